@@ -72,7 +72,7 @@ class SeqStats:
     ``SeqStats.from_lengths([3, 5])`` has 8 real tokens and slots, 6 loss tokens, 2 sequences, 34 squares.
 
     Attributes:
-        real_tokens: tokens that belong to a sequence.
+        real_tokens: tokens that belong to a sequence; of shared prefixes, those that are computed.
         slots: tokens with padding; what the device computes on.
         loss_tokens: tokens with a target.
         sequences: sequences of at least one token.
@@ -83,6 +83,7 @@ class SeqStats:
         vision_patches: patches of all images and video frames.
         vision_squares: sum over frames of the squared number of patches.
         vision_window_pairs: per window edge (in patches), the sum over windows of their squared patches.
+        shared_tokens: tokens of sequences that are not computed, because another sequence begins with them.
     """
 
     real_tokens: int = 0
@@ -96,6 +97,7 @@ class SeqStats:
     vision_patches: int = 0
     vision_squares: int = 0
     vision_window_pairs: tuple[tuple[int, int], ...] = ()
+    shared_tokens: int = 0
 
     @property
     def windows(self) -> tuple[Window, ...]:
@@ -114,6 +116,7 @@ class SeqStats:
         image_grid_thw: IntRows | None = None,
         video_grid_thw: IntRows | None = None,
         vision_windows: Iterable[int] = (),
+        prefix_lengths: Ints | None = None,
     ) -> SeqStats:
         """Count a batch from the lengths of its sequences.
 
@@ -126,24 +129,34 @@ class SeqStats:
             image_grid_thw: ``[N, 3]`` frames, rows and columns of patches of each image.
             video_grid_thw: the same for each video.
             vision_windows: window edges of the vision tower, in patches (``FlopsModel.vision_windows``).
+            prefix_lengths: per sequence, its first tokens that are computed in another one
+                (``batch.prefixes.prefix_lengths``); their tokens, squares and pairs do not count again.
 
         Returns:
             ``([3, 5], windows=(2,))`` gives 8 tokens, 34 squares and 5 + 9 = 14 pairs of window 2.
         """
         lengths = _lengths(lengths)
-        real_tokens, sequences = int(lengths.sum()), int(np.count_nonzero(lengths))
+        before = np.zeros_like(lengths) if prefix_lengths is None else _lengths(prefix_lengths)
+        if before.shape != lengths.shape or (before > lengths).any():
+            raise ValueError(
+                f"prefix_lengths {_short(before.tolist())} does not fit lengths {_short(lengths.tolist())}. "
+                "Give each sequence the number of its tokens that another one computes."
+            )
+        shared = int(before.sum())
+        real_tokens, sequences = int(lengths.sum()) - shared, int(np.count_nonzero(lengths))
         slots = real_tokens if slots is None else whole_number(slots, "slots", least=None)
         if loss_tokens is None:
-            loss_tokens = real_tokens - sequences
+            loss_tokens = real_tokens + shared - sequences
         loss_tokens = whole_number(loss_tokens, "loss_tokens", least=None)
         if slots < real_tokens:
             raise ValueError(
                 f"slots={slots} is less than the {real_tokens} real tokens of the sequences. "
                 "Slots include the padding: leave slots out when nothing is padded."
             )
-        if not 0 <= loss_tokens <= slots:
+        if not 0 <= loss_tokens <= slots + shared:
             raise ValueError(
-                f"loss_tokens={loss_tokens} is outside 0..{slots} slots. Count targets that are >= 0."
+                f"loss_tokens={loss_tokens} is outside 0..{slots + shared} slots. "
+                "Count targets that are >= 0."
             )
         cross_tokens, cross_pairs = (0, 0) if cross_lengths is None else _cross(lengths, cross_lengths)
         patches, squares, in_windows = _vision(image_grid_thw, video_grid_thw, _tuple(vision_windows))
@@ -152,13 +165,17 @@ class SeqStats:
             slots=slots,
             loss_tokens=loss_tokens,
             sequences=sequences,
-            sum_squares=int(lengths @ lengths),
-            window_pairs=tuple((each, _pairs(lengths, each, _total)) for each in _tuple(windows)),
+            sum_squares=int(lengths @ lengths - before @ before),
+            window_pairs=tuple(
+                (each, _pairs(lengths, each, _total) - (_pairs(before, each, _total) if shared else 0))
+                for each in _tuple(windows)
+            ),
             cross_tokens=cross_tokens,
             cross_pairs=cross_pairs,
             vision_patches=patches,
             vision_squares=squares,
             vision_window_pairs=in_windows,
+            shared_tokens=shared,
         )
 
     @classmethod

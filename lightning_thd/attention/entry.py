@@ -91,7 +91,8 @@ class BoundAttention:
     """``varlen_attention`` with all checks made and the kernel chosen: for layers of one kind and one batch.
 
     It takes tensors of the shapes, dtypes and device, under the autocast, that it was bound with; the caller
-    compares these. Offsets on the CPU are read and checked once, here.
+    compares these. Offsets on the CPU are read and checked once, here. ``keys`` int64 ``[Tkv]`` are the rows
+    of k and v that offsets of keys speak of, if these are not all in order.
     """
 
     __slots__ = ("_casts", "_run")
@@ -107,17 +108,20 @@ class BoundAttention:
         max_seqlen_kv: int,
         *,
         sinks: Tensor | None = None,
+        keys: Tensor | None = None,
         **options: Any,
     ) -> None:
         cast = _autocast(q, k, v)
         self._casts = None if cast[0] is q and cast[1] is k and cast[2] is v else cast[0].dtype
         q, k, v = cast
+        if keys is not None:  # only their shapes matter here
+            k, v = (x[:1].expand(keys.shape[0], -1, -1) for x in (k, v))
         _check_tensors(q, k, v, cu_seqlens_q, cu_seqlens_kv)
         _check_sinks(sinks, q)
         spec = make_spec(q.shape[2], **options)
         longest = _host_int(max_seqlen_q, "max_seqlen_q"), _host_int(max_seqlen_kv, "max_seqlen_kv")
         at = Offsets(cu_seqlens_q, cu_seqlens_kv, *longest)
-        self._run = _bind(q, k, v, at, spec, sinks)
+        self._run = _bind(q, k, v, at, spec, sinks, keys)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Attend to ``[1, H, T, D]``, as transformers has it; returns ``[1, T, H, E]``."""
@@ -130,8 +134,16 @@ class BoundAttention:
 
 
 def _bind(
-    q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    at: Offsets,
+    spec: AttentionSpec,
+    sinks: Tensor | None,
+    keys: Tensor | None,
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
+    if keys is not None:
+        return _bind_gathered(q, v, at, spec, sinks, keys)
     if layout.in_use:
         shard = layout.layout_of(at.cu_q)
         if shard is not None:
@@ -141,6 +153,18 @@ def _bind(
     if name == "cpu" and cpu.is_plain(q, k, v):
         return cpu.CpuAttention(q, k, v, at, spec)
     return lambda q, k, v, sinks: run(name, q, k, v, at, spec, sinks)
+
+
+def _bind_gathered(
+    q: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None, keys: Tensor
+) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
+    """Choose the kernel for keys that are gathered: one that can gather them again in backward, or any."""
+    name = choose("auto", describe(q, v, spec, sinks))
+    if name in _RAW:
+        return lambda q, k, v, sinks: raw.attend(_RAW[name], q, k, v, at, spec, sinks, keys)
+    return lambda q, k, v, sinks: run(
+        name, q, k.index_select(0, keys), v.index_select(0, keys), at, spec, sinks
+    )
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -49,7 +49,7 @@ def lay_out(
     """Lay checked samples end to end; arguments and fields are those of ``THDBatch.collate``."""
     ids = [np.asarray(sample["input_ids"]) for sample in samples]
     lengths = [len(row) for row in ids]
-    padded, slots = _slots(lengths, align, pad_to)
+    padded, slots = slots_of(lengths, align, pad_to)
     starts = [0, *accumulate(padded)][: len(lengths)]
     dense = padded[: len(lengths)] == lengths
 
@@ -72,10 +72,10 @@ def lay_out(
     loss_scale, sequence_scale = _scale(loss_scale, "loss_scale"), _scale(sequence_scale, "sequence_scale")
     if loss_scale is None:
         loss_scale, sequence_scale = mean_scale(weights.total), mean_scale(weights.sequences)
-    cu_seqlens_padded = _cumulative(padded)
+    cu_seqlens_padded = cumulative(padded)
     # A trailing pad counts as a sequence of its own in both, so its real length is its slots.
-    cu_seqlens = cu_seqlens_padded if dense else _cumulative([*lengths, *padded[len(lengths) :]])
-    extras = {key: _joined(samples, key) for key in dict.fromkeys(k for s in samples for k in inputs(s))}
+    cu_seqlens = cu_seqlens_padded if dense else cumulative([*lengths, *padded[len(lengths) :]])
+    extras = {key: joined(samples, key) for key in dict.fromkeys(k for s in samples for k in inputs(s))}
     for key in TYPES:
         if any(key in sample for sample in samples):
             extras[key] = _types(samples, key, starts, lengths, slots)
@@ -132,12 +132,12 @@ def mean_scale(weight: float) -> float:
     return 1.0 / weight if weight else 0.0
 
 
-def _cumulative(lengths: Sequence[int]) -> Tensor:
+def cumulative(lengths: Sequence[int]) -> Tensor:
     """Sum lengths to int32 offsets on the CPU: ``[3, 2]`` becomes ``[0, 3, 5]``."""
     return torch.from_numpy(np.array([0, *accumulate(lengths)], np.int32))
 
 
-def _slots(lengths: list[int], align: Alignment | None, pad_to: int | None) -> tuple[list[int], int]:
+def slots_of(lengths: list[int], align: Alignment | None, pad_to: int | None) -> tuple[list[int], int]:
     """Return the slots of every sequence, a trailing dummy included, and their sum."""
     if pad_to is not None:
         pad_to = whole_number(pad_to, "pad_to", least=1, advice="It is the number of slots of the batch.")
@@ -249,7 +249,7 @@ def _types(samples: Sequence[Sample], key: str, starts: list[int], lengths: list
     return torch.from_numpy(row)
 
 
-def _joined(samples: Sequence[Sample], key: str) -> Tensor:
+def joined(samples: Sequence[Sample], key: str) -> Tensor:
     """Concatenate a further model input of all samples that have it, along its first axis."""
     parts = [torch.as_tensor(sample[key]) for sample in samples if key in sample]
     first = parts[0]
@@ -348,7 +348,7 @@ def padded_fields(input_ids: Any, attention_mask: Any, labels: Any) -> dict[str,
             f"from_padded() got an attention_mask of shape {shapes[1]} without a real token. "
             "Pass 1 where a token is real."
         )
-    cu_seqlens = _cumulative(lengths).to(input_ids.device)
+    cu_seqlens = cumulative(lengths).to(input_ids.device)
     ids = input_ids[mask].long()
     source = ids if labels is None else labels[mask].long()
     targets = torch.cat([source[1:], source.new_full((1,), IGNORE_INDEX)])

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_thd._checks import described
+from lightning_thd._checks import described, flags
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch.collate import check_samples, lay_out, padded_fields
 from lightning_thd.batch.upload import PinnedBatch
@@ -213,6 +213,7 @@ class THDBatch(_Pinned):
         loss_scale: float | None = None,
         sequence_scale: float | None = None,
         windows: Sequence[Window] = (),
+        share_prefixes: bool = False,
     ) -> THDBatch:
         """Lay samples end to end and shift the targets inside every sequence.
 
@@ -229,6 +230,9 @@ class THDBatch(_Pinned):
             loss_scale: see the class; 1 / loss tokens of this batch, or their weight, when absent.
             sequence_scale: see the class; set by the batch itself where ``loss_scale`` is.
             windows: attention windows of the model, whose pairs ``stats`` is to count.
+            share_prefixes: give every distinct prefix of a sequence one slot, so that it is computed once.
+                If samples begin alike the batch is a ``SharedBatch``, with ``predictions`` for ``targets``
+                and ``prefixes`` for offsets; the loss, its gradient and ``unpack`` are the same.
 
         Returns:
             The batch on the CPU. ``[{"input_ids": [5, 6]}, {"input_ids": [7]}]`` gives ``input_ids``
@@ -239,16 +243,17 @@ class THDBatch(_Pinned):
             ValueError: for a sample without ids, with another number of labels, positions or types than ids,
                 with ids below 0 or a mask that hides tokens, and for more tokens than ``pad_to``.
         """
-        return cls(
-            **lay_out(
-                check_samples(samples),
-                align=align,
-                pad_to=pad_to,
-                sequence_ids=sequence_ids,
-                loss_scale=loss_scale,
-                sequence_scale=sequence_scale,
-                windows=windows,
-            )
+        if share_prefixes is not False:
+            flags(share_prefixes=share_prefixes)
+        return collate_checked(
+            check_samples(samples),
+            share_prefixes=share_prefixes,
+            align=align,
+            pad_to=pad_to,
+            sequence_ids=sequence_ids,
+            loss_scale=loss_scale,
+            sequence_scale=sequence_scale,
+            windows=windows,
         )
 
     @classmethod
@@ -439,6 +444,12 @@ class THDBatch(_Pinned):
         )
 
 
-def collate_checked(samples: Sequence[dict[str, Any]], *, set_name: str = "", **how: Any) -> THDBatch:
+def collate_checked(
+    samples: Sequence[dict[str, Any]], *, set_name: str = "", share_prefixes: bool = False, **how: Any
+) -> THDBatch:
     """Collate samples that were checked when they were counted or read; ``how`` is that of ``collate``."""
+    if share_prefixes:
+        from lightning_thd.batch.prefixes import lay_out_shared
+
+        return lay_out_shared(samples, set_name=set_name, **how)
     return THDBatch(**lay_out(samples, **how), set_name=set_name)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_thd._checks import flags, instance, real_number, whole_number
 from lightning_thd.batch import IGNORE_INDEX, THDBatch
+from lightning_thd.batch.prefixes import SharedBatch
 from lightning_thd.batch.thd_step import check_batch
 from lightning_thd.loss.head import HeadOperands
 from lightning_thd.loss.head_call import HeadCall
@@ -104,7 +105,7 @@ def causal_lm_loss(
         batch: the microbatch, on the model's device.
         reduction: "tokens" or "sequences".
         weights: floats ``[T]``, a further factor of each slot's loss; no part of the divisor, which only
-            the data decides. Gets no gradient.
+            the data decides. Gets no gradient. Of shared prefixes ``[N]``, one for each token of a sequence.
         class_weights: floats ``[V]``, a further factor by target, likewise.
         label_smoothing: share of a target's mass spread over the vocabulary.
         z_loss: factor of the squared lse, added for each loss token; the config's ``z_loss_coefficient``
@@ -194,11 +195,11 @@ def _loss(
     slots = list[SlotLosses]()
 
     def values(operands: HeadOperands, depth: int, logit_map: LogitMap) -> Tensor:
-        targets = targets_after(batch, depth) if depth else batch.targets
+        operands, targets, most = predicting(operands, batch, depth)
         weight: Tensor | float = batch.loss_scale
         if factors is not None:
             targets, weight = factors(targets, depth, operands.vocabulary)
-        fused = operands.call(targets, logit_map, batch.max_targets)
+        fused = operands.call(targets, logit_map, most)
         see = slots.append if not depth and (watcher is not None or recorded is not None) else None
         found = torch.stack([*linear_nll(fused, penalties, token_weights=weight, see=see)])
         return torch.cat([found, _token_stats(fused)]) if stats else found
@@ -245,7 +246,8 @@ def causal_lm_logprobs(
 
     Returns:
         Three tensors ``[T]``, 0 where there is no target; fp32 (fp64 for an fp64 model). Entry i belongs to
-        ``batch.targets[i]``, the token after slot i; ``PackedRollouts`` puts it in that token's place.
+        ``batch.targets[i]``, the token after slot i; ``PackedRollouts`` puts it in that token's place. Of
+        sequences that share prefixes they have an entry for each token of every sequence, ``[N]``.
 
     Raises:
         ValueError: as ``causal_lm_loss``, and for a temperature that is not a number above 0.
@@ -259,8 +261,8 @@ def causal_lm_logprobs(
     wide = 3 + 2 * top_k if entropy else 2 + 2 * top_k
 
     def values(operands: HeadOperands, depth: int, logit_map: LogitMap) -> Tensor:
-        targets = targets_after(batch, depth) if depth else batch.targets
-        call = operands.call(targets, replace(logit_map, temperature=temperature), batch.max_targets)
+        operands, targets, most = predicting(operands, batch, depth)
+        call = operands.call(targets, replace(logit_map, temperature=temperature), most)
         results = linear_logprobs(call, entropy=entropy, top_k=top_k)
         columns = [part.flatten() for part in results if part is not None]
         if top_k:  # ids travel among the floats: fp32 holds all below 2^24
@@ -268,8 +270,12 @@ def causal_lm_logprobs(
             columns += [column for part in parts for column in part.unbind(1)]
         return torch.cat(columns)
 
-    found = HeadCall.of(model).run(model, batch, values, size=wide * batch.targets.numel())
+    shared = batch.prefixes if isinstance(batch, SharedBatch) else None
+    rows = batch.input_ids.shape[-1] if shared is None else shared.targets.shape[0]
+    found = HeadCall.of(model).run(model, batch, values, size=wide * rows)
     columns = list(found["values"].chunk(wide))
+    if shared is not None:
+        columns = [shared.of_tokens(column) for column in columns]
     results = LogProbs(columns[0], columns[1] if entropy else None, columns[2 if entropy else 1])
     if top_k:
         logp, tokens = torch.stack(columns[-2 * top_k :], dim=1).detach().chunk(2, dim=1)
@@ -293,11 +299,13 @@ def loss_weights(
     if not isinstance(reduction, str) or reduction not in get_args(Reduction):
         raise ValueError(f"reduction is {reduction!r}, wanted 'tokens' or 'sequences'.")
     given = [part for part in (batch.weights, weights) if part is not None]
-    if not given and class_weights is None and reduction == "tokens":
+    shared = batch.prefixes if isinstance(batch, SharedBatch) else None
+    if not given and class_weights is None and reduction == "tokens" and shared is None:
         return None
-    if weights is not None and weights.shape != batch.targets.shape:
+    slots = batch.targets.shape if shared is None else shared.token_rows.shape
+    if weights is not None and weights.shape != slots:
         raise ValueError(
-            f"weights is {list(weights.shape)}, wanted one a slot, {list(batch.targets.shape)}: that of slot "
+            f"weights is {list(weights.shape)}, wanted one a slot, {list(slots)}: that of slot "
             "i weighs the token after it. Weights of the data belong into the samples, as 'weights'."
         )
     if class_weights is not None and (class_weights.ndim != 1 or smoothed):
@@ -314,9 +322,13 @@ def loss_weights(
                 "and this model makes some. Use reduction='tokens' without weights."
             )
         wide = torch.float32 if targets.device.type == "mps" else torch.float64  # rounded once, at the end
-        total = torch.ones(targets.shape, dtype=wide, device=targets.device)
+        total = torch.ones(slots, dtype=wide, device=targets.device)
         for part in given:
             total = total * part.detach()
+        if reduction == "sequences":
+            total = total * _shares(batch, wide)
+        if shared is not None:
+            total = shared.of_rows(total)
         if class_weights is not None:
             if len(class_weights) != vocabulary:
                 raise ValueError(
@@ -324,8 +336,6 @@ def loss_weights(
                     "the head."
                 )
             total = total * class_weights.detach().index_select(0, targets.clamp(0, vocabulary - 1))
-        if reduction == "sequences":
-            total = total * _shares(batch, wide)
         return torch.where(total == 0, IGNORE_INDEX, targets), total * scale
 
     return factors
@@ -343,7 +353,9 @@ def _sequence_scale(batch: THDBatch) -> float:
 
 def _shares(batch: THDBatch, dtype: torch.dtype) -> Tensor:
     """Spread every sequence's share over its slots, ``[T]``; 0 in a trailing pad."""
-    shares = torch.tensor([*batch.sequence_shares, 0.0], dtype=dtype).to(batch.targets.device)
+    shares = torch.tensor([*batch.sequence_shares, 0.0], dtype=dtype).to(batch.input_ids.device)
+    if isinstance(batch, SharedBatch):
+        return shares.index_select(0, batch.token_sequences())
     sequence = seq_idx_from_cu_seqlens(batch.cu_seqlens_padded, batch.targets.shape[-1])
     return shares.index_select(0, sequence.flatten().clamp(0, len(shares) - 1))
 
@@ -378,6 +390,21 @@ def mtp_targets(targets: Tensor, cu_seqlens: Tensor, depth: int, *, ignore_index
         same = sequence[depth:] == sequence[:-depth]
         shifted[:-depth] = torch.where(same, targets[depth:], ignore_index)
     return shifted
+
+
+def predicting(
+    operands: HeadOperands, batch: THDBatch, depth: int
+) -> tuple[HeadOperands, Tensor, int | None]:
+    """Return the operands of a batch's rows of predictions, their targets, and how many count at the most."""
+    if not isinstance(batch, SharedBatch):
+        return operands, targets_after(batch, depth) if depth else batch.targets, batch.max_targets
+    if depth:
+        raise ValueError(
+            "The model predicts further tokens than the next one, and a slot that sequences share has "
+            "several of them. Collate with share_prefixes=False."
+        )
+    rows = batch.prefixes
+    return operands.at(rows.slots), rows.targets, rows.targets.shape[0]
 
 
 def targets_after(batch: THDBatch, depth: int) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -77,6 +77,12 @@ class HeadOperands:
     tp_group: dist.ProcessGroup | None = None
     partial_hidden: bool = False
     vocabulary: int
+
+    def at(self, slots: Tensor) -> HeadOperands:
+        """Return operands with the hidden states of some slots, int64 ``[R]``, each perhaps several times."""
+        rows = [x.flatten(0, -2).index_select(0, slots) for x in (self.hidden, *(self.low_rank or ())[:1])]
+        low_rank = None if self.low_rank is None else (rows[1], self.low_rank[1])
+        return replace(self, hidden=rows[0], low_rank=low_rank)
 
     def call(self, targets: Tensor, logit_map: LogitMap, loss_tokens: int | None) -> Call:
         """Build the arguments of a fused loss, with one target a slot; ``loss_tokens`` as in ``Call``."""

@@ -132,7 +132,7 @@ class HeadCall:
         for _ in range(2):
             head: Any = inner.get_output_embeddings()
             own, own_head = inner.__dict__.get("forward"), head.__dict__.get("forward")
-            slots = batch.targets.numel()
+            slots = batch.input_ids.shape[-1]
             job = self._job = _Job(values, size, slots, head, own_head, inner.forward, stage)
             kwargs = batch.hf_kwargs()
             if kwargs.pop("labels", None) is not None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_thd._checks import instance, real_number, whole_number
 from lightning_thd.batch import IGNORE_INDEX
+from lightning_thd.batch.prefixes import token_targets
 from lightning_thd.loss.rollouts import PackedRollouts
 
 GRPOKind = Literal["grpo", "dr_grpo", "token_mean"]
@@ -246,7 +247,7 @@ def _ratio(distance: Tensor) -> Tensor:
 
 def _given(rollouts: PackedRollouts, factors: Tensor | None = None, **values: Tensor) -> dict[str, Tensor]:
     """Check values of slots, and set those that do not count, or have a factor of 0, to 0."""
-    counts = rollouts.batch.targets != IGNORE_INDEX
+    counts = token_targets(rollouts.batch) != IGNORE_INDEX
     if isinstance(factors, Tensor) and factors.shape == counts.shape:
         counts = counts & (factors != 0)
     for name, value in values.items():
@@ -259,7 +260,7 @@ def _given(rollouts: PackedRollouts, factors: Tensor | None = None, **values: Te
 
 
 def _advantages(advantages: Tensor, rollouts: PackedRollouts) -> Tensor:
-    slots, rows = rollouts.batch.targets.shape, rollouts.shape[0]
+    slots, rows = rollouts.held.shape, rollouts.shape[0]
     if advantages.shape == slots == (rows,) and max(rollouts.batch.lengths) > 1:
         raise ValueError(
             f"advantages is {list(advantages.shape)}, and the pack has {rows} rows in as many slots, so it "

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch
+from lightning_thd.batch.prefixes import SharedBatch, token_targets
 from lightning_thd.loss.causal_lm import causal_lm_logprobs
 from lightning_thd.loss.linear_logprobs import LogProbs
 from lightning_thd.parallel.exchange import mapped, reduced
@@ -54,6 +55,7 @@ class PackedRollouts:
         response_mask: Tensor | None = None,
         align: Alignment | None = None,
         pad_to: int | None = None,
+        share_prefixes: bool = False,
     ) -> PackedRollouts:
         """Pack rows by their mask, never by their pad id; reads the ids back once.
 
@@ -65,6 +67,8 @@ class PackedRollouts:
                 when absent.
             align: what lengths and the total must be multiples of.
             pad_to: slots of the pack.
+            share_prefixes: compute what rows begin with in common once, as ``THDBatch.collate`` does. Values
+                of slots then are values of the N tokens of all rows, in their order, wherever ``[T]`` stands.
 
         Returns:
             The pack on the device of ``input_ids``. Rows ``[[5, 6, 0], [0, 7, 8]]`` with mask
@@ -81,7 +85,9 @@ class PackedRollouts:
         ids = torch.split(input_ids[mask].cpu(), kept)
         labels = torch.split(torch.where(response[mask], input_ids[mask], -100).cpu(), kept)
         samples = [{"input_ids": x, "labels": y} for x, y in zip(ids, labels, strict=True)]
-        batch = THDBatch.collate(samples, align=align, pad_to=pad_to, sequence_ids=rows)
+        batch = THDBatch.collate(
+            samples, align=align, pad_to=pad_to, sequence_ids=rows, share_prefixes=share_prefixes
+        )
         held, predicted, row = _index_plan(mask.cpu(), batch)
         device = input_ids.device
         first = torch.arange(mask.shape[1], device=device) == mask.int().argmax(1, keepdim=True)
@@ -98,7 +104,7 @@ class PackedRollouts:
         """Move pack and index plan to a device; from a CPU nothing is read back."""
         plan = {name: getattr(self, name) for name in ("held", "predicted", "row", "counts")}
         extras = self.batch.extras  # the plan travels in the batch's one upload
-        moved = self.batch.replace(extras={**extras, **plan}, max_targets=self.batch.max_targets).to(device)
+        moved = self.batch.replace(extras={**extras, **plan}).to(device)
         arrived: dict[str, Any] = {name: moved.extras[name] for name in plan}
         batch = moved.replace(extras={key: moved.extras[key] for key in extras})
         return replace(self, batch=batch, **arrived)
@@ -111,7 +117,7 @@ class PackedRollouts:
     @property
     def rows(self) -> Tensor:
         """Return the slots that predict a response token, int64 ``[R]``."""
-        return (self.batch.targets != -100).nonzero().squeeze(1)
+        return (token_targets(self.batch) != -100).nonzero().squeeze(1)
 
     def pack(self, values: Tensor, *, of: Of = "prediction", fill: float = 0.0) -> Tensor:
         """Gather padded values into the slots of the pack; differentiable.
@@ -189,7 +195,7 @@ class PackedRollouts:
             ``[B]``, 0 for rows without a response. The gradient over a group is that of the sum of all
             ranks' losses, so that their mean (DDP, FSDP) is right.
         """
-        counted = torch.where(self.batch.targets != -100, values, 0.0)
+        counted = torch.where(token_targets(self.batch) != -100, values, 0.0)
         total = segment_sums(counted, self.row, self.shape[0])
         return total if group is None else sum_over_group(total, group)
 
@@ -313,16 +319,16 @@ def _index_plan(mask: Tensor, batch: THDBatch) -> tuple[Tensor, Tensor, Tensor]:
     tokens = mask.flatten().nonzero().squeeze(1)
     sequences = len(batch.lengths)
     lengths = torch.tensor(batch.lengths)
-    padded = torch.tensor(batch.padded_lengths[:sequences])
+    slots_of = torch.tensor(batch.lengths if isinstance(batch, SharedBatch) else batch.padded_lengths)
+    padded = slots_of[:sequences]
     real_starts, slot_starts = lengths.cumsum(0) - lengths, padded.cumsum(0) - padded
     slots = torch.arange(len(tokens)) + torch.repeat_interleave(slot_starts - real_starts, lengths)
-    held = torch.full((sum(batch.padded_lengths),), nowhere)
+    held = torch.full((int(slots_of.sum()),), nowhere)
     held[slots] = tokens
     following = torch.cat([tokens[1:], tokens.new_full((1,), nowhere)])
     following[lengths.cumsum(0) - 1] = nowhere
     predicted = torch.full_like(held, nowhere)
     predicted[slots] = following
-    slots_of = torch.tensor(batch.padded_lengths)
     rows = torch.tensor([*batch.sequence_ids, *[mask.shape[0]] * (len(slots_of) - sequences)])
     return held, predicted, torch.repeat_interleave(rows, slots_of)
 

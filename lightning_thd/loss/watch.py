@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_thd._checks import instance
 from lightning_thd._static import shapes_are_static
 from lightning_thd.batch import IGNORE_INDEX, THDBatch
+from lightning_thd.batch.prefixes import token_targets
 
 
 class SlotLosses(NamedTuple):
@@ -102,17 +103,18 @@ def log_token_losses(batch: THDBatch, losses: Tensor, weights: Tensor | None = N
         ValueError: for another number of values than the batch has slots.
     """
     instance(batch, "batch", THDBatch, advice="Pass the batch that training_step was given.")
+    targets = token_targets(batch)
     for name, values in (("losses", losses), ("weights", weights)):
         if values is None and name == "weights":
             continue
         instance(values, name, Tensor, advice="Pass a tensor with a value for each slot of the batch.")
         assert values is not None
-        if values.shape != batch.targets.shape:
+        if values.shape != targets.shape:
             raise ValueError(
                 f"{name} has the shape {list(values.shape)}, wanted one value a slot, as batch.targets: "
-                f"{list(batch.targets.shape)}."
+                f"{list(targets.shape)}."
             )
-    counts = batch.targets != IGNORE_INDEX
+    counts = targets != IGNORE_INDEX
     factors = torch.ones_like(losses) if weights is None else weights.detach().to(losses.dtype)
     factors = torch.where(counts, factors, 0.0)
     summed = torch.where(counts, losses.detach() * factors, 0.0)

@@ -29,6 +29,7 @@ from lightning_thd.models.mixers import adopt_mixers, has_mixers
 from lightning_thd.models.pack import (
     PACK_KWARGS,
     REAL,
+    SHARED,
     STATE,
     Caller,
     Pack,
@@ -237,7 +238,7 @@ def enter(
         families, masks = outer.families, outer.masks  # an inner model may be handed its caller's masks
         if type(config) not in families and not _continues(outer, kwargs):
             STATE.scope = Scope(None, outer, module=model, families=families)
-            return args, {name: value for name, value in kwargs.items() if name not in PACK_KWARGS}
+            return args, {k: value for k, value in kwargs.items() if k not in PACK_KWARGS and k != SHARED}
         text = None
     else:
         plain = not torch.compiler.is_compiling() and not holds_text_config(config)
@@ -247,8 +248,8 @@ def enter(
     inner = text is None and offsets is None  # some models do not hand the boundaries down
     if pack is None or not (inner or pack.cu_seqlens_q is offsets):
         pack = find_pack(outer, args, kwargs)
-    if REAL in kwargs:  # no model takes it
-        kwargs = {name: value for name, value in kwargs.items() if name != REAL}
+    if REAL in kwargs or SHARED in kwargs:  # no model takes them
+        kwargs = {name: value for name, value in kwargs.items() if name not in (REAL, SHARED)}
     if pack is not None:
         refuse_call(model, kwargs)
         if torch.compiler.is_compiling() or not model._thd_checked:
@@ -378,6 +379,12 @@ def guard(model_class: Any) -> None:
             return _call_announced(self, functools.partial(forward, self), args, kwargs)
         if _mentions_thd(self.config):
             _refuse_unannounced(self)
+        if SHARED in kwargs:
+            raise ValueError(
+                f"{type(self).__name__} got a batch whose sequences share prefixes and runs "
+                f"attn_implementation={self.config._attn_implementation!r}, which does not know them. Build "
+                "it with attn_implementation='thd', or collate with share_prefixes=False."
+            )
         if not _HOOKED:
             return forward(self, *args, **kwargs)
         return _watched(forward, self, names, args, kwargs)

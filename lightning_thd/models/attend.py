@@ -5,6 +5,7 @@ Legend: B rows (1 for a pack), T slots, H query heads, G key-value heads, D head
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from lightning_thd.attention.kernels.portable import know_offsets
 from lightning_thd.models.masks import hides_nothing, shows_all, stands_for_every_key, told_limit
 from lightning_thd.models.pack import CAUSAL, Pack, current_pack, current_scope
 from lightning_thd.parallel.context import layout
-from lightning_thd.seqlens import seq_idx_from_cu_seqlens
+from lightning_thd.seqlens import cu_seqlens_from_lengths, seq_idx_from_cu_seqlens
 
 _UNSET: Final = -1  # `sliding_window` not passed, which is not the same as passed as None
 # Arguments that transformers hands down to every attention and that none of its own implementations reads to
@@ -46,10 +47,13 @@ _INERT: Final = frozenset(
 
 
 class _Boundaries(NamedTuple):
+    """Offsets of queries and keys; ``keys`` are the slots of the keys, None for all of them in order."""
+
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
     max_length_q: int
     max_length_k: int
+    keys: Tensor | None = None
 
 
 def thd_attention(
@@ -94,6 +98,8 @@ def thd_attention(
     given = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     if pack is None or compiling:
         bounds = _boundaries(module, query, key, given, causal=causal, chunk=chunk)
+        if bounds.keys is not None:
+            key, value = key.index_select(2, bounds.keys), value.index_select(2, bounds.keys)
         return _attend_unbound(query, key, value, bounds, options, s_aux), None
     kind = _kind(query, key, value, s_aux, *options, chunk, max_length_q, max_length_k)
     bound = pack.cache.get(kind)
@@ -101,11 +107,11 @@ def thd_attention(
         bounds = _boundaries(module, query, key, given, causal=causal, chunk=chunk)
         if query.shape[0] != 1:
             return _attend_unbound(query, key, value, bounds, options, s_aux), None
-        own = bounds.cu_seqlens_q is pack.cu_seqlens_q
+        own = bounds.cu_seqlens_q is pack.cu_seqlens_q and bounds.keys is None
         if own and pack._lengths is not None and not query.is_cpu:
             know_offsets(bounds.cu_seqlens_q, pack._lengths)
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        bound = BoundAttention(q, k, v, *bounds, sinks=s_aux, **_options(*options))
+        bound = BoundAttention(q, k, v, *bounds[:4], sinks=s_aux, keys=bounds.keys, **_options(*options))
         pack.cache[kind] = bound
     return bound(query, key, value, s_aux), None
 
@@ -169,7 +175,7 @@ def _attend_unbound(
 ) -> Tensor:
     rows, _, slots, _ = query.shape
     q_THD, k_THD, v_THD = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    out_THD = varlen_attention(q_THD, k_THD, v_THD, *bounds, sinks=s_aux, **_options(*options))
+    out_THD = varlen_attention(q_THD, k_THD, v_THD, *bounds[:4], sinks=s_aux, **_options(*options))
     return out_THD.view(rows, slots, *out_THD.shape[1:])
 
 
@@ -255,11 +261,35 @@ def _in_chunks(module: nn.Module, bounds: _Boundaries, chunk: int, slots: int) -
             "model without context parallelism."
         )
     pack = current_pack()
+    if pack is not None and bounds.keys is not None:
+        shared: _Boundaries = _shared_in_chunks(pack, chunk)
+        return shared
     known = {} if pack is None or pack.cu_seqlens_q is not bounds.cu_seqlens_q else pack.cache
     if ("chunks", chunk) not in known:
         known["chunks", chunk] = chunk_offsets(bounds.cu_seqlens_q, slots, chunk)
     offsets, longest = known["chunks", chunk], min(chunk, bounds.max_length_q)
     return _Boundaries(offsets, offsets, longest, longest)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _shared_in_chunks(pack: Pack, chunk: int) -> _Boundaries:
+    """Cut the paths of shared prefixes at multiples of ``chunk``; a query sees its own chunk of its path."""
+    prefixes = pack.prefixes
+    assert prefixes is not None
+    if ("chunks", chunk) not in pack.cache:
+        pieces = list[tuple[int, int, int]]()  # queries, and the first and last + 1 of their keys
+        start = 0
+        for own, path in zip(prefixes.query_lengths, prefixes.key_lengths, strict=True):
+            cuts = [path - own, *range((path - own) // chunk * chunk + chunk, path, chunk), path]
+            pieces += [(b - a, start + a // chunk * chunk, start + b) for a, b in pairwise(cuts)]
+            start += path
+        q_lengths, k_lengths = [own for own, _, _ in pieces], [b - a for _, a, b in pieces]
+        seen = torch.cat([torch.arange(a, b) for _, a, b in pieces]).to(prefixes.keys.device)
+        cu_q, cu_k = (cu_seqlens_from_lengths(each).to(seen.device) for each in (q_lengths, k_lengths))
+        keys = prefixes.keys.index_select(0, seen)
+        pack.cache["chunks", chunk] = _Boundaries(cu_q, cu_k, max(q_lengths), max(k_lengths), keys)
+    found: _Boundaries = pack.cache["chunks", chunk]
+    return found
 
 
 def chunk_offsets(cu_seqlens: Tensor, slots: int, chunk: int) -> Tensor:
@@ -278,7 +308,10 @@ def _ambient(module: nn.Module, query: Tensor, key: Tensor, *, causal: bool) -> 
     pack = current_pack()
     rows, slots, slots_k = query.shape[0], query.shape[2], key.shape[2]
     if pack is not None and rows == 1 and slots == pack.slots and slots_k == slots:
-        return _Boundaries(pack.cu_seqlens_q, pack.cu_seqlens_k, pack.max_length_q, pack.max_length_k)
+        if not causal:
+            pack.refuse_prefixes(module, "lets tokens see later ones, which differ between the sequences")
+        keys = None if pack.prefixes is None else pack.prefixes.keys
+        return _Boundaries(pack.cu_seqlens_q, pack.cu_seqlens_k, pack.max_length_q, pack.max_length_k, keys)
     if pack is not None and rows == 1 and slots == pack.slots:
         _refuse_other_keys(module, query, key)
     if causal and pack is not None:

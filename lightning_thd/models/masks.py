@@ -250,7 +250,7 @@ def longest_sequence(q_length: int) -> int:
     if scope is None or scope.pack is None:
         return q_length
     shard = layout.layout_of(scope.pack.cu_seqlens_q) if layout.in_use else None
-    return scope.pack.max_length_q if shard is None else max(shard.padded_lengths)
+    return scope.pack.max_length_k if shard is None else max(shard.padded_lengths)
 
 
 def every_key(like: Tensor) -> Tensor:

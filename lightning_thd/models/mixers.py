@@ -146,6 +146,7 @@ def _refuse(module: nn.Module, tokens: Tensor, pack: Pack, kwargs: dict[str, Any
             f"{type(module).__name__} got {tuple(tokens.shape)} while the model works on a pack of "
             f"{pack.slots} slots. Prefixes and rows of other lengths do not go into a pack."
         )
+    pack.refuse_prefixes(module, "carries a state or a convolution along each of them")
     for name in (*_CACHES, "attention_mask"):
         if kwargs.get(name) is not None:
             raise ValueError(

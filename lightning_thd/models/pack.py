@@ -19,11 +19,13 @@ from torch import Tensor, nn
 
 from lightning_thd._static import shapes_are_static
 from lightning_thd.batch import THDBatch
+from lightning_thd.batch.prefixes import Prefixes, SharedBatch
 from lightning_thd.batch.thd_step import check_batch
 from lightning_thd.parallel.shard import THDShard
 from lightning_thd.seqlens import cu_seqlens_from_lengths, seq_idx_from_cu_seqlens
 
 REAL: Final = "cu_seq_lens_real"
+SHARED: Final = "shared_prefixes"
 PACK_KWARGS: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", REAL)
 # What a model can ask of a mask.
 CAUSAL: Final = "causal"
@@ -38,12 +40,14 @@ class Pack:
         cu_seqlens_k: the same for keys; ``cu_seqlens_q`` itself in self-attention.
         cu_seqlens_real: int32 ``[S + 1]``, cumulative lengths without padding inside sequences; None if
             there is none.
+        prefixes: what sequences share; offsets and ``lengths`` are then those of the leaves of their tree,
+            and keys are rows of ``prefixes.keys``. None if every sequence has its own slots.
         cache: values computed once a batch and shared by all layers (seq_idx, plans of padded groups).
     """
 
     __slots__ = (
         *("_extent_k", "_extent_q", "_lengths", "_real_lengths", "_slots", "cache"),
-        *("cu_seqlens_k", "cu_seqlens_q", "cu_seqlens_real"),
+        *("cu_seqlens_k", "cu_seqlens_q", "cu_seqlens_real", "prefixes"),
     )
 
     def __init__(
@@ -57,8 +61,10 @@ class Pack:
         lengths: Sequence[int] | None = None,
         cu_seqlens_real: Tensor | None = None,
         real_lengths: Sequence[int] | None = None,
+        prefixes: Prefixes | None = None,
     ) -> None:
         self.cu_seqlens_q = cu_seqlens_q
+        self.prefixes = prefixes
         self.cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
         # Host integers are kept as shapes of tensors without storage: torch.compile makes a size that changes
         # symbolic, but compiles again for every new value of a plain int attribute.
@@ -73,6 +79,8 @@ class Pack:
     @classmethod
     def from_batch(cls, batch: THDBatch) -> Pack:
         """Describe a checked batch, with all lengths on the host, so that no device is read."""
+        if isinstance(batch, SharedBatch):
+            return cls.of_prefixes(batch.prefixes, batch.input_ids.shape[-1])
         padded = batch.lengths != batch.padded_lengths[: len(batch.lengths)]
         return cls(
             cu_seqlens_q=batch.cu_seqlens_padded,
@@ -82,6 +90,27 @@ class Pack:
             cu_seqlens_real=batch.cu_seqlens if padded else None,
             real_lengths=(*batch.lengths, *batch.padded_lengths[len(batch.lengths) :]) if padded else None,
         )
+
+    @classmethod
+    def of_prefixes(cls, prefixes: Prefixes, slots: int) -> Pack:
+        """Describe a batch of sequences that share prefixes."""
+        return cls(
+            cu_seqlens_q=prefixes.cu_seqlens_q,
+            cu_seqlens_k=prefixes.cu_seqlens_kv,
+            max_length_q=prefixes.max_seqlen_q,
+            max_length_k=prefixes.max_seqlen_kv,
+            slots=slots,
+            lengths=prefixes.query_lengths,
+            prefixes=prefixes,
+        )
+
+    def refuse_prefixes(self, layer: object, why: str) -> None:
+        """Refuse a layer that cannot run on sequences that share prefixes."""
+        if self.prefixes is not None:
+            raise ValueError(
+                f"{type(layer).__name__} got a pack whose sequences share prefixes, and {why}. Set "
+                "share_prefixes=False for this model."
+            )
 
     @property
     def max_length_q(self) -> int:
@@ -282,7 +311,18 @@ def find_pack(outer: Scope | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     for value in (*args[:1], kwargs.get("inputs_embeds"), kwargs.get("input_ids")):
         tokens = value if isinstance(value, Tensor) and value.ndim >= 2 else tokens
     known = None if outer is None else outer.pack
-    offsets = kwargs.get("cu_seq_lens_q")
+    offsets, shared = kwargs.get("cu_seq_lens_q"), kwargs.get(SHARED)
+    if shared is not None:
+        if offsets is not None or tokens is None or tokens.shape[0] != 1:
+            raise ValueError(
+                "Sequences that share prefixes came with cu_seq_lens_q, or not as one row of tokens. Call "
+                "model(**batch.hf_kwargs())."
+            )
+        return (
+            known
+            if known is not None and known.prefixes is shared
+            else Pack.of_prefixes(shared, tokens.shape[1])
+        )
     if offsets is not None:
         if known is not None and known.cu_seqlens_q is offsets:
             return known

@@ -100,6 +100,7 @@ def _pool(model: Any, pack: Pack, output: Any) -> Any:
             f"sequence of a pack (its pooler is a {type(pooler).__name__}). Feed it padded rows, or build "
             "its base with add_pooling_layer=False and pool batch.unpack(hidden) yourself."
         )
+    pack.refuse_prefixes(model, "its pooler reads the first token of every one")
     starts = pack.cu_seqlens_q[:-1].long().clamp(max=pack.slots - 1)
     output.pooler_output = _run_pooler(model, hidden[0].index_select(0, starts)[:, None])
     return output
@@ -165,8 +166,13 @@ def _classify(forward: Callable[..., Any], model: Any, given: dict[str, Any], pa
     finally:
         handle.remove()
     logits = output.logits if hasattr(output, "logits") else output[0]
-    rows = torch.empty(len(pack.lengths), logits.shape[-1], dtype=logits.dtype, device=logits.device)
-    for members, source in group_rows(pack.real_lengths, logits.device, padded=pack.lengths):
+    shared = pack.prefixes
+    lengths, padded = (
+        (pack.real_lengths, pack.lengths) if shared is None else (shared.lengths, shared.lengths)
+    )
+    rows = torch.empty(len(padded), logits.shape[-1], dtype=logits.dtype, device=logits.device)
+    for members, places in group_rows(lengths, logits.device, padded=padded):
+        source = places if shared is None else shared.slots_of(places, pack.slots)
         arguments = _padded_arguments(model, given, source, pack)
         with _base_returns(model, _padded_output(base, outputs[0], source, pack)):
             result = forward(model, **arguments)

@@ -93,7 +93,8 @@ def padded_positions(
     ``[[5, 6, 7, 1, 8]]`` in sequences of 2 and 3 with ``padding_idx`` 1 gives ``[[2, 3, 2, 1, 3]]``; all are
     int64 ``[1, T]``.
     """
-    if layout.in_use and layout.layout_of(pack.cu_seqlens_q) is not None:  # sequences begin on other ranks
+    sharded = layout.in_use and layout.layout_of(pack.cu_seqlens_q) is not None
+    if sharded or pack.prefixes is not None:  # sequences begin on other ranks, or before other leaves
         assert position_ids is not None
         return position_ids + (padding_idx + 1)
     if input_ids is None:
@@ -119,6 +120,7 @@ def _from_sequence_starts(forward: Callable[..., Any]) -> Callable[..., Any]:
                 f"{type(self).__name__} counts positions along the row and cannot be told those of a shard. "
                 "Train this model without context parallelism."
             )
+        pack.refuse_prefixes(self, "counts positions by itself")
         if position_ids is not None:  # counted along the row by the model
             return forward(
                 self, like, past, position_ids=_starts_at_zero(pack).view_as(position_ids), **kwargs
@@ -185,9 +187,10 @@ def _by_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
         limit = _original_length(self, kind, layer_type)
         # One call for all is right when none is longer than the limit; the longest is known on the host.
         shard = layout.layout_of(pack.cu_seqlens_q) if layout.in_use else None
-        longest = pack.max_length_q if shard is None else max(shard.padded_lengths)
+        longest = pack.max_length_k if shard is None else max(shard.padded_lengths)
         if longest <= limit:
             return run(position_ids, *args, **kwargs)
+        pack.refuse_prefixes(self, f"turns those longer than {limit} tokens by other frequencies")
         if shard is not None or shapes_are_static():
             where = "in a recorded step" if shard is None else "under context parallelism"
             raise ValueError(

@@ -61,13 +61,37 @@ def empty_gradients(saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def attend(
-    kernel: RawKernel, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None
+    kernel: RawKernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    at: Offsets,
+    spec: AttentionSpec,
+    sinks: Tensor | None,
+    keys: Tensor | None = None,
 ) -> Tensor:
-    """Run a raw kernel differentiably, with sinks, at any head size up to its largest; ``[Tq, H, E]``."""
+    """Run a raw kernel differentiably, with sinks, at any head size up to its largest; ``[Tq, H, E]``.
+
+    ``keys`` int64 ``[Tkv]`` are rows of k and v, which are gathered again in backward and not kept.
+    """
     value_size = v.shape[2]
     q, k, v = widen(kernel, q, k, v)
-    out: Tensor = _Attention.apply(kernel, q, k, v, at, spec, sinks)  # type: ignore[no-untyped-call]
+    out: Tensor = _Attention.apply(kernel, q, k, v, at, spec, sinks, keys)  # type: ignore[no-untyped-call]
     return out[..., :value_size]
+
+
+def _gathered(x: Tensor, keys: Tensor | None) -> Tensor:
+    return x if keys is None else x.index_select(0, keys)
+
+
+def _summed(grad: Tensor, keys: Tensor | None, rows: int) -> Tensor:
+    """Sum the gradients of gathered rows for each row that they were gathered from, in fp32 at least."""
+    if keys is None:
+        return grad
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    return (
+        grad.new_zeros((rows, *grad.shape[1:]), dtype=wide).index_add_(0, keys, grad.to(wide)).to(grad.dtype)
+    )
 
 
 def widen(kernel: RawKernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,24 +117,27 @@ class _Attention(torch.autograd.Function):
         at: Offsets,
         spec: AttentionSpec,
         sinks: Tensor | None,
+        keys: Tensor | None,
     ) -> Tensor:
-        out, lse = kernel.forward(q, k, v, at, spec)
+        out, lse = kernel.forward(q, _gathered(k, keys), _gathered(v, keys), at, spec)
         lse = lse.masked_fill(lse == torch.inf, -torch.inf)  # flash-attn's sign where no key is seen
         if sinks is not None:
             out, lse = apply_sinks(out, lse, sinks)
-        ctx.save_for_backward(q, k, v, out, lse, at.cu_q, at.cu_kv, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, at.cu_q, at.cu_kv, sinks, keys)
         ctx.kernel, ctx.spec, ctx.longest = kernel, spec, (at.max_q, at.max_kv)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, cu_q, cu_kv, sinks = ctx.saved_tensors
+        q, k, v, out, lse, cu_q, cu_kv, sinks, keys = ctx.saved_tensors
         grad = grads[0].contiguous()
         at = Offsets(cu_q, cu_kv, *ctx.longest)
         finite = lse.masked_fill(lse == -torch.inf, torch.inf)  # weights of such rows become exp(-inf) = 0
-        dq, dk, dv = ctx.kernel.backward(grad, Saved(q, k, v, out, finite), at, ctx.spec)
+        saved = Saved(q, _gathered(k, keys), _gathered(v, keys), out, finite)
+        dq, dk, dv = ctx.kernel.backward(grad, saved, at, ctx.spec)
+        dk, dv = (_summed(x, keys, k.shape[0]) for x in (dk, dv))
         dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
-        return None, dq, dk, dv, None, None, dsinks
+        return None, dq, dk, dv, None, None, dsinks, None
 
 
 def apply_sinks(out_THE: Tensor, lse_TH: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

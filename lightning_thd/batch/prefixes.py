@@ -1,0 +1,474 @@
+"""Sequences that begin alike -> a batch that holds every distinct prefix once, and the index to read it by.
+
+The sequences of a batch form a tree over their tokens. Each leaf keeps, next to each other in memory, the
+tokens that no leaf before it has. Its queries attend, causal from the bottom right, to the keys of the whole
+path from the root, which an index gathers. A token that several sequences share may predict several next
+tokens, so that the batch holds rows of (slot, target, weight) in place of one target a slot.
+
+T slots of the pack, N tokens of all sequences laid end to end, R rows of predictions, S sequences.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_thd.alignment import Alignment
+from lightning_thd.batch.collate import cumulative, joined, lay_out, slots_of
+from lightning_thd.batch.keys import IGNORE_INDEX, TYPES, inputs
+from lightning_thd.batch.thd_batch import THDBatch, rows_of_slots
+from lightning_thd.batch.upload import PinnedBatch
+from lightning_thd.seqlens import seq_idx_from_cu_seqlens
+from lightning_thd.stats import SeqStats
+
+_Ints = NDArray[np.int64]
+
+
+class Predictions(NamedTuple):
+    """What the slots of a batch predict, a row for each different pair of slot and target.
+
+    Attributes:
+        slots: int64 ``[R]``, in ascending order.
+        targets: int64 ``[R]``.
+        weights: float ``[R]``, the sum over all tokens that a row stands for of their weights.
+    """
+
+    slots: Tensor
+    targets: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prefixes:
+    """How the sequences of a batch share its slots; tensors are on the device of the batch.
+
+    A model of your own attends with ``varlen_attention(q, k[keys], v[keys], cu_seqlens_q, cu_seqlens_kv,
+    max_seqlen_q, max_seqlen_kv)``.
+
+    Attributes:
+        token_slots: int64 ``[N]``, the slot of each token of the sequences laid end to end.
+        token_rows: int64 ``[N]``, the row of ``targets`` that each token predicts; R if it predicts none.
+        slots: int64 ``[R]``, the slot of each row.
+        targets: int64 ``[R]``, the token that the slot predicts there.
+        keys: int64 ``[K]``, the slots of the keys of every leaf, root first.
+        cu_seqlens_q: int32 ``[leaves + 1]``, offsets of the leaves' own slots.
+        cu_seqlens_kv: int32 ``[leaves + 1]``, offsets in ``keys``.
+        offsets: int32 ``[S + 1]``, offsets of the sequences among the N tokens.
+        lengths: tokens of each sequence, on the host.
+        query_lengths: slots of each leaf, a trailing pad included, on the host.
+        key_lengths: keys of each leaf, on the host.
+        prefix_lengths: of each sequence, its first tokens that a leaf before it holds, on the host.
+    """
+
+    token_slots: Tensor
+    token_rows: Tensor
+    slots: Tensor
+    targets: Tensor
+    keys: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_kv: Tensor
+    offsets: Tensor
+    lengths: tuple[int, ...]
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+    prefix_lengths: tuple[int, ...]
+
+    @property
+    def max_seqlen_q(self) -> int:
+        """Return the most slots of a leaf."""
+        return max(self.query_lengths)
+
+    @property
+    def max_seqlen_kv(self) -> int:
+        """Return the most keys of a leaf, the tokens of the longest sequence."""
+        return max(self.key_lengths)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.type == "Tensor"}
+
+    def slots_of(self, tokens: Tensor, pad: int) -> Tensor:
+        """Return the slots of tokens, int64 of any shape; ``pad`` for N and above, which are no tokens."""
+        known = torch.cat([self.token_slots, self.token_slots.new_full((1,), pad)])
+        return known[tokens.clamp(max=len(known) - 1)]
+
+    def of_tokens(self, rows: Tensor, fill: float = 0.0) -> Tensor:
+        """Give every token its row of ``[R, ...]``, or ``fill`` if it predicts nothing: ``[N, ...]``."""
+        return torch.cat([rows, rows.new_full((1, *rows.shape[1:]), fill)]).index_select(0, self.token_rows)
+
+    def of_rows(self, tokens: Tensor) -> Tensor:
+        """Sum the values ``[N]`` of all tokens that a row stands for, ``[R]``."""
+        blank = tokens.new_zeros(self.targets.shape[0] + 1)
+        return blank.index_add(0, self.token_rows, tokens)[:-1]
+
+
+def token_targets(batch: THDBatch) -> Tensor:
+    """Return the target of each token of the sequences laid end to end: the batch's own, or ``[N]``."""
+    if not isinstance(batch, SharedBatch):
+        return batch.targets
+    return batch.prefixes.of_tokens(batch.prefixes.targets, IGNORE_INDEX)
+
+
+def token_offsets(batch: THDBatch) -> Tensor:
+    """Return the offsets of the sequences among the entries of ``token_targets``, int32 ``[S + 1]``."""
+    return batch.prefixes.offsets if isinstance(batch, SharedBatch) else batch.cu_seqlens_padded
+
+
+def _refused(name: str, instead: str) -> property:
+    def read(_: SharedBatch) -> Any:
+        raise ValueError(
+            f"batch.{name} was read, but sequences of this batch share prefixes and {instead}. Or collate "
+            "with share_prefixes=False."
+        )
+
+    return property(read)
+
+
+_OFFSETS = (
+    "have no slots of their own; attention takes batch.prefixes (cu_seqlens_q, cu_seqlens_kv, keys), and "
+    "batch.unpack splits values by sequence"
+)
+_UNSHARED = ("targets", "cu_seqlens", "cu_seqlens_padded", "padded_lengths", "max_seqlen", "max_targets")
+_KEPT = tuple(name for name in THDBatch.__slots__ if name not in _UNSHARED)
+
+
+class SharedBatch(THDBatch):
+    """A batch whose sequences share the slots of their common prefixes: ``collate(share_prefixes=True)``.
+
+    ``input_ids`` and ``position_ids`` have T slots, one for each distinct prefix of a sequence. ``lengths``,
+    ``sequence_ids``, ``sequence_shares`` and ``len`` are those of the sequences; ``weights`` is ``[N]``.
+    ``stats`` count what is computed, and ``stats.shared_tokens`` what is not.
+    """
+
+    __slots__ = ("prefixes",)
+
+    prefixes: Prefixes
+
+    targets = _refused("targets", "a slot may have several: read batch.predictions")
+    cu_seqlens = _refused("cu_seqlens", _OFFSETS)
+    cu_seqlens_padded = _refused("cu_seqlens_padded", _OFFSETS)
+    padded_lengths = _refused("padded_lengths", _OFFSETS)
+    max_seqlen = _refused("max_seqlen", _OFFSETS)
+    max_targets = _refused("max_targets", "batch.predictions holds rows with a target only")
+
+    @classmethod
+    def _of(cls, state: Mapping[str, Any]) -> SharedBatch:
+        batch = object.__new__(cls)
+        batch.__setstate__(dict(state))
+        return batch
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in (*_KEPT, "prefixes")}
+
+    @property
+    def predictions(self) -> Predictions:
+        """Return the rows of (slot, target, weight): the loss is the sum of weight times that of the row."""
+        ones = torch.ones_like(self.prefixes.token_rows, dtype=torch.float32)
+        weights = self.prefixes.of_rows(ones if self.weights is None else self.weights)
+        return Predictions(self.prefixes.slots, self.prefixes.targets, weights)
+
+    def replace(self, **changes: Any) -> SharedBatch:
+        """Return a copy with some fields changed; fields that derive from them are not updated."""
+        changes.pop("max_targets", None)
+        unknown = changes.keys() - {*_KEPT, "prefixes"}
+        if unknown:
+            raise TypeError(
+                f"A batch of shared prefixes has no {', '.join(sorted(unknown))} to replace. Its fields are "
+                f"{', '.join((*_KEPT, 'prefixes'))}."
+            )
+        return SharedBatch._of({**self.__getstate__(), **changes})
+
+    def _pin(self) -> PinnedBatch:
+        return PinnedBatch(self._tensors(), ())
+
+    def _tensors(self) -> dict[str, Tensor]:
+        found = {"input_ids": self.input_ids, "position_ids": self.position_ids}
+        found |= {f"prefixes.{name}": value for name, value in self.prefixes.tensors().items()}
+        if self.weights is not None:
+            found["weights"] = self.weights
+        return found | {f"extras.{key}": value for key, value in self.extras.items()}
+
+    def _with(self, tensors: dict[str, Tensor]) -> SharedBatch:
+        parts: dict[str, dict[str, Any]] = {"": {}, "prefixes": {}, "extras": {}}
+        for name, tensor in tensors.items():
+            owner, _, key = name.rpartition(".") if name.startswith("prefixes.") else name.partition(".")
+            parts[owner if key else ""][key or name] = tensor
+        return self.replace(
+            **parts[""], extras=parts["extras"], prefixes=replace(self.prefixes, **parts["prefixes"])
+        )
+
+    def hf_kwargs(self) -> dict[str, Any]:
+        """Return the arguments of a transformers model with ``attn_implementation="thd"``.
+
+        They are those of ``THDBatch.hf_kwargs`` without offsets of sequences, and ``shared_prefixes``, which
+        models with another attention refuse.
+        """
+        position_ids = self.position_ids
+        return {
+            "input_ids": self.input_ids[None],
+            "position_ids": position_ids[None] if position_ids.ndim == 1 else position_ids[:, None],
+            "attention_mask": None,
+            "use_cache": False,
+            "shared_prefixes": self.prefixes,
+            **self.extras,
+        }
+
+    def unpack(self, x: Tensor) -> list[Tensor]:
+        """Split values of slots or of tokens into one tensor a sequence.
+
+        Args:
+            x: ``[T, ...]`` or ``[1, T, ...]``, a value a slot, as a model returns them; or ``[N, ...]``, one
+                for each token of the sequences laid end to end, as ``causal_lm_logprobs`` returns them. If T
+                is N, because of padding, they are values of slots.
+
+        Returns:
+            ``len(lengths)`` tensors ``[length, ...]``, in the order of ``sequence_ids``.
+        """
+        slots, tokens = self.input_ids.shape[-1], sum(self.lengths)
+        x = rows_of_slots(x, slots)
+        if x.ndim == 0 or x.shape[0] not in (slots, tokens):
+            raise ValueError(
+                f"unpack() got a tensor of shape {tuple(x.shape)}, but the batch has {slots} slots for "
+                f"{tokens} tokens. Pass [{slots}, ...], [1, {slots}, ...] or [{tokens}, ...]."
+            )
+        values = x.index_select(0, self.prefixes.token_slots) if x.shape[0] == slots else x
+        return list(torch.split(values, list(self.lengths)))
+
+    def token_sequences(self) -> Tensor:
+        """Return the number of each token's sequence in the batch, int64 ``[N]``."""
+        return seq_idx_from_cu_seqlens(self.prefixes.offsets, sum(self.lengths)).flatten().long()
+
+    def __repr__(self) -> str:
+        return (
+            f"SharedBatch({len(self.lengths)} sequences, {sum(self.lengths)} tokens of which "
+            f"{self.stats.shared_tokens} are shared, {self.input_ids.shape[-1]} slots, "
+            f"device={self.input_ids.device})"
+        )
+
+
+# ---- The layout
+
+
+class _Tree(NamedTuple):
+    """The prefix tree of some sequences.
+
+    Attributes:
+        leaves: sequences that have tokens of their own, in the order of their slots.
+        shared: of every sequence, its first tokens that a leaf before it holds.
+        slots: int64 ``[N]``, the slot of each token.
+        tokens: int64 ``[T]``, the token that each slot holds.
+    """
+
+    leaves: list[int]
+    shared: list[int]
+    slots: _Ints
+    tokens: _Ints
+
+
+def prefix_tree(keys: _Ints, lengths: Sequence[int]) -> _Tree | None:
+    """Find what sequences share, from keys ``[N]`` or ``[N, C]`` of their tokens; None if it is nothing.
+
+    Sequences are sorted by their bytes, longer ones first among those that begin alike. What a sequence
+    shares with all before it is then what it shares with the one before it.
+    """
+    starts = [0, *accumulate(lengths)]
+    raw, width = keys.tobytes(), keys.strides[0]
+    rows = [raw[a * width : b * width] for a, b in pairwise(starts)]
+    order = sorted(range(len(rows)), key=rows.__getitem__, reverse=True)
+    shared = [0] * len(rows)
+    for before, here in pairwise(order):
+        if lengths[before] and lengths[here] and rows[before][:width] == rows[here][:width]:
+            shared[here] = _common(keys, starts[before], starts[here], min(lengths[before], lengths[here]))
+    if not any(shared):
+        return None
+    roots = [place for place, sequence in enumerate(order) if not shared[sequence]]
+    groups = [order[a:b] for a, b in pairwise([*roots, len(order)])]
+    slots, leaves, parts, used = np.empty(starts[-1], np.int64), list[int](), list[_Ints](), 0
+    for group in sorted(groups, key=min):
+        for before, here in zip([group[0], *group], group, strict=False):
+            first, held, own = starts[here], shared[here], lengths[here] - shared[here]
+            slots[first : first + held] = slots[starts[before] : starts[before] + held]
+            if own:
+                slots[first + held : starts[here + 1]] = np.arange(used, used + own)
+                parts.append(np.arange(first + held, starts[here + 1]))
+                leaves.append(here)
+                used += own
+    return _Tree(leaves, shared, slots, np.concatenate(parts))
+
+
+def _common(keys: _Ints, a: int, b: int, most: int) -> int:
+    """Count the tokens from ``a`` and from ``b`` on that are equal, at most ``most``."""
+    differ = keys[a : a + most] != keys[b : b + most]
+    differ = differ if differ.ndim == 1 else differ.any(1)
+    first = int(differ.argmax())
+    return first if differ[first] else most
+
+
+def lay_out_shared(
+    samples: Sequence[Mapping[str, Any]],
+    *,
+    align: Alignment | None = None,
+    pad_to: int | None = None,
+    set_name: str = "",
+    **how: Any,
+) -> THDBatch:
+    """Lay checked samples out with every distinct prefix once; a plain batch if they share nothing."""
+    plain = lay_out(samples, **how)
+    lengths: list[int] = plain["lengths"]
+    tree, holders = _tree_of(samples, plain)
+    if tree is None:
+        if align is not None or pad_to is not None:
+            plain = lay_out(samples, align=align, pad_to=pad_to, **how)
+        return THDBatch(**plain, set_name=set_name)
+    own = [lengths[leaf] - tree.shared[leaf] for leaf in tree.leaves]
+    if align is not None and align.sequence_multiple != 1:
+        raise ValueError(
+            f"share_prefixes=True with an alignment of {align.sequence_multiple} tokens a sequence, which "
+            "context parallelism needs. Sequences that share slots cannot be cut for it: set "
+            "share_prefixes=False or context_parallel_size=1."
+        )
+    query_lengths, slots = slots_of(own, align, pad_to)
+    pad = slots - len(tree.tokens)
+    starts = [0, *accumulate(lengths)]
+    keys = [tree.slots[starts[leaf] : starts[leaf + 1]] for leaf in tree.leaves]
+    if pad:
+        keys.append(np.arange(len(tree.tokens), slots))
+    extras = _extras(samples, plain["extras"], tree, holders, slots)
+    targets, token_rows = _rows(plain["targets"].numpy(), tree.slots)
+    prefixes = Prefixes(
+        token_slots=torch.from_numpy(tree.slots),
+        token_rows=torch.from_numpy(token_rows),
+        slots=torch.from_numpy(targets[0]),
+        targets=torch.from_numpy(targets[1]),
+        keys=torch.from_numpy(np.concatenate(keys)),
+        cu_seqlens_q=cumulative(query_lengths),
+        cu_seqlens_kv=cumulative([len(part) for part in keys]),
+        offsets=plain["cu_seqlens"],
+        lengths=tuple(lengths),
+        query_lengths=tuple(query_lengths),
+        key_lengths=tuple(len(part) for part in keys),
+        prefix_lengths=tuple(tree.shared),
+    )
+    positions = plain["position_ids"][..., torch.from_numpy(tree.tokens)]
+    tail = torch.arange(pad).expand(*positions.shape[:-1], pad)
+    stats = SeqStats.from_lengths(
+        lengths,
+        prefix_lengths=tree.shared,
+        slots=slots,
+        loss_tokens=plain["stats"].loss_tokens,
+        windows=how.get("windows", ()),
+        image_grid_thw=extras.get("image_grid_thw"),
+        video_grid_thw=extras.get("video_grid_thw"),
+    )
+    changed = {
+        "input_ids": _padded(plain["input_ids"].numpy()[tree.tokens], pad),
+        "position_ids": torch.cat([positions, tail], dim=-1),
+        "lengths": tuple(lengths),
+        "sequence_ids": tuple(plain["sequence_ids"]),
+        "sequence_shares": tuple(plain["sequence_shares"]),
+        "stats": stats,
+        "extras": extras,
+        "set_name": set_name,
+        "prefixes": prefixes,
+    }
+    return SharedBatch._of({**{name: plain[name] for name in _KEPT if name in plain}, **changed})
+
+
+def _padded(row: NDArray[Any], pad: int) -> Tensor:
+    return torch.from_numpy(np.concatenate([row, np.zeros(pad, row.dtype)]))
+
+
+def _rows(targets: _Ints, slots: _Ints) -> tuple[tuple[_Ints, _Ints], _Ints]:
+    """Return slot and target ``[R]`` of every different prediction, and the row of each token ``[N]``.
+
+    A batch without any has one row, whose target is ignored.
+    """
+    learned = np.flatnonzero(targets != IGNORE_INDEX)
+    if not learned.size:
+        return (np.zeros(1, np.int64), np.full(1, IGNORE_INDEX)), np.ones(len(targets), np.int64)
+    rows, inverse = np.unique((slots[learned] << 32) | targets[learned], return_inverse=True)
+    of_token = np.full(len(targets), len(rows))
+    of_token[learned] = inverse
+    return (rows >> 32, rows & 0xFFFFFFFF), of_token
+
+
+def _tree_of(samples: Sequence[Mapping[str, Any]], plain: dict[str, Any]) -> tuple[_Tree | None, list[int]]:
+    """Return the tree over ids, types, given positions and images, and the leaves whose images are kept."""
+    lengths: list[int] = plain["lengths"]
+    columns = [plain["input_ids"].numpy()]
+    columns += [plain["extras"][key][0].numpy() for key in TYPES if key in plain["extras"]]
+    if any("position_ids" in sample for sample in samples):
+        columns += list(np.atleast_2d(plain["position_ids"].numpy()))
+    media = _same_media(samples)
+    if media is None:
+        keys = columns[0] if len(columns) == 1 else np.stack(columns, axis=1)
+        return prefix_tree(np.ascontiguousarray(keys), lengths), []
+    types = plain["extras"].get("mm_token_type_ids")
+    shown = np.zeros(len(columns[0]), np.int64) if types is None else (types[0].numpy() != 0).astype(np.int64)
+    seen, starts = np.concatenate([[0], np.cumsum(shown)]), [0, *accumulate(lengths)]
+    while True:
+        keys = np.stack([*columns, np.repeat(np.asarray(media, np.int64), lengths)], axis=1)
+        tree = prefix_tree(keys, lengths)
+        if tree is None:
+            return None, []
+        # A leaf whose prefix holds some of its images, but not all, keeps a path of its own.
+        held = [int(seen[a + n] - seen[a]) for a, n in zip(starts, tree.shared, strict=False)]
+        whole = [int(seen[b] - seen[a]) for a, b in pairwise(starts)]
+        split = [i for i in tree.leaves if 0 < held[i] < whole[i]]
+        if not split:
+            return tree, [i for i in tree.leaves if not held[i]]
+        for i in split:
+            media[i] = -1 - i
+
+
+def _same_media(samples: Sequence[Mapping[str, Any]]) -> list[int] | None:
+    """Number samples by their further inputs, equal ones alike; None if no sample has any.
+
+    Which tokens stand for images is known from ``mm_token_type_ids``. Samples without it share nothing.
+    """
+    if not any(inputs(sample) for sample in samples):
+        return None
+    known: dict[bytes, int] = {}
+    found = []
+    for i, sample in enumerate(samples):
+        names = inputs(sample)
+        if not names:
+            found.append(0)
+        elif "mm_token_type_ids" not in sample:
+            found.append(-1 - i)
+        else:
+            digest = hashlib.blake2b(digest_size=16)
+            for name in sorted(names):
+                value = torch.as_tensor(sample[name]).contiguous()
+                digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+                digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+            found.append(known.setdefault(digest.digest(), len(known) + 1))
+    return found
+
+
+def _extras(
+    samples: Sequence[Mapping[str, Any]],
+    plain: dict[str, Tensor],
+    tree: _Tree,
+    holders: list[int],
+    slots: int,
+) -> dict[str, Tensor]:
+    """Return the extras of the slots: types of tokens, images once, labels of all sequences."""
+    kept = [samples[i] for i in holders]
+    extras = {}
+    for key, value in plain.items():
+        if key in TYPES:
+            extras[key] = _padded(value[0].numpy()[tree.tokens], slots - len(tree.tokens))[None]
+        elif key == "labels":
+            extras[key] = value
+        else:
+            extras[key] = joined(kept, key)
+    return extras

@@ -1,0 +1,148 @@
+"""Sequences that share prefixes have the loss, the gradients and the values of every sequence without."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+from lightning_thd import THDBatch, causal_lm_loss
+from lightning_thd.batch.prefixes import SharedBatch
+from lightning_thd.loss.causal_lm import causal_lm_logprobs
+from lightning_thd.loss.preference import sequence_sums
+from lightning_thd.models.mixers import has_mixers
+from tests.models.families import FAMILIES, build
+from tests.wide import nothing_narrower
+
+# fp64 rounding of other orders of summation; expert kernels sort tokens, and routers are in fp32.
+TOLERANCE, OF_EXPERTS = 1e-9, 1e-5
+
+
+def tree(
+    seed: int, *, vocabulary: int = 60, labels: bool = True, weights: bool = True
+) -> list[dict[str, Any]]:
+    """Draw sequences that branch anywhere, among them duplicates, prefixes of others and strangers."""
+    rng = np.random.default_rng(seed)
+    rows = [rng.integers(3, vocabulary, int(rng.integers(1, 12)))]
+    for _ in range(int(rng.integers(4, 9))):
+        parent = rows[int(rng.integers(len(rows)))]
+        held = parent[: int(rng.integers(0, len(parent) + 1))]
+        rows.append(
+            np.concatenate([held, rng.integers(3, vocabulary, int(rng.integers(0 if len(held) else 1, 8)))])
+        )
+    rows += [rows[0], rows[int(rng.integers(len(rows)))][:1]]
+    samples: list[dict[str, Any]] = [{"input_ids": row} for row in rows]
+    for sample in samples:
+        ids = sample["input_ids"]
+        if labels and rng.random() < 0.6:
+            sample["labels"] = np.where(rng.random(len(ids)) < 0.5, -100, ids)
+        if weights and rng.random() < 0.4:
+            sample["weights"] = rng.random(len(ids)).astype(np.float32) if rng.random() < 0.5 else 0.3
+    return samples
+
+
+def distinct(samples: list[dict[str, Any]]) -> int:
+    rows = [sample["input_ids"].tolist() for sample in samples]
+    return len({tuple(row[: n + 1]) for row in rows for n in range(len(row))})
+
+
+def measured(model: nn.Module, batch: THDBatch, **options: Any) -> tuple[Tensor, list[Tensor]]:
+    model.zero_grad()
+    loss = causal_lm_loss(model, batch, **options)
+    loss.backward()
+    return loss.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def largest_difference(found: list[Tensor], wanted: list[Tensor]) -> float:
+    scale = max(float(x.abs().max()) for x in wanted)
+    return max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True)) / scale
+
+
+# Softcap and window, positions in a table, no keywords, sinks, MLA, experts; the others are slow together.
+QUICK = ("gemma2", "gemma3", "opt", "stablelm", "gpt2", "gpt_oss", "deepseek_v3", "qwen3_moe")
+MIXING = ("mamba", "lfm2", "qwen3_next")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in FAMILIES]
+)
+def test_loss_and_gradients_of_a_family(name: str) -> None:
+    samples = tree(seed=sum(map(ord, name)))
+    plain, shared = THDBatch.collate(samples), THDBatch.collate(samples, share_prefixes=True)
+    assert isinstance(shared, SharedBatch)
+    assert shared.input_ids.shape[0] <= distinct(samples) < plain.input_ids.shape[0]
+    model = build(name, "thd")
+    if has_mixers(model):
+        pytest.skip("has a layer that is refused by name")
+    experts = FAMILIES[name].experts  # their products have no fp64
+    with contextlib.nullcontext() if experts else nothing_narrower():
+        model = model if experts else model.double()
+        loss, gradients = measured(model, plain)
+        same, summed = measured(model, shared)
+    tolerance = OF_EXPERTS if experts else TOLERANCE
+    assert abs(float(same - loss)) <= tolerance * float(loss)
+    assert largest_difference(summed, gradients) <= tolerance
+
+
+@pytest.mark.parametrize("name", [name for name in MIXING if name in FAMILIES])
+def test_a_layer_with_a_state_is_refused_by_name(name: str) -> None:
+    model = build(name, "thd")
+    mixers = {type(x).__name__ for x in model.modules() if hasattr(type(x).forward, "_thd_mixer")}
+    with pytest.raises(ValueError, match=f"({'|'.join(mixers)}) got a pack whose sequences share prefixes"):
+        causal_lm_loss(model, THDBatch.collate(tree(seed=1), share_prefixes=True))
+
+
+@pytest.fixture(scope="module")
+def llama() -> nn.Module:
+    return build("llama", "thd").double()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_values_of_every_sequence(llama: nn.Module, seed: int) -> None:
+    samples = tree(seed)
+    plain, shared = THDBatch.collate(samples), THDBatch.collate(samples, share_prefixes=True)
+    for options in ({"reduction": "sequences"}, {"label_smoothing": 0.1, "z_loss": 0.01}):
+        loss, gradients = measured(llama, plain, **options)
+        same, summed = measured(llama, shared, **options)
+        assert abs(float(same - loss)) <= TOLERANCE
+        assert largest_difference(summed, gradients) <= 1e-6  # norms are in fp32
+    for found, wanted in zip(
+        causal_lm_logprobs(llama, shared), causal_lm_logprobs(llama, plain), strict=True
+    ):
+        assert torch.allclose(found, wanted, rtol=0, atol=1e-7)
+    sums = [sequence_sums(causal_lm_logprobs(llama, batch).logp, batch) for batch in (shared, plain)]
+    assert torch.allclose(*sums, rtol=0, atol=1e-6)
+    rows = [batch.unpack(llama(**batch.hf_kwargs()).logits) for batch in (shared, plain)]
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(*rows, strict=True))
+    slots, targets, weights = shared.predictions
+    assert len(set(zip(slots.tolist(), targets.tolist(), strict=True))) == len(slots)
+    known = 1.0 if plain.weights is None else plain.weights
+    assert float(weights.sum()) == pytest.approx(float(((plain.targets != -100) * known).sum()))
+
+
+def test_a_pad_at_the_end_and_fields_of_slots() -> None:
+    samples = [{"input_ids": [5, 6, 7]}, {"input_ids": [5, 6, 8]}, {"input_ids": [9]}]
+    batch = THDBatch.collate(samples, share_prefixes=True, pad_to=8)
+    assert batch.input_ids.shape[0] == 8
+    assert [row.tolist() for row in batch.unpack(batch.input_ids)] == [x["input_ids"] for x in samples]
+    assert [row.tolist() for row in batch.unpack(batch.position_ids)] == [[0, 1, 2], [0, 1, 2], [0]]
+    assert (batch.stats.real_tokens, batch.stats.shared_tokens, batch.stats.slots) == (5, 2, 8)
+    assert batch.stats.sum_squares == 9 + 9 - 4 + 1
+    for name in ("targets", "cu_seqlens", "padded_lengths", "max_seqlen"):
+        with pytest.raises(ValueError, match=f"batch.{name} was read, but sequences of this batch share"):
+            getattr(batch, name)
+    nothing = THDBatch.collate(samples[1:], share_prefixes=True, pad_to=8)
+    assert type(nothing) is THDBatch
+    assert nothing.targets.tolist() == THDBatch.collate(samples[1:], pad_to=8).targets.tolist()
+
+
+def test_another_attention_refuses_shared_prefixes(llama: nn.Module) -> None:
+    batch = THDBatch.collate([{"input_ids": [5, 6]}, {"input_ids": [5, 7]}], share_prefixes=True)
+    with pytest.raises(ValueError, match="runs attn_implementation='eager', which does not know them"):
+        build("llama", "eager")(**batch.hf_kwargs())
