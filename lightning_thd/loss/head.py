@@ -5,7 +5,7 @@ T slots, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-import inspect
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,19 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_thd._find import text_config, unwrapped
 from lightning_thd.loss.dtensors import is_dtensor, local_hidden, plain, vocabulary_group
+from lightning_thd.loss.lazy_logits import Deferred, LazyLogits, Product, Products, deferred
 from lightning_thd.loss.prepare import Call
 from lightning_thd.loss.tiles.logits import LogitMap
 from lightning_thd.models.refusals import refuse_losing_adapters
 
 LINEAR_FORWARD = nn.Linear.forward
-_ROWS = 16  # FP8 products take multiples of 16 rows
-_ROUNDS = ("torchao", "transformer_engine", "bitsandbytes")  # libraries whose layers round on purpose
-_ROUNDED, _EXACT = 0.1, 1e-3  # relative differences; TF32 stays below the second
 
 
 def language_model(model: nn.Module) -> Any:
@@ -64,7 +60,7 @@ class HeadOperands:
         hidden: ``[..., T, H]``.
         weight: ``[V, H]``, or this rank's rows of it.
         bias: ``[V]``, likewise.
-        low_rank: a LoRA's ``(x [..., T, r], weight [V, r])``.
+        low_rank: the head's other products, ``(x [..., T, r], weight [V, r])``, a LoRA's for example.
         tp_group: ranks that share the vocabulary.
         partial_hidden: the caller reduces the gradient of ``hidden`` over the group.
         vocabulary: V over all ranks.
@@ -99,34 +95,61 @@ class HeadOperands:
         )
 
 
-def head_operands(head: nn.Module, hidden: Tensor) -> HeadOperands:
-    """Read a head's operands, perhaps PEFT's, during its forward call, when FSDP2 has gathered its weight."""
-    if "modules_to_save" in head._modules:
-        head = active_copy(head)
-    base: Any = getattr(head, "base_layer", head)
-    weight, bias = getattr(base, "weight", None), getattr(base, "bias", None)
-    if not isinstance(weight, Tensor) or weight.ndim != 2:
-        raise ValueError(
-            f"The model's head is a {type(base).__name__} without a weight [V, H]; causal_lm_loss follows "
-            "nn.Linear and its like, LoRA included. Use the model's own logits for this head."
+def run_head(head: Any, forward: Callable[..., Any] | None, hidden: Tensor) -> LazyLogits:
+    """Run a head and return the sum of products that its logits are; refuse another one.
+
+    ``forward`` was put on the head object by somebody else; None if nobody did. It runs as it is, in every
+    call: adapters, quantisation in training, factors and biases are in the products.
+    """
+    head = getattr(head, "_orig_mod", head)  # torch.compile's wrapper
+    for module in head.modules():
+        _refuse_plain_shards(module)
+    forward = functools.partial(type(head).forward, head) if forward is None else forward
+    weight = getattr(head, "weight", None)
+    plain_linear = type(head).forward is LINEAR_FORWARD and isinstance(forward, functools.partial)
+    if plain_linear or (isinstance(head, nn.Linear) and is_dtensor(weight)):
+        bias = getattr(head, "bias", None)
+        return deferred(
+            Products((Product(hidden, head.weight),), bias), (*hidden.shape[:-1], len(head.weight))
         )
-    distributed = type(weight) is not nn.Parameter and is_dtensor(weight)
-    plan, mesh = base.__dict__.get("_hf_tp_plan"), base.__dict__.get("_hf_device_mesh")
-    if plan is not None and mesh is not None and mesh.size() > 1 and not distributed:
+    with Deferred(hidden.shape[:-1].numel()):
+        found = forward(hidden)
+    if isinstance(found, LazyLogits) and found.products is not None:
+        return found
+    kind = f"{type(head).__module__}.{type(head).__name__}"
+    raise ValueError(
+        f"The model's head is a {kind} whose forward is not hidden @ weight.T + bias, or a sum of such "
+        "products, which is what causal_lm_loss computes in its place. Use the model's own logits for this "
+        "head, or leave it out when you wrap or quantise layers (FP8Precision: keep=)."
+    )
+
+
+def _refuse_plain_shards(module: Any) -> None:
+    """Refuse a head that transformers has cut over ranks without DTensors."""
+    plan, mesh = module.__dict__.get("_hf_tp_plan"), module.__dict__.get("_hf_device_mesh")
+    if plan is not None and mesh is not None and mesh.size() > 1 and not is_dtensor(module.weight):
         raise ValueError(
             f"transformers cut the model's head over {mesh.size()} ranks ({plan!r}) and left plain weights, "
             "of which a loss would see only this rank's vocabulary. Install transformers>=5.16, which "
             "leaves DTensors, or cut the model by THDModelParallelStrategy(tensor_parallel_size=...)."
         )
-    low_rank = _low_rank(head, hidden) if base is not head else None
+
+
+def head_operands(logits: LazyLogits) -> HeadOperands:
+    """Return the operands of a head's products, in its forward call, when FSDP2 has gathered its weight."""
+    assert logits.products is not None
+    terms, bias = sorted(logits.products.terms, key=lambda term: -term.x.shape[-1]), logits.products.bias
+    hidden, weight = terms[0]
     group, partial = None, False
-    if distributed:
+    if type(weight) is not nn.Parameter and is_dtensor(weight):
         group = vocabulary_group(weight)
         weight, bias = plain(weight), None if bias is None else plain(bias)
     if type(hidden) is not Tensor and is_dtensor(hidden):
-        hidden, partial = local_hidden(hidden, group, low_rank is None)
-    if low_rank is not None:
-        low_rank = (plain(low_rank[0]), plain(low_rank[1]))
+        hidden, partial = local_hidden(hidden, group, len(terms) == 1)
+    low_rank: tuple[Tensor, Tensor] | None = None
+    if len(terms) > 1:
+        x, up = ([plain(part) for part in parts] for parts in zip(*terms[1:], strict=True))
+        low_rank = (torch.cat(x, dim=-1), torch.cat(up, dim=1)) if len(x) > 1 else (x[0], up[0])
     return HeadOperands(
         hidden=hidden,
         weight=weight,
@@ -136,102 +159,3 @@ def head_operands(head: nn.Module, hidden: Tensor) -> HeadOperands:
         partial_hidden=partial,
         vocabulary=weight.shape[0] * (1 if group is None else dist.get_world_size(group)),
     )
-
-
-def active_copy(head: Any) -> nn.Module:
-    """Return the trained copy behind PEFT's ``modules_to_save``; another head itself."""
-    if "modules_to_save" not in head._modules or not hasattr(head, "original_module"):
-        module: nn.Module = head
-        return module
-    name = head.active_adapters[0] if getattr(head, "active_adapters", None) else None
-    if getattr(head, "disable_adapters", False) or name not in head.modules_to_save:
-        return active_copy(head.original_module)
-    return active_copy(head.modules_to_save[name])
-
-
-def _low_rank(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Compute the inner product of active LoRA adapters and return it with their outer weights."""
-    if not hasattr(head, "lora_A"):
-        kind, place = type(head).__name__, type(head).__module__
-        kind = f"{place}.{kind}" if place.startswith("peft.") else kind  # many methods have a class Linear
-        raise ValueError(
-            f"The model's head is wrapped in a {kind}; causal_lm_loss follows LoRA and modules_to_save. "
-            "Leave lm_head out of target_modules, or use the model's own logits."
-        )
-    if head.disable_adapters and head.merged:
-        head.unmerge()
-    names = [name for name in head.active_adapters if name in head.lora_A]
-    if head.disable_adapters or head.merged or not names:
-        return None
-    parts = []
-    for name in names:
-        if name in getattr(head, "lora_variant", ()) or getattr(head.lora_B[name], "bias", None) is not None:
-            raise ValueError(
-                f"The head's adapter {name!r} is a LoRA variant (DoRA or one with a bias), wanted plain "
-                "LoRA. Leave lm_head out of target_modules, or use the model's own logits."
-            )
-        down, up = head.lora_A[name], head.lora_B[name].weight
-        x = down(head.lora_dropout[name](hidden.to(down.weight.dtype))) * head.scaling[name]
-        parts.append((x, up))
-    x = torch.cat([x for x, _ in parts], dim=-1) if len(parts) > 1 else parts[0][0]
-    up = torch.cat([up for _, up in parts], dim=1) if len(parts) > 1 else parts[0][1]
-    return x, up
-
-
-class LinearHeads:
-    """The forwards of a model's heads that were compared with a product by their weight, and agreed.
-
-    The loss multiplies hidden states by the head's weight itself. It would silently leave out what else a
-    head does, such as normalising its weight or scaling its result.
-    """
-
-    def __init__(self) -> None:
-        self._known: list[object] = [LINEAR_FORWARD]
-
-    def check(self, base: Any, given: Callable[..., Any] | None, hidden: Tensor, weight: Tensor) -> None:
-        """Refuse a head that does more than multiply and add."""
-        forward = type(base).forward if given is None else given
-        if any(forward is known for known in self._known) or not _can_read(hidden, weight):
-            return
-        probe = torch.linspace(-1.0, 1.0, _ROWS * weight.shape[1], device=hidden.device)
-        probe = probe.view(1, _ROWS, weight.shape[1]).to(hidden.dtype)
-        with torch.no_grad(), _disable_current_modes():  # modes count or record the step's own operators
-            try:
-                found = type(base).forward(base, probe) if given is None else given(probe)
-            except Exception:  # a kernel for other devices, for example
-                found = None
-            bias = getattr(base, "bias", None)
-            wanted = F.linear(probe.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype))
-            if found is None and not _more_than_hidden(forward, bound=given is not None):
-                self._known.append(forward)
-                return
-            if isinstance(found, Tensor) and found.shape == wanted.shape:
-                if not bool(wanted.any()):  # a head that starts at zero shows nothing yet
-                    return
-                off = float((found.double() - wanted.double()).norm() / wanted.double().norm())
-                exact = hidden.dtype in (torch.float32, torch.float64) and found.dtype == hidden.dtype
-                rounds = type(base).__module__.partition(".")[0] in _ROUNDS
-                if off <= (_EXACT if exact and not rounds else _ROUNDED):
-                    self._known.append(forward)
-                    return
-        raise ValueError(
-            f"The model's head is a {type(base).__name__} whose forward is not hidden @ weight.T + bias, "
-            "which is what causal_lm_loss computes in its place. Use the model's own logits for this head, "
-            "or put what it does to its weight into a parametrization (torch.nn.utils.parametrize)."
-        )
-
-
-def _more_than_hidden(forward: Callable[..., Any], *, bound: bool) -> bool:
-    """Return whether a forward cannot be called without more than hidden states."""
-    wanted = [
-        each
-        for each in inspect.signature(forward).parameters.values()
-        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-    ]
-    return len(wanted) > (1 if bound else 2)
-
-
-def _can_read(hidden: Tensor, weight: Tensor) -> bool:
-    """Return whether values can be read here: from plain tensors with storage, outside a graph's capture."""
-    plain = all(type(x) in (Tensor, nn.Parameter) and not x.is_meta for x in (hidden, weight))
-    return plain and not (hidden.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -6,17 +6,16 @@ checkpointing stay in place. The replacements are the same functions at every ca
 not compile again.
 
 A model scales, caps or slices its logits after the head, each family in its own way. The head therefore
-returns ``LazyLogits``: a tensor of the right shape whose storage holds only the loss. Whatever the model does
-to it is recorded as a ``LogitMap`` or refused.
+returns ``LazyLogits``, which record what the model does to them as a ``LogitMap`` or refuse it.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from numbers import Real
+from types import CodeType
 from typing import Any
 
 import torch
@@ -24,17 +23,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_thd._find import text_config
+from lightning_thd._user_code import described, is_users
 from lightning_thd.batch import THDBatch
-from lightning_thd.loss.dtensors import is_dtensor
 from lightning_thd.loss.head import (
-    LINEAR_FORWARD,
     HeadOperands,
-    LinearHeads,
-    active_copy,
     guess_logit_map,
     head_operands,
     language_model,
+    run_head,
 )
+from lightning_thd.loss.lazy_logits import LazyLogits, Record, carry_values, open_values
 from lightning_thd.loss.tiles.logits import LogitMap
 from lightning_thd.models.pack import STATE, announced
 from lightning_thd.parallel.pipeline.stage import Stage, stage_of
@@ -81,7 +79,6 @@ class HeadCall:
         self.logit_map: LogitMap = guess_logit_map(inner)
         self._record: Record | None = None  # the operations that made ``logit_map``
         self._job: _Job | None = None
-        self._heads = LinearHeads()
         self._config: Any = None  # the model's, of which ``config`` is the language model's part
         self.config: Any = None
 
@@ -129,6 +126,8 @@ class HeadCall:
             ValueError: for a wrapper that goes past the model's forward, and so past its replacement.
         """
         inner, stage, before = self.inner, stage_of(self.inner), getattr(STATE, "scope", None)
+        for module in {id(x): x for x in (model, getattr(model, "base_model", model), inner)}.values():
+            _refuse_logit_hooks(module, inner.get_output_embeddings())
         for _ in range(2):
             head: Any = inner.get_output_embeddings()
             own, own_head = inner.__dict__.get("forward"), head.__dict__.get("forward")
@@ -187,13 +186,8 @@ class HeadCall:
             logits = carry_values(values, (*hidden.shape[:-1], head.out_features))
             job.logits.append(logits)
             return logits
-        operands = head_operands(head, hidden)
-        if type(head).forward is not LINEAR_FORWARD or job.own_head_forward is not None:
-            active: Any = active_copy(head)
-            base = getattr(active, "base_layer", active)
-            given = job.own_head_forward if base is head else base.__dict__.get("forward")
-            if not is_dtensor(base.weight):
-                self._heads.check(base, given, operands.hidden, operands.weight)
+        made = run_head(head, job.own_head_forward, hidden)
+        operands = head_operands(made)
         if operands.hidden.shape[:-1].numel() != job.slots:
             raise ValueError(
                 f"The head got hidden states {list(operands.hidden.shape)} for {job.slots} targets, wanted "
@@ -201,7 +195,8 @@ class HeadCall:
             )
         values = job.values(operands, len(job.logits), self.logit_map)
         values = values if stage is None else stage.share(values)
-        logits = carry_values(values, (*operands.hidden.shape[:-1], operands.vocabulary))
+        shape = (*operands.hidden.shape[:-1], operands.vocabulary)
+        logits = carry_values(values, shape, made.record)
         job.logits.append(logits)
         return logits
 
@@ -212,16 +207,18 @@ class HeadCall:
         job = self._job
         assert job is not None
         logits = getattr(outputs, "logits", None)
-        if not any(logits is made for made in job.logits):
+        logits_from = getattr(logits, "source", None)
+        if not any(made is logits or made is logits_from for made in job.logits):
             raise ValueError(
                 f"{type(self.inner).__name__}.forward returned a {type(outputs).__name__} whose logits did "
-                "not come from its head (get_output_embeddings()). Set config.return_dict=True if it is a "
-                "tuple; else use loss.fused_linear_cross_entropy on the last hidden states."
+                f"not come from its head (get_output_embeddings()){_hooks_of(job.head)}. Set "
+                "config.return_dict=True if it is a tuple; else use loss.fused_linear_cross_entropy on the "
+                "last hidden states."
             )
         assert isinstance(logits, LazyLogits)
         job.seen = logits.record
         found = {"values": open_values(logits)}
-        further = [made for made in job.logits if made is not logits]
+        further = [made for made in job.logits if made is not logits and made is not logits.source]
         found |= {f"value_{depth}": open_values(made) for depth, made in enumerate(further, start=1)}
         auxiliary = getattr(outputs, "aux_loss", None)
         if isinstance(auxiliary, Tensor):
@@ -241,7 +238,48 @@ class HeadCall:
         )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _refuse_logit_hooks(model: nn.Module, head: nn.Module) -> None:
+    """Refuse hooks of users that ask for the logits of a model, or for the gradients of its head's."""
+    asking = [code for code in _codes(model._forward_hooks) if "logits" in _words(code)]
+    asking += _codes(head._backward_hooks) + _codes(head._backward_pre_hooks)
+    for code in asking:
+        raise ValueError(
+            f"The hook {_named(code)} on {type(model).__name__} or its head asks for logits or their "
+            "gradients, and causal_lm_loss never makes them. Remove it during the loss, put what it does "
+            "into the model's forward, or use the model's own logits."
+        )
+
+
+def _hooks_of(head: nn.Module) -> str:
+    """Return the names of the forward hooks on a head, for a message; "" without any."""
+    names = [_named(code) for code in _codes(head._forward_hooks)]
+    return f", which has the forward hook {', '.join(names)}" if names else ""
+
+
+def _named(code: CodeType) -> str:
+    return f"{code.co_name} ({described(code.co_filename, code.co_firstlineno)})"
+
+
+def _codes(hooks: Mapping[int, Any]) -> list[CodeType]:
+    """Return the code of users' hooks: functions, methods, partials and objects that can be called."""
+    found = []
+    for hook in hooks.values():
+        while isinstance(hook, functools.partial):
+            hook = hook.func
+        hook = inspect.unwrap(hook)
+        function = hook if hasattr(hook, "__code__") or hasattr(hook, "__func__") else type(hook).__call__
+        code = getattr(getattr(function, "__func__", function), "__code__", None)
+        if code is not None and is_users(code.co_filename):
+            found.append(code)
+    return found
+
+
+def _words(code: CodeType) -> set[str]:
+    """Return the names and strings in a function, and in those inside it."""
+    inside = [_words(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return {*code.co_names, *(each for each in code.co_consts if isinstance(each, str))}.union(*inside)
+
+
 @functools.cache
 def _warn_of_labels() -> None:
     """Warn once that the loss of tokens does not use labels of whole sequences."""
@@ -252,6 +290,7 @@ def _warn_of_labels() -> None:
     )
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _outside_compile(function: Callable[..., Any], argument: Any) -> Any:
     """Call a function that torch.compile must not trace; eager calls skip this, because it takes longer."""
     return function(argument)
@@ -259,183 +298,3 @@ def _outside_compile(function: Callable[..., Any], argument: Any) -> Any:
 
 def _nothing() -> None:
     return None
-
-
-# ---- Logits that are not there
-
-
-@dataclass(slots=True)
-class Record:
-    """The factors and cap that a model has applied to its logits so far."""
-
-    inner: float = 1.0
-    outer: float = 1.0
-    capped: bool = False
-    columns: int | None = None
-
-    def multiply(self, factor: float) -> None:
-        """Record a factor, before or behind the cap."""
-        if self.capped:
-            self.outer *= factor
-        else:
-            self.inner *= factor
-
-    def as_map(self) -> LogitMap:
-        """Return the recorded operations as a map."""
-        if not self.capped:
-            return LogitMap(scale=self.inner, valid_vocab_size=self.columns)
-        # outer * tanh(inner * x) with the convention post = 1: cap = outer, scale = inner * cap
-        return LogitMap(scale=self.inner * self.outer, softcap=self.outer, valid_vocab_size=self.columns)
-
-
-class LazyLogits(Tensor):
-    """A stand-in for logits ``[..., T, V]`` that stores a few values and records operations."""
-
-    record: Record
-    count: int
-    placements = ()  # a tensor-parallel head's hook compares these, then calls the two below
-
-    def redistribute(self, **_: object) -> LazyLogits:
-        """Return itself: the values it carries have no DTensor layout."""
-        return self
-
-    def to_local(self, **_: object) -> LazyLogits:
-        """Return itself: there is no DTensor to unwrap."""
-        return self
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Record scalings, caps and slices of the logits; allow attribute reads; refuse the rest."""
-        name = getattr(func, "__name__", "")
-        handler = _RECORDED.get(name)
-        if handler is not None and isinstance(args[0], LazyLogits):
-            return handler(args[0], *args[1:], **(kwargs or {}))
-        if name in _HARMLESS or name.startswith(("is_", "_is_", "_has_")):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        raise NotImplementedError(
-            f"causal_lm_loss never makes the logits, and the model applies {name or func!r} to them after "
-            "its head. It follows factors, tanh caps, casts and vocabulary slices. Compute this model's loss "
-            "with loss.fused_linear_logprobs on its last hidden states, or with its own logits."
-        )
-
-
-def _number(value: object, what: str) -> float:
-    if isinstance(value, Real) and math.isfinite(float(value)) and float(value) != 0.0:
-        return float(value)
-    raise NotImplementedError(
-        f"causal_lm_loss got a model that {what} its logits by {value!r}; it follows finite, nonzero Python "
-        "numbers. Compute this model's loss with loss.fused_linear_logprobs on its last hidden states."
-    )
-
-
-def _multiply(logits: LazyLogits, other: object, **_: object) -> LazyLogits:
-    logits.record.multiply(_number(other, "multiplies"))
-    return logits
-
-
-def _divide(logits: LazyLogits, other: object, **_: object) -> LazyLogits:
-    logits.record.multiply(1.0 / _number(other, "divides"))
-    return logits
-
-
-def _tanh(logits: LazyLogits, **_: object) -> LazyLogits:
-    if logits.record.capped:
-        raise NotImplementedError(
-            "causal_lm_loss got a model that caps its logits by tanh twice; it follows one cap."
-        )
-    logits.record.capped = True
-    return logits
-
-
-def _unchanged(logits: LazyLogits, *_: object, **__: object) -> LazyLogits:
-    return logits
-
-
-def _getitem(logits: LazyLogits, index: object) -> LazyLogits:
-    items = index if isinstance(index, tuple) else (index,)
-    last_given = Ellipsis in [i if i is Ellipsis else None for i in items] or len(items) == logits.dim()
-    columns = items[-1] if last_given and items[-1] is not Ellipsis else slice(None)
-    rest = items[:-1] if last_given else items
-    everything = all(i is Ellipsis or i == slice(None) for i in rest)
-    if not everything or not isinstance(columns, slice) or columns.start or columns.step not in (None, 1):
-        raise NotImplementedError(
-            f"causal_lm_loss got a model that takes logits[{index!r}]; it follows only [..., :vocab_size]."
-        )
-    if columns.stop is not None:
-        size = logits.shape[-1]
-        stop = columns.stop if columns.stop >= 0 else size + columns.stop
-        logits.record.columns = min(stop, logits.record.columns or size)
-    return logits
-
-
-_RECORDED: dict[str, Callable[..., LazyLogits]] = {
-    **dict.fromkeys(("mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__"), _multiply),
-    **dict.fromkeys(("div", "div_", "divide", "true_divide", "__truediv__", "__itruediv__"), _divide),
-    **dict.fromkeys(("tanh", "tanh_"), _tanh),
-    **dict.fromkeys(
-        ("float", "half", "bfloat16", "double", "to", "type", "type_as", "contiguous"), _unchanged
-    ),
-    "__getitem__": _getitem,
-}
-# Questions about a tensor that change nothing; hooks of FSDP2 and torch.compile ask them, beside any
-# "is_...".
-_HARMLESS = frozenset(
-    {"__get__", "size", "dim", "ndimension", "numel", "stride", "storage_offset", "untyped_storage"}
-    | {"data_ptr", "element_size", "get_device", "register_hook", "__repr__", "__len__", "__hash__"}
-)
-
-
-class _Carry(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, shape: tuple[int, ...]) -> Tensor:
-        ctx.count = values.numel()
-        data = values.new_empty(0).set_(values.clone().untyped_storage(), 0, shape, (0,) * len(shape))
-        return torch.Tensor._make_subclass(LazyLogits, data)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        assert not any(grad.stride()), "the logits' gradient did not come from open_values"
-        return grad.as_strided((ctx.count,), (1,), 0).clone(), None
-
-
-class _Open(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, count: int) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            ctx.shape = logits.shape
-            return logits.as_subclass(Tensor).as_strided((count,), (1,), 0).clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        values = grads[0].contiguous()
-        # The gradient of logits that are not there: their shape, over a storage that holds the values'.
-        return values.new_empty(0).set_(
-            values.clone().untyped_storage(), 0, ctx.shape, (0,) * len(ctx.shape)
-        ), None
-
-
-def carry_values(values: Tensor, shape: tuple[int, ...]) -> LazyLogits:
-    """Wrap a head's results ``[n]`` as lazy logits ``(1, T, V)`` that pass gradients on.
-
-    The hooks that FSDP2 and DDP hang on a module's outputs then see the gradient pass, gather the weights
-    again in time, and reduce their gradients.
-    """
-    logits = _Carry.apply(values, shape)  # type: ignore[no-untyped-call]
-    assert isinstance(logits, LazyLogits)
-    logits.record = Record()
-    logits.count = values.numel()
-    return logits
-
-
-def open_values(logits: LazyLogits) -> Tensor:
-    """Unwrap the values ``[n]`` of lazy logits; their gradient passes through ``logits``."""
-    values: Tensor = _Open.apply(logits, logits.count)  # type: ignore[no-untyped-call]
-    return values

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_thd.loss import causal_lm_logprobs, causal_lm_loss
-from lightning_thd.loss.head import head_operands
+from lightning_thd.loss.head import head_operands, run_head
 from tests.loss.families import VOCAB, build
 from tests.loss.support import gradients, make_batch, oracle
 from tests.ranks import run_ranks
@@ -145,10 +145,10 @@ def test_rows_of_a_head_are_told_by_the_plan_that_transformers_leaves() -> None:
     for ranks in (1, 2):
         head._hf_device_mesh = SimpleNamespace(size=lambda ranks=ranks: ranks)  # type: ignore[assignment]
         if ranks == 1:
-            assert head_operands(head, hidden).vocabulary == 8
+            assert head_operands(run_head(head, None, hidden)).vocabulary == 8
         else:
             with pytest.raises(ValueError, match=HOOKS):
-                head_operands(head, hidden)
+                run_head(head, None, hidden)
 
 
 @pytest.mark.parametrize("style", ["replicated output", "sharded output", "transformers"])
@@ -161,7 +161,7 @@ def test_tensor_parallel_heads(style: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # peft's, about transformers 5
-@pytest.mark.parametrize("kind", ["lora", "two adapters", "modules_to_save", "dora"])
+@pytest.mark.parametrize("kind", ["lora", "two adapters", "modules_to_save", "dora", "tokens"])
 def test_peft(kind: str) -> None:
     peft = pytest.importorskip("peft")
     options: dict[str, Any] = {"r": 4, "init_lora_weights": False, "target_modules": ["q_proj", "lm_head"]}
@@ -169,16 +169,15 @@ def test_peft(kind: str) -> None:
         options |= {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
     elif kind == "dora":
         options["use_dora"] = True
-    model = peft.get_peft_model(build("Granite"), peft.LoraConfig(**options)).double()
+    elif kind == "tokens":
+        options |= {"target_modules": ["q_proj"], "trainable_token_indices": [3, 5, 7]}
+    family = "Qwen3" if kind == "tokens" else "Granite"  # whose embedding is tied
+    model = peft.get_peft_model(build(family), peft.LoraConfig(**options)).double()
     if kind == "two adapters":
         model.add_adapter("other", peft.LoraConfig(**{**options, "r": 2}))
         model = model.double()
         model.base_model.set_adapter(["default", "other"])
     batch = make_batch(ignored=0.3)
-    if kind == "dora":
-        with pytest.raises(ValueError, match=r"adapter 'default' is a LoRA variant"):
-            causal_lm_loss(model, batch)
-        return
     assert (
         worst(gradients(model, causal_lm_loss(model, batch)), gradients(model, oracle(model, batch))) < 1e-12
     )
@@ -186,37 +185,35 @@ def test_peft(kind: str) -> None:
         torch.testing.assert_close(causal_lm_loss(model, batch), oracle(model, batch))
 
 
-class FakeLora(nn.Module):
-    """PEFT's layer as far as the loss looks into it, so that it is tested where peft is absent."""
+@pytest.mark.filterwarnings("ignore")  # torchao's, when it is imported
+@pytest.mark.parametrize("how", ["int8", "intx", "float8 training", "quantised in training"])
+def test_heads_of_torchao(how: str) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
 
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base_layer = base
-        self.lora_A = nn.ModuleDict({"a": nn.Linear(base.in_features, 3, bias=False)})
-        self.lora_B = nn.ModuleDict({"a": nn.Linear(3, base.out_features, bias=False)})
-        self.lora_dropout = nn.ModuleDict({"a": nn.Identity()})
-        self.scaling = {"a": 0.5}
-        self.active_adapters = ["a"]
-        self.disable_adapters = self.merged = False
-        self.lora_variant: dict[str, object] = {}
+    model, batch = build("Granite", torch.float32), make_batch()
+    plain = causal_lm_loss(model, batch)
 
-    @property
-    def weight(self) -> Tensor:
-        return self.base_layer.weight
+    def wanted(_: nn.Module, name: str) -> bool:
+        return name == "lm_head"
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base_layer(x) + self.lora_B["a"](self.lora_A["a"](x)) * 0.5
-
-
-def test_lora_on_the_head_without_peft() -> None:
-    model = build("Granite")
-    model.lm_head = FakeLora(model.lm_head).double()
-    model.lm_head.base_layer.weight.requires_grad_(False)
-    batch = make_batch(ignored=0.3)
-    ours = gradients(model, causal_lm_loss(model, batch))
-    assert "lm_head.lora_A.a.weight" in ours
-    assert "lm_head.base_layer.weight" not in ours
-    assert worst(ours, gradients(model, oracle(model, batch))) < 1e-12
+    if how == "quantised in training":
+        fake = IntxFakeQuantizeConfig(torch.int4, group_size=32)
+        quantization.quantize_(model, QATConfig(weight_config=fake, step="prepare"), filter_fn=wanted)
+        loss = causal_lm_loss(model, batch)
+        assert abs(loss.item() - plain.item()) > 1e-3
+        assert worst(gradients(model, loss), gradients(model, oracle(model, batch))) < 1e-5
+        return
+    if how == "float8 training":
+        convert_to_float8_training(
+            model, config=Float8LinearConfig(emulate=True), module_filter_fn=lambda m, name: wanted(m, name)
+        )
+    else:
+        kind = {"int8": "Int8WeightOnlyConfig", "intx": "IntxWeightOnlyConfig"}[how]
+        quantization.quantize_(model, getattr(quantization, kind)(), filter_fn=wanted)
+    with pytest.raises(ValueError, match=r"head multiplies by a torchao\..* Leave the head out"):
+        causal_lm_loss(model, batch)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # renamed in transformers 5.23, absent before
@@ -291,14 +288,3 @@ def test_compiled_models(how: str) -> None:
         assert worst(found, gradients(plain, oracle(plain, batch))) < 1e-5
     assert not torch._dynamo.utils.counters["recompile_limit"]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
-
-
-def test_a_head_that_does_more_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"head is a Sequential without a weight \[V, H\]"):
-        head_operands(nn.Sequential(nn.Linear(4, 8)), torch.zeros(1, 3, 4))
-
-    class Wrapper(nn.Module):
-        base_layer = nn.Linear(4, 8)
-
-    with pytest.raises(ValueError, match="wrapped in a Wrapper; causal_lm_loss follows LoRA"):
-        head_operands(Wrapper(), torch.zeros(1, 3, 4))

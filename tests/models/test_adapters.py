@@ -25,7 +25,9 @@ EXACT: dict[str, dict[str, Any]] = {
         "feedforward_modules": ["down_proj"],
         "init_ia3_weights": False,
     },
-    "AdaLoraConfig": {**RANKS, "orth_reg_weight": 0.0},
+    "AdaLoraConfig": {**RANKS, "target_modules": ["q_proj", "lm_head"], "orth_reg_weight": 0.0},
+    "LoKrConfig": {"target_modules": ["lm_head"]},
+    "VeraConfig": {"target_modules": ["lm_head"], "r": 4},
 }
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
@@ -48,11 +50,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "AdaptionPromptConfig",
         {"adapter_len": 4, "adapter_layers": 1},
         r"PeftModelForCausalLM never called LlamaForCausalLM.forward as it is now: .* adaption prompts",
-    ),
-    (
-        "LoKrConfig",
-        {"target_modules": ["lm_head"]},
-        r"head is wrapped in a peft.tuners.lokr.layer.Linear; causal_lm_loss follows LoRA",
     ),
 ]
 
