@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import lightning.pytorch as L
 import torch
@@ -13,10 +13,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
-from lightning_thd._checks import described, refuse_missing
+from lightning_thd._checks import choice, described, refuse_missing
 from lightning_thd._imports import require
 from lightning_thd.batch import THDBatch
 from lightning_thd.loss import causal_lm_loss
+from lightning_thd.loss.router_balance import RouterBalance
 from lightning_thd.parallel.fsdp import layers_of
 
 ATTENTION = "thd"
@@ -94,9 +95,12 @@ class CausalLMModule(L.LightningModule):
             packs of any size, made in the first step in some ten seconds of a CPU, or read from torch's
             cache on disk if a run before it made the same; ``off`` runs eagerly.
 
+        router_balance: over which tokens a mixture of experts is balanced: see ``causal_lm_loss``. Losses of
+            evaluations leave "sequence" and "step" out.
+
     Raises:
         ValueError: when not exactly one of ``model`` and ``config`` is given, for a path without weights, for
-            fractions outside 0 to 1, or for another ``compile``.
+            fractions outside 0 to 1, or for another ``compile`` or ``router_balance``.
     """
 
     def __init__(
@@ -110,10 +114,12 @@ class CausalLMModule(L.LightningModule):
         warmup_fraction: float = 0.05,
         final_lr_fraction: float = 0.1,
         compile: Literal["off", "layers"] = "off",
+        router_balance: RouterBalance = "microbatch",
     ) -> None:
         super().__init__()
         if compile not in ("off", "layers"):
             raise ValueError(f"CausalLMModule got compile={compile!r}; wanted 'off' or 'layers'.")
+        choice(router_balance, "router_balance", *get_args(RouterBalance))
         if (model is None) == (config is None):
             raise ValueError(
                 f"CausalLMModule got model={described(model)} and config={described(config)}. Give exactly "
@@ -131,6 +137,7 @@ class CausalLMModule(L.LightningModule):
         self._make = model if not isinstance(model, nn.Module) else None
         self._config = config
         self._compile = compile
+        self.router_balance: RouterBalance = router_balance
         self._losses: list[tuple[Tensor, float]] = []
         self.model: nn.Module | None = model if isinstance(model, nn.Module) else None
         self.lr, self.weight_decay, self.betas = lr, weight_decay, betas
@@ -139,7 +146,8 @@ class CausalLMModule(L.LightningModule):
         rates |= {"warmup_fraction": warmup_fraction, "final_lr_fraction": final_lr_fraction}
         plain = {"model": model, "config": config}  # a module or a function is no value to keep
         named = {name: value for name, value in plain.items() if isinstance(value, str | dict)}
-        self.save_hyperparameters({**named, **rates, "compile": compile}, logger=False)
+        options = {"compile": compile, "router_balance": router_balance}
+        self.save_hyperparameters({**named, **rates, **options}, logger=False)
 
     def configure_model(self) -> None:
         """Build the model when the strategy calls for it, on its device and in its dtype."""
@@ -153,7 +161,7 @@ class CausalLMModule(L.LightningModule):
 
     def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
         """Log and return the microbatch's share of the step's mean loss."""
-        loss = causal_lm_loss(self._built, batch)
+        loss = causal_lm_loss(self._built, batch, router_balance=self.router_balance)
         self.log("train/loss", loss.detach(), prog_bar=True, on_step=True, sync_dist=False)
         return loss
 
@@ -176,7 +184,8 @@ class CausalLMModule(L.LightningModule):
     def _log_loss(self, stage: str, batch: THDBatch, batch_idx: int, dataloader_idx: int) -> None:
         if batch_idx == dataloader_idx == 0:
             self._losses.clear()  # an interrupted evaluation leaves some
-        loss = causal_lm_loss(self._built, batch)
+        without = batch.replace(token_scale=0.0) if self.router_balance != "microbatch" else batch
+        loss = causal_lm_loss(self._built, without, router_balance=self.router_balance)
         names = getattr(getattr(self.trainer, "datamodule", None), "set_names", {}).get(stage)
         if not names:
             self.log(f"{stage}/loss", loss, prog_bar=stage == "val", on_epoch=True, sync_dist=True)

@@ -121,7 +121,7 @@ def largest_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     return max(float((found[n] - w).norm() / w.norm().clamp_min(1e-30)) for n, w in wanted.items())
 
 
-def checkpoint_activations(model: Any) -> None:
+def checkpoint_activations(model: Any, **options: Any) -> None:
     """Switch activation checkpointing on, under its name of this transformers (5.23 renamed it)."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable()
+    enable(options or None)

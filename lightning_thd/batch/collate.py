@@ -44,6 +44,7 @@ def lay_out(
     sequence_ids: Sequence[int] | None = None,
     loss_scale: float | None = None,
     sequence_scale: float | None = None,
+    token_scale: float | None = None,
     windows: Sequence[Window] = (),
 ) -> dict[str, Any]:
     """Lay checked samples end to end; arguments and fields are those of ``THDBatch.collate``."""
@@ -70,8 +71,10 @@ def lay_out(
 
     weights = pack_weights(samples, targets, starts, lengths, masked=masked)
     loss_scale, sequence_scale = _scale(loss_scale, "loss_scale"), _scale(sequence_scale, "sequence_scale")
+    token_scale = _scale(token_scale, "token_scale")
     if loss_scale is None:
         loss_scale, sequence_scale = mean_scale(weights.total), mean_scale(weights.sequences)
+        token_scale = mean_scale(sum(lengths)) if token_scale is None else token_scale
     cu_seqlens_padded = cumulative(padded)
     # A trailing pad counts as a sequence of its own in both, so its real length is its slots.
     cu_seqlens = cu_seqlens_padded if dense else cumulative([*lengths, *padded[len(lengths) :]])
@@ -101,6 +104,7 @@ def lay_out(
         "max_targets": loss_tokens,
         "loss_scale": loss_scale,
         "sequence_scale": sequence_scale,
+        "token_scale": token_scale,
         "sequence_shares": weights.shares,
         "weights": None if weights.slots is None else torch.from_numpy(weights.slots),
         "extras": extras,
@@ -370,6 +374,7 @@ def padded_fields(input_ids: Any, attention_mask: Any, labels: Any) -> dict[str,
         "max_targets": loss_tokens,
         "loss_scale": mean_scale(loss_tokens),
         "sequence_scale": mean_scale(sum(n > 0 for n in own)),
+        "token_scale": mean_scale(slots),
         "sequence_shares": [mean_scale(n) for n in own],
     }
 

@@ -318,6 +318,7 @@ def lay_out_shared(
     align: Alignment | None = None,
     pad_to: int | None = None,
     set_name: str = "",
+    microbatch: int = 0,
     **how: Any,
 ) -> THDBatch:
     """Lay checked samples out with every distinct prefix once; a plain batch if they share nothing."""
@@ -327,7 +328,7 @@ def lay_out_shared(
     if tree is None:
         if align is not None or pad_to is not None:
             plain = lay_out(samples, align=align, pad_to=pad_to, **how)
-        return THDBatch(**plain, set_name=set_name)
+        return THDBatch(**plain, set_name=set_name, microbatch=microbatch)
     own = [lengths[leaf] - tree.shared[leaf] for leaf in tree.leaves]
     if align is not None and align.sequence_multiple != 1:
         raise ValueError(
@@ -377,6 +378,7 @@ def lay_out_shared(
         "stats": stats,
         "extras": extras,
         "set_name": set_name,
+        "microbatch": microbatch,
         "prefixes": prefixes,
     }
     return SharedBatch._of({**{name: plain[name] for name in _KEPT if name in plain}, **changed})

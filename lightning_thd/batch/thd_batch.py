@@ -21,7 +21,8 @@ from lightning_thd.stats import SeqStats, Window
 
 _TENSORS = ("input_ids", "targets", "position_ids", "cu_seqlens", "cu_seqlens_padded")
 _HOST = ("lengths", "padded_lengths", "max_seqlen", "stats", "sequence_ids", "loss_scale", "extras")
-_FURTHER = ("weights", "sequence_shares", "sequence_scale", "set_name", "max_targets")
+_SCALES = ("sequence_scale", "token_scale", "microbatch")
+_FURTHER = ("weights", "sequence_shares", *_SCALES, "set_name", "max_targets")
 _ROUNDING = 1e-9  # relative distance below which a weight counts as a whole number of tokens
 
 
@@ -125,6 +126,9 @@ class THDBatch(_Pinned):
         sequence_shares: of every sequence in ``lengths``, its weight / the weight of all its loss tokens,
             those on other ranks or in other packs included: it makes the sum of their losses a mean.
         sequence_scale: like ``loss_scale``, for the weight of the step's sequences; None if it is unknown.
+        token_scale: like ``loss_scale``, for the input tokens of the step; None if it is unknown. 0 leaves
+            ``router_balance`` out of the loss.
+        microbatch: its place among this rank's microbatches of the step, from 0.
         set_name: the set that the batch comes from, ``"code"`` for example; empty if there is only one.
         max_targets: no more slots than this have a target; None if ``targets`` were replaced. It spares
             the loss a read of the device.
@@ -147,6 +151,8 @@ class THDBatch(_Pinned):
     weights: Tensor | None
     sequence_shares: tuple[float, ...]
     sequence_scale: float | None
+    token_scale: float | None
+    microbatch: int
     set_name: str
     max_targets: int | None
 
@@ -167,6 +173,8 @@ class THDBatch(_Pinned):
         weights: Tensor | None = None,
         sequence_shares: Sequence[float] = (),
         sequence_scale: float | None = None,
+        token_scale: float | None = None,
+        microbatch: int = 0,
         set_name: str = "",
         max_seqlen: int | None = None,
         max_targets: int | None = None,
@@ -187,6 +195,8 @@ class THDBatch(_Pinned):
             weights=weights,
             sequence_shares=tuple(sequence_shares),
             sequence_scale=None if sequence_scale is None else float(sequence_scale),
+            token_scale=None if token_scale is None else float(token_scale),
+            microbatch=microbatch,
             set_name=set_name,
             max_targets=max_targets,
         )
@@ -212,6 +222,7 @@ class THDBatch(_Pinned):
         sequence_ids: Sequence[int] | None = None,
         loss_scale: float | None = None,
         sequence_scale: float | None = None,
+        token_scale: float | None = None,
         windows: Sequence[Window] = (),
         share_prefixes: bool = False,
     ) -> THDBatch:
@@ -229,6 +240,7 @@ class THDBatch(_Pinned):
             sequence_ids: dataset index of every sample; 0, 1, 2, ... when absent.
             loss_scale: see the class; 1 / loss tokens of this batch, or their weight, when absent.
             sequence_scale: see the class; set by the batch itself where ``loss_scale`` is.
+            token_scale: likewise.
             windows: attention windows of the model, whose pairs ``stats`` is to count.
             share_prefixes: give every distinct prefix of a sequence one slot, so that it is computed once.
                 If samples begin alike the batch is a ``SharedBatch``, with ``predictions`` for ``targets``
@@ -253,6 +265,7 @@ class THDBatch(_Pinned):
             sequence_ids=sequence_ids,
             loss_scale=loss_scale,
             sequence_scale=sequence_scale,
+            token_scale=token_scale,
             windows=windows,
         )
 
@@ -445,11 +458,16 @@ class THDBatch(_Pinned):
 
 
 def collate_checked(
-    samples: Sequence[dict[str, Any]], *, set_name: str = "", share_prefixes: bool = False, **how: Any
+    samples: Sequence[dict[str, Any]],
+    *,
+    set_name: str = "",
+    microbatch: int = 0,
+    share_prefixes: bool = False,
+    **how: Any,
 ) -> THDBatch:
     """Collate samples that were checked when they were counted or read; ``how`` is that of ``collate``."""
     if share_prefixes:
         from lightning_thd.batch.prefixes import lay_out_shared
 
-        return lay_out_shared(samples, set_name=set_name, **how)
-    return THDBatch(**lay_out(samples, **how), set_name=set_name)
+        return lay_out_shared(samples, set_name=set_name, microbatch=microbatch, **how)
+    return THDBatch(**lay_out(samples, **how), set_name=set_name, microbatch=microbatch)

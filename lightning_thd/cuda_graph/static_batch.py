@@ -58,6 +58,8 @@ class StaticBatch(THDBatch):
     loss_tokens = _refused("loss_tokens")
     sequence_shares = _refused("sequence_shares")
     sequence_scale = _refused("sequence_scale")
+    token_scale = _refused("token_scale")
+    microbatch = _refused("microbatch")
     set_name = _refused("set_name")
     max_targets = None  # changes from batch to batch
 
@@ -77,7 +79,7 @@ class StaticBatch(THDBatch):
         watching._set(extras=batch.extras, weights=batch.weights)
         hidden = (
             *("lengths", "padded_lengths", "stats", "sequence_ids"),
-            *("sequence_shares", "sequence_scale", "set_name"),
+            *("sequence_shares", "sequence_scale", "token_scale", "microbatch", "set_name"),
         )
         for name in hidden:
             THDBatch.__dict__[name].__set__(watching, getattr(batch, name))

@@ -46,6 +46,8 @@ Batch = THDBatch | THDStep
 Kind = Literal["pack", "step", "eval"]
 # (epoch, step, microbatch of the rank, microbatches a rank will run of this step)
 Key = tuple[int, int, int, int]
+# The loss scale, sequence scale and token scale of a step; None for the mean over the batch.
+Scales = tuple[float | None, float | None, float | None]
 
 _REMEMBERED = 10_000  # A log interval has fewer steps whose tokens by source wait to be logged.
 
@@ -428,7 +430,7 @@ class BatchMaker:
     one_each: bool = False  # refuse rows whose position_ids mark several sequences
     set_name: str = ""
 
-    def batch(self, spans: Spans, scales: tuple[float | None, float | None] = (None, None)) -> THDBatch:
+    def batch(self, spans: Spans, scales: Scales = (None, None, None), microbatch: int = 0) -> THDBatch:
         """Read and collate a pack; without scales its loss is the mean over this batch."""
         columns = (spans.index, spans.start, spans.stop, spans.continued)
         pieces = zip(*(column.tolist() for column in columns), strict=True)
@@ -441,6 +443,8 @@ class BatchMaker:
             sequence_ids=spans.index.tolist(),
             loss_scale=scales[0],
             sequence_scale=scales[1],
+            token_scale=scales[2],
+            microbatch=microbatch,
             set_name=self.set_name,
         )
         if not samples and sequence_label(first := self.dataset[0], "Sequence 0"):
@@ -565,24 +569,28 @@ class Batches(TorchDataset[Batch]):
         if self._kind == "eval":
             return self._maker.batch(plan.microbatches(self._rank)[micro])
         # Lightning divides by accumulate_grad_batches even where an epoch ends inside a step.
-        scales = plan.scales(None if self._kind == "step" else counted)
-        assert scales is not None, "a planner of training data knows its loss tokens"
+        run = None if self._kind == "step" else counted
+        known = plan.scales(run)
+        assert known is not None, "a planner of training data knows its loss tokens"
+        scales = (*known, plan.token_scale(run))
         if isinstance(plan, SharedStepPlan):
             assert isinstance(self._planner, SharedPlanner)
             return _shared_step(plan, scales, self._maker, self._planner.sharing, self._rank)
         own = plan.microbatches(self._rank)
         if self._kind == "step":
-            return THDStep([self._maker.batch(spans, scales) for spans in own])
-        return self._maker.batch(own[micro], scales)
+            return THDStep([self._maker.batch(spans, scales, at) for at, spans in enumerate(own)])
+        return self._maker.batch(own[micro], scales, micro)
 
 
 def _shared_step(
-    plan: SharedStepPlan, scales: tuple[float, float], maker: BatchMaker, sharing: Sharing, rank: int
+    plan: SharedStepPlan, scales: tuple[float, float, float], maker: BatchMaker, sharing: Sharing, rank: int
 ) -> SharedStep:
     """Read and collate one rank's packs of a step; packs shared with other ranks are read whole."""
     degrees = plan.degrees[rank].tolist()
     batches = [
-        replace(maker, align=sharing.align(degree)).batch(spans, (scales[0] / degree, scales[1] / degree))
-        for spans, degree in zip(plan.microbatches(rank), degrees, strict=True)
+        replace(maker, align=sharing.align(degree)).batch(
+            spans, (scales[0] / degree, scales[1] / degree, scales[2] / degree), at
+        )
+        for at, (spans, degree) in enumerate(zip(plan.microbatches(rank), degrees, strict=True))
     ]
     return SharedStep(batches, degrees, digest_of(plan.degrees))

@@ -12,9 +12,10 @@ from lightning_thd._imports import require
 from lightning_thd.alignment import Layout
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
-from lightning_thd.integrations.evaluation import LossFn
+from lightning_thd.integrations.evaluation import LossFn, balancing
 from lightning_thd.integrations.packed_loop import Engine, PackedLoop, as_loader, listed, share_packs
 from lightning_thd.loss import causal_lm_loss
+from lightning_thd.loss.router_balance import RouterBalance
 from lightning_thd.parallel.context.layout import Communication
 from lightning_thd.strategies.guards import why_refused
 
@@ -30,6 +31,7 @@ def prepare_thd(
     scheduler: Any = None,
     *,
     loss_fn: LossFn = causal_lm_loss,
+    router_balance: RouterBalance = "microbatch",
     peak: Literal["auto", "measure"] | float = "auto",
     log_every_n_steps: int = 50,
     context_parallel_size: int = 1,
@@ -51,6 +53,7 @@ def prepare_thd(
         optimizer: over the model's parameters; several as a list, which ``loop.optimizer`` is then too.
         scheduler: stepped once a step, whatever the number of processes; not one that Accelerate prepared.
         loss_fn: ``(model, batch) -> loss``, with ``batch.loss_scale`` in it.
+        router_balance: over which tokens ``causal_lm_loss`` balances experts.
         peak: dense FLOP/s of a device, for MFU: see ``THDThroughputMonitor``.
         log_every_n_steps: steps between two calls of ``accelerator.log``.
         context_parallel_size: neighbouring ranks that share the slots of a pack, as under
@@ -109,7 +112,7 @@ def prepare_thd(
         loader,
         optimizer,
         scheduler,
-        loss_fn=loss_fn,
+        loss_fn=balancing(loss_fn, router_balance),
         peak=peak,
         log_every_n_steps=log_every_n_steps,
     )

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_thd._checks import choice
 from lightning_thd.batch import THDBatch
+from lightning_thd.loss import causal_lm_loss
+from lightning_thd.loss.router_balance import RouterBalance
 from lightning_thd.parallel.across_ranks import communication_device
 
 LossFn: TypeAlias = Callable[[nn.Module, THDBatch], Tensor]
+
+
+def balancing(loss_fn: LossFn, router_balance: RouterBalance) -> LossFn:
+    """Return ``causal_lm_loss`` with a ``router_balance``; refuse the argument beside another loss."""
+    choice(router_balance, "router_balance", *get_args(RouterBalance))
+    if router_balance == "microbatch":
+        return loss_fn
+    if loss_fn is not causal_lm_loss:
+        raise ValueError(
+            f"router_balance={router_balance!r} beside a loss_fn: it is an argument of causal_lm_loss. Leave "
+            "loss_fn out, or pass router_balance to causal_lm_loss in it."
+        )
+    return functools.partial(causal_lm_loss, router_balance=router_balance)
 
 
 @contextmanager
@@ -63,7 +80,7 @@ def mean_loss(
         for batch in batches:
             moved = batch.to(device)
             seen(moved)
-            unscaled = moved.replace(loss_scale=1.0, sequence_scale=None)
+            unscaled = moved.replace(loss_scale=1.0, sequence_scale=None, token_scale=0.0)
             total[0] += float(loss_fn(model, cut(unscaled)))
             weights = batch.weights
             total[1] += batch.loss_tokens if weights is None else float(weights.sum(dtype=torch.float64))

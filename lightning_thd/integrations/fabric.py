@@ -13,9 +13,10 @@ from lightning_thd._checks import instance
 from lightning_thd.alignment import Layout
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
-from lightning_thd.integrations.evaluation import LossFn
+from lightning_thd.integrations.evaluation import LossFn, balancing
 from lightning_thd.integrations.packed_loop import Engine, PackedLoop, as_loader, listed, share_packs
 from lightning_thd.loss import causal_lm_loss
+from lightning_thd.loss.router_balance import RouterBalance
 from lightning_thd.parallel.context.layout import Communication
 from lightning_thd.strategies.guards import refused_engine
 
@@ -28,6 +29,7 @@ def prepare_fabric(
     *,
     accumulate: int = 1,
     loss_fn: LossFn = causal_lm_loss,
+    router_balance: RouterBalance = "microbatch",
     peak: Literal["auto", "measure"] | float = "auto",
     log_every_n_steps: int = 50,
     context_parallel_size: int = 1,
@@ -46,6 +48,7 @@ def prepare_fabric(
             parameters.
         accumulate: packs a rank runs in a step of ``Packs``; 1 with ``Sequences(n)``.
         loss_fn: ``(model, batch) -> loss``, with ``batch.loss_scale`` in it.
+        router_balance: over which tokens ``causal_lm_loss`` balances experts.
         peak: dense FLOP/s of a device, for MFU: see ``THDThroughputMonitor``.
         log_every_n_steps: steps between two calls of ``fabric.log_dict``.
         context_parallel_size: neighbouring ranks that share the slots of a pack, as under
@@ -93,7 +96,13 @@ def prepare_fabric(
         precision=str(fabric._precision.precision),
     )
     return PackedLoop(
-        engine, model, loader, optimizer, loss_fn=loss_fn, peak=peak, log_every_n_steps=log_every_n_steps
+        engine,
+        model,
+        loader,
+        optimizer,
+        loss_fn=balancing(loss_fn, router_balance),
+        peak=peak,
+        log_every_n_steps=log_every_n_steps,
     )
 
 

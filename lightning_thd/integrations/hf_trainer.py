@@ -6,14 +6,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_thd._checks import described
+from lightning_thd._checks import choice, described
 from lightning_thd._imports import require
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.callbacks.meter import Hardware, Meter, for_loggers
@@ -33,6 +33,7 @@ from lightning_thd.integrations.hf_options import refuse_engines, refuse_options
 from lightning_thd.integrations.hf_rows import ROW_TRAINERS, PackedRowsMixin
 from lightning_thd.integrations.packed_loop import sum_over_packs
 from lightning_thd.loss import TokenStats, causal_lm_logprobs, causal_lm_loss, causal_lm_loss_and_stats
+from lightning_thd.loss.router_balance import RouterBalance
 from lightning_thd.packing import Sequences
 from lightning_thd.precision.convert import in_low_precision
 
@@ -50,7 +51,8 @@ def packed_trainer(trainer_class: type | None = None) -> type:
 
     Returns:
         A subclass that takes, beside the arguments of its base, ``capacity`` (most tokens of a pack),
-        ``peak`` (see ``THDThroughputMonitor``) and ``data_kwargs``, further arguments of ``THDDataModule``;
+        ``peak`` (see ``THDThroughputMonitor``), ``router_balance`` (of ``causal_lm_loss``, over which tokens
+        experts are balanced) and ``data_kwargs``, further arguments of ``THDDataModule``;
         ``data_kwargs={"global_batch": Sequences(n)}`` makes every optimizer step exactly n sequences.
         ``train_dataset`` may be a stream: an iterable dataset, a ``data.streams.Stream``, or a mixture of
         such; its position is in the checkpoints, and resuming reads nothing twice.
@@ -80,6 +82,7 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
         *args: Any,
         capacity: int,
         peak: Literal["auto", "measure"] | float = "auto",
+        router_balance: RouterBalance = "microbatch",
         data_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -99,6 +102,8 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
             refuse_options(given)  # before the base class warns about them or acts on them
         check_data_kwargs(data_kwargs)
         super().__init__(*args, **kwargs)
+        choice(router_balance, "router_balance", *get_args(RouterBalance))
+        self._router_balance: RouterBalance = router_balance
         self._capacity, self._peak, self._data_kwargs = capacity, peak, dict(data_kwargs or {})
         self._meter = Meter("train", "training", time.perf_counter)
         self._meter.capacity = capacity
@@ -160,13 +165,14 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
         return loss_fn(model, inputs["batch"].to(self.args.device))
 
     def _loss(self, model: nn.Module, batch: THDBatch) -> Tensor:
-        smoothing = float(self.args.label_smoothing_factor)
+        how: Any = {"label_smoothing": float(self.args.label_smoothing_factor)}
+        how["router_balance"] = self._router_balance
         if getattr(self.args, "loss_type", None) == "dft":
             loss, stats = dft_loss(model, batch)
         elif self._watches:
-            loss, stats = causal_lm_loss_and_stats(model, batch, label_smoothing=smoothing)
+            loss, stats = causal_lm_loss_and_stats(model, batch, **how)
         else:
-            return causal_lm_loss(model, batch, label_smoothing=smoothing)
+            return cast("Tensor", causal_lm_loss(model, batch, **how))
         mode, own = "train" if model.training else "eval", torch.stack(stats).double()
         self._token_sums[mode] = own + self._token_sums.get(mode, 0.0)
         return loss
@@ -280,7 +286,8 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
                 "The dataset has images, which TRL prepares batch by batch in its collator. Use "
                 "THDDataModule with samples of pixel_values, as examples/vision_language.py does."
             )
-        if getattr(self, "aux_loss_enabled", False) and self.args.loss_type == "dft":
+        balances = getattr(self, "aux_loss_enabled", False) or self._router_balance != "microbatch"
+        if balances and getattr(self.args, "loss_type", None) == "dft":
             raise ValueError(
                 "SFTConfig(loss_type='dft') with a mixture of experts: its balancing loss is not added to "
                 "the DFT loss of packs. Set router_aux_loss_coef=0.0, or loss_type='nll'."

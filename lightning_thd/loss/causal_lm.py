@@ -22,6 +22,7 @@ from lightning_thd.loss.head_call import HeadCall
 from lightning_thd.loss.linear_logprobs import LogProbs, linear_logprobs
 from lightning_thd.loss.linear_nll import linear_nll
 from lightning_thd.loss.prepare import Call
+from lightning_thd.loss.router_balance import RouterBalance, Routers, routers_for
 from lightning_thd.loss.tiles.logits import LogitMap
 from lightning_thd.loss.tiles.logprobs import TopTokens
 from lightning_thd.loss.tiles.nll import Penalties
@@ -59,6 +60,8 @@ def causal_lm_loss(
     label_smoothing: float = ...,
     z_loss: float | None = ...,
     mtp_weight: float = ...,
+    router_balance: RouterBalance = ...,
+    router_z_loss: float | None = ...,
     return_parts: Literal[False] = ...,
 ) -> Tensor: ...
 
@@ -74,6 +77,8 @@ def causal_lm_loss(
     label_smoothing: float = ...,
     z_loss: float | None = ...,
     mtp_weight: float = ...,
+    router_balance: RouterBalance = ...,
+    router_z_loss: float | None = ...,
     return_parts: Literal[True],
 ) -> LossParts: ...
 
@@ -88,6 +93,8 @@ def causal_lm_loss(
     label_smoothing: float = 0.0,
     z_loss: float | None = None,
     mtp_weight: float = _MTP_WEIGHT,
+    router_balance: RouterBalance = "microbatch",
+    router_z_loss: float | None = None,
     return_parts: bool = False,
 ) -> Tensor | LossParts:
     """Sum the negative log-likelihood over a batch's loss tokens, times the batch's scale.
@@ -96,8 +103,8 @@ def causal_lm_loss(
     the sum over its loss tokens divided by their number. With weights in the data (``batch.weights``) it is
     the sum of weight times loss divided by the sum of weights. With ``"sequences"`` every sequence first
     averages over its own loss tokens. Sequences that have any then average, by their weights if the data
-    gives one number a sequence. If ``config.output_router_logits`` asks for the balancing loss of a mixture
-    of experts, it is added once a microbatch, as the model adds it; it is no sum over tokens.
+    gives one number a sequence. The loss of a mixture of experts' routers is added to that, and not scaled by
+    ``loss_scale``.
 
     Args:
         model: a Hugging Face causal language model built with ``attn_implementation="thd"``, bare or wrapped
@@ -112,6 +119,13 @@ def causal_lm_loss(
             (Bamba's) when None.
         mtp_weight: weight of the mean of further predictions, for a model that calls its head more than
             once: call k + 1 predicts the token k places after the next.
+        router_balance: over which tokens experts are balanced. "microbatch" is the model's own loss, over
+            all slots of the microbatch, if ``config.output_router_logits`` asks for it; it depends on the
+            packing. "sequence" is the sum over sequences of their share of the step's input tokens times the
+            config's coefficient times the model's balancing function over that sequence; it does not.
+            "step" balances all tokens of the step so far, of all ranks, by one all-reduce a microbatch.
+        router_z_loss: factor of the squared lse of router logits, a mean over the step's input tokens and
+            the layers; the config's ``router_z_loss_coef`` when None.
         return_parts: give the z-loss beside the loss.
 
     Returns:
@@ -121,8 +135,9 @@ def causal_lm_loss(
 
     Raises:
         TypeError: for arguments of another type.
-        ValueError: for another kind of model, another attention, a batch that does not fit the model, or
-            ``reduction="sequences"`` if the number of the step's sequences is unknown.
+        ValueError: for another kind of model, another attention, a batch that does not fit the model,
+            ``reduction="sequences"`` or ``router_balance`` if what the step holds is unknown, or
+            ``router_balance`` of a family without router logits.
         NotImplementedError: for a model that changes its logits in a way that cannot be recorded.
     """
     if return_parts is not False:
@@ -133,7 +148,8 @@ def causal_lm_loss(
     penalties = Penalties(label_smoothing=label_smoothing, z_loss=_z_loss(call) if z_loss is None else z_loss)
     factors = loss_weights(batch, reduction, weights, class_weights, smoothed=label_smoothing > 0)
     scale = batch.sequence_scale if reduction == "sequences" else batch.loss_scale
-    parts, _ = _loss(call, model, batch, penalties, factors, scale, mtp_weight=mtp_weight)
+    routers = routers_for(call, batch, router_balance, router_z_loss)
+    parts, _ = _loss(call, model, batch, penalties, factors, scale, mtp_weight=mtp_weight, routers=routers)
     return parts if return_parts else parts.loss
 
 
@@ -152,7 +168,11 @@ class TokenStats(NamedTuple):
 
 
 def causal_lm_loss_and_stats(
-    model: nn.Module, batch: THDBatch, *, label_smoothing: float = 0.0
+    model: nn.Module,
+    batch: THDBatch,
+    *,
+    label_smoothing: float = 0.0,
+    router_balance: RouterBalance = "microbatch",
 ) -> tuple[Tensor, TokenStats]:
     """Compute ``causal_lm_loss``, and entropy and accuracy of its tokens from the same forward pass.
 
@@ -160,6 +180,7 @@ def causal_lm_loss_and_stats(
         model: as for ``causal_lm_loss``.
         batch: the microbatch, on the model's device; no shard of one.
         label_smoothing: share of a target's mass spread over the vocabulary.
+        router_balance: as for ``causal_lm_loss``.
 
     Returns:
         The loss, and sums: 10 loss tokens under a uniform distribution over 8 have entropy 10 log 8.
@@ -170,7 +191,10 @@ def causal_lm_loss_and_stats(
     call = HeadCall.of(model)
     penalties = Penalties(label_smoothing=label_smoothing, z_loss=_z_loss(call))
     factors = loss_weights(batch, "tokens", None, None, smoothed=label_smoothing > 0)
-    parts, stats = _loss(call, model, batch, penalties, factors, batch.loss_scale, stats=True)
+    routers = routers_for(call, batch, router_balance)
+    parts, stats = _loss(
+        call, model, batch, penalties, factors, batch.loss_scale, stats=True, routers=routers
+    )
     assert stats is not None
     return parts.loss, stats
 
@@ -189,6 +213,7 @@ def _loss(
     *,
     mtp_weight: float = _MTP_WEIGHT,
     stats: bool = False,
+    routers: Routers | None = None,
 ) -> tuple[LossParts, TokenStats | None]:
     """Compute the loss; ``factors`` is None when every target counts ``scale``."""
     watcher, recorded = watching(batch)
@@ -204,7 +229,8 @@ def _loss(
         found = torch.stack([*linear_nll(fused, penalties, token_weights=weight, see=see)])
         return torch.cat([found, _token_stats(fused)]) if stats else found
 
-    found = call.run(model, batch, values, size=5 if stats else 2)
+    found = call.run(model, batch, values, size=5 if stats else 2, routers=routers)
+    call.choices = None if routers is None else routers.seen
     if watcher is not None and slots:
         watcher.see(batch, slots[-1], scale or 0.0)  # the last: a model may be called twice
     if recorded is not None:

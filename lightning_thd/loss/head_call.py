@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -33,6 +34,7 @@ from lightning_thd.loss.head import (
     run_head,
 )
 from lightning_thd.loss.lazy_logits import LazyLogits, Record, carry_values, open_values
+from lightning_thd.loss.router_balance import Experts, Routers
 from lightning_thd.loss.tiles.logits import LogitMap
 from lightning_thd.models.pack import STATE, announced
 from lightning_thd.parallel.pipeline.stage import Stage, stage_of
@@ -54,6 +56,7 @@ class _Job:
         own_head_forward: a forward that was put on this head object before.
         model_forward: the model's forward, which is replaced meanwhile.
         stage: the stage of a pipeline that this rank holds.
+        routers: computes the routers' loss; None leaves it to the model.
         logits: what the head returned, one entry a call of it.
         seen: what the model did to the logits that it returned; None while it has not.
         found: what ``run`` returns, before a wrapper rounds it.
@@ -66,6 +69,7 @@ class _Job:
     own_head_forward: Any
     model_forward: Any
     stage: Stage | None
+    routers: Routers | None
     logits: list[LazyLogits] = field(default_factory=list)
     seen: Record | None = None
     found: dict[str, Tensor] = field(default_factory=dict)
@@ -79,6 +83,8 @@ class HeadCall:
         self.logit_map: LogitMap = guess_logit_map(inner)
         self._record: Record | None = None  # the operations that made ``logit_map``
         self._job: _Job | None = None
+        self.experts: Experts | None = None
+        self.choices: Tensor | None = None  # of experts [E] in this step so far, for router_balance="step"
         self._config: Any = None  # the model's, of which ``config`` is the language model's part
         self.config: Any = None
 
@@ -106,7 +112,15 @@ class HeadCall:
     def __reduce__(self) -> tuple[Any, ...]:
         return (_nothing, ())  # copies and pickles of the model make their own
 
-    def run(self, model: nn.Module, batch: THDBatch, values: Values, *, size: int = 1) -> dict[str, Tensor]:
+    def run(
+        self,
+        model: nn.Module,
+        batch: THDBatch,
+        values: Values,
+        *,
+        size: int = 1,
+        routers: Routers | None = None,
+    ) -> dict[str, Tensor]:
         """Call the model on a batch with its head replaced, and return what the head computed.
 
         The model is called again when it does something to its logits that its config does not say. The next
@@ -118,6 +132,7 @@ class HeadCall:
             values: gives ``[n]`` from the head's operands, how many times the head was called before, and
                 what the model does to its logits.
             size: n, for pipeline stages that have no head.
+            routers: computes ``aux_loss`` in place of the model.
 
         Returns:
             ``{"values": [n], "value_1": ..., "aux_loss": []}``: one value a call of the head.
@@ -132,14 +147,15 @@ class HeadCall:
             head: Any = inner.get_output_embeddings()
             own, own_head = inner.__dict__.get("forward"), head.__dict__.get("forward")
             slots = batch.input_ids.shape[-1]
-            job = self._job = _Job(values, size, slots, head, own_head, inner.forward, stage)
+            job = self._job = _Job(values, size, slots, head, own_head, inner.forward, stage, routers)
             kwargs = batch.hf_kwargs()
             if kwargs.pop("labels", None) is not None:
                 _warn_of_labels()
             STATE.scope = announced(batch, kwargs)
             head.__dict__["forward"], inner.__dict__["forward"] = self.head_forward, self.forward
             try:
-                outputs: dict[str, Tensor] = model(**kwargs)
+                with nullcontext() if routers is None else routers.asked(inner, kwargs):
+                    outputs: dict[str, Tensor] = model(**kwargs)
             finally:
                 STATE.scope, self._job = before, None
                 for module, forward in ((inner, own), (head, own_head)):
@@ -221,17 +237,25 @@ class HeadCall:
         further = [made for made in job.logits if made is not logits and made is not logits.source]
         found |= {f"value_{depth}": open_values(made) for depth, made in enumerate(further, start=1)}
         auxiliary = getattr(outputs, "aux_loss", None)
-        if isinstance(auxiliary, Tensor):
+        if job.routers is not None:
+            found["aux_loss"] = job.routers.loss(self.inner, outputs)
+        elif isinstance(auxiliary, Tensor):
             found["aux_loss"] = auxiliary * self._auxiliary_factor()
         job.found = found
         return dict(found)
 
-    def _auxiliary_factor(self) -> Any:
-        """Return the model's coefficient of the balancing loss of a mixture of experts."""
+    @property
+    def balance_coefficient(self) -> Any:
+        """Return the model's coefficient of the balancing loss of a mixture of experts, or None."""
         for name in ("router_aux_loss_coef", "aux_loss_coef"):
             coefficient = getattr(self.inner, name, getattr(self.config, name, None))
             if coefficient is not None:
                 return coefficient
+        return None
+
+    def _auxiliary_factor(self) -> Any:
+        if (coefficient := self.balance_coefficient) is not None:
+            return coefficient
         raise ValueError(
             f"{type(self.inner).__name__} returned an auxiliary loss, but neither it nor its config has "
             "router_aux_loss_coef. Set config.router_aux_loss_coef, or config.output_router_logits=False."

@@ -151,6 +151,17 @@ class StepPlan:
         size = {"dp": self.dp, "num_microbatches": self.num_microbatches}
         return step_scale(tokens, **size), step_scale(sequences, **size)
 
+    @cached_property
+    def tokens(self) -> FloatArray:
+        """Return float64 ``[dp, M]``, the input tokens of each microbatch."""
+        before = np.concatenate([[0], np.cumsum(self.spans.lengths)])
+        return np.diff(before[self.offsets]).reshape(self.dp, -1).astype(np.float64)
+
+    def token_scale(self, counted: int | None = None) -> float:
+        """Return dp x microbatches / input tokens of the step."""
+        tokens = float(self.tokens[:, :counted].sum())
+        return step_scale(tokens, dp=self.dp, num_microbatches=self.num_microbatches)
+
     @property
     def loss_scale(self) -> float | None:
         """Return dp x microbatches / loss tokens of the step; None if these are unknown."""

@@ -57,6 +57,12 @@ class SharedStepPlan(StepPlan):
         whole: FloatArray | None = super().weights
         return None if whole is None else whole / self.degrees
 
+    @cached_property
+    def tokens(self) -> FloatArray:
+        """Return the tokens of ``StepPlan``, those of a shared pack in equal parts for each of its ranks."""
+        whole: FloatArray = super().tokens
+        return whole / self.degrees
+
 
 class SharedPlanner(PackPlanner):
     """Plans the steps of every epoch, with degrees, ranks and microbatches planned together.

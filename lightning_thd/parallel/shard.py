@@ -152,6 +152,7 @@ def _own_part(batch: THDBatch, at: ShardLayout) -> THDShard:
         loss_scale=batch.loss_scale * at.cp,
         weights=None if batch.weights is None else batch.weights.index_select(-1, own),
         sequence_scale=None if batch.sequence_scale is None else batch.sequence_scale * at.cp,
+        token_scale=None if batch.token_scale is None else batch.token_scale * at.cp,
         extras=_cut_extras(batch, own),
         layout=at,
     )

@@ -60,9 +60,9 @@ class Pipeline:
         return Channel(down=down, up=up, wraps=(wraps[0], wraps[1]) if several else None)
 
     def _balance_channel(self) -> Channel:
-        """Create the process groups of a MoE balancing loss; a collective of the job."""
+        """Create the process groups for the routers of experts; a collective of the job."""
         channel = self._make_channel()
-        channel.fix_dtype(torch.float32)
+        channel.fix_dtype(torch.float64)
         return channel
 
     def go_on(self, stage: Stage) -> None:
@@ -87,6 +87,7 @@ class Pipeline:
             stages_per_rank=strategy.stages_per_rank,
             split=strategy.pipeline_split,
             balance=self._balance_channel,
+            peers=None if (meshes := self._axes.meshes) is None else meshes.stage.get_group(),
         )
         self.stage.tied_names = names
         rank_zero_info(self.stage.split.table())
@@ -266,7 +267,8 @@ class PipelineStep:
         self.step, self.stage, self.channel = step, pipeline.stage, pipeline.channel
         self.schedule = make_schedule(self.channel.ranks, len(step), chunks=self.stage.chunks)
         work = [float(batch.stats.sum_squares + _LINEAR * batch.stats.slots) for batch in step.microbatches]
-        self._batches = [step.microbatches[m] for m in best_order(self.schedule, work)]
+        order = best_order(self.schedule, work)
+        self._batches = [step.microbatches[m].replace(microbatch=i) for i, m in enumerate(order)]
         self.program = self.schedule.programs[self.channel.rank]
         # Sequence-parallel ranks divide the slots of a message.
         self._slots_shared = strategy.sizes.tensor if strategy.sequence_parallel else 1

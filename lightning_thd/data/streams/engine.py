@@ -263,9 +263,9 @@ class Engine:
     def _collated(self, planned: Planned, microbatches: list[list[dict[str, Any]]]) -> THDStep:
         """Collate this rank's microbatches, with the loss scale of the whole step."""
         table, rank, m = planned.table, self._wire.rank, planned.microbatches
-        tokens, sequences = (
+        loss, sequences, tokens = (
             step_scale(float(table[name].sum()), dp=planned.dp, num_microbatches=m)
-            for name in ("weight", "sequences")
+            for name in ("weight", "sequences", "length")
         )
         ids = (table["shard"].astype(np.int64) << ROW_BITS) | table["row"]
         bounds = planned.offsets[rank * m : (rank + 1) * m + 1].tolist()
@@ -274,9 +274,13 @@ class Engine:
                 self._settings.collate(
                     samples,
                     sequence_ids=ids[start:stop].tolist(),
-                    loss_scale=tokens,
+                    loss_scale=loss,
                     sequence_scale=sequences,
+                    token_scale=tokens,
+                    microbatch=at,
                 )
-                for samples, start, stop in zip(microbatches, bounds[:-1], bounds[1:], strict=True)
+                for at, (samples, start, stop) in enumerate(
+                    zip(microbatches, bounds[:-1], bounds[1:], strict=True)
+                )
             ]
         )

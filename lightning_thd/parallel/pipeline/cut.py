@@ -11,17 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lightning_thd._find import model_with_head
 from lightning_thd.parallel.draws import has_dropout
 from lightning_thd.parallel.pipeline.channel import Channel
-from lightning_thd.parallel.pipeline.experts import (
-    Balance,
-    balance_over_stages,
-    require_known_balance,
-    wants_balance,
-)
 from lightning_thd.parallel.pipeline.split import LayerCost, Split, layer_flops, split_layers
 from lightning_thd.parallel.pipeline.stage import (
     NoEmbedding,
@@ -31,6 +26,13 @@ from lightning_thd.parallel.pipeline.stage import (
     StageLayers,
     set_stage,
     stage_of,
+)
+from lightning_thd.parallel.routers import (
+    RouterRelay,
+    leave_to_losses,
+    require_known_balance,
+    routers_of,
+    wants_balance,
 )
 
 # Lengths that stages are balanced for: those of a pack of mixed documents (tokens).
@@ -44,8 +46,12 @@ def cut_model(
     stages_per_rank: int = 1,
     split: Literal["auto"] | Sequence[int] = "auto",
     balance: Callable[[], Channel] | None = None,
+    peers: dist.ProcessGroup | None = None,
 ) -> Stage:
-    """Keep this rank's layers of a model, the others replaced by stand-ins, in place; return the stage."""
+    """Keep this rank's layers of a model, the others replaced by stand-ins, in place; return the stage.
+
+    ``balance`` creates another channel, for the routers of experts; ``peers`` hold the same layers.
+    """
     inner = language_model_of(model)
     if (known := stage_of(inner)) is not None:
         return known
@@ -75,9 +81,10 @@ def cut_model(
         dtype = getattr(getattr(head, "weight", None), "dtype", torch.float32)
         inner.set_output_embeddings(NoHead(_rows(head, inner), stage, dtype))
     set_stage(inner, stage)
-    if wants_balance(inner):
-        stage.balance = Balance(channel if balance is None else balance(), stage)
-        balance_over_stages(inner, stage.balance)
+    if routers_of(inner):
+        stage.balance = RouterRelay(channel if balance is None else balance(), stage, peers)
+        if wants_balance(inner):
+            leave_to_losses(inner)
     return stage
 
 

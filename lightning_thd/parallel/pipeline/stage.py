@@ -26,7 +26,7 @@ from lightning_thd.parallel.pipeline.schedule import Op
 from lightning_thd.parallel.pipeline.split import Split
 
 if TYPE_CHECKING:
-    from lightning_thd.parallel.pipeline.experts import Balance
+    from lightning_thd.parallel.routers import RouterRelay
 
 _ATTRIBUTE = "_thd_pipeline_stage"
 
@@ -54,7 +54,7 @@ class Stage:
         self.tied: nn.Parameter | None = None  # this end's copy of a weight that embedding and head share
         self.tied_names: Mapping[str, str] = MappingProxyType({})  # the head's name -> the embedding's name
         self.held: Mapping[str, nn.Module] = MappingProxyType({})  # this rank's layers by name
-        self.balance: Balance | None = None  # for experts whose loss balances the routers of all layers
+        self.balance: RouterRelay | None = None  # for experts: adds up the routers of all layers
         self.device: torch.device | None = None  # device of the last hidden states
         self.made: list[Any] = []  # the model's own losses end in these nodes of the running pass's graph
         self.in_layers = False  # whether the running pass has reached the layers

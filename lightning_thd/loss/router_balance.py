@@ -1,0 +1,238 @@
+"""A model's router logits and a ``THDBatch`` -> the balancing loss of its experts, over sequences or a step.
+
+transformers balances experts over all slots of a microbatch, so that its loss depends on the packing.
+"sequence" balances each sequence for itself, and "step" all tokens of the step: docs/experts.md has the
+formulas.
+
+Legend: T slots, S sequences, E experts, K experts a token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_thd._checks import choice, real_number
+from lightning_thd.batch import THDBatch
+from lightning_thd.batch.prefixes import SharedBatch
+from lightning_thd.parallel.pipeline.stage import Stage, stage_of
+from lightning_thd.parallel.routers import (
+    FUNCTION,
+    Scores,
+    balance_of,
+    module_of_loss,
+    router_sums,
+    routers_of,
+    scores_of,
+    wants_balance,
+)
+from lightning_thd.parallel.shard import THDShard
+from lightning_thd.seqlens import seq_idx_from_cu_seqlens
+
+if TYPE_CHECKING:
+    from lightning_thd.loss.head_call import HeadCall
+
+RouterBalance = Literal["microbatch", "sequence", "step"]
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+class Experts(NamedTuple):
+    """What a model's config and classes say of its experts."""
+
+    number: int
+    top_k: int
+    scores: Scores
+    routers: tuple[nn.Module, ...]
+
+
+@dataclass(slots=True)
+class Routers:
+    """Computes the loss of the routers of one call of a model, in place of the model.
+
+    Attributes:
+        balance: over which tokens; None computes the z-loss only.
+        coefficient: of the balancing loss.
+        z_loss: factor of the mean squared lse.
+        experts: of the model.
+        batch: the microbatch.
+        stage: the stage of a pipeline that this rank holds.
+        before: choices ``[E]`` of the step's microbatches before this one, over all ranks.
+        seen: the same with this microbatch.
+    """
+
+    balance: RouterBalance | None
+    coefficient: float
+    z_loss: float
+    experts: Experts
+    batch: THDBatch
+    stage: Stage | None
+    before: Tensor | None
+    seen: Tensor | None = None
+
+    @contextlib.contextmanager
+    def asked(self, inner: Any, kwargs: dict[str, Any]) -> Generator[None]:
+        """Ask for router logits, and spare the model's own balancing loss inside this context."""
+        kwargs["output_router_logits"] = True
+        module = module_of_loss(inner)
+        before = getattr(module, FUNCTION, None)
+        if before is not None:
+            setattr(module, FUNCTION, _no_balance)
+        try:
+            yield
+        finally:
+            if before is not None:
+                setattr(module, FUNCTION, before)
+
+    def loss(self, inner: Any, outputs: Any) -> Tensor:
+        """Compute the loss ``[]`` of a model's outputs; a NaN that leads back on stages without the head."""
+        logits: tuple[Tensor, ...] = getattr(outputs, "router_logits", None) or ()
+        given = [layer.reshape(-1, layer.shape[-1]) for layer in logits]
+        (groups, of_tokens), (count, top_k, scores, routers) = self._groups(), self.experts
+        slots = self.batch.input_ids.shape[-1]
+        if any(layer.shape != (slots, count) for layer in given) or not (given or self.stage):
+            raise ValueError(
+                f"{type(inner).__name__} hands out router logits {[list(layer.shape) for layer in logits]}, "
+                f"wanted [{slots}, {count}] of each layer with experts. Set "
+                "router_balance='microbatch' and router_z_loss=0."
+            )
+        if self.stage is None:
+            _refuse_detached(inner, given, routers)
+        size = len(self.batch.lengths) + 1
+        how: Any = {"experts": count, "top_k": top_k, "scores": scores, "slots": of_tokens}
+        sums = router_sums(given, groups, size, **how)
+        if self.stage is not None:
+            assert self.stage.balance is not None
+            sums = self.stage.balance.add(sums)
+        loss = sums if sums.ndim == 0 else self._of_sums(sums, (groups < size - 1).sum())
+        if self.stage is not None and loss.grad_fn is not None:
+            self.stage.made.append(loss.grad_fn)
+        return loss
+
+    def _groups(self) -> tuple[Tensor, Tensor | None]:
+        """Return the sequence of each slot, int64 ``[T]``, S for padding; or of each token, and its slot."""
+        batch = self.batch
+        if isinstance(batch, SharedBatch):
+            return batch.token_sequences(), batch.prefixes.token_slots
+        size, slots = len(batch.lengths), batch.targets.shape[-1]
+        found = seq_idx_from_cu_seqlens(batch.cu_seqlens_padded, slots).flatten().long()
+        if batch.lengths != batch.padded_lengths:
+            place = torch.arange(slots, device=found.device) - batch.cu_seqlens_padded[found]
+            found = torch.where(place < batch.cu_seqlens.diff()[found], found, size)
+        return found.clamp_max(size), None
+
+    def _of_sums(self, sums: Tensor, tokens: Tensor) -> Tensor:
+        """Compute the loss from the sums ``[S + 1, 2 E + 1]`` of sequences and padding."""
+        (count, top_k, *_), batch, scale = self.experts, self.batch, self.batch.token_scale
+        likely, chosen = sums[:, :count], sums[:, count:-1].detach()
+        total = sums.new_zeros(())
+        if self.balance == "microbatch":
+            one = balance_of(likely.sum(0, keepdim=True), chosen.sum(0, keepdim=True), top_k)
+            total = total + self.coefficient * one[0]
+        if not scale:
+            return total
+        likely, chosen = likely[:-1], chosen[:-1]
+        # Sums over layers become means, as transformers computes them.
+        layers = (chosen.sum() / top_k / tokens.clamp_min(1)).clamp_min(1.0)
+        total = total + self.z_loss * sums[:-1, -1].sum() * (scale / layers)
+        if self.balance == "sequence":
+            if isinstance(batch, THDShard) and batch.layout.group is not None:
+                dist.all_reduce(chosen := chosen.contiguous(), group=batch.layout.group)
+            rows = chosen.sum(1) / top_k
+            total = total + self.coefficient * (balance_of(likely, chosen, top_k) @ rows) * (scale / layers)
+        if self.balance == "step":
+            own = chosen.sum(0)
+            if dist.is_initialized():
+                relay = None if self.stage is None else self.stage.balance
+                dist.all_reduce(own, group=None if relay is None else relay.group)
+            self.seen = own if self.before is None else own + self.before
+            share = self.seen / (self.seen.sum() / top_k).clamp_min(1.0)
+            total = total + self.coefficient * count * (share @ likely.sum(0)) * (scale / layers)
+        return total
+
+
+def routers_for(
+    call: HeadCall, batch: THDBatch, balance: RouterBalance, z_loss: float | None = None
+) -> Routers | None:
+    """Return the routers' loss that a call of a model computes itself; None leaves it to the model."""
+    choice(balance, "router_balance", *get_args(RouterBalance))
+    if z_loss is None:
+        z_loss = getattr(call.config, "router_z_loss_coef", None) or 0.0
+    else:
+        z_loss = real_number(z_loss, "router_z_loss", advice="It is a factor, such as 1e-3.")
+    inner, stage = call.inner, stage_of(call.inner)
+    wanted: RouterBalance | None = balance
+    if balance == "microbatch":
+        own = wants_balance(inner) and module_of_loss(inner) is not None
+        if not z_loss and not (own and stage is not None):
+            return None
+        wanted = "microbatch" if own else None
+    what = f"router_balance={balance!r}" if balance != "microbatch" else f"router_z_loss={z_loss}"
+    if call.experts is None:
+        call.experts = _experts_of(inner, call.config, what)
+    if (z_loss or balance != "microbatch") and batch.token_scale is None:
+        raise ValueError(
+            f"{what} needs batch.token_scale, the weight of the step's input tokens, and this batch was made "
+            "with only a loss_scale. Use THDDataModule, or pass token_scale to THDBatch.collate."
+        )
+    if balance != "microbatch" and not batch.token_scale:  # an evaluation, whose ranks may run other numbers
+        wanted = None
+    if wanted == "microbatch" and isinstance(batch, SharedBatch):
+        raise ValueError(
+            f"{what} beside the model's own balancing loss, over slots that sequences share. Set "
+            "router_balance='sequence', config.output_router_logits=False, or share_prefixes=False."
+        )
+    coefficient = call.balance_coefficient
+    if wanted is not None and coefficient is None:
+        raise ValueError(
+            f"{what} needs the coefficient of the balancing loss, and neither {type(inner).__name__} nor its "
+            "config has router_aux_loss_coef. Set config.router_aux_loss_coef, to 0.001 for example."
+        )
+    before = call.choices if batch.microbatch else None
+    return Routers(wanted, coefficient or 0.0, z_loss, call.experts, batch, stage, before)
+
+
+def _experts_of(inner: Any, config: Any, what: str) -> Experts:
+    """Look up a model's experts, or refuse a family whose routers or balancing formula are not known."""
+    kinds, name = routers_of(inner), type(inner).__name__
+    if not kinds:
+        raise ValueError(
+            f"{what} needs the logits of routers, and {name} hands out none (no class of it records "
+            "'router_logits'). Leave it out, or train a mixture of experts that transformers records."
+        )
+    scores = scores_of(inner)
+    count, top_k = _first(_EXPERTS, inner, config), _first(("num_experts_per_tok",), inner, config)
+    if scores is None or count is None or top_k is None:
+        unknown = "balancing formula" if scores is None else "number of experts, or of experts a token,"
+        raise ValueError(
+            f"{what} needs the {unknown} of {name}, which is not known. Use router_balance='microbatch', "
+            "which leaves the loss to the model, and no router z-loss."
+        )
+    classes = tuple(kind for kind, _ in kinds)
+    return Experts(count, top_k, scores, tuple(x for x in inner.modules() if isinstance(x, classes)))
+
+
+def _first(names: tuple[str, ...], *places: Any) -> int | None:
+    found = (getattr(place, name, None) for place in places for name in names)
+    return next((value for value in found if isinstance(value, int)), None)
+
+
+def _refuse_detached(inner: Any, logits: list[Tensor], routers: tuple[nn.Module, ...]) -> None:
+    """Refuse logits without a gradient though their routers are trained."""
+    trained = sum(any(p.requires_grad for p in router.parameters()) for router in routers)
+    if torch.is_grad_enabled() and sum(layer.requires_grad for layer in logits) < trained:
+        raise ValueError(
+            f"{type(inner).__name__} hands out router logits without a gradient, as activation checkpoints "
+            "with use_reentrant=True do: its routers would not be balanced. Set use_reentrant=False."
+        )
+
+
+def _no_balance(logits: Any, *_: Any, **__: Any) -> Tensor:
+    """Replace a model's balancing loss, which ``Routers`` computes from the logits."""
+    first = logits[0] if isinstance(logits, tuple) and logits else None
+    return torch.zeros((), device=None if first is None else first.device)

@@ -1,0 +1,185 @@
+"""Routers' logits of a mixture of experts -> sums over groups of tokens, of all layers and pipeline stages.
+
+A balancing loss multiplies how often an expert was chosen by how likely it was (Switch Transformers,
+arXiv:2101.03961, equations 4 to 6). transformers takes both as means over all layers, so the loss is no sum
+over stages. Each stage of a pipeline therefore sends on the sums of its layers and those before it.
+
+Legend: T slots, E experts, K experts a token, G groups of slots.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_thd.parallel.pipeline.channel import Channel, Receive, Send
+
+if TYPE_CHECKING:
+    from lightning_thd.parallel.pipeline.stage import Stage
+
+FUNCTION = "load_balancing_loss_func"  # the name of transformers' balancing loss in a model's Python module
+Scores = Literal["softmax", "sigmoid"]
+
+
+def router_sums(
+    logits: Sequence[Tensor],
+    groups: Tensor,
+    size: int,
+    *,
+    experts: int,
+    top_k: int,
+    scores: Scores = "softmax",
+    slots: Tensor | None = None,
+) -> Tensor:
+    """Sum over layers and the slots of each group: probabilities, choices and squared lse.
+
+    Args:
+        logits: ``[T, E]`` of each layer.
+        groups: int64 ``[T]``, the group of each slot; of each entry of ``slots`` if that is given.
+        size: G.
+        experts: E.
+        top_k: K.
+        scores: "sigmoid" divides each expert's by their sum.
+        slots: int64 ``[N]``, the slot of each token, for sequences that share slots.
+
+    Returns:
+        ``[G, 2 E + 1]``, fp32 or wider: E sums of probabilities, E counts of choices, a sum of squared lse.
+    """
+    wide = torch.promote_types(logits[0].dtype, torch.float32) if logits else torch.float32
+    number = logits[0].shape[0] if logits else groups.numel()
+    rows = torch.zeros(number, 2 * experts + 1, dtype=wide, device=groups.device)
+    for layer in logits:
+        values = layer.to(groups.device, wide)
+        if scores == "softmax":
+            likely = values.softmax(-1)
+        else:
+            likely = values.sigmoid()
+            likely = likely / likely.sum(-1, keepdim=True)
+        chosen = torch.zeros_like(likely).scatter_(1, likely.topk(top_k, dim=-1).indices, 1.0)
+        rows = rows + torch.cat([likely, chosen, values.logsumexp(-1, keepdim=True).square()], dim=1)
+    rows = rows if slots is None else rows.index_select(0, slots)
+    return rows.new_zeros(size, rows.shape[1]).index_add(0, groups, rows)
+
+
+def balance_of(likely: Tensor, chosen: Tensor, top_k: int) -> Tensor:
+    """Compute the balancing loss ``[G]`` of groups from their sums ``[G, E]``; 0 for an empty group."""
+    rows = (chosen.sum(1) / top_k).clamp_min(1.0)
+    return (chosen * likely).sum(1) / rows.square() * chosen.shape[1]
+
+
+def module_of_loss(inner: Any) -> Any:
+    """Return the Python module in which a model's forward looks up its balancing-loss function, or None."""
+    modules = (sys.modules.get(kind.__module__) for kind in type(inner).__mro__)
+    return next((module for module in modules if hasattr(module, FUNCTION)), None)
+
+
+def routers_of(inner: nn.Module) -> list[tuple[type[nn.Module], int]]:
+    """Return the classes of layers that hand out router logits, with the logits' place in their output."""
+    recorded = (getattr(type(part), "_can_record_outputs", None) or {} for part in inner.modules())
+    found = [spec for table in recorded if (spec := table.get("router_logits")) is not None]
+    flat = [one for spec in found for one in (spec if isinstance(spec, list) else [spec])]
+    classes = [(getattr(one, "target_class", one), getattr(one, "index", 0)) for one in flat]
+    return [(kind, index) for kind, index in dict.fromkeys(classes) if isinstance(kind, type)]
+
+
+def wants_balance(inner: Any) -> bool:
+    """Return whether a model adds a balancing loss over the routers of its layers."""
+    return bool(getattr(inner.config.get_text_config(decoder=True), "output_router_logits", None))
+
+
+def scores_of(inner: Any) -> Scores | None:
+    """Return how a model turns logits into probabilities in its balancing loss; None if that is not known.
+
+    A family without a balancing loss of its own is balanced by the scores of its routers.
+    """
+    module = module_of_loss(inner)
+    if module is not None:
+        return "softmax" if _is_switch(getattr(module, FUNCTION)) else None
+    kinds = {_scores_in(kind) if not index else None for kind, index in routers_of(inner)}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+@functools.lru_cache(maxsize=32)
+def _is_switch(function: Callable[..., Any]) -> bool:
+    """Return whether a family's balancing function computes the formula of ``balance_of``."""
+    generator = torch.Generator().manual_seed(0)
+    logits = tuple(torch.randn(7, 5, generator=generator) for _ in range(2))
+    try:
+        theirs = function(logits, 5, 2, None)
+    except (TypeError, ValueError, RuntimeError, IndexError):  # another signature
+        return False
+    sums = router_sums(logits, torch.zeros(7, dtype=torch.int64), 1, experts=5, top_k=2)
+    ours = balance_of(sums[:, :5], sums[:, 5:10], 2)
+    return math.isclose(float(ours), float(theirs), rel_tol=1e-5)
+
+
+def _scores_in(kind: type[nn.Module]) -> Scores | None:
+    """Read from a router's source whether it compares sigmoids or a softmax of the logits it hands out."""
+    try:
+        source = inspect.getsource(kind)
+    except (OSError, TypeError):
+        return None
+    found: list[Scores] = [name for name in ("softmax", "sigmoid") if name in source]
+    return found[0] if len(found) == 1 and "return router_logits," in source else None
+
+
+def require_known_balance(inner: Any) -> None:
+    """Refuse a pipeline of a model whose balancing loss has another formula."""
+    if scores_of(inner) is None:
+        raise ValueError(
+            f"{type(inner).__name__} has output_router_logits=True: its balancing loss needs the routers of "
+            "all layers, which lie on other pipeline stages, and its formula is not known. Set "
+            "config.output_router_logits=False, or pipeline_parallel_size=1."
+        )
+
+
+class RouterRelay:
+    """Adds up the sums of routers from the first stage of a pipeline to the last.
+
+    Attributes:
+        channel: carries the sums of a microbatch down, and their gradient up, in fp64.
+        group: the ranks of the whole job that hold the same layers; None is the world.
+    """
+
+    def __init__(self, channel: Channel, stage: Stage, group: dist.ProcessGroup | None = None) -> None:
+        self.channel, self.stage, self.group = channel, stage, group
+        self.received: Tensor | None = None
+
+    def add(self, own: Tensor) -> Tensor:
+        """Return the sums over all stages on the last stage, on others a NaN that leads back to ``own``.
+
+        Without gradients all stages get the sums.
+        """
+        own, stage = own.to(self.channel.dtype(own.device)), self.stage
+        if not torch.is_grad_enabled():
+            own = own.clone()
+            dist.all_reduce(own, group=self.channel.down)
+            return own
+        anchor = torch.zeros((), device=own.device, requires_grad=True)
+        if stage.has_stage_before:
+            if self.received is None:  # a call that is run again has its sums already
+                self.received = Receive.apply(anchor, self.channel, own.shape)  # type: ignore[no-untyped-call]
+            own = own + self.received
+        send: Any = Send.apply
+        return own if stage.holds_head else send(anchor, own, self.channel)
+
+
+def leave_to_losses(inner: Any) -> None:
+    """Patch a stage's forward to hand out router logits only if a loss asks for them by name, in place.
+
+    A stage's own balancing loss would be that of its layers only.
+    """
+    forward = inner.forward
+
+    def stage_forward(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **{"output_router_logits": False, **kwargs})
+
+    inner.forward = stage_forward

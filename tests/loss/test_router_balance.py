@@ -1,0 +1,242 @@
+"""The routers' loss of packs, against the sum over sequences that are run one at a time, in fp64."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_thd import THDBatch, causal_lm_loss
+from lightning_thd.alignment import Alignment
+from lightning_thd.loss import LossParts
+from tests.strategies.jobs import family_model
+from tests.tiny import checkpoint_activations, largest_error, nll, sequences
+
+# Token 0 has a zero embedding in some families, and routers then choose between equal logits.
+SAMPLES = [
+    {"input_ids": one["input_ids"] % 63 + 1, "labels": one["labels"]} for one in sequences(7, labels=True)
+]
+TOKENS = sum(len(sample["input_ids"]) for sample in SAMPLES)
+COEFFICIENT, Z = 0.7, 0.3
+
+
+def expert_model(family: str) -> Any:
+    return exact(family_model(family))
+
+
+def exact(model: Any) -> Any:
+    """Give a model a large coefficient, and norms and routers in fp64; transformers' compute in fp32."""
+    model.config.router_aux_loss_coef = model.router_aux_loss_coef = COEFFICIENT
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.forward = functools.partial(exact_norm, module)
+        if type(module).__name__ in ("Qwen3MoeTopKRouter", "MixtralTopKRouter"):
+            module.forward = functools.partial(exact_router, module)
+    return model
+
+
+def exact_norm(norm: Any, x: Tensor) -> Tensor:
+    return norm.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.variance_epsilon))
+
+
+def exact_router(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits = torch.nn.functional.linear(hidden.reshape(-1, router.hidden_dim), router.weight)
+    weights, chosen = logits.softmax(-1).topk(router.top_k, dim=-1)
+    if getattr(router, "norm_topk_prob", True):
+        weights = weights / weights.sum(-1, keepdim=True)
+    return logits, weights, chosen
+
+
+def alone(model: Any, sample: dict[str, Any]) -> list[Tensor]:
+    """Return the router logits of a sequence that is run alone, ``[n, E]`` of each layer."""
+    ids = torch.as_tensor(sample["input_ids"]).long()
+    outputs = model(input_ids=ids[None], use_cache=False, output_router_logits=True)
+    return [logits.double() for logits in outputs.router_logits]
+
+
+def balance(logits: Sequence[Tensor], top_k: int, *, sigmoid: bool = False) -> Tensor:
+    """Balance one set of tokens by the paper's equations, a token at a time."""
+    experts, rows = logits[0].shape[1], sum(len(layer) for layer in logits)
+    total = torch.zeros((), dtype=torch.float64)
+    likely, chosen = torch.zeros(experts, dtype=torch.float64), [0] * experts
+    for layer in logits:
+        for token in layer:
+            scores = token.sigmoid() / token.sigmoid().sum() if sigmoid else token.exp() / token.exp().sum()
+            likely = likely + scores
+            for expert in scores.argsort(descending=True)[:top_k].tolist():
+                chosen[expert] += 1
+    for expert in range(experts):
+        total = total + chosen[expert] / rows * likely[expert] / rows
+    return experts * total
+
+
+def one_at_a_time(model: Any, samples: Sequence[dict[str, Any]], *, z: float = 0.0, **how: Any) -> Tensor:
+    """Return the loss of a step: tokens, balance of each sequence by its tokens, and z-loss."""
+    results = [nll(model, sample) for sample in samples]
+    loss = sum(total for total, _ in results) / sum(count for _, count in results)
+    tokens = sum(len(sample["input_ids"]) for sample in samples)
+    for sample in samples:
+        logits, n = alone(model, sample), len(sample["input_ids"])
+        loss = loss + n / tokens * COEFFICIENT * balance(logits, model.config.num_experts_per_tok, **how)
+        lse = torch.stack([token.logsumexp(0) ** 2 for layer in logits for token in layer])
+        loss = loss + z * n / tokens * lse.mean()
+    return loss
+
+
+def grads(model: Any) -> dict[str, Tensor]:
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral"])
+def test_a_step_does_not_depend_on_its_packing(family: str) -> None:
+    model = expert_model(family)
+    wanted = one_at_a_time(model, SAMPLES, z=Z)
+    wanted.backward()
+    gradients = grads(model)
+    rng = np.random.default_rng(0)
+    targets = sum(int((sample["labels"][1:] != -100).sum()) for sample in SAMPLES)
+    for microbatches, how in (
+        (1, {}),
+        (2, {}),
+        (3, {"align": Alignment(sequence_multiple=4, total_multiple=8)}),
+    ):
+        order = np.array_split(rng.permutation(len(SAMPLES)), microbatches)
+        total = 0.0
+        for ids in order:
+            batch = THDBatch.collate(
+                [SAMPLES[i] for i in ids],
+                loss_scale=microbatches / targets,
+                token_scale=microbatches / TOKENS,
+                **how,
+            )
+            loss = causal_lm_loss(model, batch, router_balance="sequence", router_z_loss=Z) / microbatches
+            loss.backward()
+            total += float(loss.detach())
+        assert total == pytest.approx(float(wanted.detach()), rel=1e-9)
+        assert largest_error(grads(model), gradients) < 1e-9
+
+
+def test_routers_of_families_without_a_balancing_loss_by_the_scores_they_compare() -> None:
+    model = expert_model("deepseek_v3")
+    with torch.no_grad():
+        wanted = one_at_a_time(model, SAMPLES[:3], sigmoid=True)
+        found = causal_lm_loss(model, THDBatch.collate(SAMPLES[:3]), router_balance="sequence")
+    assert float(found) == pytest.approx(float(wanted), rel=1e-6)  # its routers compute in fp32
+
+
+@torch.no_grad()
+def test_the_sum_is_what_the_model_says_of_a_sequence() -> None:
+    model = expert_model("qwen3_moe")
+    ids = torch.as_tensor(SAMPLES[0]["input_ids"]).long()
+    theirs = model(input_ids=ids[None], use_cache=False, output_router_logits=True).aux_loss
+    batch = THDBatch.collate(SAMPLES[:1], pad_to=64)
+    ours = causal_lm_loss(model, batch, router_balance="sequence") - causal_lm_loss(model, batch)
+    assert float(ours) == pytest.approx(COEFFICIENT * float(theirs), rel=1e-6)  # theirs sums in fp32
+
+
+@torch.no_grad()
+def test_the_model_adds_nothing_of_its_own_beside() -> None:
+    model = expert_model("qwen3_moe")
+    batch = THDBatch.collate(SAMPLES)
+    wanted = causal_lm_loss(model, batch, router_balance="sequence")
+    parts = causal_lm_loss(model, batch, router_balance="sequence", return_parts=True)
+    model.config.output_router_logits = True
+    assert isinstance(parts, LossParts)
+    assert parts.loss == causal_lm_loss(model, batch, router_balance="sequence") == wanted
+    # The z-loss leaves the balance to the model's formula, over all slots.
+    with_z = causal_lm_loss(model, batch, router_z_loss=Z) - causal_lm_loss(model, batch)
+    model.config.output_router_logits = False
+    only_z = causal_lm_loss(model, batch, router_z_loss=Z) - causal_lm_loss(model, batch)
+    model.config.router_z_loss_coef = Z
+    assert float(with_z) == pytest.approx(float(only_z), rel=1e-6)
+    without = causal_lm_loss(model, batch, router_z_loss=0.0)
+    assert float(causal_lm_loss(model, batch) - without) == pytest.approx(float(only_z), rel=1e-9)
+
+
+def over_a_step(model: Any, microbatches: Sequence[Sequence[dict[str, Any]]]) -> list[Tensor]:
+    """Balance each microbatch by the choices of the step so far, as shares of all its tokens."""
+    top_k, tokens = (
+        model.config.num_experts_per_tok,
+        sum(len(s["input_ids"]) for m in microbatches for s in m),
+    )
+    seen, found = 0, list[Tensor]()
+    for part in microbatches:
+        logits = [alone(model, sample) for sample in part]
+        likely = torch.cat([layer for layers in logits for layer in layers]).softmax(-1)
+        seen = seen + torch.zeros_like(likely).scatter(1, likely.topk(top_k).indices, 1.0).sum(0)
+        share = seen / (seen.sum() / top_k)
+        found.append(COEFFICIENT * len(share) * (share * likely.sum(0)).sum() / len(logits[0]) / tokens)
+    return found
+
+
+@torch.no_grad()
+def test_a_step_is_balanced_over_its_tokens_so_far() -> None:
+    model, parts = expert_model("gpt_oss"), (SAMPLES[:3], SAMPLES[3:])
+    packs = [THDBatch.collate(part, loss_scale=0.0, token_scale=2 / TOKENS) for part in parts]
+    packs = [pack.replace(microbatch=i) for i, pack in enumerate(packs)]
+    found = [float(causal_lm_loss(model, pack, router_balance="step")) / 2 for pack in packs]
+    assert found == pytest.approx([float(x) for x in over_a_step(model, parts)], rel=1e-9)
+    again = float(causal_lm_loss(model, packs[0], router_balance="step")) / 2
+    assert again == found[0]  # a step begins with its first microbatch
+    whole = THDBatch.collate(SAMPLES, loss_scale=0.0, token_scale=1 / TOKENS)
+    one = causal_lm_loss(model, whole, router_balance="step")
+    logits = [layer for sample in SAMPLES for layer in alone(model, sample)]
+    assert float(one) == pytest.approx(COEFFICIENT * float(balance(logits, 2)), rel=1e-9)
+
+
+@torch.no_grad()
+def test_sequences_that_share_slots() -> None:
+    model = expert_model("qwen3_moe")
+    begin = SAMPLES[0]["input_ids"]
+    samples = [{"input_ids": np.concatenate([begin, one["input_ids"]])} for one in SAMPLES[1:4]]
+    found = [
+        float(causal_lm_loss(model, batch, router_balance="sequence", router_z_loss=Z))
+        for batch in (THDBatch.collate(samples), THDBatch.collate(samples, share_prefixes=True))
+    ]
+    assert found[1] == pytest.approx(found[0], rel=1e-9)
+
+
+@torch.no_grad()
+def test_evaluations_leave_it_out() -> None:
+    model = expert_model("qwen3_moe")
+    batch = THDBatch.collate(SAMPLES)
+    model.config.output_router_logits = True
+    for mode in ("sequence", "step"):
+        found = causal_lm_loss(model, batch.replace(token_scale=0.0), router_balance=mode, router_z_loss=Z)
+        model.config.output_router_logits = False
+        assert float(found) == pytest.approx(float(causal_lm_loss(model, batch)), rel=1e-12)
+
+
+def test_refusals() -> None:
+    batch, model = THDBatch.collate(SAMPLES), expert_model("qwen3_moe")
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM hands out none"):
+        causal_lm_loss(family_model("llama"), batch, router_balance="sequence")
+    with pytest.raises(ValueError, match="needs batch.token_scale"):
+        causal_lm_loss(model, THDBatch.collate(SAMPLES, loss_scale=1.0), router_balance="sequence")
+    with pytest.raises(ValueError, match="wanted one of microbatch, sequence, step"):
+        causal_lm_loss(model, batch, router_balance="batch")  # type: ignore[call-overload]
+    checkpoint_activations(model, use_reentrant=True)
+    model.enable_input_require_grads()
+    with pytest.raises(ValueError, match="use_reentrant=False"):
+        causal_lm_loss(model, batch, router_balance="sequence")
+    model = expert_model("deepseek_v3")
+    model.config.router_aux_loss_coef = model.router_aux_loss_coef = None
+    with pytest.raises(ValueError, match="config has router_aux_loss_coef"):
+        causal_lm_loss(model, batch, router_balance="sequence")
+
+
+def test_recomputed_layers_are_balanced_once() -> None:
+    model = expert_model("qwen3_moe")
+    batch = THDBatch.collate(SAMPLES)
+    causal_lm_loss(model, batch, router_balance="sequence").backward()
+    wanted = grads(model)
+    checkpoint_activations(model, use_reentrant=False)
+    causal_lm_loss(model, batch, router_balance="sequence").backward()
+    assert largest_error(grads(model), wanted) < 1e-9

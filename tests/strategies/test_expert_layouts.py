@@ -1,0 +1,120 @@
+"""Mixtures of experts in every layout: the balancing loss of a step, and expert weights over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_thd import Sequences, THDBatch, THDDataModule, causal_lm_loss
+from tests.loss.test_router_balance import exact, one_at_a_time, over_a_step
+from tests.ranks import run_ranks
+from tests.strategies.jobs import CAPACITY, Job, Layout, full_parameters, make_trainer, strict_warnings
+from tests.tiny import largest_error, nll, sequences
+
+SAMPLES = [{**one, "input_ids": one["input_ids"] % 63 + 1} for one in sequences(40, labels=True)]
+# The layout, and over which tokens experts are balanced.
+Run = tuple[Layout, str]
+
+
+class Balanced(Job):
+    """Makes one step of gradient descent, and records which sequences each of its microbatches held."""
+
+    def __init__(self, family: str, balance: Any) -> None:
+        super().__init__(family)
+        exact(self.model)
+        self.balance, self.packs = balance, list[tuple[int, ...]]()
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
+        self.packs.append(batch.sequence_ids)
+        return causal_lm_loss(self.model, batch, router_balance=self.balance)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.model.parameters(), lr=1.0)
+
+
+def train(family: str, layout: Layout, balance: str) -> dict[str, Any]:
+    """Return what a step of this rank subtracts from the parameters, and its packs."""
+    strict_warnings()
+    module = Balanced(family, balance)
+    before = {name: p.detach().clone() for name, p in module.model.named_parameters()}
+    trainer = make_trainer(layout, family, max_steps=1, gradient_clip_val=None)
+    data = THDDataModule(SAMPLES, capacity=CAPACITY, global_batch=Sequences(12 * layout.dp))
+    trainer.fit(module, data)
+    strategy: Any = trainer.strategy
+    after = full_parameters(module.model)
+    experts = [p for name, p in module.model.named_parameters() if name.endswith("experts.down_proj")]
+    return {
+        "rank": strategy.data_rank,
+        "packs": module.packs,
+        "losses": module.losses,
+        "gradients": {name: before[name] - value for name, value in after.items()},
+        "held": sum(getattr(p, "_local_tensor", p).numel() for p in experts),
+    }
+
+
+def train_all(family: str, runs: Sequence[Run]) -> list[dict[str, Any]]:
+    return [train(family, *run) for run in runs]
+
+
+def by_hand(
+    family: str, microbatches: Sequence[Sequence[int]], balance: str
+) -> tuple[float, dict[str, Tensor]]:
+    """Return the loss and the gradients of one process that runs the sequences one at a time."""
+    model = Balanced(family, balance).model
+    packs = [[SAMPLES[i] for i in ids] for ids in microbatches]
+    samples = [sample for pack in packs for sample in pack]
+    if balance == "sequence":
+        loss = one_at_a_time(model, samples)
+    else:
+        results = [nll(model, sample) for sample in samples]
+        loss = sum(total for total, _ in results) / sum(count for _, count in results)
+        if balance == "step":
+            loss = loss + sum(over_a_step(model, packs))
+    loss.backward()
+    return float(loss.detach()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def compare(family: str, runs: Sequence[Run]) -> list[list[dict[str, Any]]]:
+    """Run layouts on the same ranks, and compare each with one process."""
+    ranks = runs[0][0].world
+    found = run_ranks(train_all, ranks, family, runs)
+    for at, (layout, balance) in enumerate(runs):
+        of_run = [rank[at] for rank in found]
+        packs = {rank["rank"]: rank["packs"] for rank in of_run}
+        # Microbatches that ranks run at once are balanced together.
+        merged = [[i for ids in together for i in ids] for together in zip(*packs.values(), strict=True)]
+        assert len(packs) == layout.dp
+        assert len(merged) > 1
+        loss, gradients = by_hand(family, merged, balance)
+        losses = [value for rank in of_run for value in rank["losses"]]
+        assert sum(losses) / len(losses) == pytest.approx(loss, rel=1e-9)
+        together = {name: value for rank in of_run for name, value in rank["gradients"].items()}
+        assert together.keys() >= gradients.keys()  # a stage has its own layers
+        for rank in of_run:
+            own = {name: value for name, value in rank["gradients"].items() if name in gradients}
+            assert largest_error(own, {name: gradients[name] for name in own}) < 1e-9
+    return found
+
+
+BALANCES = ("sequence", "step")
+PAIRS = [Layout(dp=2), Layout(cp=2), Layout(pp=2), Layout(strategy="thd_ddp", dp=2)]
+FOURS = [
+    *(Layout(dp=4), Layout(dp=2, cp=2), Layout(strategy="thd_ddp", dp=2, cp=2)),
+    *(Layout(dp=2, pp=2), Layout(cp=2, tp=2), Layout(tp=2, pp=2)),
+]
+
+
+def test_a_step_of_experts_equals_one_process() -> None:
+    layouts = [Layout(dp=2), Layout(cp=2), Layout(pp=2)]
+    compare("qwen3_moe", [*((at, "sequence") for at in layouts), (layouts[0], "step"), (layouts[2], "step")])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral"])
+@pytest.mark.parametrize("layouts", [PAIRS, FOURS], ids=["2", "4"])
+def test_every_layout_of_experts(family: str, layouts: list[Layout]) -> None:
+    compare(family, [(layout, balance) for layout in layouts for balance in BALANCES])
