@@ -84,7 +84,7 @@ class HeadCall:
         self._record: Record | None = None  # the operations that made ``logit_map``
         self._job: _Job | None = None
         self.experts: Experts | None = None
-        self.choices: Tensor | None = None  # of experts [E] in this step so far, for router_balance="step"
+        self.choices: Tensor | None = None  # router_balance="step" keeps the step's [E] here
         self._config: Any = None  # the model's, of which ``config`` is the language model's part
         self.config: Any = None
 

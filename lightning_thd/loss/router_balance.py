@@ -1,8 +1,8 @@
 """A model's router logits and a ``THDBatch`` -> the balancing loss of its experts, over sequences or a step.
 
 transformers balances experts over all slots of a microbatch, so that its loss depends on the packing.
-"sequence" balances each sequence for itself, and "step" all tokens of the step: docs/experts.md has the
-formulas.
+"sequence" balances each sequence for itself, and "step" all tokens of the step. The formulas are in
+docs/guides/experts.md.
 
 Legend: T slots, S sequences, E experts, K experts a token.
 """

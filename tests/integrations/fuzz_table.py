@@ -47,6 +47,7 @@ def _prepared(rng: random.Random) -> dict[str, Any]:
         "data": THDDataModule(sequences(9), capacity=48),
         "optimizer": _sgd(),
         "loss_fn": causal_lm_loss,
+        "router_balance": "microbatch",
         "peak": 1e9,
         "log_every_n_steps": 5,
         "context_parallel_size": 1,

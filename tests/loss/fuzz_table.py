@@ -209,6 +209,8 @@ def _model_loss(rng: random.Random) -> dict[str, Any]:
         "label_smoothing": 0.1 if smoothed else 0.0,
         "z_loss": rng.choice([None, 1e-4]),
         "mtp_weight": 0.3,
+        "router_balance": "microbatch",
+        "router_z_loss": 0.0,
         "return_parts": rng.random() < 0.5,
     }
 
@@ -223,7 +225,12 @@ TABLE = {
     "loss.causal_lm_loss": Entry(causal_lm_loss, _model_loss),
     "loss.causal_lm_loss_and_stats": Entry(
         causal_lm_loss_and_stats,
-        lambda rng: {"model": MODEL, "batch": BATCH, "label_smoothing": rng.choice([0.0, 0.1])},
+        lambda rng: {
+            "model": MODEL,
+            "batch": BATCH,
+            "label_smoothing": rng.choice([0.0, 0.1]),
+            "router_balance": "microbatch",
+        },
     ),
     "loss.causal_lm_logprobs": Entry(
         causal_lm_logprobs,
