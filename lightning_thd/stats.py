@@ -23,7 +23,18 @@ Ints: TypeAlias = Sequence[int] | IntArray | Tensor
 IntRows: TypeAlias = Sequence[Sequence[int]] | Sequence[int] | IntArray | Tensor
 _Sum = TypeVar("_Sum", int, IntArray)
 
-__all__ = ["Blocks", "Chunk", "IntArray", "IntRows", "Ints", "SeqStats", "Window", "combine", "window_pairs"]
+__all__ = [
+    "Blocks",
+    "Chunk",
+    "IntArray",
+    "IntRows",
+    "Ints",
+    "SeqStats",
+    "Vision",
+    "Window",
+    "combine",
+    "window_pairs",
+]
 
 _LARGEST = 2**62  # tokens of a window: one more would pass int64 in the sums below
 
@@ -63,6 +74,19 @@ class Blocks:
 
 
 Window: TypeAlias = int | Chunk | Blocks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Vision:
+    """What a count of images needs of a model's vision tower.
+
+    Attributes:
+        windows: edges of its attention windows, in patches.
+        patch: edge of a patch in pixels, for images that come without a grid; None without a tower.
+    """
+
+    windows: tuple[int, ...] = ()
+    patch: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

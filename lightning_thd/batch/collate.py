@@ -18,9 +18,10 @@ from torch import Tensor
 from lightning_thd._checks import described, host_ints, int_tensor, real_number, whole_number
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch.keys import IGNORE_INDEX, TYPES, inputs
+from lightning_thd.batch.media import counted
 from lightning_thd.batch.samples import check_sample, refuse_shifted, sample_weights, sequence_label
 from lightning_thd.seqlens import INT32_MAX, position_ids_from_cu_seqlens
-from lightning_thd.stats import SeqStats, Window
+from lightning_thd.stats import SeqStats, Vision, Window
 
 Sample = Mapping[str, Any]
 
@@ -46,6 +47,7 @@ def lay_out(
     sequence_scale: float | None = None,
     token_scale: float | None = None,
     windows: Sequence[Window] = (),
+    vision: Vision | None = None,
 ) -> dict[str, Any]:
     """Lay checked samples end to end; arguments and fields are those of ``THDBatch.collate``."""
     ids = [np.asarray(sample["input_ids"]) for sample in samples]
@@ -97,8 +99,7 @@ def lay_out(
             slots=slots,
             loss_tokens=loss_tokens,
             windows=windows,
-            image_grid_thw=extras.get("image_grid_thw"),
-            video_grid_thw=extras.get("video_grid_thw"),
+            **counted(extras, vision),
         ),
         "sequence_ids": _sequence_ids(sequence_ids, len(lengths)),
         "max_targets": loss_tokens,

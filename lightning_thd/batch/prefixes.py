@@ -24,6 +24,7 @@ from torch import Tensor
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch.collate import cumulative, joined, lay_out, slots_of
 from lightning_thd.batch.keys import IGNORE_INDEX, TYPES, inputs
+from lightning_thd.batch.media import counted
 from lightning_thd.batch.thd_batch import THDBatch, rows_of_slots
 from lightning_thd.batch.upload import PinnedBatch
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
@@ -366,8 +367,7 @@ def lay_out_shared(
         slots=slots,
         loss_tokens=plain["stats"].loss_tokens,
         windows=how.get("windows", ()),
-        image_grid_thw=extras.get("image_grid_thw"),
-        video_grid_thw=extras.get("video_grid_thw"),
+        **counted(extras, how.get("vision")),
     )
     changed = {
         "input_ids": _padded(plain["input_ids"].numpy()[tree.tokens], pad),

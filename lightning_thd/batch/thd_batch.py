@@ -17,7 +17,7 @@ from lightning_thd._checks import described, flags
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch.collate import check_samples, lay_out, padded_fields
 from lightning_thd.batch.upload import PinnedBatch
-from lightning_thd.stats import SeqStats, Window
+from lightning_thd.stats import SeqStats, Vision, Window
 
 _TENSORS = ("input_ids", "targets", "position_ids", "cu_seqlens", "cu_seqlens_padded")
 _HOST = ("lengths", "padded_lengths", "max_seqlen", "stats", "sequence_ids", "loss_scale", "extras")
@@ -225,6 +225,7 @@ class THDBatch(_Pinned):
         token_scale: float | None = None,
         windows: Sequence[Window] = (),
         share_prefixes: bool = False,
+        vision: Vision | None = None,
     ) -> THDBatch:
         """Lay samples end to end and shift the targets inside every sequence.
 
@@ -245,6 +246,7 @@ class THDBatch(_Pinned):
             share_prefixes: give every distinct prefix of a sequence one slot, so that it is computed once.
                 If samples begin alike the batch is a ``SharedBatch``, with ``predictions`` for ``targets``
                 and ``prefixes`` for offsets; the loss, its gradient and ``unpack`` are the same.
+            vision: of the model's vision tower, ``FlopsModel.vision``, by which ``stats`` counts images.
 
         Returns:
             The batch on the CPU. ``[{"input_ids": [5, 6]}, {"input_ids": [7]}]`` gives ``input_ids``
@@ -267,6 +269,7 @@ class THDBatch(_Pinned):
             sequence_scale=sequence_scale,
             token_scale=token_scale,
             windows=windows,
+            vision=vision,
         )
 
     @classmethod

@@ -365,7 +365,13 @@ def count_table(seen: list[_Known], model: FlopsModel | None) -> IntArray:
     if model is not None and (windows := model.windows):
         columns.append(_window_columns(seen, windows, columns[0]))
     for edge in model.vision_windows if model is not None else ():
-        areas = [dict(stats.vision_window_pairs).get(edge, 0) for stats, _ in seen]
+        # A batch collated by hand without vision= has no windows: whole ones are the most that they can hold.
+        areas = [
+            dict(stats.vision_window_pairs).get(
+                edge, min(stats.vision_patches * edge**2, stats.vision_squares)
+            )
+            for stats, _ in seen
+        ]
         columns.append(np.array(areas, dtype=np.int64)[:, None])
     return np.concatenate(columns, axis=1)
 

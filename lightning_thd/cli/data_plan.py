@@ -17,7 +17,7 @@ from lightning_thd.cuda_graph.graph_choice import GraphPlan, plan_for
 from lightning_thd.data import THDDataModule
 from lightning_thd.flops import FlopsModel, SeqStats, peak_flops
 from lightning_thd.flops.peak_table import PEAKS
-from lightning_thd.packing import PackPlanner, Packs, Sequences
+from lightning_thd.packing import Cost, PackPlanner, Packs, Sequences
 from lightning_thd.packing.entries import Oversize
 from lightning_thd.report.terminal import Table, show_table
 
@@ -37,7 +37,8 @@ class Expected:
 
     ``steps`` are those of an epoch, ``lengths`` are shortest, median and longest, ``padded_fill`` is the fill
     of padded batches, ``imbalance`` the slowest rank's work over the mean, ``tokens_per_s`` the speed of one
-    device at the assumed MFU, and ``documents`` those of the data set.
+    device at the assumed MFU, and ``documents`` those of the data set. ``patches`` are those of all images,
+    ``most_patches`` of one pack, and ``vision`` is the vision tower's share of the work.
     """
 
     steps: int
@@ -51,6 +52,9 @@ class Expected:
     tokens_per_s: float | None
     lost: dict[str, int]
     documents: int = 0
+    patches: int = 0
+    most_patches: int = 0
+    vision: float | None = None
 
     def table(self) -> Table:
         """Build the table that ``lightning-thd plan`` prints."""
@@ -65,6 +69,10 @@ class Expected:
             ("slots saved by packing", f"{1 - self.padded_fill / self.fill:.1%}" if self.fill else "-"),
             ("slowest rank / mean work", f"{self.imbalance:.3f}"),
         ]
+        if self.patches:
+            rows.append(("image patches / most in a pack", f"{self.patches:,} / {self.most_patches:,}"))
+        if self.patches and self.vision is not None:
+            rows.append(("vision tower's share of the work", f"{self.vision:.1%}"))
         if self.tokens_per_s is not None:
             rows.append(("tokens/s of one device", f"{self.tokens_per_s:,.0f}"))
         rows += [(_LOST.get(name, name.replace("_", " ")), f"{n:,}") for name, n in self.lost.items() if n]
@@ -103,6 +111,7 @@ def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]]]:
     """Plan an epoch's first steps; return what to expect, and the lengths in each pack looked at."""
     model = None if given.model is None else FlopsModel.from_config(load_config(given.model))
     peak = _peak(given.device, given.mfu, model)
+    cost = Cost() if model is None else Cost.from_flops(model, longest=given.capacity)
     step = Packs(given.dp) if given.sequences is None else Sequences(given.sequences)
     data = THDDataModule(
         given.data,
@@ -111,6 +120,8 @@ def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]]]:
         oversize=given.oversize,
         text_key=given.text_key,
         tokenizer=given.tokenizer,
+        max_patches=given.max_patches,
+        cost=cost,
     )
     data.attach(ranks=given.dp)
     data.prepare_data()
@@ -119,16 +130,11 @@ def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]]]:
     assert loader.planner is not None, "streams were refused above"
     planner = loader.planner
     steps = min(len(planner), given.steps)
-    packs: list[list[int]] = []
-    imbalance = []
-    for k in range(steps):
-        ranks = [
-            [(spans.stop - spans.start).tolist() for spans in rank]
-            for rank in planner.step(0, k, given.dp).spans_by_rank()
-        ]
-        packs += [pack for rank in ranks for pack in rank]
-        work = [sum(_work(pack, model) for pack in rank) for rank in ranks]
-        imbalance.append(max(work) / (sum(work) / len(work)))
+    plans = [planner.step(0, k, given.dp) for k in range(steps)]
+    packs = [spans.lengths.tolist() for plan in plans for rank in plan.spans_by_rank() for spans in rank]
+    work = [plan.work.sum(axis=1) for plan in plans]
+    total = float(sum(own.sum() for own in work))
+    text = sum(float(cost(plan.spans.lengths).sum()) for plan in plans)
     slots, tokens = len(packs) * given.capacity, sum(map(sum, packs))
     return Expected(
         sequences=sum(map(len, packs)),
@@ -138,17 +144,16 @@ def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]]]:
         packs=len(packs),
         fill=tokens / slots if slots else 0.0,
         padded_fill=_padded_fill(packs),
-        imbalance=float(np.mean(imbalance)) if imbalance else 1.0,
-        tokens_per_s=None if model is None or peak is None else _speed(packs, model, peak),
+        imbalance=float(np.mean([own.max() / own.mean() for own in work])) if work else 1.0,
+        tokens_per_s=None
+        if model is None or peak is None
+        else _speed(packs, model, peak, vision=total - text),
         lost=dict(data.counts["train"]),
         documents=len(data._sets["train"].index.lengths),
+        patches=sum(int(plan.patches.sum()) for plan in plans),
+        most_patches=max((int(plan.microbatch_patches.max()) for plan in plans), default=0),
+        vision=None if model is None or not total else 1 - text / total,
     ), packs
-
-
-def _work(lengths: Sequence[int], model: FlopsModel | None) -> float:
-    if model is None:
-        return float(sum(s * (4096 + s) for s in lengths))  # linear parts and squares of a small dense model
-    return float(model.training_flops(SeqStats.from_lengths(lengths, windows=model.windows)).model)
 
 
 def _lengths(packs: Sequence[Sequence[int]]) -> tuple[int, int, int]:
@@ -184,10 +189,10 @@ def _peak(device: str | None, mfu: float | None, model: FlopsModel | None) -> fl
     return peak * (_MFU if mfu is None else mfu)
 
 
-def _speed(packs: Sequence[Sequence[int]], model: FlopsModel, flops_per_s: float) -> float:
+def _speed(packs: Sequence[Sequence[int]], model: FlopsModel, flops_per_s: float, *, vision: float) -> float:
     lengths = [length for pack in packs for length in pack]
     flops = model.training_flops(SeqStats.from_lengths(lengths, windows=model.windows)).model
-    return flops_per_s * sum(lengths) / flops
+    return flops_per_s * sum(lengths) / (flops + vision)
 
 
 def plan_parser() -> argparse.ArgumentParser:
@@ -212,6 +217,7 @@ def plan_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--text-key", default="text", help="key of the text in a record (default: text)")
     parser.add_argument("--tokenizer", help="name or path of a Hugging Face tokenizer; UTF-8 bytes without")
+    parser.add_argument("--max-patches", type=whole(1), help="most image patches of a pack")
     parser.add_argument("--model", help="a config.json, for FLOPs and speed")
     parser.add_argument("--device", help="a device of `lightning-thd peaks`, for the speed to expect")
     parser.add_argument("--mfu", type=share, help=f"MFU assumed for it (default: {_MFU})")

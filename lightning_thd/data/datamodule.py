@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_thd.alignment import Alignment
+from lightning_thd.batch.media import ExtrasCost
 from lightning_thd.data import planning, sets
 from lightning_thd.data import trainer_link as link
 from lightning_thd.data.loader import BatchMaker, Kind, PlannedSteps, Planner, THDLoader
@@ -83,8 +84,13 @@ class THDDataModule(sets.ListsSets, LogsSources):
         schedule: a ready-made plan for training with ``Packs(n)``: the number of the microbatch of each
             sequence, ints ``[N]``.
         scheduler: a function in place of ``packing.balance``, for ``Sequences(n)``.
-        cost: work of a sequence by its length, which the ranks get equal shares of; by default that of the
-            model, where its transformers config is found.
+        cost: work of a sequence by its length and its images, which the ranks get equal shares of; by
+            default that of the model and its vision tower, where its transformers config is found.
+        extras_cost: a function from a row to the patches of its images (an int, or frames, rows and columns
+            of patches of each, ``[N, 3]``), for rows that do not say them. ``image_grid_thw``,
+            ``video_grid_thw`` and the sizes of ``pixel_values`` are found without it.
+        max_patches: most image patches of a pack, which bounds the memory that a vision tower needs. A
+            sequence above it is refused, or treated as ``oversize`` says: it is never cut.
         pad_to: fill every pack to this many slots; by default packs differ in size.
         mixing: how the sources of a mixture make an epoch, see ``packing.mixtures.Mixing``.
         vocab_size: ids are checked against it; found in the model's config when absent.
@@ -135,6 +141,8 @@ class THDDataModule(sets.ListsSets, LogsSources):
         schedule: Sequence[int] | None = None,
         scheduler: Scheduler | None = None,
         cost: Cost | None = None,
+        extras_cost: ExtrasCost | None = None,
+        max_patches: int | None = None,
         pad_to: int | None = None,
         mixing: Mixing | None = None,
         vocab_size: int | None = None,
@@ -155,6 +163,8 @@ class THDDataModule(sets.ListsSets, LogsSources):
             schedule=schedule,
             scheduler=scheduler,
             cost=cost,
+            extras_cost=extras_cost,
+            max_patches=max_patches,
             pad_to=pad_to,
             mixing=mixing,
             vocab_size=vocab_size,
@@ -256,7 +266,11 @@ class THDDataModule(sets.ListsSets, LogsSources):
             source = self._sources[name]
             mixed = name == "train" and sets.is_mixture(source)
             self._sets[name] = (sets.open_mixture if mixed else sets.open_set)(
-                name, source, opener, empty=self._settings.empty
+                name,
+                source,
+                opener,
+                empty=self._settings.empty,
+                extras_cost=self._settings.extras_cost,
             )
 
     @property
@@ -340,7 +354,7 @@ class THDDataModule(sets.ListsSets, LogsSources):
             align=host.alignment,
             pad_to=settings.pad_to,
             vocab_size=vocab_size,
-            windows=link.model_windows(host.model),
+            **link.model_counts(host.model),
             one_each=settings.opener.packed != "off",
             set_name=name.partition("/")[2],
         )

@@ -36,7 +36,7 @@ from lightning_thd.packing import PackPlanner, Spans, StepPlan
 from lightning_thd.packing.mixtures import MixturePlanner
 from lightning_thd.packing.sharing import SharedPlanner, SharedStepPlan, Sharing
 from lightning_thd.parallel.context.shared_step import SharedStep, digest_of
-from lightning_thd.stats import Window
+from lightning_thd.stats import Vision, Window
 
 T = TypeVar("T")
 Planner = PackPlanner | MixturePlanner
@@ -427,6 +427,7 @@ class BatchMaker:
     pad_to: int | None = None
     vocab_size: int | None = None
     windows: tuple[Window, ...] = ()
+    vision: Vision | None = None
     one_each: bool = False  # refuse rows whose position_ids mark several sequences
     set_name: str = ""
 
@@ -439,6 +440,7 @@ class BatchMaker:
             samples,
             align=self.align,
             windows=self.windows,
+            vision=self.vision,
             pad_to=self.pad_to,
             sequence_ids=spans.index.tolist(),
             loss_scale=scales[0],

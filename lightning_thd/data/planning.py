@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import Dataset
 
 from lightning_thd._checks import choice, flags, whole_number
+from lightning_thd.batch.media import ExtrasCost, patch_table
 from lightning_thd.data.loader import Planner
 from lightning_thd.data.read.sources import Opener
 from lightning_thd.data.sets import DataSet
@@ -22,12 +23,12 @@ from lightning_thd.data.store.cache import cached_arrays
 from lightning_thd.data.store.columns import ColumnRows
 from lightning_thd.data.store.index import Empty, MapDataset, refuse_cuts
 from lightning_thd.data.store.tokens import TokenStore
-from lightning_thd.data.trainer_link import Host, model_cost
+from lightning_thd.data.trainer_link import Host, model_cost, model_patch
 from lightning_thd.packing import Cost, PackPlanner, Packs, Scheduler, Sequences
 from lightning_thd.packing.entries import Oversize
 from lightning_thd.packing.lengths import make_slots
 from lightning_thd.packing.mixtures import Mixing, MixturePlanner, make_mixture
-from lightning_thd.packing.planner import Tail
+from lightning_thd.packing.planner import Tail, media_digest
 from lightning_thd.packing.sharing import SharedPlanner
 
 T = TypeVar("T")
@@ -53,6 +54,8 @@ class DataSettings:
     schedule: Sequence[int] | None = None
     scheduler: Scheduler | None = None
     cost: Cost | None = None
+    extras_cost: ExtrasCost | None = None
+    max_patches: int | None = None
     pad_to: int | None = None
     mixing: Mixing | None = None
     vocab_size: int | None = None
@@ -76,7 +79,12 @@ class DataSettings:
         choice(self.oversize, "oversize", *get_args(Oversize))
         choice(self.empty, "empty", *get_args(Empty))
         choice(self.tail, "tail", *get_args(Tail))
-        for name in ("pad_to", "vocab_size"):
+        if self.extras_cost is not None and not callable(self.extras_cost):
+            raise TypeError(
+                f"extras_cost is a {type(self.extras_cost).__name__}. Pass a function from a row to the "
+                "number of its image patches."
+            )
+        for name in ("pad_to", "vocab_size", "max_patches"):
             if getattr(self, name) is not None:
                 whole_number(getattr(self, name), name, least=1)
         if self.pin_memory is not None:
@@ -133,7 +141,9 @@ def make_planner(
         "scheduler": settings.scheduler if training else None,
         "schedule": settings.schedule if training and settings.schedule is not None else data.schedule,
     }
-    if sharing is not None:
+    if sharing is None:
+        plan |= _images(data, settings, host)
+    else:
         del plan["align"]
         return SharedPlanner(data.index.lengths, capacity, sharing=sharing, **plan), rows
     if data.weights is not None:
@@ -157,6 +167,26 @@ def _mixture_planner(data: DataSet, settings: DataSettings, plan: dict[str, Any]
     return MixturePlanner(data.index.lengths, settings.capacity, mixture=mixture, **plan)
 
 
+def _images(data: DataSet, settings: DataSettings, host: Host) -> dict[str, Any]:
+    """Return the bound on patches, and the patches of all sequences if there are images."""
+    sizes, patch = data.index.sizes, model_patch(host.model)
+    found = {} if settings.max_patches is None else {"max_patches": settings.max_patches}
+    if settings.max_patches is not None and not data.index.seen and settings.extras_cost is None:
+        raise ValueError(
+            f"max_patches={settings.max_patches}, but the {data.name} dataset gives its `lengths`, so that "
+            "no row was read and the patches of its images are unknown. Pass extras_cost=, or remove the "
+            "`lengths` to have the rows counted."
+        )
+    if not len(sizes):
+        return found
+    if settings.max_patches is not None and patch is None and sizes[:, 2].any():
+        raise ValueError(
+            f"max_patches={settings.max_patches}, but images of the {data.name} data come as pixels, and the "
+            "model's config has no known patch size. Pass extras_cost=, a function from a row to its patches."
+        )
+    return {**found, "patches": patch_table(np.asarray(sizes, np.int64), patch)}
+
+
 def _refuse_with_sharing(data: DataSet, settings: DataSettings, host: Host) -> None:
     """Refuse what cannot be planned if long sequences are shared by several ranks."""
     if data.weights is not None:
@@ -168,6 +198,11 @@ def _refuse_with_sharing(data: DataSet, settings: DataSettings, host: Host) -> N
         raise ValueError(
             f"context_parallel_size='dynamic' with a precision that aligns packs ({host.alignment}): that "
             "is known for one degree only. Set a fixed context_parallel_size, or another precision."
+        )
+    if settings.max_patches is not None:
+        raise ValueError(
+            f"max_patches={settings.max_patches} under context_parallel_size='dynamic', which no batch with "
+            "images can use. Leave it out, or set a fixed context_parallel_size of 1."
         )
     if settings.pad_to is not None:
         raise ValueError(
@@ -231,6 +266,9 @@ def plan_counted_once(
         return {"counts": counts}
 
     settings = {name: repr(plan.keywords[name]) for name in _DECIDES}
+    if "max_patches" in plan.keywords and "patches" in plan.keywords:
+        table, most = plan.keywords["patches"], plan.keywords["max_patches"]
+        settings["max_patches"] = f"{most} {media_digest(partial(np.take, table, axis=0), len(table))}"
     found = cached_arrays(
         "counts",
         {"of": dict(key), "capacity": plan.args[1], **settings},

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from lightning_thd.batch.media import COLUMNS, ExtrasCost
 from lightning_thd.data.read.sources import Opener, Source
 from lightning_thd.data.store.index import Empty, MapDataset, SequenceIndex, build_index
 
@@ -64,12 +65,25 @@ def join_indices(indices: list[SequenceIndex]) -> SequenceIndex:
         else np.empty(0),
         largest=np.array([most[0].largest[0], most[0].largest[1] + most[1]]),
         bad=np.concatenate([index.bad + start for index, start in pairs]),
+        sizes=_joined_sizes(indices),
+        seen=all(index.seen for index in indices),
         checked=all(index.checked for index in indices),
     )
 
 
 def _weights(index: SequenceIndex) -> Any:
     return index.weights if len(index.weights) else index.loss_tokens.astype(np.float64)
+
+
+def _joined_sizes(indices: list[SequenceIndex]) -> NDArray[np.integer]:
+    if not any(len(index.sizes) for index in indices):
+        return indices[0].sizes
+    return np.concatenate(
+        [
+            index.sizes if len(index.sizes) else np.zeros((len(index.lengths), COLUMNS), np.int64)
+            for index in indices
+        ]
+    )
 
 
 def _of_sequences(index: SequenceIndex) -> Any:
@@ -125,12 +139,12 @@ class ListsSets:
         return "\n".join(lines)
 
 
-def open_mixture(name: str, sources: Mapping[str, Any], opener: Opener, *, empty: Empty) -> DataSet:
+def open_mixture(name: str, sources: Mapping[str, Any], opener: Opener, **how: Any) -> DataSet:
     """Open the sources of a mixture, each ``(source, weight)``, and lay them end to end."""
     opened = {}
     for part, given in sources.items():
         source, _ = weighted(part, given)
-        opened[part] = open_set(f"{name}/{part}", source, opener, empty=empty)
+        opened[part] = open_set(f"{name}/{part}", source, opener, **how)
         if opened[part].schedule is not None:
             raise ValueError(
                 f"{part!r} holds ready packs, which a mixture takes apart. Set packed='sequences'."
@@ -168,7 +182,9 @@ def weighted(name: str, given: object) -> tuple[Any, float]:
     )
 
 
-def open_set(name: str, source: Source, opener: Opener, *, empty: Empty) -> DataSet:
+def open_set(
+    name: str, source: Source, opener: Opener, *, empty: Empty, extras_cost: ExtrasCost | None = None
+) -> DataSet:
     """Open a source and count its sequences."""
     opened = opener.open(source)
     index = build_index(
@@ -181,12 +197,13 @@ def open_set(name: str, source: Source, opener: Opener, *, empty: Empty) -> Data
         key=opened.key,
         cache_dir=opener.cache_dir,
         one_each=opener.packed != "off",
+        extras_cost=extras_cost,
     )
     return DataSet(
         name=name,
         dataset=opened.dataset,
         index=index,
-        key=None if opened.key is None else {**opened.key, "empty": empty},
+        key=None if opened.key is None or extras_cost is not None else {**opened.key, "empty": empty},
         schedule=opened.schedule,
     )
 

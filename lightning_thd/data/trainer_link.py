@@ -21,7 +21,6 @@ from lightning_thd.alignment import Alignment
 from lightning_thd.flops import FlopsModel
 from lightning_thd.packing import Cost, Packs, Sequences
 from lightning_thd.packing.sharing import Sharing
-from lightning_thd.stats import Window
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,24 +106,29 @@ def vocab_size(module: nn.Module | None) -> int | None:
 
 def model_cost(module: nn.Module | None, longest: int) -> Cost | None:
     """Return the cost of a sequence by the model's FLOPs, exact at ``longest``; None where unknown."""
-    config = model_config(module)
-    if config is None:
-        return None
-    try:
-        return Cost.from_flops(FlopsModel.from_config(config), longest=longest)
-    except ValueError:
-        return None
+    model = _flops_model(module)
+    return None if model is None else Cost.from_flops(model, longest=longest)
 
 
-def model_windows(module: nn.Module | None) -> tuple[Window, ...]:
-    """Return the attention windows of the model, so that the collator counts their pairs."""
+def model_counts(module: nn.Module | None) -> dict[str, Any]:
+    """Return the model's attention windows and vision tower, by which the collator counts a batch."""
+    model = _flops_model(module)
+    return {} if model is None else {"windows": model.windows, "vision": model.vision}
+
+
+def model_patch(module: nn.Module | None) -> int | None:
+    """Return the edge of an image patch in pixels, from the config of the model's vision tower, if any."""
+    vision = getattr(model_config(module), "vision_config", None)
+    found = getattr(vision, "patch_size", None)
+    return found if isinstance(found, int) else None
+
+
+def _flops_model(module: nn.Module | None) -> FlopsModel | None:
     config = model_config(module)
-    if config is None:
-        return ()
     try:
-        return FlopsModel.from_config(config).windows
+        return None if config is None else FlopsModel.from_config(config)
     except ValueError:
-        return ()
+        return None
 
 
 def hide_hooks(module: L.LightningDataModule, own: type, hooks: Iterable[str]) -> None:

@@ -27,7 +27,7 @@ from lightning_thd.flops.terms import Basis, Layer, Recompute, Term, matmul
 # Wrappers of compile, FSDP and activation checkpointing add these parts to the names.
 _WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\.")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d+)\.(.+)$")
-_VISION = re.compile(r"(?:^|\.)(?:visual|vision_tower|vision_model)\.(.+)$")
+_VISION = re.compile(r"(?:^|\.)(?:visual|vision_tower|vision_model|multi_modal_projector)\.(.+)$")
 _TEXT = re.compile(r"(?:^|\.)(language_model|text_model)(?:\.|$)")
 # Projections outside the layers that are counted on their own.
 _OWN = re.compile(
@@ -114,7 +114,7 @@ def _locate(name: str, decoder: str) -> tuple[str, str]:
     layer = _LAYER.search(vision.group(1) if vision else name)
     if layer and not vision and name[: layer.start(1)].rpartition(".")[0].rpartition(".")[0] != decoder:
         return "", name  # an audio tower's, a resampler's
-    if vision and vision.group(1).startswith("patch_embed"):
+    if vision and "patch_embed" in vision.group(1):
         return "visual.patch_embed", vision.group(1)
     if vision:
         return (f"visual.blocks.{layer.group(1)}", layer.group(2)) if layer else ("visual.merger", name)

@@ -22,7 +22,7 @@ from lightning_thd.flops.terms import (
     units,
 )
 from lightning_thd.flops.torch_counter import count_layers
-from lightning_thd.stats import SeqStats, Window
+from lightning_thd.stats import SeqStats, Vision, Window
 
 if TYPE_CHECKING:
     from torch import nn
@@ -65,6 +65,7 @@ class FlopsModel:
         embedding: count the embedding table as a matmul, as verl does.
         router: count the routers of expert layers.
         merge: patches that the vision projector merges into one.
+        patch: edge of an image patch in pixels; None without a vision tower.
         recompute: activation checkpointing: "none"; "full" runs every layer again; "early_stop" the same
             without its last matmul (torch's non-reentrant checkpoint); "selective" attention only.
     """
@@ -76,6 +77,7 @@ class FlopsModel:
     embedding: bool = False
     router: bool = False
     merge: int = 4
+    patch: int | None = None
     recompute: Recompute = "none"
     # These are read off the layers once, so that a count per step does not walk hundreds of terms.
     _tables: dict[str, _Table] = field(init=False, repr=False, compare=False)
@@ -133,7 +135,7 @@ class FlopsModel:
         Raises:
             ValueError: for a family that is not known; register it, or use ``from_module``.
         """
-        name, layers, merge = read_config(config, mtp_layers=mtp_layers)
+        name, layers, merge, patch = read_config(config, mtp_layers=mtp_layers)
         return cls(
             name=name,
             layers=layers,
@@ -142,6 +144,7 @@ class FlopsModel:
             embedding=embedding,
             router=router,
             merge=merge,
+            patch=patch,
             recompute=recompute,
         )
 
@@ -176,6 +179,16 @@ class FlopsModel:
     def vision_windows(self) -> tuple[int, ...]:
         """Return the vision tower's window edges in patches, for ``SeqStats.from_lengths``."""
         return self._vision_windows
+
+    @property
+    def vision(self) -> Vision:
+        """Return what a collator needs to count images, for ``THDBatch.collate(vision=...)``."""
+        return Vision(windows=self._vision_windows, patch=self.patch)
+
+    @property
+    def sees_images(self) -> bool:
+        """Return whether the FLOPs of a vision tower are known."""
+        return any("patch" in basis for _, basis, _ in self._tables["forward"])
 
     def training_flops(self, stats: SeqStats, *, recompute: Recompute | None = None) -> FlopsBreakdown:
         """Return the FLOPs of a forward and backward pass over ``stats``.
@@ -237,7 +250,7 @@ class FlopsModel:
                 f"The stats count windows {extra}, but {self.name!r} has {list(self.windows) or 'none'}. "
                 "They were made for another model: build them with windows=flops_model.windows."
             )
-        if stats.vision_patches and not any("patch" in basis for _, basis, _ in self._tables["forward"]):
+        if stats.vision_patches and not self.sees_images:
             raise ValueError(
                 f"The stats hold {stats.vision_patches} image patches, but no vision tower is known for "
                 f"{self.name!r}. Register one: FlopsModel.register({self.name!r}, builder)."

@@ -18,13 +18,21 @@ import numpy.typing as npt
 
 from lightning_thd._checks import host_ints, instance, whole_number
 from lightning_thd.packing.bins import Packing, best_fit, regrouped
-from lightning_thd.packing.cost import Cost
-from lightning_thd.packing.lengths import MOST_RANKS, Slots, check_capacity
+from lightning_thd.packing.cost import Cost, media_table
+from lightning_thd.packing.lengths import (
+    MOST_RANKS,
+    UNBOUNDED,
+    Slots,
+    check_capacity,
+    check_patches,
+    too_many_patches,
+)
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 MOST_MICROBATCHES = 2**24  # A step of more microbatches, over all ranks, is a mistake.
+_UNEVEN = 1.05  # A plan whose ranks wait for 5 % more than an even share is tried with one more microbatch.
 _EVEN_ENOUGH = 1.01  # A plan whose ranks wait for at most 1 % more than an even share is not improved.
 
 
@@ -45,6 +53,8 @@ def balance(
     dp: int,
     cost: Cost | None = None,
     num_microbatches: int | None = None,
+    patches: npt.ArrayLike | None = None,
+    max_patches: int | None = None,
 ) -> list[list[IntArray]]:
     """Share sequences out so that all ranks have equal work and no microbatch is above the capacity.
 
@@ -54,14 +64,17 @@ def balance(
         dp: data-parallel ranks.
         cost: work of a sequence; the default is that of a model with hidden size 4096.
         num_microbatches: microbatches of each rank; None takes the fewest that hold everything.
+        patches: image patches of each sequence, ints ``[S]`` or, with the sum of their squares over frames,
+            ``[S, 2]``; None for text.
+        max_patches: most patches of a microbatch; None sets no bound.
 
     Returns:
         Per rank a list of as many microbatches, each an int64 array of positions in ``lengths``, the longest
         sequence first.
 
     Raises:
-        ValueError: when a sequence is longer than the capacity, or they do not fit the microbatches asked
-            for.
+        ValueError: when a sequence is above the capacity or ``max_patches``, or they do not fit the
+            microbatches asked for.
     """
     check_capacity(capacity)
     whole_number(dp, "dp", least=1, most=MOST_RANKS, advice="Pass the number of data-parallel ranks.")
@@ -76,9 +89,15 @@ def balance(
             f"Sequence {longest} has {values[longest]} tokens but capacity={capacity}. "
             "Raise capacity, or give the lengths to PackPlanner with oversize=."
         )
-    work = (Cost() if cost is None else cost)(values)
-    slots = Slots(usable=int(capacity), multiple=1)
-    order, offsets = balanced_bins(values, work, slots, dp=dp, num_microbatches=num_microbatches)
+    media = None if patches is None else media_table(patches, len(values))
+    work = (Cost() if cost is None else cost)(values, media)
+    slots = Slots(usable=int(capacity), multiple=1, patches=check_patches(max_patches))
+    seen = np.zeros_like(values) if media is None else media[:, 0]
+    if len(values) and seen.max() > slots.patches:
+        raise ValueError(too_many_patches(int(seen.argmax()), int(seen.max()), slots.patches))
+    order, offsets = balanced_bins(
+        values, work, slots, dp=dp, num_microbatches=num_microbatches, patches=seen
+    )
     bins = np.split(order, offsets[1:-1])
     each = len(bins) // dp
     return [bins[rank * each : (rank + 1) * each] for rank in range(dp)]
@@ -92,6 +111,7 @@ def balanced_bins(
     dp: int,
     num_microbatches: int | None = None,
     given: Packing | None = None,
+    patches: IntArray | None = None,
 ) -> tuple[IntArray, IntArray]:
     """Share sequences out over bins of equal work, ordered by rank and then microbatch.
 
@@ -102,19 +122,31 @@ def balanced_bins(
         dp: data-parallel ranks.
         num_microbatches: microbatches of each rank; None takes the fewest that best fit needs.
         given: packs that are known to be few enough, to fall back to; None computes them.
+        patches: int64 ``[S]``, image patches of each sequence; None for text.
 
     Returns:
         int64 ``[S]`` positions and int64 ``[bins + 1]`` offsets of the bins in them.
     """
-    packs = best_fit(lengths, slots) if given is None else given
+    sizes, seen = lengths, bounded(patches, slots)
+    over = lengths > slots.usable if seen is None else (lengths > slots.usable) | (seen.patches > seen.most)
+    if over.any():  # fills a bin, so that nothing joins it
+        sizes = np.where(over, slots.usable, lengths)
+        seen = None if seen is None else Seen(np.where(over, 0, seen.patches), seen.most)
+    packs = best_fit(sizes, slots, None if seen is None else seen.patches) if given is None else given
     least = max(1, -(-len(packs) // dp))
     count = dp * (least if num_microbatches is None else num_microbatches)
     if len(packs) > count:
         raise ValueError(
-            f"{len(lengths)} sequences need {len(packs)} packs of {slots.usable} slots but dp={dp} with "
+            f"{len(lengths)} sequences need {len(packs)} packs of {slots.text} but dp={dp} with "
             f"num_microbatches={num_microbatches} has {count}. Pass num_microbatches={least}, or None."
         )
-    owner = _best_owner(lengths, work, slots.usable, dp, count, packs)
+    owner = _best_owner(sizes, work, slots.usable, dp, count, packs, seen)
+    if seen is not None and num_microbatches is None:
+        waits = _waiting(owner, work, count, dp)
+        if waits * dp > work.sum() * _UNEVEN:  # packs full of patches leave no room for equal work
+            roomier = _best_owner(sizes, work, slots.usable, dp, count + dp, packs, seen)
+            if _waiting(roomier, work, count + dp, dp) * _UNEVEN < waits:
+                owner, count = roomier, count + dp
     # Longest first inside a bin: attention reads sequences of equal length side by side as one batch.
     order = np.lexsort((-lengths, owner))
     offsets = np.zeros(count + 1, np.int64)
@@ -123,22 +155,46 @@ def balanced_bins(
     return seated(order, offsets, totals, dp)
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The image patches of sequences, int64 ``[S]``, and the most patches of a bin."""
+
+    patches: IntArray
+    most: int
+
+
+def bounded(patches: IntArray | None, slots: Slots) -> Seen | None:
+    """Return the patches and their bound; None where there is no bound."""
+    return None if patches is None or slots.patches == UNBOUNDED else Seen(patches, slots.patches)
+
+
 def _best_owner(
-    lengths: IntArray, work: FloatArray, capacity: int, dp: int, count: int, packs: Packing
+    lengths: IntArray,
+    work: FloatArray,
+    capacity: int,
+    dp: int,
+    count: int,
+    packs: Packing,
+    seen: Seen | None,
 ) -> IntArray:
     """Choose the bin of each sequence: longest first if that is even enough, else the best of three ways."""
     even = float(work.sum()) / dp
-    spread = _longest_first(lengths, work, capacity, count)
+    spread = _longest_first(lengths, work, capacity, count, seen)
     if spread is not None and _waiting(spread, work, count, dp) <= even * _EVEN_ENOUGH:
         return spread
-    packed = np.empty(len(lengths), np.int64)
+    packed = np.empty(len(work), np.int64)
     packed[packs.indices] = np.repeat(np.arange(len(packs)), np.diff(packs.offsets))
     found = [owner for owner in (spread, packed) if owner is not None]
-    if lengths.max() <= capacity:
-        level = fill_microsteps(
-            lengths, work, capacity, dp=dp, num_microbatches=count // dp, enough=even * _EVEN_ENOUGH
-        )
-        found += [] if level is None else [level]
+    level = fill_microsteps(
+        lengths,
+        work,
+        capacity,
+        dp=dp,
+        num_microbatches=count // dp,
+        enough=even * _EVEN_ENOUGH,
+        seen=seen,
+    )
+    found += [] if level is None else [level]
     return min(found, key=lambda owner: _waiting(owner, work, count, dp))
 
 
@@ -157,7 +213,13 @@ def seated(order: IntArray, offsets: IntArray, totals: FloatArray, dp: int) -> t
 
 
 def scheduled_bins(
-    scheduler: Scheduler, lengths: IntArray, capacity: int, *, dp: int, cost: Cost
+    scheduler: Scheduler,
+    lengths: IntArray,
+    capacity: int,
+    *,
+    dp: int,
+    cost: Cost,
+    seen: Seen | None = None,
 ) -> tuple[IntArray, IntArray]:
     """Call a user's scheduler, and check that its plan is complete, fits and is even."""
     plan = [
@@ -185,34 +247,38 @@ def scheduled_bins(
             f"The scheduler used position {wrong} {uses[wrong]} times, of {len(lengths)} sequences. "
             "It must put each position in one microbatch."
         )
+    bounds = [("slots", lengths, capacity), *([] if seen is None else [("patches", seen.patches, seen.most)])]
     for number, bin_ in enumerate(bins):
-        if lengths[bin_].sum() > capacity and len(bin_) > 1:
-            raise ValueError(
-                f"The scheduler put {lengths[bin_].sum()} slots in microbatch {number % numbers[0]} of rank "
-                f"{number // numbers[0]}, above the {capacity} that fit. Fill it with fewer sequences."
-            )
+        for what, sizes, most in bounds:
+            if sizes[bin_].sum() > most and len(bin_) > 1:
+                raise ValueError(
+                    f"The scheduler put {sizes[bin_].sum()} {what} in microbatch {number % numbers[0]} of "
+                    f"rank {number // numbers[0]}, above the {most} that fit. Fill it with fewer sequences."
+                )
     return order, np.concatenate([[0], np.cumsum([len(bin_) for bin_ in bins])])
 
 
-def _longest_first(lengths: IntArray, work: FloatArray, capacity: int, bins: int) -> IntArray | None:
+def _longest_first(
+    lengths: IntArray, work: FloatArray, capacity: int, bins: int, seen: Seen | None
+) -> IntArray | None:
     heap = [(0.0, i) for i in range(bins)]
-    room = [capacity] * bins
+    room, views = [capacity] * bins, [UNBOUNDED if seen is None else seen.most] * bins
     owner = np.empty(len(lengths), np.int64)
-    for item in np.argsort(-work, kind="stable").tolist():
-        size = int(lengths[item])
+    for work_of, size, patches, item in _items(lengths, work, seen):
         tried = []
         while heap:
             load, i = heapq.heappop(heap)
-            if room[i] >= size or room[i] == capacity:
+            if room[i] >= size and views[i] >= patches:
                 break
             tried.append((load, i))
         else:
             return None
         owner[item] = i
         room[i] -= size
+        views[i] -= patches
         for other in tried:
             heapq.heappush(heap, other)
-        heapq.heappush(heap, (load + float(work[item]), i))
+        heapq.heappush(heap, (load + work_of, i))
     return owner
 
 
@@ -236,12 +302,27 @@ _PRECISION = 0.003  # The last group's level is found to 0.3 %.
 _LEAST_GAIN = 1e-9  # A smaller gain, in units of a microstep's heaviest bin, is rounding.
 _EXCHANGES = 100  # At most 100 exchanges, of about 25 us each, improve the best plan.
 
-_Item = tuple[float, int, int]  # (work, slots, position), sorted by falling work
-_Bin = tuple[float, int, int]  # (work left, slots left, number)
+_Item = tuple[float, int, int, int]  # (work, slots, patches, position), sorted by falling work
+_Bin = tuple[float, int, int, int]  # (work left, slots left, patches left, number)
+
+
+def _items(lengths: IntArray, work: FloatArray, seen: Seen | None) -> list[_Item]:
+    """List work, slots, patches and position of sequences, the most work first."""
+    order = np.argsort(-work, kind="stable")
+    patches = np.zeros_like(order) if seen is None else seen.patches[order]
+    columns = (work[order], lengths[order], patches, order)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def fill_microsteps(
-    lengths: IntArray, work: FloatArray, capacity: int, *, dp: int, num_microbatches: int, enough: float
+    lengths: IntArray,
+    work: FloatArray,
+    capacity: int,
+    *,
+    dp: int,
+    num_microbatches: int,
+    enough: float,
+    seen: Seen | None = None,
 ) -> IntArray | None:
     """Fill microstep after microstep by best fit in work, the heaviest first.
 
@@ -252,13 +333,14 @@ def fill_microsteps(
         dp: bins of a microstep.
         num_microbatches: microsteps.
         enough: stop at the first plan that waits for no more work than this.
+        seen: image patches, at most ``seen.most`` a sequence; None for text.
 
     Returns:
         int64 ``[S]``, the bin of each sequence, of the best level tried; None when none holds everything.
     """
-    order = np.argsort(-work, kind="stable")
-    items = list(zip(work[order].tolist(), lengths[order].tolist(), order.tolist(), strict=True))
-    search = _Search(capacity=capacity, dp=dp, groups=num_microbatches)
+    items = _items(lengths, work, seen)
+    room = capacity, UNBOUNDED if seen is None else seen.most
+    search = _Search(room=room, dp=dp, groups=num_microbatches)
     total = sum(item[0] for item in items)
     start = search.fill_forced(_Partial(owner=[0] * len(items), left=items, total=total, group=0, waits=0.0))
     best, least, below = None, np.inf, np.inf
@@ -275,12 +357,19 @@ def fill_microsteps(
         if least <= enough or start.group == num_microbatches - 1:
             break
     if best is not None and least > enough:
-        exchange(best, lengths, work, capacity, dp=dp, num_microbatches=num_microbatches)
+        exchange(best, lengths, work, capacity, dp=dp, num_microbatches=num_microbatches, seen=seen)
     return best
 
 
 def exchange(
-    owner: IntArray, lengths: IntArray, work: FloatArray, capacity: int, *, dp: int, num_microbatches: int
+    owner: IntArray,
+    lengths: IntArray,
+    work: FloatArray,
+    capacity: int,
+    *,
+    dp: int,
+    num_microbatches: int,
+    seen: Seen | None = None,
 ) -> None:
     """Exchange sequences of heaviest bins for lighter ones, or for none, so that microsteps wait for less.
 
@@ -290,23 +379,28 @@ def exchange(
     """
     bins = dp * num_microbatches
     loads = np.bincount(owner, weights=work, minlength=bins).astype(np.float64)
-    slots = np.bincount(owner, weights=lengths, minlength=bins).astype(np.int64)
+    bounds = [(lengths, capacity)] if seen is None else [(lengths, capacity), (seen.patches, seen.most)]
+    held = [np.bincount(owner, weights=each, minlength=bins).astype(np.int64) for each, _ in bounds]
     steps = loads.reshape(num_microbatches, dp)  # a view: follows loads
     heaviest, mean = steps.max(1), steps.mean(1)
     # Every sequence may come in exchange, or nothing from any bin.
-    given_work, given_slots = np.append(work, np.zeros(bins)), np.append(lengths, np.zeros(bins, np.int64))
+    given_work = np.append(work, np.zeros(bins))
+    given = [np.append(each, np.zeros(bins, np.int64)) for each, _ in bounds]
     place = np.append(owner, np.arange(bins))
     open_, changed = np.ones(num_microbatches, bool), False
     for _ in range(_EXCHANGES):
         at = int(np.where(open_, heaviest - mean, -1.0).argmax())
         heavy = at * dp + int(steps[at].argmax())
         mine = np.flatnonzero(place[: len(owner)] == heavy)
-        moved, grown = work[mine][:, None] - given_work, lengths[mine][:, None] - given_slots
+        moved = work[mine][:, None] - given_work
+        grown = [each[mine][:, None] - other for (each, _), other in zip(bounds, given, strict=True)]
         # After the exchange: excess of the heavier of the two bins over its microstep's maximum.
         above = np.maximum(
             (loads[heavy] - heaviest[at]) - moved, (loads - np.repeat(heaviest, dp))[place] + moved
         )
-        fits = (moved > 0) & (slots[place] + grown <= capacity) & (slots[heavy] - grown <= capacity)
+        fits = moved > 0
+        for (_, most), now, more in zip(bounds, held, grown, strict=True):
+            fits &= (now[place] + more <= most) & (now[heavy] - more <= most)
         above[~fits | (place == heavy)] = np.inf
         i, other = divmod(int(above.argmin()), len(place)) if len(mine) else (0, 0)
         if not len(mine) or above[i, other] >= -_LEAST_GAIN * heaviest[at]:
@@ -319,7 +413,8 @@ def exchange(
         changed = True
         taken, target = mine[i], int(place[other])
         loads[[heavy, target]] += np.array([-1, 1]) * moved[i, other]
-        slots[[heavy, target]] += np.array([-1, 1]) * grown[i, other]
+        for now, more in zip(held, grown, strict=True):
+            now[[heavy, target]] += np.array([-1, 1]) * more[i, other]
         place[taken] = target
         if other < len(owner):
             place[other] = heavy
@@ -354,7 +449,7 @@ class _Partial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Search:
-    capacity: int
+    room: tuple[int, int]  # slots and patches of a bin
     dp: int
     groups: int
 
@@ -378,7 +473,7 @@ class _Search:
     def _next(self, plan: _Partial, level: float) -> _Partial:
         owner = plan.owner.copy()
         first = plan.group * self.dp
-        left, heaviest, placed = _fill(plan.left, level, self.capacity, owner, range(first, first + self.dp))
+        left, heaviest, placed = _fill(plan.left, level, self.room, owner, range(first, first + self.dp))
         total, waits = plan.total - placed, plan.waits + heaviest
         return _Partial(owner=owner, left=left, total=total, group=plan.group + 1, waits=waits)
 
@@ -400,7 +495,7 @@ class _Search:
 
 
 def _fill(
-    items: list[_Item], level: float, capacity: int, owner: list[int], numbers: range
+    items: list[_Item], level: float, room_of_bin: tuple[int, int], owner: list[int], numbers: range
 ) -> tuple[list[_Item], float, float]:
     """Put items, heaviest first, in the bin they fill closest to the level, and note the bin in ``owner``."""
     level *= 1 + 1e-12  # the rounding of sums
@@ -411,14 +506,14 @@ def _fill(
     tightest, placed = level, 0.0
     at = 0
     while at < len(items):
-        work, slots, position = items[at]
+        work, slots, patches, position = items[at]
         spot = bisect_left(bins, (work,))
-        while spot < len(bins) and bins[spot][1] < slots:
+        while spot < len(bins) and (bins[spot][1] < slots or bins[spot][2] < patches):
             spot += 1
         if spot < len(bins):
-            room, free, number = bins.pop(spot)
+            room, free, views, number = bins.pop(spot)
         elif (number := next(fresh, -1)) >= 0:
-            room, free = level, capacity
+            room, (free, views) = level, room_of_bin
         else:  # on to the first item that the roomiest bin could take
             roomiest = bins[-1][0] if bins else 0.0
             beyond = max(at + 1, bisect_left(items, -roomiest, lo=at, key=lambda item: -item[0]))
@@ -430,6 +525,6 @@ def _fill(
         placed += work
         tightest = min(tightest, room)
         if room >= least:
-            insort(bins, (room, free - slots, number))
+            insort(bins, (room, free - slots, views - patches, number))
         at += 1
     return left, level - tightest, placed

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_thd._checks import choice, host_ints, whole_number
-from lightning_thd.packing.lengths import Slots, check_capacity
+from lightning_thd.packing.lengths import UNBOUNDED, Slots, check_capacity
 
 Algorithm = Literal["bfd", "next_fit"]
 IntArray = npt.NDArray[np.int64]
@@ -123,9 +123,13 @@ def pack_lengths(
     return _gather(placements, num_packs, order)
 
 
-def best_fit(padded: IntArray, slots: Slots) -> Packing:
-    """Pack by best-fit decreasing; a length above what is usable gets a pack of its own."""
+def best_fit(padded: IntArray, slots: Slots, patches: IntArray | None = None) -> Packing:
+    """Pack by best-fit decreasing; a sequence above what a pack holds gets a pack of its own."""
     fits = padded <= slots.usable
+    if patches is not None and slots.patches < UNBOUNDED:
+        packs = best_fit(padded, replace(slots, patches=UNBOUNDED))
+        wide = (packs.totals(patches) > slots.patches) & (np.diff(packs.offsets) > 1)
+        return _fit_both(padded, patches, slots) if wide.any() else packs
     if fits.all():
         return pack_lengths(padded // slots.multiple, slots.usable // slots.multiple)
     inside, over = np.flatnonzero(fits), np.flatnonzero(~fits)
@@ -134,6 +138,29 @@ def best_fit(padded: IntArray, slots: Slots) -> Packing:
     return Packing(
         indices=np.concatenate([inside[packs.indices], over]), offsets=np.concatenate([packs.offsets, ends])
     )
+
+
+def _fit_both(padded: IntArray, patches: IntArray, slots: Slots) -> Packing:
+    """Pack by best fit in slots and patches, the sequence that takes the largest share of either first."""
+    capacity = np.array([slots.usable, slots.patches], np.int64)
+    sizes = np.stack([padded, patches], axis=1)
+    order = np.argsort(-(sizes / capacity).max(axis=1), kind="stable")
+    room = np.empty((len(sizes), 2), np.int64)  # left in each pack
+    owner, count = np.empty(len(sizes), np.int64), 0
+    for i in order.tolist():
+        left = room[:count] - sizes[i]
+        fits = (left >= 0).all(axis=1)
+        if fits.any():
+            shares = np.where(fits, (left / capacity).sum(axis=1), np.inf)
+            pack = int(shares.argmin())
+        else:
+            pack, count = count, count + 1
+            room[pack] = capacity
+        room[pack] -= sizes[i]
+        owner[i] = pack
+    members = np.lexsort((-padded, owner))
+    sizes_of_packs = np.bincount(owner, minlength=count)
+    return Packing(indices=members, offsets=np.concatenate([[0], np.cumsum(sizes_of_packs)]))
 
 
 def regrouped(offsets: IntArray, order: IntArray) -> tuple[IntArray, IntArray]:

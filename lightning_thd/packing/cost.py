@@ -1,61 +1,113 @@
-"""The length of a sequence -> its work: linear in the tokens for the layers, quadratic for attention."""
+"""The length and image patches of a sequence -> its work, in the text model and in the vision tower."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_thd._checks import whole_number
+from lightning_thd._checks import host_ints, whole_number
 from lightning_thd.flops.model import FlopsModel
 from lightning_thd.stats import SeqStats
 
 FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+# Positions of sequences -> int64 [S, 2]: their image patches, and the sum of a frame's squared patches.
+Media = Callable[[IntArray], IntArray]
+
+_NAMES = ("linear", "quadratic", "patch", "patch_pair")
+_EDGE = 64  # patches of the probed image's edge, at least: as many as an image of 1,000 pixels has
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """Work of a sequence of ``s`` tokens: ``linear * s + quadratic * s**2``, in any unit.
+    """Work of a sequence of ``s`` tokens and frames of ``p`` patches, in any unit.
 
-    The default is a dense transformer of hidden size 4096 (12 h^2 weights a layer, causal attention): 12 h
-    tokens of linear work for each s of attention, so that attention is a fifth of the work at 12k tokens.
+    It is ``linear * s + quadratic * s**2``, and for each frame ``patch * p + patch_pair * p**2``. The default
+    is a dense transformer of hidden size 4096 (12 h^2 weights a layer, causal attention): 12 h tokens of
+    linear work for each s of attention, so that attention is a fifth of the work at 12k tokens.
 
     Attributes:
         linear: work of a token.
         quadratic: work of a pair of tokens.
+        patch: work of a patch of an image or of a frame of a video.
+        patch_pair: work of a pair of patches of one frame.
     """
 
     linear: float = 12 * 4096
     quadratic: float = 1.0
+    patch: float = 0.0
+    patch_pair: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("linear", "quadratic"):
-            value = getattr(self, name)
+        values = [getattr(self, name) for name in _NAMES]
+        for name, value in zip(_NAMES, values, strict=True):
             if isinstance(value, bool) or not isinstance(value, int | float | np.number):
                 raise TypeError(f"Cost.{name} is a {type(value).__name__}. Pass a number of at least 0.")
-        if not (self.linear >= 0 and self.quadratic >= 0 and 0 < self.linear + self.quadratic < np.inf):
+        if not (
+            all(value >= 0 for value in values) and self.linear + self.quadratic > 0 and sum(values) < np.inf
+        ):
             raise ValueError(
-                f"Cost(linear={self.linear}, quadratic={self.quadratic}): wanted finite numbers of at least "
-                "0, and not both 0. Cost(linear=1, quadratic=0) balances tokens."
+                f"{self!r}: wanted finite numbers of at least 0, and linear and quadratic not both 0. "
+                "Cost(linear=1, quadratic=0) balances tokens."
             )
 
     @classmethod
     def from_flops(cls, model: FlopsModel, *, longest: int = 8192) -> Cost:
-        """Build a cost from a model's own FLOPs, recomputation included."""
+        """Build a cost from a model's own FLOPs, its vision tower and recomputation included."""
         whole_number(longest, "longest", least=1, advice="It is the tokens of the longest sequence.")
         half = max(1, longest // 2)
-        short, long = (
-            float(model.training_flops(SeqStats.from_lengths([n], windows=model.windows)).hardware)
-            for n in (half, 2 * half)
+        linear, quadratic = _fitted(
+            lambda n: SeqStats.from_lengths([n], windows=model.windows), half, 2 * half, model
         )
-        quadratic = max(0.0, (long - 2 * short) / (2 * half**2))
-        return cls(linear=long / (2 * half) - quadratic * 2 * half, quadratic=quadratic)
+        if not model.sees_images:
+            return cls(linear=linear, quadratic=quadratic)
+        edges = model.vision_windows
+        window = max(edges, default=1)
+        edge = -(-_EDGE // window) * window  # whole windows, as in most images
+        patch, pair = _fitted(
+            lambda n: SeqStats.from_lengths([], image_grid_thw=[[1, edge, n // edge]], vision_windows=edges),
+            edge * edge,
+            2 * edge * edge,
+            model,
+        )
+        return cls(linear=linear, quadratic=quadratic, patch=patch, patch_pair=pair)
 
-    def __call__(self, lengths: npt.ArrayLike) -> FloatArray:
-        """Return the work of each sequence, float64 ``[S]``: 2 s + s**2 of ``[3]`` is ``[15.0]``."""
+    def __call__(self, lengths: npt.ArrayLike, media: npt.ArrayLike | None = None) -> FloatArray:
+        """Return the work of each sequence, float64 ``[S]``: 2 s + s**2 of ``[3]`` is ``[15.0]``.
+
+        Args:
+            lengths: tokens of each sequence, ``[S]``.
+            media: image patches of each sequence, and the sum of their squares over frames, ``[S, 2]``; None
+                for text.
+        """
         given = np.asarray(lengths)
         if given.size and (given.dtype.kind not in "iuf" or not np.isfinite(given).all()):
             raise ValueError(f"lengths has the type {given.dtype}, or is not finite. Pass numbers.")
         tokens = given.astype(np.float64)
-        return tokens * (self.linear + self.quadratic * tokens)
+        work: FloatArray = tokens * (self.linear + self.quadratic * tokens)
+        if media is None:
+            return work
+        patches, squares = np.asarray(media, np.float64).T
+        work += self.patch * patches + self.patch_pair * squares
+        return work
+
+
+def _fitted(stats: Callable[[int], SeqStats], one: int, other: int, model: FlopsModel) -> tuple[float, float]:
+    """Return linear and quadratic work, exact at ``one`` and ``other`` units, its double."""
+    short, long = (float(model.training_flops(stats(n)).hardware) for n in (one, other))
+    quadratic = max(0.0, (long - 2 * short) / (2 * one**2))
+    return long / other - quadratic * other, quadratic
+
+
+def media_table(patches: npt.ArrayLike, sequences: int) -> IntArray:
+    """Check patches, ``[S]`` of one frame each or ``[S, 2]`` with their squares; return int64 ``[S, 2]``."""
+    values = host_ints(patches, "patches", least=0, ndim=None, advice="Pass 0 for text.")
+    if values.shape not in ((sequences,), (sequences, 2)):
+        raise ValueError(
+            f"patches has the shape {values.shape} for {sequences} sequences. Pass one number each, or two: "
+            "patches, and the sum of the squared patches of each frame."
+        )
+    return values if values.ndim == 2 else np.stack([values, values * values], axis=1)

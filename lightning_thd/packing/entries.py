@@ -14,12 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_thd._checks import host_ints
+from lightning_thd.packing.cost import Media
+from lightning_thd.packing.lengths import UNBOUNDED, too_many_patches
 from lightning_thd.packing.plan import Spans
 
 Oversize = Literal["error", "drop", "truncate", "split", "own_pack"]
 IntArray = npt.NDArray[np.int64]
 
-_BLOCK = 1 << 20  # lengths read at a time: 8 MiB
+BLOCK = 1 << 20  # lengths read at a time: 8 MiB
 
 
 @runtime_checkable
@@ -78,8 +80,8 @@ def read_lengths(lengths: OpenLengths, positions: IntArray) -> IntArray:
 
 def blocks(lengths: OpenLengths) -> Iterator[tuple[int, IntArray]]:
     """Read all lengths in order, block after block: first position and int64 values."""
-    for start in range(0, len(lengths), _BLOCK):
-        stop = min(start + _BLOCK, len(lengths))
+    for start in range(0, len(lengths), BLOCK):
+        stop = min(start + BLOCK, len(lengths))
         if isinstance(lengths, np.ndarray):
             yield start, np.asarray(lengths[start:stop]).astype(np.int64, copy=False)
         else:
@@ -122,6 +124,11 @@ class Entries:
     total: int  # entries: sequences less the ones left out
     left_out: IntArray
     counts: dict[str, int]
+    media: Media | None = None
+
+    def patches(self, spans: Spans) -> IntArray | None:
+        """Return the image patches of each piece, int64 ``[S]``; None for a data set of text."""
+        return None if self.media is None else self.media(spans.index)[:, 0]
 
     def indices(self, entries: IntArray) -> IntArray:
         """Return the dataset indices of entries, skipping sequences that are left out."""
@@ -157,24 +164,41 @@ def _split(indices: IntArray, lengths: IntArray, limit: int) -> Spans:
     return Spans(index=indices[owner], start=start, stop=stop, continued=stop < lengths[owner])
 
 
-def make_entries(lengths: OpenLengths, summary: LengthSummary, *, limit: int, oversize: Oversize) -> Entries:
+def make_entries(
+    lengths: OpenLengths,
+    summary: LengthSummary,
+    *,
+    limit: int,
+    oversize: Oversize,
+    media: Media | None = None,
+    most_patches: int = UNBOUNDED,
+) -> Entries:
     """Apply the oversize policy to lengths of known extremes, and count what it does."""
+    bounded = media is not None and most_patches < UNBOUNDED
     counts = {"empty": 0, "dropped": 0, "truncated": 0, "split": 0, "own_pack": 0, "tokens_lost": 0}
     left_out: list[IntArray] = []
-    if summary.longest > limit or summary.shortest < 1:
+    if summary.longest > limit or summary.shortest < 1 or bounded:
         for start, values in blocks(lengths):
             empty, long = values < 1, values > limit
             if oversize == "error" and long.any():
                 _refuse(start + int(long.argmax()), int(values[long.argmax()]), limit)
             counts["empty"] += int(empty.sum())
             _count_long(counts, values[long], limit, oversize)
+            if bounded and media is not None:
+                seen = media(np.arange(start, start + len(values)))[:, 0]
+                wide = (seen > most_patches) & ~empty
+                if oversize not in ("drop", "own_pack") and wide.any():
+                    at = int(wide.argmax())
+                    raise ValueError(too_many_patches(start + at, int(seen[at]), most_patches))
+                _count_long(counts, values[wide & ~long], limit, oversize)
+                long |= wide
             left_out.append(start + np.flatnonzero(empty | long if oversize == "drop" else empty))
     gone = np.concatenate(left_out) if left_out else np.empty(0, np.int64)
     if len(gone) == summary.count:
         raise ValueError(
             f"None of the {summary.count} sequences is left: {counts['empty']} are empty and "
-            f"{counts['dropped']} are longer than the {limit} tokens that fit a pack. Raise capacity, or set "
-            "oversize='truncate' or 'split'."
+            f"{counts['dropped']} are longer than the {limit} tokens that fit a pack, or see more than "
+            "max_patches. Raise them, or set oversize='truncate' or 'split'."
         )
     return Entries(
         lengths=lengths,
@@ -183,6 +207,7 @@ def make_entries(lengths: OpenLengths, summary: LengthSummary, *, limit: int, ov
         total=summary.count - len(gone),
         left_out=gone,
         counts=counts,
+        media=media,
     )
 
 

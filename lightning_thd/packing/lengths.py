@@ -14,12 +14,29 @@ IntArray = npt.NDArray[np.int64]
 
 MOST_SLOTS = 2**31 - 1  # cu_seqlens are int32
 MOST_RANKS = 2**20  # a plan is a list with an entry for each rank
+UNBOUNDED = 2**62  # patches of a pack where no bound is set
 
 
 def check_capacity(capacity: object) -> None:
     """Refuse a capacity that holds no token, or more than cu_seqlens can count."""
     advice = "It is the number of slots of a pack, for example 8192."
     whole_number(capacity, "capacity", least=1, most=MOST_SLOTS, advice=advice)
+
+
+def check_patches(max_patches: int | None) -> int:
+    """Return the most image patches of a pack, ``UNBOUNDED`` for None."""
+    if max_patches is None:
+        return UNBOUNDED
+    advice = "It is the most image patches of a pack; None sets no bound."
+    return whole_number(max_patches, "max_patches", least=1, most=UNBOUNDED, advice=advice)
+
+
+def too_many_patches(index: int, patches: int, most: int) -> str:
+    """Return the message for a sequence whose images are above ``max_patches``."""
+    return (
+        f"Sequence {index} has {patches} image patches but max_patches={most}. Raise max_patches, make the "
+        "images smaller (max_pixels of the processor), or set oversize='drop' or 'own_pack'."
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,21 +46,29 @@ class Slots:
     Attributes:
         usable: slots of a pack, a multiple of ``multiple``.
         multiple: slots of a sequence are rounded up to this.
+        patches: most image patches of a pack.
     """
 
     usable: int
     multiple: int
+    patches: int = UNBOUNDED
+
+    @property
+    def text(self) -> str:
+        """Return what a pack holds, for messages."""
+        return f"{self.usable} slots" + ("" if self.patches == UNBOUNDED else f" and {self.patches} patches")
 
     def padded(self, lengths: IntArray) -> IntArray:
         """Return the slots that sequences of these lengths take."""
         return -(-lengths // self.multiple) * self.multiple
 
 
-def make_slots(capacity: int, align: Alignment | None) -> Slots:
+def make_slots(capacity: int, align: Alignment | None, max_patches: int | None = None) -> Slots:
     """Return the slots that an alignment leaves of a capacity: 100 at multiples 8 and 32 leaves 96."""
     check_capacity(capacity)
+    patches = check_patches(max_patches)
     if align is None:
-        return Slots(usable=int(capacity), multiple=1)
+        return Slots(usable=int(capacity), multiple=1, patches=patches)
     instance(align, "align", Alignment, advice="Pass Alignment(sequence_multiple=..., total_multiple=...).")
     usable = int(capacity) // align.total_multiple * align.total_multiple
     if not usable:
@@ -51,4 +76,4 @@ def make_slots(capacity: int, align: Alignment | None) -> Slots:
             f"capacity={capacity} is below total_multiple={align.total_multiple} of {align}: no pack can be "
             f"aligned. Raise capacity to {align.total_multiple} or more."
         )
-    return Slots(usable=usable, multiple=align.sequence_multiple)
+    return Slots(usable=usable, multiple=align.sequence_multiple, patches=patches)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from math import gcd, lcm
 from typing import Any, Literal, cast
 
@@ -18,11 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_thd._checks import host_ints, instance, whole_number
+from lightning_thd.packing.cost import Media
 from lightning_thd.packing.entries import OpenLengths, make_entries, read_lengths, summarize
 from lightning_thd.packing.lengths import make_slots
 from lightning_thd.packing.permutation import derive_key, permute
 from lightning_thd.packing.plan import StepPlan
-from lightning_thd.packing.planner import LossTokens, PackPlanner, Resumable, open_loss_tokens
+from lightning_thd.packing.planner import LossTokens, PackPlanner, Resumable, open_loss_tokens, open_media
 
 IntArray = npt.NDArray[np.int64]
 EpochSize = Literal["longest", "shortest"] | int
@@ -283,6 +285,11 @@ class _EpochLengths:
         return read_lengths(self.lengths, self.mixture.indices(self.epoch, positions))
 
 
+def _media_of(media: Media, mixture: Mixture, epoch: int, entries: IntArray) -> IntArray:
+    """Return the patches of an epoch's entries, int64 ``[S, 2]``."""
+    return media(mixture.indices(epoch, entries))
+
+
 class MixturePlanner(Resumable):
     """Plans the steps of a mixture, each epoch by a ``PackPlanner`` of its drawn entries."""
 
@@ -293,16 +300,25 @@ class MixturePlanner(Resumable):
         *,
         mixture: Mixture,
         loss_tokens: LossTokens | None = None,
+        patches: npt.ArrayLike | Media | None = None,
         **settings: Any,
     ) -> None:
         self.mixture, self._weigh = mixture, open_loss_tokens(loss_tokens, lengths)
         self._lengths, self._capacity, self._settings = lengths, capacity, settings
         self._planners: dict[int, PackPlanner] = {}
-        self.slots = make_slots(capacity, settings.get("align"))
+        self.slots = make_slots(capacity, settings.get("align"), settings.get("max_patches"))
+        self._media = open_media(patches, len(lengths))
         summary = summarize(lengths)
         limit = self.slots.usable // self.slots.multiple * self.slots.multiple
         # The entries are those of all data: an error names its sequence, and each is counted once.
-        self.entries = make_entries(lengths, summary, limit=limit, oversize=settings.get("oversize", "error"))
+        self.entries = make_entries(
+            lengths,
+            summary,
+            limit=limit,
+            oversize=settings.get("oversize", "error"),
+            media=self._media,
+            most_patches=self.slots.patches,
+        )
         first = self.of_epoch(0)
         self.global_batch = first.global_batch
         self.settings = {
@@ -318,7 +334,8 @@ class MixturePlanner(Resumable):
         planner = self._planners.get(epoch)  # read once: another thread may plan ahead
         if planner is None:
             drawn = _EpochLengths(self._lengths, self.mixture, epoch)
-            planner = PackPlanner(cast("Any", drawn), self._capacity, **self._settings)
+            media = None if self._media is None else partial(_media_of, self._media, self.mixture, epoch)
+            planner = PackPlanner(cast("Any", drawn), self._capacity, patches=media, **self._settings)
             kept = list(self._planners.items())[-(_KEEP - 1) :]
             self._planners = {**dict(kept), epoch: planner}
         return planner

@@ -108,6 +108,8 @@ class StepPlan:
             ``offsets[r * num_microbatches + j]`` up to the next entry. It may hold none.
         work: float64 ``[dp, num_microbatches]``, the cost of each microbatch in the units of the planner's
             cost.
+        span_work: float64 ``[S]``, the cost of each piece, its images included.
+        patches: int64 ``[S]``, the image patches of each piece.
         real_tokens: tokens of all pieces.
         sequences: sequences in the step, a split one counted once.
         truncated: sequences of the step that lost their end.
@@ -124,6 +126,8 @@ class StepPlan:
     spans: Spans
     offsets: IntArray
     work: npt.NDArray[np.float64]
+    span_work: npt.NDArray[np.float64]
+    patches: IntArray
     real_tokens: int
     sequences: int
     truncated: int
@@ -172,6 +176,12 @@ class StepPlan:
     def loss_tokens(self) -> float | None:
         """Return the weight of all loss tokens of the step, their number without weights; None if unknown."""
         return None if self.weights is None else float(self.weights[0].sum())
+
+    @property
+    def microbatch_patches(self) -> IntArray:
+        """Return the image patches of each microbatch, int64 ``[dp, num_microbatches]``."""
+        sums = np.concatenate([[0], np.cumsum(self.patches)])
+        return np.diff(sums[self.offsets]).reshape(self.dp, -1)
 
     def microbatches(self, rank: int) -> list[Spans]:
         """Return the spans of each microbatch that ``rank`` runs, in order."""

@@ -11,6 +11,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -18,10 +19,11 @@ import numpy.typing as npt
 
 from lightning_thd._checks import choice, instance, whole_number
 from lightning_thd.alignment import Alignment
-from lightning_thd.packing.balance import Scheduler, balanced_bins, scheduled_bins, seated
+from lightning_thd.packing.balance import Scheduler, balanced_bins, bounded, scheduled_bins, seated
 from lightning_thd.packing.bins import Packing
-from lightning_thd.packing.cost import Cost
+from lightning_thd.packing.cost import Cost, Media, media_table
 from lightning_thd.packing.entries import (
+    BLOCK,
     Lengths,
     OpenLengths,
     Oversize,
@@ -150,6 +152,23 @@ def open_loss_tokens(loss_tokens: LossTokens | None, lengths: OpenLengths) -> We
     return CountedTargets(lengths, opened)
 
 
+def open_media(patches: npt.ArrayLike | Media | None, sequences: int) -> Media | None:
+    """Return patches as a function from positions to int64 ``[S, 2]``; None for text."""
+    if patches is None or callable(patches):
+        return patches
+    table = media_table(patches, sequences)
+    return partial(np.take, table, axis=0) if table.any() else None
+
+
+def media_digest(media: Media, sequences: int) -> str:
+    """Return a hexadecimal hash of the patches of all sequences, read in blocks."""
+    digest = hashlib.blake2b(digest_size=16)
+    for start in range(0, sequences, BLOCK):
+        table = media(np.arange(start, min(start + BLOCK, sequences)))
+        digest.update(np.ascontiguousarray(table, "<i8").tobytes())
+    return digest.hexdigest()
+
+
 class PackPlanner(Resumable):
     """Plans the steps of every epoch, each a pure function of (seed, epoch, step, dp).
 
@@ -164,7 +183,8 @@ class PackPlanner(Resumable):
         capacity: slots of a pack.
         global_batch: ``Packs(n)`` or ``Sequences(n)`` to an optimizer step.
         align: what padded lengths and totals must be multiples of; the padding counts against the capacity.
-        cost: work of a sequence by its length; the default is that of a model with hidden size 4096.
+        cost: work of a sequence by its length and patches; the default is that of a text model with hidden
+            size 4096.
         window: sequences packed together with ``Packs(n)``. More fill packs better and cost memory and time.
         oversize: what to do with a sequence that does not fit a pack: ``error``, ``drop`` it, ``truncate``
             it, ``split`` it in pieces, or let it have its ``own_pack`` above the capacity.
@@ -179,6 +199,10 @@ class PackPlanner(Resumable):
             in this order, in every epoch, in place of our own. Held in memory.
         counts: packs of every window, as :attr:`counts` of a planner with the same fingerprint gave them.
         num_workers: processes that count the packs of the windows; 0 counts them in this one.
+        patches: image patches of each sequence, ints ``[N]`` or ``[N, 2]`` as ``Cost`` takes them, or a
+            function from an array of positions to int64 ``[S, 2]``; None for text.
+        max_patches: most patches of a pack; None sets no bound. ``oversize`` applies to a sequence above it,
+            which can be dropped or have its own pack, but not be cut.
 
     Raises:
         ValueError: for whatever cannot be planned, and what to change.
@@ -201,6 +225,8 @@ class PackPlanner(Resumable):
         schedule: npt.ArrayLike | None = None,
         counts: npt.NDArray[np.uint32] | None = None,
         num_workers: int = 0,
+        patches: npt.ArrayLike | Media | None = None,
+        max_patches: int | None = None,
     ) -> None:
         choice(oversize, "oversize", *get_args(Oversize))
         choice(tail, "tail", *get_args(Tail))
@@ -210,11 +236,14 @@ class PackPlanner(Resumable):
         if cost is not None:
             instance(cost, "cost", Cost, advice="Pass Cost(linear=..., quadratic=...).")
         _check_batch(global_batch, scheduler=scheduler is not None, schedule=schedule is not None)
-        self.slots = make_slots(capacity, align)
+        self.slots = make_slots(capacity, align, max_patches)
         opened = open_lengths(lengths)
         summary = summarize(opened)
+        media = open_media(patches, len(opened))
         limit = self.slots.usable // self.slots.multiple * self.slots.multiple
-        self.entries = make_entries(opened, summary, limit=limit, oversize=oversize)
+        self.entries = make_entries(
+            opened, summary, limit=limit, oversize=oversize, media=media, most_patches=self.slots.patches
+        )
         self.global_batch = global_batch
         self.cost = Cost() if cost is None else cost
         self.tail = tail
@@ -247,6 +276,12 @@ class PackPlanner(Resumable):
             "scheduler": scheduler and getattr(scheduler, "__qualname__", type(scheduler).__qualname__),
             "schedule": self._packs.digest() if isinstance(self._packs, ScheduledPacks) else None,
         }
+        if media is not None:
+            self.settings |= {
+                "patches": media_digest(media, len(opened)),
+                "max_patches": max_patches and int(max_patches),
+                "cost": [*self.settings["cost"], self.cost.patch, self.cost.patch_pair],
+            }
         self._check_steps()
 
     def __len__(self) -> int:
@@ -309,29 +344,41 @@ class PackPlanner(Resumable):
 
     def _plan_sequences(self, epoch: int, k: int, dp: int) -> tuple[Spans, tuple[IntArray, IntArray]]:
         spans = self._sequences(epoch, k)
-        padded, work = self.slots.padded(spans.lengths), self.cost(spans.lengths)
+        padded, patches = self.slots.padded(spans.lengths), self.entries.patches(spans)
         if self.scheduler is not None:
-            return spans, scheduled_bins(self.scheduler, padded, self.slots.usable, dp=dp, cost=self.cost)
-        return spans, balanced_bins(padded, work, self.slots, dp=dp)
+            usable, seen = self.slots.usable, bounded(patches, self.slots)
+            return spans, scheduled_bins(self.scheduler, padded, usable, dp=dp, cost=self.cost, seen=seen)
+        return spans, balanced_bins(padded, self._work(spans), self.slots, dp=dp, patches=patches)
+
+    def _work(self, spans: Spans) -> FloatArray:
+        media = self.entries.media
+        return self.cost(spans.lengths, None if media is None else media(spans.index))
 
     def _plan_packs(
         self, packs: WindowedPacks | ScheduledPacks, epoch: int, k: int, dp: int
     ) -> tuple[Spans, tuple[IntArray, IntArray]]:
         n = self.global_batch.n
         spans, offsets = packs.read(epoch, k * n, min((k + 1) * n, packs.total))
-        work = self.cost(spans.lengths)
+        work = self._work(spans)
         if len(offsets) - 1 < n:  # the tail: too few packs for all, but perhaps not too few sequences
             padded = self.slots.padded(spans.lengths)
             given = Packing(indices=np.arange(len(spans)), offsets=offsets)
             return spans, balanced_bins(
-                padded, work, self.slots, dp=dp, num_microbatches=n // dp, given=given
+                padded,
+                work,
+                self.slots,
+                dp=dp,
+                num_microbatches=n // dp,
+                given=given,
+                patches=self.entries.patches(spans),
             )
         totals = np.add.reduceat(work, offsets[:-1])
         return spans, seated(np.arange(len(spans)), offsets, totals, dp)
 
     def _describe(self, epoch: int, k: int, dp: int, spans: Spans, offsets: IntArray) -> StepPlan:
         lengths = read_lengths(self.entries.lengths, spans.index)
-        work = np.concatenate([[0.0], np.cumsum(self.cost(spans.lengths))])
+        own, patches = self._work(spans), self.entries.patches(spans)
+        work = np.concatenate([[0.0], np.cumsum(own)])
         whole = spans.start == 0
         long = whole & (lengths > self.entries.limit)
         num_long = int(long.sum())
@@ -344,6 +391,8 @@ class PackPlanner(Resumable):
             spans=spans,
             offsets=offsets,
             work=(work[offsets[1:]] - work[offsets[:-1]]).reshape(dp, -1),
+            span_work=own,
+            patches=np.zeros(len(spans), np.int64) if patches is None else patches,
             real_tokens=int(spans.lengths.sum()),
             sequences=int(whole.sum()),
             truncated=num_long if oversize == "truncate" else 0,

@@ -89,7 +89,7 @@ class SharedPlanner(PackPlanner):
         sharing: Sharing,
         **options: Any,
     ) -> None:
-        for name in ("align", "scheduler", "schedule"):
+        for name in ("align", "scheduler", "schedule", "patches", "max_patches"):
             if options.pop(name, None) is not None:
                 raise ValueError(
                     f"{name}= cannot be given under context_parallel_size='dynamic', which plans degree, "
@@ -126,6 +126,8 @@ class SharedPlanner(PackPlanner):
             spans=spans.take(bins.order[flat]),
             offsets=offsets,
             work=bins.load[group],
+            span_work=whole.span_work[flat],
+            patches=whole.patches[flat],
         )
         return SharedStepPlan(**counted, degrees=bins.degree[group], together=self.sharing.waiting(dp))
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from lightning_thd.packing.bins import best_fit, count_packs, regrouped
 from lightning_thd.packing.entries import Entries
-from lightning_thd.packing.lengths import Slots
+from lightning_thd.packing.lengths import UNBOUNDED, Slots
 from lightning_thd.packing.permutation import derive_key, permute, shuffled
 from lightning_thd.packing.plan import Spans, join_spans
 
@@ -76,7 +76,8 @@ class WindowedPacks:
             members = window_members(self.entries, self.window, self.seed, window, window + 1)
             ties = shuffled(len(members), key=derive_key(self.seed, _TIES, epoch, window))
             spans = self.entries.spans(members[ties])
-            packs = best_fit(self.slots.padded(spans.lengths), self.slots)
+            padded = self.slots.padded(spans.lengths)
+            packs = best_fit(padded, self.slots, self.entries.patches(spans))
             if len(packs) != self.counts[window]:
                 raise ValueError(
                     f"Window {window} has {len(packs)} packs, but {self.counts[window]} were counted. The "
@@ -154,14 +155,14 @@ def _count_block(
     entries: Entries, slots: Slots, window: int, seed: int, block: tuple[int, int]
 ) -> npt.NDArray[np.uint32]:
     members = window_members(entries, window, seed, *block)
-    padded = (
-        slots.padded(entries.spans(members[begin : begin + window]).lengths)
-        for begin in range(0, len(members), window)
-    )
-    return np.array([_count(lengths, slots) for lengths in padded], dtype=np.uint32)
+    parts = (entries.spans(members[begin : begin + window]) for begin in range(0, len(members), window))
+    return np.array([_count(entries, spans, slots) for spans in parts], dtype=np.uint32)
 
 
-def _count(padded: IntArray, slots: Slots) -> int:
+def _count(entries: Entries, spans: Spans, slots: Slots) -> int:
+    padded = slots.padded(spans.lengths)
+    if slots.patches < UNBOUNDED and (patches := entries.patches(spans)) is not None:
+        return len(best_fit(padded, slots, patches))
     fits = padded <= slots.usable
     too_long = len(padded) - int(fits.sum())
     return too_long + count_packs(padded[fits] // slots.multiple, slots.usable // slots.multiple)
@@ -225,13 +226,20 @@ def open_schedule(
     ordered = numbers[indices]
     offsets = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1], [True]]))
     packs = ScheduledPacks(entries=entries, indices=indices, offsets=offsets)
-    padded = np.concatenate([[0], np.cumsum(slots.padded(entries.spans(indices).lengths))])
-    totals = np.diff(padded[offsets])
-    over = (totals > slots.usable) & ((np.diff(offsets) > 1) | (entries.oversize != "own_pack"))
-    if over.any():
-        first = int(over.argmax())
-        raise ValueError(
-            f"Microbatch {ordered[offsets[first]]} of the schedule takes {totals[first]} slots, but "
-            f"{slots.usable} of a pack are usable. Raise capacity, or schedule fewer sequences there."
-        )
+    spans = entries.spans(indices)
+    several = (np.diff(offsets) > 1) | (entries.oversize != "own_pack")
+    for what, values, most in (
+        ("slots", slots.padded(spans.lengths), slots.usable),
+        ("patches", entries.patches(spans), slots.patches),
+    ):
+        sums = np.concatenate([[0], np.cumsum(np.zeros(len(spans), np.int64) if values is None else values)])
+        totals = np.diff(sums[offsets])
+        over = (totals > most) & several
+        if over.any():
+            first = int(over.argmax())
+            raise ValueError(
+                f"Microbatch {ordered[offsets[first]]} of the schedule takes {totals[first]} {what}, but "
+                f"{most} of a pack are usable. Raise capacity or max_patches, or schedule fewer sequences "
+                "there."
+            )
     return packs

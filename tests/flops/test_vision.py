@@ -90,3 +90,31 @@ def test_patches_on_a_model_without_a_tower_are_refused() -> None:
     text = FlopsModel.from_config(vision_config("qwen3_vl").text_config)
     with pytest.raises(ValueError, match="hold 124 image patches, but no vision tower is known for"):
         text.training_flops(SeqStats.from_lengths([], image_grid_thw=GRID))
+
+
+def test_llavas_tower_equals_torchs_counter() -> None:
+    from transformers import AutoModelForImageTextToText, LlavaConfig
+
+    tower = {
+        "model_type": "clip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "image_size": 56,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "patch_size": 14,
+    }
+    text = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96}
+    config = LlavaConfig(vision_config=tower, text_config={"model_type": "llama", **text})
+    vision = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        vision.get_image_features(torch.zeros(5, 3, 56, 56))
+    model = FlopsModel.from_config(config)
+    stats = SeqStats.from_lengths([], image_grid_thw=[[5, 4, 4]])
+    # The class token's work is spread over 16 patches and rounded.
+    assert model.forward_flops(stats).vision == pytest.approx(counter.get_total_flops(), rel=1e-3)
+    assert model.vision.patch == 14
+    assert model.for_module(vision).training_flops(stats).vision == model.training_flops(stats).vision
+    vision.model.vision_tower.requires_grad_(False)
+    frozen = model.for_module(vision).training_flops(stats).vision
+    assert model.forward_flops(stats).vision < frozen < 0.6 * model.training_flops(stats).vision

@@ -35,9 +35,10 @@ CALLS: dict[str, Call] = {
     ),
     "balance": (
         balance,
-        {"lengths": LENGTHS, "capacity": 8, "dp": 2, "cost": None, "num_microbatches": None},
+        {"lengths": LENGTHS, "capacity": 8, "dp": 2, "cost": None, "num_microbatches": None}
+        | {"patches": LENGTHS, "max_patches": 8},
     ),
-    "Cost": (Cost, {"linear": 1.0, "quadratic": 1.0}),
+    "Cost": (Cost, {"linear": 1.0, "quadratic": 1.0, "patch": 1.0, "patch_pair": 1.0}),
     "Cost()": (Cost(), {"lengths": LENGTHS}),
     "Packing": (Packing, {"indices": np.arange(4), "offsets": np.array([0, 2, 4])}),
     "totals": (pack_lengths(LENGTHS, 8).totals, {"values": LENGTHS}),
@@ -46,7 +47,8 @@ CALLS: dict[str, Call] = {
         PackPlanner,
         {"lengths": LENGTHS, "capacity": 8, "global_batch": Packs(1), "align": None, "cost": None}
         | {"window": 16, "oversize": "error", "tail": "pad", "seed": 0, "loss_tokens": None}
-        | {"scheduler": None, "schedule": None, "counts": None, "num_workers": 0},
+        | {"scheduler": None, "schedule": None, "counts": None, "num_workers": 0}
+        | {"patches": LENGTHS, "max_patches": 8},
     ),
     "step": (PLANNER.step, {"epoch": 0, "k": 0, "dp": 1}),
     "rank": (PLANNER.step(0, 0).microbatches, {"rank": 0}),

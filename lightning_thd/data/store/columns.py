@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from lightning_thd._imports import require
+from lightning_thd.batch.media import COLUMNS, GRIDS
 from lightning_thd.batch.samples import MOST_ID
 
 IntArray = NDArray[np.int64]
@@ -226,6 +227,40 @@ def count_columns(dataset: object) -> Counted | None:
         np.array([most[at] if len(most) else -1, at], np.int64),
         visible(dataset, wrong),
     )
+
+
+def count_grids(dataset: object) -> IntArray | None:
+    """Count the image patches of every row by its columns of grids, int64 ``[N, 4]``; None without them."""
+    table = arrow_table(dataset)
+    found = [] if table is None else [name for name in GRIDS if name in visible_columns(dataset, table)]
+    if table is None or not found:
+        return None
+    sizes = np.zeros((table.num_rows, COLUMNS), np.int64)
+    for name in found:
+        first = 0
+        for chunk in table.column(name).chunks:
+            images = getattr(chunk, "storage", chunk)  # of an Array2D
+            if _depth(images.type) != 2:
+                return None
+            counts = np.asarray(_compute().fill_null(_compute().list_value_length(images), 0))
+            grids = np.asarray(images.flatten().flatten()).astype(np.int64)
+            if len(grids) != 3 * counts.sum():
+                raise ValueError(f"The column {name!r} holds rows of other than frames, rows and columns.")
+            rows = first + np.repeat(np.arange(len(counts)), counts)
+            frames, areas = grids[::3], grids[1::3] * grids[2::3]
+            np.add.at(sizes[:, 0], rows, frames * areas)
+            np.add.at(sizes[:, 1], rows, frames * areas * areas)
+            first += len(chunk)
+    return np.asarray(visible(dataset, sizes))
+
+
+def _depth(kind: Any) -> int:
+    """Return how many lists are around the integers of an Arrow type, -1 for other types."""
+    pt = require("pyarrow", feature="reading Arrow columns").types
+    if pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind):
+        inner = _depth(kind.value_type)
+        return inner if inner < 0 else inner + 1
+    return 0 if pt.is_integer(kind) else -1
 
 
 class _Facts:

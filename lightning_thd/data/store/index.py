@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from lightning_thd._checks import host_ints
 from lightning_thd.batch.keys import IGNORE_INDEX, PER_TOKEN, inputs
+from lightning_thd.batch.media import COLUMNS, ExtrasCost, declared, sizes_of
 from lightning_thd.batch.samples import (
     check_sample,
     is_scalar,
@@ -28,14 +29,14 @@ from lightning_thd.batch.samples import (
     with_label,
 )
 from lightning_thd.data.store.cache import cached_arrays
-from lightning_thd.data.store.columns import arrow_table, column_row, count_columns
+from lightning_thd.data.store.columns import arrow_table, column_row, count_columns, count_grids
 from lightning_thd.data.store.tokens import TokenStore
 from lightning_thd.packing import Spans
 
 Empty = Literal["error", "drop"]
 OnError = Literal["raise", "skip"]
 
-_VERSION = 3
+_VERSION = 4
 _LOOK_AT = 32  # sequences whose labels are compared with their ids
 _ADVICE = "Mend the data, or set on_error='skip'."
 
@@ -87,6 +88,10 @@ class SequenceIndex:
         sequence_weights: of each sequence among sequences, fp64 ``[N]``; likewise.
         largest: the largest id and the sequence it is in, ints ``[2]``; (-1, 0) where no id was seen.
         bad: sorted dataset indices of the rows that were skipped, ints ``[K]``; their length is 0.
+        sizes: patches and pixels of each sequence's images with their squares, ints ``[N, 4]`` as
+            ``batch.media`` counts them; empty for text.
+        seen: the sizes are those of the images, so that each is compared when it is read; False if they were
+            declared, or are unknown.
         checked: every row was checked when it was counted, so that batches trust it.
     """
 
@@ -97,6 +102,8 @@ class SequenceIndex:
     sequence_weights: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     largest: NDArray[np.integer] = field(default_factory=lambda: np.array([-1, 0]))
     bad: NDArray[np.integer] = field(default_factory=lambda: np.empty(0, np.int64))
+    sizes: NDArray[np.integer] = field(default_factory=lambda: np.empty((0, COLUMNS), np.int64))
+    seen: bool = True
     checked: bool = True
 
     def check_vocabulary(self, vocab_size: int | None, name: str) -> None:
@@ -132,6 +139,8 @@ class SequenceIndex:
                 "data: correct the dataset's `lengths`, or remove them to have the sequences counted; if the "
                 "data changed under the same fingerprint, delete the cache."
             )
+        if self.seen:
+            self._check_images(sample, i)
         if "weights" in sample and not len(self.weights):
             raise ValueError(
                 f"Sequence {i} has weights, but none were counted: the first sequence has none. Give "
@@ -153,6 +162,17 @@ class SequenceIndex:
             if name in sample:
                 sample[name] = np.asarray(sample[name])[..., start:stop]
         return sample
+
+    def _check_images(self, sample: Mapping[str, Any], i: int) -> None:
+        """Refuse images of another size than was counted: ``max_patches`` would not bound the memory."""
+        found = sizes_of(sample)
+        counted = tuple(self.sizes[i].tolist()) if len(self.sizes) else (0,) * COLUMNS
+        if found != counted:
+            raise ValueError(
+                f"Sequence {i} has images of {found[0]} patches and {found[2]} pixels, but {counted[0]} and "
+                f"{counted[2]} were counted. The images changed under the same fingerprint: give the data "
+                "another fingerprint, or delete the cache."
+            )
 
     def _check_targets(self, sample: dict[str, Any], i: int) -> None:
         """Refuse labels that differ from those counted: the loss would be scaled wrongly."""
@@ -241,6 +261,7 @@ def build_index(
     key: Mapping[str, Any] | None = None,
     cache_dir: str | Path | None = None,
     one_each: bool = False,
+    extras_cost: ExtrasCost | None = None,
 ) -> SequenceIndex:
     """Count the tokens and loss tokens of every sequence, and find rows that cannot be trained on.
 
@@ -255,6 +276,8 @@ def build_index(
         key: the fingerprint of the dataset; the counts are kept under it and memory-mapped.
         cache_dir: where counts are kept.
         one_each: refuse rows whose position_ids begin again, as those of several sequences do.
+        extras_cost: a function from a row to the patches of its images, for rows that do not say them; it is
+            called in every run, and not cached.
 
     Raises:
         TypeError: for samples that are none.
@@ -262,16 +285,21 @@ def build_index(
     """
     if len(dataset) == 0:
         raise ValueError("The dataset is empty. Give at least one sequence.")
-    counted = _known(dataset, on_error)
+    counted = _known(dataset, on_error) if extras_cost is None else None
+    seen = extras_cost is None and (counted is None or "sizes" in counted)
     if counted is None:
         counted = cached_arrays(
             "index",
-            None if key is None else {**key, "sequences": len(dataset), "on_error": on_error},
-            lambda: read_rows(dataset, on_error, num_workers, progress, one_each=one_each),
+            None
+            if key is None or extras_cost is not None
+            else {**key, "sequences": len(dataset), "on_error": on_error},
+            lambda: read_rows(
+                dataset, on_error, num_workers, progress, one_each=one_each, extras_cost=extras_cost
+            ),
             version=_VERSION,
             cache_dir=cache_dir,
         )
-    index = SequenceIndex(**counted, checked=_is_checked(dataset))
+    index = SequenceIndex(**counted, seen=seen, checked=_is_checked(dataset))
     _check_bad(dataset, index, max_errors)
     is_empty = index.lengths == 0
     is_empty[index.bad] = False
@@ -350,9 +378,13 @@ def _known(dataset: MapDataset, on_error: OnError) -> dict[str, NDArray[Any]] | 
             return None
         loss = np.maximum(lengths - 1, 0) if loss_tokens is None else host_ints(loss_tokens, "`loss_tokens`")
         largest = np.array(dataset.largest if isinstance(dataset, TokenStore) else (-1, 0))
-        return {"lengths": lengths, "loss_tokens": loss, "media": media, "largest": largest}
-    columns = count_columns(dataset)
-    if columns is None or inputs(dataset[0]) or "weights" in dataset[0]:
+        known = {"lengths": lengths, "loss_tokens": loss, "media": media, "largest": largest}
+        if isinstance(dataset, TokenStore):
+            known["sizes"] = np.empty((0, COLUMNS), np.int64)
+        return known
+    columns, others = count_columns(dataset), inputs(dataset[0])
+    sizes = count_grids(dataset) if others and columns is not None else np.empty((0, COLUMNS), np.int64)
+    if columns is None or sizes is None or "weights" in dataset[0]:
         return None
     bad = np.flatnonzero(columns.wrong)
     if len(bad) and on_error == "raise":
@@ -361,14 +393,20 @@ def _known(dataset: MapDataset, on_error: OnError) -> dict[str, NDArray[Any]] | 
     lengths, loss = columns.lengths.copy(), columns.loss_tokens.copy()
     lengths[bad] = loss[bad] = 0
     largest = columns.largest if not len(bad) else np.array((-1, 0))  # a bad row may hold it
-    return {"lengths": lengths, "loss_tokens": loss, "media": media, "largest": largest, "bad": bad}
+    if others:
+        media = np.flatnonzero(sizes[:, 0])
+    found = {"lengths": lengths, "loss_tokens": loss, "media": media, "largest": largest, "bad": bad}
+    return {**found, "sizes": sizes}
 
 
 class _Measured(TorchDataset[tuple[float, ...]]):
     """Gives length, loss tokens, whether there are images, weights and the largest id of each row."""
 
-    def __init__(self, dataset: MapDataset, on_error: OnError, one_each: bool) -> None:
+    def __init__(
+        self, dataset: MapDataset, on_error: OnError, one_each: bool, extras_cost: ExtrasCost | None
+    ) -> None:
         self._dataset, self._on_error, self._one_each = dataset, on_error, one_each
+        self._extras_cost = extras_cost
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -379,7 +417,7 @@ class _Measured(TorchDataset[tuple[float, ...]]):
         except Exception:  # whatever the user's dataset raises; _why says it again
             if self._on_error == "raise":
                 raise
-            return (0, 0, False, 0, 1.0, False, -1, True)
+            return (0, 0, False, 0, 1.0, False, -1, True, *(0,) * COLUMNS)
 
     def _measure(self, i: int) -> tuple[float, ...]:
         given: Any = check_row(self._dataset[i], i)
@@ -397,28 +435,38 @@ class _Measured(TorchDataset[tuple[float, ...]]):
         if labels is not None:
             loss_tokens = int(np.count_nonzero(labels[1:] != IGNORE_INDEX))
         weights = (loss_tokens, 1.0) if "weights" not in sample else whole_weight(sample, f"Sequence {i}")
-        return len(ids), loss_tokens, bool(inputs(sample)), *weights, "weights" in sample, largest, False
+        media = bool(inputs(sample))
+        sizes = sizes_of(sample)
+        if self._extras_cost is not None:
+            sizes = declared(self._extras_cost, given, f"Sequence {i}")
+        return len(ids), loss_tokens, media, *weights, "weights" in sample, largest, False, *sizes
 
 
 def read_rows(
-    dataset: MapDataset, on_error: OnError, num_workers: int, progress: bool, *, one_each: bool = False
+    dataset: MapDataset,
+    on_error: OnError,
+    num_workers: int,
+    progress: bool,
+    *,
+    one_each: bool = False,
+    extras_cost: ExtrasCost | None = None,
 ) -> dict[str, NDArray[Any]]:
     """Read every row of a dataset once and return the arrays of a ``SequenceIndex``."""
     loader = DataLoader(
-        _Measured(dataset, on_error, one_each),
+        _Measured(dataset, on_error, one_each, extras_cost),
         batch_size=256,
         num_workers=num_workers,
         collate_fn=_as_array,
         # A generator of its own: the weights of a model built later do not depend on what the cache held.
         generator=torch.Generator(),
     )
-    counted, done = np.empty((len(dataset), 8), np.float64), 0
+    counted, done = np.empty((len(dataset), 8 + COLUMNS), np.float64), 0
     with tqdm(total=len(counted), desc="Counting tokens", disable=not progress) as bar:
         for rows in loader:
             counted[done : done + len(rows)] = rows
             done += len(rows)
             bar.update(len(rows))
-    weighted = counted[:, 5].any()
+    weighted, images = counted[:, 5].any(), counted[:, 8:].any()
     at = int(counted[:, 6].argmax())
     return {
         "lengths": counted[:, 0].astype(np.int64),
@@ -428,6 +476,7 @@ def read_rows(
         "sequence_weights": counted[:, 4].copy() if weighted else np.empty(0),
         "largest": np.array([int(counted[at, 6]), at]),
         "bad": np.flatnonzero(counted[:, 7]),
+        "sizes": counted[:, 8:].astype(np.int64) if images else np.empty((0, COLUMNS), np.int64),
     }
 
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from lightning_thd.batch.keys import TYPES, names, refuse_boundaries, refuse_keys
+from lightning_thd.batch.media import ExtrasCost, declared, patch_table, sizes_of
 from lightning_thd.batch.samples import (
     check_sample,
     per_token_row,
@@ -35,6 +36,8 @@ META = np.dtype(
         ("round", "<i4"),  # pass over its source
         ("weight", "<f8"),  # sum over its loss tokens; their number if nothing is weighed
         ("sequences", "<f8"),  # its weight among sequences
+        ("patches", "<i8"),  # of its images
+        ("squares", "<i8"),  # sum of the squared patches of each frame
     ]
 )
 LABELS = 1
@@ -81,7 +84,11 @@ class Sampler:
         text_key: str = "text",
         append_eos: bool = True,
         vocab_size: int | None = None,
+        extras_cost: ExtrasCost | None = None,
+        patch: int | None = None,
+        max_patches: int | None = None,
     ) -> None:
+        self.extras_cost, self.patch, self.max_patches = extras_cost, patch, max_patches
         self.capacity, self.oversize, self.drop_empty = capacity, oversize, drop_empty
         self.vocab_size, self.text_key = vocab_size, text_key
         self.counts = dict.fromkeys(POLICIES, 0)
@@ -96,8 +103,40 @@ class Sampler:
                 raise ValueError("the sequence has no tokens. Remove it, or pass empty='drop'.")
             self.counts["empty"] += 1
             return None
-        sample = self._fitted(sample)
-        return None if sample is None else self._packed(sample)
+        patches, squares = self._patches(record, sample)
+        if not self._holds(patches):
+            return None
+        fitted = self._fitted(sample)
+        if fitted is None:
+            return None
+        packed = self._packed(fitted)
+        packed.meta.update(patches=patches, squares=squares)
+        return packed
+
+    def _patches(self, record: Any, sample: dict[str, Any]) -> tuple[int, int]:
+        """Return the patches of a sample's images, and the sum of their squares over frames."""
+        sizes = (
+            sizes_of(sample) if self.extras_cost is None else declared(self.extras_cost, record, "the record")
+        )
+        if self.max_patches is not None and self.patch is None and sizes[2]:
+            raise ValueError(
+                f"max_patches={self.max_patches}, but its images come as pixels, and the model's config has "
+                "no known patch size. Pass extras_cost=, a function from a record to its patches."
+            )
+        patches, squares = patch_table(np.array([sizes], np.int64), self.patch)[0].tolist()
+        return patches, squares
+
+    def _holds(self, patches: int) -> bool:
+        """Apply the ``oversize`` policy to the patches of a sample; return whether it is kept."""
+        if self.max_patches is None or patches <= self.max_patches or self.oversize == "own_pack":
+            return True
+        if self.oversize != "drop":
+            raise ValueError(
+                f"the sequence has {patches} image patches but max_patches={self.max_patches}. Raise it, "
+                "make the images smaller, or set oversize='drop' or 'own_pack'."
+            )
+        self.counts["dropped"] += 1
+        return False
 
     def _with_ids(self, record: Any) -> dict[str, Any] | None:
         if isinstance(record, Mapping) and "input_ids" in record:

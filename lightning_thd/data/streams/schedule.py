@@ -16,7 +16,7 @@ import torch
 
 from lightning_thd.data.streams.samples import META
 from lightning_thd.packing import Cost, Packs, Scheduler, Sequences
-from lightning_thd.packing.balance import balanced_bins, scheduled_bins, seated
+from lightning_thd.packing.balance import balanced_bins, bounded, scheduled_bins, seated
 from lightning_thd.packing.bins import best_fit
 from lightning_thd.packing.lengths import Slots
 from lightning_thd.packing.planner import Tail
@@ -75,8 +75,13 @@ class Planned:
 
     def work(self, cost: Cost) -> npt.NDArray[np.float64]:
         """Return the work of each microbatch, float64 ``[dp, microbatches]``."""
-        sums = np.concatenate([[0.0], np.cumsum(cost(self.table["length"].astype(np.int64)))])
+        sums = np.concatenate([[0.0], np.cumsum(work_of(self.table, cost))])
         return np.diff(sums[self.offsets]).reshape(self.dp, -1)
+
+
+def work_of(table: Table, cost: Cost) -> npt.NDArray[np.float64]:
+    """Return the work of each sequence of a table, its images included."""
+    return cost(table["length"], np.stack([table["patches"], table["squares"]], axis=1))
 
 
 def rows_of(table: Table, rows: IntArray) -> Table:
@@ -117,29 +122,38 @@ def _pack_steps(pool: Table, how: Scheduling, each: int, ended: bool) -> tuple[l
 
 def _step(table: Table, how: Scheduling, num_microbatches: int | None) -> Planned:
     lengths = table["length"].astype(np.int64)
-    padded = how.slots.padded(lengths)
+    padded, patches = how.slots.padded(lengths), table["patches"].astype(np.int64)
     if how.scheduler is not None:
-        order, offsets = scheduled_bins(how.scheduler, padded, how.slots.usable, dp=how.dp, cost=how.cost)
+        seen = bounded(patches, how.slots)
+        usable = how.slots.usable
+        order, offsets = scheduled_bins(how.scheduler, padded, usable, dp=how.dp, cost=how.cost, seen=seen)
     elif len(table) >= _MANY:
-        order, offsets = _dealt_bins(padded, how, num_microbatches)
+        order, offsets = _dealt_bins(table, padded, patches, how, num_microbatches)
     else:
         order, offsets = balanced_bins(
-            padded, how.cost(lengths), how.slots, dp=how.dp, num_microbatches=num_microbatches
+            padded,
+            work_of(table, how.cost),
+            how.slots,
+            dp=how.dp,
+            num_microbatches=num_microbatches,
+            patches=patches,
         )
     return Planned(rows_of(table, order), offsets, how.dp)
 
 
-def _dealt_bins(padded: IntArray, how: Scheduling, num_microbatches: int | None) -> tuple[IntArray, IntArray]:
+def _dealt_bins(
+    table: Table, padded: IntArray, patches: IntArray, how: Scheduling, num_microbatches: int | None
+) -> tuple[IntArray, IntArray]:
     """Fill few packs and deal them to ranks by work, without searching for packs of equal work."""
     usable, multiple = how.slots.usable, how.slots.multiple
     coarse = max(1, usable // (_CLASSES * multiple)) * multiple
     sizes = np.where(padded <= usable, np.minimum(-(-padded // coarse) * coarse, usable), padded)
-    packs = best_fit(sizes, how.slots)
+    packs = best_fit(sizes, how.slots, patches)
     if num_microbatches is not None and len(packs) > how.dp * num_microbatches:
-        packs = best_fit(padded, how.slots)
+        packs = best_fit(padded, how.slots, patches)
     count = how.dp * (num_microbatches or -(-len(packs) // how.dp))
     offsets = np.concatenate([packs.offsets, np.full(count - len(packs), packs.offsets[-1])])
-    sums = np.concatenate([[0.0], np.cumsum(how.cost(padded[packs.indices]))])
+    sums = np.concatenate([[0.0], np.cumsum(work_of(table, how.cost)[packs.indices])])
     return seated(packs.indices, offsets, np.diff(sums[offsets]), how.dp)
 
 

@@ -17,7 +17,7 @@ from lightning_thd.data.streams.samples import Sampler
 from lightning_thd.data.streams.schedule import Scheduling
 from lightning_thd.data.streams.shards import Shard, open_shards
 from lightning_thd.data.streams.steps import Opened, StreamedSteps
-from lightning_thd.data.trainer_link import Host, Progress, model_cost, model_windows, vocab_size
+from lightning_thd.data.trainer_link import Host, Progress, model_cost, model_counts, model_patch, vocab_size
 from lightning_thd.packing import Cost, Packs
 from lightning_thd.packing.lengths import make_slots
 from lightning_thd.packing.mixtures import Mixing, check_weights, whole_shares
@@ -176,7 +176,8 @@ def stream_loader(
     if settings.scheduler is not None and isinstance(step, Packs):
         raise ValueError(f"A scheduler cannot serve {step}. Pass global_batch=Sequences(n).")
     opened = open_sources(stream, host.ranks)
-    slots, opener = make_slots(settings.capacity, host.alignment), settings.opener
+    slots = make_slots(settings.capacity, host.alignment, settings.max_patches)
+    opener = settings.opener
     steps = StreamedSteps(
         Settings(
             shards=opened.shards,
@@ -191,6 +192,9 @@ def stream_loader(
                 text_key=opener.text_key,
                 append_eos=opener.append_eos,
                 vocab_size=settings.vocab_size or vocab_size(host.model),
+                extras_cost=settings.extras_cost,
+                patch=model_patch(host.model),
+                max_patches=settings.max_patches,
             ),
             scheduling=Scheduling(
                 step=step,
@@ -204,7 +208,7 @@ def stream_loader(
                 collate_checked,
                 align=host.alignment,
                 pad_to=settings.pad_to,
-                windows=model_windows(host.model),
+                **model_counts(host.model),
             ),
             window=max(stream.window, stream.shuffle_buffer) if isinstance(stream, Stream) else stream.window,
             seed=settings.seed,

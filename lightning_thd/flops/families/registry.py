@@ -24,11 +24,13 @@ def read_config(
     config: Any,
     *,
     mtp_layers: int = 0,
-) -> tuple[str, tuple[Layer, ...], int]:
-    """Return the layers of the model that a ``PretrainedConfig`` or its dict describes."""
+) -> tuple[str, tuple[Layer, ...], int, int | None]:
+    """Return the layers of the model that a config describes, patches merged into one, and a patch's edge."""
     if Sizes(config).model_type in _REGISTERED:
         name = Sizes(config).model_type
-        return name, tuple(_REGISTERED[name](config)), 4
+        layers = _REGISTERED[name](config)
+        seen = Sizes(config).sub("vision_config")
+        return name, tuple(layers), 4, None if seen is None else seen.get("patch_size")
     sizes = Sizes(completed(config, _FAMILIES))
     text = sizes.sub("text_config") or sizes
     read = _FAMILIES.get(text.model_type) or _FAMILIES.get(sizes.model_type)
@@ -40,8 +42,8 @@ def read_config(
         )
     _refuse_unknown_masks(text)
     layers = read(text)
-    vision, merge = tower(sizes)
-    return sizes.model_type, (*vision, *layers, *_prediction(layers, text, mtp_layers)), merge
+    vision, merge, patch = tower(sizes)
+    return sizes.model_type, (*vision, *layers, *_prediction(layers, text, mtp_layers)), merge, patch
 
 
 def register(model_type: str, builder: Callable[[Any], Sequence[Layer]]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 from lightning_thd.flops.families import parts
@@ -220,11 +221,13 @@ def _table_row(table: Mapping[Any, Any], index: int, kind: str | None) -> Any:
 _TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 
-def tower(config: Sizes) -> tuple[list[Layer], int]:
-    """Return the layers of a vision tower and its projector."""
+def tower(config: Sizes) -> tuple[list[Layer], int, int | None]:
+    """Return the layers of a vision tower and its projector, patches merged into one, and a patch's edge."""
     sizes = config.sub("vision_config")
+    if sizes is not None and config.model_type == "llava" and sizes.model_type == "clip_vision_model":
+        return _clip(config, sizes)
     if sizes is None or config.model_type not in _TOWERS:
-        return [], 4
+        return [], 4, None
     hidden = sizes.size("embed_dim") if config.model_type == "qwen2_vl" else sizes.hidden
     patch = sizes.size("patch_size") ** 2 * sizes.size("temporal_patch_size", default=2)
     channels = sizes.size("in_channels", "in_chans", default=3)
@@ -244,7 +247,51 @@ def tower(config: Sizes) -> tuple[list[Layer], int]:
     projector = matmul(
         "projector", projectors * (wide * wide + wide * out), kind="vision", basis="merged_patch"
     )
-    return [*layers, Layer(path="visual.merger", terms=(projector,), recomputable=False)], merge
+    merger = Layer(path="visual.merger", terms=(projector,), recomputable=False)
+    return [*layers, merger], merge, sizes.size("patch_size")
+
+
+def _clip(config: Sizes, sizes: Sizes) -> tuple[list[Layer], int, int | None]:
+    """Return the layers of Llava's CLIP tower and projector: images of one size, with a class token each."""
+    hidden, patch, heads = sizes.hidden, sizes.size("patch_size", default=32), sizes.heads
+    patches = (sizes.size("image_size", default=224) // patch) ** 2
+    tokens = Fraction(patches + 1, patches)  # the class token's share of the work goes to the patches
+    embed = matmul("patch_embed", 3 * patch**2 * hidden, kind="vision", basis="patch")
+    block = [
+        _times(matmul("vision_qkv", 3 * hidden * hidden, kind="vision", basis="patch"), tokens),
+        _times(
+            scores(
+                *(heads, hidden // heads, hidden // heads),
+                basis="patch_pair",
+                kind="vision",
+                name="vision_attention",
+            ),
+            tokens**2,
+        ),
+        _times(matmul("vision_out", hidden * hidden, kind="vision", basis="patch"), tokens),
+        *(
+            _times(term, tokens)
+            for term in parts.mlp(
+                hidden, sizes.inner, gated=False, name="vision_mlp", kind="vision", basis="patch"
+            )
+        ),
+    ]
+    chosen = config.get("vision_feature_layer", default=-2)
+    text = (config.sub("text_config") or config).hidden
+    wide = hidden * (1 if isinstance(chosen, int) else len(chosen))
+    projector = matmul("projector", wide * text + text * text, kind="vision", basis="patch")
+    layers = [
+        Layer(path="visual.patch_embed", terms=(replace(embed, input_grad=0),), recomputable=False),
+        *(Layer(path=f"visual.blocks.{index}", terms=tuple(block)) for index in range(sizes.num_layers)),
+        Layer(path="visual.merger", terms=(projector,), recomputable=False),
+    ]
+    return layers, 1, patch
+
+
+def _times(term: Term, factor: Fraction) -> Term:
+    costs = (term.forward, term.input_grad, term.weight_grad)
+    forward, input_grad, weight_grad = (round(cost * factor) for cost in costs)
+    return replace(term, forward=forward, input_grad=input_grad, weight_grad=weight_grad)
 
 
 def _vision_block(family: str, sizes: Sizes, hidden: int, index: int) -> list[Term]:

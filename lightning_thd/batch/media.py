@@ -1,0 +1,96 @@
+"""Images and videos of a sample, as inputs of a model -> their patches, by grids or by the sizes of pixels.
+
+Grids are frames, rows and columns of patches, as Qwen-VL's processors give them. Other processors give pixels
+of one size, ``[images, channels, height, width]``, whose patches only the model's config knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_thd._checks import host_ints
+from lightning_thd.stats import Vision
+
+IntArray = NDArray[np.int64]
+GRIDS = ("image_grid_thw", "video_grid_thw")
+_PIXELS = ("pixel_values", "pixel_values_videos")
+# Columns of the table of sizes: patches, and the sum of a frame's squared patches; pixels, and their squares,
+# of samples without a grid.
+COLUMNS = 4
+
+# A sample -> the number of its image patches, or frames, rows and columns of patches of its images, [N, 3].
+ExtrasCost = Callable[[Any], Any]
+
+
+def of_grids(grids: IntArray) -> tuple[int, int]:
+    """Return the patches of grids ``[N, 3]``, and the sum of the squares of each frame's patches."""
+    frames, areas = grids[:, 0], grids[:, 1] * grids[:, 2]
+    return int((frames * areas).sum()), int((frames * areas * areas).sum())
+
+
+def sizes_of(sample: Mapping[str, Any]) -> tuple[int, int, int, int]:
+    """Return patches and pixels of a sample's images with their squares, zeros for text."""
+    grids = [_grid(sample[name], name) for name in GRIDS if sample.get(name) is not None]
+    if grids:
+        return (*of_grids(np.concatenate(grids)), 0, 0)
+    pixels = squares = 0
+    for name in _PIXELS:
+        shape = _shape(sample.get(name))
+        if len(shape) >= 4:  # without a grid, rows of patches have two axes
+            area, count = shape[-1] * shape[-2], int(np.prod(shape[:-3]))
+            pixels, squares = pixels + count * area, squares + count * area * area
+    return 0, 0, pixels, squares
+
+
+def declared(cost: ExtrasCost, sample: Any, name: str) -> tuple[int, int, int, int]:
+    """Return the sizes that a user's function gives for a sample: patches of one frame, or grids."""
+    found = host_ints(
+        np.asarray(cost(sample)),
+        f"{name}: extras_cost(sample)",
+        ndim=None,
+        least=0,
+        advice="Return the patches of its images, 0 for text, or rows of frames, rows and columns [N, 3].",
+    )
+    if found.ndim == 0:
+        return int(found), int(found) ** 2, 0, 0
+    return (*of_grids(_grid(found, f"{name}: extras_cost(sample)")), 0, 0)
+
+
+def patch_table(sizes: IntArray, patch: int | None) -> IntArray:
+    """Return patches and their squares ``[N, 2]`` of a table of sizes; ``patch`` is an edge in pixels."""
+    table: IntArray = sizes[:, :2].copy()
+    if patch is not None:
+        table += sizes[:, 2:] // np.array([patch**2, patch**4])
+    return table
+
+
+def counted(extras: Mapping[str, Any], vision: Vision | None) -> dict[str, Any]:
+    """Return by what ``SeqStats.from_lengths`` counts the images of a batch: grids and windows."""
+    grids = {name: extras[name] for name in GRIDS if name in extras}
+    patch = None if vision is None else vision.patch
+    if not grids and patch is not None:
+        shapes = [shape for name in _PIXELS if len(shape := _shape(extras.get(name))) >= 4]
+        rows = [(int(np.prod(of[:-3])), of[-2] // patch, of[-1] // patch) for of in shapes if of[0]]
+        grids = {GRIDS[0]: rows} if rows else {}
+    return {**grids, "vision_windows": () if vision is None else vision.windows}
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    if isinstance(value, list | tuple):
+        value = np.asarray(value)
+    return tuple(value.shape) if isinstance(value, np.ndarray | Tensor) else ()
+
+
+def _grid(value: Any, name: str) -> IntArray:
+    grid = host_ints(value, name, ndim=None, least=0)
+    if grid.size % 3 or (grid.ndim > 1 and grid.shape[-1] != 3):
+        raise ValueError(
+            f"{name} has the shape {grid.shape}; wanted [N, 3]: frames, rows and columns of patches of each "
+            "image."
+        )
+    return grid.reshape(-1, 3)
