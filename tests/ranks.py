@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -24,6 +25,7 @@ _PRELOAD = [
     "lightning.pytorch",
     "lightning_thd",
     "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
     "accelerate",
 ]
 
@@ -50,7 +52,7 @@ def pretended_ranks(world_size: int, *, backend: str = "fake") -> Iterator[None]
     def group_of_that_backend(*args: Any, **kwargs: Any) -> Any:
         return new_group(*args, **{**kwargs, "backend": backend})
 
-    with mock.patch.dict(os.environ, _environment(0, world_size)):
+    with mock.patch.dict(os.environ, environment_of(0, world_size)):
         dist.init_process_group(backend, store=store, rank=0, world_size=world_size)
         try:
             with (
@@ -65,7 +67,8 @@ def pretended_ranks(world_size: int, *, backend: str = "fake") -> Iterator[None]
             dist.destroy_process_group()
 
 
-def _environment(rank: int, world_size: int) -> dict[str, str]:
+def environment_of(rank: int, world_size: int) -> dict[str, str]:
+    """Return torchrun's environment of a rank."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -78,7 +81,20 @@ def _environment(rank: int, world_size: int) -> dict[str, str]:
     }
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: object, timeout_s: float = 180.0) -> list[Any]:
+def forkserver() -> Any:
+    """Return the context whose processes have torch, lightning and transformers imported when they begin."""
+    ctx = mp.get_context("forkserver")
+    ctx.set_forkserver_preload(_PRELOAD)
+    return ctx
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: object,
+    timeout_s: float = 180.0,
+    asking: int | None = None,
+) -> list[Any]:
     """Run ``fn(*args)`` on ``world_size`` gloo ranks and return the results in rank order.
 
     The process group is initialised before ``fn`` runs, and the environment is torchrun's, so a Lightning
@@ -89,15 +105,15 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: object, timeout_s:
         world_size: number of processes.
         args: picklable arguments, the same on every rank.
         timeout_s: seconds until the ranks are killed and the test fails.
+        asking: the process with which the ranks end; by default this one.
     """
-    ctx = mp.get_context("forkserver")
-    ctx.set_forkserver_preload(_PRELOAD)
+    ctx = forkserver()
     with tempfile.TemporaryDirectory() as folder:
         results: mp.Queue[tuple[int, bool, Any]] = ctx.Queue()
         ranks = [
             ctx.Process(
                 target=_rank_main,
-                args=(os.getpid(), rank, world_size, folder, results, fn, args),
+                args=(asking or os.getpid(), rank, world_size, folder, results, fn, args),
                 daemon=True,
             )
             for rank in range(world_size)
@@ -110,6 +126,13 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: object, timeout_s:
             for process in ranks:
                 process.kill()
                 process.join()
+
+
+def join_ranks(rank: int, world_size: int, store: Path) -> None:
+    """Make the process group of gloo that meets in a file."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
 
 
 def _collect(ranks: list[Any], results: mp.Queue[tuple[int, bool, Any]], deadline: float) -> list[Any]:
@@ -162,12 +185,10 @@ def _rank_main(
     import torch.distributed as dist
 
     threading.Thread(target=_end_with, args=(asking,), daemon=True).start()
-    os.environ.update(_environment(rank, world_size))
+    os.environ.update(environment_of(rank, world_size))
     torch.set_num_threads(1)
     try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
-        )
+        join_ranks(rank, world_size, Path(folder, "store"))
         value = fn(*args)
         save_coverage()  # the parent kills ranks once it has the results
         # Bytes, because a queue sends tensors as files that close when this process ends.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.chaos import start, surviving_line
+from tests.chaos import ForkedJob, lines, run_until, start, surviving_line
 from tests.chaos_job import PER_STEP, SEQUENCES, Ledger, train
 from tests.tiny import largest_error
 from tests.trust.disasters import JOB, KINDS, Scene, left_behind
@@ -56,14 +56,25 @@ def check(out: Path, names: list[str]) -> None:
     assert largest_error(found, {n: p.detach() for n, p in alone.model.named_parameters()}) < 1e-10
 
 
-def test_four_kills(tmp_path: Path) -> None:
-    assert survive(tmp_path, 4, seed=7).total() > 0  # fewer than 4 where the epoch ends before
+def test_two_kills_of_forked_ranks(tmp_path: Path) -> None:
+    rng, names = random.Random(7), ["first", "second", "last"]
+    for name, ranks, workers in zip(names, (2, 1, 4), (2, 0, 0), strict=True):
+        job = ForkedJob(JOB, tmp_path, ranks, name, str(workers))
+        if name != "last":
+            run_until(job, tmp_path, lines(tmp_path) + rng.randint(5, 12) * ranks)
+            assert job.poll() is None, (tmp_path / f"{name}.log").read_text()
+            job.kill()
+    try:
+        assert job.wait(240) == 0, (tmp_path / "last.log").read_text()
+    finally:
+        job.kill()
+    check(tmp_path, names)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in KILLS])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_disaster_of_every_kind(kind: str, tmp_path: Path) -> None:
-    assert survive(tmp_path, 3, seed=11, kinds=(*KILLS, kind))[kind] > 0
+    assert survive(tmp_path, 4, seed=11, kinds=(*KILLS, kind))[kind] > 0
 
 
 @pytest.mark.slow

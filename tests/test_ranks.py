@@ -1,6 +1,6 @@
 import os
 import subprocess
-import sys
+import threading
 import time
 from pathlib import Path
 
@@ -51,15 +51,16 @@ def test_a_rank_that_dies_is_noticed() -> None:
 
 def test_ranks_end_with_the_process_that_asked_for_them(tmp_path: Path) -> None:
     file = tmp_path / "ranks"
-    code = f"from tests import test_ranks as t; t.run_ranks(t._say_who_and_wait, 2, {str(file)!r})"
-    asking = subprocess.Popen([sys.executable, "-c", code])
-    until = time.monotonic() + 60
-    while not file.exists() or file.read_text().count("\n") < 2:
-        assert time.monotonic() < until
-        time.sleep(0.1)
-    asking.kill()
-    asking.wait()
-    ranks = [Path(f"/proc/{pid}") for pid in file.read_text().split()]
-    while any(rank.exists() for rank in ranks):
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    asking = subprocess.Popen(["sleep", "60"])
+
+    def end() -> None:
+        while not file.exists() or file.read_text().count("\n") < 2:
+            time.sleep(0.1)
+        asking.kill()
+        asking.wait()
+
+    ending = threading.Thread(target=end)
+    ending.start()
+    with pytest.raises(RankError, match=r"died with exit codes \[1\]"):
+        run_ranks(_say_who_and_wait, 2, str(file), asking=asking.pid)
+    ending.join()
