@@ -26,7 +26,9 @@ _PRELOAD = [
     "lightning_thd",
     "transformers.models.llama.modeling_llama",
     "transformers.trainer",
+    "tests.models.families",
     "accelerate",
+    "pytest",
 ]
 
 _LAST_WORDS_S = 1.0  # after the first error, until the other ranks are killed

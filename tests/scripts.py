@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -16,6 +17,16 @@ import traceback
 from pathlib import Path
 
 from tests.ranks import forkserver
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def smaller_examples(folder: Path) -> Path:
+    """Copy the examples into a folder, with packs of fewer tokens and documents of fewer bytes."""
+    for file in EXAMPLES.glob("*.py"):
+        text = re.sub(r"capacity=[\d_]+", "capacity=512", file.read_text())
+        (folder / file.name).write_text(re.sub(r"max_bytes=\d+", "max_bytes=256", text))
+    return folder
 
 
 def run_python(*arguments: object, cwd: Path | None = None, timeout_s: float = 180.0) -> str:

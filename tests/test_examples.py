@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
-from tests.scripts import run_python
+from tests.scripts import EXAMPLES, run_python, smaller_examples
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
 ARGUMENTS = {
     "quickstart.py": None,  # tests/test_quickstart.py
     "parallel.py": None,  # tests/strategies
@@ -37,12 +35,7 @@ def test_every_example_is_listed_and_short() -> None:
 
 @pytest.fixture(scope="module")
 def smaller(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Copy the examples, with packs of fewer tokens and documents of fewer bytes."""
-    folder = tmp_path_factory.mktemp("examples")
-    for file in EXAMPLES.glob("*.py"):
-        text = re.sub(r"capacity=[\d_]+", "capacity=512", file.read_text())
-        (folder / file.name).write_text(re.sub(r"max_bytes=\d+", "max_bytes=256", text))
-    return folder
+    return smaller_examples(tmp_path_factory.mktemp("examples"))
 
 
 @pytest.mark.parametrize("name", [name for name, arguments in ARGUMENTS.items() if arguments is not None])

@@ -14,20 +14,21 @@ import pytest
 
 from lightning_thd.data import stdlib_documents
 from lightning_thd.packing import PackPlanner, Packs
+from tests.scripts import EXAMPLES, finished, run_python, smaller_examples
 from tests.trackers import read_tensorboard
-
-ROOT = Path(__file__).parent.parent
 
 
 def quickstart(out: Path, *arguments: str) -> str:
-    command = [sys.executable, str(ROOT / "examples" / "quickstart.py"), "--out", str(out), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=560)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return run_python(EXAMPLES / "quickstart.py", "--out", out, *arguments, timeout_s=560)
 
 
-def test_ten_steps_leave_what_the_readme_says(tmp_path: Path) -> None:
-    shown = quickstart(tmp_path, "--steps", "10")
+@pytest.fixture(scope="module")
+def smaller(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return smaller_examples(tmp_path_factory.mktemp("examples")) / "quickstart.py"
+
+
+def test_ten_steps_leave_what_the_readme_says(smaller: Path, tmp_path: Path) -> None:
+    shown = run_python(smaller, "--out", tmp_path, "--steps", "10")
     series = read_tensorboard(tmp_path / "tensorboard")
     losses = [value for _, value in series["train/loss"]]
     assert losses[0] > losses[-1] > 0
@@ -69,7 +70,7 @@ def test_sigkill_and_resume_use_every_document_of_the_epoch_once(tmp_path: Path)
         ledgers.append(tmp_path / f"ledger-{len(ledgers)}")
         arguments = ["--data", str(file), "--steps", str(steps), "--out", str(out)]
         arguments += [] if kill_after else ["--resume"]
-        code = LEDGER.format(examples=str(ROOT / "examples"), ledger=str(ledgers[-1]), arguments=arguments)
+        code = LEDGER.format(examples=str(EXAMPLES), ledger=str(ledgers[-1]), arguments=arguments)
         job = subprocess.Popen(
             [sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
@@ -91,8 +92,7 @@ def rows(file: Path) -> list[list[int]]:
 
 
 def test_resuming_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "examples" / "quickstart.py"), "--out", str(tmp_path), "--resume"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = finished(EXAMPLES / "quickstart.py", "--out", tmp_path, "--resume")
     assert done.returncode == 2
     assert f"--resume: {tmp_path}/checkpoints holds no last.ckpt" in done.stderr
 
@@ -104,8 +104,8 @@ def test_a_hundred_steps_halve_the_loss(tmp_path: Path) -> None:
     assert losses[-1] < losses[0] / 2
 
 
-def test_own_jsonl(tmp_path: Path) -> None:
+def test_own_jsonl(smaller: Path, tmp_path: Path) -> None:
     file = tmp_path / "own.jsonl"
     file.write_text("".join(json.dumps({"body": text}) + "\n" for text in stdlib_documents()[:400]))
-    quickstart(tmp_path / "run", "--steps", "1", "--data", str(file), "--text-key", "body")
+    run_python(smaller, "--out", tmp_path / "run", "--steps", 1, "--data", file, "--text-key", "body")
     assert (tmp_path / "run" / "csv").is_dir()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import re
-import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,7 +76,11 @@ def test_a_gpu_that_a_kernel_is_not_built_for(monkeypatch: pytest.MonkeyPatch) -
 BROKEN = """
 import sys
 sys.path.insert(0, sys.argv[1])
+for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
+    del sys.modules[name]
 from lightning_thd.cli import main
+from tests.scripts import run_python
+from tests.scripts import run_python
 main(["doctor", "--json"])
 """
 
@@ -109,10 +111,7 @@ def test_wrong_builds_and_old_releases_are_told_what_to_do(tmp_path: Path) -> No
     write_package(
         tmp_path, "causal_conv1d", "1.6.0", {"causal_conv1d/__init__.py": "import no_such_module\n"}
     )
-    done = subprocess.run(
-        [sys.executable, "-c", BROKEN, str(tmp_path)], capture_output=True, text=True, check=True
-    )
-    found = json.loads(done.stdout)
+    found = json.loads(run_python("-c", BROKEN, tmp_path))
     why = {x["name"]: x["why_not"] for x in found["kernels"]}
     assert why["flash2"] == (
         "flash_attn.flash_attn_interface is installed and does not import here (flash_attn_2_cuda.so: "

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
-import sys
 import threading
 import time
 
@@ -16,6 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_thd.data.loader import PlansAhead
 from lightning_thd.packing import PackPlanner, Packs, Sequences, StepPlan
 from lightning_thd.packing.planner import NoSuchStep
+from tests.scripts import finished
 
 LENGTHS = np.random.default_rng(0).integers(1, 200, 500)
 
@@ -130,5 +129,5 @@ def test_the_thread_of_a_dropped_owner_is_joined_before_the_interpreter_ends() -
         "ahead.begin(lambda: (time.sleep(0.5), print('made')))\n"
         "del ahead\n"
     )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", job], capture_output=True, text=True)
+    done = finished("-c", job)
     assert (done.returncode, done.stdout, done.stderr) == (0, "made\n", "")

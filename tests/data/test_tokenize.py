@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 
@@ -96,6 +95,8 @@ def test_an_unnamed_store_goes_with_its_object(tmp_path: Path) -> None:
 _MEASURE = """
 import resource, sys
 from lightning_thd.data.read.sources import open_source
+from tests.scripts import run_python
+from tests.scripts import run_python
 open_source(sys.argv[1], cache_dir=sys.argv[2])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 store = open_source(sys.argv[3], cache_dir=sys.argv[2])
@@ -108,8 +109,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     line = json.dumps({"text": "x" * 10_000}) + "\n"
     small.write_text(line * 800)  # 8 MB: two chunks
     large.write_text(line * 4_000)  # 40 MB, 80 MB of ids
-    command = [sys.executable, "-c", _MEASURE, str(small), str(tmp_path / "c"), str(large)]
-    grown, count = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    grown, count = run_python("-c", _MEASURE, small, tmp_path / "c", large).split()
     assert int(count) == 4_000
     unit = 1024 if sys.platform != "darwin" else 1
     # 8 MB: a chunk here and there; holding the ids would take 80.

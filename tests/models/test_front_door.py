@@ -6,8 +6,6 @@ import copy
 import gc
 import io
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from lightning_thd.batch import THDBatch
 from lightning_thd.models import register_thd
 from tests.models.families import build
 from tests.models.matrix import relative_error
+from tests.scripts import run_python
 
 register_thd()
 Way = Callable[[Any], Any]
@@ -297,8 +296,7 @@ def test_a_model_unpickled_in_a_new_process_knows_its_packs(name: str, tmp_path:
         f"model, given, want = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)\n"
         "for call in (model, model.forward): print(torch.equal(call(**given).logits, want))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["True", "True"], done.stderr
+    assert run_python("-c", code).split() == ["True", "True"]
 
 
 TWINS: dict[str, Way] = {

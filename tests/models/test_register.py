@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,30 +13,18 @@ import transformers
 
 from lightning_thd.models import register_thd
 from lightning_thd.models.register import after_import
+from tests.scripts import run_python
 
 register_thd()
 
 
-def run_python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_importing_the_package_imports_no_model_code() -> None:
-    out = run_python(
-        "import sys, lightning_thd; print('transformers.modeling_utils' in sys.modules)\n"
-        "from transformers.modeling_utils import AttentionInterface as A\n"
-        "from transformers.masking_utils import AttentionMaskInterface as M\n"
-        "print('thd' in A._global_mapping, 'thd' in M._global_mapping)"
-    )
-    assert out.split() == ["False", "True", "True"]
-
-
 def test_registering_after_transformers_was_imported() -> None:
     out = run_python(
-        "import transformers.modeling_utils as m, lightning_thd.models as t; t.register_thd(); "
-        "t.register_thd()\nprint('thd' in m.AttentionInterface._global_mapping)"
+        "-c",
+        "import sys, transformers.modeling_utils as m\n"
+        "for x in [x for x in sys.modules if x.partition('.')[0] == 'lightning_thd']: del sys.modules[x]\n"
+        "table = m.AttentionInterface._global_mapping\ntable.pop('thd', None)\n"
+        "import lightning_thd.models as t\nt.register_thd()\nt.register_thd()\nprint('thd' in table)",
     )
     assert out.split() == ["True"]
 
@@ -118,6 +104,7 @@ def test_another_transformers_refuses_thd_alone(
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: transformers\nVersion: {release}\n")
     out = run_python(
+        "-c",
         "import sys, lightning_thd\n"
         "for x in [x for x in sys.modules if x.partition('.')[0] == 'transformers']: del sys.modules[x]\n"
         f"sys.path.insert(0, {str(tmp_path)!r})\n"
@@ -125,7 +112,7 @@ def test_another_transformers_refuses_thd_alone(
         "from lightning_thd.models import register\nregister._done.clear()\nregister.register_thd()\n"
         "import transformers.modeling_utils as m, transformers.masking_utils as k\n"
         f"table = (m if {table!r} == 'AttentionInterface' else k).{table}.table\n"
-        "try: table['thd']()\nexcept ValueError as error: print(error)"
+        "try: table['thd']()\nexcept ValueError as error: print(error)",
     )
     assert message in out
     assert "Install a release from 5.15 to 5.23" in out

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import pty
 import re
-import subprocess
-import sys
 
 import pytest
 
 from lightning_thd.report.terminal import Table, show_table
+from tests.scripts import run_python
 
 TABLE = Table(
     columns=("device", "bf16", "source"),
@@ -56,13 +55,9 @@ def test_rows_without_heads() -> None:
 
 def test_a_terminal_of_80_columns_gets_a_drawn_table() -> None:
     ours, theirs = pty.openpty()
-    environment = {**os.environ, "COLUMNS": "80", "TERM": "xterm"}
-    subprocess.run(
-        [sys.executable, "-c", "from lightning_thd.cli import main; main(['peaks', 'NVIDIA H200'])"],
-        stdout=theirs,
-        env=environment,
-        check=True,
-    )
+    there = f"import os\nos.dup2(os.open({os.ttyname(theirs)!r}, os.O_WRONLY | os.O_NOCTTY), 1)\n"
+    there += "os.environ.update(COLUMNS='80', TERM='xterm')\n"
+    run_python("-c", there + "from lightning_thd.cli import main\nmain(['peaks', 'NVIDIA H200'])")
     os.close(theirs)
     shown = os.read(ours, 65536).decode()
     os.close(ours)

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.scripts import run_python, smaller_examples
+
 ROOT = Path(__file__).parents[2]
+LOSS = r"dp \d x cp \d x tp \d: step \d+, loss ([\d.]+)"
 TORCHRUN = ["-m", "torch.distributed.run"]
 
 
@@ -29,14 +32,15 @@ def start(launcher: list[str], arguments: list[str]) -> subprocess.Popen[str]:
 def loss_of(job: subprocess.Popen[str]) -> float | None:
     out, err = job.communicate(timeout=240)
     assert job.returncode == 0, err[-4000:]
-    found = re.search(r"dp \d x cp \d x tp \d: step \d+, loss ([\d.]+)", out)
+    found = re.search(LOSS, out)
     return float(found.group(1)) if found else None
 
 
-def test_one_process() -> None:
-    loss = loss_of(start([], ["--steps", "3"]))
-    assert loss is not None
-    assert loss < 6
+def test_one_process(tmp_path: Path) -> None:
+    shown = run_python(smaller_examples(tmp_path) / "parallel.py", "--steps", 3)
+    found = re.search(LOSS, shown)
+    assert found is not None
+    assert float(found.group(1)) < 6
 
 
 @pytest.mark.slow
