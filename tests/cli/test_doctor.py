@@ -17,6 +17,7 @@ from lightning_thd._known_bad import installed_version, known_problems
 from lightning_thd.attention.support import SUPPORT
 from lightning_thd.cli import doctor, main
 from lightning_thd.cli.doctor import Diagnosis, diagnose
+from tests.scripts import run_python
 
 
 def kernel(found: Diagnosis, name: str) -> doctor.Kernel:
@@ -79,8 +80,6 @@ sys.path.insert(0, sys.argv[1])
 for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
     del sys.modules[name]
 from lightning_thd.cli import main
-from tests.scripts import run_python
-from tests.scripts import run_python
 main(["doctor", "--json"])
 """
 

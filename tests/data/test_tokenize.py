@@ -17,6 +17,7 @@ from lightning_thd.data.read.encode import Encoder, find_kind, tokenize
 from lightning_thd.data.read.records import file_chunks, row_chunks
 from lightning_thd.data.read.sources import open_source
 from lightning_thd.data.store import Rows, write_store
+from tests.scripts import run_python
 
 
 @given(
@@ -95,8 +96,6 @@ def test_an_unnamed_store_goes_with_its_object(tmp_path: Path) -> None:
 _MEASURE = """
 import resource, sys
 from lightning_thd.data.read.sources import open_source
-from tests.scripts import run_python
-from tests.scripts import run_python
 open_source(sys.argv[1], cache_dir=sys.argv[2])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 store = open_source(sys.argv[3], cache_dir=sys.argv[2])
