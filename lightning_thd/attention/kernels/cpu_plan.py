@@ -382,7 +382,9 @@ class _Cutter:
     def _columns(self, rows: int, keys: int) -> list[Tiles]:
         shift, width, tiles = keys - rows, self._tile_size(rows, forward=False), []
         edges = list(range(max(0, shift), keys, width))  # a column that starts on the diagonal needs no mask
-        edges = [*range(0, max(0, shift), width), *edges, keys]
+        # All queries see the keys before the first one's: no mask, so wider columns waste nothing.
+        wide = width if self.left >= 0 or self.max_cells is not None else COLUMN_ROWS
+        edges = [*range(0, max(0, shift), wide), *edges, keys]
         for start, stop in pairwise(edges):
             low = 0 if self.right < 0 else max(0, start - self.right - shift)
             high = rows if self.left < 0 else min(rows, stop + self.left - shift)
