@@ -8,6 +8,7 @@ Legend: B rows, N columns, T real tokens of the batch.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -17,8 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_thd._checks import flags
 from lightning_thd._find import unwrapped
 from lightning_thd.batch import THDBatch
+from lightning_thd.batch.prefixes import SharedBatch
+from lightning_thd.batch.thd_batch import collate_checked
 from lightning_thd.integrations.hf_data import TrainerBase
 from lightning_thd.integrations.hf_options import refuse_engines
 from lightning_thd.models.announce import NAME, run_as_pack
@@ -43,7 +47,9 @@ REFUSED_FOR_ROWS: dict[str, str] = {
 class PackedRowsMixin(TrainerBase):  # type: ignore[misc]
     """Makes the models of a TRL trainer run every padded batch as one pack; ``packed_trainer`` applies it."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, share_prefixes: bool = False, **kwargs: Any) -> None:
+        flags(share_prefixes=share_prefixes)
+        self._share_prefixes = share_prefixes
         ours = sorted(kwargs.keys() & {"capacity", "peak", "data_kwargs"})
         if ours:
             raise TypeError(
@@ -62,7 +68,8 @@ class PackedRowsMixin(TrainerBase):  # type: ignore[misc]
     def _pack_models(self) -> None:
         for model in (self.model, getattr(self, "ref_model", None)):
             if model is not None:
-                pack_rows(unwrapped(self.accelerator.unwrap_model(model)))
+                inner = unwrapped(self.accelerator.unwrap_model(model))
+                pack_rows(inner, share_prefixes=self._share_prefixes)
 
     def _refuse_what_rows_cannot(self) -> None:
         for name, why in REFUSED_FOR_ROWS.items():
@@ -73,8 +80,10 @@ class PackedRowsMixin(TrainerBase):  # type: ignore[misc]
                 )
 
 
-def pack_rows(model: Any) -> None:
+def pack_rows(model: Any, *, share_prefixes: bool = False) -> None:
     """Make a transformers model run padded rows as one pack, in place; the rows it returns are the same.
+
+    With ``share_prefixes``, tokens that rows begin with in common run through the model once.
 
     TRL's call for log-probabilities (``fused_lm_head=True``) and a sequence classifier's are packed. Any
     other, generation above all, runs on padded rows with the attention the model had before.
@@ -83,7 +92,7 @@ def pack_rows(model: Any) -> None:
         return
     others = model.config._attn_implementation
     model.set_attn_implementation(NAME)
-    model._thd_packs_rows = True
+    model._thd_packs_rows, model._thd_shares_prefixes = True, share_prefixes
     model._thd_other_attention = "eager" if others == NAME else others
     model._thd_padded_forward = model.forward
     signature = inspect.signature(model.forward)
@@ -116,16 +125,55 @@ def _run(model: Any, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
         )
     rows = given["input_ids"]
     mask = torch.ones_like(rows) if given.get("attention_mask") is None else given["attention_mask"]
-    batch = THDBatch.from_padded(rows, mask, given.get("labels"))
+    batch = _packed(model, rows, mask, given.get("labels"))
     told = {name: given[name] for name in _KEPT if given.get(name) is not None}
-    if given.get("fused_lm_head"):
-        told |= {"fused_lm_head": True, "shift_labels": batch.targets[None]}
-    output = run_as_pack(model, forward, batch, **told)
-    if given.get("fused_lm_head"):
-        for name, value in list(output.items()):
-            if isinstance(value, Tensor) and value.ndim == 2 and value.shape == (1, sum(batch.lengths)):
-                output[name] = _rows(value[0], mask.bool())
+    if not given.get("fused_lm_head"):
+        return run_as_pack(model, forward, batch, **told)
+    shared = batch.prefixes if isinstance(batch, SharedBatch) else None
+    targets = batch.targets if shared is None else shared.targets
+    with contextlib.nullcontext() if shared is None else _hidden_at(model, shared.slots):
+        output = run_as_pack(model, forward, batch, fused_lm_head=True, shift_labels=targets[None], **told)
+    for name, value in list(output.items()):
+        if isinstance(value, Tensor) and value.shape == (1, len(targets)):
+            values = value[0] if shared is None else shared.of_tokens(value[0])
+            output[name] = _rows(values, mask.bool())
+    if shared is not None:  # TRL's own mean is over rows of predictions, some of several tokens
+        scored = int((shared.token_rows < len(shared.targets)).sum())
+        output["loss"] = -output["log_probs"].sum() / max(1, scored)
     return output
+
+
+def _packed(model: Any, rows: Tensor, mask: Tensor, labels: Tensor | None) -> THDBatch:
+    """Pack padded rows; with shared prefixes, ids and labels are read once from the device."""
+    if not model._thd_shares_prefixes:
+        return THDBatch.from_padded(rows, mask, labels)
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        raise ValueError(
+            f"{type(model).__name__} balances its experts over the tokens of a batch "
+            "(output_router_logits=True), and tokens of shared prefixes would count once. Set "
+            "router_aux_loss_coef=0.0 or share_prefixes=False."
+        )
+    kept = mask.bool()
+    lengths: list[int] = kept.sum(1).tolist()
+    found = {"input_ids": rows} if labels is None else {"input_ids": rows, "labels": labels}
+    split = {name: torch.split(values[kept].long().cpu(), lengths) for name, values in found.items()}
+    samples = [{name: split[name][i].numpy() for name in split} for i in range(len(lengths))]
+    return collate_checked(samples, share_prefixes=True).to(rows.device)
+
+
+@contextmanager
+def _hidden_at(model: Any, slots: Tensor) -> Generator[None]:
+    """Make the backbone return the hidden states of some slots inside this context, one for each row."""
+
+    def select(_: nn.Module, __: Any, output: Any) -> Any:
+        output["last_hidden_state"] = output["last_hidden_state"].index_select(1, slots)
+        return output
+
+    handle = model.base_model.register_forward_hook(select)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _rows(values: Tensor, mask: Tensor) -> Tensor:

@@ -44,7 +44,8 @@ def packed_trainer(trainer_class: type | None = None) -> type:
     ``packed_trainer()(model=model, args=args, train_dataset=dataset, capacity=8192)``, and the same around
     TRL's ``SFTTrainer`` with ``packing=False``. ``per_device_train_batch_size`` is unused: a batch is a pack.
     TRL's ``DPOTrainer``, ``RewardTrainer`` and ``GRPOTrainer`` keep their arguments: all rows of a batch are
-    one pack.
+    one pack. They take ``share_prefixes=True``, with which a prompt runs through the model once for all its
+    answers in the batch.
 
     Args:
         trainer_class: ``transformers.Trainer`` by default, or a subclass.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 import warnings
@@ -24,6 +25,7 @@ from lightning_thd.integrations.hf_rows import REFUSED_FOR_ROWS, pack_rows
 from tests.data.chats import PLAIN, make_tokenizer
 from tests.ranks import run_ranks
 from tests.tiny import checkpoint_activations, largest_error
+from tests.wide import nothing_narrower
 
 trl = pytest.importorskip("trl")
 
@@ -108,6 +110,8 @@ def train(kind: str, packed: bool, out: str, options: dict[str, Any]) -> dict[st
     tokenizer = make_tokenizer(PLAIN)
     options = dict(options)
     lora, experts = options.pop("lora", False), options.pop("experts", False)
+    wide = "share_prefixes" in options  # norms in fp32 round gradients before they are summed
+    ours = {"share_prefixes": True} if options.pop("share_prefixes", False) and packed else {}
     patch = pytest.MonkeyPatch()
     if options.pop("exact", False):
         use_exact_sums(patch)
@@ -139,10 +143,12 @@ def train(kind: str, packed: bool, out: str, options: dict[str, Any]) -> dict[st
     model = auto.from_pretrained(folder, dtype=torch.float64, **chosen)
     if experts:  # TRL would build its reference with grouped products, which know no fp64
         others["ref_model"] = auto.from_pretrained(folder, dtype=torch.float64, **chosen)
-    running = (packed_trainer(trainer_class) if packed else trainer_class)(model=model, args=args, **others)
-    running.train()
-    if kind != "grpo":
-        running.evaluate()
+    made = packed_trainer(trainer_class) if packed else trainer_class
+    running = made(model=model, args=args, **others, **ours)
+    with nothing_narrower() if wide else contextlib.nullcontext():
+        running.train()
+        if kind != "grpo":
+            running.evaluate()
     logs = [
         {key: float(value) for key, value in entry.items() if not UNLIKE.search(key)}
         for entry in running.state.log_history
@@ -183,6 +189,18 @@ def check(
 )
 def test_losses_metrics_and_weights_are_those_of_padded_rows(kinds: list[str], tmp_path: Path) -> None:
     check(kinds, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "options"),
+    [
+        (["dpo", "reward"], {"exact": True}),
+        pytest.param(["grpo"], {"exact": True, "max_steps": 10}, marks=pytest.mark.slow),
+        pytest.param(["dpo"], {"exact": True, "max_steps": 10, "world": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_shared_prefixes_change_nothing(kinds: list[str], options: dict[str, Any], tmp_path: Path) -> None:
+    check(kinds, tmp_path, to=EXACT, share_prefixes=True, **options)
 
 
 @pytest.mark.slow
