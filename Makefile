@@ -34,11 +34,11 @@ lint: .venv/.installed
 	$(BIN)/lint-imports --config setup.cfg
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # README, quickstart, every example and the GPU tests on a CUDA device that is imagined: tests/imagined/README.md.
 test-imagined: .venv/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m imagined tests/imagined
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m imagined tests/imagined
 
 # The documentation, into site/; a broken link or a name that is gone fails.
 .venv/.docs: .venv/.installed
@@ -78,7 +78,7 @@ security: .venv/.installed
 # Lines met by the tests, those that run on ranks and in subprocesses too.
 coverage: .venv/.installed
 	rm -f .coverage .coverage.*
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term-missing:skip-covered
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --cov --cov-report=term-missing:skip-covered
 	$(BIN)/python -m tests.trust.messages
 
 clean:
@@ -101,7 +101,7 @@ $(OLDEST)/.installed: setup.cfg constraints-oldest.txt
 	touch $@
 
 test-oldest: $(OLDEST)/.installed
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Real Triton kernels on the CPU, by Triton's interpreter.
 KERNELS ?= .venv-kernels

@@ -17,6 +17,30 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 _LOGGERS = ("lightning", "lightning.pytorch", "lightning.fabric", "torch.distributed", "transformers", "trl")
 
+# These files take longest. They run first, so that no worker is left with one of them at the end.
+_LONG = (
+    "test_docs",
+    "test_examples",
+    "test_sample",
+    "test_pipeline",
+    "test_graphed_step",
+    "test_hf_trainer",
+    "test_loops",
+    "test_dynamic",
+    "test_trainer_use",
+    "test_mixing",
+    "test_families",
+    "test_compile",
+    "test_chaos",
+    "test_layouts",
+    "test_matrix",
+    "test_hosts",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in _LONG)
+
 
 @pytest.fixture(autouse=True)
 def _loggers_speak_again() -> Iterator[None]:

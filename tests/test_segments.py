@@ -119,14 +119,15 @@ def random_pack(rng: np.random.Generator) -> tuple[Rows, Rows, Rows, Rows, int, 
     return ids_q, ids_kv, pos_q, pos_kv, max_segments, f"{kind}/{layout}"
 
 
+@pytest.mark.parametrize("packs", [150, pytest.param(600, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("mask", FAMILIES)
-def test_equals_the_dense_mask(mask: MaskFamily, dtype: torch.dtype) -> None:
-    # 6 x 600 = 3,600 packs of up to 3 rows.
+def test_equals_the_dense_mask(mask: MaskFamily, dtype: torch.dtype, packs: int) -> None:
+    """Six times so many packs, of up to three rows."""
     rng = np.random.default_rng([FAMILIES.index(mask), dtype.itemsize])
     seen: dict[str, int] = {}
     dropped_slots = 0
-    for _ in range(600):
+    for _ in range(packs):
         ids_q, ids_kv, pos_q, pos_kv, max_segments, kind = random_pack(rng)
         expected, dropped = brute_force(ids_q, ids_kv, pos_q, pos_kv, mask, max_segments)
         q, pq = torch.tensor(ids_q, dtype=dtype), torch.tensor(pos_q, dtype=dtype)
@@ -140,8 +141,8 @@ def test_equals_the_dense_mask(mask: MaskFamily, dtype: torch.dtype) -> None:
         seen[kind] = seen.get(kind, 0) + 1
         dropped_slots += dropped
     assert len(seen) == 12
-    assert min(seen.values()) > 20
-    assert dropped_slots > 1000  # a mask that drops nothing would prove nothing
+    assert min(seen.values()) > packs // 30
+    assert dropped_slots > packs  # a mask that drops nothing would prove nothing
 
 
 def _ids(digits: str) -> Tensor:

@@ -131,7 +131,7 @@ def test_dtypes_at_real_lengths(dtype: torch.dtype, tolerance: float, options: d
         assert (a - b).abs().max() <= tolerance * b.abs().max()
 
 
-@pytest.mark.parametrize("length", [1281, 3000])
+@pytest.mark.parametrize("length", [1281, pytest.param(3000, marks=pytest.mark.slow)])
 def test_long_sequences_forward_whole(length: int) -> None:
     q, k, v, grad = (torch.randn(length, 2, 16) for _ in range(4))
     got = run(q, k, v, [length], [length], grad)

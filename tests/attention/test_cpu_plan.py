@@ -202,7 +202,7 @@ def test_equal_sequences_that_are_not_cut_are_one_call(
     q, kv = offsets(lengths_q), offsets(lengths_kv or lengths_q)
     plan = make_plan(q, kv, left=left, right=right, by_keys=by_keys)
     assert (plan.at_once is not None) == once
-    if plan.at_once is not None:
+    if plan.at_once is not None and max(lengths_q) < 1000:  # a million pairs take seconds
         alone = Plan((plan.at_once,), (), ())
         assert sorted(pairs_of(alone, left, right)) == sorted(pairs_of(plan, left, right))
     assert make_plan(q, kv, left=left, right=right, by_keys=by_keys, max_cells=1 << 14).at_once is None

@@ -18,7 +18,7 @@ from lightning_thd.models import register_thd
 
 register_thd()
 TODAY = datetime.date.today().toordinal()
-TURNS = 10
+TURNS = 30
 EARLY = Version(transformers.__version__) < Version("5.23")
 FAMILIES_WARN = pytest.mark.filterwarnings("ignore")  # of what is theirs
 
@@ -105,7 +105,7 @@ def test_the_table_counts_and_gives_reasons() -> None:
 @FAMILIES_WARN
 def test_other_sizes_of_the_models_whose_turn_it_is_are_exact_or_refused() -> None:
     """Layers, heads, windows, ropes and documents are drawn anew every day."""
-    names = turn(list(families("causal")), TODAY, of=16)
+    names = turn(list(families("causal")), TODAY, of=64)
     drawn = {name: draw(TODAY, name) for name in names}
     found = {name: compare("causal", name, families("causal")[name], drawn[name]) for name in names}
     bad = {name: verdict for name, verdict in found.items() if verdict[0] in ("wrong", "crash")}

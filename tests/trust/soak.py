@@ -92,7 +92,7 @@ def resident_mib() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def soak(minutes: float, folder: Path, max_steps: int = -1) -> dict[str, float]:
+def soak(minutes: float, folder: Path, max_steps: int = -1, *, wandb: bool = True) -> dict[str, float]:
     """Train, validate, checkpoint and log for so many minutes.
 
     Returns:
@@ -118,14 +118,15 @@ def soak(minutes: float, folder: Path, max_steps: int = -1) -> dict[str, float]:
         ],
         logger=[
             TensorBoardLogger(folder, name="tensorboard"),
-            WandbLogger(save_dir=folder, offline=True),
+            *([WandbLogger(save_dir=folder, offline=True)] if wandb else []),
         ],
         log_every_n_steps=10,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     trainer.fit(Captured(), data)
-    trainer.loggers[1].experiment.finish()
+    if wandb:
+        trainer.loggers[1].experiment.finish()
     replayed = graphs.step.stats.hit_rate if graphs.step is not None else 0.0
     return {**drift(watch.samples), "graph hit rate": replayed}
 

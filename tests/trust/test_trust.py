@@ -46,7 +46,7 @@ def test_a_section_is_replaced_and_the_others_stay(tmp_path: Path, monkeypatch: 
 
 
 def test_a_few_steps_of_soak(tmp_path: Path) -> None:
-    found = soak(60.0, tmp_path, max_steps=30)
+    found = soak(60.0, tmp_path, max_steps=30, wandb=False)
     assert found["steps"] == 30
     assert found["open files more"] <= 2
 
