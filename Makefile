@@ -79,7 +79,6 @@ security: .venv/.installed
 coverage: .venv/.installed
 	rm -f .coverage .coverage.*
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --cov --cov-report=term-missing:skip-covered
-	$(BIN)/python -m tests.trust.messages
 
 clean:
 	rm -rf .venv runs

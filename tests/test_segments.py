@@ -141,7 +141,7 @@ def test_equals_the_dense_mask(mask: MaskFamily, dtype: torch.dtype, packs: int)
         seen[kind] = seen.get(kind, 0) + 1
         dropped_slots += dropped
     assert len(seen) == 12
-    assert min(seen.values()) > packs // 30
+    assert min(seen.values()) >= packs // 30
     assert dropped_slots > packs  # a mask that drops nothing would prove nothing
 
 

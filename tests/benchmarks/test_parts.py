@@ -18,6 +18,7 @@ from benchmarks import (
 )
 from benchmarks.results import HOST, Result
 from lightning_thd.packing import Cost
+from tests.tiny import sequences
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +31,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[Result]:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(end_to_end, "CAPACITY", 512)
+    monkeypatch.setattr(end_to_end, "StdlibText", lambda max_bytes: sequences(60, longest=200))
     monkeypatch.setattr(loss_curves, "CAPACITY", 256)
     monkeypatch.setattr(loss_curves, "MEAN", 2)
     monkeypatch.setattr(attention_kernels, "LENGTHS", (50, 20, 33))

@@ -125,8 +125,14 @@ def test_compiled_checkpoints_are_recomputed_with_their_pack(name: str) -> None:
 
 
 @NON_LEAF
-@pytest.mark.parametrize("name", ["stablelm", "mamba2"])
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(
+    ("name", "in_place"),
+    [
+        ("stablelm", True),
+        ("mamba2", False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("stablelm", False), ("mamba2", True))),
+    ],
+)
 def test_switching_a_compiled_model_to_thd_takes_effect(name: str, in_place: bool) -> None:
     torch._dynamo.reset()
     model: Any = build(name, "eager").eval()

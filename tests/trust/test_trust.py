@@ -14,7 +14,6 @@ from tests.trust.combinations import Tally, draw
 from tests.trust.combined_job import Outcome, run_cases
 from tests.trust.determinism import compare
 from tests.trust.disasters import left_behind
-from tests.trust.messages import PACKAGE, messages, unmet
 from tests.trust.record import record
 from tests.trust.security import LOADS, audited, loads
 from tests.trust.soak import drift, soak
@@ -84,17 +83,6 @@ def test_ranks_that_end_are_wrong_unless_a_stage_refused() -> None:
     tally.add(stages, [*refused, Outcome("ended")])
     tally.add(ranks, [*refused, Outcome("ended")])
     assert tally.outcomes == {"refused by one stage": 2, "died or hung": 3, "ranks differ": 1}
-
-
-def test_messages_that_no_test_meets_are_found(tmp_path: Path) -> None:
-    file = tmp_path / "part.py"
-    file.write_text(
-        'def f(x):\n    if x:\n        raise ValueError(f"{x} is odd")\n    raise TypeError("none")\n'
-    )
-    assert sorted(message.text for message in messages(tmp_path)) == [" is odd", "none"]
-    count, missing = unmet({str(file): {1, 2, 4}}, tmp_path)
-    assert (count, [message.text for message in missing]) == (2, [" is odd"])
-    assert len(list(messages(PACKAGE))) > 500
 
 
 def test_every_place_that_loads_objects_is_reviewed() -> None:
