@@ -85,6 +85,12 @@ PATCHES: Final[dict[str, Patch]] = {
         "models/positions.py",
         "they take position_ids in every family",
     ),
+    "row scales": Patch(
+        "forward of attention that scales queries by their slot in the row, such as Llama 4's without rope",
+        "They count along the row.",
+        "models/positions.py",
+        "they take position_ids",
+    ),
     "ropes": Patch(
         "forward of rotary embeddings in models with longrope or dynamic ropes",
         "Their frequencies depend on the longest position of the whole call.",

@@ -120,6 +120,7 @@ class LazyLogits(Tensor):
         return self
 
     @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __torch_function__(
         cls,
         func: Callable[..., Any],

@@ -48,6 +48,7 @@ from lightning_thd.models.pooled_heads import (
 from lightning_thd.models.positions import (
     adopt_position_tables,
     adopt_ropes,
+    adopt_row_scales,
     adopt_zero_embeddings,
     keep_frequencies,
 )
@@ -55,7 +56,9 @@ from lightning_thd.models.refusals import (
     LABELS,
     keep_labels_inside,
     keeps_own_attention,
+    note_construction,
     refuse_call,
+    refuse_changed_config,
     refuse_own_attention,
     refuse_unknown_layers,
 )
@@ -105,6 +108,7 @@ def watch_models(base: Any) -> None:
     @functools.wraps(finish)
     def post_init(self: Any, *args: Any, **kwargs: Any) -> None:
         finish(self, *args, **kwargs)
+        note_construction(self)
         if _mentions_thd(self.config):
             _settle(self, follow=False)
 
@@ -133,6 +137,7 @@ def install(model: Any) -> None:
     if getattr(model, "_thd_installed", False):
         return
     model._thd_installed = True
+    note_construction(model)
     names = _parameter_names(type(model))
     model._thd_takes_use_cache = "use_cache" in inspect.signature(type(model).forward).parameters
     model._thd_parameters = names
@@ -155,6 +160,7 @@ def adopt(model: Any) -> None:
     model._thd_own_class = not type(model).__module__.startswith("transformers.")
     adopt_mixers(type(model))
     adopt_position_tables(type(model))
+    adopt_row_scales(type(model))
     adopt_ropes(type(model), model.config)
     adopt_zero_embeddings(type(model))
     adopt_indexers(type(model), model.config)
@@ -261,6 +267,7 @@ def enter(
                 raise ValueError(_other_attention(model, text._attn_implementation))
             if (caller := getattr(STATE, "caller", None)) is not None:
                 _report(model, pack, caller)
+            refuse_changed_config(model)
             if any(name in kwargs for name in LABELS):
                 kwargs = keep_labels_inside(model, kwargs, pack)
         if model._thd_takes_use_cache and kwargs.get("use_cache") is not False:

@@ -15,7 +15,7 @@ from lightning_thd.attention import varlen_attention
 from lightning_thd.attention.entry import BoundAttention
 from lightning_thd.attention.kernels.portable import know_offsets
 from lightning_thd.models.masks import hides_nothing, shows_all, stands_for_every_key, told_limit
-from lightning_thd.models.pack import CAUSAL, Pack, current_pack, current_scope
+from lightning_thd.models.pack import CAUSAL, NOTES, Pack, current_pack, current_scope
 from lightning_thd.parallel.context import layout
 from lightning_thd.seqlens import cu_seqlens_from_lengths, seq_idx_from_cu_seqlens
 
@@ -91,8 +91,7 @@ def thd_attention(
             module, None if both_ways or hides_nothing(attention_mask) else attention_mask, dropout, others
         )
     causal = not both_ways and _is_causal(module, is_causal)
-    window = getattr(module, "sliding_window", None) if sliding_window == _UNSET else sliding_window
-    window = window if told_window is None else told_window
+    window = _window(module, sliding_window, causal=causal) if told_window is None else told_window
     pack = current_pack() if cu_seq_lens_q is None else _announced(cu_seq_lens_q, cu_seq_lens_k)
     options = (causal, window, scaling, softcap)
     given = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
@@ -114,6 +113,23 @@ def thd_attention(
         bound = BoundAttention(q, k, v, *bounds[:4], sinks=s_aux, keys=bounds.keys, **_options(*options))
         pack.cache[kind] = bound
     return bound(query, key, value, s_aux), None
+
+
+def _window(module: nn.Module, given: int | None, *, causal: bool) -> int | None:
+    """Return the window of a layer, which must be the one it was built with."""
+    own = getattr(module, "sliding_window", None)
+    if own != (built := module.__dict__.get(NOTES[0], own)):
+        raise ValueError(
+            f"{type(module).__name__} was built with sliding_window={built} and now says {own}. Eager "
+            "attention takes the window from the config. Build the model from a config with the new window."
+        )
+    window = own if given == _UNSET else given
+    # For a decoder whose config says is_causal=False, transformers counts the window without the token.
+    late = not causal and window is not None and getattr(module, "config", None) is not None
+    if late and not getattr(module.config, "is_causal", True):
+        assert window is not None
+        window += 1
+    return window
 
 
 def _announced(cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None) -> Pack | None:

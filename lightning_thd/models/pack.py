@@ -27,6 +27,8 @@ from lightning_thd.seqlens import cu_seqlens_from_lengths, seq_idx_from_cu_seqle
 REAL: Final = "cu_seq_lens_real"
 SHARED: Final = "shared_prefixes"
 PACK_KWARGS: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", REAL)
+# Attributes in which a layer notes the window it was built with, and a model what its layers keep of configs.
+NOTES: Final = ("_thd_window", "_thd_construction")
 # What a model can ask of a mask.
 CAUSAL: Final = "causal"
 BIDIRECTIONAL: Final = "bidirectional"

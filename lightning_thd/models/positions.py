@@ -1,13 +1,14 @@
 """Layers that turn positions into numbers -> the same layers, counting inside every sequence of a pack.
 
-Three kinds of transformers' layers do not take a pack as it is. Their classes are patched once; outside a
-pack they do what they did.
+Some of transformers' layers do not take a pack as it is. Their classes are patched once; outside a pack they
+do what they did.
 
 - Position embeddings of the RoBERTa kind start at ``padding_idx + 1`` and skip padding tokens. Those of the
   BART kind count along the row.
 - Longrope and dynamic ropes look at the longest position of the whole call, so one long sequence of a pack
   would turn the positions of all short ones. Sequences up to the length the model was first trained on are
   computed together, and each longer one in a call of its own.
+- ESM scales a row by the share of its tokens that is masked, and Llama 4 scales queries by their slot.
 - Gemma3n takes the root of a token's mean square. Its padding token has a zero embedding, at which the
   root's gradient is infinite. Times the zero gradient of a trailing pad that is NaN in every weight.
 
@@ -76,9 +77,13 @@ def _from_padding_index(forward: Callable[..., Any], names: list[str]) -> Callab
         if pack is None:
             return forward(self, *args, **kwargs)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        given["position_ids"] = padded_positions(
-            given.get("input_ids"), given.get("position_ids"), self.padding_idx, pack
-        )
+        input_ids = given.get("input_ids")
+        given["position_ids"] = padded_positions(input_ids, given.get("position_ids"), self.padding_idx, pack)
+        if input_ids is not None and getattr(self, "token_dropout", False):
+            embeds = given.get("inputs_embeds")
+            embeds = self.word_embeddings(input_ids) if embeds is None else embeds
+            embeds = _without_masked(embeds, input_ids == self.mask_token_id, pack)
+            given |= {"input_ids": None, "inputs_embeds": embeds}
         return forward(self, **given)
 
     forward_in_pack._thd_positions = True  # type: ignore[attr-defined]
@@ -104,6 +109,25 @@ def padded_positions(
     first = before[0].index_select(0, pack.cu_seqlens_q[:-1].long().clamp(max=pack.slots - 1))
     counted = before - first.index_select(0, _members(pack)) + 1
     return counted * real + padding_idx
+
+
+# ESM's share of tokens hidden in its training, which is a constant of its modeling file.
+_HIDDEN_IN_TRAINING = 0.15 * 0.8
+
+
+def _without_masked(embeds: Tensor, masked: Tensor, pack: Pack) -> Tensor:
+    """Zero ESM's masked tokens, and scale each sequence by the share of its own tokens that is masked."""
+    if layout.in_use and layout.layout_of(pack.cu_seqlens_q) is not None:
+        raise ValueError(
+            "ESM's token_dropout counts the masked tokens of whole sequences, and a shard holds a part of "
+            "them. Train this model without context parallelism, or with token_dropout=False."
+        )
+    members, offsets = _members(pack), pack.cu_seqlens_q
+    lengths = (offsets if pack.cu_seqlens_real is None else pack.cu_seqlens_real).diff()
+    counts = torch.zeros_like(lengths, dtype=torch.float32).index_add(0, members, masked[0].float())
+    seen = (1 - _HIDDEN_IN_TRAINING) / (1 - counts / lengths.clamp(min=1))
+    embeds = embeds.masked_fill(masked.unsqueeze(-1), 0.0)
+    return (embeds * seen.index_select(0, members)[None, :, None]).to(embeds.dtype)
 
 
 def _from_sequence_starts(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,6 +166,59 @@ def _starts_at_zero(pack: Pack) -> Tensor:
     """Count the slots of every sequence from 0; int64 ``[T]``."""
     starts = pack.cu_seqlens_q[:-1].long().index_select(0, _members(pack))
     return torch.arange(pack.slots, device=starts.device) - starts
+
+
+# ---- Queries scaled by their place
+
+
+def adopt_row_scales(model_class: type) -> None:
+    """Patch attention that counts the slots of its row behind a cache, as Llama 4's without rope does."""
+    for base in model_class.__mro__:
+        module = sys.modules.get(base.__module__)
+        for cls in list(vars(module).values()) if module is not None else ():
+            if not inspect.isclass(cls) or not issubclass(cls, nn.Module) or hasattr(cls, "config_class"):
+                continue
+            rows: Any = cls
+            names = getattr(getattr(inspect.unwrap(rows.forward), "__code__", None), "co_names", ())
+            if {"arange", "get_seq_length"} <= {*names} and not hasattr(rows.forward, "_thd_scale"):
+                patch("row scales", rows, "forward", _behind_sequences(rows.forward))
+
+
+class _Before:
+    """A cache without keys, whose length is for each slot what makes its count start in its sequence."""
+
+    def __init__(self, lengths: Tensor) -> None:
+        self.lengths = lengths
+
+    def get_seq_length(self, *_: Any) -> Tensor:
+        return self.lengths
+
+    def update(self, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        return key, value
+
+
+def _behind_sequences(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def forward_in_pack(self: Any, *args: Any, **kwargs: Any) -> Any:
+        pack = model_pack()
+        if pack is None or len(args) > 3 or kwargs.get("past_key_values") is not None:
+            return forward(self, *args, **kwargs)
+        slots = torch.arange(pack.slots, device=pack.cu_seqlens_q.device)
+        counted = _starts_at_zero(pack)
+        shard = layout.layout_of(pack.cu_seqlens_q) if layout.in_use else None
+        if shard is not None:
+            limit = getattr(self, "floor_scale", 0)
+            if max(shard.padded_lengths) >= limit:
+                raise ValueError(
+                    f"{type(self).__name__} scales queries by their place in a sequence from {limit} on, and "
+                    "cannot be told the places of a shard. Use shorter sequences, or train this model "
+                    "without context parallelism."
+                )
+            counted = torch.zeros_like(slots)
+        return forward(self, *args, **{**kwargs, "past_key_values": _Before(counted - slots)})
+
+    forward_in_pack._thd_scale = True  # type: ignore[attr-defined]
+    return forward_in_pack
 
 
 # ---- Ropes whose frequencies depend on length

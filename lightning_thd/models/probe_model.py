@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_thd.models.pack import NOTES
+
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Generator[None]:
@@ -131,15 +133,14 @@ class BatchNorms:
 
 # ---- Stock attention
 
-# Slots. Longer sequences make the probe slow on a CPU; the report names the limits beyond.
-_REACH = 1024
-_LIMITS = (
-    "sliding_window",
-    "attention_chunk_size",
-    "attention_window_size",
-    "chunk_size",
-    "mamba_chunk_size",
+# Slots. Longer sequences make the probe slow on a CPU, so larger limits are lowered to _LOW meanwhile.
+_REACH, _LOW = 1024, 9
+_LIMITS = frozenset(
+    {"sliding_window", "attention_chunk_size", "attention_window_size", "chunk_size", "mamba_chunk_size"}
+    | {"floor_scale", "log_scaling_n_floor", "local_attention", "sliding_window_size", "window_size"}
 )
+# The lengths that dynamic rotary embeddings keep.
+_ROPE_LIMITS = ("original_max_seq_len", "max_seq_len_cached")
 
 
 def is_stock(model: nn.Module) -> bool:
@@ -171,25 +172,50 @@ def logits_alone(model: nn.Module, input_ids: Tensor) -> Tensor:
     return logits
 
 
-def lengths_to_reach(model: nn.Module, longest: int) -> tuple[list[int], list[str]]:
-    """Find sequence lengths to try beyond windows, chunks and ropes, and the limits too far away, as text."""
-    limits = {name: size for config in _attention_configs(model) for name, size in _limits(config)}
-    far = [f"{name} {size}" for name, size in limits.items() if size >= _REACH]
-    near = [size for size in limits.values() if longest <= size < _REACH]
-    return ([max(near) + 5] if near else []), far
+def lengths_to_reach(model: nn.Module, longest: int) -> list[int]:
+    """Find a sequence length beyond all windows, chunks and ropes that are near enough to be tried."""
+    near = [size for _, _, size in _limits(model) if longest <= size < _REACH]
+    return [max(near) + 5] if near else []
 
 
-def _limits(config: Any) -> Iterator[tuple[str, int]]:
-    for name in _LIMITS:
-        size = getattr(config, name, None)
-        if isinstance(size, int) and not isinstance(size, bool):
-            yield name, size
-    rope = getattr(config, "rope_parameters", None) or {}
-    for entry in (rope, *rope.values()):
-        if isinstance(entry, dict) and "dynamic" in str(entry.get("rope_type")):
-            yield "max_position_embeddings", config.max_position_embeddings
-        if isinstance(entry, dict) and entry.get("rope_type") == "longrope":
-            yield "original_max_position_embeddings", entry["original_max_position_embeddings"]
+@contextmanager
+def lowered_limits(model: nn.Module) -> Generator[None]:
+    """Lower far windows, chunks and ropes inside this context, for packed and stock runs alike."""
+    far = [(holder, name, size) for holder, name, size in _limits(model) if size >= _REACH]
+    noted = [(x, name, x.__dict__[name]) for x in model.modules() for name in NOTES if name in x.__dict__]
+    try:
+        for holder, name, _ in far:
+            _set(holder, name, _LOW)
+        for module, name, _ in noted if far else ():  # what was noted no longer holds
+            del module.__dict__[name]
+        yield
+    finally:
+        for holder, name, value in (*far, *noted):
+            _set(holder.__dict__ if name in NOTES else holder, name, value)
+
+
+def _set(holder: Any, name: str, value: Any) -> None:
+    if isinstance(holder, dict):
+        holder[name] = value
+    else:
+        setattr(holder, name, value)
+
+
+def _limits(model: nn.Module) -> Iterator[tuple[Any, str, int]]:
+    """Yield the lengths from which a model computes differently: who holds them, name and length."""
+    for config in _attention_configs(model):
+        rope = getattr(config, "rope_parameters", None) or {}
+        entries = [entry for entry in (rope, *rope.values()) if isinstance(entry, dict)]
+        if any("dynamic" in str(entry.get("rope_type")) for entry in entries):
+            yield config, "max_position_embeddings", config.max_position_embeddings
+        for entry in entries:
+            if entry.get("rope_type") == "longrope":
+                yield entry, "original_max_position_embeddings", entry["original_max_position_embeddings"]
+    for holder in (*_attention_configs(model), *model.modules()):
+        rotary = "dynamic" in str(vars(holder).get("rope_type"))
+        for name, size in list(vars(holder).items()):
+            if type(size) is int and (name in _LIMITS or (rotary and name.endswith(_ROPE_LIMITS))):
+                yield holder, name, size
 
 
 def _attention_configs(model: nn.Module) -> list[Any]:

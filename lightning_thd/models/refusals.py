@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 import sys
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_thd.batch.samples import refuse_shifted
 from lightning_thd.models.mixers import MIXERS
-from lightning_thd.models.pack import Pack
+from lightning_thd.models.pack import NOTES, Pack
 from lightning_thd.models.positions import counts_in_sequences
 from lightning_thd.parallel.context import layout
 from lightning_thd.seqlens import host_values
@@ -171,7 +172,48 @@ def _language_modules(model: Any) -> Iterator[_Found]:
 
 # ---- Once a call
 
+
+def note_construction(model: Any) -> None:
+    """Note the windows of a model's layers, and what they keep of configs that masks read again later."""
+    windows = [
+        module.__dict__.setdefault(NOTES[0], module.sliding_window)
+        for module in model.modules()
+        if hasattr(module, "sliding_window")
+    ]
+    kept = ["layer_types", *(("sliding_window", "local_attention") if any(windows) else ())]
+    if windows:  # else layers are still to be built, or keep nothing
+        model.__dict__.setdefault(NOTES[1], (kept, _read_late(model.config, kept)))
+
+
+def _read_late(config: Any, names: list[str]) -> list[Any]:
+    """Return copies of these values of a config and of the configs inside it."""
+    found: list[Any] = [copy.copy(getattr(config, name, None)) for name in names]
+    inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+    return found + [_read_late(part, names) for part in inner if hasattr(part, "sub_configs")]
+
+
+def refuse_changed_config(model: Any) -> None:
+    """Refuse a config that was changed after the layers were built from it."""
+    names, before = model.__dict__.get(NOTES[1], ([], None))
+    if names and (now := _read_late(model.config, names)) != before:
+        raise ValueError(
+            f"The config of {type(model).__name__} was changed after the model was built: {', '.join(names)} "
+            f"were {before} and are {now}. Eager attention would follow the config, and 'thd' the layers, "
+            "which keep the values they were built with. Build the model from the changed config, for "
+            "example from_pretrained(..., sliding_window=...)."
+        )
+
+
 _CACHES: Final = ("past_key_values", "cache_params")
+
+
+# Methods of PEFT 0.21 that tests/models/test_adapters.py found exact, or that only change weights.
+_TOKEN_BY_TOKEN: Final = frozenset(
+    {"ADALORA", "ADAMSS", "BEFT", "BOFT", "BONE", "C3A", "DEFT", "DELORA", "FOURIERFT", "FROD", "GLORA"}
+    | {"GRALORA", "HIRA", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "MISS", "OFT", "OSF", "PEANUT"}
+    | {"PSOFT", "PVERA", "RANDLORA", "ROAD", "SHIRA", "SUPERTUNING", "TINYLORA", "TRAINABLE_TOKENS"}
+    | {"UNILORA", "VBLORA", "VERA", "WAVEFT"}
+)
 
 
 def refuse_call(model: Any, kwargs: dict[str, Any]) -> None:
@@ -203,9 +245,16 @@ def refuse_call(model: Any, kwargs: dict[str, Any]) -> None:
         )
     if kwargs.get("pixel_values") is not None or kwargs.get("pixel_values_videos") is not None:
         _refuse_plain_positions(model, kwargs.get("position_ids"))
-    # LoRA and its like change what a layer does to every token by itself, and need nothing.
     adapters = getattr(model, "peft_config", None)
     for name, config in adapters.items() if isinstance(adapters, dict) else ():
+        method = getattr(config, "peft_type", None)
+        method = getattr(method, "value", method)
+        if method is not None and method not in _TOKEN_BY_TOKEN and not config.is_prompt_learning:
+            raise ValueError(
+                f"The adapter {name!r} ({method}) is not known to change every token by itself. Lily's "
+                "router, for example, averages over all tokens of a call, those of other sequences too. Use "
+                "LoRA or another method that does, or feed this model padded rows."
+            )
         if getattr(config, "alora_invocation_tokens", None) is not None:
             raise ValueError(
                 f"The adapter {name!r} is an activated LoRA: it begins at the last of its invocation tokens "

@@ -152,6 +152,21 @@ def test_values_and_their_gradient_pass_through_and_hooks_see_it() -> None:
     assert seen == [SHAPE]
 
 
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
+def test_a_compiled_model_loses_nothing_that_is_recorded() -> None:
+    make = torch.compiler.disable(carry_values)
+    seen = torch.compiler.disable(lambda logits: found.append(logits.record.as_map()))
+    found: list[LogitMap] = []
+
+    @torch.compile(backend="eager")
+    def model(values: Tensor) -> Tensor:
+        seen(capped(make(values * 2, SHAPE)))
+        return values
+
+    model(torch.ones(1, requires_grad=True))
+    assert found[0].agrees(LogitMap(softcap=3.0))
+
+
 # ---- Heads with a forward of their own
 
 

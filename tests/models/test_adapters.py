@@ -51,6 +51,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"adapter_len": 4, "adapter_layers": 1},
         r"PeftModelForCausalLM never called LlamaForCausalLM.forward as it is now: .* adaption prompts",
     ),
+    ("LilyConfig", {"target_modules": ["q_proj"], "r": 4}, r"\(LILY\) is not known to change every token by"),
 ]
 
 

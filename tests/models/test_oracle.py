@@ -13,7 +13,8 @@ pytest.importorskip("transformers")
 
 import lightning_thd.models.attend as attend
 import lightning_thd.models.positions as positions
-from benchmarks.families import build
+from benchmarks.families import build, families, samples
+from lightning_thd import THDBatch
 from lightning_thd.models import PackingLeakError, check_packing, register_thd
 from lightning_thd.models.pack import Pack
 from tests.models.support import build_rope
@@ -108,15 +109,72 @@ def test_a_model_that_changes_its_embeddings_in_place_is_probed() -> None:
     assert check_packing(build("ctrl", "CTRLLMHeadModel", "thd")).ok
 
 
-def test_lengths_reach_beyond_limits_that_are_near_and_name_those_that_are_far() -> None:
+def test_lengths_reach_beyond_limits_that_are_near_and_lower_those_that_are_far() -> None:
     model = build_rope("phi3 longrope", "thd")
     model.config.sliding_window = 40
     assert check_packing(model).lengths == (7, 1, 16, 3, 8, 45)
     model.config.sliding_window = 4096
     report = check_packing(model, grad=False)
     assert report.lengths == (7, 1, 16, 3, 8)
-    assert report.skipped == ("sequences beyond sliding_window 4096: pass lengths=",)
-    assert "not looked at               sequences beyond sliding_window 4096" in str(report)
+    assert report.skipped == ()
+    assert model.config.sliding_window == 4096
+
+
+FAR = {"floor_scale": 8192, "attention_chunk_size": 8192, "no_rope_layers": [0, 1]}
+
+
+@pytest.mark.parametrize("what", ["Llama 4's scales", "ESM's masked tokens"])
+def test_what_depends_on_the_row_is_seen_behind_far_limits(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if what == "ESM's masked tokens":
+        model: Any = build("esm", "EsmForMaskedLM", "thd", {"token_dropout": True, "mask_token_id": 4})
+        name, wrong = "_without_masked", lambda embeds, masked, _: embeds * (1 - masked.float().mean())
+    else:
+        model = build("llama4_text", "Llama4ForCausalLM", "thd", FAR)
+        name, wrong = "_starts_at_zero", along_the_row
+    assert check_packing(model).ok
+    monkeypatch.setattr(positions, name, wrong)
+    with pytest.raises(PackingLeakError):
+        check_packing(model)
+
+
+REFUSED = "config of Gemma2ForCausalLM was changed"
+FULL = ["full_attention"] * 2
+CHANGED: dict[str, tuple[str, Callable[[Any], None], str | None]] = {
+    "window": ("gemma2", lambda config: setattr(config, "sliding_window", 3), REFUSED),
+    "layers": ("gemma2", lambda config: setattr(config, "layer_types", FULL), REFUSED),
+    "followed": ("mistral", lambda config: setattr(config, "sliding_window", 3), None),
+    "both ways": ("mistral", lambda config: setattr(config, "is_causal", False), None),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_config_changed_after_construction_is_followed_or_refused(name: str) -> None:
+    family, change, refused = CHANGED[name]
+    models = [build(family, families("causal")[family], kind) for kind in ("eager", "thd")]
+    docs = samples(lengths=(7, 1, 21, 9))
+    for model in models:
+        model.load_state_dict(models[0].state_dict())
+        for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
+            change(config)
+    batch = THDBatch.collate([{"input_ids": ids} for ids in docs])
+    if refused is not None:
+        with pytest.raises(ValueError, match=refused):
+            models[1](**batch.hf_kwargs())
+        return
+    found = batch.unpack(models[1](**batch.hf_kwargs()).logits)
+    for ids, ours in zip(docs, found, strict=True):
+        wanted = models[0](input_ids=ids[None], use_cache=False).logits[0]
+        torch.testing.assert_close(ours.view_as(wanted), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_window_put_on_a_layer_is_refused() -> None:
+    model: Any = build("gemma2", "Gemma2ForCausalLM", "thd")
+    model.model.layers[0].self_attn.sliding_window = None
+    batch = THDBatch.collate([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+    with pytest.raises(ValueError, match="Gemma2Attention was built with sliding_window=8 and now says None"):
+        model(**batch.hf_kwargs())
 
 
 def test_an_encoder_is_not_held_to_causality() -> None:
