@@ -20,7 +20,7 @@ IntArray = NDArray[np.int64]
 GRIDS = ("image_grid_thw", "video_grid_thw")
 _PIXELS = ("pixel_values", "pixel_values_videos")
 # Columns of the table of sizes: patches, and the sum of a frame's squared patches; pixels, and their squares,
-# of samples without a grid.
+# where a sample has no grid.
 COLUMNS = 4
 
 # A sample -> the number of its image patches, or frames, rows and columns of patches of its images, [N, 3].

@@ -239,7 +239,7 @@ def count_grids(dataset: object) -> IntArray | None:
     for name in found:
         first = 0
         for chunk in table.column(name).chunks:
-            images = getattr(chunk, "storage", chunk)  # of an Array2D
+            images = getattr(chunk, "storage", chunk)  # an Array2D has one
             if _depth(images.type) != 2:
                 return None
             counts = np.asarray(_compute().fill_null(_compute().list_value_length(images), 0))

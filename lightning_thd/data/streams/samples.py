@@ -36,7 +36,7 @@ META = np.dtype(
         ("round", "<i4"),  # pass over its source
         ("weight", "<f8"),  # sum over its loss tokens; their number if nothing is weighed
         ("sequences", "<f8"),  # its weight among sequences
-        ("patches", "<i8"),  # of its images
+        ("patches", "<i8"),  # its images have so many
         ("squares", "<i8"),  # sum of the squared patches of each frame
     ]
 )
