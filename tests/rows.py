@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import multiprocessing as mp
 import os
 import pickle
 import tempfile
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.ranks import _PRELOAD, _rank_main
+from tests.ranks import _rank_main, forkserver
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,7 @@ def run_row(
 def _start(
     fn: Callable[..., Any], world_size: int, cells: list[Any], args: tuple[object, ...], timeout_s: float
 ) -> list[list[Outcome]]:
-    ctx = mp.get_context("forkserver")
-    ctx.set_forkserver_preload(_PRELOAD)
+    ctx = forkserver()
     with tempfile.TemporaryDirectory() as folder:
         queue: Any = ctx.Queue()
         ranks = [

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
+from tests.scripts import run_python
+
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "examples" / "notebooks").glob("*.ipynb"))
 FAST = "see_a_pack.ipynb"
-
-
-def marked(file: Path) -> object:
-    return pytest.param(file, id=file.stem, marks=() if file.name == FAST else pytest.mark.slow)
 
 
 def test_notebooks_hold_no_outputs() -> None:
@@ -26,7 +25,18 @@ def test_notebooks_hold_no_outputs() -> None:
         assert not any(cell.outputs or cell.execution_count for cell in code)
 
 
-@pytest.mark.parametrize("file", [marked(file) for file in NOTEBOOKS])
+def test_the_cells_of_one_run_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (file,) = (file for file in NOTEBOOKS if file.name == FAST)
+    cells = [cell["source"] for cell in json.loads(file.read_text())["cells"] if cell["cell_type"] == "code"]
+    lines = "".join("".join([*cell, "\n"]) for cell in cells).splitlines()
+    shown = run_python("-c", "\n".join(line for line in lines if not line.startswith("%")), cwd=tmp_path)
+    assert "Figure(" in shown
+    assert "largest difference" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning", "ignore::ResourceWarning")
 def test_notebook_runs(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import nbformat

@@ -72,7 +72,6 @@ def check(
     [
         ("qwen3", Layout(strategy="thd_ddp", dp=2, cp=2), Sequences(12)),
         ("lfm2", Layout(strategy="thd_ddp", cp=2, options=WAYS[2]), Packs(2)),
-        ("mistral", Layout(dp=2, cp=2, options=WAYS[0]), Packs(4)),
         ("qwen3_moe", Layout(cp=2, tp=2), Sequences(12)),
         ("lfm2", Layout(dp=2, tp=2), Packs(4)),
         ("qwen3", Layout(dp=4, options={"data_parallel_replicas": 2}), Sequences(24)),
