@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd.parallel.sequence import apply_sequence_parallel, check_slots
 from lightning_thd.parallel.tensor import apply_tensor_parallel, check_heads, model_plan
 from tests.ranks import run_ranks
 from tests.strategies.jobs import family_model
+from tests.tiny import largest_error
 
 
 class Net(nn.Module):
@@ -163,3 +165,32 @@ def test_ranks_whose_experts_get_no_token() -> None:
     for found in run_ranks(one_busy_expert, 4, timeout_s=60.0):
         for a, b in zip(found, wanted, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def grouped(family: str, products: str) -> tuple[float, dict[str, Tensor]]:
+    """A model's loss and gradients in fp32, with experts over the ranks if there are several."""
+    model: Any = family_model(family, torch.float32)
+    model.set_experts_implementation(products)
+    if dist.is_initialized():
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        apply_tensor_parallel(model, model_plan(model, 2), mesh)
+        apply_sequence_parallel(model, mesh.get_group())
+    loss = causal_lm_loss(model, THDBatch.collate([{"input_ids": range(1, n)} for n in (8, 13, 6)]))
+    loss.backward()
+    grads: dict[str, Any] = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
+    return float(loss.detach()), whole
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "gpt_oss",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_moe", "mixtral", "deepseek_v3")),
+    ],
+)
+def test_grouped_products_of_experts_on_their_ranks(family: str) -> None:
+    loss, gradients = grouped(family, "eager")
+    for found, of_rank in run_ranks(grouped, 2, family, "grouped_mm"):
+        assert found == pytest.approx(loss, rel=1e-5)  # fp32
+        assert largest_error(of_rank, gradients) < 1e-4

@@ -12,7 +12,15 @@ from torch import Tensor
 from lightning_thd import Sequences, THDBatch, THDDataModule, causal_lm_loss
 from tests.loss.test_router_balance import exact, one_at_a_time, over_a_step
 from tests.ranks import run_ranks
-from tests.strategies.jobs import CAPACITY, Job, Layout, full_parameters, make_trainer, strict_warnings
+from tests.strategies.jobs import (
+    CAPACITY,
+    Job,
+    Layout,
+    family_model,
+    full_parameters,
+    make_trainer,
+    strict_warnings,
+)
 from tests.tiny import largest_error, nll, sequences
 
 SAMPLES = [{**one, "input_ids": one["input_ids"] % 63 + 1} for one in sequences(40, labels=True)]
@@ -68,7 +76,7 @@ def by_hand(
     packs = [[SAMPLES[i] for i in ids] for ids in microbatches]
     samples = [sample for pack in packs for sample in pack]
     if balance == "sequence":
-        loss = one_at_a_time(model, samples)
+        loss = one_at_a_time(model, samples, sigmoid=family == "deepseek_v3")
     else:
         results = [nll(model, sample) for sample in samples]
         loss = sum(total for total, _ in results) / sum(count for _, count in results)
@@ -100,12 +108,29 @@ def compare(family: str, runs: Sequence[Run]) -> list[list[dict[str, Any]]]:
     return found
 
 
+def marked(name: str, *, slow: bool) -> Any:
+    return pytest.param(name, marks=pytest.mark.slow) if slow else name
+
+
 BALANCES = ("sequence", "step")
 PAIRS = [Layout(dp=2), Layout(cp=2), Layout(pp=2), Layout(strategy="thd_ddp", dp=2)]
 FOURS = [
     *(Layout(dp=4), Layout(dp=2, cp=2), Layout(strategy="thd_ddp", dp=2, cp=2)),
     *(Layout(dp=2, pp=2), Layout(cp=2, tp=2), Layout(tp=2, pp=2)),
 ]
+
+
+EXPERTS = ["qwen3_moe", "gpt_oss", "mixtral", "deepseek_v3"]
+TENSOR = [Layout(tp=2), Layout(tp=2, options={"sequence_parallel": True})]
+
+
+@pytest.mark.parametrize("family", [marked(name, slow=name != "qwen3_moe") for name in EXPERTS])
+def test_ranks_share_whole_experts(family: str) -> None:
+    found = compare(family, [(layout, "sequence") for layout in TENSOR])
+    whole = sum(
+        p.numel() for n, p in family_model(family).named_parameters() if n.endswith("experts.down_proj")
+    )
+    assert {run["held"] for rank in found for run in rank} == {whole // 2}
 
 
 def test_a_step_of_experts_equals_one_process() -> None:
