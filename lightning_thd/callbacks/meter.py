@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from lightning_thd.callbacks.device_peak import LowPrecision, compute_dtype, low_precision, resolve_peak
+from lightning_thd.callbacks.experts import ExpertLoad
 from lightning_thd.callbacks.seen import Dense, Rows, Seen, microbatches, resolve
 from lightning_thd.flops.model import COUNTS, FlopsModel, from_ints, num_ints
 from lightning_thd.flops.peaks import synchronize
@@ -39,7 +40,7 @@ _OF_REAL_TOKENS = (
 )
 # Loggers get these keys unless all are asked for: the others repeat them in another unit, or are counts.
 _LOGGED = re.compile(
-    r".*?(device/(mfu|hfu|tflops_per_gpu|flops_per_sec|(real_)?items_per_sec)|packing/\w+|total_flops"
+    r".*?(device/(mfu|hfu|tflops_per_gpu|flops_per_sec|(real_)?items_per_sec)|packing/\w+|experts/\w+|total_flops"
     r"|step_time/\w+|cuda_graph/\w+)"
 )
 _GROUP = 64  # The lengths of this many microbatches are counted at once: the arrays stay in a CPU cache.
@@ -139,6 +140,7 @@ class Meter:
         self.hardware = hardware or Hardware()
         self.model = model
         self.pad_id: int | None = None
+        self.experts: ExpertLoad | None = None
         self.capacity = 0  # slots of a pack, which fill is a share of; 0 takes those of the batch
         self.untold = False
         self.padded = [0, 0]  # real tokens and slots of padded rows since this meter was made, over all ranks
@@ -212,6 +214,7 @@ class Meter:
     def close(self, *, last: bool = False) -> dict[str, float]:
         """Reduce the interval over the ranks and return its metrics by key, "train/..."; a collective."""
         self.reduce()
+        loads = {} if self.experts is None else self.experts.close()
         found, self._interval = self._interval, None
         if found is None or not found.microbatches + found.left_out_microbatches:
             return {}
@@ -236,6 +239,7 @@ class Meter:
                 metrics.pop(key, None)
             if self.model is not None and self.model.tokens == "real":
                 metrics.pop("device/mfu", None)
+        metrics |= loads
         metrics |= self.totals
         if self._total_flops is not None:
             metrics["total_flops"] = sum(self._total_flops.values()) - self._total_flops["recompute"]

@@ -16,13 +16,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_thd._checks import described, flags, whole_number
+from lightning_thd.callbacks.experts import ExpertLoad
 from lightning_thd.callbacks.meter import Hardware, Meter, for_loggers
 from lightning_thd.callbacks.module_flops import ModuleFlops, Policy
-from lightning_thd.callbacks.pictures import Pictures, lay_out, warn_without_loggers
+from lightning_thd.callbacks.pictures import Pictures, lay_out, show_load, warn_without_loggers
 from lightning_thd.flops.model import FlopsModel, check_conventions
 from lightning_thd.flops.rates import check_peak
 from lightning_thd.flops.terms import Causal, Tokens
-from lightning_thd.parallel.across_ranks import data_parallel_group
+from lightning_thd.parallel.across_ranks import data_parallel_group, stage_group
 
 _OWN_LOOP_STEPS = 50  # Without a Trainer, metrics are logged this often, as a Trainer does.
 _FLUSH_STEPS = 1000  # Without logging, counts are reduced this often, which bounds the memory they take.
@@ -82,8 +83,9 @@ class THDThroughputMonitor(Callback):
         warmup_steps: optimizer steps at the start that are left out of the rates.
         progress_bar: show tokens/s, TFLOP/s and MFU in the progress bar.
         all_keys: give loggers every key; by default they get the short list, and ``latest`` holds every key.
-        pictures: once an epoch, give TensorBoard and W&B a drawing of rank 0's first packs, and histograms of
-            the lengths in them and of their fill; needs matplotlib, and is no part of the rates.
+        pictures: once an epoch, give TensorBoard and W&B a drawing of rank 0's first packs, histograms of the
+            lengths in them and of their fill, and the load of experts by layer in the last interval; needs
+            matplotlib, and is no part of the rates.
         clock: returns seconds; None is ``time.perf_counter``.
     """
 
@@ -245,8 +247,17 @@ class THDThroughputMonitor(Callback):
         self._await_packs(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw the collected packs of an epoch too short to fill the picture."""
+        """Draw the collected packs of an epoch too short to fill the picture, and the load of experts."""
         self._draw(trainer)
+        load = self._meters["train"].experts if "train" in self._meters else None
+        if (
+            self._pictures is not None
+            and trainer.is_global_zero
+            and load is not None
+            and load.last is not None
+        ):
+            with self.paused():
+                show_load(load.last, trainer.loggers, trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -325,7 +336,7 @@ class THDThroughputMonitor(Callback):
                 devices=trainer.world_size,
             )
         work: Literal["training", "forward"] = "training" if stage == "train" else "forward"
-        meter = self._new_meter(stage, work, self._hardware, pl_module)
+        meter = self._new_meter(stage, work, self._hardware, pl_module, stage_group(strategy))
         meter.capacity = _capacity(trainer)
         return meter
 
@@ -334,10 +345,17 @@ class THDThroughputMonitor(Callback):
         return ModuleFlops(module, self.flops_model, sharded=sharded, **conventions)
 
     def _new_meter(
-        self, stage: str, work: Literal["training", "forward"], hardware: Hardware, module: nn.Module
+        self,
+        stage: str,
+        work: Literal["training", "forward"],
+        hardware: Hardware,
+        module: nn.Module,
+        group: Any = None,
     ) -> Meter:
         self._meters[stage] = Meter(stage, work, self._clock, hardware)
         self._meters[stage].pad_id = _pad_id(module)
+        if stage == "train":
+            self._meters[stage].experts = ExpertLoad.of(module, group)
         return self._meter(stage)
 
     def _meter(self, stage: str) -> Meter:
@@ -453,6 +471,8 @@ class THDThroughputMonitor(Callback):
         trainer.__dict__["save_checkpoint"] = save
 
     def _let_go(self) -> None:
+        if "train" in self._meters and (load := self._meters["train"].experts) is not None:
+            load.choices.stop()
         if self._flops is not None:
             self._flops.stop()
         if self._saving is None:

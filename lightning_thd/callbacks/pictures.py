@@ -6,17 +6,19 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from lightning.fabric.loggers import TensorBoardLogger
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_thd._imports import require
 from lightning_thd.callbacks.seen import microbatches
-from lightning_thd.report.packs import draw_packs
+from lightning_thd.report.packs import draw_load, draw_packs
 
 PACKS = 64  # The histograms show this many packs of an epoch.
 _LANES = 16  # Only this many of them are drawn.
 _INCHES = 4.8  # Loggers show pictures small: 16 lanes stay legible at 340 pixels.
+_LOAD = "train/experts/load"
 _DRAWN, _LENGTHS, _FILL = "train/packing/packs", "train/packing/lengths", "train/packing/fill_by_pack"
 
 # TensorBoard shows these charts, in this order, under CUSTOM SCALARS. Keys are regular expressions.
@@ -78,11 +80,21 @@ class Pictures:
         histograms = {key: values for key, values in ((_LENGTHS, lengths), (_FILL, fill)) if len(values)}
         for logger in loggers:
             if isinstance(logger, WandbLogger):
-                _to_wandb(logger, figure, histograms, step)
+                _to_wandb(logger, _DRAWN, figure, histograms, step)
             elif isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_figure(_DRAWN, figure, step)
                 for key, values in histograms.items():
                     logger.experiment.add_histogram(key, values, step)
+
+
+def show_load(counts: npt.NDArray[np.int64], loggers: Iterable[Logger], step: int) -> None:
+    """Draw how often experts were chosen, ``[L, E]``, into loggers that take pictures; rank 0 has loggers."""
+    figure = draw_load(counts, width=_INCHES)
+    for logger in loggers:
+        if isinstance(logger, WandbLogger):
+            _to_wandb(logger, _LOAD, figure, {}, step)
+        elif isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_figure(_LOAD, figure, step)
 
 
 def warn_without_loggers(loggers: Sequence[Logger]) -> None:
@@ -95,8 +107,8 @@ def warn_without_loggers(loggers: Sequence[Logger]) -> None:
         )
 
 
-def _to_wandb(logger: WandbLogger, figure: Any, histograms: dict[str, Any], step: int) -> None:
+def _to_wandb(logger: WandbLogger, name: str, figure: Any, histograms: dict[str, Any], step: int) -> None:
     wandb = require("wandb", feature="WandbLogger")
-    shown = {_DRAWN: wandb.Image(figure)}
+    shown = {name: wandb.Image(figure)}
     shown |= {key: wandb.Histogram(values) for key, values in histograms.items()}
     logger.log_metrics(shown, step=step)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lightning_thd._checks import choice, real_number
 from lightning_thd.batch import THDBatch
 from lightning_thd.batch.prefixes import SharedBatch
+from lightning_thd.models.pack import sequence_of_slots
 from lightning_thd.parallel.pipeline.stage import Stage, stage_of
 from lightning_thd.parallel.routers import (
     FUNCTION,
@@ -33,7 +34,6 @@ from lightning_thd.parallel.routers import (
     wants_balance,
 )
 from lightning_thd.parallel.shard import THDShard
-from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
 if TYPE_CHECKING:
     from lightning_thd.loss.head_call import HeadCall
@@ -119,12 +119,9 @@ class Routers:
         batch = self.batch
         if isinstance(batch, SharedBatch):
             return batch.token_sequences(), batch.prefixes.token_slots
-        size, slots = len(batch.lengths), batch.targets.shape[-1]
-        found = seq_idx_from_cu_seqlens(batch.cu_seqlens_padded, slots).flatten().long()
-        if batch.lengths != batch.padded_lengths:
-            place = torch.arange(slots, device=found.device) - batch.cu_seqlens_padded[found]
-            found = torch.where(place < batch.cu_seqlens.diff()[found], found, size)
-        return found.clamp_max(size), None
+        real = None if batch.lengths == batch.padded_lengths else batch.cu_seqlens
+        slots = batch.input_ids.shape[-1]
+        return sequence_of_slots(len(batch.lengths), slots, batch.cu_seqlens_padded, real), None
 
     def _of_sums(self, sums: Tensor, tokens: Tensor) -> Tensor:
         """Compute the loss from the sums ``[S + 1, 2 E + 1]`` of sequences and padding."""

@@ -48,7 +48,7 @@ class Pack:
     """
 
     __slots__ = (
-        *("_extent_k", "_extent_q", "_lengths", "_real_lengths", "_slots", "cache"),
+        *("_extent_k", "_extent_q", "_lengths", "_real", "_real_lengths", "_sequences", "_slots", "cache"),
         *("cu_seqlens_k", "cu_seqlens_q", "cu_seqlens_real", "prefixes"),
     )
 
@@ -76,6 +76,8 @@ class Pack:
         self._lengths = None if lengths is None else tuple(lengths)
         self.cu_seqlens_real = cu_seqlens_real
         self._real_lengths = None if real_lengths is None else tuple(real_lengths)
+        self._sequences: Tensor | None = None  # as many rows as sequences before the padding, if known
+        self._real: Tensor | None = None
         self.cache: dict[Any, Any] = {}
 
     @classmethod
@@ -84,7 +86,7 @@ class Pack:
         if isinstance(batch, SharedBatch):
             return cls.of_prefixes(batch.prefixes, batch.input_ids.shape[-1])
         padded = batch.lengths != batch.padded_lengths[: len(batch.lengths)]
-        return cls(
+        pack = cls(
             cu_seqlens_q=batch.cu_seqlens_padded,
             max_length_q=batch.max_seqlen,
             slots=batch.input_ids.shape[-1],
@@ -92,6 +94,8 @@ class Pack:
             cu_seqlens_real=batch.cu_seqlens if padded else None,
             real_lengths=(*batch.lengths, *batch.padded_lengths[len(batch.lengths) :]) if padded else None,
         )
+        pack._sequences = batch.cu_seqlens_padded.new_empty(len(batch.lengths), 0)
+        return pack
 
     @classmethod
     def of_prefixes(cls, prefixes: Prefixes, slots: int) -> Pack:
@@ -232,6 +236,31 @@ class Caller:
 STATE = threading.local()
 STATE.scope = None
 STATE.caller = None
+
+
+def real_slots(pack: Pack) -> Tensor | None:
+    """Return which slots hold tokens, bool ``[T]``; None for a pack that does not say where it is padded."""
+    if pack._real is None and pack.prefixes is not None:
+        blank = torch.zeros(pack.slots, dtype=torch.bool, device=pack.cu_seqlens_q.device)
+        pack._real = blank.index_fill(0, pack.prefixes.token_slots, True)
+    if pack._real is None and pack._sequences is not None:
+        count = len(pack._sequences)
+        found = sequence_of_slots(count, pack.slots, pack.cu_seqlens_q, pack.cu_seqlens_real)
+        pack._real = found < count
+    return pack._real
+
+
+def sequence_of_slots(count: int, slots: int, padded: Tensor, real: Tensor | None) -> Tensor:
+    """Return the sequence of each slot, int64 ``[T]``, and ``count`` for padding.
+
+    ``padded`` are int32 offsets in memory, ``real`` cumulative lengths without padding, None if there is none
+    inside sequences.
+    """
+    found = seq_idx_from_cu_seqlens(padded, slots).flatten().long()
+    if real is not None:
+        place = torch.arange(slots, device=found.device) - padded[found]
+        found = torch.where(place < real.diff()[found], found, count)
+    return found.clamp_max(count)
 
 
 def current_scope() -> Scope | None:

@@ -38,6 +38,13 @@ def data_parallel_group(strategy: Any) -> Any:
     return mesh.get_group("data_parallel") if mesh is not None and "data_parallel" in names else None
 
 
+def stage_group(strategy: Any) -> Any:
+    """Return the group of a Trainer's ranks that hold the same layers; None is the world."""
+    axes: Any = getattr(strategy, "_axes", None)
+    meshes = getattr(axes, "meshes", None)
+    return None if meshes is None or axes.sizes.pipeline == 1 else meshes.stage.get_group()
+
+
 def communication_device(group: Any, device: torch.device) -> torch.device:
     """Return the device for a collective over ``group`` of a rank that works on ``device``."""
     if not (dist.is_available() and dist.is_initialized()):

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_thd import Sequences, THDBatch, THDDataModule, causal_lm_loss
-from tests.loss.test_router_balance import exact, one_at_a_time, over_a_step
+from lightning_thd.callbacks import ExpertBias
+from tests.loss.test_router_balance import alone, exact, one_at_a_time, over_a_step
 from tests.ranks import run_ranks
 from tests.strategies.jobs import (
     CAPACITY,
@@ -143,3 +144,29 @@ def test_a_step_of_experts_equals_one_process() -> None:
 @pytest.mark.parametrize("layouts", [PAIRS, FOURS], ids=["2", "4"])
 def test_every_layout_of_experts(family: str, layouts: list[Layout]) -> None:
     compare(family, [(layout, balance) for layout in layouts for balance in BALANCES])
+
+
+def move_biases(layout: Layout) -> dict[str, Any]:
+    strict_warnings()
+    module = Balanced("deepseek_v3", "microbatch")
+    options = {"max_steps": 1, "gradient_clip_val": None, "callbacks": [ExpertBias(0.5)]}
+    trainer = make_trainer(layout, "deepseek_v3", **options)
+    trainer.fit(module, THDDataModule(SAMPLES, capacity=CAPACITY, global_batch=Sequences(12)))
+    biases = {n: b for n, b in module.model.named_buffers() if n.endswith("bias")}
+    strategy: Any = trainer.strategy
+    return {"rank": strategy.data_rank, "packs": module.packs, "biases": biases}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(cp=2), Layout(tp=2), Layout(pp=2)])
+def test_biases_move_by_the_choices_of_all_ranks(layout: Layout) -> None:
+    found = run_ranks(move_biases, 2, layout)
+    ids = {i for rank in found for pack in rank["packs"] for i in pack}
+    assert len(ids) == 12
+    with torch.no_grad():
+        model = Balanced("deepseek_v3", "microbatch").model
+        chosen = torch.cat([alone(model, SAMPLES[i])[0].topk(2).indices.flatten() for i in ids])
+    counts = torch.bincount(chosen, minlength=4)
+    wanted = 0.5 * torch.sign(counts.double().mean() - counts)
+    (moved,) = {tuple(b.tolist()) for rank in found for b in rank["biases"].values()}
+    assert moved == tuple(wanted.tolist())

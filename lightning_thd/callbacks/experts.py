@@ -1,0 +1,203 @@
+"""The choices of a mixture's routers -> the load of its experts in metrics, and biases that even it out.
+
+Legend: L layers with experts, E experts, K experts a token.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lightning_thd._checks import real_number
+from lightning_thd._static import shapes_are_static
+from lightning_thd.cuda_graph.fingerprint import only_looking
+from lightning_thd.models.pack import current_scope, real_slots
+from lightning_thd.parallel.across_ranks import communication_device, group_size, stage_group
+from lightning_thd.parallel.routers import routers_of
+
+_BIAS = "e_score_correction_bias"
+
+
+class ExpertChoices:
+    """Counts on the device how often real tokens choose each expert of each layer, by hooks of the routers.
+
+    Only forward passes in training count. Compiled layers and CUDA graphs run no hooks, and count nothing.
+    """
+
+    def __init__(self, module: nn.Module, group: Any = None) -> None:
+        kinds = tuple(kind for kind, _ in routers_of(module))
+        found = [(n, x) for n, x in module.named_modules() if kinds and isinstance(x, kinds)]
+        known = [(n, x) for n, x in found if isinstance(getattr(x, "num_experts", None), int)]
+        self.names = [name for name, _ in known]
+        self.group, self.device = group, next((p.device for p in module.parameters()), torch.device("cpu"))
+        self._experts = max((int(router.num_experts) for _, router in known), default=0)  # type: ignore[arg-type]
+        self._counts: Tensor | None = None
+        self._handles = [
+            router.register_forward_hook(only_looking(functools.partial(self._see, at)))
+            for at, (_, router) in enumerate(known)
+        ]
+
+    def _see(self, layer: int, router: nn.Module, args: Any, output: Any) -> None:
+        # A recomputation in the backward pass is no second choice.
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+            return
+        if not router.training or shapes_are_static() or not isinstance(output, tuple):
+            return
+        chosen = next((x for x in output if isinstance(x, Tensor) and x.dtype == torch.int64), None)
+        if chosen is None or chosen.ndim != 2:
+            return
+        counts = self._tensor(chosen.device)
+        scope = current_scope()
+        real = None if scope is None or scope.pack is None else real_slots(scope.pack)
+        ones = torch.ones_like(chosen) if real is None else real[:, None].expand_as(chosen).to(chosen.dtype)
+        counts[layer].scatter_add_(0, chosen.flatten(), ones.flatten())
+
+    def _tensor(self, device: torch.device) -> Tensor:
+        if self._counts is None:
+            self._counts = torch.zeros(len(self.names), self._experts, dtype=torch.int64, device=device)
+        return self._counts
+
+    def take(self) -> Tensor:
+        """Return the choices since the last call, int64 ``[L, E]``, of all ranks; a collective, no read."""
+        counts = self._tensor(self.device)
+        found = counts.to(communication_device(self.group, counts.device), copy=True)
+        counts.zero_()
+        if group_size(self.group) > 1:
+            dist.all_reduce(found, group=self.group)
+        return found
+
+    def stop(self) -> None:
+        """Remove the hooks."""
+        while self._handles:
+            self._handles.pop().remove()
+
+
+class ExpertLoad:
+    """The load of a model's experts in an interval: its metrics, and the counts for a picture.
+
+    Attributes:
+        last: int64 ``[L, E]``, choices in the last interval; None before.
+    """
+
+    def __init__(self, choices: ExpertChoices) -> None:
+        self.choices = choices
+        self.last: npt.NDArray[np.int64] | None = None
+
+    @classmethod
+    def of(cls, module: nn.Module, group: Any = None) -> ExpertLoad | None:
+        """Begin to count, or return None for a model without routers that transformers records."""
+        choices = ExpertChoices(module, group)
+        return cls(choices) if choices.names else None
+
+    def close(self) -> dict[str, float]:
+        """Return the metrics of the choices since the last call; a collective and a read."""
+        counts = self.choices.take().cpu().numpy()
+        if not counts.any():
+            return {}
+        self.last = counts
+        busiest = counts.max(axis=1) / np.maximum(counts.mean(axis=1), 1e-9)
+        return {"experts/imbalance": float(busiest.mean()), "experts/worst_layer": float(busiest.max())}
+
+
+class ExpertBias(Callback):
+    """Balances experts without a loss: moves the routers' ``e_score_correction_bias`` after every step.
+
+    An expert that the step's tokens chose more often than the mean, over all ranks, loses ``rate``, and one
+    that they chose less often gains it (arXiv:2408.15664; DeepSeek-V3 has 0.001). It logs
+    ``train/experts/bias``, the largest absolute bias.
+
+    Args:
+        rate: of one step.
+
+    Raises:
+        MisconfigurationException: when training starts without such a bias, or with one in half precision,
+            and after a first step in which no choice could be counted.
+    """
+
+    def __init__(self, rate: float = 1e-3) -> None:
+        super().__init__()
+        self.rate = real_number(rate, "rate", above=0.0, advice="DeepSeek-V3 has 0.001.")
+        self._choices: ExpertChoices | None = None
+        self._biases: list[Tensor] = []
+        self._counted = False
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find the biases, and begin to count."""
+        self._choices = ExpertChoices(pl_module, stage_group(trainer.strategy))
+        named = [*pl_module.named_buffers(), *pl_module.named_parameters()]
+        biases = {name: value for name, value in named if name.rpartition(".")[2] == _BIAS}
+        self._biases, self._counted = [_bias_of(name, biases) for name in self._choices.names], False
+        half = [name for name, value in biases.items() if value.dtype.itemsize < 4]
+        several = getattr(trainer.strategy, "pipeline_parallel_size", 1) > 1  # a stage may have no experts
+        if half or not (self._biases or several):
+            came = f"{half[0]} is {biases[half[0]].dtype}" if half else "no router of the model has one"
+            raise MisconfigurationException(
+                f"ExpertBias moves each router's {_BIAS} in small steps, and {came}; wanted fp32. "
+                + ("Call .float() on it." if half else "Use router_balance='sequence' for this family.")
+            )
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Move the biases by the choices of the step."""
+        if self._choices is None or not self._biases:
+            return
+        counts = self._choices.take()
+        if not self._counted and not bool(counts.any()):
+            raise MisconfigurationException(
+                "ExpertBias counted no choice of a router in the first step: compiled layers and CUDA graphs "
+                "run no hooks. Train without them, or use router_balance='sequence'."
+            )
+        self._counted = True
+        moves = self.rate * torch.sign(counts.double().mean(1, keepdim=True) - counts)
+        with torch.no_grad():
+            for bias, move in zip(self._biases, moves, strict=True):
+                whole = move.to(bias.device, bias.dtype).view(bias.shape)
+                if isinstance(bias, DTensor):  # a parameter that FSDP2 shards
+                    whole = distribute_tensor(whole, bias.device_mesh, bias.placements, src_data_rank=None)
+                bias.add_(whole)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log the largest bias when the Trainer logs."""
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if (
+            every
+            and self._biases
+            and not trainer.fit_loop._should_accumulate()
+            and trainer.global_step % every == 0
+        ):
+            parts = [b.full_tensor() if isinstance(b, DTensor) else b for b in self._biases]
+            largest = torch.stack([part.abs().max().float() for part in parts]).max()
+            value = {"train/experts/bias": float(largest)}
+            trainer._logger_connector._callback_metrics.update({k: torch.tensor(v) for k, v in value.items()})
+            trainer._logger_connector.log_metrics(value)  # type: ignore[arg-type]  # floats are welcome
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Remove the hooks."""
+        if self._choices is not None:
+            self._choices.stop()
+        self._choices, self._biases = None, []
+
+
+def _bias_of(router: str, biases: dict[str, Tensor]) -> Tensor:
+    """Return the bias in a router, or beside it in its block."""
+    block = router.rpartition(".")[0]
+    for place in (router, block):
+        for name, bias in biases.items():
+            if name.startswith(f"{place}."):
+                return bias
+    raise MisconfigurationException(
+        f"ExpertBias moves each router's {_BIAS}, and {router} has none. Use router_balance='sequence' for "
+        "this family."
+    )

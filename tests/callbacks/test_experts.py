@@ -1,0 +1,134 @@
+"""The load of experts in the metrics, and biases that even it out, against choices counted by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_thd import Packs, Sequences, THDBatch, THDDataModule, THDThroughputMonitor, causal_lm_loss
+from lightning_thd.callbacks import ExpertBias
+from lightning_thd.loss.router_balance import RouterBalance
+from tests.callbacks.test_pictures import read_pictures
+from tests.strategies.jobs import family_model
+from tests.tiny import sequences
+
+SAMPLES = sequences(24)
+
+
+class Module(L.LightningModule):
+    """Counts its routers' choices by hand, in fp32."""
+
+    def __init__(self, family: str = "deepseek_v3", balance: RouterBalance = "microbatch") -> None:
+        super().__init__()
+        self.model: Any = family_model(family, torch.float32)
+        self.balance = balance
+        self.chosen: list[Tensor] = []
+        self.biases: list[Tensor] = []
+
+    @property
+    def bias(self) -> Tensor:
+        found: Tensor = self.model.model.layers[1].mlp.gate.e_score_correction_bias
+        return found
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            real = batch.stats.real_tokens
+            logits = self.model(**batch.hf_kwargs(), output_router_logits=True).router_logits[0][:real]
+            if self.model.config.model_type == "deepseek_v3":
+                logits = logits.sigmoid() + self.bias
+            self.chosen.append(torch.bincount(logits.topk(2).indices.flatten(), minlength=4))
+        return causal_lm_loss(self.model, batch, router_balance=self.balance)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        if self.model.config.model_type == "deepseek_v3":
+            self.biases.append(self.bias.clone())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+def fit(module: L.LightningModule, *callbacks: Any, data: Any = None, **options: Any) -> L.Trainer:
+    defaults: dict[str, Any] = {
+        "max_steps": 3,
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "log_every_n_steps": 1,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = L.Trainer(callbacks=list(callbacks), **{**defaults, **options})
+    trainer.fit(module, data or THDDataModule(SAMPLES, capacity=64, global_batch=Sequences(8)))
+    return trainer
+
+
+def test_biases_move_by_the_choices_of_a_step() -> None:
+    module = Module()
+    # Its own call by hand has the hooks, too: choices count twice, and the signs stay.
+    trainer = fit(module, ExpertBias(0.25), strategy="thd", max_steps=1)
+    counts = torch.stack(module.chosen).sum(0)
+    assert len(module.chosen) > 1
+    wanted = 0.25 * torch.sign(counts.double().mean() - counts)
+    assert torch.equal(module.bias, wanted.float())
+    assert wanted.abs().max() == 0.25
+    assert float(trainer.callback_metrics["train/experts/bias"]) == 0.25
+
+
+def test_the_load_of_an_interval(tmp_path: Path) -> None:
+    module = Module("qwen3_moe")
+    monitor = THDThroughputMonitor(pictures=True, every_n_steps=2, peak=1e9)
+    data = THDDataModule(SAMPLES, capacity=64, global_batch=Packs(1))
+    fit(module, monitor, data=data, max_steps=2, logger=TensorBoardLogger(tmp_path))
+    assert monitor.latest.keys() >= {"train/experts/imbalance", "train/experts/worst_layer"}
+    counts = monitor._meters
+    assert not counts  # teardown
+    by_hand = torch.stack(module.chosen).sum(0).double()
+    first = float(by_hand.max() / by_hand.mean())
+    found = monitor.latest
+    assert found["train/experts/worst_layer"] >= first - 1e-6
+    assert 2 * found["train/experts/imbalance"] - found["train/experts/worst_layer"] <= first + 1e-6
+    picture = read_pictures(tmp_path).Images("train/experts/load")
+    assert len(picture) == 1
+
+
+def test_evaluations_and_recomputed_layers_count_nothing() -> None:
+    from lightning_thd.callbacks.experts import ExpertChoices
+    from tests.tiny import checkpoint_activations
+
+    model: Any = family_model("qwen3_moe", torch.float32)
+    checkpoint_activations(model, use_reentrant=False)
+    choices = ExpertChoices(model)
+    batch = THDBatch.collate(SAMPLES[:4], pad_to=128)
+    causal_lm_loss(model, batch).backward()
+    tokens = batch.stats.real_tokens
+    assert choices.take().sum(1).tolist() == [2 * tokens] * 2  # two experts a token, no padding
+    model.eval()
+    causal_lm_loss(model, batch)
+    assert not choices.take().any()
+    shared = [{"input_ids": np.arange(1, 9)}, {"input_ids": np.arange(1, 12)}]
+    model.train()
+    causal_lm_loss(model, THDBatch.collate(shared, share_prefixes=True, pad_to=32))
+    assert choices.take().sum(1).tolist() == [2 * 11] * 2  # a shared slot is routed once
+    choices.stop()
+    causal_lm_loss(model, batch)
+    assert not choices.take().any()
+
+
+def test_what_has_no_bias_is_refused() -> None:
+    with pytest.raises(MisconfigurationException, match=r"layers.0.mlp.gate has none.*router_balance"):
+        fit(Module("qwen3_moe"), ExpertBias(), strategy="thd")
+    with pytest.raises(MisconfigurationException, match="no router of the model has one"):
+        fit(Module("llama"), ExpertBias(), strategy="thd")
+    module = Module()
+    module.model.model.layers[1].mlp.gate.e_score_correction_bias = torch.zeros(4, dtype=torch.bfloat16)
+    with pytest.raises(MisconfigurationException, match=r"is torch.bfloat16; wanted fp32. Call .float\(\)"):
+        fit(module, ExpertBias(), strategy="thd")
