@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.families`` writes ``benchmarks/FAMILIES.md``, a line a family: exact; refused, with the
 reason; wrong, with the error; crash; or could not be built. ``--only llama,gpt2`` prints instead of writing,
-``--kinds causal,image_text`` chooses tables, ``--vary 7`` draws other sizes. Families run in groups, a
-process each, so that one that crashes or hangs takes no other along.
+``--kinds causal,image_text`` chooses tables, ``--vary 7`` draws other sizes, ``--changed`` changes configs
+after construction. Families run in groups, a process each, so that one that dies takes no other along.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.family_sizes import Sizes, draw
 from benchmarks.family_table import LENGTHS, PAD_TO, TOLERANCE, Line, read_table, table, updated
-from benchmarks.tiny_configs import END, VOCAB, known, tiny
+from benchmarks.tiny_configs import END, MASK, VOCAB, known, tiny
 from lightning_thd import THDBatch
 
 KINDS = {
@@ -75,6 +75,8 @@ def samples(kind: str = "causal", seed: int = 0, lengths: Sequence[int] = LENGTH
     docs = [torch.randint(8, VOCAB - 8, (n,), generator=generator) for n in lengths]
     for ids in docs if kind == "sequence" else ():
         ids[-1] = END
+    for ids in docs if kind == "encoder" else ():  # a share that differs from one to the next
+        ids[1 : len(ids) // 2 : 2] = MASK
     return docs
 
 
@@ -111,7 +113,20 @@ def _error(got: Tensor, want: Tensor, scale: float) -> float:
     return float((got - want).abs().max() / max(scale, 1e-30))
 
 
-def compare(kind: str, family: str, model_class: str, sizes: Sizes | None = None) -> tuple[str, str]:
+def change(model: Any) -> None:
+    """Change what eager attention reads from a config in every call: the window, kinds of layers, chunks."""
+    for config in {id(x.config): x.config for x in model.modules() if hasattr(x, "config")}.values():
+        for name, value in (("sliding_window", 3), ("attention_chunk_size", 3), ("local_attention", 6)):
+            if getattr(config, name, None) is not None:
+                setattr(config, name, value)
+        kinds = getattr(config, "layer_types", None)
+        if kinds and len({*kinds}) > 1:  # the model makes a mask for each
+            config.layer_types = [*reversed(kinds)]
+
+
+def compare(
+    kind: str, family: str, model_class: str, sizes: Sizes | None = None, *, changed: bool = False
+) -> tuple[str, str]:
     """Give the verdict on one family and what there is to say about it."""
     overrides, lengths, pad_to = {}, LENGTHS, PAD_TO
     if sizes is not None:
@@ -120,6 +135,8 @@ def compare(kind: str, family: str, model_class: str, sizes: Sizes | None = None
         stock = build(family, model_class, "eager", overrides)
     except Exception as error:
         return "not built", _brief(error)
+    if changed:
+        change(stock)
     docs = samples(kind, lengths=lengths)
     try:
         want = _alone(stock, docs, kind)
@@ -130,6 +147,8 @@ def compare(kind: str, family: str, model_class: str, sizes: Sizes | None = None
     try:
         ours = build(family, model_class, "thd", overrides)
         ours.load_state_dict(stock.state_dict())
+        if changed:
+            change(ours)
         got = _packed(ours, docs, kind, pad_to)
         _loss(got, targets).backward()  # type: ignore[no-untyped-call]
     except ValueError as error:
@@ -170,7 +189,7 @@ def _brief(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:300]}{place}"
 
 
-def _work(kind: str, names: Sequence[str], vary: int | None) -> None:
+def _work(kind: str, names: Sequence[str], vary: int | None, changed: bool) -> None:
     """Run families in this process, a JSON line each."""
     warnings.simplefilter("ignore")
     import transformers
@@ -179,7 +198,7 @@ def _work(kind: str, names: Sequence[str], vary: int | None) -> None:
     table = families(kind)
     for name in names:
         sizes = None if vary is None else draw(vary, name)
-        verdict, detail = compare(kind, name, table[name], sizes)
+        verdict, detail = compare(kind, name, table[name], sizes, changed=changed)
         if sizes is not None and verdict in ("wrong", "crash"):
             detail += f" at {sizes}"
         line = Line(kind=kind, family=name, model=table[name], verdict=verdict, detail=detail)
@@ -187,7 +206,13 @@ def _work(kind: str, names: Sequence[str], vary: int | None) -> None:
 
 
 def sweep(
-    kind: str, names: Sequence[str], *, group: int = 12, timeout_s: int = 1200, vary: int | None = None
+    kind: str,
+    names: Sequence[str],
+    *,
+    group: int = 12,
+    timeout_s: int = 1200,
+    vary: int | None = None,
+    changed: bool = False,
 ) -> Iterator[Line]:
     """Run families in processes of ``group``; the one a process dies in is a crash, the rest goes on."""
     waiting = list(names)
@@ -196,6 +221,7 @@ def sweep(
         now = waiting[:group]
         command = [sys.executable, "-m", "benchmarks.families", "--worker", kind, "--only", ",".join(now)]
         command += [] if vary is None else ["--vary", str(vary)]
+        command += ["--changed"] if changed else []
         try:
             out = subprocess.run(
                 command, capture_output=True, text=True, timeout=timeout_s, check=False
@@ -229,6 +255,9 @@ def main(argv: list[str] | None = None) -> None:
         "--vary", type=int, help="a seed: other sizes of models and documents; writes nothing"
     )
     parser.add_argument(
+        "--changed", action="store_true", help="change configs after models were built; writes nothing"
+    )
+    parser.add_argument(
         "--update", action="store_true", help="with --only: write these families' lines into the table"
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("FAMILIES.md"))
@@ -236,7 +265,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     only = [name for name in args.only.split(",") if name]
     if args.worker:
-        _work(args.worker, only, args.vary)
+        _work(args.worker, only, args.vary, args.changed)
         return
     lines: list[Line] = []
     for kind in args.kinds.split(","):
@@ -244,14 +273,14 @@ def main(argv: list[str] | None = None) -> None:
         if args.turn:
             number, of = map(int, args.turn.split("/"))
             names = turn(names, number, of=of)
-        for line in sweep(kind, names, vary=args.vary):
+        for line in sweep(kind, names, vary=args.vary, changed=args.changed):
             lines.append(line)
             print(f"{line.kind:10} {line.family:28} {line.verdict:12} {line.detail}", flush=True)
     print(dict(Counter(f"{line.kind} {line.verdict}" for line in lines)))
     if args.update:
         old = read_table(args.out.read_text(encoding="utf-8"))
         args.out.write_text(table(updated(old, lines)), encoding="utf-8")
-    elif not only and not args.turn and args.vary is None:
+    elif not only and not args.turn and args.vary is None and not args.changed:
         args.out.write_text(table(lines), encoding="utf-8")
 
 

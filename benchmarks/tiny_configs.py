@@ -12,6 +12,7 @@ HIDDEN = HEADS * HEAD_SIZE
 LAYERS = 2
 WINDOW = 8
 END = 2  # of a sequence
+MASK = 4  # a token that an encoder has to fill in
 
 # By the names that configs share; a config takes those it has.
 _SIZES: dict[str, Any] = {
@@ -99,6 +100,8 @@ _SIZES: dict[str, Any] = {
     "qk_head_dim": 2 * HEAD_SIZE,
     "v_head_dim": 12,
     "first_k_dense_replace": 1,
+    "floor_scale": WINDOW,
+    "mask_token_id": MASK,
     "max_position_embeddings": 256,
     "n_positions": 256,
     "n_ctx": 256,

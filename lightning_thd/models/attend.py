@@ -26,6 +26,7 @@ _INERT: Final = frozenset(
     {
         "cache_position",
         "deterministic",
+        "ignore_index",
         "inputs_embeds",
         "labels",
         "layer_idx",

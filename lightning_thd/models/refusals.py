@@ -131,6 +131,12 @@ def _refuse_layer(found: _Found) -> None:
             f"each; or, if the layer is causal, set lightning_thd.models.mixers.MIXERS[{kind!r}] = None "
             "before the model is built, and prove it with lightning_thd.models.check_packing(model)."
         )
+    weight = getattr(getattr(module, "base_layer", None), "weight", None)
+    if getattr(module, "lora_magnitude_vector", None) and _is_cut_by_tensor_parallelism(weight):
+        raise ValueError(
+            f"{found.name} ({kind}) is a DoRA layer whose weight tensor parallelism has cut over ranks, and "
+            "DoRA's norms need whole rows. Use plain LoRA, or no tensor parallelism."
+        )
     if getattr(module, "trigram_input", False):
         raise ValueError(
             f"{found.name} ({kind}) puts the tokens before and after each one beside it (trigram_input), "
@@ -145,6 +151,17 @@ def _refuse_layer(found: _Found) -> None:
             "takes no position_ids to restart them in every sequence of a pack. Feed this model padded rows, "
             "one sequence each."
         )
+
+
+def _is_cut_by_tensor_parallelism(weight: Any) -> bool:
+    """Return whether a weight is a DTensor that an axis called "tp" or "tensor" shards."""
+    if not hasattr(weight, "placements") or not hasattr(weight, "device_mesh"):
+        return False
+    names = weight.device_mesh.mesh_dim_names or ()
+    return any(
+        ("tp" in name or "tensor" in name) and not placement.is_replicate()
+        for name, placement in zip(names, weight.placements, strict=True)
+    )
 
 
 def _asks_for_attention(kind: type) -> bool:
@@ -339,7 +356,7 @@ def keep_labels_inside(model: Any, kwargs: dict[str, Any], pack: Pack) -> dict[s
     starts = pack.cu_seqlens_q[:-1].long()
     first = torch.zeros(pack.slots + 1, dtype=torch.bool, device=starts.device)
     first = first.index_fill(0, starts, True)[:-1]  # an empty last sequence begins behind the row
-    return {**kwargs, "labels": labels.masked_fill(first, -100)}
+    return {**kwargs, "labels": labels.masked_fill(first, kwargs.get("ignore_index", -100))}
 
 
 def _refuse_shifted(model: Any, input_ids: Any, labels: Any) -> None:
