@@ -19,7 +19,13 @@ from lightning_thd._checks import described, host_ints, int_tensor, real_number,
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch.keys import IGNORE_INDEX, TYPES, inputs
 from lightning_thd.batch.media import counted
-from lightning_thd.batch.samples import check_sample, refuse_shifted, sample_weights, sequence_label
+from lightning_thd.batch.samples import (
+    check_sample,
+    refuse_shifted,
+    refuse_wrapped,
+    sample_weights,
+    sequence_label,
+)
 from lightning_thd.seqlens import INT32_MAX, position_ids_from_cu_seqlens
 from lightning_thd.stats import SeqStats, Vision, Window
 
@@ -330,6 +336,8 @@ def pack_weights(
 def padded_fields(input_ids: Any, attention_mask: Any, labels: Any) -> dict[str, Any]:
     """Build the fields of ``THDBatch.from_padded``; the arguments are described there."""
     input_ids = int_tensor(input_ids, "input_ids")
+    if getattr(labels, "dtype", None) in (torch.uint8, torch.uint16, np.uint8, np.uint16):
+        refuse_wrapped(np.asarray(torch.as_tensor(labels).cpu()), "from_padded")
     labels = None if labels is None else int_tensor(labels, "labels")
     attention_mask = _mask(attention_mask)
     given = [t for t in (input_ids, attention_mask, labels) if t is not None]

@@ -45,6 +45,7 @@ def check_sample(sample: Any, name: str, *, empty: bool = False) -> dict[str, An
     if "labels" in checked:
         labels = checked["labels"] = per_token_row(sample, "labels", len(ids), name)
         _check_ids(labels, name, "label", least=IGNORE_INDEX)
+        refuse_wrapped(labels, name)
     if "attention_mask" in sample:
         check_attention_mask(sample, len(ids), name)
     if "position_ids" in sample:
@@ -120,6 +121,24 @@ def _check_ids(row: NDArray[np.integer[Any]], name: str, what: str, *, least: in
         else "Labels are ids, or -100 where a token is not to be learned."
     )
     raise ValueError(f"{name} has the {what} {int(odd[0])}. {wanted}")
+
+
+def refuse_wrapped(labels: NDArray[np.integer[Any]], name: str) -> None:
+    """Refuse unsigned labels that hold what -100 becomes without a sign: 156 in 8 bits, 65436 in 16."""
+    if wrapped(labels).any():
+        kind = labels.dtype
+        raise ValueError(
+            f"{name} has the label {2 ** (8 * kind.itemsize) + IGNORE_INDEX} in {kind}, which is what -100 "
+            "becomes in a type without a sign. Give labels in a signed type, int32 for example."
+        )
+
+
+def wrapped(labels: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
+    """Return which labels are -100 in a type without a sign."""
+    kind = labels.dtype
+    if kind.kind != "u":
+        return np.zeros(labels.shape, bool)
+    return np.asarray(labels == 2 ** (8 * kind.itemsize) + IGNORE_INDEX)
 
 
 def check_attention_mask(sample: Mapping[str, Any], length: int, name: str) -> None:

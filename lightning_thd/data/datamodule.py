@@ -391,15 +391,14 @@ def _as_stream(train: object, settings: planning.DataSettings) -> Stream | Strea
         return train
     if train is None:
         return None
-    wrap = partial(Stream, on_error=settings.opener.on_error, max_errors=settings.opener.max_errors)
     if not sets.is_mixture(train):
-        return wrap(source=train) if is_stream(train) else None
+        return Stream(source=train) if is_stream(train) else None
     assert isinstance(train, Mapping)
     if not any(_is_streamed(given) for given in train.values()):
         return None
     parts = {name: sets.weighted(name, given) for name, given in train.items()}
     streams = {
-        name: source if isinstance(source, Stream) else wrap(source=source)
+        name: source if isinstance(source, Stream) else Stream(source=source)
         for name, (source, _) in parts.items()
     }
     return StreamMixture(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import time
 import weakref
@@ -10,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from queue import SimpleQueue
 from threading import Thread
@@ -30,7 +31,12 @@ from lightning_thd.batch.collate import sequence_labels
 from lightning_thd.batch.samples import sequence_label
 from lightning_thd.batch.thd_batch import collate_checked
 from lightning_thd.data.sets import MixedRows
-from lightning_thd.data.store.index import MapDataset, SequenceIndex, refuse_second_sequence
+from lightning_thd.data.store.index import (
+    MapDataset,
+    SequenceIndex,
+    content_of_rows,
+    refuse_second_sequence,
+)
 from lightning_thd.data.trainer_link import Progress
 from lightning_thd.packing import PackPlanner, Spans, StepPlan
 from lightning_thd.packing.mixtures import MixturePlanner
@@ -107,14 +113,14 @@ class THDLoader:
         self.source, self._progress, self.capacity = source, progress, capacity
         self.waited_s = 0.0  # spent so far on reading and collating, or on waiting for workers that do
         self.tokens: deque[npt.NDArray[np.int64]] = deque(maxlen=_REMEMBERED)
-        self._given: deque[tuple[int, Position, Made]] = deque()  # not finished, by number
+        self._given: deque[tuple[int, Position, Made]] = deque()  # not finished, as in _states
         self._again: deque[Made] = deque()  # steps that were handed out and not run
         self._place(Position())
 
     def _place(self, at: Position) -> None:
         """Set where the next iteration begins; this position is saved until then."""
         self._at = self._base = at
-        self._states: deque[tuple[int, Position]] = deque()  # steps handed out, and the position after them
+        self._states: deque[tuple[int, Position]] = deque()  # batches up to a step's end, the position there
         self._handed_out, self._open = 0, False
         self._begun_at = 0 if self._progress is None else self._progress.total()
 
@@ -190,18 +196,19 @@ class THDLoader:
         self._take_back()
         at = self._base = replace(self._at, ended=False)
         self._states.clear()
-        self._handed_out, handed, self._open = 0, 0, True
+        self._handed_out, handed, self._open = 0, 0.0, True
         self._begun_at = 0 if self._progress is None else self._progress.total()
-        limit = None if self._progress is None else self._progress.limit()
+        limit = None if self._progress is None else self._progress.limit(self._length(at.epoch))
+        left = math.inf if limit is None else limit - at.step * self.per_step
         source = self._timed(self.source.steps(at, limit))
-        while not at.ended:
+        while not at.ended and handed < left:
             made = self._again.popleft() if self._again else next(source, None)
-            if made is None:  # the Trainer's limit
+            if made is None:  # an epoch without steps
                 break
-            before, at = at, self._after(at, made)
-            self._give(handed, before, made)
-            handed += 1
-            self._states.append((handed, at))
+            handed = min(handed + self.per_step, left)
+            before, at = at, self._after(at, made, ended=handed == left)
+            self._give(int(handed), before, made)
+            self._states.append((int(handed), at))
             if self.source.goes_on:
                 self._at = at
             for batch in self._timed(made.batches):
@@ -213,9 +220,15 @@ class THDLoader:
         if not self.source.goes_on:
             self._at = Position(epoch=self._at.epoch + 1, ended=True)
 
-    def _after(self, at: Position, made: Made) -> Position:
+    def _length(self, epoch: int) -> int | None:
+        try:
+            return self.source.length(epoch)
+        except TypeError:
+            return None
+
+    def _after(self, at: Position, made: Made, *, ended: bool) -> Position:
         step, whole = at.step + 1, self.source.steps_per_epoch
-        if made.last if whole is None else step == whole:
+        if ended or (made.last if whole is None else step == whole):
             return Position(epoch=at.epoch + 1, ended=True, stream=made.stream)
         return Position(epoch=at.epoch, step=step, stream=made.stream)
 
@@ -230,11 +243,10 @@ class THDLoader:
             yield item
 
     def _done(self) -> int:
-        """Return how many whole steps of this iteration are done."""
-        batches = self._handed_out if self._progress is None else self._progress.total() - self._begun_at
-        return batches // self.per_step
+        """Return how many batches of this iteration are done."""
+        return self._handed_out if self._progress is None else self._progress.total() - self._begun_at
 
-    def _give(self, number: int, before: Position, made: Made) -> None:
+    def _give(self, handed: int, before: Position, made: Made) -> None:
         """Keep a stream's step until the Trainer has finished it, and forget positions that are past."""
         done = self._done()
         while len(self._states) > 1 and self._states[1][0] <= done:
@@ -242,8 +254,8 @@ class THDLoader:
         if made.tokens is not None:
             self.tokens.append(made.tokens)
         if self._progress is not None and self.source.goes_on:
-            self._given.append((number, before, made))
-            while self._given[0][0] < done:
+            self._given.append((handed, before, made))
+            while self._given[0][0] <= done:
                 self._given.popleft()
 
     def _take_back(self) -> None:
@@ -256,7 +268,7 @@ class THDLoader:
                 "this one."
             )
         done = self._done()
-        dropped = [(before, made) for number, before, made in self._given if number >= done]
+        dropped = [(before, made) for handed, before, made in self._given if handed > done]
         self._given.clear()
         if dropped:
             self._at = dropped[0][0]
@@ -501,7 +513,7 @@ class PlannedSteps:
         pin_memory: bool = False,
     ) -> None:
         self.planner, self.kind, self.per_step, self.fixed_order = planner, kind, per_step, fixed_order
-        self._keys = _Keys()
+        self._keys, self._maker = _Keys(), maker
         self.loader: DataLoader[Batch] = DataLoader(
             Batches(planner, maker, rank, dp, kind),
             batch_size=None,
@@ -511,6 +523,10 @@ class PlannedSteps:
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
         )
+
+    @cached_property
+    def _content(self) -> str | None:
+        return content_of_rows(self._maker.dataset, self._maker.index)
 
     def _num_steps(self, epoch: int) -> int:
         return self.planner.num_steps(0 if self.fixed_order else epoch)
@@ -537,12 +553,17 @@ class PlannedSteps:
             yield Made(batches=islice(batches, self.per_step), last=step == count - 1)
 
     def state(self, at: Position) -> dict[str, Any]:
-        """Return the position and the settings of the plan."""
-        return {**self.planner.state(at.epoch, at.step), "ended": at.ended}
+        """Return the position, the settings of the plan, and what the data is known by."""
+        return {**self.planner.state(at.epoch, at.step), "ended": at.ended, "content": self._content}
 
     def load(self, state: Mapping[str, Any]) -> Position:
         """Return the position of a state; refuse one of other data or settings."""
         epoch, step = self.planner.resume(state)
+        if None not in (before := state.get("content"), self._content) and before != self._content:
+            raise ValueError(
+                "The checkpoint was written with other data: its sequences have the same lengths and other "
+                "tokens or labels. Restore the data, and its tokenizer, or start without the loader's state."
+            )
         if step and step == self._num_steps(epoch):
             return Position(epoch=epoch + 1, ended=True)
         return Position(epoch=epoch, step=step, ended=bool(state.get("ended")))

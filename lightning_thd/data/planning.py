@@ -244,7 +244,8 @@ class RecentRows(Dataset[dict[str, Any]]):
         if length <= self._limit:
             return sample
         names = ("input_ids", "labels", "position_ids", "attention_mask")
-        self._kept[i] = {k: np.asarray(v) if k in names else v for k, v in sample.items()}
+        # copied, because a dataset may hand out one buffer again and again
+        self._kept[i] = {k: np.array(v) if k in names else v for k, v in sample.items()}
         self._tokens += length
         while self._tokens > _KEEP_TOKENS and len(self._kept) > 1:
             self._tokens -= len(self._kept.popitem(last=False)[1]["input_ids"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, cast
@@ -220,12 +220,18 @@ def settle_epoch(trainer: L.Trainer) -> list[Any]:
     loop = trainer.fit_loop
     epochs: Any = loop.epoch_progress
     batches: Any = loop.epoch_loop.batch_progress
+    states = loop._combined_loader_states_to_load
+    over = any(isinstance(state, Mapping) and state.get("ended") is True for state in states)
+    if over and epochs.total.processed < epochs.total.ready == epochs.total.started:
+        for count in (epochs.total, epochs.current):  # saved in the hooks of the epoch's last batch
+            count.processed += 1
+            count.completed = count.processed
     ended = 0 < epochs.total.ready == epochs.total.started == epochs.total.processed
-    if not (ended and loop._combined_loader_states_to_load):
+    if not (ended and states):
         return []
-    if batches.is_last_batch:
+    if batches.is_last_batch or over:
         _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]  # its own asks for max_steps
-        states, loop._combined_loader_states_to_load = loop._combined_loader_states_to_load, []
+        loop._combined_loader_states_to_load = []
         return states  # Lightning does not restore the states of loaders whose epoch was complete.
     if batches.current.processed:
         for count in (epochs.total, epochs.current):
@@ -282,19 +288,16 @@ class Progress:
         """Return how many batches of all epochs and fits the Trainer has finished."""
         return int(self._batches.total.processed)
 
-    def limit(self) -> int | None:
-        """Return the most batches that the Trainer takes of an epoch."""
-        batches = self._trainer.num_training_batches
-        return int(batches) if batches != float("inf") else None
+    def limit(self, length: int | None) -> int | None:
+        """Return how many batches the Trainer takes of an epoch of a length; None where nobody knows."""
+        limited = self._trainer.limit_train_batches
+        if isinstance(limited, int):
+            return limited if length is None else min(length, limited)
+        return length if length is None or limited is None else int(length * limited)
 
-    def resize(self, batches: int) -> None:
+    def resize(self, length: int) -> None:
         """Set the Trainer's number of batches for this epoch: a mixture's epochs differ by a few."""
-        trainer = self._trainer
-        limited = trainer.limit_train_batches
-        if isinstance(limited, int) and not isinstance(limited, bool):
-            batches = min(batches, limited)
-        elif limited is not None:
-            batches = int(batches * limited)
+        trainer, batches = self._trainer, self.limit(length)
         loop = trainer.fit_loop
         if loop.max_batches == batches or getattr(trainer, "overfit_batches", 0) > 0:
             return
@@ -303,7 +306,7 @@ class Progress:
         if combined is not None:
             combined.limits = batches  # set once by Lightning, before the first epoch
         if isinstance(trainer.val_check_interval, float):
-            trainer.val_check_batch = max(1, int(batches * trainer.val_check_interval))
+            trainer.val_check_batch = max(1, int((batches or 0) * trainer.val_check_interval))
 
     def match(self, start: int) -> None:
         """Set Lightning's batch counter to the loader's position, after a change of ranks or mid-step."""
@@ -315,9 +318,8 @@ class Progress:
         shift = start - progress.current.processed
         if shift:
             for counter in (progress.current, progress.total):
-                for name in ("ready", "started", "processed", "completed"):
-                    setattr(counter, name, max(0, getattr(counter, name) + shift))
-            progress.current.ready = progress.current.started = start
+                done = counter.processed + shift
+                counter.ready = counter.started = counter.processed = counter.completed = done
 
     @property
     def _batches(self) -> Any:

@@ -8,6 +8,7 @@ or once more. Nothing is stored: the j-th draw of a source is a pure function of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -30,6 +31,8 @@ IntArray = npt.NDArray[np.int64]
 EpochSize = Literal["longest", "shortest"] | int
 
 _DRAWS = 11  # purpose of the key, apart from those of windows.py and planner.py
+_MOST_PASSES = 1000  # of a source in an epoch; far more were meant by nobody, and take long to plan
+_LARGE = 1e100  # Weights above it may overflow where they are added.
 # Weights of streams become fractions of at most this denominator: 0.3 is 3/10, so that shares stay exact.
 _DENOMINATOR = 10**9
 _KEEP = 2  # planners of epochs that stay: the present one and the next, which workers prefetch
@@ -58,8 +61,18 @@ class Mixing:
     dry: Literal["restart", "stop", "rest"] | None = None
 
     def tempered(self, weights: Mapping[str, float]) -> dict[str, float]:
-        """Return the weights with the temperature applied."""
-        return {name: float(weight) ** (1 / self.temperature) for name, weight in weights.items()}
+        """Return the weights with the temperature applied, up to a common factor."""
+        if self.temperature == 1 and max(weights.values()) < _LARGE:
+            return {name: float(weight) for name, weight in weights.items()}
+        logs = {name: math.log(weight) for name, weight in weights.items()}
+        largest = max(logs.values())
+        raised = {name: math.exp((value - largest) / self.temperature) for name, value in logs.items()}
+        if none := [name for name, value in raised.items() if not value]:
+            raise ValueError(
+                f"temperature={self.temperature} leaves {none[0]!r} no share. Raise it: 1 keeps the weights, "
+                "and more make the sources equal."
+            )
+        return raised
 
     def __post_init__(self) -> None:
         if self.dry not in (None, "restart", "stop", "rest"):
@@ -97,16 +110,29 @@ def share_out(
     shares = {name: value / total for name, value in raised.items()}
     if isinstance(mixing.epoch, str):
         choose = max if mixing.epoch == "longest" else min
-        number = round(choose(sizes[name] / shares[name] for name in sizes))
+        # a share of 0, too small for a float, wants more passes of the others than any number
+        wanted = choose(sizes[name] / shares[name] if shares[name] else math.inf for name in sizes)
+        number = round(min(wanted, 2.0 * _MOST_PASSES * sum(sizes.values())))
     else:
         number = int(mixing.epoch)
     counts = _round(shares, number)
+    _refuse_passes(counts, sizes)
     if none := [name for name, count in counts.items() if not count]:
         raise ValueError(
             f"An epoch of {number} sequences has none of {none[0]!r}, whose share is {shares[none[0]]:.2g}. "
             "Raise its weight, or set Mixing(epoch=) to more sequences."
         )
     return counts
+
+
+def _refuse_passes(counts: Mapping[str, int], sizes: Mapping[str, int]) -> None:
+    name = max(sizes, key=lambda name: counts[name] / sizes[name])
+    if counts[name] > _MOST_PASSES * sizes[name]:
+        raise ValueError(
+            f"An epoch of this mixture takes more than {_MOST_PASSES:,} passes over {name!r}, which has "
+            f"{sizes[name]:,} sequences. Bring the weights closer together, or set Mixing(epoch='shortest') "
+            "or a smaller number of sequences."
+        )
 
 
 def _check_sizes(sizes: Mapping[str, int], weights: Mapping[str, float]) -> None:
@@ -144,6 +170,7 @@ def _by_passes(sizes: Mapping[str, int], passes: Mapping[str, float]) -> dict[st
                 f"passes[{name!r}]={passes[name]!r}: wanted a number above 0, 1 for each sequence once."
             )
         counts[name] = max(1, round(size * float(passes[name])))
+    _refuse_passes(counts, sizes)
     return counts
 
 

@@ -8,7 +8,7 @@ prefix-stable: what it wrote of a turn does not change when more turns follow. W
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from lightning_thd.data.read.conversations import LEARNED, calls_read, other_calls
 
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+# Keys under which models and datasets keep what an assistant thinks before it answers.
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thoughts", "thought", "tool_plan")
 Message = dict[str, Any]
 Spans = list[tuple[int, int]]
 
@@ -87,6 +89,7 @@ def encode_chat(
             f"{type(tokenizer).__name__} is none. Take the markers out, or use the fast one."
         )
     messages, text = _written(writer, list(messages))
+    _refuse_unread(template, writer.options, messages, text)
     _refuse_unwritten(writer, messages, text)
     if marked:
         return _marked(writer, messages, text, template, skip)
@@ -98,8 +101,41 @@ def encode_chat(
     for i, (start, stop) in zip(answers, bounds, strict=True):
         first, last = cuts[start], cuts[stop]
         said = str(messages[i]).count(eos) if eos else 0  # which is no end of the turn
-        mask[first : _end_of_turn(ids, first, last, tokenizer.eos_token_id, said)] = True
+        end = _end_of_turn(ids, first, last, tokenizer.eos_token_id, said)
+        behind = text[start:stop].rpartition(eos)[2].strip() if end < last and eos else ""
+        if behind and any(words in behind or behind in words for words in _words(messages[i])):
+            end = last  # an EOS that the template writes inside the turn
+        mask[first:end] = True
     return ids, mask
+
+
+def _words(value: Any) -> Iterator[str]:
+    """Yield what a message says, under any key but its role."""
+    if isinstance(value, str) and value.strip():
+        yield value.strip()
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _words(one if key not in ("role", "type") else None)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _words(one)
+
+
+def _refuse_unread(template: str, options: Mapping[str, Any], messages: Sequence[Message], text: str) -> None:
+    """Refuse variables and thoughts that the template leaves out because it does not know their names."""
+    if unread := [name for name in options if name not in template]:
+        raise ValueError(
+            f"chat_template_kwargs holds {unread[0]!r}, which the chat template does not read. Correct its "
+            "name, or leave it out."
+        )
+    for i, message in enumerate(messages):
+        for name in _THOUGHTS:
+            if name not in template and any(words not in text for words in _words(message.get(name))):
+                raise ValueError(
+                    f"message {i} has {name!r}, which the chat template does not write, so that the answer "
+                    "would be learned without it. Take a template that reads it, put it into the content, or "
+                    "drop the key."
+                )
 
 
 def _written(writer: _Writer, messages: list[Message]) -> tuple[list[Message], str]:

@@ -85,7 +85,7 @@ def open_columns(
                 f"{files[0].name} and others have different columns: {keep}, and {file.name} {kept}. "
                 "Write them alike."
             )
-        arrow.append(file if file.suffix == ".arrow" else _unpacked(file, keep, cache_dir))
+        arrow.append(file if file.suffix != ".parquet" else _unpacked(file, keep, cache_dir))
     read = partial(_concatenated, tuple(arrow), tuple(keep))
     try:
         table = read()
@@ -149,7 +149,7 @@ def _looks_like(values: NDArray[np.int64], slots: int) -> dict[str, bool]:
 
 
 def _refuse_bounds_of(file: SourceFile, names: list[str]) -> None:
-    if file.suffix == ".arrow":
+    if file.suffix != ".parquet":
         refuse_bounds(map_arrow(file.path, file.name), names)
         return
     schema = require("pyarrow.parquet", feature="reading .parquet files").ParquetFile(file.path).schema_arrow
@@ -164,7 +164,7 @@ def _concatenated(files: tuple[SourceFile, ...], names: tuple[str, ...]) -> Any:
 
 
 def _columns(file: SourceFile) -> list[str]:
-    if file.suffix == ".arrow":
+    if file.suffix != ".parquet":
         return list(map_arrow(file.path, file.name).column_names)
     part_sizes(file)  # says what is wrong with a damaged file
     pq = require("pyarrow.parquet", feature="reading .parquet files")

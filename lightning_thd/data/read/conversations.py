@@ -90,7 +90,12 @@ def messages_of(record: dict[str, Any], kind: Kind) -> Conversation:
     if kind == "prompt":
         asked = _turns(record["prompt"])
         return Conversation([*asked, *_turns(record["completion"])], tools, len(asked), options)
-    return Conversation(_turns(record["messages"]), tools, 0, options)
+    turns, system = _turns(record["messages"]), _system(record)
+    if system and isinstance(turns, list):
+        if any(isinstance(turn, dict) and turn.get("role") == "system" for turn in turns):
+            raise ValueError("'system' stands beside messages that have one of the role 'system'. Keep one.")
+        turns = [*system, *turns]
+    return Conversation(turns, tools, 0, options)
 
 
 def _turns(messages: Any) -> Any:

@@ -27,7 +27,7 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys((".jsonl", ".ndjson"), "JSONL"),
     ".json": "JSON",
     **dict.fromkeys((".csv", ".tsv"), "table"),
-    **dict.fromkeys((".parquet", ".arrow"), "column"),
+    **dict.fromkeys((".parquet", ".arrow", ".feather"), "column"),
     **dict.fromkeys(
         (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".html", ".xml", ".log", ".tex"), "text"
     ),
@@ -111,7 +111,7 @@ def _looks_like_a_path(text: str) -> bool:
         return False
     if re.match(r"([a-z][a-z0-9]*://|\.{0,2}/|~/)\S+$", text):
         return True  # a file that does not exist is refused later
-    if any(sign in text for sign in "*?[") and next(glob.iglob(text, recursive=True), None):
+    if any(sign in text for sign in "*?[") and next(_matches(text), None):
         return True
     known = is_data(text)
     if known and (" " not in text or Path(text).exists()):
@@ -122,10 +122,10 @@ def _looks_like_a_path(text: str) -> bool:
 def find_files(source: Paths, *, cache_dir: str | Path | None = None) -> list[SourceFile]:
     """List the files behind a path, glob, folder or address in sorted order, or behind a list in its own."""
     if isinstance(source, str | Path):
-        return _each_once([_local(name, cache_dir) for name in _expand(source)])
+        return _each_once([_local(name, cache_dir) for name in expand(source)])
     if not isinstance(source, list | tuple):
         raise TypeError(f"A {type(source).__name__} names no file. Give a path, a glob, or a list of them.")
-    return _each_once([_local(name, cache_dir) for entry in source for name in _expand(entry)])
+    return _each_once([_local(name, cache_dir) for entry in source for name in expand(entry)])
 
 
 def _each_once(files: list[SourceFile]) -> list[SourceFile]:
@@ -142,7 +142,16 @@ def _each_once(files: list[SourceFile]) -> list[SourceFile]:
     return files
 
 
-def _expand(source: str | Path) -> list[str]:
+def _matches(pattern: str | Path) -> Iterator[str]:
+    """Yield the paths that match a glob, of which what exists as it is written is no pattern."""
+    parts, here = Path(pattern).parts, Path()
+    while parts and (here / parts[0]).exists():
+        here, parts = here / parts[0], parts[1:]
+    yield from glob.iglob(str(Path(glob.escape(str(here)), *parts)), recursive=True)
+
+
+def expand(source: str | Path) -> list[str]:
+    """List the files behind a path, glob, folder or address, in sorted order."""
     text = str(source)
     if "://" in text:
         return _expand_remote(text)
@@ -151,7 +160,7 @@ def _expand(source: str | Path) -> list[str]:
         return [str(file) for file in _in_folder(path)]
     if path.is_file():
         return [str(path)]
-    found = sorted(name for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
+    found = sorted(name for name in _matches(path) if Path(name).is_file())
     if not found:
         raise ValueError(
             f"{text} does not exist, and no file matches it. Give a file, a folder, a glob or a list of "
@@ -231,7 +240,7 @@ def _expand_remote(address: str) -> list[str]:
     fsspec = require("fsspec", feature=f"reading {address}")
     try:
         filesystem, path = fsspec.core.url_to_fs(address)
-        if any(sign in path for sign in "*?["):
+        if any(sign in path for sign in "*?[") and not filesystem.exists(path):
             found = sorted(filesystem.glob(path))
         elif filesystem.isdir(path):
             found = sorted(name for name in filesystem.find(path) if is_data(name))

@@ -80,7 +80,7 @@ class PackedRows(TorchDataset[dict[str, NDArray[np.integer]]]):
         if self._last[0] != number:  # neighbours of a row are often read together
             row = self._rows[number]
             names = [name for name in ("input_ids", "labels") if name in row]
-            self._last = number, {name: np.asarray(row[name]) for name in names}
+            self._last = number, {name: np.array(row[name]) for name in names}  # the buffer may be used again
         part = slice(start, start + int(self.lengths[i]))
         return {name: values[part] for name, values in self._last[1].items()}
 

@@ -13,6 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
 from lightning_thd._imports import require
 from lightning_thd.data.read.files import KINDS, SourceFile, find_files
 from lightning_thd.data.store.columns import map_arrow
@@ -23,6 +25,7 @@ _CHUNK_ROWS = 1024
 _BATCH_ROWS = 256  # rows of columns that are unpacked at a time
 _BOM = b"\xef\xbb\xbf"
 # Keys that a record has, and a JSON file that wraps records has not.
+_SHORT = 40  # characters of a name or a version beside the records in a JSON file; more may be a document
 _OF_RECORDS = ("text", "input_ids", "messages", "conversations", "conversation", "prompt", "instruction")
 
 
@@ -128,10 +131,12 @@ class JsonChunk:
     file: SourceFile
     start: int
     stop: int
+    text_key: str = "text"
 
     def records(self) -> Iterator[Placed]:
         """Read the entries: objects or strings."""
-        for i, entry in enumerate(_json_entries(self.file)[self.start : self.stop], self.start):
+        entries = _json_entries(self.file, self.text_key)
+        for i, entry in enumerate(entries[self.start : self.stop], self.start):
             found = (
                 entry if isinstance(entry, str | dict) else Bad(f"a {type(entry).__name__}, not an object.")
             )
@@ -256,7 +261,7 @@ def read_part(file: SourceFile, part: int, names: list[str] | None = None) -> It
 
 def part_sizes(file: SourceFile) -> list[int]:
     """Count the rows of every row group of a Parquet file or record batch of an Arrow file."""
-    if file.suffix == ".arrow":
+    if file.suffix != ".parquet":
         return [batch.num_rows for batch in map_arrow(file.path, file.name).to_batches()]
     pq = require("pyarrow.parquet", feature="reading .parquet files")
     pa = require("pyarrow", feature="reading .parquet files")
@@ -268,16 +273,27 @@ def part_sizes(file: SourceFile) -> list[int]:
 
 
 @lru_cache(maxsize=1)  # all chunks of a file parse it once
-def _json_entries(file: SourceFile) -> list[Any]:
+def _json_entries(file: SourceFile, text_key: str) -> list[Any]:
     """Return the entries of an array, of the array in a wrapper, or the file as the only entry."""
     found = parse_json(file.path.read_bytes().removeprefix(_BOM))
     if isinstance(found, Bad):
         raise ValueError(f"{file.name}: {found.reason}")
-    if isinstance(found, dict) and not any(name in found for name in _OF_RECORDS):
-        lists = [value for value in found.values() if isinstance(value, list)]
-        if len(lists) == 1 and (len(found) == 1 or all(isinstance(entry, dict) for entry in lists[0])):
-            return list(lists[0])  # as in {"version": 1, "data": [...]}
-    return found if isinstance(found, list) else [found]
+    values = found if isinstance(found, dict) else {}
+    lists = [name for name, value in values.items() if isinstance(value, list) and value]
+    if not lists or text_key in found or any(name in found for name in _OF_RECORDS):
+        return found if isinstance(found, list) else [found]
+    if len(found) == len(lists) == 1:
+        return list(found[lists[0]])
+    # as {"version": "1.1", "data": [...]}, but not as {"body": "a document", "authors": [...]}
+    others = [name for name, value in found.items() if isinstance(value, str) and len(value) > _SHORT]
+    if len(lists) != 1 or others or not all(isinstance(entry, dict) for entry in found[lists[0]]):
+        raise ValueError(
+            f"{file.name} is one object with {', '.join(found)}, and it is not known what of it are the "
+            f"documents: {text_key!r} is not among them. Name the key of its text by text_key=, or give a "
+            "list of the records."
+        )
+    rank_zero_info(f"{file.name}: its records are the {len(found[lists[0]]):,} entries of {lists[0]!r}.")
+    return list(found[lists[0]])
 
 
 def file_chunks(
@@ -285,6 +301,7 @@ def file_chunks(
     *,
     chunk_bytes: int = CHUNK_BYTES,
     cache_dir: str | Path | None = None,
+    text_key: str = "text",
 ) -> list[Chunk]:
     """Cut files into chunks of records, of ``chunk_bytes`` unless one record or file has more."""
     files = source if isinstance(source, list) else find_files(source, cache_dir=cache_dir)
@@ -300,9 +317,9 @@ def file_chunks(
             spans = ((at, min(at + chunk_bytes, size)) for at in range(0, size, chunk_bytes))
             chunks += [JsonlChunk(file, *span) for span in spans]
         elif kind == "JSON":
-            total = len(_json_entries(file))
+            total = len(_json_entries(file, text_key))
             spans = ((at, min(at + _CHUNK_ROWS, total)) for at in range(0, total, _CHUNK_ROWS))
-            chunks += [JsonChunk(file, *span) for span in spans]
+            chunks += [JsonChunk(file, *span, text_key) for span in spans]
         elif kind == "table":
             chunks.append(TableChunk(file))
         else:

@@ -100,7 +100,8 @@ class Opener:
             rows = open_columns(files, text_key=self.text_key, cache_dir=self.cache_dir)
             if rows is not None:
                 return Opened(dataset=rows, key=key)
-        return self._tokenised(file_chunks(files, cache_dir=self.cache_dir), key, name)
+        chunks = file_chunks(files, cache_dir=self.cache_dir, text_key=self.text_key)
+        return self._tokenised(chunks, key, name)
 
     def _open_dataset(self, dataset: MapDataset) -> Opened:
         key = dataset_key(dataset)

@@ -68,7 +68,7 @@ def read_documents(path: Paths, *, text_key: str = "text") -> Iterator[str]:
         ValueError: for a path that does not exist, a folder without data, and a record that cannot be read
             or lacks the key; the message names file and line.
     """
-    for chunk in file_chunks(find_files(path)):
+    for chunk in file_chunks(find_files(path), text_key=text_key):
         for place, record in chunk.records():
             try:
                 if isinstance(record, Bad):

@@ -27,7 +27,11 @@ _BLOCK_BYTES = 1 << 20
 _SAMPLES = 64  # blocks that are hashed of a file that is too large to hash whole
 _TELL_AFTER_S = 10.0  # seconds of waiting for another process before a line says so
 _WAIT_ENV = "LIGHTNING_THD_CACHE_TIMEOUT"  # seconds
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the quota of the disk is used up",
+    errno.EFBIG: "a limit on the size of files was reached, see ulimit -f",
+}
 
 
 class CacheError(OSError):
@@ -119,7 +123,7 @@ def cache_errors(folder: Path) -> Iterator[None]:
         at_cache = bool(place) and (place.startswith(str(folder.parent)) or str(folder).startswith(place))
         if err.errno not in _FULL and not at_cache:
             raise  # the source raised it, and names itself
-        what = "the disk is full" if err.errno in _FULL else str(err)
+        what = _FULL.get(err.errno or 0, str(err))
         raise CacheError(
             err.errno,
             f"The cache {folder} cannot be written ({what}). Pass cache_dir= (or set XDG_CACHE_HOME), a "

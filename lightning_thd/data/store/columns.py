@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from lightning_thd._imports import require
+from lightning_thd.batch.keys import IGNORE_INDEX
 from lightning_thd.batch.media import COLUMNS, GRIDS
-from lightning_thd.batch.samples import MOST_ID
+from lightning_thd.batch.samples import MOST_ID, wrapped
 
 IntArray = NDArray[np.int64]
 _BLOCK = 1 << 20  # values that are looked at at a time
@@ -211,9 +212,7 @@ def count_columns(dataset: object) -> Counted | None:
     ids = _Facts(table, "input_ids", lambda values: (values < 0) | (values > MOST_ID))
     loss_tokens, wrong = np.maximum(lengths - 1, 0), ids.wrong
     if "labels" in table.column_names:
-        labels = _Facts(
-            table, "labels", lambda values: ((values < 0) & (values != -100)) | (values > MOST_ID)
-        )
+        labels = _Facts(table, "labels", _wrong_labels)
         loss_tokens = labels.targets
         wrong = wrong | labels.wrong | (list_lengths(table, "labels") != lengths)
     if "attention_mask" in table.column_names:
@@ -263,6 +262,10 @@ def _depth(kind: Any) -> int:
     return 0 if pt.is_integer(kind) else -1
 
 
+def _wrong_labels(values: NDArray[Any]) -> NDArray[np.bool_]:
+    return ((values < 0) & (values != IGNORE_INDEX)) | (values > MOST_ID) | wrapped(values)
+
+
 class _Facts:
     """Targets, faults and the largest value of every row of a column of lists, from one pass in blocks."""
 
@@ -308,4 +311,11 @@ def column_row(dataset: object, i: int) -> dict[str, Any] | None:
         return None
     at = int(visible(dataset, np.arange(table.num_rows))[i])
     read = ("input_ids", "labels", "attention_mask")
-    return {name: table.column(name)[at].as_py() or [] for name in read if name in table.column_names}
+    cells = {name: table.column(name)[at] for name in read if name in table.column_names}
+    pt = require("pyarrow", feature="reading Arrow columns").types
+    return {
+        name: np.asarray(cell.values)
+        if cell.is_valid and pt.is_unsigned_integer(cell.type.value_type) and not cell.values.null_count
+        else cell.as_py() or []
+        for name, cell in cells.items()
+    }

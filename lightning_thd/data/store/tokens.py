@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from lightning_thd._checks import host_ints, instance, whole_number
+from lightning_thd.batch.samples import refuse_wrapped
 from lightning_thd.data.store.cache import (
     build_once,
     cache_errors,
@@ -105,6 +106,8 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
                 f"TokenStore got offsets that fall after entry {int(falls.argmax())}. Give where each "
                 "sequence begins, in order."
             )
+        if labels is not None and not self.trusted:
+            refuse_wrapped(labels, "TokenStore")
         self.tokens, self.offsets, self.labels = tokens, offsets, labels
         self._loss_tokens, self._largest = loss_tokens, largest
         self._folder: Path | None = None
@@ -383,6 +386,8 @@ def _checked(rows: Rows) -> Rows:
             "Give the length of every sequence, and one label a token or no labels."
         )
     _refuse_negative(tokens)
+    if labels is not None:
+        refuse_wrapped(labels, "A piece of a store")
     if labels is not None and labels.size and not -(2**31) <= labels.min() <= labels.max() < 2**31:
         raise ValueError(f"{int(abs(labels).max())} does not fit int32, in which labels are kept.")
     return rows._replace(tokens=tokens, lengths=lengths, labels=labels)

@@ -20,7 +20,7 @@ from lightning_thd.batch.samples import (
     refuse_shifted,
     whole_weight,
 )
-from lightning_thd.data.read.conversations import kind_of
+from lightning_thd.data.read.conversations import Records, kind_of
 from lightning_thd.data.read.encode import Encoder, Tokenizer
 
 StreamOversize = Literal["error", "drop", "truncate", "own_pack"]
@@ -83,6 +83,8 @@ class Sampler:
         tokenizer: Tokenizer,
         text_key: str = "text",
         append_eos: bool = True,
+        records: Records = "auto",
+        one_each: bool = True,  # refuse positions that begin again inside a record
         vocab_size: int | None = None,
         extras_cost: ExtrasCost | None = None,
         patch: int | None = None,
@@ -90,7 +92,7 @@ class Sampler:
     ) -> None:
         self.extras_cost, self.patch, self.max_patches = extras_cost, patch, max_patches
         self.capacity, self.oversize, self.drop_empty = capacity, oversize, drop_empty
-        self.vocab_size, self.text_key = vocab_size, text_key
+        self.vocab_size, self.text_key, self.records, self._one_each = vocab_size, text_key, records, one_each
         self.counts = dict.fromkeys(POLICIES, 0)
         self._how: dict[str, Any] = {"tokenizer": tokenizer, "text_key": text_key, "append_eos": append_eos}
         self._encoders: dict[str, Encoder] = {}
@@ -139,7 +141,7 @@ class Sampler:
         return False
 
     def _with_ids(self, record: Any) -> dict[str, Any] | None:
-        if isinstance(record, Mapping) and "input_ids" in record:
+        if isinstance(record, Mapping) and "input_ids" in record and self.records in ("auto", "ids"):
             sample = dict(record)
             ids = sample["input_ids"]
             if ids is None or (hasattr(ids, "__len__") and not len(ids)):
@@ -149,10 +151,11 @@ class Sampler:
             raise TypeError(
                 f"a {type(record).__name__} is no sequence. A stream gives dicts with input_ids, or text."
             )
-        kind = kind_of(dict(record) if isinstance(record, Mapping) else record, self.text_key) or "text"
+        record = dict(record) if isinstance(record, Mapping) else record
+        kind = self.records if self.records != "auto" else kind_of(record, self.text_key) or "text"
         if kind not in self._encoders:
             self._encoders[kind] = Encoder(kind=kind, **self._how)
-        rows = self._encoders[kind].encode([("the record", record)])  # type: ignore[list-item]
+        rows = self._encoders[kind].encode([("the record", record)])
         sample = {"input_ids": rows.tokens}
         if rows.labels is not None:
             sample["labels"] = rows.labels
@@ -181,7 +184,7 @@ class Sampler:
     def _packed(self, sample: dict[str, Any]) -> Sample:
         extras = {key: value for key, value in sample.items() if key not in _OWN and _kept(key, value)}
         refuse_keys(sample)
-        _refuse_lost(sample, extras)
+        _refuse_lost(sample, extras, one_each=self._one_each)
         own = {key: sample[key] for key in _OWN if key in sample}
         checked = check_sample({**own, **extras}, "the record")
         ids, labels = checked["input_ids"], checked.get("labels")
@@ -218,10 +221,11 @@ class Sampler:
         return Sample(ids=ids.astype(np.int32), labels=labels, extra=extra, meta=meta)
 
 
-def _refuse_lost(sample: dict[str, Any], extras: dict[str, Any]) -> None:
+def _refuse_lost(sample: dict[str, Any], extras: dict[str, Any], *, one_each: bool) -> None:
     """Refuse what says more of a sequence, or of several in one record, and would be left out."""
     refuse_boundaries(sample, "the record")
-    refuse_restart(sample, "the record", "Give the sequences one by one.")
+    if one_each:
+        refuse_restart(sample, "the record", "Give the sequences one by one, or set packed='off'.")
     left = [name for name in _UNREAD if sample.get(name) is not None and name not in extras]
     if left:
         raise ValueError(

@@ -12,6 +12,7 @@ from lightning_thd.batch.thd_batch import collate_checked
 from lightning_thd.data.loader import THDLoader
 from lightning_thd.data.planning import DataSettings
 from lightning_thd.data.read.encode import load_tokenizer
+from lightning_thd.data.read.sources import Opener
 from lightning_thd.data.streams.intake import OnError, Settings, Source
 from lightning_thd.data.streams.samples import Sampler
 from lightning_thd.data.streams.schedule import Scheduling
@@ -42,7 +43,8 @@ class Stream:
         shuffle_buffer: sequences each rank keeps at hand to draw steps from at random; 0 keeps their order.
         steps_per_epoch: optimizer steps of an epoch; None ends it with the shards. Endless streams need one,
             or a Trainer with ``max_steps``.
-        on_error: ``"raise"`` for a record that cannot be used, or ``"skip"`` and count it.
+        on_error: ``"raise"`` for a record that cannot be used, or ``"skip"`` and count it; None takes
+            ``on_error`` and ``max_errors`` of the data module.
         max_errors: most records that are skipped, of the whole job; None for no limit.
         timeout_s: seconds until a rank, or a worker, that gives nothing ends the job.
     """
@@ -51,7 +53,7 @@ class Stream:
     window: int = 256
     shuffle_buffer: int = 0
     steps_per_epoch: int | None = None
-    on_error: OnError = "raise"
+    on_error: OnError | None = None
     max_errors: int | None = None
     timeout_s: float = 600.0
 
@@ -64,7 +66,7 @@ class Stream:
             whole_number(self.steps_per_epoch, "steps_per_epoch", least=1, advice="None has no limit.")
         if self.max_errors is not None:
             whole_number(self.max_errors, "max_errors", advice="None has no limit.")
-        if self.on_error not in ("raise", "skip"):
+        if self.on_error not in (None, "raise", "skip"):
             raise ValueError(f"on_error={self.on_error!r} is unknown. Choose 'raise' or 'skip'.")
         if (
             real_number(self.timeout_s, "timeout_s", advice="It is the seconds a rank waits for another.")
@@ -117,7 +119,7 @@ class StreamMixture:
         return dict(zip(raised, whole_shares([*raised.values()]), strict=True))
 
 
-def open_sources(stream: Stream | StreamMixture, parts: int) -> Opened:
+def open_sources(stream: Stream | StreamMixture, opener: Opener, parts: int) -> Opened:
     """Open the sources of a stream or a mixture as shards; some can be asked for any number of ``parts``."""
     if isinstance(stream, Stream):
         streams, shares = {"": stream}, {"": 1}
@@ -139,8 +141,10 @@ def open_sources(stream: Stream | StreamMixture, parts: int) -> Opened:
                 stop=len(shards) + len(found.shards),
                 share=shares[name],
                 shuffle_buffer=one.shuffle_buffer,
-                on_error=one.on_error,
-                max_errors=one.max_errors,
+                on_error=one.on_error or opener.on_error,
+                max_errors=opener.max_errors
+                if one.on_error is None and one.max_errors is None
+                else one.max_errors,
             )
         )
         shards += found.shards
@@ -175,9 +179,13 @@ def stream_loader(
         )
     if settings.scheduler is not None and isinstance(step, Packs):
         raise ValueError(f"A scheduler cannot serve {step}. Pass global_batch=Sequences(n).")
-    opened = open_sources(stream, host.ranks)
-    slots = make_slots(settings.capacity, host.alignment, settings.max_patches)
-    opener = settings.opener
+    opener, slots = settings.opener, make_slots(settings.capacity, host.alignment, settings.max_patches)
+    if opener.packed in ("sequences", "packs"):
+        raise ValueError(
+            f"packed={opener.packed!r} takes rows of several sequences apart, which a stream cannot. Give "
+            "the sequences one by one, or open the rows as a dataset with a length."
+        )
+    opened = open_sources(stream, opener, host.ranks)
     steps = StreamedSteps(
         Settings(
             shards=opened.shards,
@@ -191,6 +199,8 @@ def stream_loader(
                 drop_empty=settings.empty == "drop",
                 text_key=opener.text_key,
                 append_eos=opener.append_eos,
+                records=opener.records,
+                one_each=opener.packed != "off",
                 vocab_size=settings.vocab_size or vocab_size(host.model),
                 extras_cost=settings.extras_cost,
                 patch=model_patch(host.model),
@@ -219,7 +229,7 @@ def stream_loader(
         rank=host.rank,
         kind=kind,
         parts=host.ranks,
-        reopen=partial(open_sources, stream),
+        reopen=partial(open_sources, stream, opener),
         steps_per_epoch=stream.steps_per_epoch,
         pin_memory=host.on_gpu if settings.pin_memory is None else settings.pin_memory,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,24 +81,6 @@ def file_shard(name: str) -> Shard:
         f"{name} cannot be streamed. Shards are .jsonl files, which may be compressed ({', '.join(PACKED)}), "
         ".parquet and .arrow files; pass datasets.load_dataset(..., streaming=True) for others, tars too."
     )
-
-
-def expanded(path: str) -> list[str]:
-    """List the files of a path, a folder or a glob, in order."""
-    if "://" in path:
-        fsspec = require("fsspec", feature=f"reading {path}")
-        if not any(c in path for c in "*?["):
-            return [path]
-        system, inside = fsspec.core.url_to_fs(path)
-        names = sorted(system.unstrip_protocol(name) for name in system.glob(inside))
-    else:
-        names = sorted(glob.glob(path, recursive=True)) if any(c in path for c in "*?[") else [path]
-        if names == [path] and Path(path).is_dir():
-            names = sorted(str(file) for file in Path(path).rglob("*") if file.is_file())
-        names = [name for name in names if Path(name).is_file()]
-    if not names:
-        raise ValueError(f"No file is found for {path!r}. Pass paths or globs of files that exist.")
-    return names
 
 
 def _open(name: str) -> Any:

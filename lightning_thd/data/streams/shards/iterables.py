@@ -243,7 +243,7 @@ class _Part:
     def __call__(self) -> Any:
         if self.count == 1:
             return self.dataset
-        return self.dataset.shard(num_shards=self.count, index=self.index)
+        return _in_epoch_of(self.dataset, self.dataset.shard(num_shards=self.count, index=self.index))
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +272,13 @@ class _Itself:
 
 def _skip(records: Any, rows: int) -> Any:
     """Pass over rows of a Hugging Face IterableDataset, without drawing them if possible."""
-    return records.skip(rows)
+    return _in_epoch_of(records, records.skip(rows))
+
+
+def _in_epoch_of(dataset: Any, part: Any) -> Any:
+    """Give a part of a Hugging Face dataset the ``set_epoch`` of the whole, which skip() and shard() drop."""
+    part.set_epoch(dataset.epoch)
+    return part
 
 
 def is_iterator(source: object) -> bool:

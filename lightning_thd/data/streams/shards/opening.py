@@ -13,8 +13,9 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from lightning_thd.data.read.files import expand
 from lightning_thd.data.streams.shards.base import Shard, Shards
-from lightning_thd.data.streams.shards.files import expanded, file_shard
+from lightning_thd.data.streams.shards.files import file_shard
 from lightning_thd.data.streams.shards.iterables import (
     Beginning,
     content_of,
@@ -49,7 +50,7 @@ def open_shards(source: Any, *, parts: int) -> Shards:
     replays = True
     for number, one in enumerate(sources):
         if isinstance(one, str | Path):
-            found += [file_shard(name) for name in expanded(str(one))]
+            found += [file_shard(name) for name in expand(one)]
             continue
         replays &= is_hf(one)
         found += iterable_shards(
