@@ -34,8 +34,8 @@ class Stream:
     ``IterableDataset`` or a generator function given to ``THDDataModule`` is ``Stream(source=...)``.
 
     Attributes:
-        source: a path or glob of ``.jsonl[.gz|.zst]``, ``.parquet``, ``.arrow`` and ``.tar`` shards, or a
-            list of them, local or through fsspec; a Hugging Face or torch ``IterableDataset``; a function
+        source: a path, folder or glob of ``.jsonl`` (also compressed), ``.parquet``, ``.arrow`` or
+            ``.feather`` files, or a list of them, local or through fsspec; a Hugging Face or torch ``IterableDataset``; a function
             that begins an iterator, ``make()`` or ``make(part, parts)``. One that is not in parts is read by
             one rank for all, and must not split itself by rank.
         window: sequences each rank keeps at hand to choose from: more fill packs and share work better, and
