@@ -100,14 +100,7 @@ class Steps(Protocol):
 
 
 class THDLoader:
-    """Batches of one rank, epoch after epoch, with a position that is the same number on every rank.
-
-    Args:
-        source: makes the steps, from plans or from a stream.
-        progress: of the Trainer that runs the batches. Without one, a batch that was handed out is done. What
-            workers have prefetched never counts.
-        capacity: slots of a pack, for whoever measures how full packs are.
-    """
+    """Batches of one rank, epoch after epoch, with a position that is the same number on every rank."""
 
     def __init__(self, source: Steps, *, progress: Progress | None = None, capacity: int = 0) -> None:
         self.source, self._progress, self.capacity = source, progress, capacity

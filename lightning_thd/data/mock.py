@@ -185,12 +185,7 @@ def _take(config: dict[str, Any], *required: str, **optional: Any) -> list[Any]:
 
 
 def read_lengths_csv(path: str | Path, column: str | int | None = None) -> IntArray:
-    """Read lengths, int64 ``[N]``, from a column (name, number, or None: the only one) of a CSV.
-
-    Raises:
-        ValueError: for a missing file, several columns and none chosen, or a cell that is no positive
-            integer.
-    """
+    """Read lengths, int64 ``[N]``, from a column (name, number, or None: the only one) of a CSV."""
     if not Path(path).is_file():
         raise ValueError(f"There is no file {str(path)!r} with lengths. Correct the path.")
     with Path(path).open(newline="") as file:

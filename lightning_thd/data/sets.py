@@ -25,6 +25,7 @@ class MixedRows(Dataset[dict[str, Any]]):
         self.names = tuple(datasets)
         self._datasets = list(datasets.values())
         self._ends = np.cumsum([len(dataset) for dataset in self._datasets])
+        self.keeps_rows = all(getattr(dataset, "keeps_rows", False) for dataset in self._datasets)
         self.skipped = sum(int(getattr(dataset, "skipped", 0)) for dataset in self._datasets)
 
     def __len__(self) -> int:
@@ -92,24 +93,14 @@ def _of_sequences(index: SequenceIndex) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSet:
-    """The data of one stage, opened and counted.
+    """The data of one stage, opened and counted."""
 
-    Attributes:
-        name: ``"train"``, ``"val"``, ..., or ``"val/code"`` where a stage has several.
-        dataset: gives ids, sequence by sequence.
-        index: lengths and loss tokens of the sequences.
-        key: the cache key of its content and policies; None if the source has no fingerprint.
-        schedule: ints ``[N]``, the ready pack of each sequence, if rows are kept as packs.
-        weights: the weight of each source of a mixture; they need not sum to 1. None for one source.
-        lengths: the tokens of the sequences of each source of a mixture.
-    """
-
-    name: str
-    dataset: MapDataset
-    index: SequenceIndex
-    key: dict[str, Any] | None
-    schedule: NDArray[np.int64] | None = None
-    weights: dict[str, float] | None = None
+    name: str  # ``"train"``, ``"val"``, ..., or ``"val/code"`` where a stage has several
+    dataset: MapDataset  # gives ids, sequence by sequence
+    index: SequenceIndex  # lengths and loss tokens of the sequences
+    key: dict[str, Any] | None  # the fingerprint of its content and policies; None without one
+    schedule: NDArray[np.int64] | None = None  # the ready pack of each sequence
+    weights: dict[str, float] | None = None  # the share of each source of a mixture, in any unit
     lengths: dict[str, NDArray[np.integer]] | None = None
 
     @property

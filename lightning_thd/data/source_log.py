@@ -23,22 +23,13 @@ from lightning_thd.parallel.shard import THDShard
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sources:
-    """The sources of a mixture, for logs of what was trained of each.
+    """The sources of a mixture, for logs of what was trained of each."""
 
-    Attributes:
-        of: the planner or loader that mixes them.
-        names: their names.
-        source_of: ids of sequences -> the number of the source of each, int64 ``[S]``.
-        tokens_of: epoch, step and data ranks -> real tokens of each source in the step, int64 ``[N]``; called
-            once for each step, in order.
-        per_step: batches of a rank to a step.
-    """
-
-    of: object
-    names: Sequence[str]
+    of: object  # the planner or loader that mixes them
+    names: Sequence[str]  # their names
     source_of: Callable[[npt.ArrayLike], NDArray[np.int64]]
     tokens_of: Callable[[int, int, int], NDArray[np.int64]]
-    per_step: int
+    per_step: int  # batches of a rank to a step
 
 
 def planned_sources(planner: MixturePlanner, per_step: int) -> Sources:

@@ -31,7 +31,7 @@ IntArray = npt.NDArray[np.int64]
 EpochSize = Literal["longest", "shortest"] | int
 
 _DRAWS = 11  # purpose of the key, apart from those of windows.py and planner.py
-_MOST_PASSES = 1000  # of a source in an epoch; far more were meant by nobody, and take long to plan
+_MOST_PASSES = 1000  # An epoch with more passes over a source was hardly meant, and takes long to plan.
 _LARGE = 1e100  # Weights above it may overflow where they are added.
 # Weights of streams become fractions of at most this denominator: 0.3 is 3/10, so that shares stay exact.
 _DENOMINATOR = 10**9

@@ -128,8 +128,9 @@ def test_a_killed_build_goes_on_where_it_stopped(tmp_path: Path) -> None:
             process.join()
             assert process.exitcode == -signal.SIGKILL
             [left] = cache.glob(".tokens-*.unfinished")
-            (left / "part-00000099.npz.1.tmp").write_bytes(b"a torn part")
-            (left / "tokens.npy").write_bytes(b"joined in part")
+            for name in ("pieces.jsonl", "lengths.part"):
+                with (left / name).open("a") as file:
+                    file.write('{"torn')
         store = cached_store({"a": 1}, parts, cache_dir=cache)
         assert firsts == [max(places)]
         assert _same(store, whole)

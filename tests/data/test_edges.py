@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch.utils.data import IterableDataset
 
 from lightning_thd import Sequences, THDBatch, THDDataModule
 from lightning_thd.data.read.chat import encode_chat
 from lightning_thd.data.store.cache import CacheError, build_once
-from lightning_thd.data.store.tokens import TokenStore
+from lightning_thd.data.store.tokens import Rows as Rows_
+from lightning_thd.data.store.tokens import TokenStore, write_store
 from lightning_thd.data.streams import Stream
 from lightning_thd.packing.mixtures import Mixing, share_out
 from tests.data.chats import PLAIN, make_tokenizer
@@ -234,3 +236,37 @@ def test_a_job_that_is_resumed_with_other_tokens_of_the_same_lengths_is_refused(
     loader(0).load_state_dict(state)
     with pytest.raises(ValueError, match="same lengths and other tokens or labels"):
         loader(20).load_state_dict(state)
+
+
+@pytest.mark.parametrize("as_stream", [False, True])
+def test_records_of_text_keep_the_label_of_a_sequence(as_stream: bool, tmp_path: Path) -> None:
+    def labels(*rows: Any) -> Any:
+        file = tmp_path / "a.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data = THDDataModule(Stream(str(file)) if as_stream else file, capacity=64, global_batch=Sequences(9))
+        data.setup("fit")
+        return next(iter(data.train_steps())).microbatches[0].extras["labels"]
+
+    found = labels({"text": "a", "label": 3}, {"text": "bc", "label": 3})
+    assert found.tolist() == [3, 3]
+    assert found.dtype == torch.int64
+    assert labels({"prompt": "a", "completion": "b", "label": 0.5}).dtype == torch.float32
+    with pytest.raises(
+        ValueError, match=r"have a number under 'label', the others none|another shape than oth"
+    ):
+        labels({"text": "a", "label": 3}, {"text": "bc", "label": "news"})
+    with pytest.raises(ValueError, match="several numbers under 'label'"):
+        labels({"text": "a", "label": [0, 1]})
+
+
+def test_a_store_of_several_pieces_keeps_labels_of_sequences(tmp_path: Path) -> None:
+    def piece(*label: float) -> Rows_:
+        return Rows_(np.arange(len(label)), np.ones(len(label), int), label=np.array(label))
+
+    write_store(tmp_path / "a", [piece(1, 2), Rows_(np.arange(0), np.arange(0)), piece(0.5)])
+    assert [row["label"] for row in TokenStore.open(tmp_path / "a")] == [1.0, 2.0, 0.5]
+    with pytest.raises(ValueError, match="Records before have one under 'label' and these none"):
+        write_store(
+            tmp_path / "b",
+            [piece(1), piece()._replace(tokens=np.arange(1), lengths=np.ones(1, int), label=None)],
+        )

@@ -61,24 +61,7 @@ def encode_chat(
     skip: int = 0,
     options: Mapping[str, Any] | None = None,
 ) -> tuple[list[int], NDArray[np.bool_]]:
-    """Encode a conversation of ``role`` and ``content``; the first ``skip`` messages are a prompt.
-
-    Args:
-        tokenizer: of Hugging Face, with a chat template.
-        messages: the conversation.
-        tools: what the assistant may call, for the template.
-        skip: messages at its start that are a prompt.
-        options: what else the template is given, ``{"enable_thinking": False}`` for example.
-
-    Returns:
-        The ids ``[n]``, and bool ``[n]``, True where the assistant speaks: from the first token of its answer
-        to the one that ends its turn. Messages with a ``weight`` of 0, or ``train`` false, are left out.
-
-    Raises:
-        ValueError: for a tokenizer without a template, messages that are none, a conversation without an
-            assistant, a template whose assistant's part cannot be told apart, and one that leaves a message
-            or a call of a tool out.
-    """
+    """Encode a conversation of ``role`` and ``content``; the first ``skip`` messages are a prompt."""
     _check(tokenizer, messages, skip)
     writer = _Writer(tokenizer, tools, options or {})
     template = str(tokenizer.get_chat_template(tools=tools))
@@ -392,14 +375,6 @@ def _cut(tokenizer: Any, text: str, edges: list[int]) -> tuple[list[int], dict[i
 
 
 def _end_of_turn(ids: list[int], first: int, last: int, eos: int | None, said: int) -> int:
-    """Return the position after the end-of-turn token, which cuts off what the template adds behind it.
-
-    Args:
-        ids: of the conversation.
-        first: token at which the turn begins.
-        last: one past its last token.
-        eos: that ends turns in most templates.
-        said: how many EOS the message holds itself.
-    """
+    """Return the position after the end-of-turn token, which cuts off what the template adds behind it."""
     found = [at for at in range(first, last) if ids[at] == eos]
     return found[-1] + 1 if len(found) > said else last

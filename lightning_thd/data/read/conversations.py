@@ -65,19 +65,12 @@ def describe(kind: Kind, text_key: str) -> str:
 
 
 class Conversation(NamedTuple):
-    """What a record says.
+    """What a record says."""
 
-    Attributes:
-        messages: of ``role`` and ``content``.
-        tools: that the assistant may call.
-        skip: how many messages at its start are prompt.
-        options: what else the chat template is given, ``chat_template_kwargs`` of the record.
-    """
-
-    messages: list[Message]
-    tools: list[Any] | None
-    skip: int
-    options: dict[str, Any]
+    messages: list[Message]  # of ``role`` and ``content``
+    tools: list[Any] | None  # that the assistant may call
+    skip: int  # how many messages at its start are prompt
+    options: dict[str, Any]  # what else the chat template is given, ``chat_template_kwargs`` of the record
 
 
 def messages_of(record: dict[str, Any], kind: Kind) -> Conversation:
@@ -122,13 +115,7 @@ def _options(value: Any) -> dict[str, Any]:
 
 
 def calls_read(message: Message, text: str) -> Message:
-    """Read arguments of a message's calls that are JSON where a template quoted them once more in ``text``.
-
-    transformers asks for a dict there; records in OpenAI's form have a string.
-
-    Returns:
-        The message, or a copy: arguments that are the string ``{"a": 1}`` become that dict.
-    """
+    """Read JSON arguments of a message's calls where a template quoted them once more in ``text``."""
     changed = dict(message)
     for key, place, call in _called(message):
         given = call.get("arguments")

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -22,10 +22,9 @@ from tqdm import tqdm
 from lightning_thd._checks import refuse_missing
 from lightning_thd._imports import require
 from lightning_thd.batch.keys import IGNORE_INDEX, names, refuse_keys
-from lightning_thd.batch.samples import check_sample, holds_bools
+from lightning_thd.batch.samples import check_sample, holds_bools, is_scalar
 from lightning_thd.data.read.chat import encode_chat
 from lightning_thd.data.read.conversations import KEYS, Kind, Records, alpaca_prompt, kind_of, messages_of
-from lightning_thd.data.read.long_text import encode_long, is_long
 from lightning_thd.data.read.records import Bad, Chunk, Line, Placed, Record
 from lightning_thd.data.read.text import ByteTokenizer, text_of
 from lightning_thd.data.store.index import OnError
@@ -33,6 +32,7 @@ from lightning_thd.data.store.tokens import Rows, Skipped
 
 Tokenizer = Callable[[str], Sequence[int] | NDArray[np.integer]]
 Ids = NDArray[np.integer]
+Number = int | float
 
 _LOOK_AT = 1000  # records: with on_error="skip" the first of a known kind among them decides
 # Keys that matter for training but that files of lines cannot keep beside ids.
@@ -60,36 +60,52 @@ def load_tokenizer(tokenizer: Tokenizer | str | None) -> Tokenizer:
     return tokenizer
 
 
+class _Row(NamedTuple):
+    """An encoded record: ids, their labels where some count, and the label of the whole sequence."""
+
+    ids: Ids
+    labels: Ids | None
+    label: Number | None
+
+
+def _label_of(record: Record) -> Number | None:
+    value = record.get("label") if isinstance(record, dict) else None
+    if isinstance(value, list) and value and all(map(is_scalar, value)):
+        raise ValueError(
+            "several numbers under 'label', of which files of text keep one. Give a datasets.Dataset of ids, "
+            "or rename the key."
+        )
+    return cast("Number", value) if is_scalar(value) and np.isfinite(value) else None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoder:
-    """Encodes records of one kind to ids laid end to end.
+    """Encodes records of one kind to ids laid end to end."""
 
-    Attributes:
-        tokenizer: gives ids; a Hugging Face tokenizer where records are conversations.
-        kind: of every record. ``"text"`` has no labels, ``"ids"`` those it brings, the others have loss on
-            what the assistant says.
-        text_key: the key of the text in a record.
-        append_eos: end documents and completions with the tokenizer's EOS if it did not do so.
-        on_error: what becomes of a record that cannot be encoded.
-    """
-
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer  # gives ids; a Hugging Face tokenizer where records are conversations
     kind: Kind
-    text_key: str = "text"
-    append_eos: bool = True
-    on_error: OnError = "raise"
+    text_key: str = "text"  # the key of the text in a record
+    append_eos: bool = True  # end documents and completions with the tokenizer's EOS if it did not do so
+    on_error: OnError = "raise"  # what becomes of a record that cannot be encoded
 
     def encode(self, placed: Iterable[Placed]) -> Rows:
         """Encode records and lay their ids end to end."""
         given = list(placed)
         skipped: list[Skipped] = []
         found = self._texts(given, skipped) if self.kind == "text" else self._labelled(given, skipped)
-        ids = [row for row, _ in found]
+        ids = [row.ids for row in found]
         lengths = np.array([len(row) for row in ids], np.int64)
         labels = None
-        if any(labels is not None for _, labels in found):
-            labels = _joined([row if labels is None else labels for row, labels in found])
-        return Rows(_joined(ids), lengths, labels, tuple(skipped))
+        if any(row.labels is not None for row in found):
+            labels = _joined([row.ids if row.labels is None else row.labels for row in found])
+        of_sequences = [row.label for row in found if row.label is not None]
+        if of_sequences and len(of_sequences) < len(found):
+            raise ValueError(
+                f"{len(of_sequences)} of {len(found)} records have a number under 'label', the others none. "
+                "Give each sequence one, or rename the key."
+            )
+        label = np.array(of_sequences) if of_sequences else None
+        return Rows(_joined(ids), lengths, labels, tuple(skipped), label)
 
     def _leave_out(self, place: str | Line, err: Exception, skipped: list[Skipped]) -> None:
         """Note a record that is left out; with ``on_error="raise"`` raise ValueError with the reason."""
@@ -99,20 +115,21 @@ class Encoder:
             raise ValueError(f"{place}: {err if known else reason}") from err
         skipped.append(Skipped(str(place), str(err) if known else reason))
 
-    def _texts(self, given: list[Placed], skipped: list[Skipped]) -> list[tuple[Ids, Ids | None]]:
-        good: list[tuple[str | Line, str]] = []
+    def _texts(self, given: list[Placed], skipped: list[Skipped]) -> list[_Row]:
+        good: list[tuple[str | Line, str, Number | None]] = []
         for place, record in given:
             try:
-                good.append((place, self._text(record)))
+                good.append((place, self._text(record), _label_of(record)))
             except ValueError as err:
                 self._leave_out(place, err, skipped)
         try:
-            return [(row, None) for row in self._batch([text for _, text in good])]
+            encoded = self._batch([text for _, text, _ in good])
+            return [_Row(row, None, label) for row, (_, _, label) in zip(encoded, good, strict=True)]
         except Exception:  # one of them, in whatever words the tokenizer has: find out which
-            rows: list[tuple[Ids, Ids | None]] = []
-            for place, text in good:
+            rows: list[_Row] = []
+            for place, text, label in good:
                 try:
-                    rows.append((self._batch([text])[0], None))
+                    rows.append(_Row(self._batch([text])[0], None, label))
                 except Exception as err:
                     self._leave_out(place, err, skipped)
             return rows
@@ -125,12 +142,7 @@ class Encoder:
     def _batch(self, texts: list[str]) -> list[Ids]:
         if not is_hugging_face(self.tokenizer):
             return [self._ended(as_ids(self.tokenizer(text))) for text in texts]
-        short = [text for text in texts if not is_long(self.tokenizer, text)]
-        encoded = iter(self._together(short) if short else ())
-        return [
-            self._ended(encode_long(self.tokenizer, text)) if is_long(self.tokenizer, text) else next(encoded)
-            for text in texts
-        ]
+        return self._together(texts) if texts else []
 
     def _together(self, texts: list[str]) -> list[Ids]:
         """Encode by a tokenizer of transformers, and end each row."""
@@ -138,7 +150,7 @@ class Encoder:
         if not getattr(tokenizer, "is_fast", False):
             encoded = tokenizer(texts, return_attention_mask=False)["input_ids"]
             return [self._ended(as_ids(row)) for row in encoded]
-        lists = _lists_of_ids(tokenizer, texts)
+        lists = tokenizer(texts, return_attention_mask=False, return_token_type_ids=False)["input_ids"]
         eos = self._eos if self.append_eos else None
         if eos is not None:
             for row in lists:
@@ -147,13 +159,13 @@ class Encoder:
         # lists of Rust's own unsigned integers: a third of the time that numpy takes to find out their type
         return [np.frombuffer(array("i", row), np.int32) for row in lists]
 
-    def _labelled(self, given: list[Placed], skipped: list[Skipped]) -> list[tuple[Ids, Ids | None]]:
-        rows: list[tuple[Ids, Ids | None]] = []
+    def _labelled(self, given: list[Placed], skipped: list[Skipped]) -> list[_Row]:
+        rows: list[_Row] = []
         for place, record in given:
             try:
-                row = self._one(record)
-                if rows and (row[1] is None) != (rows[0][1] is None):
-                    has, had = ("none", "some") if row[1] is None else ("labels", "none")
+                row = _Row(*self._one(record), _label_of(record))
+                if rows and (row.labels is None) != (rows[0].labels is None):
+                    has, had = ("none", "some") if row.labels is None else ("labels", "none")
                     raise ValueError(
                         f"it has {has}, but the records before had {had}. Give all, or none, labels."
                     )
@@ -228,25 +240,6 @@ class Encoder:
     @property
     def _eos(self) -> int | None:
         return getattr(self.tokenizer, "eos_token_id", None)
-
-
-def _lists_of_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """Encode texts by a fast tokenizer of transformers, a tenth faster than by calling it."""
-    base = require("transformers", feature="a tokenizer of transformers").PreTrainedTokenizerFast
-    own = (
-        "__call__",
-        "_encode_plus",
-        "_batch_encode_plus",
-        "_convert_encoding",
-        "set_truncation_and_padding",
-    )
-    changed = any(getattr(type(tokenizer), name, None) is not getattr(base, name, None) for name in own)
-    fast: Any = getattr(getattr(tokenizer, "backend_tokenizer", None), "encode_batch_fast", None)
-    first = texts if changed or fast is None else texts[:1]
-    found = tokenizer(first, return_attention_mask=False, return_token_type_ids=False)["input_ids"]
-    if len(first) < len(texts):
-        found += [encoding.ids for encoding in fast(texts[1:])]
-    return cast("list[list[int]]", found)
 
 
 def _trailing(ids: Ids, eos: int) -> int:

@@ -55,15 +55,7 @@ def _is_row(value: Any) -> bool:
 
 
 class PackedRows(TorchDataset[dict[str, NDArray[np.integer]]]):
-    """The sequences inside rows that were packed before.
-
-    Args:
-        rows: gives rows.
-        row: int64 ``[N]``, the row of every sequence.
-        start: int64 ``[N]``, its first slot there.
-        lengths: int64 ``[N]``, its tokens.
-        loss_tokens: int64 ``[N]``, its slots with a target.
-    """
+    """The sequences inside rows that were packed before."""
 
     def __init__(
         self, rows: MapDataset, *, row: IntArray, start: IntArray, lengths: IntArray, loss_tokens: IntArray
@@ -151,15 +143,7 @@ class _Found(TorchDataset[IntArray]):
 
 
 def boundaries(row: Mapping[str, Any], i: int = 0) -> tuple[IntArray, IntArray]:
-    """Find where the sequences of a row begin and how long they are; empty ones are left out.
-
-    Returns:
-        int64 first slots and lengths. ``{"input_ids": [7, 8, 9, 0], "lengths": [2, 1]}`` gives ``[0, 2]``
-        and ``[2, 1]``.
-
-    Raises:
-        ValueError: when they go beyond the row, overlap, or are no offsets or positions.
-    """
+    """Find where the sequences of a row begin and how long they are; empty ones are left out."""
     slots = len(row["input_ids"])
     name = next((name for name in (*_LENGTHS, "cu_seqlens") if _is_row(row.get(name))), "position_ids")
     if row.get(name) is None:

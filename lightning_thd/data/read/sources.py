@@ -28,23 +28,18 @@ Source = MapDataset | Dataset | str | Path | list[str | Path]  # type: ignore[ty
 Packed = Literal["auto", "sequences", "packs", "off"]
 
 # The version of reading, in the key of caches: 1 replaced what is no UTF-8, 2 learned what the user says in
-# some templates, 3 left out calls of tools and chat_template_kwargs, 4 read tables by the csv module.
-_READER = 5
+# some templates, 3 left out calls of tools and chat_template_kwargs, 4 read tables by the csv module,
+# 5 refused what a template does not know, 6 keeps a number under ``label``.
+_READER = 6
 _SHOW_FROM = 2  # chunks: a bar for less is noise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opened:
-    """A dataset of ids that is ready to be counted and packed.
+    """A dataset of ids that is ready to be counted and packed."""
 
-    Attributes:
-        dataset: gives ids, sequence by sequence.
-        key: the fingerprint of its content, for caches; None if there is none.
-        schedule: ints ``[N]``, the ready pack of each sequence, if rows are kept as packs.
-    """
-
-    dataset: MapDataset
-    key: dict[str, Any] | None
+    dataset: MapDataset  # gives ids, sequence by sequence
+    key: dict[str, Any] | None  # the fingerprint of its content, for caches; None if there is none
     schedule: NDArray[np.int64] | None = None
 
 
@@ -196,10 +191,7 @@ def is_known(source: object) -> bool:
 
 
 def dataset_key(dataset: object) -> dict[str, Any] | None:
-    """Return a dataset's ``fingerprint``, or the one Hugging Face gives it; None without either.
-
-    What a wrapper hands on from the dataset inside of it says nothing about its own samples.
-    """
+    """Return a dataset's ``fingerprint``, or the one Hugging Face gives it; None without either."""
     own = "fingerprint" in getattr(dataset, "__dict__", ()) or hasattr(type(dataset), "fingerprint")
     value = getattr(dataset, "fingerprint", None) if own else None
     value = value() if callable(value) else value

@@ -52,20 +52,7 @@ def cached_folder(kind: str, key: Mapping[str, Any], cache_dir: str | Path | Non
 
 
 def build_once(folder: Path, build: Callable[[Path], None], *, resume: bool = False) -> bool:
-    """Build a folder unless it exists, while other processes wait; return whether this one built it.
-
-    The lock is the operating system's and ends with the process that holds it. On a file system without locks
-    between machines two processes may build at once; both write the same, and one of the folders stays.
-
-    Args:
-        folder: exists and is whole, or does not exist.
-        build: fills a folder that is given to it; with ``resume`` perhaps one that a killed job left.
-        resume: keep what a killed build has done for the next one.
-
-    Raises:
-        CacheError: when the folder cannot be written.
-        TimeoutError: when another process builds longer than LIGHTNING_THD_CACHE_TIMEOUT seconds (6 h).
-    """
+    """Build a folder unless it exists, while other processes wait; return whether this one built it."""
     with cache_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
@@ -221,15 +208,7 @@ def cached_arrays(
     version: int,
     cache_dir: str | Path | None = None,
 ) -> Arrays:
-    """Open the arrays that were built from the same key before, or build, save and open them.
-
-    Args:
-        kind: first word of the folder's name.
-        key: everything the result depends on, JSON-serialisable; None builds without a cache.
-        build: makes the arrays; called when nothing, or something unreadable, is cached.
-        version: of the content.
-        cache_dir: where caches are kept; ``$XDG_CACHE_HOME/lightning_thd`` by default.
-    """
+    """Open the arrays that were built from the same key before, or build, save and open them."""
     if key is None:
         return dict(build())
     folder = cached_folder(kind, key, cache_dir)

@@ -20,13 +20,9 @@ _BLOCK = 1 << 20  # values that are looked at at a time
 
 
 class ColumnRows(Dataset[dict[str, NDArray[Any]]]):
-    """Rows of an Arrow table whose columns are lists of numbers: each a view of the column's values.
+    """Rows of an Arrow table whose columns are lists of numbers: each a view of the column's values."""
 
-    Args:
-        source: a Hugging Face dataset, whose selection and order are kept, or a function without arguments
-            that opens a table; both are sent to workers in place of the table.
-        names: columns to read.
-    """
+    keeps_rows = True  # Rows stay as they are when others are read.
 
     def __init__(self, source: Any, names: list[str]) -> None:
         self._source, self.names = source, names
@@ -111,11 +107,7 @@ def string_bytes(column: Any, row: int) -> memoryview:
 
 
 def arrow_table(dataset: object) -> Any | None:
-    """Return the Arrow table behind a ``datasets.Dataset`` or ``ColumnRows``; None for anything else.
-
-    A transform or a class of the user's own decides what samples hold, so that the columns say nothing: None
-    too.
-    """
+    """Return the Arrow table behind a ``datasets.Dataset`` or ``ColumnRows``; None for anything else."""
     if isinstance(dataset, ColumnRows):
         return dataset.table
     if not is_hugging_face(dataset):

@@ -71,42 +71,36 @@ def refuse_second_sequence(sample: Mapping[str, Any], i: int) -> None:
     )
 
 
-def _copied(name: str, value: Any) -> Any:
+def _as_array(name: str, value: Any) -> Any:
+    if isinstance(value, Tensor) and name in PER_TOKEN:
+        return value.detach().cpu().numpy()
+    return np.asarray(value) if isinstance(value, list | tuple | range) else value
+
+
+def _copied(value: Any) -> Any:
     """Copy a value of a row: a dataset may hand out one buffer again and again."""
     if isinstance(value, Tensor):
-        return value.detach().cpu().numpy().copy() if name in PER_TOKEN else value.clone()
-    return np.array(value) if isinstance(value, np.ndarray | list | tuple | range) else value
+        return value.clone()
+    return np.array(value) if isinstance(value, np.ndarray) else value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceIndex:
-    """The length, number of loss tokens and weight of every sequence, from which plans are made.
+    """The length, number of loss tokens and weight of every sequence, from which plans are made."""
 
-    Attributes:
-        lengths: tokens of every sequence, ints ``[N]``.
-        loss_tokens: slots with a target of every sequence, ints ``[N]``; a first label is none.
-        media: sorted dataset indices of the sequences known to carry images or the like, ints ``[M]``.
-        weights: sum of the weights of each sequence's loss tokens, fp64 ``[N]``; empty without weights.
-        sequence_weights: of each sequence among sequences, fp64 ``[N]``; likewise.
-        largest: the largest id and the sequence it is in, ints ``[2]``; (-1, 0) where no id was seen.
-        bad: sorted dataset indices of the rows that were skipped, ints ``[K]``; their length is 0.
-        sizes: patches and pixels of each sequence's images with their squares, ints ``[N, 4]`` as
-            ``batch.media`` counts them; empty for text.
-        seen: the sizes are those of the images, so that each is compared when it is read; False if they were
-            declared, or are unknown.
-        checked: every row was checked when it was counted, so that batches trust it.
-    """
-
-    lengths: NDArray[np.integer]
-    loss_tokens: NDArray[np.integer]
-    media: NDArray[np.integer]
+    lengths: NDArray[np.integer]  # tokens of every sequence, ints ``[N]``
+    loss_tokens: NDArray[np.integer]  # slots with a target; a first label is none
+    media: NDArray[np.integer]  # sorted rows that are known to carry images or the like
+    # fp64 ``[N]``, sums over the loss tokens of each sequence, and its own; empty without weights
     weights: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     sequence_weights: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
-    largest: NDArray[np.integer] = field(default_factory=lambda: np.array([-1, 0]))
+    largest: NDArray[np.integer] = field(default_factory=lambda: np.array([-1, 0]))  # id, and its row
+    # sorted rows that were skipped; their length is 0
     bad: NDArray[np.integer] = field(default_factory=lambda: np.empty(0, np.int64))
+    # patches and pixels of each sequence's images with their squares, ``[N, 4]``; empty for text
     sizes: NDArray[np.integer] = field(default_factory=lambda: np.empty((0, COLUMNS), np.int64))
-    seen: bool = True
-    checked: bool = True
+    seen: bool = True  # The sizes are those of the images, and compared when a row is read.
+    checked: bool = True  # every row was checked when it was counted, so that batches trust it
 
     def check_vocabulary(self, vocab_size: int | None, name: str) -> None:
         """Refuse ids outside a model's vocabulary, as far as they were seen when the data was counted."""
@@ -120,16 +114,9 @@ class SequenceIndex:
     def sample(
         self, dataset: MapDataset, i: int, start: int, stop: int, continued: bool = False
     ) -> dict[str, Any]:
-        """Read tokens ``start`` to ``stop`` of sequence ``i`` into arrays of their own.
-
-        With ``continued`` the sequence goes on in another piece, so that the last token keeps its target, the
-        token at ``stop``. What was cut off a truncated sequence is no target.
-
-        Raises:
-            ValueError: for other lengths or loss tokens than were counted, and a cut through images.
-        """
+        """Read tokens ``start`` to ``stop`` of sequence ``i`` into arrays of their own."""
         given = check_row(dataset[i], i)
-        sample = {name: _copied(name, value) for name, value in given.items()}
+        sample = {name: _as_array(name, value) for name, value in given.items()}
         if not self.checked:
             sample = check_sample(sample, f"Sequence {i}")
         elif "label" in sample or "labels" in sample:
@@ -150,7 +137,15 @@ class SequenceIndex:
             )
         if stop - start == found:
             self._check_targets(sample, i)
+        else:
+            self._cut(sample, i, start, stop, continued)
+        if getattr(dataset, "keeps_rows", False):
             return sample
+        return {name: _copied(value) for name, value in sample.items()}
+
+    def _cut(self, sample: dict[str, Any], i: int, start: int, stop: int, continued: bool) -> None:
+        """Cut a sample to tokens ``start`` to ``stop``; if it is continued, the last keeps its target."""
+        found = len(sample["input_ids"])
         refuse_cut(sample, i, found)
         if "label" in sample and not _is_truncated(start, continued):
             raise ValueError(
@@ -163,7 +158,6 @@ class SequenceIndex:
         for name in PER_TOKEN:
             if name in sample:
                 sample[name] = np.asarray(sample[name])[..., start:stop]
-        return sample
 
     def _check_images(self, sample: Mapping[str, Any], i: int) -> None:
         """Refuse images of another size than was counted: ``max_patches`` would not bound the memory."""
@@ -190,12 +184,7 @@ class SequenceIndex:
             )
 
     def loss_weights(self, dataset: MapDataset, spans: Spans) -> NDArray[np.float64]:
-        """Weigh the loss tokens and the sequences of spans; only cut sequences have to be read.
-
-        Returns:
-            float64 ``[2, S]``, the weight of each span's loss tokens, their number without weights, and that
-            of its sequence, of which a part counts as its share of the sequence's loss tokens.
-        """
+        """Weigh the loss tokens and the sequences of spans, float64 ``[2, S]``; cut sequences are read."""
         at = spans.index
         of_sequence = (self.weights if len(self.weights) else self.loss_tokens)[at].astype(np.float64)
         sequence = self.sequence_weights[at] if len(self.weights) else np.ones(len(at))
@@ -287,26 +276,7 @@ def build_index(
     one_each: bool = False,
     extras_cost: ExtrasCost | None = None,
 ) -> SequenceIndex:
-    """Count the tokens and loss tokens of every sequence, and find rows that cannot be trained on.
-
-    Args:
-        dataset: read once, unless it has ``lengths`` (and, with labels, ``loss_tokens``) or columns of Arrow,
-            which are counted in place.
-        empty: whether a sequence without tokens is an error, or is left out by the planner and counted there.
-        on_error: whether a bad row is an error, or is left out and counted.
-        max_errors: most rows that may be left out.
-        num_workers: processes that read.
-        progress: show a progress bar when the dataset has to be read.
-        key: the fingerprint of the dataset; the counts are kept under it and memory-mapped.
-        cache_dir: where counts are kept.
-        one_each: refuse rows whose position_ids begin again, as those of several sequences do.
-        extras_cost: a function from a row to the patches of its images, for rows that do not say them; it is
-            called in every run, and not cached.
-
-    Raises:
-        TypeError: for samples that are none.
-        ValueError: for an empty dataset, and whatever a policy calls an error; the message names the row.
-    """
+    """Count the tokens and loss tokens of every sequence, and find rows that cannot be trained on."""
     if len(dataset) == 0:
         raise ValueError("The dataset is empty. Give at least one sequence.")
     counted = _known(dataset, on_error) if extras_cost is None else None
@@ -480,7 +450,7 @@ def read_rows(
         _Measured(dataset, on_error, one_each, extras_cost),
         batch_size=256,
         num_workers=num_workers,
-        collate_fn=_as_array,
+        collate_fn=_stacked,
         # A generator of its own: the weights of a model built later do not depend on what the cache held.
         generator=torch.Generator(),
     )
@@ -504,5 +474,5 @@ def read_rows(
     }
 
 
-def _as_array(rows: Sequence[tuple[float, ...]]) -> NDArray[np.float64]:
+def _stacked(rows: Sequence[tuple[float, ...]]) -> NDArray[np.float64]:
     return np.asarray(rows, np.float64)

@@ -34,6 +34,8 @@ _VERSION = 3
 _IGNORE = -100
 _BLOCK = 1 << 22  # tokens or labels looked at at a time: 32 MiB as int64
 _SKIPPED = "skipped.jsonl"
+_JOURNAL = "pieces.jsonl"  # has a line for each piece that was written whole
+_HEAD = 128  # bytes of the header that numpy gives an array of one axis
 
 
 class Skipped(NamedTuple):
@@ -44,19 +46,14 @@ class Skipped(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Token ids, and labels if any, of sequences laid end to end.
+    """Token ids, and labels if any, of sequences laid end to end."""
 
-    Attributes:
-        tokens: ids ``[N]``.
-        lengths: int64 ``[n]``, which add up to N.
-        labels: int64 ``[N]``, unshifted, -100 where ignored; None if every token is a label.
-        skipped: records between them that were left out.
-    """
-
-    tokens: NDArray[np.integer]
-    lengths: NDArray[np.int64]
+    tokens: NDArray[np.integer]  # ids ``[N]``
+    lengths: NDArray[np.int64]  # int64 ``[n]``, which add up to N
     labels: NDArray[np.integer] | None = None
-    skipped: tuple[Skipped, ...] = ()
+    skipped: tuple[Skipped, ...] = ()  # records between them that were left out
+
+    label: NDArray[Any] | None = None  # a number for each whole sequence ``[n]``
 
 
 class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
@@ -71,7 +68,10 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         labels: int ids ``[N]``, unshifted, -100 where ignored; the tokens themselves when absent.
         loss_tokens: ints ``[n]``; counted when absent.
         largest: the largest id and the sequence it is in, ints ``[2]``; looked for when absent.
+        label: a number for each whole sequence ``[n]``, as classifiers learn it; absent for others.
     """
+
+    keeps_rows = True  # Rows stay as they are when others are read.
 
     def __init__(
         self,
@@ -80,6 +80,7 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         labels: NDArray[np.integer] | None = None,
         loss_tokens: NDArray[np.integer] | None = None,
         largest: NDArray[np.integer] | None = None,
+        label: NDArray[Any] | None = None,
     ) -> None:
         tokens = _flat(tokens, "tokens")
         offsets = _flat(offsets, "offsets").astype(np.int64, copy=False)
@@ -109,7 +110,12 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         if labels is not None and not self.trusted:
             refuse_wrapped(labels, "TokenStore")
         self.tokens, self.offsets, self.labels = tokens, offsets, labels
-        self._loss_tokens, self._largest = loss_tokens, largest
+        if label is not None and np.shape(label) != (len(offsets) - 1,):
+            raise ValueError(
+                f"TokenStore got {len(offsets) - 1} sequences but a label of shape {np.shape(label)}. Give "
+                "one number a sequence, or leave it out."
+            )
+        self._loss_tokens, self._largest, self.label = loss_tokens, largest, label
         self._folder: Path | None = None
         self.fingerprint: str | None = None
 
@@ -164,6 +170,8 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         sample = {"input_ids": self.tokens[part]}
         if self.labels is not None:
             sample["labels"] = self.labels[part]
+        if self.label is not None:
+            sample["label"] = self.label[i]
         return sample
 
     def save(self, folder: str | Path) -> None:
@@ -171,6 +179,8 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         arrays = {"tokens": self.tokens, "offsets": self.offsets, "largest": np.array(self.largest)}
         if self.labels is not None:
             arrays |= {"labels": self.labels, "loss_tokens": self.loss_tokens}
+        if self.label is not None:
+            arrays["label"] = self.label
         save_arrays(folder, arrays, version=_VERSION)
 
     @classmethod
@@ -217,22 +227,7 @@ def cached_store(
     cache_dir: str | Path | None = None,
     max_errors: int | None = None,
 ) -> TokenStore:
-    """Open the store that was built from the same key before, or build it on disk and open it.
-
-    One process builds it and others that want it wait; the next job goes on where a killed one stopped.
-
-    Args:
-        key: everything the result depends on, JSON-serialisable; None keeps the store in a temporary folder
-            of the cache that goes with the object.
-        parts: makes the pieces of the store from a number on; called when nothing, or something unreadable,
-            is cached.
-        cache_dir: where stores are kept; ``$XDG_CACHE_HOME/lightning_thd`` by default.
-        max_errors: most records that may have been skipped.
-
-    Raises:
-        CacheError: when the cache cannot be written.
-        ValueError: when too many records were skipped.
-    """
+    """Open the store that was built from the same key before, or build it on disk and open it."""
     if max_errors is not None:
         whole_number(max_errors, "max_errors", advice="None takes any number.")
 
@@ -269,88 +264,135 @@ def _remove(folder: Path, owner: int) -> None:
 
 
 def _fill(place: Path, parts: Callable[[int], Iterable[Rows]], *, max_errors: int | None = None) -> None:
-    """Write each piece to a file of its own, but for those that a killed process left, and join them."""
-    paths = sorted(place.glob("part-*.npz"))
-    skipped = [entry for path in paths for entry in _skipped(path)]
+    """Append pieces to the flat files of a store, after those that a killed process has left."""
+    done = _done(place)
+    nothing = {"tokens": 0, "sequences": 0, "bits": 16, "labels": None, "label": None, "largest": [-1, 0]}
+    at = done[-1] if done else nothing
+    skipped = [Skipped(*entry) for line in done for entry in line["skipped"]]
     _refuse_more(skipped, max_errors)
-    labelled = next((found for path in paths if (found := _labelled(path)) is not None), None)
-    for number, given in enumerate(parts(len(paths)), len(paths)):
+    for given in parts(len(done)):
         rows = _checked(given)
-        if len(rows.tokens):
-            if labelled not in (None, rows.labels is not None):
-                has, had = ("none", "labels") if rows.labels is None else ("labels", "none")
-                raise ValueError(
-                    f"Records before have {had} and these have {has}. Give all, or none, labels."
-                )
-            labelled = rows.labels is not None
         skipped += rows.skipped
         _refuse_more(skipped, max_errors)
-        paths.append(place / f"part-{number:08}.npz")
-        _write_part(paths[-1], rows)
-    _join(place, paths, bool(labelled))
+        at = _append(place, at, rows)
+    if skipped and not at["sequences"]:
+        where, reason = skipped[0]
+        raise ValueError(f"All {len(skipped)} records are bad; the first: {where}: {reason} Mend the data.")
+    _finish(place, at)
     if skipped:
         lines = "".join(json.dumps(entry._asdict()) + "\n" for entry in skipped)
         (place / _SKIPPED).write_text(lines)
-    for path in place.glob("part-*"):
-        path.unlink()
 
 
-def _write_part(path: Path, rows: Rows) -> None:
-    """Write the file of a piece under another name first, so that a kill leaves no torn one."""
-    arrays: dict[str, Any] = {"tokens": rows.tokens, "lengths": rows.lengths}
-    if rows.labels is not None:
-        arrays["labels"] = rows.labels.astype(np.int32)
-    skipped = np.frombuffer(json.dumps(rows.skipped).encode(), np.uint8)
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with draft.open("wb") as file:
-        np.savez(file, skipped=skipped, **arrays)
-    os.replace(draft, path)
+def _done(place: Path) -> list[dict[str, Any]]:
+    """Return what is known of the whole pieces in a folder, one after the other."""
+    journal = place / _JOURNAL
+    lines = journal.read_text().splitlines(keepends=True) if journal.exists() else []
+    found = [json.loads(line) for line in lines if line.endswith("\n")]  # else it is torn
+    while found and any(_size(place, name) < _HEAD + size for name, size in found[-1]["bytes"].items()):
+        found.pop()
+    journal.write_text("".join(json.dumps(line) + "\n" for line in found))
+    return found
 
 
-def _skipped(path: Path) -> list[Skipped]:
-    with np.load(path, allow_pickle=False) as part:
-        return [Skipped(*entry) for entry in json.loads(part["skipped"].tobytes())]
+def _size(place: Path, name: str) -> int:
+    path = place / f"{name}.part"
+    return path.stat().st_size if path.exists() else 0
 
 
-def _labelled(path: Path) -> bool | None:
-    with np.load(path, allow_pickle=False) as part:
-        return "labels" in part.files if len(part["tokens"]) else None
-
-
-def _join(place: Path, paths: list[Path], labelled: bool) -> None:
-    """Join the files of pieces to the flat arrays of a store."""
-    lengths: list[NDArray[np.int64]] = []
-    largest, sequences = (-1, 0), 0
-    for path in paths:
-        with np.load(path, allow_pickle=False) as part:
-            lengths.append(part["lengths"])
-            value, at = _largest_id(part["tokens"], np.concatenate([[0], np.cumsum(lengths[-1])]))
-        if value > largest[0]:
-            largest = value, sequences + at
-        sequences += len(lengths[-1])
-    joined = np.concatenate([np.empty(0, np.int64), *lengths])
-    if not len(joined) and (skipped := [entry for path in paths for entry in _skipped(path)]):
-        place_, reason = skipped[0]
-        raise ValueError(f"All {len(skipped)} records are bad; the first: {place_}: {reason} Mend the data.")
-    offsets = np.concatenate([[0], np.cumsum(joined)]).astype(np.int64)
-    files = {"tokens": _narrow(largest[0])} | ({"labels": np.dtype(np.int32)} if labelled else {})
-    for name, dtype in files.items():
-        with (place / f"{name}.npy").open("wb") as file:
-            described = {"descr": dtype.str, "fortran_order": False, "shape": (int(offsets[-1]),)}
-            np.lib.format.write_array_header_1_0(file, described)
-            for path in paths:
-                with np.load(path, allow_pickle=False) as part:
-                    if name in part.files:
-                        file.write(part[name].astype(dtype).tobytes())
-    np.save(place / "offsets.npy", offsets)
-    np.save(place / "largest.npy", np.array(largest, np.int64))
+def _append(place: Path, at: dict[str, Any], rows: Rows) -> dict[str, Any]:
+    """Append a piece to the files, then a line that says so, which no torn piece has; return the line."""
+    labelled = at["labels"]
+    if len(rows.tokens):
+        if labelled not in (None, rows.labels is not None):
+            has, had = ("none", "labels") if rows.labels is None else ("labels", "none")
+            raise ValueError(f"Records before have {had} and these have {has}. Give all, or none, labels.")
+        labelled = rows.labels is not None
+    label = at["label"]  # the type of the labels of sequences: integers, floats, "" for none
+    if len(rows.lengths):
+        kind = "" if rows.label is None else "<i8" if rows.label.dtype.kind in "iub" else "<f8"
+        if label is not None and bool(label) != bool(kind):
+            has, had = ("none", "one") if label else ("one", "none")
+            raise ValueError(
+                f"Records before have {had} under 'label' and these {has}. Give all, or none, one."
+            )
+        label = max(kind, label or "", key=lambda name: name == "<f8") if label else kind
+    largest, row = _largest_id(rows.tokens, np.concatenate([[0], np.cumsum(rows.lengths)]))
+    bits = max(at["bits"], 8 * _narrow(largest).itemsize)
+    if bits > at["bits"]:
+        _widen(place, at["bits"], bits, at["tokens"])
+    values = {f"tokens{bits}": rows.tokens.astype(f"u{bits // 8}"), "lengths": rows.lengths.astype(np.int64)}
     if labelled:
-        counts = []
-        for path in paths:
-            with np.load(path, allow_pickle=False) as part:
-                labels = part["labels"] if "labels" in part.files else part["tokens"]
-                counts.append(count_targets(labels, part["lengths"]))
-        np.save(place / "loss_tokens.npy", np.concatenate([np.empty(0, np.int64), *counts]))
+        labels = rows.tokens if rows.labels is None else rows.labels
+        values |= {
+            "labels": labels.astype(np.int32),
+            "loss_tokens": count_targets(labels, rows.lengths),
+        }
+    if rows.label is not None:
+        values["label"] = rows.label.astype(np.float64)
+    sizes = {}
+    for name, new in values.items():
+        before = at["tokens" if name.startswith(("tokens", "labels")) else "sequences"]
+        _extend(place, name, before, new)
+        sizes[name] = (before + len(new)) * new.itemsize
+    line = {
+        "tokens": at["tokens"] + len(rows.tokens),
+        "sequences": at["sequences"] + len(rows.lengths),
+        "bits": bits,
+        "labels": labelled,
+        "label": label,
+        "largest": [largest, at["sequences"] + row] if largest > at["largest"][0] else at["largest"],
+        "skipped": rows.skipped,
+        "bytes": sizes,
+    }
+    with (place / _JOURNAL).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    return line
+
+
+def _extend(place: Path, name: str, count: int, values: NDArray[Any]) -> None:
+    """Write values after the first ``count`` of a file, over what a killed process wrote behind them."""
+    path = place / f"{name}.part"
+    path.touch()
+    with path.open("r+b") as file:
+        file.truncate(_HEAD + count * values.itemsize)  # a new file begins with room for its header
+        file.seek(0, os.SEEK_END)
+        file.write(values.data)
+
+
+def _widen(place: Path, bits: int, wider: int, count: int) -> None:
+    """Copy the tokens so far to a file of a wider type, as an id came that does not fit."""
+    for start in range(0, count, _BLOCK):
+        with (place / f"tokens{bits}.part").open("rb") as file:
+            file.seek(_HEAD + start * bits // 8)
+            block = np.fromfile(file, f"u{bits // 8}", min(_BLOCK, count - start))
+        _extend(place, f"tokens{wider}", start, block.astype(f"u{wider // 8}"))
+
+
+def _finish(place: Path, at: dict[str, Any]) -> None:
+    """Give the flat files their headers and names."""
+    types = {"tokens": f"tokens{at['bits']}"} | (
+        {"labels": "labels", "loss_tokens": "loss_tokens"} if at["labels"] else {}
+    )
+    kinds = {"tokens": f"<u{at['bits'] // 8}", "labels": "<i4", "loss_tokens": "<i8"}
+    lengths = np.empty(0, np.int64)
+    if at["sequences"]:
+        lengths = np.fromfile(place / "lengths.part", np.int64, at["sequences"], offset=_HEAD)
+    for name, part in types.items():
+        count = at["sequences"] if name == "loss_tokens" else at["tokens"]
+        _extend(place, part, count, np.empty(0, kinds[name]))
+        with (place / f"{part}.part").open("r+b") as file:
+            described = {"descr": kinds[name], "fortran_order": False, "shape": (count,)}
+            np.lib.format.write_array_header_1_0(file, described)
+            assert file.tell() == _HEAD
+        os.replace(place / f"{part}.part", place / f"{name}.npy")
+    if at["label"]:
+        label = np.fromfile(place / "label.part", np.float64, at["sequences"], offset=_HEAD)
+        np.save(place / "label.npy", label.astype(at["label"]))
+    np.save(place / "offsets.npy", np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
+    np.save(place / "largest.npy", np.array(at["largest"], np.int64))
+    for path in (*place.glob("*.part"), place / _JOURNAL):
+        path.unlink()
 
 
 def _narrow(largest: int) -> np.dtype[Any]:

@@ -159,6 +159,8 @@ class Sampler:
         sample = {"input_ids": rows.tokens}
         if rows.labels is not None:
             sample["labels"] = rows.labels
+        if rows.label is not None:
+            sample["label"] = rows.label[0]
         return sample
 
     def _fitted(self, sample: dict[str, Any]) -> dict[str, Any] | None:

@@ -35,9 +35,9 @@ class Stream:
 
     Attributes:
         source: a path, folder or glob of ``.jsonl`` (also compressed), ``.parquet``, ``.arrow`` or
-            ``.feather`` files, or a list of them, local or through fsspec; a Hugging Face or torch ``IterableDataset``; a function
-            that begins an iterator, ``make()`` or ``make(part, parts)``. One that is not in parts is read by
-            one rank for all, and must not split itself by rank.
+            ``.feather`` files, or a list of them, local or through fsspec; a Hugging Face or torch
+            ``IterableDataset``; a function that begins an iterator, ``make()`` or ``make(part, parts)``. One
+            that is not in parts is read by one rank for all, and must not split itself by rank.
         window: sequences each rank keeps at hand to choose from: more fill packs and share work better, and
             take memory.
         shuffle_buffer: sequences each rank keeps at hand to draw steps from at random; 0 keeps their order.

@@ -25,30 +25,14 @@ class Shard(Protocol):
         ...
 
     def read(self, start: int, mark: Mark | None = None) -> Rows:
-        """Yield row, record and mark from row ``start`` on; a record that cannot be read is a ``Bad``.
-
-        Args:
-            start: the first row.
-            mark: a place at or before it, which a former reading gave.
-
-        Returns:
-            With each record None, or now and then a mark: the state from which the source goes on with the
-            row after it.
-        """
+        """Yield row, record and mark from row ``start`` on; a record that cannot be read is a ``Bad``."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shards:
-    """The shards of a stream, in the order given.
+    """The shards of a stream, in the order given."""
 
-    Attributes:
-        shards: the shards.
-        replays: whether reading again gives the same records for sure, as files do.
-        read_once: objects that one rank reads for all, by the name of their shard. They must not split
-            themselves by rank.
-    """
-
-    shards: Sequence[Shard]
-    replays: bool
+    shards: Sequence[Shard]  # the shards
+    replays: bool  # whether reading again gives the same records for sure, as files do
     read_once: Mapping[str, Any] = field(default_factory=dict)

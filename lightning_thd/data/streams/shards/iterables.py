@@ -134,11 +134,7 @@ class _Drawn:
 
 @dataclass(frozen=True, slots=True)
 class IterableShard:
-    """A shard whose records come from calling a function that returns an iterator.
-
-    Rows before ``start`` are drawn and thrown away, unless ``skip`` passes over them, or the source has
-    ``state_dict`` and ``load_state_dict``.
-    """
+    """A shard whose records come from calling a function that returns an iterator."""
 
     name: str
     size: int

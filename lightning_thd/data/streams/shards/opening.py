@@ -62,11 +62,7 @@ def open_shards(source: Any, *, parts: int) -> Shards:
 
 
 def traits(source: Any, *, first: bool = False) -> dict[str, Any]:
-    """Collect what must be the same on all ranks: plain values of an object or closure, and the first record.
-
-    Devices and values of other kinds do not say what is read. The first record is read only with ``first``,
-    and not from an iterator, which would lose it.
-    """
+    """Collect what must be the same on all ranks: plain values of a source, and its first record."""
     held: dict[str, Any] = dict(getattr(source, "__dict__", {}))
     if isinstance(source, FunctionType):
         cells = zip(source.__code__.co_freevars, source.__closure__ or (), strict=True)
