@@ -1,0 +1,62 @@
+"""A process that leaves a loop over a stream or a dataset at any moment ends with 0 and leaves no thread."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+# The hook that looks for threads is registered first, so that it runs after those of the package.
+SCRIPT = """
+import atexit, os, random, sys, threading, time
+
+def look():
+    if left := [t.name for t in threading.enumerate() if t is not threading.main_thread()]:
+        print("threads are left:", left, flush=True)
+        os._exit(3)
+
+atexit.register(look)
+import torch
+from lightning_thd import Sequences, THDDataModule
+from lightning_thd.data.streams import Stream
+
+class Rows(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        while True:
+            square = torch.randn(64, 64) @ torch.randn(64, 64)
+            yield {"input_ids": torch.randint(0, 60, (int(square.abs().sum()) % 20 + 2,))}
+
+def leave(random):
+    train = Stream(Rows(), window=8) if random.random() < 0.7 else [{"input_ids": [i % 60] * 9} for i in range(300)]
+    data = THDDataModule(train, capacity=64, global_batch=Sequences(random.choice([4, 64])))
+    data.setup("fit")
+    loader = data.train_steps()
+    steps = iter(loader)
+    for _ in range(random.randrange(1, 5)):
+        next(steps)
+    time.sleep(random.random() * 0.05)
+    how = random.randrange(4)
+    if how == 0:
+        del steps, loader, data
+    elif how == 1:
+        next(iter(loader))
+    elif how == 2:
+        globals()["kept"] = steps
+    sys.exit(0)
+
+for seed in range(int(sys.argv[1])):
+    pid = os.fork()
+    if not pid:
+        leave(random.Random(seed))
+    _, status = os.waitpid(pid, 0)
+    if status:
+        sys.exit(f"seed {seed} ended with {status}")
+"""
+
+
+@pytest.mark.parametrize("count", [3, pytest.param(200, marks=pytest.mark.slow)])
+def test_processes_end_whenever_they_leave_a_loop(count: int) -> None:
+    script = [sys.executable, "-Wignore", "-c", SCRIPT, str(count)]
+    found = subprocess.run(script, capture_output=True, text=True, timeout=600, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr[-2000:]
