@@ -9,17 +9,17 @@ import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from lightning_thd import Packs, Sequences, THDBatch, THDDataModule
+from lightning_thd import Sequences, THDBatch, THDDataModule
 from lightning_thd.batch import THDStep
 from lightning_thd.data import TokenStore
 from lightning_thd.data.streams import Stream
 from tests.data.support import CAPACITY, flat, make_trainer
-from tests.tiny import VOCAB, TinyModule, largest_error, nll, sequences
+from tests.tiny import VOCAB, TinyModule, nll, sequences
 
 
 def test_an_epoch_uses_every_sequence_once_and_the_next_one_in_another_order() -> None:
@@ -128,55 +128,6 @@ def test_the_learning_rate_finder_runs(tmp_path: Path) -> None:
     )
     assert found is not None
     assert len(found.results["lr"]) == 12
-
-
-@pytest.mark.parametrize("step", [None, Packs(2), Sequences(7)])
-def test_resuming_in_an_epoch_gives_what_was_left_and_the_same_parameters(tmp_path: Path, step: Any) -> None:
-    samples = sequences(60, labels=True)
-    accumulate = 2 if isinstance(step, Packs) else 1
-    strategy = "thd" if isinstance(step, Sequences) else "auto"
-
-    def run(module: TinyModule, **kwargs: Any) -> L.Trainer:
-        saver = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
-        trainer = make_trainer(
-            callbacks=[saver],
-            enable_checkpointing=True,
-            strategy=strategy,
-            accumulate_grad_batches=accumulate,
-            max_epochs=3,
-            **{k: v for k, v in kwargs.items() if k != "ckpt_path"},
-        )
-        data = THDDataModule(samples, capacity=CAPACITY, global_batch=step)
-        trainer.fit(module, data, ckpt_path=kwargs.get("ckpt_path"))
-        return trainer
-
-    whole = TinyModule()
-    run(whole)
-    for start in (3, 6, 9, 12):
-        resumed = TinyModule()
-        run(resumed, ckpt_path=str(tmp_path / f"step={start}.ckpt"))
-        skipped = len(whole.seen) - len(resumed.seen)
-        assert resumed.seen == whole.seen[skipped:]
-        found = {name: p.detach() for name, p in resumed.model.named_parameters()}
-        assert largest_error(found, {n: p.detach() for n, p in whole.model.named_parameters()}) < 1e-12
-
-
-def test_resume_inside_accumulation_repeats_the_whole_step(tmp_path: Path) -> None:
-    samples = sequences(60)
-
-    class SavesInStep(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-            if args[3] == 4:  # the fifth batch: one of three in the second step
-                trainer.save_checkpoint(tmp_path / "in.ckpt")
-
-    whole, resumed = TinyModule(), TinyModule()
-    trainer = make_trainer(accumulate_grad_batches=3, callbacks=[SavesInStep()])
-    trainer.fit(whole, THDDataModule(samples, capacity=CAPACITY))
-    trainer = make_trainer(accumulate_grad_batches=3)
-    trainer.fit(resumed, THDDataModule(samples, capacity=CAPACITY), ckpt_path=tmp_path / "in.ckpt")
-    assert resumed.seen == whole.seen[3:]
-    found = {name: p.detach() for name, p in resumed.model.named_parameters()}
-    assert largest_error(found, {n: p.detach() for n, p in whole.model.named_parameters()}) < 1e-12
 
 
 def test_changed_data_is_refused_on_resume(tmp_path: Path) -> None:

@@ -253,7 +253,7 @@ def test_what_is_no_stream(tmp_path: Path) -> None:
         run(lambda: iter([]))
     with pytest.raises(ValueError, match="too few sequences for one step of Sequences"):
         run(lambda: iter([{"input_ids": [1, 2]}]), n=9, tail="drop")
-    with pytest.raises(ValueError, match="No file is found for"):
+    with pytest.raises(ValueError, match="no file matches it"):
         run(f"{tmp_path}/*.jsonl")
     (tmp_path / "a.xyz").write_text("")
     with pytest.raises(ValueError, match="xyz cannot be streamed. Shards are"):
