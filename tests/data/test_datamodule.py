@@ -201,10 +201,7 @@ class BadVocabulary(TinyModule):
         (lambda: THDDataModule(sequences(9), capacity=9, pad_to=3), "pad_to=3 is less than capacity=9"),
         (lambda: THDDataModule(sequences(60), capacity=8), r"tokens but at most 8 fit a pack.*oversize="),
         (lambda: THDDataModule([{"input_ids": [1, -1]}], capacity=8), "has the token id -1"),
-        (
-            lambda: THDDataModule([{"input_ids": [1, VOCAB]}], capacity=8),
-            "Sequence 0 of the train data has the token id 64",
-        ),
+        (lambda: THDDataModule([{"input_ids": [1, VOCAB]}], capacity=8), "Sequence 0 of the train data has"),
         (lambda: THDDataModule([{"input_ids": []}, {"input_ids": [1]}], capacity=8), "has no tokens"),
     ],
 )

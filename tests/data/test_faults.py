@@ -53,9 +53,7 @@ def test_lists_globs_and_folders_are_files_and_not_documents(tmp_path: Path) -> 
         assert texts(open_source(source)) == ["one", "two", "three"]
     data = THDDataModule([str(a), str(b)], capacity=32)
     assert sum(batch.stats.real_tokens for batch in batches(data)) == len("onetwothree") + 3
-    with pytest.raises(
-        ValueError, match=r"The list has 2 strings, of which 1 name files, for example .*a\.jsonl"
-    ):
+    with pytest.raises(ValueError, match=r"The list has 2 strings, of which 1 name files, for example"):
         open_source([str(a), "a document"])
     with pytest.raises(ValueError, match="does not exist, and no file matches it"):
         open_source(["/nowhere/at-all"])
@@ -222,9 +220,7 @@ def test_rows_that_are_no_samples_are_named() -> None:
     with pytest.raises(TypeError, match="Row 1 of the dataset is a NoneType"):
         THDDataModule([{"input_ids": [1]}, None], capacity=8).setup("fit")
     table = datasets.Dataset.from_dict({"input_ids": [[1]]})
-    with pytest.raises(
-        TypeError, match=r"holds the splits train, test. Pass one of them, dataset\['train'\]"
-    ):
+    with pytest.raises(TypeError, match=r"holds the splits train, test. Pass one of them,"):
         THDDataModule(datasets.DatasetDict(train=table, test=table), capacity=8).setup("fit")
     with pytest.raises(TypeError, match=r"A dict with the keys \['input_ids'\] is no dataset"):
         THDDataModule({"input_ids": [[1]]}, capacity=8).setup("fit")
@@ -265,9 +261,7 @@ def test_labels_that_changed_under_a_fingerprint_are_found_out(tmp_path: Path) -
     first = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}]
     then = [{"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}]
     batches(THDDataModule(Known(first), capacity=4, cache_dir=tmp_path))
-    with pytest.raises(
-        ValueError, match="Sequence 0 has 1 loss tokens, but 2 were counted. The labels changed"
-    ):
+    with pytest.raises(ValueError, match="Sequence 0 has 1 loss tokens, but 2 were counted. The labels"):
         batches(THDDataModule(Known(then), capacity=4, cache_dir=tmp_path))
 
 

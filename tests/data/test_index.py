@@ -95,10 +95,7 @@ def test_pieces_are_read_and_counted_with_their_targets(
     ("dataset", "message"),
     [
         ([], "The dataset is empty"),
-        (
-            [{"input_ids": [1]}, {"input_ids": []}],
-            r"Sequence 1 has no tokens \(1 of 2 are.*empty='drop'",
-        ),
+        ([{"input_ids": [1]}, {"input_ids": []}], r"Sequence 1 has no tokens \(1 of 2 are.*empty='drop'"),
         ([{"ids": [1]}], r"Sequence 0 has the keys \['ids'\]"),
         ([{"input_ids": [1, 2], "labels": [1]}], "2 input_ids but 1 labels"),
     ],

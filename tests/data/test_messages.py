@@ -31,53 +31,20 @@ NOTHING_MARKED = (
     [
         ({**ALPACA, "input": 3}, "line 1: instruction, input and output must be strings. Mend or remove"),
         ({**ALPACA, "output": None}, "instruction, input and output must be strings"),
-        (
-            {**ALPACA, "history": [["q"]]},
-            r"history must be a list of \[question, answer\], all strings. Mend",
-        ),
-        (
-            {**ALPACA, "history": [["q", None]]},
-            r"history must be a list of \[question, answer\], all strings",
-        ),
+        ({**ALPACA, "history": [["q"]]}, r"history must be a list of \[question, answer\], all strings"),
+        ({**ALPACA, "history": [["q", None]]}, r"history must be a list of \[question, answer\], all"),
         ({**ALPACA, "history": 5}, r"history must be a list of \[question, answer\], all strings"),
         ({**ALPACA, "system": ["x"]}, "system is a list; wanted a string. Mend or remove the record"),
-        (
-            {"conversations": [{"from": "alien", "value": "a"}]},
-            "a turn is from 'alien' with a value of type str",
-        ),
-        (
-            {"conversations": [{"from": "gpt", "value": None}]},
-            "a turn is from 'gpt' with a value of type NoneType",
-        ),
-        (
-            {"conversations": [{"from": ["gpt"], "value": "a"}]},
-            r"a turn is from \['gpt'\] with a value of type",
-        ),
-        (
-            {"conversations": [{"from": "tool_call", "value": "no"}]},
-            r"a function call holds no JSON of \{'name'",
-        ),
-        (
-            {"messages": [USER, ANSWER], "tools": {"a": 1}},
-            "tools are no list, nor JSON of one. Mend or remove",
-        ),
+        ({"conversations": [{"from": "alien", "value": "a"}]}, "a turn is from 'alien' with a value of"),
+        ({"conversations": [{"from": "gpt", "value": None}]}, "a turn is from 'gpt' with a value of type"),
+        ({"conversations": [{"from": ["gpt"], "value": "a"}]}, r"a turn is from \['gpt'\] with a value of"),
+        ({"conversations": [{"from": "tool_call", "value": "no"}]}, r"a function call holds no JSON of"),
+        ({"messages": [USER, ANSWER], "tools": {"a": 1}}, "tools are no list, nor JSON of one. Mend or"),
         ({"messages": [USER, ANSWER], "tools": "no"}, "tools are no list, nor JSON of one. Mend or remove"),
-        (
-            {"messages": [USER, {**ANSWER, "content": None}]},
-            "the role 'assistant' has the content None; wanted a",
-        ),
-        (
-            {"messages": [{"role": "user"}, ANSWER]},
-            "message of the role 'user' has the content None; wanted a",
-        ),
-        (
-            {"messages": [{**USER, "content": 5}, ANSWER]},
-            "message of the role 'user' has the content 5; wanted",
-        ),
-        (
-            {"messages": [{**USER, "role": ["user"]}, ANSWER]},
-            r"a message has the role \['user'\]; wanted a string",
-        ),
+        ({"messages": [USER, {**ANSWER, "content": None}]}, "the role 'assistant' has the content None;"),
+        ({"messages": [{"role": "user"}, ANSWER]}, "message of the role 'user' has the content None;"),
+        ({"messages": [{**USER, "content": 5}, ANSWER]}, "message of the role 'user' has the content 5;"),
+        ({"messages": [{**USER, "role": ["user"]}, ANSWER]}, r"a message has the role \['user'\]; wanted a"),
         ({"prompt": [USER], "completion": [{**ANSWER, "content": None}]}, "'assistant' has the content None"),
         ({"input_ids": [[1], [2, 3]]}, r"input_ids is no array of integers \(.*\). Give one row"),
     ],
@@ -101,9 +68,7 @@ def test_a_call_of_a_tool_has_no_content(tmp_path: Path) -> None:
 def test_a_template_that_marks_nothing(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text(json.dumps({"messages": TALKS[0]}))
-    with pytest.raises(
-        ValueError, match=r"template marked nothing of the conversation with \{% generation %\}"
-    ):
+    with pytest.raises(ValueError, match=r"template marked nothing of the conversation with \{% generation"):
         open_source(file, tokenizer=make_tokenizer(NOTHING_MARKED))
     assert len(open_source(file, tokenizer=make_tokenizer(MARKED))) == 1
 
@@ -142,13 +107,9 @@ def test_documents_beside_records(tmp_path: Path) -> None:
 def test_columns_of_other_types(tmp_path: Path) -> None:
     for name, column in (("a", [[1, 2]]), ("b", ["no ids"])):
         pq.write_table(pa.table({"input_ids": column}), tmp_path / f"{name}.parquet")
-    with pytest.raises(
-        ValueError, match=r"(?s)a.parquet and others have different columns \(.*\). Write them alike"
-    ):
+    with pytest.raises(ValueError, match=r"(?s)a.parquet and others have different columns \(.*\). Write"):
         open_source([tmp_path / "a.parquet", tmp_path / "b.parquet"])
-    with pytest.raises(
-        ValueError, match="b.parquet: the column 'input_ids' is of type string. Write lists of"
-    ):
+    with pytest.raises(ValueError, match="b.parquet: the column 'input_ids' is of type string. Write lists"):
         open_source(tmp_path / "b.parquet")
 
 
@@ -166,9 +127,7 @@ def test_a_folder_of_splits(tmp_path: Path) -> None:
 
 def test_an_address_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fsspec = pytest.importorskip("fsspec")
-    with pytest.raises(
-        ValueError, match=r"nowhere://a.jsonl cannot be listed \(.*\). Check the address and the"
-    ):
+    with pytest.raises(ValueError, match=r"nowhere://a.jsonl cannot be listed \(.*\). Check the address"):
         open_source("nowhere://a.jsonl", cache_dir=tmp_path)
     memory = fsspec.filesystem("memory")
     memory.pipe("/messages/a.jsonl", b'{"text": "a"}\n')
@@ -177,9 +136,7 @@ def test_an_address_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError("the connection was closed")
 
     monkeypatch.setattr(fsspec, "open", torn)
-    with pytest.raises(
-        ValueError, match=r"a.jsonl cannot be read \(the connection was closed\). Check the addr"
-    ):
+    with pytest.raises(ValueError, match=r"a.jsonl cannot be read \(the connection was closed\). Check the"):
         open_source("memory://messages/a.jsonl", cache_dir=tmp_path)
     memory.rm("/messages", recursive=True)
 
@@ -187,7 +144,5 @@ def test_an_address_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Monk
 def test_ready_packs_in_a_mixture(tmp_path: Path) -> None:
     packs = [{"input_ids": [1, 2, 3], "lengths": [1, 2]}]
     data = THDDataModule({"a": (packs, 1.0), "b": ([{"input_ids": [4]}], 1.0)}, capacity=8, packed="packs")
-    with pytest.raises(
-        ValueError, match="'a' holds ready packs, which a mixture takes apart. Set packed='seq"
-    ):
+    with pytest.raises(ValueError, match="'a' holds ready packs, which a mixture takes apart. Set"):
         data.setup("fit")

@@ -190,9 +190,7 @@ def test_labels_of_a_stream_are_counted_before_they_are_cut(tmp_path: Path) -> N
 def test_labels_past_the_vocabulary_are_refused(tmp_path: Path) -> None:
     labels = np.array([-100, 2, -100, 4]).astype(np.uint16)
     rows = [{"input_ids": np.array([1, 2, 3, 4], np.uint16), "labels": labels}]
-    with pytest.raises(
-        ValueError, match="Sequence 0 has the label 65436, but the model's vocabulary has 100"
-    ):
+    with pytest.raises(ValueError, match="Sequence 0 has the label 65436, but the model's vocabulary has"):
         trained_on(rows, tmp_path, vocab_size=100)
 
 
@@ -209,9 +207,7 @@ def test_labels_past_the_vocabulary_are_refused(tmp_path: Path) -> None:
 )
 def test_rows_whose_keys_tell_of_other_sequences(tmp_path: Path, other: dict[str, Any]) -> None:
     row = {"input_ids": [1, 2, 3, 4], "lengths": [1, 3], **other}
-    with pytest.raises(
-        ValueError, match=r"Row 0: \w+ tells of other sequences, or other tokens in them, than"
-    ):
+    with pytest.raises(ValueError, match=r"Row 0: \w+ tells of other sequences, or other tokens in them,"):
         trained_on([row], tmp_path)
 
 

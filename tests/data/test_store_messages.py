@@ -49,22 +49,10 @@ def test_a_store_of_arrays(call: Callable[[], Any], error: type[Exception], mess
     ("parts", "message"),
     [
         ([WITHOUT, WITH], "Records before have none and these have labels. Give all, or none, labels"),
-        (
-            [WITH, WITHOUT],
-            "Records before have labels and these have none. Give all, or none, labels",
-        ),
-        (
-            [Rows(TOKENS, np.array([1, 1]))],
-            r"\[3\] tokens and labels, but lengths that add up to 2. Give the",
-        ),
-        (
-            [Rows(TOKENS, np.array([4, -1]))],
-            r"\[3\] tokens and labels, but lengths that add up to 3. Give the",
-        ),
-        (
-            [WITHOUT._replace(labels=np.array([1, 2, 2**40]))],
-            "1099511627776 does not fit int32, in which labels",
-        ),
+        ([WITH, WITHOUT], "Records before have labels and these have none. Give all, or none, labels"),
+        ([Rows(TOKENS, np.array([1, 1]))], r"\[3\] tokens and labels, but lengths that add up to 2. Give"),
+        ([Rows(TOKENS, np.array([4, -1]))], r"\[3\] tokens and labels, but lengths that add up to 3. Give"),
+        ([WITHOUT._replace(labels=np.array([1, 2, 2**40]))], "1099511627776 does not fit int32, in which"),
     ],
 )
 def test_pieces_that_do_not_belong_together(tmp_path: Path, parts: list[Rows], message: str) -> None:
@@ -85,18 +73,14 @@ def test_only_bad_records(tmp_path: Path) -> None:
     data = THDDataModule(
         file, capacity=8, on_error="skip", cache_dir=tmp_path / "cache", tokenizer=make_tokenizer(PLAIN)
     )
-    with pytest.raises(
-        ValueError, match="All 2 records are bad; the first: .*a.jsonl, line 1: .* Mend the data"
-    ):
+    with pytest.raises(ValueError, match="All 2 records are bad; the first: .*a.jsonl, line 1: .* Mend the"):
         data.setup("fit")
 
 
 def test_more_bad_rows_than_allowed() -> None:
     rows: list[dict[str, Any]] = [{"input_ids": [-1]}, {"input_ids": [1.5]}, {"input_ids": [3]}]
     data = THDDataModule(rows, capacity=8, on_error="skip", max_errors=1)
-    with pytest.raises(
-        ValueError, match="2 rows are bad, more than max_errors=1; the first: Row 0.*raise max"
-    ):
+    with pytest.raises(ValueError, match="2 rows are bad, more than max_errors=1; the first: Row 0.*raise"):
         data.setup("fit")
     data = THDDataModule(rows[:2], capacity=8, on_error="skip")
     with pytest.raises(ValueError, match="All 2 rows are bad; the first: Row 0.* Mend the data"):

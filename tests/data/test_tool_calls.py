@@ -136,9 +136,7 @@ def test_a_template_that_opens_a_thought_of_its_own() -> None:
     opens = PLAIN.replace(
         "%}<|assistant|>\n{% endif %}", "%}<|assistant|>\n<think>{% endif %}"
     )  # of the prompt alone
-    with pytest.raises(
-        ValueError, match=r"asks for message 1 with '.*<think>' and begins the answer otherwise"
-    ):
+    with pytest.raises(ValueError, match=r"asks for message 1 with '.*<think>' and begins the answer"):
         learned(opens, [USER, ANSWER])
 
 
@@ -180,7 +178,5 @@ def test_marks_tell_where_a_prompt_ends_if_the_template_opens_a_thought_of_its_o
         "{{ m.content }}<|end|>{% endgen",
         "{{ m.content }}{% endgeneration %}{% generation %}<|end|>{% endgen",
     )
-    with pytest.raises(
-        ValueError, match="asks for message 3 with '.*<think>' and begins the answer otherwise"
-    ):
+    with pytest.raises(ValueError, match="asks for message 3 with '.*<think>' and begins the answer"):
         learned(twice, talk, skip=3)

@@ -97,15 +97,6 @@ def map_arrow(path: Path, name: str) -> Any:
         raise ValueError(f"{name} is no Arrow file ({err}). Write it again.") from err
 
 
-def string_bytes(column: Any, row: int) -> memoryview:
-    """Return the bytes of a string of an Arrow array where they lie, which ``column[row]`` would copy."""
-    pt = require("pyarrow", feature="reading Arrow columns").types
-    _, offsets, values = column.buffers()
-    edges = np.frombuffer(offsets, np.int64 if pt.is_large_string(column.type) else np.int32)
-    start, stop = edges[column.offset + row : column.offset + row + 2].tolist()
-    return memoryview(values if values is not None else b"")[start:stop]
-
-
 def arrow_table(dataset: object) -> Any | None:
     """Return the Arrow table behind a ``datasets.Dataset`` or ``ColumnRows``; None for anything else."""
     if isinstance(dataset, ColumnRows):
