@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import gc
 import json
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_thd.data import ByteTokenizer, StdlibText, TokenStore, read_documents, stdlib_documents
 from lightning_thd.data.read.sources import open_source
-from lightning_thd.data.read.text import definitions, no_collections
+from lightning_thd.data.read.text import definitions
 from lightning_thd.data.store import Rows, cached_store
 
 ROWS = st.lists(st.lists(st.integers(0, 70_000), max_size=9), max_size=12)
@@ -201,16 +200,3 @@ def last(): pass
         walked = [node for node in ast.walk(tree) if isinstance(node, kinds)]
         assert [id(node) for node in definitions(tree)] == [id(node) for node in walked]
         assert len(walked) > 8
-
-
-def test_the_collector_is_as_it_was() -> None:
-    gc.disable()
-    try:
-        with no_collections():
-            assert not gc.isenabled()
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
-    with pytest.raises(KeyError), no_collections():
-        raise KeyError
-    assert gc.isenabled()
