@@ -43,8 +43,8 @@ class THDDataModule(sets.ListsSets, LogsSources):
     Args:
         train: a map-style dataset giving ``{"input_ids": ints[, "labels": ints]}`` (labels unshifted,
             -100 where ignored); or a path, a glob, an address (``s3://``, ``hf://``, ...) or a list of
-            them: ``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``, ``.arrow`` or ``.feather`` files, also
-            ``.gz``, ``.zst``, ``.bz2`` or ``.xz``, text files, a folder of such, or one that
+            them: ``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``, ``.arrow``, ``.feather`` files,
+            also ``.gz``, ``.zst``, ``.bz2`` or ``.xz``, text files, a folder of such, or one that
             ``datasets.Dataset.save_to_disk`` or ``TokenStore.save`` wrote. In place
             of ids, records may hold text, ``prompt`` and ``completion``, or a conversation: these are
             tokenised once, with loss only on what the assistant says, if there is one. A dict ``{name:
@@ -74,9 +74,9 @@ class THDDataModule(sets.ListsSets, LogsSources):
             ``truncate``, ``split`` or ``own_pack``. Validation, test and prediction use ``own_pack`` in place
             of ``error``, so that nothing is lost there.
         empty: what becomes of a sequence without tokens: ``error`` or ``drop``.
-        on_error: what becomes, unless ``Stream`` has its own, of a record that cannot be read or tokenised, and of a row with nulls,
+        on_error: what becomes of a record that cannot be read or tokenised, and of a row with nulls,
             negative ids or labels that do not fit: ``raise``, naming file and line, or ``skip``; those are
-            counted, and listed in ``skipped.jsonl`` beside the tokens in the cache.
+            counted, and listed in ``skipped.jsonl`` beside the tokens in the cache. ``Stream`` has its own.
         max_errors: most that may be skipped of a source; None sets no bound.
         tail: the last, incomplete step of an epoch: ``pad`` with emptier packs, or ``drop``.
         window: sequences that are packed together; larger packs better, smaller shuffles better.
