@@ -473,15 +473,12 @@ class BatchMaker:
             raise ValueError(f"{err} It is {self.dataset.place(i)}.") from err
 
     def _refuse(self, batch: THDBatch) -> None:
-        for what, row, hint in (
-            ("token id", batch.input_ids, ""),
-            ("label", batch.targets, " In 16 bits without a sign -100 is 65436."),
-        ):
+        for what, row in (("token id", batch.input_ids), ("label", batch.targets)):
             for i, ids in zip(batch.sequence_ids, batch.unpack(row), strict=True):
                 if int(ids.max()) >= (self.vocab_size or 0):
                     raise ValueError(
                         f"Sequence {i} has the {what} {int(ids.max())}, but the model's vocabulary has "
-                        f"{self.vocab_size} entries. Use the tokenizer the model was made for.{hint}"
+                        f"{self.vocab_size} entries. Use the tokenizer the model was made for."
                     )
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from lightning_thd.batch.media import COLUMNS, ExtrasCost
 from lightning_thd.data.read.sources import Opener, Source
-from lightning_thd.data.store.index import Empty, MapDataset, SequenceIndex, build_index
+from lightning_thd.data.store.index import Empty, MapDataset, SequenceIndex, build_index, keeps_rows
 
 _TITLES = {"train": "Train", "val": "Validation", "test": "Test", "predict": "Predict"}
 _BAR_FROM = 10_000  # sequences: below it counting takes less than a second
@@ -25,7 +25,6 @@ class MixedRows(Dataset[dict[str, Any]]):
         self.names = tuple(datasets)
         self._datasets = list(datasets.values())
         self._ends = np.cumsum([len(dataset) for dataset in self._datasets])
-        self.keeps_rows = all(getattr(dataset, "keeps_rows", False) for dataset in self._datasets)
         self.skipped = sum(int(getattr(dataset, "skipped", 0)) for dataset in self._datasets)
 
     def __len__(self) -> int:
@@ -34,6 +33,11 @@ class MixedRows(Dataset[dict[str, Any]]):
     def __getitem__(self, i: int) -> dict[str, Any]:
         source, row = self._find(i)
         return self._datasets[source][row]  # type: ignore[no-any-return]
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Return whether rows of all its datasets stay as they are when others are read."""
+        return all(map(keeps_rows, self._datasets))
 
     def place(self, i: int) -> str:
         """Return the source and row of a sequence as text, for messages."""

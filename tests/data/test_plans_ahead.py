@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 from lightning_thd.data.loader import PlansAhead
 from lightning_thd.packing import PackPlanner, Packs, Sequences, StepPlan
 from lightning_thd.packing.planner import NoSuchStep
-from tests.scripts import finished
 
 LENGTHS = np.random.default_rng(0).integers(1, 200, 500)
 
@@ -119,15 +118,3 @@ class Asking:
 
 def test_workers_plan_nothing_ahead() -> None:
     assert [bool(x) for x in DataLoader(Asking(), batch_size=None, num_workers=2)] == [True] * 4
-
-
-def test_the_thread_of_a_dropped_owner_is_joined_before_the_interpreter_ends() -> None:
-    job = (
-        "import time\n"
-        "from lightning_thd.data.loader import Ahead\n"
-        "ahead = Ahead('slow')\n"
-        "ahead.begin(lambda: (time.sleep(0.5), print('made')))\n"
-        "del ahead\n"
-    )
-    done = finished("-c", job)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "made\n", "")

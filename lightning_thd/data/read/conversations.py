@@ -67,10 +67,10 @@ def describe(kind: Kind, text_key: str) -> str:
 class Conversation(NamedTuple):
     """What a record says."""
 
-    messages: list[Message]  # of ``role`` and ``content``
-    tools: list[Any] | None  # that the assistant may call
-    skip: int  # how many messages at its start are prompt
-    options: dict[str, Any]  # what else the chat template is given, ``chat_template_kwargs`` of the record
+    messages: list[Message]  # dicts with ``role`` and ``content``
+    tools: list[Any] | None  # The assistant may call them.
+    skip: int  # So many messages at the start are a prompt.
+    options: dict[str, Any]  # further variables for the chat template, from ``chat_template_kwargs``
 
 
 def messages_of(record: dict[str, Any], kind: Kind) -> Conversation:

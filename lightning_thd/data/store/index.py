@@ -43,6 +43,11 @@ _LOOKED_AT = 8  # rows by which a resumed job knows its data; they may hold imag
 _ADVICE = "Mend the data, or set on_error='skip'."
 
 
+def keeps_rows(dataset: object) -> bool:
+    """Return whether rows stay as they are when others are read, as its class says, not one that it wraps."""
+    return hasattr(type(dataset), "keeps_rows") and bool(dataset.keeps_rows)  # type: ignore[attr-defined]
+
+
 class MapDataset(Protocol):
     """The interface of a dataset: ``len``, and ``[i]`` giving ``{"input_ids": ints[, "labels": ints]}``."""
 
@@ -139,7 +144,7 @@ class SequenceIndex:
             self._check_targets(sample, i)
         else:
             self._cut(sample, i, start, stop, continued)
-        if getattr(dataset, "keeps_rows", False):
+        if keeps_rows(dataset):
             return sample
         return {name: _copied(value) for name, value in sample.items()}
 
