@@ -297,7 +297,7 @@ class Progress:
 
     def resize(self, length: int) -> None:
         """Set the Trainer's number of batches for this epoch: a mixture's epochs differ by a few."""
-        trainer, batches = self._trainer, self.limit(length)
+        trainer, batches = self._trainer, self.limit(length) or 0
         loop = trainer.fit_loop
         if loop.max_batches == batches or getattr(trainer, "overfit_batches", 0) > 0:
             return
@@ -306,7 +306,7 @@ class Progress:
         if combined is not None:
             combined.limits = batches  # set once by Lightning, before the first epoch
         if isinstance(trainer.val_check_interval, float):
-            trainer.val_check_batch = max(1, int((batches or 0) * trainer.val_check_interval))
+            trainer.val_check_batch = max(1, int(batches * trainer.val_check_interval))
 
     def match(self, start: int) -> None:
         """Set Lightning's batch counter to the loader's position, after a change of ranks or mid-step."""

@@ -69,7 +69,7 @@ class _Row(NamedTuple):
 
 
 def _label_of(record: Record) -> Number | None:
-    value = record.get("label") if isinstance(record, dict) else None
+    value: Any = record.get("label") if isinstance(record, dict) else None
     if isinstance(value, list) and value and all(map(is_scalar, value)):
         raise ValueError(
             "several numbers under 'label', of which files of text keep one. Give a datasets.Dataset of ids, "

@@ -246,7 +246,8 @@ def _depth(kind: Any) -> int:
 
 
 def _wrong_labels(values: NDArray[Any]) -> NDArray[np.bool_]:
-    return ((values < 0) & (values != IGNORE_INDEX)) | (values > MOST_ID) | wrapped(values)
+    wrong: NDArray[np.bool_] = ((values < 0) & (values != IGNORE_INDEX)) | (values > MOST_ID)
+    return wrong | wrapped(values)
 
 
 class _Facts:
