@@ -91,6 +91,24 @@ def test_pages_name_what_exists() -> None:
             assert (page.parent / link).resolve().exists(), (page, link)
 
 
+def test_every_example_is_in_the_gallery() -> None:
+    gallery, root = (DOCS / "examples.md").read_text(), DOCS.parent
+    files = [*(root / "examples").glob("*.py"), *(root / "examples" / "notebooks").glob("*.ipynb")]
+    missing = [name for file in files if (name := file.relative_to(root).as_posix()) not in gallery]
+    assert missing == []
+
+
+def test_benchmarks_open_with_ten_rows_and_fold_the_rest() -> None:
+    import runpy
+
+    hooks = runpy.run_path(str(DOCS / "hooks.py"))
+    shown = hooks["folded"](hooks["RESULTS"].read_text())
+    opening, _, rest = shown.partition("## All results")
+    assert opening.count("\n| ") == 2 + len(hooks["HEADLINES"]) == 12
+    _, _, rows, _ = hooks["_table"](hooks["RESULTS"].read_text())
+    assert [row for row in rows if f"    {row}" not in rest] == []
+
+
 def test_every_page_is_in_the_menu() -> None:
     menu = (DOCS.parent / "mkdocs.yml").read_text()
     missing = [page for page in DOCS.rglob("*.md") if page.relative_to(DOCS).as_posix() not in menu]

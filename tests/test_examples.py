@@ -11,6 +11,7 @@ from tests.scripts import EXAMPLES, run_python, smaller_examples
 ARGUMENTS = {
     "quickstart.py": None,  # tests/test_quickstart.py
     "parallel.py": None,  # tests/strategies
+    "ray_train.py": None,  # tests/integrations/test_ray.py
     "accelerate_loop.py": ["--steps", "1", "--out", "{out}"],
     "chat_sft.py": ["--steps", "1"],
     "distillation.py": ["--steps", "2"],
@@ -30,7 +31,7 @@ def test_every_example_is_listed_and_short() -> None:
     files = {file.name for file in EXAMPLES.glob("*.py")}
     assert files <= set(ARGUMENTS)
     for name in files:
-        assert len((EXAMPLES / name).read_text().splitlines()) < 110
+        assert len((EXAMPLES / name).read_text().splitlines()) < 115
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -37,7 +38,10 @@ def test_ten_steps_leave_what_the_readme_says(smaller: Path, tmp_path: Path) -> 
     assert all(value > 0 for _, value in series["train/device/real_items_per_sec"])
     assert all(value >= 0.97 for _, value in series["train/packing/fill"])
     assert "TFLOP/s/device" in shown
+    assert re.search(r"^3\.3M parameters, cpu, \S+, 10 steps$", shown, re.M)
     assert "MFU" in shown
+    assert "HFU" not in shown  # nothing is recomputed
+    assert shown.splitlines()[-1].startswith(f"Done. Next: open {tmp_path}/report.html")
     assert (tmp_path / "report.png").stat().st_size > 5_000
 
 

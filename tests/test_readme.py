@@ -18,6 +18,7 @@ README = (ROOT / "README.md").read_text()
 DOCS = {page: page.read_text() for page in sorted((ROOT / "docs").rglob("*.md"))}
 MESSAGES = (ROOT / "docs" / "reference" / "messages.md").read_text()
 LEAKS = (ROOT / "docs" / "concepts" / "leaks.md").read_text()
+CODE = sorted((ROOT / "lightning_thd").rglob("*.py"))
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
 SHELL = [line for block in re.findall(r"```\n(.*?)```", README, re.S) for line in block.splitlines()]
 
@@ -127,12 +128,19 @@ def test_every_command_exists() -> None:
 def test_quoted_messages_are_in_the_code() -> None:
     quoted = re.findall(r"^\| `([^`]+)` \|", MESSAGES, re.M)
     assert len(quoted) >= 10
-    files = (ROOT / "lightning_thd").rglob("*.py")
     # Adjacent strings are joined, so that a message that is split over lines is found.
-    source = "".join(re.sub(r'"\s*\n\s*f?"', "", file.read_text()) for file in files)
+    source = "".join(re.sub(r'"\s*\n\s*f?"', "", file.read_text()) for file in CODE)
     for message in quoted:
         pattern = ".{1,40}?".join(map(re.escape, re.split(r"\d+", message)))  # numbers are filled in
         assert re.search(pattern, source), message
+
+
+def test_errors_that_have_a_section_print_its_link() -> None:
+    sections = dict(re.findall(r"^## [^\n]* \{#([\w-]+)\}\n(.*?)(?=^## |\Z)", MESSAGES, re.M | re.S))
+    printed = re.findall(r"docs/reference/messages\.md#([\w-]+)", "".join(f.read_text() for f in CODE))
+    assert set(printed) == set(sections)
+    for anchor, section in sections.items():
+        assert printed.count(anchor) <= len(re.findall(r"^\| `", section, re.M)), anchor
 
 
 def _zeros(row: list[str]) -> list[str]:

@@ -1,13 +1,25 @@
 """Draw the pictures of the documentation: python docs/pictures/draw.py."""
 
+import json
+import re
 from pathlib import Path
 
 import numpy as np
 
 from lightning_thd.packing import PackPlanner, Sequences, pack_lengths
+from lightning_thd.report.look import (
+    CYCLE,
+    Theme,
+    dress,
+    legend,
+    look_of,
+    new_figure,
+    short,
+)
 from lightning_thd.report.packs import draw_packs, draw_work
 
 HERE = Path(__file__).parent
+RESULTS = HERE.parent.parent / "benchmarks" / "results.json"
 
 
 def main() -> None:
@@ -35,11 +47,119 @@ def main() -> None:
         draw_work(naive, planned, theme=theme).savefig(
             HERE / f"work-{theme}.png", dpi=110
         )
+        draw_speed(theme).savefig(HERE / f"speed-{theme}.png", dpi=110)
+        for name in GALLERY:
+            draw_example(name, theme).savefig(
+                HERE / f"example-{name}-{theme}.png", dpi=80
+            )
 
 
 def work(lengths: np.ndarray) -> float:
     """Count a small dense model's linear parts and squares."""
     return float((lengths * (4_096 + lengths)).sum())
+
+
+def draw_speed(theme: Theme) -> object:
+    """Draw the seconds of attention and of planning, ours and the fastest peer's."""
+    found = {one["name"]: one["results"] for one in json.loads(RESULTS.read_text())}
+    figure = new_figure(8, 3, theme)
+    both = zip(
+        figure.subplots(1, 2),
+        (
+            (
+                r"(\d+) equal documents, forward and b.*",
+                "attention",
+                "documents",
+                "sdpa",
+            ),
+            (r"plan ([\d,]+), long@8k, TRL", "packing", "documents", "TRL"),
+        ),
+        strict=True,
+    )
+    for axes, (pattern, name, x, peer) in both:
+        rows = [
+            (int(match[1].replace(",", "")), row["ours"], row["peer"])
+            for row in found[name]
+            if row["precision"] != "bf16" and (match := re.match(pattern, row["what"]))
+        ]
+        numbers, ours, theirs = zip(*sorted(rows), strict=True)
+        axes.plot(numbers, ours, marker="o", color=CYCLE[0], label="ours")
+        axes.plot(numbers, theirs, marker="s", color=CYCLE[1], label=peer)
+        dress(axes, theme, title=f"{name} [s]", x=x)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xticks(numbers, [f"{number:,}" for number in numbers])
+        axes.yaxis.set_major_formatter(short)
+        axes.minorticks_off()
+        legend(axes, theme)
+    return figure
+
+
+# The lanes of each example's picture: (length, role), and the colour of each role.
+PROMPT, LEARNED, IMAGE, EMPTY = "read", "learned", "image", "empty"
+GALLERY = {
+    "quickstart": [[(3, "a"), (5, "b"), (2, "c")], [(6, "a"), (4, "b")]],
+    "chat_sft": [
+        [(2, PROMPT), (3, LEARNED), (1, PROMPT), (4, LEARNED)],
+        [(4, PROMPT), (2, LEARNED), (2, PROMPT), (1, LEARNED), (1, EMPTY)],
+    ],
+    "vision_language": [
+        [(4, IMAGE), (1, PROMPT), (2, LEARNED), (2, IMAGE), (1, LEARNED)]
+    ],
+    "preference": [[(2, PROMPT), (3, "chosen"), (2, PROMPT), (3, "rejected")]],
+    "rl_logprobs": [
+        [(2, PROMPT), (3, "response"), (5, EMPTY)],
+        [(1, PROMPT), (6, "response"), (3, EMPTY)],
+        [(2, PROMPT), (3, "response"), (1, PROMPT), (4, "response")],
+    ],
+    "distillation": [
+        [(5, "teacher"), (5, "teacher")],
+        [(5, "student"), (5, "student")],
+    ],
+    "parallel": [
+        [(1, f"rank {rank}") for rank in (0, 1, 2, 3, 3, 2, 1, 0)],
+    ],
+    "ray_train": [
+        [(4, "worker 0"), (1, EMPTY), (5, "worker 0")],
+        [(4, "worker 1"), (1, "dies"), (5, "worker 1")],
+    ],
+    "accelerate_loop": [[(5, "rank 0"), (4, "rank 0")], [(6, "rank 1"), (3, "rank 1")]],
+    "fabric_loop": [[(4, "rank 0"), (5, "rank 0")], [(3, "rank 1"), (6, "rank 1")]],
+    "hf_trainer": [[(3, "a"), (4, "b"), (3, "c")]],
+    "hybrid_mamba": [[(4, "state of a"), (3, "state of b"), (3, "state of c")]],
+    "own_module": [
+        [(3, "a"), (7, EMPTY)],
+        [(3, EMPTY), (5, "b"), (2, EMPTY)],
+        [(8, EMPTY), (2, "c")],
+    ],
+    "one_step_by_hand": [[(3, "a"), (5, "b"), (2, EMPTY)]],
+    "fp8": [[(9, "FP8"), (1, "bf16")]],
+}
+
+
+def draw_example(name: str, theme: Theme) -> object:
+    """Draw the packs of an example as lanes, one colour a role."""
+    lanes, look = GALLERY[name], look_of(theme)
+    roles = list(
+        dict.fromkeys(role for lane in lanes for _, role in lane if role != EMPTY)
+    )
+    figure = new_figure(6, 0.9 + 0.4 * len(lanes), theme)
+    axes = figure.add_subplot()
+    for row, lane in enumerate(lanes):
+        at = 0
+        for length, role in lane:
+            colour = (
+                look.padding if role == EMPTY else CYCLE[roles.index(role) % len(CYCLE)]
+            )
+            axes.barh(row, length, left=at, color=colour, edgecolor=look.paper)
+            at += length
+    for i, role in enumerate(roles):
+        axes.barh(0, 0, color=CYCLE[i % len(CYCLE)], label=role)
+    dress(axes, theme, title="", x="", grid=False)
+    axes.invert_yaxis()
+    axes.set_axis_off()
+    legend(axes, theme, ncols=len(roles), loc="lower left", bbox_to_anchor=(0, 1))
+    return figure
 
 
 if __name__ == "__main__":

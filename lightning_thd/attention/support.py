@@ -242,6 +242,7 @@ def choose(backend: Backend, request: Request) -> Kernel:
             lines.append(f"{what}: would run it, but {absent}")
         else:
             lines.append(f"{what}: runs it")
+    lines.append("See docs/reference/messages.md#kernels.")
     raise ValueError("\n  ".join(lines))
 
 

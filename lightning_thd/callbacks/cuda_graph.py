@@ -195,7 +195,7 @@ class CUDAGraphCallback(L.Callback):
         self._idle = True
         if self.require:
             raise MisconfigurationException(f"CUDAGraphCallback(require=True), but {reason}.")
-        rank_zero_info(f"CUDAGraphCallback is idle: {reason}.")
+        rank_zero_info(f"CUDAGraphCallback is idle: {reason}. See docs/reference/messages.md#graphs.")
 
     def _make_backend(self) -> Backend:
         if self._backend_choice == "cuda":

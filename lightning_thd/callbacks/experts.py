@@ -155,7 +155,8 @@ class ExpertBias(Callback):
         if not self._counted and not bool(counts.any()):
             raise MisconfigurationException(
                 "ExpertBias counted no choice of a router in the first step: compiled layers and CUDA graphs "
-                "run no hooks. Train without them, or use router_balance='sequence'."
+                "run no hooks. Train without them, or use router_balance='sequence'. "
+                "See docs/reference/messages.md#experts."
             )
         self._counted = True
         moves = self.rate * torch.sign(counts.double().mean(1, keepdim=True) - counts)

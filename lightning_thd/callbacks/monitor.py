@@ -394,7 +394,8 @@ class THDThroughputMonitor(Callback):
                 "Nothing in a batch of token ids tells which slots are padding. FLOPs and tokens/s are those "
                 "of all slots; MFU, real tokens and packing/fill are not logged. Put attention_mask, "
                 "position_ids or lengths beside input_ids. If no slot is padding, "
-                "THDThroughputMonitor(tokens='slots') logs MFU."
+                "THDThroughputMonitor(tokens='slots') logs MFU. "
+                "See docs/reference/messages.md#padding."
             )
 
     def _end_step(self) -> None:

@@ -11,12 +11,11 @@ from typing import get_args
 
 import numpy as np
 
-from lightning_thd.cli.arguments import Parser, nearest, picture, share, whole
-from lightning_thd.cli.flops import load_config
+from lightning_thd.cli.arguments import Parser, picture, share, whole
+from lightning_thd.cli.flops import load_config, nearest_device
 from lightning_thd.cuda_graph.graph_choice import GraphPlan, plan_for
 from lightning_thd.data import THDDataModule
 from lightning_thd.flops import FlopsModel, SeqStats, peak_flops
-from lightning_thd.flops.peak_table import PEAKS
 from lightning_thd.packing import Cost, PackPlanner, Packs, Sequences
 from lightning_thd.packing.entries import Oversize
 from lightning_thd.report.terminal import Table, show_table
@@ -183,7 +182,7 @@ def _peak(device: str | None, mfu: float | None, model: FlopsModel | None) -> fl
     peak = peak_flops(device, "bf16")
     if peak is None:
         raise ValueError(
-            f"No peak FLOP/s is known for {device!r}{nearest(device.lower(), [row.name for row in PEAKS])} "
+            f"No peak FLOP/s is known for {device!r}{nearest_device(device)} "
             "`lightning-thd peaks` lists those that are."
         )
     return peak * (_MFU if mfu is None else mfu)

@@ -147,6 +147,11 @@ def peaks_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def nearest_device(given: str) -> str:
+    """Return "; did you mean X?" for the known device with the most similar name, or "."."""
+    return nearest(given.lower().removeprefix("nvidia ").removeprefix("amd "), [row.name for row in PEAKS])
+
+
 def peaks(arguments: Sequence[str]) -> None:
     """Run ``lightning-thd peaks [DEVICE] [--json]``."""
     parser = peaks_parser()
@@ -155,7 +160,7 @@ def peaks(arguments: Sequence[str]) -> None:
     if given.device is not None:
         row = find_peak(given.device)
         if row is None:
-            meant = nearest(given.device.lower(), [row.name for row in PEAKS])
+            meant = nearest_device(given.device)
             parser.error(
                 f"no peak is known for {given.device!r}{meant} Pass THDThroughputMonitor(peak=<dense "
                 "FLOP/s>), or peak='measure' to time matmuls; `lightning-thd peaks` lists what is known."

@@ -107,6 +107,8 @@ def _lightning(command: str) -> None:
             save_config_kwargs={"overwrite": True},
         )
     except ValueError as err:
+        if "does not exist" in str(err):
+            sys.exit(f"lightning-thd {command}: {err}")
         if "empty parameter list" not in str(err):
             raise
         sys.exit(

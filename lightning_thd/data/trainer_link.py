@@ -163,7 +163,8 @@ def check_trainer(trainer: L.Trainer | None, step: Packs | Sequences | None) -> 
         raise MisconfigurationException(
             f"global_batch={step} needs a strategy that runs all microbatches of a step: 'thd' on "
             f"one device, 'thd_ddp' or 'thd_model_parallel', not "
-            f"{type(trainer.strategy).__name__}. Or use Packs(n)."
+            f"{type(trainer.strategy).__name__}. Or use Packs(n). "
+            "See docs/reference/messages.md#steps."
         )
     host = host_of(trainer)
     if host.whole_steps:
@@ -205,11 +206,13 @@ def check_packs(step: Packs | Sequences | None, *, ranks: int, accumulate: int) 
                 if step.n % ranks == 0
                 else f"a number of packs that {ranks} ranks divide."
             )
+            + " See docs/reference/messages.md#steps."
         )
     if isinstance(step, Sequences) and accumulate != 1:
         raise MisconfigurationException(
             f"global_batch={step} decides by itself how many microbatches a step has, but "
-            f"accumulate_grad_batches={accumulate}. Set gradient accumulation to 1."
+            f"accumulate_grad_batches={accumulate}. Set gradient accumulation to 1. "
+            "See docs/reference/messages.md#steps."
         )
 
 

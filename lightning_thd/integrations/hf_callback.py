@@ -43,6 +43,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         warmup_steps: int = 1,
     ) -> None:
         self.monitor = THDThroughputMonitor(peak=peak, flops_model=flops_model, warmup_steps=warmup_steps)
+        self.looks = True  # at what the model is called with
         self._handle: RemovableHandle | None = None
         self._pending: dict[str, float] = {}
 
@@ -95,7 +96,12 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             self.monitor.finish()
 
     def _look(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count the rows of a training call; a hook before the model's forward."""
-        if module.training and torch.is_grad_enabled():
+        """Count the rows of a call; a hook before the model's forward."""
+        if self.looks:
             named = dict(kwargs) if "input_ids" in kwargs or not args else {**kwargs, "input_ids": args[0]}
-            self.monitor._add("train", named)
+            self.count(module, named)
+
+    def count(self, module: nn.Module, batch: Any) -> None:
+        """Count a batch that a model is called with to train."""
+        if module.training and torch.is_grad_enabled():
+            self.monitor._add("train", batch)

@@ -54,7 +54,8 @@ IRRELEVANT: Mapping[str, str] = MappingProxyType(
     }
 )
 
-_DEFAULT_BATCH = 8  # TrainingArguments has this default.
+# Trainers change these themselves, so that another value than the default says nothing about the user.
+_SET_BY_TRAINERS = frozenset({"accelerator_config", "remove_unused_columns", "use_cache"})
 _OFF = (False, None)
 _DEFAULT = "Leave it at its default"
 # Name: (values that packs allow, why others are refused, what to do).
@@ -133,12 +134,13 @@ def refuse_options(args: Any) -> None:
                 f"{kind}({name}={value!r}): packed_trainer does not know this option and cannot say what "
                 "it does to packs. Leave it at its default."
             )
-    size = getattr(args, "per_device_train_batch_size", _DEFAULT_BATCH)
-    if size != _DEFAULT_BATCH:
-        rank_zero_info(
-            f"{kind}(per_device_train_batch_size={size}) has no effect: a batch is a pack of capacity "
-            "tokens. Set capacity=, and data_kwargs={'global_batch': Sequences(n)} for n sequences to a step."
-        )
+    for field in dataclasses.fields(args):
+        if field.name in IRRELEVANT.keys() - _SET_BY_TRAINERS and _is_changed(args, field):
+            advice = ""
+            if field.name == "per_device_train_batch_size":
+                advice = " Set capacity=, or data_kwargs={'global_batch': Sequences(n)} for n sequences."
+            given = f"{kind}({field.name}={getattr(args, field.name)!r})"
+            rank_zero_info(f"{given} has no effect: {IRRELEVANT[field.name]}.{advice}")
 
 
 def refuse_engines(trainer: Any) -> None:

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -47,10 +47,16 @@ REFUSED_FOR_ROWS: dict[str, str] = {
 class PackedRowsMixin(TrainerBase):  # type: ignore[misc]
     """Makes the models of a TRL trainer run every padded batch as one pack; ``packed_trainer`` applies it."""
 
-    def __init__(self, *args: Any, share_prefixes: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        peak: Literal["auto", "measure"] | float | None = None,
+        share_prefixes: bool = False,
+        **kwargs: Any,
+    ) -> None:
         flags(share_prefixes=share_prefixes)
         self._share_prefixes = share_prefixes
-        ours = sorted(kwargs.keys() & {"capacity", "peak", "data_kwargs"})
+        ours = sorted(kwargs.keys() & {"capacity", "data_kwargs"})
         if ours:
             raise TypeError(
                 f"{type(self).__name__} got {', '.join(ours)}, but a pack is what a batch of "
@@ -60,6 +66,13 @@ class PackedRowsMixin(TrainerBase):  # type: ignore[misc]
         refuse_engines(self)
         self._refuse_what_rows_cannot()
         self._pack_models()
+        if peak is not None:
+            from lightning_thd.integrations.hf_callback import ThroughputCallback
+
+            measure = ThroughputCallback(peak=peak)
+            measure.add_to(self)
+            measure.looks = False  # at the padded rows, which do not run
+            unwrapped(self.accelerator.unwrap_model(self.model))._thd_throughput = measure
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         self._pack_models()  # DPO's constructor may run its reference model already
@@ -126,6 +139,8 @@ def _run(model: Any, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
     rows = given["input_ids"]
     mask = torch.ones_like(rows) if given.get("attention_mask") is None else given["attention_mask"]
     batch = _packed(model, rows, mask, given.get("labels"))
+    if (measure := getattr(model, "_thd_throughput", None)) is not None:
+        measure.count(model, batch)
     told = {name: given[name] for name in _KEPT if given.get(name) is not None}
     if not given.get("fused_lm_head"):
         return run_as_pack(model, forward, batch, **told)

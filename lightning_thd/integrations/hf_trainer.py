@@ -35,6 +35,7 @@ from lightning_thd.integrations.hf_rows import ROW_TRAINERS, PackedRowsMixin
 from lightning_thd.integrations.packed_loop import sum_over_packs
 from lightning_thd.loss import TokenStats, causal_lm_logprobs, causal_lm_loss, causal_lm_loss_and_stats
 from lightning_thd.loss.router_balance import RouterBalance
+from lightning_thd.models.announce import NAME
 from lightning_thd.packing import Sequences
 from lightning_thd.precision.convert import in_low_precision
 
@@ -47,6 +48,7 @@ def packed_trainer(trainer_class: type | None = None) -> type:
     TRL's ``DPOTrainer``, ``RewardTrainer`` and ``GRPOTrainer`` keep their arguments: all rows of a batch are
     one pack. They take ``share_prefixes=True``, with which a prompt runs through the model once for all its
     answers in the batch.
+    With ``peak=`` they log throughput and MFU too.
 
     Args:
         trainer_class: ``transformers.Trainer`` by default, or a subclass.
@@ -286,6 +288,14 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
 
     def _refuse_settings(self) -> None:
         refuse_engines(self)
+        attention = getattr(getattr(self.model, "config", None), "_attn_implementation", NAME)
+        if attention != NAME:
+            raise ValueError(
+                f"The model runs attn_implementation={attention!r}, under which sequences of a pack may see "
+                "each other. Call model.set_attn_implementation('thd') before you pass it, or build it "
+                "with attn_implementation='thd' (TRL: model_init_kwargs={'attn_implementation': 'thd'}). "
+                "See docs/reference/messages.md#attention."
+            )
         if getattr(self, "_is_vision_dataset", False):
             raise ValueError(
                 "The dataset has images, which TRL prepares batch by batch in its collator. Use "

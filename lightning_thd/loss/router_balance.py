@@ -175,7 +175,8 @@ def routers_for(
     if (z_loss or balance != "microbatch") and batch.token_scale is None:
         raise ValueError(
             f"{what} needs batch.token_scale, the weight of the step's input tokens, and this batch was made "
-            "with only a loss_scale. Use THDDataModule, or pass token_scale to THDBatch.collate."
+            "with only a loss_scale. Use THDDataModule, or pass token_scale to THDBatch.collate. "
+            "See docs/reference/messages.md#experts."
         )
     if balance != "microbatch" and not batch.token_scale:  # an evaluation, whose ranks may run other numbers
         wanted = None
@@ -200,7 +201,8 @@ def _experts_of(inner: Any, config: Any, what: str) -> Experts:
     if not kinds:
         raise ValueError(
             f"{what} needs the logits of routers, and {name} hands out none (no class of it records "
-            "'router_logits'). Leave it out, or train a mixture of experts that transformers records."
+            "'router_logits'). Leave it out, or train a mixture of experts that transformers records. "
+            "See docs/reference/messages.md#experts."
         )
     scores = scores_of(inner)
     count, top_k = _first(_EXPERTS, inner, config), _first(("num_experts_per_tok",), inner, config)
@@ -225,7 +227,8 @@ def _refuse_detached(inner: Any, logits: list[Tensor], routers: tuple[nn.Module,
     if torch.is_grad_enabled() and sum(layer.requires_grad for layer in logits) < trained:
         raise ValueError(
             f"{type(inner).__name__} hands out router logits without a gradient, as activation checkpoints "
-            "with use_reentrant=True do: its routers would not be balanced. Set use_reentrant=False."
+            "with use_reentrant=True do: its routers would not be balanced. Set use_reentrant=False. "
+            "See docs/reference/messages.md#experts."
         )
 
 

@@ -336,7 +336,8 @@ def _other_attention(model: Any, attention: str | None) -> str:
     return (
         f"{type(model).__name__} got a pack, and its language model runs attn_implementation={attention!r}, "
         "through which sequences of a pack would see each other. Give all of it 'thd': call "
-        "set_attn_implementation('thd') on the whole model."
+        "set_attn_implementation('thd') on the whole model. "
+        "See docs/reference/messages.md#attention."
     )
 
 
@@ -408,7 +409,7 @@ def _refuse_unannounced(model: Any) -> None:
             "knows nothing of packs: its config, or only a part of it, was switched by hand or by a second "
             "model built from the same config object. Call set_attn_implementation('thd') on the whole "
             "model, or build it with attn_implementation='thd'. Do not assign to its config; give each model "
-            "a copy."
+            "a copy. See docs/reference/messages.md#attention."
         )
 
 

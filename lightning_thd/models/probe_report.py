@@ -137,5 +137,6 @@ class PackingLeakError(RuntimeError):
             f"{report.model} {what}; the first module that does is "
             f"{report.module or 'not a module of its own'}.\n{report}\n"
             "Build the model with attn_implementation='thd' and call it with model(**batch.hf_kwargs()): "
-            "position_ids, cu_seq_lens_q/k, use_cache=False and no attention_mask."
+            "position_ids, cu_seq_lens_q/k, use_cache=False and no attention_mask. "
+            "See docs/reference/messages.md#leaks."
         )

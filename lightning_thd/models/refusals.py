@@ -258,7 +258,8 @@ def refuse_call(model: Any, kwargs: dict[str, Any]) -> None:
         name = next((name for name in _CACHES if kwargs.get(name) is not None), "use_cache=True")
         raise ValueError(
             f"{kind} got a pack and {name}. Generation with a cache through 'thd' is not possible: call the "
-            "model with use_cache=False, or generate with model.set_attn_implementation('eager')."
+            "model with use_cache=False, or generate with model.set_attn_implementation('eager'). "
+            "See docs/reference/messages.md#generation."
         )
     if kwargs.get("pixel_values") is not None or kwargs.get("pixel_values_videos") is not None:
         _refuse_plain_positions(model, kwargs.get("position_ids"))
@@ -345,7 +346,7 @@ def keep_labels_inside(model: Any, kwargs: dict[str, Any], pack: Pack) -> dict[s
         raise ValueError(
             f"{type(model).__name__} got a pack and labels, and its loss is not known to stay inside the "
             "sequences of a pack. Leave labels out and compute the loss from the logits, or feed it padded "
-            "rows."
+            "rows. See docs/reference/messages.md#labels."
         )
     if layout.in_use and layout.layout_of(pack.cu_seqlens_q) is not None:
         raise ValueError(
@@ -371,5 +372,6 @@ def _refuse_shifted(model: Any, input_ids: Any, labels: Any) -> None:
         raise ValueError(
             f"{type(model).__name__} got labels with a pack: the labels are the next tokens already, as "
             "batch.targets are, and the model shifts labels by itself. Pass shift_labels=labels beside them, "
-            "or use lightning_thd.causal_lm_loss(model, batch)."
+            "or use lightning_thd.causal_lm_loss(model, batch). "
+            "See docs/reference/messages.md#labels."
         ) from err

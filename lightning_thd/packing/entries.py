@@ -225,5 +225,6 @@ def _count_long(counts: dict[str, int], long: IntArray, limit: int, oversize: Ov
 def _refuse(index: int, length: int, limit: int) -> None:
     raise ValueError(
         f"Sequence {index} has {length} tokens but at most {limit} fit a pack. "
-        "Set oversize='truncate', 'split', 'drop' or 'own_pack', or raise capacity."
+        "Set oversize='truncate', 'split', 'drop' or 'own_pack', or raise capacity. "
+        "See docs/reference/messages.md#too-long."
     )

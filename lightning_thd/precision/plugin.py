@@ -224,7 +224,8 @@ class FP8Precision(Precision):
         if not any(is_converted(child) for child in module.modules()):
             raise MisconfigurationException(
                 f"FP8Precision converted no layer of {type(module).__name__}, so nothing would run in FP8: "
-                f"{_reasons(self.converted)}. Change keep= or min_features=, or train in bf16."
+                f"{_reasons(self.converted)}. Change keep= or min_features=, or train in bf16. "
+                "See docs/reference/messages.md#fp8."
             )
         policy, _ = checkpointing(module)
         self._recomputes = policy != "none" and self.recipe.engine == "te"

@@ -106,11 +106,14 @@ def read_metrics(folder: str | Path) -> Series:
     Raises:
         ValueError: when there is no ``metrics.csv``.
     """
+    if not Path(folder).is_dir():
+        raise ValueError(f"{folder} is no folder. Pass the one that CSVLogger was given.")
     files = sorted(Path(folder).rglob("metrics.csv"), key=lambda file: file.stat().st_mtime)
     if not files:
         raise ValueError(
             f"No metrics.csv below {folder}: the report reads what CSVLogger writes. Train with "
-            f"logger=CSVLogger({str(folder)!r}), beside a TensorBoardLogger in a list if you like."
+            f"logger=CSVLogger({str(folder)!r}), beside a TensorBoardLogger in a list if you like. "
+            "See docs/reference/messages.md#report."
         )
     found: dict[str, dict[int, float]] = {}
     for file in files:

@@ -63,7 +63,8 @@ def refuse_other_attention(module: nn.Module, cp: int) -> None:
             raise MisconfigurationException(
                 f"context_parallel_size={cp}, but {name or 'the model'} ({type(child).__name__}) runs "
                 f"attn_implementation={chosen!r}, which sees only the shard of its own rank. Build it with "
-                "attn_implementation='thd', or set context_parallel_size=1."
+                "attn_implementation='thd', or set context_parallel_size=1. "
+                "See docs/reference/messages.md#attention."
             )
         if isinstance(child, nn.MultiheadAttention | nn.Transformer):
             raise MisconfigurationException(

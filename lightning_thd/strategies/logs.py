@@ -165,12 +165,15 @@ def refuse_sums(module: nn.Module, *, dynamic: bool) -> None:
             )
 
 
+_MORE = "See docs/reference/messages.md#sums."
+
+
 def groups_of_sums(*, dynamic: bool) -> str:
     """Return the end of a message: the groups that sums are to be made over."""
     own = "torch.distributed.group.WORLD for what this rank has counted of its own slots"
     if dynamic:
-        return f"{own}; with context_parallel_size='dynamic' no group has every pack once."
-    return f"self.trainer.strategy.data_parallel_group for what is the pack's, or to {own}."
+        return f"{own}; with context_parallel_size='dynamic' no group has every pack once. {_MORE}"
+    return f"self.trainer.strategy.data_parallel_group for what is the pack's, or to {own}. {_MORE}"
 
 
 class _Held(NamedTuple):

@@ -401,7 +401,8 @@ def require_only_loss(module: Any, loss: Tensor, made: Collection[Any]) -> tuple
             f"training_step of {type(module).__name__} returns more than the model's loss: it depends on "
             f"{names[:4] or 'other weights'} in another way too ({_definition(module)}). Stages of a "
             "pipeline have a part of the weights each, so the sum would be another one on every rank. Return "
-            "causal_lm_loss(self.model, batch), perhaps times a number, or set pipeline_parallel_size=1."
+            "causal_lm_loss(self.model, batch), perhaps times a number, or set pipeline_parallel_size=1. "
+            "See docs/reference/messages.md#pipelines."
         )
     # Stages may compute in different dtypes, so conversions do not count.
     return tuple(node.name() for node in held if "ToCopy" not in node.name())
@@ -412,7 +413,7 @@ def _refuse_decision(module: Any, own: tuple[str, ...], last: tuple[str, ...]) -
         f"training_step of {type(module).__name__} makes its loss by {list(last)} on the last pipeline stage "
         f"and by {list(own)} on another ({_definition(module)}): it decides by the loss, and only the last "
         "stage has its value. Decide in on_train_batch_end by outputs['loss'], which all ranks have, or set "
-        "pipeline_parallel_size=1."
+        "pipeline_parallel_size=1. See docs/reference/messages.md#pipelines."
     )
 
 

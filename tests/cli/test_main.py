@@ -186,8 +186,11 @@ def test_a_later_run_continues_the_series(tmp_path: Path) -> None:
         (folder / "metrics.csv").write_text(f"step,train/loss\n{rows}\n")
     assert read_metrics(tmp_path)["train/loss"] == [(0, 1.0), (1, 0.9), (2, 0.7), (3, 0.6)]
     assert "loss" in str(table(read_metrics(tmp_path)))
-    with pytest.raises(ValueError, match=r"No metrics.csv below .*CSVLogger"):
+    with pytest.raises(ValueError, match=r"nothing is no folder. Pass the one that CSVLogger was given"):
         read_metrics(tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"No metrics.csv below .*CSVLogger"):
+        read_metrics(tmp_path / "empty")
 
 
 @pytest.mark.parametrize(
@@ -198,6 +201,7 @@ def test_a_later_run_continues_the_series(tmp_path: Path) -> None:
         (["plan", "x"], "the following arguments are required: --capacity"),
         (["plan", "nowhere/here", "--capacity", "8"], "nowhere/here does not exist"),
         (["peaks", "H1000"], "no peak is known for 'H1000'; did you mean h100?"),
+        (["peaks", "NVIDIA H20O"], "no peak is known for 'NVIDIA H20O'; did you mean h200?"),
     ],
 )
 def test_wrong_input_is_one_line(

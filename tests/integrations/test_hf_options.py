@@ -143,3 +143,23 @@ def test_messages_name_what_the_table_says() -> None:
     for name, (_, why, remedy) in REFUSED.items():
         assert re.match(r"[a-z]", why), name
         assert not remedy.endswith("."), name
+
+
+def test_options_without_effect_are_listed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        refuse_options(TrainingArguments(output_dir=str(tmp_path), use_cpu=True))
+        assert "no effect" not in caplog.text
+        options: dict[str, Any] = {"per_device_train_batch_size": 2, "eval_accumulation_steps": 3}
+        refuse_options(TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **options))
+    assert "TrainingArguments(per_device_train_batch_size=2) has no effect: a batch is a pack" in caplog.text
+    assert "TrainingArguments(eval_accumulation_steps=3) has no effect: predictions move" in caplog.text
+
+
+def test_another_attention_is_refused_at_construction(tmp_path: Path) -> None:
+    model = tiny_llama()
+    model.set_attn_implementation("sdpa")
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    with pytest.raises(ValueError, match=r"'sdpa'.*Call model.set_attn_implementation\('thd'\)"):
+        packed_trainer()(model=model, args=args, train_dataset=sequences(4), capacity=64)
+    model.set_attn_implementation("thd")
+    packed_trainer()(model=model, args=args, train_dataset=sequences(4), capacity=64)

@@ -86,7 +86,7 @@ def test_parameters_and_losses_equal_the_hand_loop(tmp_path: Path, world: int, a
         assert largest_error(found["params"], wanted) < 1e-12
     assert ranks[0]["losses"] == pytest.approx(losses, rel=1e-4)  # Trainer rounds what it logs
     logged = [row for row in ranks[0]["logs"] if "device/mfu" in row]
-    assert all(row["packing/fill"] == 1.0 for row in logged)
+    assert all(0.0 < row["packing/fill"] <= 1.0 for row in logged)  # of the capacity
     assert len(logged) >= STEPS - 1
     model = tiny_llama()
     model.load_state_dict(ranks[0]["params"], strict=False)

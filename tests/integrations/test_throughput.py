@@ -6,6 +6,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import accelerate
+import lightning as L
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -59,6 +61,34 @@ def test_a_loop_of_ones_own(caplog: pytest.LogCaptureFixture) -> None:
     assert logged[0][1]["train/packing/fill"] == pytest.approx(25 / 48)
     assert {"train/device/mfu", "train/device/real_items_per_sec"} <= set(latest)
     assert f"{REAL} real tokens in 64 slots" in caplog.text
+
+
+@pytest.mark.parametrize("engine", ["accelerate", "fabric"])
+def test_a_padded_loop_of_accelerate_and_fabric(engine: str) -> None:
+    """The library's own prepare, its wrapped model and its log: no pack anywhere."""
+    model, logged = llama(), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    batches: Any = torch.utils.data.DataLoader([batch_of(one) for one in LENGTHS], batch_size=None)
+    if engine == "accelerate":
+        host: Any = accelerate.Accelerator(cpu=True)
+        model, optimizer, batches = host.prepare(model, optimizer, batches)
+    else:
+        host = L.Fabric(accelerator="cpu", devices=1)
+        host.launch()
+        model, optimizer = host.setup(model, optimizer)
+        batches = host.setup_dataloaders(batches)
+    monitor = THDThroughputMonitor(peak=PEAK, every_n_steps=2, warmup_steps=0)
+    monitor.watch(model, log=lambda metrics, step: logged.append(step))
+    for batch in batches:
+        with monitor.step(batch):
+            host.backward(model(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    latest = monitor.finish()
+    assert logged == [2, 4]
+    assert latest["train/total_flops"] == by_hand(model.config)
+    assert latest["train/samples"] == 8
+    assert latest["train/lengths"] == 64
 
 
 def test_several_microbatches_are_a_step_and_a_failed_one_is_none() -> None:

@@ -222,7 +222,8 @@ def _refuse_unwritten(writer: _Writer, messages: list[Message], text: str) -> No
                 raise ValueError(
                     f"the chat template leaves out the call of {name!r:.40} in message {i}, so that an "
                     "answer without it would be learned. Take a template that writes tool_calls, or "
-                    "put the call into the message's content."
+                    "put the call into the message's content. "
+                    "See docs/reference/messages.md#chat-templates."
                 )
         said = [part["text"] for part in parts] if parts else [content]
         if calls or all(not isinstance(words, str) or words.strip() in text for words in said):
@@ -232,7 +233,8 @@ def _refuse_unwritten(writer: _Writer, messages: list[Message], text: str) -> No
             raise ValueError(
                 f"the chat template leaves out message {i} of the role {message['role']!r}, which says "
                 f"{said[0]!r:.40}. Give it a role that the template knows, and the content as the template "
-                "takes it, a string or a list of parts; or remove it."
+                "takes it, a string or a list of parts; or remove it. "
+                "See docs/reference/messages.md#chat-templates."
             )
 
 
@@ -326,7 +328,8 @@ def _turn(writer: _Writer, messages: list[Message], i: int, text: str) -> tuple[
             f"the chat template writes the turns up to message {i} otherwise when more follow, so what the "
             "assistant says cannot be told apart (templates that drop earlier reasoning do so). Put "
             "{% generation %} and {% endgeneration %} around it in tokenizer.chat_template, or give one "
-            "conversation for every answer."
+            "conversation for every answer. "
+            "See docs/reference/messages.md#chat-templates."
         )
     if not after.startswith(before):
         raise ValueError(

@@ -360,5 +360,6 @@ class NoHead(nn.Module):
             return self._stage.broadcast(hidden.new_empty(*hidden.shape[:-1], self.out_features))
         raise ValueError(
             "Only the last pipeline stage has logits. Compute the loss with causal_lm_loss(model, batch) or "
-            f"causal_lm_logprobs(model, batch), which give every stage what it needs.\n  {user_line()}"
+            f"causal_lm_logprobs(model, batch), which give every stage what it needs. "
+            f"See docs/reference/messages.md#pipelines.\n  {user_line()}"
         )

@@ -1,0 +1,88 @@
+"""The table of benchmarks/RESULTS.md -> ten headlines, and the rest folded by topic."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "RESULTS.md"
+
+# A benchmark and the beginning of a row: these lines open the page.
+HEADLINES = (
+    ("end_to_end", "training, ours, fp32 / flattened"),
+    ("end_to_end", "training, ours, compiled, bf16 / padded, bf16"),
+    ("attention", "16 random documents, forward and backward, sdpa"),
+    ("attention", "512 random documents, forward and backward, sdpa"),
+    ("attention", "128 nearly equal documents, forward and backward"),
+    ("loss", "largest error of a log-probability"),
+    ("packing", "plan 1,000,000, long@8k, TRL"),
+    ("loading", "collate chat 8k, flattening |"),
+    ("reading", "CPU to the first batch, JSONL"),
+    ("import_time", "CPU of the import beyond lightning's"),
+)
+# What each benchmark measures; others keep their name.
+TOPICS = {
+    "end_to_end": "Training, tokens a second",
+    "attention": "Attention",
+    "attention_kernels": "Attention: errors",
+    "loss": "Loss and log-probabilities",
+    "loss_curves": "Loss curves in bf16",
+    "profile_step": "Where a step's time goes",
+    "import_time": "Imports",
+    "balance": "Balance of ranks",
+    "throughput_overhead": "Cost of the monitor",
+    "reading": "Reading files",
+    "loading": "Collating packs",
+    "streams": "Streams",
+    "packing": "Planning packs",
+    "segments": "Offsets of segments",
+    "leaks": "Leaks between sequences",
+    "fp8": "FP8",
+    "flops": "FLOPs of families",
+    "strategy_overhead": "Cost of the strategies",
+    "context_balance": "Balance of context-parallel ranks",
+    "dynamic_cp": "Dynamic context parallelism",
+    "pipeline": "Pipelines",
+    "cuda_graph_plan": "Choice of CUDA graphs",
+}
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    """Put the results below the page of benchmarks; every other page stays as it is."""
+    if page.file.src_uri != "benchmarks.md":
+        return markdown
+    return f"{markdown}\n\n{folded(RESULTS.read_text().partition(chr(10))[2])}"
+
+
+def folded(markdown: str) -> str:
+    """Replace the long table by ten rows and a folded table for each benchmark."""
+    head, before, rows, after = _table(markdown)
+    shown = [_row(rows, f"| {name} | {what}") for name, what in HEADLINES]
+    parts = [before, "\n".join([*head, *shown]), "", "## All results, by topic", ""]
+    for name in dict.fromkeys(row.split(" | ")[0].removeprefix("| ") for row in rows):
+        own = [row for row in rows if row.startswith(f"| {name} | ")]
+        met = sum(row.endswith("| yes |") for row in own)
+        parts.append(
+            f'??? note "{TOPICS.get(name, name)}: {met} of {len(own)} goals are met"'
+        )
+        parts += ["", *(f"    {line}" for line in [*head, *own]), ""]
+    return "\n".join([*parts, after])
+
+
+def _table(markdown: str) -> tuple[list[str], str, list[str], str]:
+    """Return the head of the table, the text before it, its rows and the text after."""
+    found = re.search(r"^\| benchmark \| .*\n\| --- .*\n((?:\|.*\n)+)", markdown, re.M)
+    if found is None:
+        raise ValueError(
+            "benchmarks/RESULTS.md has no table that begins with '| benchmark |'."
+        )
+    head, rows = found[0].splitlines()[:2], found[1].splitlines()
+    return head, markdown[: found.start()], rows, markdown[found.end() :]
+
+
+def _row(rows: list[str], start: str) -> str:
+    row = next((row for row in rows if row.startswith(start)), None)
+    if row is None:
+        raise ValueError(
+            f"benchmarks/RESULTS.md has no row {start!r}; choose another in hooks.py."
+        )
+    return row
