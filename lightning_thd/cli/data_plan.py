@@ -119,6 +119,7 @@ def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]]]:
         oversize=given.oversize,
         text_key=given.text_key,
         tokenizer=given.tokenizer,
+        processor=given.processor,
         max_patches=given.max_patches,
         cost=cost,
     )
@@ -216,6 +217,7 @@ def plan_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--text-key", default="text", help="key of the text in a record (default: text)")
     parser.add_argument("--tokenizer", help="name or path of a Hugging Face tokenizer; UTF-8 bytes without")
+    parser.add_argument("--processor", help="folder of a Hugging Face processor, for chats with images")
     parser.add_argument("--max-patches", type=whole(1), help="most image patches of a pack")
     parser.add_argument("--model", help="a config.json, for FLOPs and speed")
     parser.add_argument("--device", help="a device of `lightning-thd peaks`, for the speed to expect")

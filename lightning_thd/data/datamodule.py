@@ -61,6 +61,9 @@ class THDDataModule(sets.ListsSets, LogsSources):
         predict: as ``val``; ``batch.unpack(output)`` and ``batch.sequence_ids`` give predictions a sequence.
         tokenizer: ``str -> ids`` for text, or the name of a Hugging Face tokenizer; UTF-8 bytes by default.
             Conversations need a Hugging Face tokenizer with a chat template.
+        processor: of Qwen2-VL, Qwen2.5-VL, Qwen3-VL or Llava (or the folder it was saved in), for
+            conversations with images: its chat template renders them, and images, named by paths beside
+            the file, bytes or columns, are decoded when their batch is made, in the workers.
         text_key: the key of the text in a JSONL object or a row.
         append_eos: end documents and completions with the tokenizer's EOS where it does not do so.
         records: the kind of records that their keys do not show: ``"text"``, ``"ids"``, ``"prompt"``,
@@ -127,6 +130,7 @@ class THDDataModule(sets.ListsSets, LogsSources):
         test: Source | Mapping[str, Source] | None = None,
         predict: Source | Mapping[str, Source] | None = None,
         tokenizer: Tokenizer | str | None = None,
+        processor: Any = None,
         text_key: str = "text",
         append_eos: bool = True,
         records: Records = "auto",
@@ -173,6 +177,7 @@ class THDDataModule(sets.ListsSets, LogsSources):
             pin_memory=pin_memory,
             opener=Opener(
                 tokenizer=tokenizer,
+                processor=processor,
                 text_key=text_key,
                 append_eos=append_eos,
                 records=records,

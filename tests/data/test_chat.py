@@ -153,7 +153,7 @@ USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content
         (GLUED, {"messages": [USER, ANSWER]}, "cannot be told apart|reaches over the edge"),
         (PLAIN, {"messages": [USER]}, r"no message of the role 'assistant' was found among \['user'\]"),
         (PLAIN, {"messages": "hello"}, "messages must be a list of"),
-        (PLAIN, {"messages": [USER, ANSWER], "images": ["a.png"]}, "'images' was found: images and video go"),
+        (PLAIN, {"messages": [USER, ANSWER], "images": ["a.png"]}, "'images' was found: images go"),
         (
             PLAIN,
             {"messages": [USER, ANSWER], "audio": ["a.wav"]},

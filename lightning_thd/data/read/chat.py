@@ -26,12 +26,38 @@ Spans = list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
+class Places:
+    """The placeholder that a template writes for an image, and the tokens of each image in their order."""
+
+    token: str
+    counts: Sequence[int]
+
+    def fill(self, text: str, messages: Sequence[Message]) -> str:
+        """Return a rendered text with one placeholder for each token of an image."""
+        pieces = text.split(self.token)
+        wanted = sum(part.get("type") == "image" for message in messages for part in _parts(message))
+        if len(pieces) != wanted + 1:
+            raise ValueError(
+                f"the chat template writes {len(pieces) - 1} times {self.token!r} for {wanted} images. "
+                "Take the words out of the text, or mend the template."
+            )
+        filled = zip(pieces[1:], self.counts, strict=False)
+        return pieces[0] + "".join(self.token * count + piece for piece, count in filled)
+
+
+def _parts(message: Message) -> list[Any]:
+    content = message.get("content")
+    return content if isinstance(content, list) else []
+
+
+@dataclass(frozen=True, slots=True)
 class _Writer:
     """A tokenizer's chat template, and what it is given beside the messages."""
 
     tokenizer: Any
     tools: list[Any] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    places: Places | None = None
 
     def write(self, messages: Sequence[Message], *, prompt: bool = False, template: str | None = None) -> str:
         """Render messages, with ``prompt`` also the header of an answer; raise ValueError if that fails."""
@@ -50,7 +76,7 @@ class _Writer:
                 f"the chat template refuses the roles {[m['role'] for m in messages]} ({err}). Mend the "
                 "conversation, or the template."
             ) from err
-        return text
+        return text if self.places is None else self.places.fill(text, messages)
 
 
 def encode_chat(
@@ -60,10 +86,11 @@ def encode_chat(
     tools: list[Any] | None = None,
     skip: int = 0,
     options: Mapping[str, Any] | None = None,
+    places: Places | None = None,
 ) -> tuple[list[int], NDArray[np.bool_]]:
     """Encode a conversation of ``role`` and ``content``; the first ``skip`` messages are a prompt."""
-    _check(tokenizer, messages, skip)
-    writer = _Writer(tokenizer, tools, options or {})
+    _check(tokenizer, messages, skip, images=places is not None)
+    writer = _Writer(tokenizer, tools, options or {}, places)
     template = str(tokenizer.get_chat_template(tools=tools))
     marked = _GENERATION.search(template) is not None
     if marked and not getattr(tokenizer, "is_fast", False):
@@ -128,7 +155,7 @@ def _written(writer: _Writer, messages: list[Message]) -> tuple[list[Message], s
     return (messages, text) if read == messages else (read, writer.write(read))
 
 
-def _check(tokenizer: Any, messages: object, skip: int) -> None:
+def _check(tokenizer: Any, messages: object, skip: int, *, images: bool = False) -> None:
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             f"conversations need a tokenizer with a chat template, and {type(tokenizer).__name__} has none. "
@@ -146,11 +173,13 @@ def _check(tokenizer: Any, messages: object, skip: int) -> None:
         _check_said(message, content)
         for part in content if isinstance(content, list) else []:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            if images and kind == "image":
+                continue
             if kind != "text":
                 raise ValueError(
-                    f"a message holds a part of type {kind!r}, and only text is tokenised here. Images and "
-                    "video go through the model's processor, in a dataset of your own whose samples carry "
-                    "pixel_values; audio cannot be packed."
+                    f"a message holds a part of type {kind!r}, and only text is tokenised here. Pass "
+                    "processor= for images; video goes through the model's processor in a dataset of your "
+                    "own; audio cannot be packed."
                 )
             if not isinstance(part.get("text"), str):
                 raise ValueError(
@@ -206,8 +235,7 @@ def _is_learned(message: Message) -> bool:
 def _refuse_unwritten(writer: _Writer, messages: list[Message], text: str) -> None:
     """Refuse a message or call that the template leaves out, or parts that it writes as they stand."""
     for i, message in enumerate(messages):
-        content = message.get("content")
-        parts = content if isinstance(content, list) else []
+        content, parts = message.get("content"), _parts(message)
         if any(
             entry and str(entry) in text
             for entry in [*parts, *([] if isinstance(content, str) else [content])]
@@ -225,15 +253,17 @@ def _refuse_unwritten(writer: _Writer, messages: list[Message], text: str) -> No
                     "put the call into the message's content. "
                     "See docs/reference/messages.md#chat-templates."
                 )
-        said = [part["text"] for part in parts] if parts else [content]
+        said = [part.get("text") for part in parts] if parts else [content]
         if calls or all(not isinstance(words, str) or words.strip() in text for words in said):
             continue
-        more = [{**part, "text": f"{part['text']} x"} for part in parts] or f"{content} x"
+        more = [
+            {**part, "text": f"{part['text']} x"} if "text" in part else part for part in parts
+        ] or f"{content} x"
         if _writes_alike(writer, messages, i, {**message, "content": more}, text):
             raise ValueError(
                 f"the chat template leaves out message {i} of the role {message['role']!r}, which says "
-                f"{said[0]!r:.40}. Give it a role that the template knows, and the content as the template "
-                "takes it, a string or a list of parts; or remove it. "
+                f"{next(filter(None, said), None)!r:.40}. Give it a role that the template "
+                "knows, and the content as the template takes it, a string or a list of parts; or remove it. "
                 "See docs/reference/messages.md#chat-templates."
             )
 

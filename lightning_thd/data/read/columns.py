@@ -158,6 +158,13 @@ def _refuse_bounds_of(file: SourceFile, names: list[str]) -> None:
         refuse_bounds(next(read_part(file, 0, ["input_ids", *lists])), lists)
 
 
+def file_table(file: SourceFile, cache_dir: str | Path | None) -> Any:
+    """Map all columns of a Parquet or Arrow file into memory; of Parquet an unpacked copy in the cache."""
+    if file.suffix != ".arrow":
+        file = _unpacked(file, _columns(file), cache_dir)
+    return map_arrow(file.path, file.name)
+
+
 def _concatenated(files: tuple[SourceFile, ...], names: tuple[str, ...]) -> Any:
     pa = require("pyarrow", feature="reading .arrow files")
     return pa.concat_tables([map_arrow(file.path, file.name).select(list(names)) for file in files])

@@ -39,8 +39,8 @@ _LOOK_AT = 1000  # records: with on_error="skip" the first of a known kind among
 _LOST = (*names("weight", "type", "media", "boundary"), "next_label", "position_ids")
 _NO_AUDIO = "audio cannot be packed, only tokens, images and video. Remove these records."
 _NO_IMAGES = (
-    "images and video go through the model's processor: give a dataset of your own whose samples carry "
-    "input_ids, position_ids, pixel_values and image_grid_thw."
+    "images go through the model's processor: pass processor=. For video give a dataset of your own whose "
+    "samples carry input_ids, position_ids, pixel_values_videos and video_grid_thw."
 )
 
 

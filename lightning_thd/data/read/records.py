@@ -312,7 +312,7 @@ def file_chunks(
         if kind == "text":
             _refuse_unnamed_records(file)
             texts.append(file)
-        elif kind == "JSONL" or (kind == "JSON" and _holds_lines(file)):
+        elif kind == "JSONL" or (kind == "JSON" and holds_lines(file)):
             size = file.path.stat().st_size
             spans = ((at, min(at + chunk_bytes, size)) for at in range(0, size, chunk_bytes))
             chunks += [JsonlChunk(file, *span) for span in spans]
@@ -347,7 +347,7 @@ def _refuse_unnamed_records(file: SourceFile) -> None:
         )
 
 
-def _holds_lines(file: SourceFile) -> bool:
+def holds_lines(file: SourceFile) -> bool:
     """Return whether a .json file holds an object a line."""
     with file.path.open("rb") as opened:
         head = opened.read(1 << 16).lstrip(_BOM + b" \t\r\n")

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from lightning_thd._checks import choice, instance, whole_number
+from lightning_thd.data.read.by_number import RecordsByNumber, RowsByNumber
 from lightning_thd.data.read.columns import as_rows, open_columns
 from lightning_thd.data.read.conversations import Records, describe, kind_of
 from lightning_thd.data.read.encode import Encoder, Tokenizer, find_kind, load_tokenizer, tokenize
@@ -20,6 +21,7 @@ from lightning_thd.data.read.files import KINDS, Paths, find_files, is_paths
 from lightning_thd.data.read.prepacked import holds_packs, open_packed
 from lightning_thd.data.read.records import Chunk, file_chunks, row_chunks
 from lightning_thd.data.read.text import tokenizer_fingerprint
+from lightning_thd.data.read.vision_chat import ChatRows, VisionChat
 from lightning_thd.data.store.columns import is_hugging_face
 from lightning_thd.data.store.index import MapDataset, OnError, check_row
 from lightning_thd.data.store.tokens import Rows, TokenStore, cached_store
@@ -48,6 +50,7 @@ class Opener:
     """Opens sources as datasets of ids; every attribute is described by ``THDDataModule``."""
 
     tokenizer: Tokenizer | str | None = None
+    processor: Any = None
     text_key: str = "text"
     append_eos: bool = True
     records: Records = "auto"
@@ -64,6 +67,11 @@ class Opener:
         whole_number(self.num_workers, "num_workers", advice="It is the number of processes that read.")
         if self.max_errors is not None:
             whole_number(self.max_errors, "max_errors", advice="None sets no bound.")
+        if self.processor is not None and self.tokenizer is not None:
+            raise ValueError(
+                "Both tokenizer= and processor= were given, and a processor has a tokenizer. Leave "
+                "tokenizer= out."
+            )
         instance(self.text_key, "text_key", str, advice="Pass the key of the text in a record.")
 
     def open(self, source: Source | Paths) -> Opened:
@@ -72,7 +80,8 @@ class Opener:
             opened = self._open_paths(cast("Paths", source))
         else:
             opened = self._open_dataset(as_dataset(source))
-        if self.packed == "off" or not holds_packs(opened.dataset, sure=self.packed != "auto"):
+        rendered = isinstance(opened.dataset, ChatRows)
+        if rendered or self.packed == "off" or not holds_packs(opened.dataset, sure=self.packed != "auto"):
             return opened
         rows = open_packed(
             opened.dataset,
@@ -89,6 +98,9 @@ class Opener:
             store = TokenStore.open(source)
             return Opened(dataset=store, key={"store": store.fingerprint})
         files = find_files(source, cache_dir=self.cache_dir)
+        if self.processor is not None:
+            key = {"files": [file.content for file in files], "names": [file.name for file in files]}
+            return self._rendered(RecordsByNumber(files, self.cache_dir), key)
         key = {"files": [file.content for file in files], "suffixes": [file.suffix for file in files]}
         name = str(source) if isinstance(source, str | Path) else f"{len(files)} files"
         if self.records in ("auto", "ids") and all(KINDS.get(file.suffix) == "column" for file in files):
@@ -108,9 +120,18 @@ class Opener:
         )
         if not raw or self.records == "ids":
             return Opened(dataset=as_rows(dataset), key=key)
+        if self.processor is not None:
+            return self._rendered(RowsByNumber(dataset), key)
         if isinstance(sample, dict) and kind_of(sample, self.text_key) is None and self.records == "auto":
             return Opened(dataset=dataset, key=key)
         return self._tokenised(row_chunks(dataset), key, f"{len(dataset):,} rows")
+
+    def _rendered(self, records: Any, key: dict[str, Any] | None) -> Opened:
+        """Return conversations with images, which are rendered when they are read."""
+        chat = VisionChat(self.processor)
+        known = chat.fingerprint()
+        rows = cast("MapDataset", ChatRows(records, chat))
+        return Opened(dataset=rows, key=None if key is None or known is None else {**key, "processor": known})
 
     def _tokenised(self, chunks: list[Chunk], key: dict[str, Any] | None, name: str) -> Opened:
         tokenizer = load_tokenizer(self.tokenizer)

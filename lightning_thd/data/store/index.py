@@ -66,6 +66,11 @@ def check_row(sample: Any, i: int) -> Mapping[str, Any]:
     )
 
 
+def counted_row(dataset: MapDataset, i: int) -> Mapping[str, Any]:
+    """Return what counting needs of a row: a dataset's ``measured(i)`` leaves out the pixels of images."""
+    return check_row(getattr(dataset, "measured", dataset.__getitem__)(i), i)
+
+
 def refuse_second_sequence(sample: Mapping[str, Any], i: int) -> None:
     """Refuse a row of several sequences among rows of one, which the first row is."""
     refuse_restart(
@@ -317,7 +322,7 @@ def _refuse_shifted(dataset: MapDataset, index: SequenceIndex) -> None:
 
     def rows() -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
         for i in first[:_LOOK_AT]:
-            sample = dataset[i]
+            sample = counted_row(dataset, i)
             if "labels" not in sample or is_scalar(sample["labels"]):
                 return
             yield np.asarray(sample["input_ids"]), np.asarray(sample["labels"])
@@ -342,7 +347,7 @@ def _check_bad(dataset: MapDataset, index: SequenceIndex, max_errors: int | None
 
 def _why(dataset: MapDataset, i: int) -> str:
     try:
-        row = column_row(dataset, i) or check_row(dataset[i], i)
+        row = column_row(dataset, i) or counted_row(dataset, i)
     except Exception as err:  # whatever the user's dataset raises
         return f"Row {i}: {type(err).__name__}: {err}"
     try:
@@ -381,9 +386,12 @@ def _known(dataset: MapDataset, on_error: OnError) -> dict[str, NDArray[Any]] | 
         if isinstance(dataset, TokenStore):
             known["sizes"] = np.empty((0, COLUMNS), np.int64)
         return known
-    columns, others = count_columns(dataset), inputs(dataset[0])
-    sizes = count_grids(dataset) if others and columns is not None else np.empty((0, COLUMNS), np.int64)
-    if columns is None or sizes is None or "weights" in dataset[0]:
+    columns = count_columns(dataset)
+    if columns is None:
+        return None
+    others = inputs(dataset[0])
+    sizes = count_grids(dataset) if others else np.empty((0, COLUMNS), np.int64)
+    if sizes is None or "weights" in dataset[0]:
         return None
     bad = np.flatnonzero(columns.wrong)
     if len(bad) and on_error == "raise":
@@ -419,7 +427,7 @@ class _Measured(TorchDataset[tuple[float, ...]]):
             return (0, 0, False, 0, 1.0, False, -1, True, *(0,) * COLUMNS)
 
     def _measure(self, i: int) -> tuple[float, ...]:
-        given: Any = check_row(self._dataset[i], i)
+        given: Any = counted_row(self._dataset, i)
         if isinstance(given, str):
             raise ValueError(f"Sequence {i} is text and has no 'input_ids'. Give it one.")
         try:

@@ -22,6 +22,7 @@ from lightning_thd.batch.samples import (
 )
 from lightning_thd.data.read.conversations import Records, kind_of
 from lightning_thd.data.read.encode import Encoder, Tokenizer
+from lightning_thd.data.read.vision_chat import VisionChat
 
 StreamOversize = Literal["error", "drop", "truncate", "own_pack"]
 
@@ -86,10 +87,12 @@ class Sampler:
         records: Records = "auto",
         one_each: bool = True,  # refuse positions that begin again inside a record
         vocab_size: int | None = None,
+        chat: VisionChat | None = None,
         extras_cost: ExtrasCost | None = None,
         patch: int | None = None,
         max_patches: int | None = None,
     ) -> None:
+        self.chat = chat
         self.extras_cost, self.patch, self.max_patches = extras_cost, patch, max_patches
         self.capacity, self.oversize, self.drop_empty = capacity, oversize, drop_empty
         self.vocab_size, self.text_key, self.records, self._one_each = vocab_size, text_key, records, one_each
@@ -152,6 +155,8 @@ class Sampler:
                 f"a {type(record).__name__} is no sequence. A stream gives dicts with input_ids, or text."
             )
         record = dict(record) if isinstance(record, Mapping) else record
+        if self.chat is not None:
+            return self.chat.sample(record if isinstance(record, dict) else {"text": record}, None)
         kind = self.records if self.records != "auto" else kind_of(record, self.text_key) or "text"
         if kind not in self._encoders:
             self._encoders[kind] = Encoder(kind=kind, **self._how)

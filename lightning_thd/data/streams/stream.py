@@ -13,6 +13,7 @@ from lightning_thd.data.loader import THDLoader
 from lightning_thd.data.planning import DataSettings
 from lightning_thd.data.read.encode import load_tokenizer
 from lightning_thd.data.read.sources import Opener
+from lightning_thd.data.read.vision_chat import VisionChat
 from lightning_thd.data.streams.intake import OnError, Settings, Source
 from lightning_thd.data.streams.samples import Sampler
 from lightning_thd.data.streams.schedule import Scheduling
@@ -194,6 +195,7 @@ def stream_loader(
             make_sampler=partial(
                 Sampler,
                 tokenizer=load_tokenizer(opener.tokenizer),
+                chat=None if opener.processor is None else VisionChat(opener.processor),
                 capacity=slots.usable // slots.multiple * slots.multiple,
                 oversize=settings.oversize,
                 drop_empty=settings.empty == "drop",

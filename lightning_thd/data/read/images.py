@@ -1,0 +1,164 @@
+"""A conversation whose content has images -> messages of parts, and where each image is: path or bytes.
+
+Images are named in the forms that data has: a part ``{"type": "image"}`` with ``image``, ``path``, ``url`` or
+``base64``, or ``{"type": "image_url", "image_url": {"url": ...}}``. A part without a source, and ``<image>``
+in text, take the next entry of the record's ``images`` or ``image``.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+from lightning_thd._imports import require
+
+Message = dict[str, Any]
+_COLUMNS = ("images", "image")
+_SOURCES = ("image", "path", "url", "image_url")
+_PLACE = re.compile(r"\s?<image>\n?")
+_DATA = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
+
+
+def with_images(messages: list[Message], record: Mapping[str, Any]) -> tuple[list[Message], list[Any]]:
+    """Return messages whose content is a list of parts, and the source of each image in their order.
+
+    Raises:
+        ValueError: for video, audio and other parts, and for more or fewer images than places.
+    """
+    waiting = list(_of_record(record))
+    given, found, parted = len(waiting), list[Any](), list[Message]()
+    for message in messages:
+        content = message.get("content")
+        if not isinstance(content, str | list):
+            parted.append(message)
+            continue
+        parts = []
+        for part in _parts(content, split=bool(given)):
+            kind = part.get("type")
+            if kind == "text":
+                parts.append(part)
+                continue
+            if kind not in ("image", "image_url"):
+                raise ValueError(
+                    f"a message holds a part of type {kind!r}, and only text and images are rendered. "
+                    "Give video as frames that the processor took, in a dataset of your own; audio cannot be "
+                    "packed."
+                )
+            source = next((part[name] for name in _SOURCES if part.get(name) is not None), None)
+            if part.get("base64") is not None:
+                source = _decoded(part["base64"])
+            if isinstance(source, Mapping) and "url" in source:
+                source = source["url"]
+            if source is None and not waiting:
+                raise ValueError(
+                    f"a message has a place for an image beyond the {given} of the record. Give each image "
+                    "under 'images', or in its part."
+                )
+            found.append(waiting.pop(0) if source is None else source)
+            parts.append({"type": "image"})
+        parted.append({**message, "content": parts})
+    if waiting:
+        raise ValueError(
+            f"the record has {given} images, and its messages have places for {given - len(waiting)}. Put "
+            "{'type': 'image'} into the content, or <image> into the text, where each belongs."
+        )
+    return parted, found
+
+
+def _of_record(record: Mapping[str, Any]) -> Iterator[Any]:
+    for name in _COLUMNS:
+        value = record.get(name)
+        if value is not None:
+            yield from value if isinstance(value, list | tuple) else [value]
+
+
+def _parts(content: str | list[Any], *, split: bool) -> Iterator[dict[str, Any]]:
+    """Yield the parts of a content; with ``split`` a text is cut at ``<image>``."""
+    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+        text = part.get("text") if isinstance(part, dict) else None
+        if not isinstance(part, dict) or (part.get("type") == "text" and not isinstance(text, str)):
+            raise ValueError(
+                f"a message holds the part {part!r:.60}; wanted dicts with a 'type', as {{'type': 'text', "
+                "'text': ...}. Mend or remove the conversation."
+            )
+        if not split or text is None or "<image>" not in text:
+            yield part
+            continue
+        for number, words in enumerate(_PLACE.split(text)):
+            if number:
+                yield {"type": "image"}
+            if words:
+                yield {"type": "text", "text": words}
+
+
+def open_image(source: Any, folder: Path | None) -> Any:
+    """Open an image with Pillow without decoding its pixels.
+
+    Args:
+        source: a path, ``file://`` address, data URL or base64, bytes, ``{"bytes", "path"}`` as columns of
+            images hold, or a Pillow image.
+        folder: where paths that are not absolute begin.
+    """
+    pillow = require("PIL.Image", feature="images in conversations")
+    if isinstance(source, Mapping):
+        source = source.get("bytes") if source.get("bytes") is not None else source.get("path")
+    if hasattr(source, "convert") and hasattr(source, "size"):
+        return source
+    if isinstance(source, str | Path):
+        source = _bytes_or_path(str(source), folder)
+    if isinstance(source, bytes | bytearray | memoryview):
+        source = io.BytesIO(bytes(source))
+    if not isinstance(source, Path | io.BytesIO):
+        raise ValueError(
+            f"an image is given as {type(source).__name__}; wanted a path, bytes, base64 or a Pillow image."
+        )
+    try:
+        return pillow.open(source)
+    except (OSError, ValueError, pillow.DecompressionBombError) as err:
+        name = source if isinstance(source, Path) else "the bytes of an image"
+        raise ValueError(f"{name} cannot be opened as an image ({err}). Mend or remove the record.") from err
+
+
+def _bytes_or_path(text: str, folder: Path | None) -> bytes | Path:
+    if match := _DATA.match(text):
+        return _decoded(text[match.end() :])
+    address = urlparse(text)
+    if address.scheme in ("http", "https", "s3", "hf", "gs"):
+        raise ValueError(f"the image {text!r:.60} is an address. Download images, and give their paths.")
+    path = Path(unquote(address.path) if address.scheme == "file" else text)
+    if len(text) > 1024 and not text.isspace():  # no path is as long
+        return _decoded(text)
+    return path if path.is_absolute() or folder is None else folder / path
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError as err:
+        raise ValueError(f"an image is no base64 ({err}). Mend or remove the record.") from err
+
+
+def size_of(image: Any) -> tuple[int, int]:
+    """Return the height and width of an opened image, turned as its EXIF says, from its header."""
+    width, height = image.size
+    turned = _has_exif(image) and image.getexif().get(0x0112, 1) >= 5  # these lay it on its side
+    return (width, height) if turned else (height, width)
+
+
+def _has_exif(image: Any) -> bool:
+    """Return whether the orientation is known without decoding; PNG may have it behind the pixels."""
+    return image.format != "PNG" or "exif" in image.info
+
+
+def decode(image: Any) -> Any:
+    """Decode an opened image to RGB, turned as its EXIF says."""
+    ops = require("PIL.ImageOps", feature="images in conversations")
+    try:
+        return (ops.exif_transpose(image) if _has_exif(image) else image).convert("RGB")
+    except OSError as err:
+        raise ValueError(f"an image cannot be decoded ({err}). Mend or remove the record.") from err

@@ -1,0 +1,222 @@
+"""A conversation with images and a processor -> ids, labels, positions and pixels of one sample.
+
+The processor's chat template writes the conversation, with as many placeholders for an image as it has
+tokens. These follow from the image's size, so that rows are counted by headers of files, and only decoded
+when they are read.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lightning_thd._checks import refuse_missing
+from lightning_thd._imports import require
+from lightning_thd.batch.keys import IGNORE_INDEX
+from lightning_thd.data.read.chat import Places, encode_chat
+from lightning_thd.data.read.conversations import kind_of, messages_of
+from lightning_thd.data.read.images import decode, open_image, size_of, with_images
+from lightning_thd.data.read.text import tokenizer_fingerprint
+
+IntArray = NDArray[np.int64]
+CONVERSATIONS = ("messages", "sharegpt", "prompt", "alpaca")
+_GRIDS = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor")
+_ONE_SIZE = ("LlavaProcessor",)
+_REFUSED = {
+    "Gemma3Processor": "the tokens of an image see each other both ways in Gemma 3, which attention over "
+    "packs does not apply",
+    "PaliGemmaProcessor": "its prefix is seen both ways, which attention over packs does not apply",
+}
+
+
+class VisionChat:
+    """Renders conversations with images by a processor of transformers.
+
+    Args:
+        processor: of Qwen2-VL, Qwen2.5-VL, Qwen3-VL or Llava, or the folder that one was saved in.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        if isinstance(processor, str | Path):
+            refuse_missing(
+                str(processor), "Pass a folder that save_pretrained() wrote, or a processor's name."
+            )
+            transformers = require("transformers", feature=f"processor={str(processor)!r}")
+            processor = transformers.AutoProcessor.from_pretrained(processor)
+        names = [kind.__name__ for kind in type(processor).__mro__]
+        self.has_grids = any(name in names for name in _GRIDS)
+        if not self.has_grids and not any(name in names for name in _ONE_SIZE):
+            why = next((_REFUSED[name] for name in names if name in _REFUSED), "it is not known here")
+            raise ValueError(
+                f"processor={names[0]} cannot render conversations for packs: {why}. Known are "
+                f"{', '.join((*_GRIDS, *_ONE_SIZE))}. Pass one of these, or a dataset of your own whose "
+                "samples carry input_ids, labels and pixel_values."
+            )
+        template = getattr(processor, "chat_template", None) or processor.tokenizer.chat_template
+        if not template:
+            raise ValueError(
+                f"processor={names[0]} has no chat template, by which conversations are rendered. Set its "
+                "chat_template."
+            )
+        self.processor, self.images = processor, processor.image_processor
+        self.tokenizer = copy.copy(processor.tokenizer)
+        self.tokenizer.chat_template = template
+
+    def fingerprint(self) -> str | None:
+        """Return what decides ids and grids, for caches; None for a tokenizer without a fingerprint."""
+        known = tokenizer_fingerprint(self.tokenizer)
+        settings = json.dumps(self.images.to_dict(), sort_keys=True, default=str)
+        return None if known is None else f"{type(self.processor).__name__} {known} {settings}"
+
+    def sample(
+        self, record: Mapping[str, Any], folder: Path | None, *, pixels: bool = True
+    ) -> dict[str, Any]:
+        """Render a record; without ``pixels`` its images are not decoded, and only their sizes are given.
+
+        Args:
+            record: a conversation, its images in its content or under ``images``.
+            folder: where paths of images begin.
+            pixels: decode the images.
+
+        Raises:
+            ValueError: for records that are no conversations, and images that are missing or damaged.
+        """
+        kind = kind_of(dict(record), "text")
+        if kind not in CONVERSATIONS:
+            raise ValueError(
+                f"a record with the keys {sorted(record)[:8]} is no conversation, which processor= renders. "
+                "Give 'messages', or leave processor= out."
+            )
+        said = messages_of(dict(record), kind)
+        messages, sources = with_images(said.messages, record)
+        opened = [open_image(source, folder) for source in sources]
+        try:
+            sizes = [size_of(image) for image in opened]
+            grids = [self._grid(size) for size in sizes]
+            ids, mask = encode_chat(
+                self.tokenizer,
+                messages,
+                tools=said.tools,
+                skip=said.skip,
+                options=said.options,
+                places=Places(self.processor.image_token, self._tokens(sizes, grids)),
+            )
+            row = np.asarray(ids, np.int64)
+            sample: dict[str, Any] = {"input_ids": row, "labels": np.where(mask, row, IGNORE_INDEX)}
+            if not opened:
+                return sample
+            return sample | self._inputs(row, grids, [decode(image) for image in opened] if pixels else None)
+        finally:
+            for image, source in zip(opened, sources, strict=True):
+                if image is not source:
+                    image.close()
+
+    def _grid(self, size: tuple[int, int]) -> tuple[int, int, int]:
+        """Return frames, rows and columns of patches of an image of this height and width."""
+        if not self.has_grids:
+            crop = self.images.crop_size if self.images.do_center_crop else self.images.size
+            patch = self.processor.patch_size
+            return 1, crop["height"] // patch, crop["width"] // patch
+        images: Any = self.images
+        resize = sys.modules[type(images).__module__].smart_resize
+        factor = images.patch_size * images.merge_size
+        height, width = resize(
+            *size, factor, min_pixels=images.size["shortest_edge"], max_pixels=images.size["longest_edge"]
+        )
+        return 1, height // images.patch_size, width // images.patch_size
+
+    def _tokens(self, sizes: Sequence[tuple[int, int]], grids: Sequence[tuple[int, int, int]]) -> list[int]:
+        if self.has_grids:
+            return [h * w // self.images.merge_size**2 for _, h, w in grids]
+        return list(self.processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"])
+
+    def _inputs(
+        self, ids: IntArray, grids: list[tuple[int, int, int]], images: list[Any] | None
+    ) -> dict[str, Any]:
+        """Return the inputs of the model beside the ids; without images only what counts them."""
+        found: dict[str, Any] = {}
+        if self.has_grids:
+            token = self.tokenizer.convert_tokens_to_ids(self.processor.image_token)
+            found["position_ids"] = image_positions(ids, token, grids, merge=self.images.merge_size)
+            found["image_grid_thw"] = torch.tensor(grids)
+        if images is None:
+            if not self.has_grids:  # the shape, without memory
+                crop = self.images.crop_size if self.images.do_center_crop else self.images.size
+                shape = (len(grids), 3, crop["height"], crop["width"])
+                found["pixel_values"] = torch.zeros(()).expand(shape)
+            return found
+        seen = self.images(images=images, return_tensors="pt")
+        if self.has_grids and not torch.equal(seen["image_grid_thw"], found["image_grid_thw"]):
+            raise ValueError(
+                f"the image processor made grids {seen['image_grid_thw'].tolist()}, and {grids} were counted "
+                "from the sizes of the images. Use a processor whose images are resized by smart_resize."
+            )
+        return found | {"pixel_values": _as_tensor(seen["pixel_values"])}
+
+
+def _as_tensor(value: Any) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
+
+
+def image_positions(
+    ids: IntArray, image_token: int, grids: Sequence[tuple[int, int, int]], *, merge: int
+) -> IntArray:
+    """Return the positions of M-RoPE, int64 ``[3, n]``, of ids with the placeholders of images.
+
+    Text counts on in all three rows. An image's tokens have one frame, and count rows and columns; the text
+    after it goes on behind the larger of both.
+    """
+    found = np.empty((3, len(ids)), np.int64)
+    at = following = 0
+    waiting = iter(grids)
+    places = np.flatnonzero(ids == image_token)
+    while at < len(ids):
+        left = places[places >= at]
+        start = int(left[0]) if len(left) else len(ids)
+        found[:, at:start] = following + np.arange(start - at)
+        following += start - at
+        if start == len(ids):
+            break
+        _, height, width = next(waiting)
+        rows, columns = height // merge, width // merge
+        at = start + rows * columns
+        grid = np.indices((1, rows, columns)).reshape(3, -1)
+        found[:, start:at] = following + grid
+        following += max(rows, columns)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRows(Dataset[dict[str, Any]]):
+    """A dataset of rendered conversations; ``measured`` gives a row without decoding its images."""
+
+    records: Any  # gives (place, record, folder) for a number
+    chat: VisionChat
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return self._rendered(i, pixels=True)
+
+    def measured(self, i: int) -> dict[str, Any]:
+        """Return ids, labels and the sizes of the images of a row."""
+        return self._rendered(i, pixels=False)
+
+    def _rendered(self, i: int, *, pixels: bool) -> dict[str, Any]:
+        place, record, folder = self.records[i]
+        try:
+            return self.chat.sample(record, folder, pixels=pixels)
+        except ValueError as err:
+            raise ValueError(f"{place}: {err}") from err

@@ -1,0 +1,281 @@
+"""Chats with images from a file or a dataset: rendered, counted and packed as the processor itself would."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("PIL")
+
+from PIL import Image
+
+from lightning_thd import Sequences, THDBatch, THDDataModule
+from lightning_thd.module import CausalLMModule
+from tests.data.vision_chats import FAMILIES, chat, image, model, processor, write_chats
+
+
+def opened(source: Any, family: str = "qwen2_5_vl", **how: Any) -> Any:
+    data = THDDataModule(source, capacity=512, processor=processor(family), **how)
+    data.setup("fit")
+    return data._sets["train"]
+
+
+def oracle(family: str, record: dict[str, Any], folder: Path) -> Any:
+    """The processor's own answer for a conversation."""
+    messages = [
+        {
+            **m,
+            "content": [{"type": "text", "text": m["content"]}]
+            if isinstance(m["content"], str)
+            else m["content"],
+        }
+        for m in record["messages"]
+    ]
+    parts = [part for m in messages for part in m["content"] if part["type"] == "image"]
+    text = processor(family).apply_chat_template(messages, tokenize=False)
+    images = [Image.open(folder / part["path"]).convert("RGB") for part in parts] or None
+    return processor(family)(text=[text], images=images, return_tensors="pt")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_are_the_processors_and_packed_logits_those_of_one_at_a_time(
+    tmp_path: Path, family: str
+) -> None:
+    file = write_chats(tmp_path, 4)
+    data = opened(file, family, cache_dir=tmp_path / "cache")
+    one, packed = model(family, "eager").eval(), model(family, "thd").eval()
+    packed.load_state_dict(one.state_dict())
+    rows, logits = [], []
+    for i, line in enumerate(file.read_text().splitlines()):
+        row, want = data.dataset[i], oracle(family, json.loads(line), tmp_path)
+        rows.append(row)
+        assert row["input_ids"].tolist() == want["input_ids"][0].tolist()
+        assert data.index.lengths[i] == len(row["input_ids"])
+        given = {name: want[name] for name in ("pixel_values", "image_grid_thw") if name in want}
+        for name, value in given.items():
+            assert torch.equal(row[name], value)
+        if "image_grid_thw" in given:
+            positions, _ = one.model.get_rope_index(
+                want["input_ids"], want["mm_token_type_ids"], image_grid_thw=want["image_grid_thw"]
+            )
+            assert row["position_ids"].tolist() == positions[:, 0].tolist()
+            given["mm_token_type_ids"] = want["mm_token_type_ids"]
+        with torch.no_grad():
+            logits.append(one(input_ids=want["input_ids"], use_cache=False, **given).logits[0])
+    with torch.no_grad():
+        batch = THDBatch.collate(rows)
+        found = batch.unpack(packed(**batch.hf_kwargs()).logits)
+    for own, other in zip(found, logits, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
+
+
+def test_the_loss_counts_what_the_assistant_says(tmp_path: Path) -> None:
+    data = opened(write_chats(tmp_path, 4), cache_dir=tmp_path / "cache")
+    said = [
+        processor("qwen2_5_vl").tokenizer.decode(row["input_ids"][row["labels"] != -100]).replace(" ", "")
+        for row in (data.dataset[i] for i in range(4))
+    ]
+    assert said == [
+        "red<|im_end|>",
+        "green<|im_end|>yes<|im_end|>",
+        "blue<|im_end|>",
+        "red<|im_end|>yes<|im_end|>",
+    ]
+
+
+def test_counting_reads_headers_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_chats(tmp_path, 8)
+    with monkeypatch.context() as patched:
+        patched.setattr("lightning_thd.data.read.vision_chat.decode", None)
+        patched.setattr(Image.Image, "load", None)
+        data = opened(file, cache_dir=tmp_path / "cache")
+    sizes = [data.dataset[i].get("image_grid_thw", torch.zeros(0, 3)).prod(-1).sum() for i in range(8)]
+    assert data.index.sizes[:, 0].tolist() == [int(n) for n in sizes]
+    assert sum(sizes) > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_chat_from_a_file_trains(tmp_path: Path, family: str) -> None:
+    module = CausalLMModule(model(family, "thd"), lr=3e-3)
+    data = THDDataModule(
+        write_chats(tmp_path), capacity=512, processor=processor(family), cache_dir=tmp_path / "cache"
+    )
+    seen: list[float] = []
+
+    class Keeps(L.Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            seen.append(float(args[0].callback_metrics["train/loss"]))
+
+    L.Trainer(
+        max_steps=12,
+        callbacks=[Keeps()],
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(module, data)
+    assert np.mean(seen[-3:]) < 0.8 * np.mean(seen[:3])
+
+
+def as_bytes(i: int) -> bytes:
+    out = io.BytesIO()
+    image(i).save(out, "PNG")
+    return out.getvalue()
+
+
+def test_every_way_to_give_an_image_is_the_same(tmp_path: Path) -> None:
+    image(0).save(tmp_path / "a.png")
+    data = as_bytes(0)
+    plain, place = {"type": "text", "text": "what colour?"}, {"type": "image"}
+    address = "data:image/png;base64," + base64.b64encode(data).decode()
+
+    def record(*parts: Any, **more: Any) -> dict[str, Any]:
+        content: Any = parts[0] if isinstance(parts[0], str) else [*parts]
+        answer = {"role": "assistant", "content": "red"}
+        return {"messages": [{"role": "user", "content": content}, answer], **more}
+
+    ways = [
+        record({"type": "image", "image": image(0)}, plain),
+        record({"type": "image", "url": str(tmp_path / "a.png")}, plain),
+        record({"type": "image", "path": f"file://{tmp_path}/a.png"}, plain),
+        record({"type": "image", "base64": base64.b64encode(data).decode()}, plain),
+        record({"type": "image_url", "image_url": {"url": address}}, plain),
+        record(place, plain, images=[data]),
+        record(place, plain, images=[{"bytes": data, "path": None}]),
+        record("<image>\nwhat colour?", image=str(tmp_path / "a.png")),
+        {
+            "conversations": [
+                {"from": "human", "value": "<image>\nwhat colour?"},
+                {"from": "gpt", "value": "red"},
+            ],
+            "image": str(tmp_path / "a.png"),
+        },
+    ]
+    rows = opened(ways).dataset
+    for i in range(1, len(ways)):
+        for name, value in rows[0].items():
+            np.testing.assert_array_equal(np.asarray(value), np.asarray(rows[i][name]), err_msg=f"{i} {name}")
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_bytes_in_columns_are_read_from_files_and_datasets(tmp_path: Path, suffix: str) -> None:
+    datasets = pytest.importorskip("datasets")
+    records = []
+    for i in range(5):
+        record = chat(i, *["x"] * (i % 3))
+        for part in record["messages"][0]["content"]:
+            part.pop("path", None)
+        for message in record["messages"]:
+            if isinstance(message["content"], str):
+                message["content"] = [{"type": "text", "text": message["content"]}]
+        records.append({**record, "images": [{"bytes": as_bytes(i + k), "path": None} for k in range(i % 3)]})
+    made = datasets.Dataset.from_list(records)
+    if suffix == "parquet":
+        made.to_parquet(tmp_path / "chats.parquet")
+        source: Any = tmp_path / "chats.parquet"
+    else:
+        source = made.cast_column("images", datasets.Sequence(datasets.Image()))
+    found = opened(source, cache_dir=tmp_path / "cache").dataset
+    direct = opened(records).dataset
+    for i in range(5):
+        assert found[i]["input_ids"].tolist() == direct[i]["input_ids"].tolist()
+        if i % 3:
+            assert torch.equal(found[i]["pixel_values"], direct[i]["pixel_values"])
+
+
+def test_workers_decode_and_patches_are_bounded(tmp_path: Path) -> None:
+    data = THDDataModule(
+        write_chats(tmp_path),
+        capacity=512,
+        global_batch=Sequences(6),
+        processor=processor("qwen3_vl"),
+        max_patches=200,
+        num_workers=1,
+        cache_dir=tmp_path / "cache",
+    )
+    data.attach(model=torch.nn.ModuleDict({"m": model("qwen3_vl", "thd")}))
+    data.setup("fit")
+    steps: Any = list(data.train_steps())
+    batches = [batch for step in steps for batch in step.microbatches]
+    assert sorted(i for batch in batches for i in batch.sequence_ids) == list(range(12))
+    assert 0 < max(batch.stats.vision_patches for batch in batches) <= 200
+    assert all(
+        batch.stats.vision_patches == batch.extras.get("image_grid_thw", torch.zeros(0, 3)).prod(-1).sum()
+        for batch in batches
+    )
+
+
+def test_a_stream_renders_too(tmp_path: Path) -> None:
+    records = [chat(i, *[as_bytes(i)] * (i % 2)) for i in range(6)]
+    data = THDDataModule(
+        lambda: iter(records),  # type: ignore[arg-type]
+        capacity=512,
+        global_batch=Sequences(6),
+        processor=processor("qwen2_5_vl"),
+    )
+    data.attach()
+    step: Any = next(iter(data.train_steps()))
+    assert sum(batch.stats.vision_patches for batch in step.microbatches) > 0
+    rows = opened(records).dataset
+    ids = [row.tolist() for batch in step.microbatches for row in batch.unpack(batch.input_ids)]
+    assert sorted(ids) == sorted(rows[i]["input_ids"].tolist() for i in range(6))
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (chat(0, "missing.png"), r"row 0: .*missing.png cannot be opened as an image"),
+        (chat(0, "https://x.org/a.png"), "is an address. Download images"),
+        (chat(0) | {"images": [as_bytes(0)]}, "the record has 1 images, and its messages have places for 0"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "a place for an image beyond the 0",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "video", "video": "x"}]}]}, "of type 'video'"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "<|image_pad|>"},
+                    {"role": "assistant", "content": "a"},
+                ]
+            },
+            r"writes 1 times '<\|image_pad\|>' for 0 images",
+        ),
+        ({"text": "no chat"}, "is no conversation, which processor= renders"),
+    ],
+)
+def test_what_cannot_be_rendered_is_refused(record: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        opened([record])
+
+
+def test_a_damaged_image_is_skipped_if_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    records = [chat(0), chat(1, str(tmp_path / "broken.png")), chat(2, as_bytes(2))]
+    with pytest.warns(UserWarning, match="1 bad rows are left out.*broken.png"):
+        data = opened(records, on_error="skip")
+    assert data.index.bad.tolist() == [1]
+
+
+def test_processors_that_cannot_are_refused_by_name() -> None:
+    class Gemma3Processor:
+        pass
+
+    for given, message in (
+        (Gemma3Processor(), "processor=Gemma3Processor cannot render .* see each other both ways"),
+        (object(), "processor=object cannot render conversations for packs: it is not known here"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            THDDataModule([chat(0)], capacity=512, processor=given).setup("fit")
+    with pytest.raises(ValueError, match=r"Both tokenizer= and processor= were given"):
+        THDDataModule([chat(0)], capacity=512, processor=processor("llava"), tokenizer=str.encode)
