@@ -91,6 +91,12 @@ PATCHES: Final[dict[str, Patch]] = {
         "models/positions.py",
         "they take position_ids",
     ),
+    "vision towers": Patch(
+        "forward of Qwen-VL's vision towers, is_flash_attention_requested in their modules, their attention",
+        "Only flash attention gets cu_seqlens; others run once an image and read sizes in every layer.",
+        "models/towers.py",
+        "towers pass cu_seqlens to every attention",
+    ),
     "ropes": Patch(
         "forward of rotary embeddings in models with longrope or dynamic ropes",
         "Their frequencies depend on the longest position of the whole call.",

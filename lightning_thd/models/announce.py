@@ -62,6 +62,7 @@ from lightning_thd.models.refusals import (
     refuse_own_attention,
     refuse_unknown_layers,
 )
+from lightning_thd.models.towers import adopt_tower
 
 if TYPE_CHECKING:
     from lightning_thd.batch import THDBatch
@@ -158,6 +159,7 @@ def adopt(model: Any) -> None:
     _HOOKED.add(type(model).__name__)
     model._thd_pools = class_pools(type(model))
     model._thd_own_class = not type(model).__module__.startswith("transformers.")
+    adopt_tower(type(model))
     adopt_mixers(type(model))
     adopt_position_tables(type(model))
     adopt_row_scales(type(model))

@@ -96,6 +96,10 @@ def thd_attention(
     pack = current_pack() if cu_seq_lens_q is None else _announced(cu_seq_lens_q, cu_seq_lens_k)
     options = (causal, window, scaling, softcap)
     given = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    if cu_seq_lens_q is not None and pack is None and hasattr(type(module), "_thd_tower"):
+        assert max_length_q is not None
+        images = _Boundaries(cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+        return _attend_unbound(query, key, value, images, (False, None, scaling, softcap), None), None
     if pack is None or compiling:
         bounds = _boundaries(module, query, key, given, causal=causal, chunk=chunk)
         if bounds.keys is not None:

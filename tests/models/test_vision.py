@@ -169,3 +169,29 @@ def test_images_with_plain_positions_are_refused() -> None:
 
 def test_the_probe_runs_on_the_text_of_a_vision_model() -> None:
     assert check_packing(build("qwen3_vl", "thd")).ok
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_tower_attends_to_all_images_in_one_call_a_layer(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning_thd.models import attend
+
+    model = build(name, "thd").eval()
+    batch = pack(model)
+    calls, reads = [], []
+    real, tolist = attend.varlen_attention, Tensor.tolist
+
+    def counted(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        calls.append((query.shape[0], kwargs["causal"]))
+        return real(query, *args, **kwargs)
+
+    monkeypatch.setattr(attend, "varlen_attention", counted)
+    monkeypatch.setattr(Tensor, "tolist", lambda self: reads.append(self.shape) or tolist(self))
+    with torch.no_grad():
+        model.model.visual(batch.extras["pixel_values"], grid_thw=batch.extras["image_grid_thw"])
+    # One call for each of the two layers, over the patches of all images.
+    assert calls == [(batch.extras["pixel_values"].shape[0], False)] * 2
+    # The sizes of images are read once here, and before the layers by transformers.
+    assert reads.count(batch.extras["image_grid_thw"].shape) <= 3
+    assert len(reads) <= 3 + (5 if name == "qwen2_5_vl" else 0)  # windows are cut on the CPU

@@ -1,0 +1,67 @@
+"""Vision towers of Qwen-VL's kinds -> one attention call a layer for all images of a pack.
+
+transformers gives cu_seqlens to flash attention only. It calls any other attention once for each image, after
+reading their sizes from the device in every layer. With "thd" these towers take flash attention's branch.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from typing import Any
+
+from torch import Tensor
+
+from lightning_thd._patches import patch
+
+_KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+_ASKED = "is_flash_attention_requested"
+
+
+def adopt_tower(model_class: Any) -> None:
+    """Patch a vision tower's class and its module, once, to pass the offsets of images to "thd"."""
+    module: Any = sys.modules.get(model_class.__module__)
+    known = any(model_class.__module__.endswith(f".modeling_{kind}") for kind in _KINDS)
+    names = vars(model_class).get("forward") and inspect.unwrap(model_class.forward).__code__.co_names
+    if not known or "get_vision_attention_seqlens" not in (names or ()) or not hasattr(module, _ASKED):
+        return  # an earlier release has another form, whose loop over images is exact too
+    if hasattr(model_class.forward, "_thd_tower"):
+        return
+    patch("vision towers", model_class, "forward", _with_longest(model_class.forward))
+    if not hasattr(getattr(module, _ASKED), "_thd_tower"):
+        patch("vision towers", module, _ASKED, _or_thd(getattr(module, _ASKED)))
+    for layer in vars(module).values():
+        if inspect.isclass(layer) and layer.__name__.endswith("VisionAttention"):
+            patch("vision towers", layer, "_thd_tower", True)
+
+
+def _or_thd(asked: Any) -> Any:
+    @functools.wraps(asked)
+    def is_flash_attention_requested(config: Any = None, *args: Any, **kwargs: Any) -> bool:
+        if config is not None and config._attn_implementation == "thd":
+            return True
+        return bool(asked(config, *args, **kwargs))
+
+    is_flash_attention_requested._thd_tower = True  # type: ignore[attr-defined]
+    return is_flash_attention_requested
+
+
+def _with_longest(forward: Any) -> Any:
+    windows = "max_window_seqlen" in inspect.unwrap(forward).__code__.co_consts
+
+    @functools.wraps(forward)
+    def forward_of_tower(self: Any, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Any:
+        if self.config._attn_implementation == "thd":  # by one read of the device, where layers would read
+            areas = [(height, width) for _, height, width in grid_thw.tolist()]
+            kwargs.setdefault("max_seqlen", max(height * width for height, width in areas))
+            if windows:
+                edge = (
+                    self.window_size // self.patch_size // self.spatial_merge_size * self.spatial_merge_size
+                )
+                longest = max(min(edge, height) * min(edge, width) for height, width in areas)
+                kwargs.setdefault("max_window_seqlen", longest)
+        return forward(self, hidden_states, grid_thw, **kwargs)
+
+    forward_of_tower._thd_tower = True  # type: ignore[attr-defined]
+    return forward_of_tower
