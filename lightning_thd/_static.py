@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-_STATIC: ContextVar[bool] = ContextVar("lightning_thd_static_shapes", default=False)
+STATIC: ContextVar[bool] = ContextVar("lightning_thd_static_shapes", default=False)
 
 
 @contextlib.contextmanager
@@ -16,13 +16,13 @@ def static_shapes() -> Iterator[None]:
     It is for code that records a step and replays it on other batches, such as a CUDA graph. Checks of values
     are left out, and so are savings that depend on values. Results are the same.
     """
-    token = _STATIC.set(True)
+    token = STATIC.set(True)
     try:
         yield
     finally:
-        _STATIC.reset(token)
+        STATIC.reset(token)
 
 
 def shapes_are_static() -> bool:
     """Return whether the code runs inside :func:`static_shapes`."""
-    return _STATIC.get()
+    return STATIC.get()

@@ -36,6 +36,7 @@ __all__ = [
     "window_pairs",
 ]
 
+_NO_PICTURES: tuple[int, int, tuple[tuple[int, int], ...]] = (0, 0, ())  # as ``_vision`` counts them
 _LARGEST = 2**62  # tokens of a window: one more would pass int64 in the sums below
 
 
@@ -160,18 +161,22 @@ class SeqStats:
             ``([3, 5], windows=(2,))`` gives 8 tokens, 34 squares and 5 + 9 = 14 pairs of window 2.
         """
         lengths = _lengths(lengths)
-        before = np.zeros_like(lengths) if prefix_lengths is None else _lengths(prefix_lengths)
-        if before.shape != lengths.shape or (before > lengths).any():
-            raise ValueError(
-                f"prefix_lengths {_short(before.tolist())} does not fit lengths {_short(lengths.tolist())}. "
-                "Give each sequence the number of its tokens that another one computes."
-            )
-        shared = int(before.sum())
+        before, shared = lengths[:0], 0
+        if prefix_lengths is not None:
+            before = _lengths(prefix_lengths)
+            if before.shape != lengths.shape or (before > lengths).any():
+                raise ValueError(
+                    f"prefix_lengths {_short(before.tolist())} does not fit lengths "
+                    f"{_short(lengths.tolist())}. Give each sequence the number of its tokens "
+                    "that another one computes."
+                )
+            shared = int(before.sum())
         real_tokens, sequences = int(lengths.sum()) - shared, int(np.count_nonzero(lengths))
-        slots = real_tokens if slots is None else whole_number(slots, "slots", least=None)
-        if loss_tokens is None:
-            loss_tokens = real_tokens + shared - sequences
-        loss_tokens = whole_number(loss_tokens, "loss_tokens", least=None)
+        slots = real_tokens if slots is None else slots
+        loss_tokens = real_tokens + shared - sequences if loss_tokens is None else loss_tokens
+        if type(slots) is not int or type(loss_tokens) is not int:
+            slots = whole_number(slots, "slots", least=None)
+            loss_tokens = whole_number(loss_tokens, "loss_tokens", least=None)
         if slots < real_tokens:
             raise ValueError(
                 f"slots={slots} is less than the {real_tokens} real tokens of the sequences. "
@@ -183,7 +188,10 @@ class SeqStats:
                 "Count targets that are >= 0."
             )
         cross_tokens, cross_pairs = (0, 0) if cross_lengths is None else _cross(lengths, cross_lengths)
-        patches, squares, in_windows = _vision(image_grid_thw, video_grid_thw, _tuple(vision_windows))
+        patches, squares, in_windows = _NO_PICTURES
+        if image_grid_thw is not None or video_grid_thw is not None or vision_windows != ():
+            patches, squares, in_windows = _vision(image_grid_thw, video_grid_thw, _tuple(vision_windows))
+        windows = windows if type(windows) is tuple else _tuple(windows)
         return cls(
             real_tokens=real_tokens,
             slots=slots,
@@ -192,7 +200,7 @@ class SeqStats:
             sum_squares=int(lengths @ lengths - before @ before),
             window_pairs=tuple(
                 (each, _pairs(lengths, each, _total) - (_pairs(before, each, _total) if shared else 0))
-                for each in _tuple(windows)
+                for each in windows
             ),
             cross_tokens=cross_tokens,
             cross_pairs=cross_pairs,
@@ -342,9 +350,15 @@ def _total(values: IntArray) -> int:
 def _lengths(lengths: Ints) -> IntArray:
     """Return lengths as int64 on the host: squares of int32 overflow above 46,340 tokens."""
     advice = "A sequence has zero or more tokens: pass real lengths."
-    values = host_ints(lengths, "lengths", least=0, advice=advice)
-    _refuse_overflow(float(values.max(initial=0)) * float(values.sum(dtype=np.float64)), "lengths")
-    return values
+    values: Any = lengths
+    known = isinstance(values, np.ndarray) and values.dtype == np.int64 and values.ndim == 1
+    if not known or values.min(initial=0) < 0:
+        values = host_ints(lengths, "lengths", least=0, advice=advice)
+    squares = float(values.max(initial=0)) * float(values.sum(dtype=np.float64))
+    if squares >= 2.0**63:
+        _refuse_overflow(squares, "lengths")
+    checked: IntArray = values
+    return checked
 
 
 def _refuse_overflow(squares: float, name: str) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor
 from lightning_thd._checks import instance, whole_number
 from lightning_thd.attention.context_parallel import context_parallel_attention
 from lightning_thd.attention.kernels import cpu, flash, portable, raw, te, torch_cuda
-from lightning_thd.attention.spec import AttentionSpec, Offsets, Window, make_spec
-from lightning_thd.attention.support import Backend, Kernel, Request, choose
+from lightning_thd.attention.spec import AttentionSpec, Offsets, Window, known_spec, make_spec
+from lightning_thd.attention.support import Backend, Kernel, Request, choose, known_choice
 from lightning_thd.parallel.context import layout
 
 _RAW: dict[Kernel, raw.RawKernel] = {
@@ -107,9 +107,12 @@ class BoundAttention:
         max_seqlen_q: int,
         max_seqlen_kv: int,
         *,
+        causal: bool,
+        window: int | tuple[int, int] | None,
+        scale: float | None,
+        softcap: float | None,
         sinks: Tensor | None = None,
         keys: Tensor | None = None,
-        **options: Any,
     ) -> None:
         cast = _autocast(q, k, v)
         self._casts = None if cast[0] is q and cast[1] is k and cast[2] is v else cast[0].dtype
@@ -117,8 +120,9 @@ class BoundAttention:
         if keys is not None:  # only their shapes matter here
             k, v = (x[:1].expand(keys.shape[0], -1, -1) for x in (k, v))
         _check_tensors(q, k, v, cu_seqlens_q, cu_seqlens_kv)
-        _check_sinks(sinks, q)
-        spec = make_spec(q.shape[2], **options)
+        if sinks is not None:
+            _check_sinks(sinks, q)
+        spec = known_spec(q.shape[2], causal, window, scale, softcap)
         longest = _host_int(max_seqlen_q, "max_seqlen_q"), _host_int(max_seqlen_kv, "max_seqlen_kv")
         at = Offsets(cu_seqlens_q, cu_seqlens_kv, *longest)
         self._run = _bind(q, k, v, at, spec, sinks, keys)
@@ -149,7 +153,7 @@ def _bind(
         if shard is not None:
             return lambda q, k, v, sinks: _attend_shard(q, k, v, at, spec, sinks, "auto")
         layout.refuse_unknown_offsets(at.cu_q, q.shape[0])
-    name = choose("auto", describe(q, v, spec, sinks))
+    name = known_choice(describe(q, v, spec, sinks))
     if name == "cpu" and cpu.is_plain(q, k, v):
         return cpu.CpuAttention(q, k, v, at, spec)
     return lambda q, k, v, sinks: run(name, q, k, v, at, spec, sinks)
@@ -250,10 +254,11 @@ def _capability_of(index: int) -> int:
     return torch.cuda.get_device_capability(index)[0]
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor) -> None:
+def _check_tensors(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any) -> None:
     """Check the shapes, dtypes and devices of q, k, v and offsets, without reading a value."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        instance(x, name, Tensor, advice="Pass a tensor [slots, heads, head size].")
+        if not isinstance(x, Tensor):
+            instance(x, name, Tensor, advice="Pass a tensor [slots, heads, head size].")
         if x.dim() != 3:
             raise ValueError(
                 f"{name} has shape {list(x.shape)}; want three dimensions, [slots, heads, head size]. "
@@ -279,7 +284,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seq
             "must serve the same number of query heads. Under tensor parallelism its size must divide both."
         )
     _check_offsets(cu_seqlens_q, q.device, "q")
-    _check_offsets(cu_seqlens_kv, q.device, "kv")
+    if cu_seqlens_kv is not cu_seqlens_q:
+        _check_offsets(cu_seqlens_kv, q.device, "kv")
     if cu_seqlens_q.shape != cu_seqlens_kv.shape:
         raise ValueError(
             f"cu_seqlens_q has {cu_seqlens_q.shape[0]} entries and cu_seqlens_kv {cu_seqlens_kv.shape[0]}; "
@@ -289,10 +295,11 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seq
         raise ValueError(f"q is on {q.device}, k on {k.device} and v on {v.device}; want one device.")
 
 
-def _check_offsets(cu_seqlens: Tensor, device: torch.device, side: str) -> None:
+def _check_offsets(cu_seqlens: Any, device: torch.device, side: str) -> None:
     """Check the dtype, shape and device of ``cu_seqlens_q`` or ``cu_seqlens_kv``."""
     name = f"cu_seqlens_{side}"
-    instance(cu_seqlens, name, Tensor, advice="Make it with seqlens.cu_seqlens_from_lengths.")
+    if not isinstance(cu_seqlens, Tensor):
+        instance(cu_seqlens, name, Tensor, advice="Make it with seqlens.cu_seqlens_from_lengths.")
     if cu_seqlens.device != device:
         raise ValueError(
             f"{name} is on {cu_seqlens.device} but q is on {device}; move it once a batch, not once a "
@@ -310,6 +317,8 @@ def _check_offsets(cu_seqlens: Tensor, device: torch.device, side: str) -> None:
 
 def _host_int(max_seqlen: int, name: str) -> int:
     """Return a longest sequence as a Python integer; refuse a tensor, which kernels would read."""
+    if type(max_seqlen) is int and max_seqlen >= 0:
+        return max_seqlen
     return whole_number(max_seqlen, name, advice="Pass an int known on the host: batch.max_seqlen.")
 
 

@@ -44,6 +44,14 @@ class AttentionSpec:
         return self.left >= 0 or self.right > 0
 
 
+@lru_cache(maxsize=256, typed=True)
+def known_spec(
+    head_size: int, causal: bool, window: Window, scale: float | None, softcap: float | None
+) -> AttentionSpec:
+    """Return ``make_spec`` of hashable options, as the layers of a model have them, from a cache."""
+    return make_spec(head_size, causal=causal, window=window, scale=scale, softcap=softcap)
+
+
 def make_spec(
     head_size: int,
     *,
@@ -104,7 +112,10 @@ class Offsets:
 
     def checked(self, rows: int, keys: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Read offsets on the CPU as ints and check that they cover every row of q and every one of k."""
-        return _checked(self.cu_q, rows, self.max_q, "q"), _checked(self.cu_kv, keys, self.max_kv, "kv")
+        cu_q = _checked(self.cu_q, rows, self.max_q, "q")
+        if self.cu_kv is self.cu_q and (rows, self.max_q) == (keys, self.max_kv):
+            return cu_q, cu_q
+        return cu_q, _checked(self.cu_kv, keys, self.max_kv, "kv")
 
 
 def _checked(cu_seqlens: Tensor, total: int, max_seqlen: int, side: str) -> tuple[int, ...]:

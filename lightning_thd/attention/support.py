@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -219,6 +220,12 @@ class Request:
     needs_lse: bool = False
     deterministic: bool = False
     capability: int | None = None
+
+
+@lru_cache(maxsize=256)
+def known_choice(request: Request) -> Kernel:
+    """Return what "auto" chooses for a request, from a cache."""
+    return choose("auto", request)
 
 
 def choose(backend: Backend, request: Request) -> Kernel:

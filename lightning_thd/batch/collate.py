@@ -5,6 +5,7 @@ T slots in a pack, S sequences.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from lightning_thd._checks import described, host_ints, int_tensor, real_number, whole_number
 from lightning_thd.alignment import Alignment
-from lightning_thd.batch.keys import IGNORE_INDEX, TYPES, inputs
+from lightning_thd.batch.keys import COLLATED, IGNORE_INDEX, TYPES, inputs
 from lightning_thd.batch.media import counted
 from lightning_thd.batch.samples import (
     check_sample,
@@ -78,15 +79,18 @@ def lay_out(
         loss_tokens = int(np.count_nonzero(targets != IGNORE_INDEX))
 
     weights = pack_weights(samples, targets, starts, lengths, masked=masked)
-    loss_scale, sequence_scale = _scale(loss_scale, "loss_scale"), _scale(sequence_scale, "sequence_scale")
-    token_scale = _scale(token_scale, "token_scale")
+    scales = {"loss_scale": loss_scale, "sequence_scale": sequence_scale, "token_scale": token_scale}
+    for name, given in scales.items():
+        if given is not None and not (type(given) is float and 0.0 <= given < math.inf):
+            real_number(given, name, least=0, advice="Leave it out for the mean over the batch.")
     if loss_scale is None:
         loss_scale, sequence_scale = mean_scale(weights.total), mean_scale(weights.sequences)
         token_scale = mean_scale(sum(lengths)) if token_scale is None else token_scale
     cu_seqlens_padded = cumulative(padded)
     # A trailing pad counts as a sequence of its own in both, so its real length is its slots.
     cu_seqlens = cu_seqlens_padded if dense else cumulative([*lengths, *padded[len(lengths) :]])
-    extras = {key: joined(samples, key) for key in dict.fromkeys(k for s in samples for k in inputs(s))}
+    named = set().union(*samples)
+    extras = {key: joined(samples, key) for key in ([] if named <= COLLATED else inputs(named))}
     for key in TYPES:
         if any(key in sample for sample in samples):
             extras[key] = _types(samples, key, starts, lengths, slots)
@@ -101,7 +105,7 @@ def lay_out(
         "lengths": lengths,
         "padded_lengths": padded,
         "stats": SeqStats.from_lengths(
-            lengths,
+            np.array(lengths, np.int64),
             slots=slots,
             loss_tokens=loss_tokens,
             windows=windows,
@@ -121,21 +125,15 @@ def lay_out(
 def _sequence_ids(sequence_ids: Sequence[int] | None, count: int) -> Sequence[int]:
     if sequence_ids is None:
         return range(count)
-    ids: list[int] = host_ints(sequence_ids, "sequence_ids").tolist()
+    if type(sequence_ids) is list and set(map(type, sequence_ids)) <= {int}:
+        ids = sequence_ids
+    else:
+        ids = host_ints(sequence_ids, "sequence_ids").tolist()
     if len(ids) != count:
         raise ValueError(
             f"There are {count} samples but {len(ids)} sequence_ids. Give one dataset index each."
         )
     return ids
-
-
-def _scale(given: Any, name: str) -> float | None:
-    if given is None:
-        return None
-    scale = real_number(given, name, advice="Leave it out for the mean over the batch.")
-    if scale < 0:
-        raise ValueError(f"{name}={scale}; wanted 0 or more. Leave it out for the mean over the batch.")
-    return scale
 
 
 def mean_scale(weight: float) -> float:

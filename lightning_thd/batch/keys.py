@@ -94,12 +94,12 @@ def names(*roles: Role) -> tuple[str, ...]:
 # One value a token, so that a truncated sequence can be cut with its tokens.
 PER_TOKEN = names("token", "type")
 TYPES = names("type")
-_COLLATED = frozenset(names("token", "type", "weight", "label", "sequence"))
+COLLATED = frozenset(names("token", "type", "weight", "label", "sequence"))
 
 
 def inputs(sample: Iterable[str]) -> list[str]:
     """Return the sorted names of what a sample carries beside its tokens and weights, such as images."""
-    return sorted(name for name in sample if name not in _COLLATED)
+    return sorted(name for name in sample if name not in COLLATED)
 
 
 def refuse_keys(found: Iterable[str]) -> None:

@@ -315,7 +315,11 @@ class THDBatch(_Pinned):
         from 0 in every sequence are made there. Lightning passes ``non_blocking`` only to tensors, so a batch
         has to choose.
         """
-        device = checked_device(device)
+        if not isinstance(device, torch.device):
+            device = checked_device(device)
+        tensors = self._tensors()
+        if device.type == "cpu" and all(x.is_cpu for x in tensors.values()):
+            return self
         if non_blocking is None:
             non_blocking = device.type not in ("cpu", "mps")
         if self.input_ids.device.type == "meta" != device.type:
@@ -323,9 +327,7 @@ class THDBatch(_Pinned):
         if device.type == "cuda" and self.input_ids.device.type == "cpu":
             pinned = getattr(self, "_pinned", None) or self._pin()
             return self._with(pinned.to(device, non_blocking=non_blocking))
-        return self._with(
-            {name: x.to(device, non_blocking=non_blocking) for name, x in self._tensors().items()}
-        )
+        return self._with({name: x.to(device, non_blocking=non_blocking) for name, x in tensors.items()})
 
     def pin_memory(self) -> THDBatch:
         """Return a copy that has its tensors in page-locked memory, too, ready for one upload."""
@@ -362,7 +364,8 @@ class THDBatch(_Pinned):
             one, ``cu_seq_lens_real`` too, cumulative lengths without padding.
         """
         position_ids = self.position_ids
-        real = self._real_offsets()
+        # Sequences that are padded one by one have offsets of their own for real tokens.
+        padded = self.lengths != self.padded_lengths[: len(self.lengths)]
         return {
             "input_ids": self.input_ids[None],
             "position_ids": position_ids[None] if position_ids.ndim == 1 else position_ids[:, None],
@@ -372,13 +375,9 @@ class THDBatch(_Pinned):
             "max_length_q": self.max_seqlen,
             "max_length_k": self.max_seqlen,
             "use_cache": False,
-            **({} if real is None else {"cu_seq_lens_real": real}),
+            **({"cu_seq_lens_real": self.cu_seqlens} if padded else {}),
             **self.extras,
         }
-
-    def _real_offsets(self) -> Tensor | None:
-        """Return the offsets of real tokens if sequences are padded one by one, else None."""
-        return None if self.lengths == self.padded_lengths[: len(self.lengths)] else self.cu_seqlens
 
     def unpack(self, x: Tensor) -> list[Tensor]:
         """Split a per-token tensor into one view a sequence, pads left out.

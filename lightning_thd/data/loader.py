@@ -229,7 +229,15 @@ class THDLoader:
         given = iter(items)
         while True:
             began = time.perf_counter()
-            item: T | None = _take(given)
+            try:
+                item: T | None = next(given, None)
+            except ConnectionError as err:  # torch names a socket only
+                if "in DataLoader worker" in str(err):  # the data set's own
+                    raise
+                raise RuntimeError(
+                    f"A DataLoader worker died while its batch was read ({err}), often for want of memory. "
+                    "Lower num_workers, prefetch_factor or capacity; the system's log may say why."
+                ) from err
             self.waited_s += time.perf_counter() - began
             if item is None:
                 return
@@ -300,19 +308,6 @@ class _EpochTarget:
     sampler: THDLoader
 
 
-def _take(batches: Iterator[Any]) -> Any:
-    """Return the next batch, None at the end; a worker's death is an error that says so."""
-    try:
-        return next(batches, None)
-    except ConnectionError as err:  # torch names a socket only
-        if "in DataLoader worker" in str(err):  # the data set's own
-            raise
-        raise RuntimeError(
-            f"A DataLoader worker died while its batch was read ({err}), often for want of memory. Lower "
-            "num_workers, prefetch_factor or capacity; the system's log may say why."
-        ) from err
-
-
 _STOP_S = 30.0  # A process that ends waits so many seconds for calls that other ranks take part in.
 _Calls = SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None]
 _THREADS: WeakKeyDictionary[Thread, _Calls] = WeakKeyDictionary()
@@ -322,13 +317,13 @@ class Ahead:
     """Calls functions one after the other in a thread, ahead of the use of their results."""
 
     def __init__(self, name: str) -> None:
-        self._name, self._process = name, os.getpid()
-        self._taken: deque[Future[Any]] = deque()
+        self._name, self.process = name, os.getpid()
+        self.taken: deque[Future[Any]] = deque()
         self._queue: _Calls | None = None
         self._thread: Thread | None = None
 
     def __len__(self) -> int:
-        return len(self._taken)
+        return len(self.taken)
 
     def begin(self, call: Callable[..., Any], *args: Any) -> None:
         """Queue a call."""
@@ -338,12 +333,12 @@ class Ahead:
             _THREADS[self._thread] = self._queue
             weakref.finalize(self, self._queue.put, None)
             self._thread.start()
-        self._taken.append(Future())
-        self._queue.put((self._taken[-1], call, args))
+        self.taken.append(Future())
+        self._queue.put((self.taken[-1], call, args))
 
     def take(self) -> Any:
         """Wait for the oldest call and return its result, or raise its error."""
-        future = self._taken.popleft()
+        future = self.taken.popleft()
         while not future.done():
             try:
                 wait([future])
@@ -355,16 +350,11 @@ class Ahead:
 
     def stop(self) -> None:
         """Wait until the calls that were queued have ended, and drop their results."""
-        self._taken.clear()
+        self.taken.clear()
         if self._queue is not None and self._thread is not None:
             self._queue.put(None)
             self._thread.join(_STOP_S)
         self._queue = self._thread = None
-
-    @property
-    def forked(self) -> bool:
-        """Return whether this is a copy in a forked process, into which no thread comes along."""
-        return self._process != os.getpid()
 
 
 def _serve(calls: _Calls) -> None:
@@ -407,9 +397,9 @@ class PlansAhead:
 
     def _made(self, epoch: int, k: int) -> StepPlan:
         wanted, self._next = self._next == (epoch, k), None
-        if self._ahead.forked:
+        if self._ahead.process != os.getpid():  # a copy in a forked process, into which no thread comes along
             self._ahead = Ahead("plans_ahead")
-        if not len(self._ahead):
+        if not self._ahead.taken:
             return self._planner.step(epoch, k, self._dp)
         try:  # The plan of another step is waited for too: one plan at a time is made.
             plan: StepPlan = self._ahead.take()
@@ -439,8 +429,16 @@ class BatchMaker:
     def batch(self, spans: Spans, scales: Scales = (None, None, None), microbatch: int = 0) -> THDBatch:
         """Read and collate a pack; without scales its loss is the mean over this batch."""
         columns = (spans.index, spans.start, spans.stop, spans.continued)
-        pieces = zip(*(column.tolist() for column in columns), strict=True)
-        samples = [self._sample(*piece) for piece in pieces]
+        samples = []
+        try:
+            for piece in zip(*(column.tolist() for column in columns), strict=True):
+                samples.append(self.index.sample(self.dataset, *piece))
+                if self.one_each and "position_ids" in samples[-1]:
+                    refuse_second_sequence(samples[-1], piece[0])
+        except ValueError as err:
+            if not isinstance(self.dataset, MixedRows):
+                raise
+            raise ValueError(f"{err} It is {self.dataset.place(piece[0])}.") from err
         batch = collate_checked(
             samples,
             align=self.align,
@@ -460,17 +458,6 @@ class BatchMaker:
         if self.vocab_size is not None and largest >= self.vocab_size:
             self._refuse(batch)
         return batch
-
-    def _sample(self, i: int, start: int, stop: int, continued: bool) -> dict[str, Any]:
-        try:
-            sample = self.index.sample(self.dataset, i, start, stop, continued)
-            if self.one_each and "position_ids" in sample:
-                refuse_second_sequence(sample, i)
-            return sample
-        except ValueError as err:
-            if not isinstance(self.dataset, MixedRows):
-                raise
-            raise ValueError(f"{err} It is {self.dataset.place(i)}.") from err
 
     def _refuse(self, batch: THDBatch) -> None:
         for what, row in (("token id", batch.input_ids), ("label", batch.targets)):

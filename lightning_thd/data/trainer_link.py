@@ -289,7 +289,8 @@ class Progress:
 
     def total(self) -> int:
         """Return how many batches of all epochs and fits the Trainer has finished."""
-        return int(self._batches.total.processed)
+        batches: Any = self._trainer.fit_loop.epoch_loop.batch_progress
+        return int(batches.total.processed)
 
     def limit(self, length: int | None) -> int | None:
         """Return how many batches the Trainer takes of an epoch of a length; None where nobody knows."""

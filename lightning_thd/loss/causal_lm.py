@@ -26,7 +26,7 @@ from lightning_thd.loss.router_balance import RouterBalance, Routers, routers_fo
 from lightning_thd.loss.tiles.logits import LogitMap
 from lightning_thd.loss.tiles.logprobs import TopTokens
 from lightning_thd.loss.tiles.nll import Penalties
-from lightning_thd.loss.watch import SlotLosses, watching
+from lightning_thd.loss.watch import RECORDED, WATCHER, SlotLosses, watching
 from lightning_thd.parallel.shard import THDShard, gather_pack, pack_value
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
@@ -216,7 +216,7 @@ def _loss(
     routers: Routers | None = None,
 ) -> tuple[LossParts, TokenStats | None]:
     """Compute the loss; ``factors`` is None when every target counts ``scale``."""
-    watcher, recorded = watching(batch)
+    watcher, recorded = watching(batch) if WATCHER or RECORDED.get() is not None else (None, None)
     slots = list[SlotLosses]()
 
     def values(operands: HeadOperands, depth: int, logit_map: LogitMap) -> Tensor:
@@ -321,7 +321,8 @@ def loss_weights(
 
     The function turns targets with a weight of zero into -100.
     """
-    check_batch(batch)
+    if type(batch) is not THDBatch:
+        check_batch(batch)
     if not isinstance(reduction, str) or reduction not in get_args(Reduction):
         raise ValueError(f"reduction is {reduction!r}, wanted 'tokens' or 'sequences'.")
     given = [part for part in (batch.weights, weights) if part is not None]

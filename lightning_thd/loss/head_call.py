@@ -37,7 +37,7 @@ from lightning_thd.loss.lazy_logits import LazyLogits, Record, carry_values, ope
 from lightning_thd.loss.router_balance import Experts, Routers
 from lightning_thd.loss.tiles.logits import LogitMap
 from lightning_thd.models.pack import STATE, announced
-from lightning_thd.parallel.pipeline.stage import Stage, stage_of
+from lightning_thd.parallel.pipeline.stage import STAGE, Stage
 
 _ATTRIBUTE = "_thd_head_call"
 # Gives an operand's values: the head's operands, the number of earlier calls of the head, the logit map.
@@ -140,7 +140,7 @@ class HeadCall:
         Raises:
             ValueError: for a wrapper that goes past the model's forward, and so past its replacement.
         """
-        inner, stage, before = self.inner, stage_of(self.inner), getattr(STATE, "scope", None)
+        inner, stage, before = self.inner, self.inner.__dict__.get(STAGE), getattr(STATE, "scope", None)
         for module in {id(x): x for x in (model, getattr(model, "base_model", model), inner)}.values():
             _refuse_logit_hooks(module, inner.get_output_embeddings())
         for _ in range(2):

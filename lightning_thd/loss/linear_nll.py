@@ -8,6 +8,7 @@ operations). Under tensor parallelism, in fp16, or if nothing needs a gradient, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_thd._checks import real_number
-from lightning_thd._static import shapes_are_static
+from lightning_thd._static import STATIC
 from lightning_thd.loss import backends
 from lightning_thd.loss.dtensors import plain
 from lightning_thd.loss.linear_logprobs import row_logprobs
@@ -173,7 +174,9 @@ def prepare_weighted(
             )
         weightless = token_weights.detach().reshape(given.shape) == 0
         call = replace(call, targets=torch.where(weightless, call.ignore_index, given))
-    elif token_weights is not None and not isinstance(token_weights, Tensor):
+    elif not isinstance(token_weights, Tensor | None) and not (
+        type(token_weights) is float and math.isfinite(token_weights)
+    ):
         token_weights = real_number(token_weights, "token_weights")
     prepared = prepare(call)
     kept, wide = prepared.kept, prepared.settings.accumulator
@@ -203,14 +206,15 @@ class _ScalarLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_double_backward(ctx.name)
+        if torch.is_grad_enabled():
+            refuse_double_backward(ctx.name)
         saved = ctx.saved_tensors  # once: torch.utils.checkpoint gives them a single time
         # Handed out once, to be scaled in place; a second backward through a retained graph makes them again.
         found, ctx.found = ctx.found, None
         if found is None:
             *_, found = _run(ctx, saved)
         upstream = grads[0]
-        if upstream.device.type != "cpu" or shapes_are_static() or float(upstream) != 1.0:
+        if upstream.device.type != "cpu" or STATIC.get() or float(upstream) != 1.0:
             for part in (found.hidden, found.weight, found.bias, *found.low_rank):
                 if part is not None:
                     part.mul_(upstream)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_thd._checks import instance, whole_number
-from lightning_thd._static import shapes_are_static
+from lightning_thd._static import STATIC
 from lightning_thd.loss.dtensors import group_of_operands, is_dtensor, local_hidden, plain
 from lightning_thd.loss.tiles.budget import tile_shape
 from lightning_thd.loss.tiles.logits import Head, LogitMap, Operands, Settings
@@ -194,7 +194,7 @@ def rows_with_target(
     is filled up with rows that do not count.
     """
     capturing = targets.is_cuda and torch.cuda.is_current_stream_capturing()
-    if shapes_are_static() or targets.is_meta or capturing:
+    if STATIC.get() or targets.is_meta or capturing:
         return None, targets, False
     counts, total = targets != ignore_index, targets.numel()
     number = counts.sum()
@@ -276,7 +276,7 @@ def _check_target_values(targets: Tensor, ignore_index: int, vocabulary: int) ->
     wrong = ((targets < 0) | (targets >= vocabulary)) & (targets != ignore_index)
     if targets.device.type != "cpu":
         torch._assert_async(~wrong.any(), f"a target is outside the vocabulary of {vocabulary}")
-    elif not shapes_are_static() and bool(wrong.any()):
+    elif not STATIC.get() and bool(wrong.any()):
         at = int(wrong.nonzero()[0])
         raise ValueError(
             f"targets[{at}] is {int(targets[at])}, wanted 0 to {vocabulary - 1} or "

@@ -46,19 +46,19 @@ class Watcher(Protocol):
         ...
 
 
-_WATCHER: list[weakref.ref[Watcher]] = []  # the one whose training runs, if it is still there
-_RECORDED: ContextVar[list[SlotLosses] | None] = ContextVar("lightning_thd_recorded_losses", default=None)
+WATCHER: list[weakref.ref[Watcher]] = []  # the one whose training runs, if it is still there
+RECORDED: ContextVar[list[SlotLosses] | None] = ContextVar("lightning_thd_recorded_losses", default=None)
 
 
 def watch(watcher: Watcher) -> None:
     """Show the losses of the batches to come to this watcher, held by a weak reference, and to no other."""
-    _WATCHER[:] = [weakref.ref(watcher)]
+    WATCHER[:] = [weakref.ref(watcher)]
 
 
 def watching(batch: THDBatch) -> tuple[Watcher | None, list[SlotLosses] | None]:
     """Return the watcher of a training batch, and the list for a recorded step's losses; None for neither."""
-    recorded = _RECORDED.get()
-    watcher = _WATCHER[0]() if _WATCHER else None
+    recorded = RECORDED.get()
+    watcher = WATCHER[0]() if WATCHER else None
     if watcher is None or shapes_are_static() or not torch.is_grad_enabled() or not watcher.wants(batch):
         return None, recorded
     return watcher, recorded
@@ -72,11 +72,11 @@ def recorded_losses() -> Iterator[list[SlotLosses]]:
     replay, and :func:`show` hands them on.
     """
     found: list[SlotLosses] = []
-    token = _RECORDED.set(found if _WATCHER and _WATCHER[0]() is not None else None)
+    token = RECORDED.set(found if WATCHER and WATCHER[0]() is not None else None)
     try:
         yield found
     finally:
-        _RECORDED.reset(token)
+        RECORDED.reset(token)
 
 
 def show(batch: THDBatch, slots: SlotLosses) -> None:

@@ -262,9 +262,9 @@ def enter(
         refuse_call(model, kwargs)
         if torch.compiler.is_compiling() or not model._thd_checked:
             _refuse_wrong_layers(model)
-        if not torch.compiler.is_compiling():
-            keep_frequencies(model)
         if text is not None:
+            if not torch.compiler.is_compiling():
+                keep_frequencies(model)
             if text is not config and text._attn_implementation != NAME:
                 raise ValueError(_other_attention(model, text._attn_implementation))
             if (caller := getattr(STATE, "caller", None)) is not None:

@@ -15,7 +15,7 @@ from lightning_thd.attention import varlen_attention
 from lightning_thd.attention.entry import BoundAttention
 from lightning_thd.attention.kernels.portable import know_offsets
 from lightning_thd.models.masks import hides_nothing, shows_all, stands_for_every_key, told_limit
-from lightning_thd.models.pack import CAUSAL, NOTES, Pack, current_pack, current_scope
+from lightning_thd.models.pack import CAUSAL, NOTES, STATE, Pack, Scope, current_pack, current_scope
 from lightning_thd.parallel.context import layout
 from lightning_thd.seqlens import cu_seqlens_from_lengths, seq_idx_from_cu_seqlens
 
@@ -139,7 +139,7 @@ def _window(module: nn.Module, given: int | None, *, causal: bool) -> int | None
 
 def _announced(cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None) -> Pack | None:
     """Return the announced pack if the offsets passed to a layer are the pack's own."""
-    scope = current_scope()
+    scope: Scope | None = getattr(STATE, "scope", None)
     pack = None if scope is None else scope.pack
     if pack is None or cu_seq_lens_q is not pack.cu_seqlens_q:
         return None
@@ -169,7 +169,8 @@ def _boundaries(
 ) -> _Boundaries:
     """Return the boundaries of a layer's sequences, checked against its queries and keys."""
     if given[0] is not None:
-        _refuse_other_keys(module, query, key)
+        if query.shape[2] != key.shape[2]:
+            _refuse_other_keys(module, query, key)
         bounds = _given(query, *given)
     else:
         bounds = _ambient(module, query, key, causal=causal)
@@ -207,7 +208,7 @@ def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
     model), and one with ``is_causal=True`` may sit in a model that asks for a bidirectional one.
     """
     stated: bool = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    scope = current_scope()
+    scope: Scope | None = getattr(STATE, "scope", None)
     asked = () if scope is None else scope.masks
     if not asked or getattr(module, "is_cross_attention", False):
         return stated

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from lightning_thd._static import shapes_are_static
+from lightning_thd._static import STATIC
 from lightning_thd.batch import THDBatch
 from lightning_thd.batch.prefixes import Prefixes, SharedBatch
 from lightning_thd.batch.thd_step import check_batch
@@ -300,7 +300,7 @@ def announced(batch: THDBatch, kwargs: dict[str, Any]) -> Scope:
 
     A recorded step works with sizes only, and a shard's layout knows the lengths of the whole pack.
     """
-    if not isinstance(batch, THDShard) and not shapes_are_static():
+    if not isinstance(batch, THDShard) and not STATIC.get():
         return Scope(Pack.from_batch(batch), None)
     pack = Pack(
         cu_seqlens_q=kwargs["cu_seq_lens_q"],

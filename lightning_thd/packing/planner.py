@@ -282,16 +282,22 @@ class PackPlanner(Resumable):
                 "max_patches": max_patches and int(max_patches),
                 "cost": [*self.settings["cost"], self.cost.patch, self.cost.patch_pair],
             }
-        self._check_steps()
+        units, n = self.entries.total if self._packs is None else self._packs.total, self.global_batch.n
+        self._steps = units // n if tail == "drop" else -(-units // n)
+        if not self._steps:
+            found = f"{units} {'sequences' if self._packs is None else 'packs'}"
+            raise ValueError(
+                f"The data set has {found}, too few for one step of {self.global_batch}. "
+                "Set tail='pad', or ask for fewer to a step."
+            )
 
     def __len__(self) -> int:
         """Return the number of steps of an epoch, the same in each."""
-        units = self.entries.total if self._packs is None else self._packs.total
-        return units // self.global_batch.n if self.tail == "drop" else -(-units // self.global_batch.n)
+        return self._steps
 
     def num_steps(self, epoch: int) -> int:
         """Return the number of steps of an epoch, the same in each."""
-        return len(self)
+        return self._steps
 
     @property
     def counts(self) -> npt.NDArray[np.uint32] | None:
@@ -359,6 +365,8 @@ class PackPlanner(Resumable):
     ) -> tuple[Spans, tuple[IntArray, IntArray]]:
         n = self.global_batch.n
         spans, offsets = packs.read(epoch, k * n, min((k + 1) * n, packs.total))
+        if n == 1:
+            return spans, (np.arange(len(spans)), offsets)
         work = self._work(spans)
         if len(offsets) - 1 < n:  # the tail: too few packs for all, but perhaps not too few sequences
             padded = self.slots.padded(spans.lengths)
@@ -376,13 +384,14 @@ class PackPlanner(Resumable):
         return spans, seated(np.arange(len(spans)), offsets, totals, dp)
 
     def _describe(self, epoch: int, k: int, dp: int, spans: Spans, offsets: IntArray) -> StepPlan:
-        lengths = read_lengths(self.entries.lengths, spans.index)
-        own, patches = self._work(spans), self.entries.patches(spans)
+        oversize, own, patches = self.entries.oversize, self._work(spans), self.entries.patches(spans)
         work = np.concatenate([[0.0], np.cumsum(own)])
         whole = spans.start == 0
-        long = whole & (lengths > self.entries.limit)
-        num_long = int(long.sum())
-        oversize = self.entries.oversize
+        num_long = lost = 0
+        if oversize in ("truncate", "split", "own_pack"):
+            over = read_lengths(self.entries.lengths, spans.index) - self.entries.limit
+            long = whole & (over > 0)
+            num_long, lost = int(long.sum()), int(over[long].sum())
         return StepPlan(
             epoch=epoch,
             step=k,
@@ -396,25 +405,17 @@ class PackPlanner(Resumable):
             real_tokens=int(spans.lengths.sum()),
             sequences=int(whole.sum()),
             truncated=num_long if oversize == "truncate" else 0,
-            truncated_tokens=int((lengths[long] - self.entries.limit).sum()) if oversize == "truncate" else 0,
+            truncated_tokens=lost if oversize == "truncate" else 0,
             split=num_long if oversize == "split" else 0,
             own_pack=num_long if oversize == "own_pack" else 0,
             weigh=self.weigh,
         )
 
-    def _check_steps(self) -> None:
-        if len(self):
-            return
-        found = f"{self.entries.total} sequences" if self._packs is None else f"{self._packs.total} packs"
-        raise ValueError(
-            f"The data set has {found}, too few for one step of {self.global_batch}. "
-            "Set tail='pad', or ask for fewer to a step."
-        )
-
     def _check_request(self, epoch: int, k: int, dp: int) -> None:
-        whole_number(dp, "dp", least=1, most=MOST_RANKS, advice="Pass the number of data-parallel ranks.")
+        if type(dp) is not int or dp != 1:
+            whole_number(dp, "dp", least=1, most=MOST_RANKS, advice="Pass the number of data-parallel ranks.")
         whole = all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in (epoch, k))
-        if not whole or epoch < 0 or not 0 <= k < len(self):
+        if not whole or epoch < 0 or not 0 <= k < self._steps:
             raise NoSuchStep(
                 f"Step {k!r} of epoch {epoch!r} was asked of epochs of {len(self)} steps. Both count from 0."
             )

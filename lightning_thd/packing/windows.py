@@ -60,7 +60,7 @@ class WindowedPacks:
             sizes.append(np.diff(offsets[low : high + 1]))
             first, place = begin + high, place + 1
         offsets = np.concatenate([np.zeros(1, np.int64), *sizes])
-        return join_spans(parts), np.cumsum(offsets)
+        return parts[0] if len(parts) == 1 else join_spans(parts), np.cumsum(offsets)
 
     def _windows(self, epoch: int) -> tuple[IntArray, IntArray]:
         kept = self._order  # read once: another thread may plan ahead

@@ -21,6 +21,7 @@ from lightning_thd._imports import available
 from lightning_thd.attention.kernels import cpu, flash, te
 from lightning_thd.attention.kernels.cpu import varlen_attention_cpu
 from lightning_thd.attention.spec import AttentionSpec
+from lightning_thd.attention.support import known_choice
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -546,6 +547,7 @@ def install_prebuilt(
 def forget() -> None:
     """Drop what was cached about the doubles."""
     available.cache_clear()
+    known_choice.cache_clear()
     flash.prebuilt_trouble.cache_clear()
     flash._INTERFACES.clear()
     te._module.cache_clear()

@@ -125,8 +125,10 @@ class SequenceIndex:
         self, dataset: MapDataset, i: int, start: int, stop: int, continued: bool = False
     ) -> dict[str, Any]:
         """Read tokens ``start`` to ``stop`` of sequence ``i`` into arrays of their own."""
-        given = check_row(dataset[i], i)
-        sample = {name: _as_array(name, value) for name, value in given.items()}
+        given: Any = dataset[i]
+        if type(given) is not dict:
+            given = check_row(given, i)
+        sample = {k: np.asarray(x) if type(x) is list else _as_array(k, x) for k, x in given.items()}
         if not self.checked:
             sample = check_sample(sample, f"Sequence {i}")
         elif "label" in sample or "labels" in sample:
@@ -146,12 +148,13 @@ class SequenceIndex:
                 "every sequence weights, or none."
             )
         if stop - start == found:
-            self._check_targets(sample, i)
+            if "labels" in sample or self.loss_tokens[i] != max(0, found - 1):
+                self._check_targets(sample, i)
         else:
             self._cut(sample, i, start, stop, continued)
         if keeps_rows(dataset):
             return sample
-        return {name: _copied(value) for name, value in sample.items()}
+        return {k: np.array(x) if type(x) is np.ndarray else _copied(x) for k, x in sample.items()}
 
     def _cut(self, sample: dict[str, Any], i: int, start: int, stop: int, continued: bool) -> None:
         """Cut a sample to tokens ``start`` to ``stop``; if it is continued, the last keeps its target."""

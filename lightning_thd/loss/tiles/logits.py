@@ -135,11 +135,17 @@ class Head:
 
     def inputs(self, rows: slice | Tensor) -> Tensor:
         """Return hidden states ``[c, H]``, cast for a product."""
-        return operand(self.counted(self.hidden, rows), self.how.compute, self.how.accumulator)
+        tile = self.hidden[rows] if self.counts is None else self.counted(self.hidden, rows)
+        if tile.dtype == self.how.compute == self.how.accumulator:
+            return tile
+        return operand(tile, self.how.compute, self.how.accumulator)
 
     def weights(self, columns: slice) -> Tensor:
         """Return rows of the weight ``[v, H]``, cast for a product."""
-        return operand(self.weight[columns], self.how.compute, self.how.accumulator)
+        tile = self.weight[columns]
+        if tile.dtype == self.how.compute == self.how.accumulator:
+            return tile
+        return operand(tile, self.how.compute, self.how.accumulator)
 
     def logits(self, x: Tensor, w: Tensor, rows: slice | Tensor, columns: slice, out: Tensor) -> Tensor:
         """Compute a tile's logits ``[c, v]`` from ``inputs`` and ``weights``, in the front of ``out``."""
@@ -249,7 +255,8 @@ class GradientSums:
             else:
                 total = self.weight[columns] if self.rows_outside and self.weight is not None else self._tile
             assert total is not None
-            accumulate(total, dx.t(), head.counted(head.hidden, rows), compute, first=rows.start == 0)
+            hidden = head.hidden[rows] if head.counts is None else head.counted(head.hidden, rows)
+            accumulate(total, dx.t(), hidden, compute, first=rows.start == 0)
         if self.low is not None:
             x, w = head.low_rank_tile(rows, columns)
             accumulate(self.low[0][rows], dx, w, compute, first=False)

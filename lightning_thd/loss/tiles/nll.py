@@ -7,6 +7,7 @@ span the whole vocabulary: their number follows from a byte budget.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +40,10 @@ class Penalties:
     z_loss: float = 0.0
 
     def __post_init__(self) -> None:
+        if (type(self.label_smoothing), type(self.z_loss)) == (float, float) and (
+            0.0 <= self.label_smoothing < 1.0 and 0.0 <= self.z_loss < math.inf
+        ):
+            return
         if not 0.0 <= real_number(self.label_smoothing, "label_smoothing") < 1.0:
             raise ValueError(f"label_smoothing is {self.label_smoothing!r}, wanted at least 0 and below 1.")
         if not real_number(self.z_loss, "z_loss") >= 0.0:

@@ -111,7 +111,7 @@ def exponential(x: Tensor, *, out: Tensor) -> Tensor:
 def product(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
     """Write ``a @ b.T``, ``[c, k]`` and ``[v, k]``, into ``out``, ``[c, v]`` in the accumulator's dtype."""
     if a.dtype == out.dtype:
-        found = one_dnn_product(a, b.t())
+        found = None if a.numel() * b.shape[0] < _WORTH_A_KERNEL else one_dnn_product(a, b.t())
         return torch.mm(a, b.t(), out=out) if found is None else out.copy_(found)
     if a.is_cuda:
         return torch.mm(a, b.t(), out_dtype=out.dtype, out=out)
@@ -136,7 +136,8 @@ def accumulate(total: Tensor, a: Tensor, b: Tensor, compute: torch.dtype, *, fir
         a, b = a.to(compute).to(total.dtype), b.to(compute).to(total.dtype)
         rows = max(1, _SUMMED // max(1, b.shape[1]) if a.device.type == "cpu" else a.shape[0])
         for start in range(0, a.shape[0], rows):  # oneDNN's product is a tensor of its own
-            part, found = total[start : start + rows], one_dnn_product(a[start : start + rows], b)
+            part, large = total[start : start + rows], a.numel() * b.shape[1] >= _WORTH_A_KERNEL
+            found = one_dnn_product(a[start : start + rows], b) if large else None
             if found is None:  # not in place: torch counts no FLOPs there
                 torch.addmm(part, a[start : start + rows], b, beta=0 if first else 1, out=part)
             elif first:

@@ -28,17 +28,17 @@ from lightning_thd.parallel.pipeline.split import Split
 if TYPE_CHECKING:
     from lightning_thd.parallel.routers import RouterRelay
 
-_ATTRIBUTE = "_thd_pipeline_stage"
+STAGE = "_thd_pipeline_stage"
 
 
 def stage_of(model: object) -> Stage | None:
     """Return the ``Stage`` of a model that was cut by depth, or None."""
-    return getattr(model, "__dict__", {}).get(_ATTRIBUTE)
+    return getattr(model, "__dict__", {}).get(STAGE)
 
 
 def set_stage(model: nn.Module, stage: Stage) -> None:
     """Keep the ``Stage`` of a model that was cut."""
-    model.__dict__[_ATTRIBUTE] = stage
+    model.__dict__[STAGE] = stage
 
 
 class Stage:
