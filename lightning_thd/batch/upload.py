@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_thd.seqlens import position_ids_from_cu_seqlens
 
@@ -51,7 +51,7 @@ class PinnedBatch:
                 continue
             travels = torch.int32 if _fits(tensor) else tensor.dtype
             self._parts[name] = _Part(size, travels, tensor.shape, tensor.dtype)
-            size += -(-tensor.numel() * travels.itemsize // _ALIGNED) * _ALIGNED
+            size += _aligned(tensor.numel() * travels.itemsize)
         self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         for name, part in self._parts.items():
             _view(self._buffer, part).copy_(tensors[name])
@@ -68,16 +68,33 @@ class PinnedBatch:
         return found
 
 
-def uploaded(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """Copy arrays of one dtype to a device; to a CUDA device in one pinned copy that does not block."""
-    tensors = [torch.from_numpy(array) for array in arrays]
-    if device.type != "cuda":
-        return [tensor.to(device, non_blocking=True) for tensor in tensors]
-    sizes = [tensor.numel() for tensor in tensors]
-    pinned = torch.empty(sum(sizes), dtype=tensors[0].dtype, pin_memory=True)
-    torch.cat([tensor.flatten() for tensor in tensors], out=pinned)
-    parts = torch.split(pinned.to(device, non_blocking=True), sizes)
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+def uploaded(found: Any, device: torch.device) -> Any:
+    """Copy the numpy arrays in nested tuples and lists to a device, and return these with tensors.
+
+    To a CUDA device all arrays travel in one pinned copy that does not block.
+    """
+    leaves, structure = tree_flatten(found)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)]
+    tensors = [torch.from_numpy(leaves[i]) for i in places]
+    if device.type == "cuda":
+        parts, size = list[_Part](), 0
+        for tensor in tensors:
+            parts.append(_Part(size, tensor.dtype, tensor.shape, tensor.dtype))
+            size += _aligned(tensor.numel() * tensor.dtype.itemsize)
+        pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        for part, tensor in zip(parts, tensors, strict=True):
+            _view(pinned, part).copy_(tensor)
+        buffer = pinned.to(device, non_blocking=True)
+        tensors = [_view(buffer, part) for part in parts]
+    else:
+        tensors = [tensor.to(device, non_blocking=True) for tensor in tensors]
+    for i, tensor in zip(places, tensors, strict=True):
+        leaves[i] = tensor
+    return tree_unflatten(leaves, structure)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
 
 
 def _view(buffer: Tensor, part: _Part) -> Tensor:

@@ -146,7 +146,7 @@ def _own_part(batch: THDBatch, at: ShardLayout) -> THDShard:
         input_ids=batch.input_ids.index_select(-1, own),
         targets=batch.targets.index_select(-1, own),
         position_ids=batch.position_ids.index_select(-1, own),
-        cu_seqlens=offsets_of(real, at.device),
+        cu_seqlens=at.put(offsets_of(real)),
         cu_seqlens_padded=at.offsets(),
         max_seqlen=max(1, int(at.held.max(initial=1))),
         loss_scale=batch.loss_scale * at.cp,

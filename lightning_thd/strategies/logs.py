@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import lightning.pytorch as L
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -21,6 +22,7 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_thd._user_code import user_line
 from lightning_thd.batch import THDBatch
+from lightning_thd.batch.upload import uploaded
 from lightning_thd.parallel.pipeline.channel import Channel
 
 _FX = "training_step"
@@ -276,6 +278,10 @@ def _copied(state: Any) -> Any:
     return list(state) if isinstance(state, list) else state
 
 
+def _is_away(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_cpu
+
+
 class RecordedLogs:
     """Records the ``self.log`` calls of a pipeline's step, and logs those of the last stage on every stage.
 
@@ -312,24 +318,26 @@ class RecordedLogs:
             if before is not None:
                 module.__dict__["log"] = before
 
-    def values(self, microbatches: int) -> list[dict[str, float]]:
-        """Return what the last stage logged in each microbatch, on that stage."""
+    def values(self, losses: Sequence[Tensor]) -> tuple[list[float], list[dict[str, float]]]:
+        """Return the last stage's losses and what it logged in each microbatch, by one read of the device."""
         chunk = max(chunk for _, chunk in self._calls)
-        return [
-            {name: float(value) for name, (value, _) in self._calls[m, chunk].items()}
-            for m in range(microbatches)
-        ]
+        logged = [{k: value for k, (value, _) in self._calls[m, chunk].items()} for m in range(len(losses))]
+        away = [*losses, *(x for row in logged for x in row.values() if _is_away(x))]
+        numbers = iter(torch.stack([x.reshape(()).double() for x in away]).tolist())
+        found = [next(numbers) for _ in losses]
+        rows = [{k: next(numbers) if _is_away(x) else float(x) for k, x in row.items()} for row in logged]
+        return found, rows
 
     def log(self, batches: Sequence[THDBatch], logged: Sequence[Mapping[str, float]]) -> None:
         """Log the last stage's values of every microbatch, in running order, on this rank."""
         module, device = self._trainer.lightning_module, self._trainer.strategy.root_device
         logs = StepLogs(self._trainer, microbatches=len(logged))
+        # On the device: sync_dist reduces them there, and NCCL refuses CPU tensors.
+        rows = uploaded([np.array([*values.values()], np.float64) for values in logged], device)
         for m, values in enumerate(logged):
             before = logs.begin(batches[m])
-            for name, value in values.items():
-                # On the device: sync_dist reduces it there, and NCCL refuses CPU tensors.
-                on_device = torch.tensor(value, dtype=torch.float64, device=device)
-                module.log(name, on_device, **self._options(m, name))
+            for name, value in zip(values, rows[m], strict=True):
+                module.log(name, value, **self._options(m, name))
             logs.end(before)
         logs.finish()
 

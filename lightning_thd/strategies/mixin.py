@@ -48,6 +48,15 @@ from lightning_thd.strategies.shards import Unfrozen, WeightShards
 _NOT_GIVEN: Any = object()
 
 
+def _all_reduced(tensor: Tensor, group: Any, reduce_op: str) -> Tensor:
+    """Reduce over ranks in place, as Lightning does, without the barrier that makes the host wait first."""
+    mean = reduce_op.lower() in ("mean", "avg")
+    dist.all_reduce(
+        tensor, op=dist.ReduceOp.SUM if mean else getattr(dist.ReduceOp, reduce_op.upper()), group=group
+    )
+    return tensor.div_(dist.get_world_size(group)) if mean else tensor
+
+
 class THDStrategyMixin(Strategy):
     """Runs steps of varying microbatches: put it before a Lightning strategy in the bases of your own.
 
@@ -343,6 +352,9 @@ class THDStrategyMixin(Strategy):
         mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
         if mean and isinstance(tensor, torch.Tensor) and not tensor.is_floating_point():
             tensor = tensor.to(torch.float64)
+        several = isinstance(tensor, torch.Tensor) and dist.is_initialized()
+        if several and isinstance(reduce_op, str) and dist.get_world_size() > 1:
+            return _all_reduced(tensor, dist.group.WORLD if group is None else group, reduce_op)
         return super().reduce(tensor, group, reduce_op=reduce_op, **kwargs)  # type: ignore[safe-super]
 
     def _group_of_sums(self) -> dist.ProcessGroup | None:

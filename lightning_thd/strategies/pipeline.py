@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import lightning.pytorch as L
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -17,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_thd._user_code import described
 from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.batch.upload import uploaded
 from lightning_thd.parallel.mesh import another_group
 from lightning_thd.parallel.messages import on_host
 from lightning_thd.parallel.pipeline import Op, Schedule, expected_bubble, make_schedule
@@ -50,6 +53,11 @@ class Pipeline:
         self.stage: Stage | None = None
         self.waited = self.expected_wait = 0.0
         self.compared = False  # whether the stages have compared how they make the loss
+
+    @cached_property
+    def host_group(self) -> dist.ProcessGroup:
+        """The stages' group for objects, in CPU memory; making it is a collective of the stages."""
+        return on_host(self.channel.down)
 
     def _make_channel(self) -> Channel:
         """Create one process group for activations and one for gradients; a collective of the job."""
@@ -138,7 +146,7 @@ class Pipeline:
         """Gather the weights of all stages in CPU memory of the first, a tied one once; a collective."""
         names = {name.partition(".")[2] for name in self.head_name}
         own = {name: value for name, value in state.items() if name not in names}
-        group = on_host(self.channel.down)
+        group = self.host_group
         first = group.rank() == 0
         parts: list[Any] | None = [None] * group.size() if first else None
         dist.gather_object(own, parts, dst=dist.get_global_rank(group, 0), group=group)
@@ -342,9 +350,9 @@ class PipelineStep:
         n, chunk = len(self._batches), self.stage.chunks - 1
         message: list[Any] = [None]
         if self.stage.holds_head:
-            values = [float(self._values[m]) for m in range(n)]
-            message = [(values, self._logs.values(n), [self._graphs[m, chunk] for m in range(n)])]
-        group = self.channel.down
+            numbers = self._logs.values([self._values[m] for m in range(n)])
+            message = [(*numbers, [self._graphs[m, chunk] for m in range(n)])]
+        group = self._pipeline.host_group  # in GPU memory the objects would be read back
         dist.broadcast_object_list(message, dist.get_global_rank(group, self.channel.ranks - 1), group=group)
         losses, logged, graphs = message[0]
         self._logs.log(self._batches, logged)
@@ -357,7 +365,7 @@ class PipelineStep:
         if differs is not None:
             _refuse_decision(self._strategy.lightning_module, *differs)
         device = self._strategy.root_device
-        return [torch.tensor(value, dtype=torch.float64, device=device) for value in losses]
+        return list(uploaded(np.array(losses, np.float64), device))
 
     def _log_bubble(self) -> None:
         trainer: L.Trainer = self._strategy._trainer

@@ -11,10 +11,9 @@ Legend: T slots, B sequences of a group, R rows of queries, K keys, H query head
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_thd.attention.kernels.cpu_tiles import product_backward, product_forward
 from lightning_thd.attention.kernels.raw import Saved
 from lightning_thd.attention.spec import AttentionSpec, Offsets
+from lightning_thd.batch.upload import uploaded
 
 # Padding may lengthen a group's shortest sequence by this factor and so many rows.
 _PADDING, _FREE = 1.25, 8
@@ -34,8 +34,7 @@ _SCORES = 1 << 20
 _KNOWN: Any = WeakTensorKeyDictionary()
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(NamedTuple):
     """Rows of the pack that form a padded batch of ``length`` rows each.
 
     ``taken`` are the pack's rows, padding included. ``real`` are rows of the batch whose result counts, and
@@ -56,8 +55,7 @@ class Rows:
         whole.index_copy_(0, self.target, part.flatten(0, 1).index_select(0, self.real).to(whole.dtype))
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(NamedTuple):
     """Sequences of like length as one batch; ``hidden`` is bool ``[B, 1, R, K]``, or None if ``causal``."""
 
     q: Rows
@@ -190,12 +188,12 @@ def _make_groups(
             last.append(one)
         else:
             groups.append([one])
-    return tuple(_make_group(members, left, right, device) for members in groups)
+    made: tuple[Group, ...] = uploaded(tuple(_make_group(each, left, right) for each in groups), device)
+    return made
 
 
-def _make_group(
-    members: list[tuple[int, int, int, int]], left: int, right: int, device: torch.device
-) -> Group:
+def _make_group(members: list[tuple[int, int, int, int]], left: int, right: int) -> Group:
+    """Return a group with arrays in place of tensors, for one upload of all groups."""
     lengths, key_lengths, starts, key_starts = np.array(members, dtype=np.int64).T
     rows, keys = int(lengths.max()), int(key_lengths.max())
     row, key = np.arange(rows), np.arange(keys)
@@ -204,20 +202,17 @@ def _make_group(
     k = key_starts[:, None] + np.where(real_k, key, 0)
     # queries never see the padding behind them
     causal = right == 0 and left < 0 and bool((lengths == key_lengths).all())
-    hidden = None
+    hidden: Any = None
     if not causal:
         distance = key - row[:, None] - (key_lengths - lengths)[:, None, None]
         mask = ~real_k[:, None, :] | np.zeros((1, rows, 1), dtype=bool)
         mask |= (distance < -left) if left >= 0 else False
         mask |= (distance > right) if right >= 0 else False
-        hidden = torch.from_numpy(mask[:, None]) if mask.any() else None
+        hidden = mask[:, None] if mask.any() else None
     if right >= 0:  # the first queries may see nothing
         real &= row + (key_lengths - lengths)[:, None] + right >= 0
-    sides = _rows(q, real, device), _rows(k, real_k, device)
-    return Group(*sides, None if hidden is None else hidden.to(device), causal)
+    return Group(_rows(q, real), _rows(k, real_k), hidden, causal)
 
 
-def _rows(taken: Any, real: Any, device: torch.device) -> Rows:
-    arrays = (taken.ravel(), np.flatnonzero(real), taken[real])
-    a, b, c = (torch.from_numpy(x).to(device) for x in arrays)
-    return Rows(a, b, c, taken.shape[1])
+def _rows(taken: Any, real: Any) -> Rows:
+    return Rows(taken.ravel(), np.flatnonzero(real), taken[real], taken.shape[1])  # type: ignore[arg-type]

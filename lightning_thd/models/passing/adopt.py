@@ -261,9 +261,10 @@ def _reach(layout: ShardLayout, left: int) -> _Reach:
     groups = plan_groups(plan.kv_lengths.tolist(), torch.device("cpu"))
     ends = np.cumsum(plan.kv_lengths)
     own = partition.ranges(ends - plan.q_lengths, ends)
-    sources = tuple(source.to(layout.device, non_blocking=True) for source in groups.sources)
+    on_host = [source.numpy() for source in groups.sources]
+    *sources, here = layout.put([*on_host, groups.back.numpy()[own]])
     return _Reach(
         needs.needed_call(layout, causal=True, left=left).kv_index,
-        Groups(sources=sources, back=groups.back),
-        layout.put(groups.back.numpy()[own]),
+        Groups(sources=tuple(sources), back=groups.back),
+        here,
     )

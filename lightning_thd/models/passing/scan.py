@@ -317,8 +317,8 @@ def _on_pack(recurrence: Recurrence, inputs: Inputs, layout: ShardLayout) -> Ten
     def make() -> tuple[list[_Rows], Tensor]:
         lengths = np.asarray([length for length in layout.padded_lengths if length], dtype=np.int64)
         found = _group(np.stack([np.cumsum(lengths) - lengths, lengths]), layout.slots)
-        own = layout.put(_back([found], layout.slots)).index_select(0, layout.own)
-        return _put(found, layout), own
+        rows, back = layout.put((found, _back([found], layout.slots)))
+        return [_Rows(*each) for each in rows], back.index_select(0, layout.own)
 
     groups, back = layout.once("recurrences of the pack", make)
     outputs: list[Tensor] = []
@@ -330,18 +330,21 @@ def _on_pack(recurrence: Recurrence, inputs: Inputs, layout: ShardLayout) -> Ten
 def _plan(layout: ShardLayout) -> _At:
     plan, slots = plan_states(layout.padded_lengths, **layout.cut, rank=layout.rank), layout.local_slots
     kinds = [_group(kind, slots) for kind in (plan.opening, plan.spanning, plan.closing, plan.whole)]
-    opening, spanning, closing, whole = (_put(kind, layout) for kind in kinds)
+    steps = [(step.states, step.changes) for step in plan.steps]
+    sent = (*kinds, _back(kinds, slots), [*plan.send_states], [*plan.send_changes], steps, plan.entering)
+    *groups, back, send_states, send_changes, steps, entering = layout.put(sent)
+    opening, spanning, closing, whole = ([_Rows(*each) for each in kind] for kind in groups)
     return _At(
         plan=plan,
         whole=whole,
         opening=opening,
         spanning=spanning,
         closing=closing,
-        back=layout.put(_back(kinds, slots)),
-        send_states=[layout.put(i) for i in plan.send_states],
-        send_changes=[layout.put(i) for i in plan.send_changes],
-        steps=[(layout.put(step.states), layout.put(step.changes)) for step in plan.steps],
-        entering=layout.put(plan.entering),
+        back=back,
+        send_states=send_states,
+        send_changes=send_changes,
+        steps=steps,
+        entering=entering,
     )
 
 
@@ -356,10 +359,6 @@ def _group(kind: Ints, slots: int) -> _HostRows:
         (members.numpy(), rows[grid.numpy()])
         for members, grid in group_rows(lengths.tolist(), torch.device("cpu"))
     ]
-
-
-def _put(groups: _HostRows, layout: ShardLayout) -> list[_Rows]:
-    return [_Rows(layout.put(members), layout.put(slots)) for members, slots in groups]
 
 
 def _back(kinds: list[_HostRows], slots: int) -> Ints:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -82,9 +83,10 @@ class ShardLayout:
         self.slots = sum(self.padded_lengths)
         self.local_slots = self.slots // cp
         own = partition.rank_indices(self.padded_lengths, cp=cp, rank=rank, layout=layout)
-        self.own = self.put(own)
         self.held = partition.held_lengths(self.padded_lengths, cp=cp, rank=rank, layout=layout)
-        self.cu_seqlens = offsets_of(self.held, self.device)
+        self.own: Tensor
+        self.cu_seqlens: Tensor
+        self.own, self.cu_seqlens = self.put((own, offsets_of(self.held)))
         self.used = False  # whether any attention has asked for it
         self.over = False  # whether the job that cut it has ended
         self.cache: dict[Any, Any] = {}
@@ -101,9 +103,9 @@ class ShardLayout:
         """Return int64 ``[T]`` such that ``gathered[restore]`` is in pack order; None if it already is."""
         if self.layout == "contiguous":
             return None
-        return self.once(
-            "restore", lambda: self.put(partition.restore_indices(self.padded_lengths, **self.cut))
-        )
+        lengths = self.padded_lengths
+        found: Tensor = self.once("restore", lambda: self.put(partition.restore_indices(lengths, **self.cut)))
+        return found
 
     @property
     def gathered(self) -> Tensor | None:
@@ -112,12 +114,14 @@ class ShardLayout:
             return None
         ranks, lengths = range(self.cp), self.padded_lengths
         shards = (partition.rank_indices(lengths, rank=rank, **self.cut) for rank in ranks)
-        return self.once("gathered", lambda: self.put(np.concatenate(list(shards))))
+        found: Tensor = self.once("gathered", lambda: self.put(np.concatenate(list(shards))))
+        return found
 
     @property
     def pack_offsets(self) -> Tensor:
         """Return int32 ``[S + 1]``, the offsets of the sequences in the whole pack."""
-        return self.once("offsets", lambda: offsets_of(np.asarray(self.padded_lengths), self.device))
+        found: Tensor = self.once("offsets", lambda: self.put(offsets_of(np.asarray(self.padded_lengths))))
+        return found
 
     def call(self, *, causal: bool, left: int) -> Call:
         """Return the kernel call of this rank's queries on gathered keys, computed once a batch."""
@@ -133,10 +137,13 @@ class ShardLayout:
     def make_call(self, where: partition.Ints | None, *, causal: bool, left: int) -> Call:
         """Build the kernel call on keys; ``where`` has the row of each slot of the pack, or is None."""
         plan = partition.plan_keys(self.padded_lengths, **self.cut, rank=self.rank, causal=causal, left=left)
+        kv_index = plan.kv_slots if where is None else where[plan.kv_slots]
+        on_host = kv_index, offsets_of(plan.q_lengths), offsets_of(plan.kv_lengths)
+        rows, cu_seqlens_q, cu_seqlens_kv = self.put(on_host)
         return Call(
-            kv_index=self.put(plan.kv_slots if where is None else where[plan.kv_slots]),
-            cu_seqlens_q=offsets_of(plan.q_lengths, self.device),
-            cu_seqlens_kv=offsets_of(plan.kv_lengths, self.device),
+            kv_index=rows,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_kv,
             max_seqlen_q=int(plan.q_lengths.max(initial=1)),
             max_seqlen_kv=int(plan.kv_lengths.max(initial=1)),
         )
@@ -161,15 +168,14 @@ class ShardLayout:
     def check_varying(self, communication: str) -> None:
         """Do nothing; layouts of fixed size refuse communication whose sizes follow lengths."""
 
-    def put(self, indices: partition.Ints) -> Tensor:
-        """Copy host indices to the device without waiting."""
-        return uploaded([indices], self.device)[0]
+    def put(self, indices: Any) -> Any:
+        """Copy host arrays, in tuples or lists of any depth, to the device at once, without waiting."""
+        return uploaded(indices, self.device)
 
 
-def offsets_of(lengths: partition.Ints, device: torch.device) -> Tensor:
-    """Return int32 offsets ``[n + 1]`` on ``device``: the lengths summed up from 0."""
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    return uploaded([offsets], device)[0]
+def offsets_of(lengths: partition.Ints) -> npt.NDArray[np.int32]:
+    """Return int32 offsets ``[n + 1]`` on the host: the lengths summed up from 0."""
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 
 # Layouts by the address of their offsets. A layout keeps that memory alive, so any other tensor at that

@@ -319,18 +319,21 @@ def block_calls(layout: ShardLayout, *, causal: bool, left: int, gathered: bool)
                 rows: Ints = np.arange(source * slots, (source + 1) * slots)
             else:
                 rows = where[partition.rank_indices(layout.padded_lengths, **layout.cut, rank=source)]
-            calls.append(_put_block(layout, block, rows))
-        return calls
+            calls.append(_block_call(block, rows))
+        found: list[BlockCall] = layout.put(calls)
+        return found
 
     return layout.once(("blocks", causal, left, gathered), make)
 
 
 def ring_steps(layout: ShardLayout, *, causal: bool, left: int) -> list[RingStep]:
     """Return the steps of the ring: this rank's keys first, then those of ranks one, two, ... before it."""
-    distances = range(layout.cp)
-    return layout.once(
-        ("ring", causal, left), lambda: [_ring_step(layout, d, causal, left) for d in distances]
-    )
+
+    def make() -> list[RingStep]:
+        steps: list[RingStep] = layout.put([_ring_step(layout, d, causal, left) for d in range(layout.cp)])
+        return steps
+
+    return layout.once(("ring", causal, left), make)
 
 
 def _ring_step(layout: ShardLayout, distance: int, causal: bool, left: int) -> RingStep:
@@ -343,20 +346,24 @@ def _ring_step(layout: ShardLayout, distance: int, causal: bool, left: int) -> R
         sent = needed_rows(layout.padded_lengths, rank=to, source=layout.rank, **how)
         received = needed_rows(layout.padded_lengths, rank=layout.rank, source=source, **how)
         where[received] = np.arange(len(received))
-    call = None if block is None else _put_block(layout, block, where)
-    return RingStep(to, source, layout.put(sent), len(received), call)
+    sends: Any = sent
+    return RingStep(to, source, sends, len(received), None if block is None else _block_call(block, where))
 
 
 def _block_of(layout: ShardLayout, rank: int, source: int, causal: bool, left: int) -> Block | None:
     return plan_block(layout.padded_lengths, **layout.cut, rank=rank, source=source, causal=causal, left=left)
 
 
-def _put_block(layout: ShardLayout, block: Block, where: Ints) -> BlockCall:
+def _block_call(block: Block, where: Ints) -> BlockCall:
+    """Return the call with its indices on the host, for ``layout.put``."""
+    q_rows: Any = block.q_rows
+    kv_rows: Any = where[block.kv_rows]
+    offsets: Any = offsets_of(block.q_lengths), offsets_of(block.kv_lengths)
     return BlockCall(
-        q_rows=None if block.q_rows is None else layout.put(block.q_rows),
-        kv_index=layout.put(where[block.kv_rows]),
-        cu_seqlens_q=offsets_of(block.q_lengths, layout.device),
-        cu_seqlens_kv=offsets_of(block.kv_lengths, layout.device),
+        q_rows=q_rows,
+        kv_index=kv_rows,
+        cu_seqlens_q=offsets[0],
+        cu_seqlens_kv=offsets[1],
         max_seqlen_q=int(block.q_lengths.max()),
         max_seqlen_kv=int(block.kv_lengths.max()),
         left=block.left,
