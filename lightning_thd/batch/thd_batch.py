@@ -364,8 +364,7 @@ class THDBatch(_Pinned):
             one, ``cu_seq_lens_real`` too, cumulative lengths without padding.
         """
         position_ids = self.position_ids
-        # Sequences that are padded one by one have offsets of their own for real tokens.
-        padded = self.lengths != self.padded_lengths[: len(self.lengths)]
+        real = self._real_offsets()
         return {
             "input_ids": self.input_ids[None],
             "position_ids": position_ids[None] if position_ids.ndim == 1 else position_ids[:, None],
@@ -375,9 +374,13 @@ class THDBatch(_Pinned):
             "max_length_q": self.max_seqlen,
             "max_length_k": self.max_seqlen,
             "use_cache": False,
-            **({"cu_seq_lens_real": self.cu_seqlens} if padded else {}),
+            **({} if real is None else {"cu_seq_lens_real": real}),
             **self.extras,
         }
+
+    def _real_offsets(self) -> Tensor | None:
+        """Return the offsets of real tokens if sequences are padded one by one, else None."""
+        return None if self.lengths == self.padded_lengths[: len(self.lengths)] else self.cu_seqlens
 
     def unpack(self, x: Tensor) -> list[Tensor]:
         """Split a per-token tensor into one view a sequence, pads left out.

@@ -242,7 +242,12 @@ def test_unpack_wants_one_row_a_slot() -> None:
         ([[1, 2]], {}, TypeError, "Sample 0 is a list.*wanted a dict"),
         ({"input_ids": [1]}, {}, TypeError, "samples is a dict.*wanted a list of dicts"),
         ([{"input_ids": [1]}], {"pad_to": 2**31}, ValueError, "past int32"),
-        ([{"input_ids": [1]}], {"loss_scale": -1.0}, ValueError, "loss_scale=-1.0; wanted 0 or more"),
+        (
+            [{"input_ids": [1]}],
+            {"loss_scale": -1.0},
+            ValueError,
+            "loss_scale=-1.0; wanted a finite number",
+        ),
         (
             [{"input_ids": [1], "x": torch.ones(1, 2)}, {"input_ids": [1], "x": torch.ones(1, 3)}],
             {},

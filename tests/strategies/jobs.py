@@ -194,7 +194,7 @@ def train(
     module = Job(family, dtype)
     trainer = make_trainer(layout, family, accumulate_grad_batches=accumulate, **(trainer_options or {}))
     trainer.fit(module, data(step))
-    losses = torch.tensor(module.losses, dtype=torch.float64)
+    losses = torch.tensor(module.losses, dtype=torch.float64, device=trainer.strategy.root_device)
     if dist.is_initialized():
         dist.all_reduce(losses)
         losses /= dist.get_world_size()
