@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks import gpu_parts
+from benchmarks.gpu_doubts import listed
 from benchmarks.gpu_parts import Part, Row, in_order
 
 # A part may take so many times what is expected of it, and so long at least (its process starts cold).
@@ -227,8 +228,10 @@ def main(argv: list[str] | None = None) -> int:
         print(plan_table(planned, budget_s=budget_s))
     if not can_run:
         print(f"No CUDA device: torch {torch.__version__} sees none, so nothing is run.", file=sys.stderr)
-        return 0 if args.plan else 2
+        if not args.plan:
+            return 2
     if args.plan:
+        print(f"\nDoubts that only a GPU settles:\n{listed()}")
         return 0
     return _run_all(planned, args, budget_s=budget_s, of=of)
 

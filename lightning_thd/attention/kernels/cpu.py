@@ -193,10 +193,40 @@ def _attend_few(
     return torch.cat([cpu_tiles.flash(q, k, v, 0.0, causal, scale=scale)[0] for q, k, v, causal in each], 2)
 
 
+def _few_forward(few: _Few, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return out and lse of the calls of ``_attend_few``, which are the same to the bit."""
+    parts = _heads_first(q, few.rows), _heads_first(k, few.keys), _heads_first(v, few.keys)
+    each = zip(*parts, few.causal, strict=True)
+    found = [cpu_tiles.flash(q, k, v, 0.0, causal, scale=scale) for q, k, v, causal in each]
+    out, lse = (torch.cat(x, 2)[0].transpose(0, 1) for x in zip(*found, strict=True))
+    return out.contiguous(), lse.contiguous()
+
+
+def _few_backward(
+    few: _Few, by_q: tuple[Tensor, ...], by_k: tuple[Tensor, ...], scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of ``_few_forward`` from (grad, q, out, lse) and (k, v)."""
+    grads, queries, outs, sums = (_heads_first(x, few.rows) for x in by_q)
+    keys, values = (_heads_first(x, few.keys) for x in by_k)
+    found = [
+        cpu_tiles.flash_backward_op(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
+        for grad, q, k, v, out, lse, causal in zip(
+            *(grads, queries, keys, values, outs, sums, few.causal), strict=True
+        )
+    ]
+    dq, dk, dv = (torch.cat(x, 2)[0].transpose(0, 1).contiguous() for x in zip(*found, strict=True))
+    return dq, dk, dv
+
+
+def _heads_first(x: Tensor, lengths: list[int]) -> tuple[Tensor, ...]:
+    """Split ``[T, H, ...]`` into ``[1, H, length, ...]`` a sequence."""
+    return torch.split(x.transpose(0, 1).unsqueeze(0), lengths, 2)
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, work: _Work, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        out, lse = _forward(work.plan(by_keys=False), q, k, v, work.spec, sinks)
+        out, lse = _forward(work, q, k, v, sinks)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.work = work
         return out
@@ -209,7 +239,7 @@ class _Attention(torch.autograd.Function):
             cu_q, cu_kv = (torch.tensor(cu, dtype=torch.int32) for cu in (work.cu_q, work.cu_kv))
             dq, dk, dv = _backward_op(grads[0], q, k, v, out, lse, cu_q, cu_kv, *_options(work.spec))
         else:
-            dq, dk, dv = _backward(work.plan(by_keys=True), grads[0], q, k, v, out, lse, work.spec)
+            dq, dk, dv = _backward(work, grads[0], q, k, v, out, lse)
         dsinks = None if sinks is None else sinks_gradient(grads[0], out, lse, sinks)
         return None, dq, dk, dv, dsinks
 
@@ -329,14 +359,21 @@ def forward(
     Returns out ``[Tq, H, E]`` in the dtype of q and lse ``[Tq, H]`` in fp32 (fp64 for fp64), the sink
     included; a query that sees nothing has out 0 and lse -inf.
     """
-    plan = _plan(tuple(cu_q), tuple(cu_kv), q_THD.shape[1:], spec, by_keys=False)
-    return _forward(plan, q_THD, k_THD, v_THE, spec, sinks)
+    return _forward(_work_of(q_THD, k_THD, v_THE, cu_q, cu_kv, spec), q_THD, k_THD, v_THE, sinks)
 
 
-def _forward(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sinks: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _work_of(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Sequence[int], cu_kv: Sequence[int], spec: AttentionSpec
+) -> _Work:
+    return _work(tuple(cu_q), tuple(cu_kv), spec, q.shape[1:], k.shape[1], v.shape[2], q.dtype)
+
+
+def _forward(work: _Work, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     q, k, v = (_dense_rows(x) for x in (q, k, v))
+    if work.few is not None:
+        out, lse = _few_forward(work.few, q, k, v, work.spec.scale)
+        return (out, lse) if sinks is None else apply_sinks(out, lse, sinks)
+    plan, spec = work.plan(by_keys=False), work.spec
     if plan.at_once is not None and q.shape[2] == v.shape[2] and q.dtype != torch.float16:
         out, lse = _forward_at_once(plan.at_once, q, k, v, spec)
         return (out, lse) if sinks is None else apply_sinks(out, lse, sinks)
@@ -364,22 +401,18 @@ def backward(
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of ``forward`` to q, k and v, contiguous and in their dtypes."""
-    plan = _plan(tuple(cu_q), tuple(cu_kv), q_THD.shape[1:], spec, by_keys=True)
-    return _backward(plan, grad_out, q_THD, k_THD, v_THE, out, lse, spec)
+    work = _work_of(q_THD, k_THD, v_THE, cu_q, cu_kv, spec)
+    return _backward(work, grad_out, q_THD, k_THD, v_THE, out, lse)
 
 
 def _backward(
-    plan: Plan,
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    spec: AttentionSpec,
+    work: _Work, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     by_q = tuple(_dense_rows(x) for x in (grad, q, out, lse))
     by_k = tuple(_dense_rows(x) for x in (k, v))
+    if work.few is not None:
+        return _few_backward(work.few, by_q, by_k, work.spec.scale)
+    plan, spec = work.plan(by_keys=True), work.spec
     if plan.at_once is not None and q.shape[2] == v.shape[2] and q.dtype == lse.dtype:
         return _backward_at_once(plan.at_once, by_q, by_k, spec)
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, *by_k))

@@ -14,7 +14,7 @@ from lightning_thd.attention.kernels.cpu_plan import Tiles
 from lightning_thd.attention.spec import AttentionSpec
 
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+flash_backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 # The causal mask that is kept has this many rows and keys, 256 KiB in fp32.
 _SMALL = 256
 
@@ -103,7 +103,7 @@ def flash_backward(
     k, v = (_share_heads(x, q_BRHD.shape[2]) for x in (k_BKGD, v_BKGD))
     heads_first = (x.to(wide).transpose(1, 2) for x in (grad, q_BRHD, k, v, out))
     mask = _expand(mask if mask is None else mask.to(wide))
-    grads = _flash_backward(*heads_first, lse_BRH.transpose(1, 2), 0.0, causal, attn_mask=mask, scale=scale)
+    grads = flash_backward_op(*heads_first, lse_BRH.transpose(1, 2), 0.0, causal, attn_mask=mask, scale=scale)
     dq, dk, dv = (x.transpose(1, 2) for x in grads)
     kv_heads = k_BKGD.shape[2]
     return dq.to(narrow), _sum_heads(dk, kv_heads).to(narrow), _sum_heads(dv, kv_heads).to(narrow)
@@ -115,7 +115,7 @@ def kernel_shares_heads() -> bool:
     q, kv = torch.ones(1, 2, 1, 8), torch.ones(1, 1, 1, 8)
     try:
         out, lse = flash(q, kv, kv, 0.0, False)
-        grads = _flash_backward(q, q, kv, kv, out, lse, 0.0, False)
+        grads = flash_backward_op(q, q, kv, kv, out, lse, 0.0, False)
     except RuntimeError:
         return False
     return torch.equal(out, q) and grads[2].shape == kv.shape and torch.equal(grads[2], 2 * kv)
