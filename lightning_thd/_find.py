@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -66,11 +67,12 @@ def text_config(config: Any) -> Any:
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
-def holds_text_config(config: Any) -> bool:
-    """Return whether a transformers config may hold another one for its language model.
+# Where transformers configs hold the one of their language model. ``get_text_config`` looks for the same
+# names, but reads some twenty attributes and copies the config of an encoder-decoder.
+TEXT_CONFIGS = frozenset(("decoder", "generator", "text_config"))
 
-    ``get_text_config`` looks for the same names, but reads some twenty attributes and copies the config of
-    an encoder-decoder.
-    """
-    own, kind = vars(config), type(config)
-    return any(name in own or hasattr(kind, name) for name in ("decoder", "generator", "text_config"))
+
+@cache
+def kind_holds_text_config(kind: Any) -> bool:
+    """Return whether a class of transformers configs has one of ``TEXT_CONFIGS``."""
+    return any(hasattr(kind, name) for name in TEXT_CONFIGS)

@@ -109,7 +109,7 @@ def lay_out(
             slots=slots,
             loss_tokens=loss_tokens,
             windows=windows,
-            **counted(extras, vision),
+            **(counted(extras, vision) if extras or (vision is not None and vision.windows) else {}),
         ),
         "sequence_ids": _sequence_ids(sequence_ids, len(lengths)),
         "max_targets": loss_tokens,

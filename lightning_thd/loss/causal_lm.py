@@ -148,7 +148,11 @@ def causal_lm_loss(
     penalties = Penalties(label_smoothing=label_smoothing, z_loss=_z_loss(call) if z_loss is None else z_loss)
     factors = loss_weights(batch, reduction, weights, class_weights, smoothed=label_smoothing > 0)
     scale = batch.sequence_scale if reduction == "sequences" else batch.loss_scale
-    routers = routers_for(call, batch, router_balance, router_z_loss)
+    routers = None
+    asked = router_balance != "microbatch" or router_z_loss is not None
+    names = ("output_router_logits", "router_z_loss_coef")
+    if asked or any(getattr(call.config, name, None) for name in names):
+        routers = routers_for(call, batch, router_balance, router_z_loss)
     parts, _ = _loss(call, model, batch, penalties, factors, scale, mtp_weight=mtp_weight, routers=routers)
     return parts if return_parts else parts.loss
 

@@ -84,6 +84,7 @@ class HeadCall:
         self._record: Record | None = None  # the operations that made ``logit_map``
         self._job: _Job | None = None
         self.experts: Experts | None = None
+        self._hooks: list[Any] | None = None  # those that were looked at
         self.choices: Tensor | None = None  # router_balance="step" keeps the step's [E] here
         self._config: Any = None  # the model's, of which ``config`` is the language model's part
         self.config: Any = None
@@ -141,10 +142,16 @@ class HeadCall:
             ValueError: for a wrapper that goes past the model's forward, and so past its replacement.
         """
         inner, stage, before = self.inner, self.inner.__dict__.get(STAGE), getattr(STATE, "scope", None)
-        for module in {id(x): x for x in (model, getattr(model, "base_model", model), inner)}.values():
-            _refuse_logit_hooks(module, inner.get_output_embeddings())
+        head = inner.get_output_embeddings()
+        called = (model, getattr(model, "base_model", model), inner)
+        hooks = [*head._backward_hooks.values(), *head._backward_pre_hooks.values()]
+        hooks += [hook for module in called for hook in module._forward_hooks.values()]
+        if hooks != self._hooks:
+            for module in {id(x): x for x in called}.values():
+                _refuse_logit_hooks(module, head)
+            self._hooks = hooks
         for _ in range(2):
-            head: Any = inner.get_output_embeddings()
+            head = inner.get_output_embeddings()
             own, own_head = inner.__dict__.get("forward"), head.__dict__.get("forward")
             slots = batch.input_ids.shape[-1]
             job = self._job = _Job(values, size, slots, head, own_head, inner.forward, stage, routers)

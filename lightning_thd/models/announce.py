@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 from torch import nn
 
-from lightning_thd._find import holds_text_config
+from lightning_thd._find import TEXT_CONFIGS, kind_holds_text_config
 from lightning_thd._patches import patch
 from lightning_thd.models.masks import adopt_indexers, learn_window
 from lightning_thd.models.mixers import adopt_mixers, has_mixers
@@ -249,7 +249,9 @@ def enter(
             return args, {k: value for k, value in kwargs.items() if k not in PACK_KWARGS and k != SHARED}
         text = None
     else:
-        plain = not torch.compiler.is_compiling() and not holds_text_config(config)
+        kind: Any = type(config)
+        plain = not torch.compiler.is_compiling() and not kind_holds_text_config(kind)
+        plain = plain and TEXT_CONFIGS.isdisjoint(vars(config))
         text = config if plain else config.get_text_config(decoder=True)
         families, masks = (type(config), type(text)), ()
     pack, offsets = None if outer is None else outer.pack, kwargs.get("cu_seq_lens_q")

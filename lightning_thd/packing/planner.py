@@ -384,7 +384,8 @@ class PackPlanner(Resumable):
         return spans, seated(np.arange(len(spans)), offsets, totals, dp)
 
     def _describe(self, epoch: int, k: int, dp: int, spans: Spans, offsets: IntArray) -> StepPlan:
-        oversize, own, patches = self.entries.oversize, self._work(spans), self.entries.patches(spans)
+        oversize, own = self.entries.oversize, self._work(spans)
+        patches = None if self.entries.media is None else self.entries.patches(spans)
         work = np.concatenate([[0.0], np.cumsum(own)])
         whole = spans.start == 0
         num_long = lost = 0

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset as TorchDataset
 from tqdm import tqdm
 
 from lightning_thd._checks import host_ints
-from lightning_thd.batch.keys import IGNORE_INDEX, PER_TOKEN, inputs
+from lightning_thd.batch.keys import COLLATED, IGNORE_INDEX, PER_TOKEN, inputs
 from lightning_thd.batch.media import COLUMNS, ExtrasCost, declared, sizes_of
 from lightning_thd.batch.samples import (
     check_sample,
@@ -140,7 +140,7 @@ class SequenceIndex:
                 "data: correct the dataset's `lengths`, or remove them to have the sequences counted; if the "
                 "data changed under the same fingerprint, delete the cache."
             )
-        if self.seen:
+        if self.seen and (len(self.sizes) or not COLLATED.issuperset(sample)):
             self._check_images(sample, i)
         if "weights" in sample and not len(self.weights):
             raise ValueError(
