@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -28,8 +29,16 @@ def _build() -> Path:
     source = HERE / "nccl.cpp"
     key = hashlib.sha256(source.read_bytes() + torch.__version__.encode()).hexdigest()[:12]
     out = HERE / "build" / f"imagined_nccl_{key}.so"
+    out.parent.mkdir(exist_ok=True)
+    with (out.parent / "lock").open("w") as lock:  # one rank compiles
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _compile(out)
+    return out
+
+
+def _compile(out: Path) -> None:
+    source = HERE / "nccl.cpp"
     if not out.exists():
-        out.parent.mkdir(exist_ok=True)
         root = Path(torch.__file__).parent
         part = out.with_suffix(f".{os.getpid()}.part")
         subprocess.run(
@@ -59,7 +68,6 @@ def _build() -> Path:
             check=True,
         )
         part.rename(out)
-    return out
 
 
 def _load():
