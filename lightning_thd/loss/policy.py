@@ -1,4 +1,4 @@
-"""Log-probabilities of a pack of rollouts -> losses of policy gradients: PPO-clip, GRPO and GSPO.
+"""Log-probabilities of a pack of rollouts -> policy-gradient losses: PPO-clip, GRPO, GSPO, CISPO and SAPO.
 
 T slots, B rows (rollouts). A value of a slot belongs to the token that the slot predicts, as in
 ``causal_lm_logprobs(model, rollouts.batch).logp``; ``rollouts.pack`` brings padded values there. Slots that
@@ -194,6 +194,90 @@ def gspo_loss(
     if scale is not None:
         real_number(scale, "scale")
     return losses.sum() * (1.0 / max(1, rows) if scale is None else scale)
+
+
+def cispo_loss(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    rollouts: PackedRollouts,
+    *,
+    largest_ratio: float = 5.0,
+    weights: Tensor | None = None,
+    scale: float | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Compute the CISPO loss: ``-min(r, largest_ratio) A logp`` a token, whose factors get no gradient.
+
+    MiniMax-M1, arXiv:2506.13585, equation 4, with no lower bound, averaged over all response tokens. No token
+    loses its gradient, however far its ratio is.
+
+    Args:
+        logp: floats ``[T]``, under the policy.
+        old_logp: ``[T]``, under the policy that sampled.
+        advantages: ``[T]``, or ``[B]``, one for all tokens of a row.
+        rollouts: the pack.
+        largest_ratio: bound of the ratio.
+        weights: floats ``[T]``, a factor of each token's loss, no part of the divisor.
+        scale: see the module; replaces 1 / response tokens.
+        group: context-parallel ranks, each with its shard of the rollouts.
+
+    Returns:
+        ``[]``. Ratios of 1, advantages of 1 and log-probabilities of -2 give 2.
+
+    Raises:
+        TypeError: for arguments of another type.
+        ValueError: for shapes or settings that do not fit.
+    """
+    real_number(largest_ratio, "largest_ratio", above=0.0)
+    given = _given(rollouts, weights, logp=logp, old_logp=old_logp)
+    ratio = _ratio((given["logp"] - given["old_logp"]).detach()).clamp(max=largest_ratio)
+    losses = -ratio * _advantages(advantages, rollouts) * given["logp"]
+    return _reduced(losses, rollouts, "token_mean", None, weights, scale, group)
+
+
+def sapo_loss(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    rollouts: PackedRollouts,
+    *,
+    temperature: float = 1.0,
+    temperature_negative: float = 1.05,
+    weights: Tensor | None = None,
+    scale: float | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Compute the SAPO loss: ``-4 / t sigmoid(t (r - 1)) A`` a token, a soft gate in place of a clip.
+
+    SAPO, arXiv:2511.20347: the mean over rows of each row's mean over its tokens.
+
+    Args:
+        logp: floats ``[T]``, under the policy.
+        old_logp: ``[T]``, under the policy that sampled.
+        advantages: ``[T]``, or ``[B]``, one for all tokens of a row.
+        rollouts: the pack.
+        temperature: t of tokens with a positive advantage; a larger one closes the gate earlier.
+        temperature_negative: t of the others.
+        weights: floats ``[T]``, a factor of each token's loss, no part of the divisor.
+        scale: see the module; replaces 1 / rows.
+        group: context-parallel ranks, each with its shard of the rollouts.
+
+    Returns:
+        ``[]``. Ratios of 1 and advantages of 1 give -2.
+
+    Raises:
+        TypeError: for arguments of another type.
+        ValueError: for shapes or settings that do not fit.
+    """
+    real_number(temperature, "temperature", above=0.0)
+    real_number(temperature_negative, "temperature_negative", above=0.0)
+    given = _given(rollouts, weights, logp=logp, old_logp=old_logp)
+    of_slot = _advantages(advantages, rollouts)
+    t = torch.full_like(of_slot, temperature).masked_fill(of_slot <= 0, temperature_negative)
+    ratio = _ratio(given["logp"] - given["old_logp"].detach())
+    losses = -4.0 / t * torch.sigmoid(t * (ratio - 1.0)) * of_slot
+    return _reduced(losses, rollouts, "grpo", None, weights, scale, group)
 
 
 def group_advantages(

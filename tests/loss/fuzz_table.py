@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -163,6 +164,16 @@ def _gspo(rng: random.Random) -> dict[str, Any]:
     return {**arguments, "advantages": torch.randn(2), "weights": rng.choice([None, torch.rand(2)])}
 
 
+def _token_policy(*more: str) -> Callable[[random.Random], dict[str, Any]]:
+    names = ("logp", "old_logp", "advantages", "rollouts", "weights", "scale", "group")
+
+    def made(rng: random.Random) -> dict[str, Any]:
+        arguments = {name: value for name, value in _ppo(rng).items() if name in names}
+        return arguments | {name: rng.choice([1.5, 3.0]) for name in more}
+
+    return made
+
+
 def _sums(rng: random.Random) -> dict[str, Any]:
     return {
         "values": torch.rand(5),
@@ -254,6 +265,8 @@ TABLE = {
     "loss.policy.ppo_clip_loss": Entry(policy.ppo_clip_loss, _ppo),
     "loss.policy.grpo_loss": Entry(policy.grpo_loss, _grpo),
     "loss.policy.gspo_loss": Entry(policy.gspo_loss, _gspo),
+    "loss.policy.cispo_loss": Entry(policy.cispo_loss, _token_policy("largest_ratio")),
+    "loss.policy.sapo_loss": Entry(policy.sapo_loss, _token_policy("temperature", "temperature_negative")),
     "loss.policy.group_advantages": Entry(policy.group_advantages, _advantages),
     "loss.PackedRollouts.from_padded": Entry(PackedRollouts.from_padded, _padded),
     "loss.mtp_targets": Entry(mtp_targets, _mtp),

@@ -182,6 +182,31 @@ def test_equal_to_trl(kind: Any, trl_kind: str, beta: float) -> None:
     torch.testing.assert_close(mine[response], other[response], rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.parametrize("kind", ["cispo", "sapo", "luspo"])
+def test_further_losses_equal_trl(kind: Any) -> None:
+    trainer = pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
+    rollouts, response = make_rollouts()
+    values = padded_values(2, response)
+    values[0].requires_grad_()
+    level = "sequence" if kind == "luspo" else "token"
+    stand_in, inputs = outputs(
+        values, response, loss_type=kind, importance_sampling_level=level, beta=0.0, delta=None
+    )
+    stand_in.args.sapo_temperature_pos, stand_in.args.sapo_temperature_neg = 2.0, 1.25  # exact in fp32
+    theirs = trainer._compute_loss(stand_in, None, inputs)
+    logp, old, _, advantages = packed(rollouts, values)
+    if kind == "cispo":
+        ours = policy.cispo_loss(logp, old, advantages, rollouts, largest_ratio=stand_in.epsilon_high)
+    elif kind == "sapo":
+        ours = policy.sapo_loss(logp, old, advantages, rollouts, temperature=2.0, temperature_negative=1.25)
+    else:  # GSPO whose rows count by their tokens
+        weights = rollouts.counts.double()
+        ours = policy.gspo_loss(logp, old, advantages, rollouts, clip=0.2, clip_high=0.3, weights=weights)
+    torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
+    mine, other = (torch.autograd.grad(loss, values[0], retain_graph=True)[0] for loss in (ours, theirs))
+    torch.testing.assert_close(mine[response], other[response], rtol=1e-8, atol=1e-10)
+
+
 def test_microbatches_with_a_scale_make_the_loss_of_the_step() -> None:
     rollouts, response = make_rollouts()
     values = padded_values(3, response)
