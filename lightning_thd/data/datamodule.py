@@ -96,6 +96,9 @@ class THDDataModule(sets.ListsSets, LogsSources):
             sequence above it is refused, or treated as ``oversize`` says: it is never cut.
         pad_to: fill every pack to this many slots; by default packs differ in size.
         mixing: how the sources of a mixture make an epoch, see ``packing.mixtures.Mixing``.
+        share_prefixes: compute what sequences of a pack begin with in common once. Sequences that begin alike
+            are planned into one pack, which holds at most ``capacity`` distinct tokens; a group above it is
+            cut, and its prefix computed again. Reads all ids at setup.
         vocab_size: ids are checked against it; found in the model's config when absent.
         num_workers: processes that read and collate; as many tokenise and count.
         prefetch_factor: batches prepared ahead by each worker.
@@ -149,6 +152,7 @@ class THDDataModule(sets.ListsSets, LogsSources):
         max_patches: int | None = None,
         pad_to: int | None = None,
         mixing: Mixing | None = None,
+        share_prefixes: bool = False,
         vocab_size: int | None = None,
         num_workers: int = 0,
         prefetch_factor: int | None = None,
@@ -171,6 +175,7 @@ class THDDataModule(sets.ListsSets, LogsSources):
             max_patches=max_patches,
             pad_to=pad_to,
             mixing=mixing,
+            share_prefixes=share_prefixes,
             vocab_size=vocab_size,
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
@@ -189,6 +194,11 @@ class THDDataModule(sets.ListsSets, LogsSources):
             ),
         )
         self._stream = _as_stream(train, self._settings)
+        if share_prefixes and self._stream is not None:
+            raise ValueError(
+                "share_prefixes=True with a stream: sequences that begin alike are found in the whole set. "
+                "Pass a dataset or files, or collate groups with THDBatch.collate(share_prefixes=True)."
+            )
         evaluated = {"val": val, "test": test, "predict": predict}
         _refuse_streams(evaluated)
         self._sources = sets.named_sources(
@@ -361,6 +371,7 @@ class THDDataModule(sets.ListsSets, LogsSources):
             vocab_size=vocab_size,
             **link.model_counts(host.model),
             one_each=settings.opener.packed != "off",
+            share_prefixes=settings.share_prefixes,
             set_name=name.partition("/")[2],
         )
         steps = PlannedSteps(

@@ -28,6 +28,7 @@ from torch.utils.data import Dataset as TorchDataset
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.batch.collate import sequence_labels
+from lightning_thd.batch.prefixes import token_targets
 from lightning_thd.batch.samples import sequence_label
 from lightning_thd.batch.thd_batch import collate_checked
 from lightning_thd.data.sets import MixedRows
@@ -424,6 +425,7 @@ class BatchMaker:
     windows: tuple[Window, ...] = ()
     vision: Vision | None = None
     one_each: bool = False  # refuse rows whose position_ids mark several sequences
+    share_prefixes: bool = False
     set_name: str = ""
 
     def batch(self, spans: Spans, scales: Scales = (None, None, None), microbatch: int = 0) -> THDBatch:
@@ -451,16 +453,17 @@ class BatchMaker:
             token_scale=scales[2],
             microbatch=microbatch,
             set_name=self.set_name,
+            share_prefixes=self.share_prefixes,
         )
         if not samples and sequence_label(first := self.dataset[0], "Sequence 0"):
             batch = batch.replace(extras={"labels": sequence_labels([first])[:0]})
-        largest = max(int(batch.input_ids.max()), int(batch.targets.max()))
+        largest = max(int(batch.input_ids.max()), int(token_targets(batch).max()))
         if self.vocab_size is not None and largest >= self.vocab_size:
             self._refuse(batch)
         return batch
 
     def _refuse(self, batch: THDBatch) -> None:
-        for what, row in (("token id", batch.input_ids), ("label", batch.targets)):
+        for what, row in (("token id", batch.input_ids), ("label", token_targets(batch))):
             for i, ids in zip(batch.sequence_ids, batch.unpack(row), strict=True):
                 if int(ids.max()) >= (self.vocab_size or 0):
                     raise ValueError(

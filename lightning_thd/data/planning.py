@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import Dataset
 
 from lightning_thd._checks import choice, flags, whole_number
+from lightning_thd.batch.keys import TYPES, inputs
 from lightning_thd.batch.media import ExtrasCost, patch_table
 from lightning_thd.data.loader import Planner
 from lightning_thd.data.read.sources import Opener
@@ -29,6 +30,7 @@ from lightning_thd.packing.entries import Oversize
 from lightning_thd.packing.lengths import make_slots
 from lightning_thd.packing.mixtures import Mixing, MixturePlanner, make_mixture
 from lightning_thd.packing.planner import Tail, media_digest
+from lightning_thd.packing.prefixes import PrefixPlanner
 from lightning_thd.packing.sharing import SharedPlanner
 
 T = TypeVar("T")
@@ -58,6 +60,7 @@ class DataSettings:
     max_patches: int | None = None
     pad_to: int | None = None
     mixing: Mixing | None = None
+    share_prefixes: bool = False
     vocab_size: int | None = None
     num_workers: int = 0
     prefetch_factor: int | None = None
@@ -87,6 +90,7 @@ class DataSettings:
         for name in ("pad_to", "vocab_size", "max_patches"):
             if getattr(self, name) is not None:
                 whole_number(getattr(self, name), name, least=1)
+        flags(share_prefixes=self.share_prefixes)
         if self.pin_memory is not None:
             flags(pin_memory=self.pin_memory)
         if self.pad_to is not None and self.pad_to < self.capacity:
@@ -146,6 +150,9 @@ def make_planner(
     else:
         del plan["align"]
         return SharedPlanner(data.index.lengths, capacity, sharing=sharing, **plan), rows
+    if settings.share_prefixes:
+        _refuse_sharing_prefixes(data, host)
+        return PrefixPlanner(data.index.lengths, capacity, ids=partial(prefix_bytes, rows), **plan), rows
     if data.weights is not None:
         return _mixture_planner(data, settings, plan), rows
     whole = partial(PackPlanner, data.index.lengths, capacity, **plan)
@@ -185,6 +192,29 @@ def _images(data: DataSet, settings: DataSettings, host: Host) -> dict[str, Any]
             "model's config has no known patch size. Pass extras_cost=, a function from a row to its patches."
         )
     return {**found, "patches": patch_table(np.asarray(sizes, np.int64), patch)}
+
+
+def prefix_bytes(rows: MapDataset, i: int) -> bytes:
+    """Return the ids of a row, 4 bytes each; if it has images or positions, which share nothing, others."""
+    sample = rows[i]
+    ids = np.asarray(sample["input_ids"])
+    if inputs(sample) or any(key in sample for key in ("position_ids", *TYPES)):
+        ids = np.full(len(ids), -1 - i)
+    return ids.astype("<i4").tobytes()
+
+
+def _refuse_sharing_prefixes(data: DataSet, host: Host) -> None:
+    """Refuse sequences that share prefixes in a mixture and under context parallelism."""
+    if data.weights is not None:
+        raise ValueError(
+            "share_prefixes=True with a mixture, which draws sequences one by one, so that few of one prompt "
+            "would meet. Train on one source, or leave share_prefixes out."
+        )
+    if host.sharing is not None or (host.alignment is not None and host.alignment.sequence_multiple != 1):
+        raise ValueError(
+            "share_prefixes=True under context parallelism, which cuts every sequence over ranks. Set "
+            "context_parallel_size=1, or leave share_prefixes out."
+        )
 
 
 def _refuse_with_sharing(data: DataSet, settings: DataSettings, host: Host) -> None:

@@ -74,7 +74,7 @@ def rates(
         )
     totals = {
         "items": float(stats.slots),
-        "real_items": float(stats.real_tokens),
+        "real_items": float(stats.real_tokens + stats.shared_tokens),
         "samples": float(stats.sequences),
     }
     if microbatches is not None:
@@ -103,6 +103,8 @@ def packing(stats: SeqStats, flops: FlopsBreakdown | None) -> dict[str, float]:
     ratios = {}
     if stats.slots:
         ratios["packing/fill"] = stats.real_tokens / stats.slots
+    if stats.shared_tokens:
+        ratios["packing/shared"] = stats.shared_tokens / (stats.real_tokens + stats.shared_tokens)
     if flops is not None and flops.model:
         ratios["packing/attention_fraction"] = flops.attention / flops.model
     return ratios

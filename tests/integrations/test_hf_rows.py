@@ -158,10 +158,12 @@ def train(kind: str, packed: bool, out: str, options: dict[str, Any]) -> dict[st
 
 
 def both(kinds: list[str], out: str, options: dict[str, Any]) -> list[tuple[dict[str, Any], ...]]:
+    other = "share_prefixes" in options  # compare packs with and without, else packs and padded rows
+    options_of_other = {**options, "share_prefixes": False} if other else options
     return [
         (
             train(kind, True, f"{out}/{kind}/packed", options),
-            train(kind, False, f"{out}/{kind}/rows", options),
+            train(kind, other, f"{out}/{kind}/rows", options_of_other),
         )
         for kind in kinds
     ]

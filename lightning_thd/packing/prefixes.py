@@ -1,0 +1,288 @@
+"""Token ids of sequences -> groups that begin alike, planned as one sequence of their distinct tokens.
+
+A group is a part of the prefix tree over all sequences that fits a pack. Its sequences are listed in such an
+order that what each shares with all before it is what it shares with the one before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_thd.packing.balance import balanced_bins
+from lightning_thd.packing.entries import (
+    Lengths,
+    Oversize,
+    make_entries,
+    open_lengths,
+    read_lengths,
+    summarize,
+)
+from lightning_thd.packing.lengths import make_slots
+from lightning_thd.packing.permutation import derive_key, permute
+from lightning_thd.packing.plan import Packs, Sequences, Spans, StepPlan
+from lightning_thd.packing.planner import LossTokens, PackPlanner, open_loss_tokens
+
+IntArray = npt.NDArray[np.int64]
+# Sequences of which less than an eighth begins alike are shuffled apart; a pack that holds both shares it.
+_LEAST = 8
+_GROUPS = 7  # The stream of random numbers that orders the groups of an epoch.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Groups:
+    """Groups of sequences that are planned together.
+
+    Attributes:
+        rows: int64 ``[S]``, the sequences, group after group.
+        offsets: int64 ``[G + 1]``, where each group begins in ``rows``.
+        shared: int64 ``[S]``, first tokens of each that the one before it in its group has.
+        repeated: prefixes that are computed once more, because their tree is above the capacity.
+    """
+
+    rows: IntArray
+    offsets: IntArray
+    shared: IntArray
+    repeated: int
+
+
+def group_prefixes(ids: Callable[[int], bytes], width: int, rows: IntArray, limit: int, seed: int) -> Groups:
+    """Group sequences by what they begin with, each group of at most ``limit`` distinct tokens.
+
+    Args:
+        ids: gives the bytes of a sequence's tokens, ``width`` bytes each.
+        width: see there.
+        rows: sequences to group.
+        limit: most distinct tokens of a group; a longer sequence is a group by itself.
+        seed: orders the branches of a tree that is cut.
+    """
+    texts = {row: ids(row) for row in rows.tolist()}
+    order = sorted(texts, key=texts.__getitem__)
+    lengths = np.array([len(texts[row]) // width for row in order], np.int64)
+    shared = np.array([0, *(_common(texts[a], texts[b], width) for a, b in pairwise(order))], np.int64)
+    joins = shared * _LEAST >= np.minimum(lengths, np.concatenate([[0], lengths[:-1]]))
+    bounds = np.flatnonzero(np.concatenate([~(joins & (shared > 0)), [True]]))
+    cut = _Cut(lengths, shared, limit, np.random.default_rng(seed))
+    for a, b in pairwise(bounds.tolist()):
+        cut.add(a, b)
+    places = np.concatenate([np.empty(0, np.int64), *(place for group in cut.groups for place in group)])
+    firsts = np.concatenate([[0], np.cumsum([sum(map(len, group)) for group in cut.groups])]).astype(np.int64)
+    held = shared[places]
+    starts = np.concatenate([[0], np.cumsum([len(p) for group in cut.groups for p in group])])[:-1]
+    held[starts] = [depth for group, depth in zip(cut.groups, cut.depths, strict=True) for _ in group]
+    held[firsts[:-1]] = 0
+    return Groups(
+        rows=np.asarray(order, np.int64)[places], offsets=firsts, shared=held, repeated=cut.repeated
+    )
+
+
+def _common(a: bytes, b: bytes, width: int) -> int:
+    """Count the tokens at the beginning of both that are equal."""
+    most = min(len(a), len(b))
+    differ = np.frombuffer(a, np.uint8, most) != np.frombuffer(b, np.uint8, most)
+    return (int(differ.argmax()) if differ.any() else most) // width
+
+
+class _Cut:
+    """Cuts sorted sequences into groups: lists of ranges of places that share ``depth`` tokens."""
+
+    def __init__(self, lengths: IntArray, shared: IntArray, limit: int, random: np.random.Generator) -> None:
+        self._lengths, self._shared, self._limit, self._random = lengths, shared, limit, random
+        self.groups: list[list[IntArray]] = []
+        self.depths: list[int] = []
+        self.repeated = 0
+
+    def _size(self, a: int, b: int) -> int:
+        return int(self._lengths[a:b].sum() - self._shared[a + 1 : b].sum())
+
+    def add(self, a: int, b: int) -> None:
+        """Add the sequences ``a`` to ``b`` as one group, or cut where they share least."""
+        waiting = [(a, b)]
+        while waiting:
+            a, b = waiting.pop()
+            if b - a == 1 or self._size(a, b) <= self._limit:
+                self.groups.append([np.arange(a, b)])
+                self.depths.append(0)
+                continue
+            depth = int(self._shared[a + 1 : b].min())
+            edges = [a, *(a + 1 + np.flatnonzero(self._shared[a + 1 : b] == depth)).tolist(), b]
+            branches = [(c, d, self._size(c, d)) for c, d in pairwise(edges)]
+            waiting += [(c, d) for c, d, size in branches if size > self._limit]
+            self._join([x for x in branches if x[2] <= self._limit], depth)
+            self.repeated += len(branches) > 1
+
+    def _join(self, branches: list[tuple[int, int, int]], depth: int) -> None:
+        """Join branches that share ``depth`` tokens, in a random order, up to the capacity."""
+        used = self._limit + 1
+        for at in self._random.permutation(len(branches)).tolist():
+            a, b, size = branches[at]
+            if used + size - depth > self._limit:
+                self.groups.append([])
+                self.depths.append(depth)
+                used = depth
+            self.groups[-1].append(np.arange(a, b))
+            used += size - depth
+
+
+class PrefixPlanner(PackPlanner):
+    """Plans groups of sequences that begin alike; arguments are those of ``PackPlanner``.
+
+    A pack holds at most ``capacity`` distinct tokens. ``Sequences(n)`` takes exactly n sequences, so that the
+    last group of a step may go on in the next one.
+
+    Args:
+        lengths: tokens of each sequence.
+        capacity: slots of a pack.
+        ids: gives the bytes of a sequence's tokens, 4 each; sequences that cannot share have others.
+        global_batch: ``Packs(n)`` or ``Sequences(n)``.
+        loss_tokens: as for ``PackPlanner``.
+        oversize: "error", "drop" or "own_pack".
+        settings: the other arguments of ``PackPlanner``.
+    """
+
+    def __init__(
+        self,
+        lengths: Lengths,
+        capacity: int,
+        *,
+        ids: Callable[[int], bytes],
+        global_batch: Packs | Sequences,
+        loss_tokens: LossTokens | None = None,
+        oversize: Oversize = "error",
+        **settings: Any,
+    ) -> None:
+        opened = open_lengths(lengths)
+        summary = summarize(opened)
+        settings.pop("patches", None)  # sequences with images are planned one by one, by their tokens
+        for name in ("scheduler", "schedule", "max_patches"):
+            if settings.pop(name, None) is not None:
+                raise ValueError(
+                    f"share_prefixes=True with {name}=: groups that begin alike are planned as they are. "
+                    "Leave one of the two out."
+                )
+        if oversize in ("truncate", "split"):
+            raise ValueError(
+                f"share_prefixes=True with oversize={oversize!r}: pieces of sequences do not begin as their "
+                "groups do. Set oversize='drop' or 'own_pack', raise capacity, or leave share_prefixes out."
+            )
+        slots = make_slots(capacity, settings.get("align"))
+        limit = slots.usable // slots.multiple * slots.multiple
+        rows = make_entries(opened, summary, limit=limit, oversize=oversize)
+        seed = int(settings.get("seed", 0))
+        self.groups = found = group_prefixes(ids, 4, rows.indices(np.arange(rows.total)), limit, seed)
+        self._row_lengths = read_lengths(opened, found.rows)
+        own = self._row_lengths - found.shared
+        sizes = np.add.reduceat(own, found.offsets[:-1])
+        packs = global_batch if isinstance(global_batch, Packs) else Packs(1)
+        policy: Oversize = "own_pack" if oversize == "own_pack" else "error"
+        super().__init__(sizes, capacity, global_batch=packs, oversize=policy, **settings)
+        work = self.cost(self._row_lengths) - self.cost(found.shared)
+        self._row_work, self._group_work = work, np.add.reduceat(work, found.offsets[:-1])
+        self.global_batch, self.weigh = global_batch, open_loss_tokens(loss_tokens, opened)
+        self.entries = replace(self.entries, counts={**rows.counts, "prefixes_repeated": found.repeated})
+        digest = hashlib.blake2b(found.rows.tobytes() + found.offsets.tobytes(), digest_size=16).hexdigest()
+        self.settings |= {
+            "sequences": summary.count,
+            "lengths": summary.digest,
+            "global_batch": repr(global_batch),
+            "prefixes": digest,
+        }
+        self._epochs: dict[int, tuple[IntArray, IntArray]] = {}
+
+    def __len__(self) -> int:
+        """Return the number of steps of an epoch, the same in each."""
+        if not hasattr(self, "global_batch") or isinstance(self.global_batch, Packs):
+            return super().__len__()
+        n, rows = self.global_batch.n, len(self.groups.rows)
+        return rows // n if self.tail == "drop" else -(-rows // n)
+
+    def tail_dropped(self, epoch: int) -> int:
+        """Return how many sequences ``tail="drop"`` leaves out of an epoch."""
+        if isinstance(self.global_batch, Sequences):
+            return len(self.groups.rows) % self.global_batch.n if self.tail == "drop" else 0
+        return super().tail_dropped(epoch)
+
+    def step(self, epoch: int, k: int, dp: int = 1) -> StepPlan:
+        """Return the plan of a step, as ``PackPlanner.step`` does, of the sequences of its groups."""
+        if isinstance(self.global_batch, Packs):
+            plan = super().step(epoch, k, dp)
+            firsts = self.groups.offsets[plan.spans.index]
+            return self._of_rows(plan, plan.offsets, firsts, self.groups.offsets[plan.spans.index + 1])
+        self._check_sequences(epoch, k, dp)
+        firsts, stops = self._slice(epoch, k)
+        before = np.concatenate([[0], np.cumsum(self._row_lengths - self.groups.shared)])
+        shared = self.groups.shared[firsts]  # the first sequence of a cut group computes its prefix
+        sizes = before[stops] - before[firsts] + shared
+        works = np.concatenate([[0.0], np.cumsum(self._row_work)])
+        work = works[stops] - works[firsts] + self.cost(shared)
+        order, offsets = balanced_bins(self.slots.padded(sizes), work, self.slots, dp=dp)
+        return self._of_rows((epoch, k, dp), offsets, firsts[order], stops[order])
+
+    def _work(self, spans: Spans) -> npt.NDArray[np.float64]:
+        return self._group_work[spans.index]
+
+    def _check_sequences(self, epoch: int, k: int, dp: int) -> None:
+        packs, self._packs = self._packs, None  # whose number need not divide among the ranks
+        try:
+            self._check_request(epoch, k, dp)
+        finally:
+            self._packs = packs
+
+    def _slice(self, epoch: int, k: int) -> tuple[IntArray, IntArray]:
+        """Return the ranges of rows, a group or a part of one each, that step k takes of an epoch's order."""
+        if epoch not in self._epochs:
+            number = len(self.groups.offsets) - 1
+            order = permute(np.arange(number), number, key=derive_key(self.seed, _GROUPS, epoch))
+            counts = np.diff(self.groups.offsets)[order]
+            self._epochs = {epoch: (order, np.concatenate([[0], np.cumsum(counts)]))}
+        order, before = self._epochs[epoch]
+        low, high = k * self.global_batch.n, min((k + 1) * self.global_batch.n, int(before[-1]))
+        a, b = np.searchsorted(before, low, "right") - 1, np.searchsorted(before, high, "left")
+        at = self.groups.offsets[order[a:b]] - before[a:b]
+        return np.maximum(before[a:b], low) + at, np.minimum(before[a + 1 : b + 1], high) + at
+
+    def _of_rows(
+        self,
+        plan: StepPlan | tuple[int, int, int],
+        offsets: IntArray,
+        firsts: IntArray,
+        stops: IntArray,
+    ) -> StepPlan:
+        """Return the plan of the rows ``firsts`` to ``stops``, bins of which begin at ``offsets``."""
+        counts = stops - firsts
+        before = np.concatenate([[0], np.cumsum(counts)])
+        places = np.arange(before[-1]) + np.repeat(firsts - before[:-1], counts)
+        work = self._row_work[places].copy()
+        heads = before[:-1][counts > 0]
+        work[heads] += self.cost(self.groups.shared[firsts[counts > 0]])
+        lengths = self._row_lengths[places]
+        zeros = np.zeros(len(places), np.int64)
+        bounds = before[offsets]
+        total = np.concatenate([[0.0], np.cumsum(work)])
+        epoch, step, dp = plan if isinstance(plan, tuple) else (plan.epoch, plan.step, plan.dp)
+        return StepPlan(
+            epoch=epoch,
+            step=step,
+            dp=dp,
+            num_microbatches=(len(offsets) - 1) // dp,
+            spans=Spans(
+                index=self.groups.rows[places], start=zeros, stop=lengths, continued=zeros.astype(bool)
+            ),
+            offsets=bounds,
+            work=(total[bounds[1:]] - total[bounds[:-1]]).reshape(dp, -1),
+            span_work=work,
+            patches=zeros,
+            real_tokens=int(lengths.sum()),
+            sequences=len(places),
+            truncated=0,
+            truncated_tokens=0,
+            split=0,
+            own_pack=0 if isinstance(plan, tuple) else plan.own_pack,
+            weigh=self.weigh,
+        )
