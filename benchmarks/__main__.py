@@ -38,6 +38,7 @@ NAMES = (
     "attention_kernels",
     "loss",
     "loss_curves",
+    "prefixes",
     "profile_step",
     "import_time",
     "balance",

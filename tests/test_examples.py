@@ -16,6 +16,7 @@ ARGUMENTS = {
     "chat_sft.py": ["--steps", "1"],
     "distillation.py": ["--steps", "2"],
     "fabric_loop.py": ["--steps", "1", "--out", "{out}"],
+    "grpo.py": ["--steps", "2"],
     "hf_trainer.py": ["--steps", "1", "--out", "{out}"],
     "hybrid_mamba.py": ["--steps", "2"],
     "one_step_by_hand.py": [],

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_thd._checks import described, flags, instance
 from lightning_thd.batch import THDBatch
+from lightning_thd.batch.prefixes import SharedBatch
 from lightning_thd.cuda_graph.backend import Backend, CudaBackend
 from lightning_thd.cuda_graph.buckets import Bucket, Layout, choose
 from lightning_thd.cuda_graph.capture import (
@@ -165,6 +166,8 @@ class GraphedStep:
         """Find the captured step that serves a batch, capturing if need be, or the reason to run eagerly."""
         if not isinstance(batch, THDBatch):
             return "batch_type"
+        if isinstance(batch, SharedBatch):  # its index of keys has another length in every batch
+            return "shared_prefixes"
         if batch.weights is not None:
             return "weights"
         if torch._C._len_torch_dispatch_stack():  # FlopCounterMode and the like would see nothing of a replay
