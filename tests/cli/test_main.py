@@ -201,7 +201,7 @@ def test_a_later_run_continues_the_series(tmp_path: Path) -> None:
         (["plan", "x"], "the following arguments are required: --capacity"),
         (["plan", "nowhere/here", "--capacity", "8"], "nowhere/here does not exist"),
         (["peaks", "H1000"], "no peak is known for 'H1000'; did you mean h100?"),
-        (["peaks", "NVIDIA H20O"], "no peak is known for 'NVIDIA H20O'; did you mean h200?"),
+        (["peaks", "NVIDIA H1000"], "no peak is known for 'NVIDIA H1000'; did you mean h100?"),
     ],
 )
 def test_wrong_input_is_one_line(
