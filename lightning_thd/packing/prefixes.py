@@ -194,13 +194,14 @@ class PrefixPlanner(PackPlanner):
             "prefixes": digest,
         }
         self._epochs: dict[int, tuple[IntArray, IntArray]] = {}
-
-    def __len__(self) -> int:
-        """Return the number of steps of an epoch, the same in each."""
-        if not hasattr(self, "global_batch") or isinstance(self.global_batch, Packs):
-            return super().__len__()
-        n, rows = self.global_batch.n, len(self.groups.rows)
-        return rows // n if self.tail == "drop" else -(-rows // n)
+        if isinstance(global_batch, Sequences):
+            n, total = global_batch.n, len(found.rows)
+            self._steps = total // n if self.tail == "drop" else -(-total // n)
+            if not self._steps:
+                raise ValueError(
+                    f"The data set has {total} sequences, too few for one step of {global_batch}. "
+                    "Set tail='pad', or ask for fewer to a step."
+                )
 
     def tail_dropped(self, epoch: int) -> int:
         """Return how many sequences ``tail="drop"`` leaves out of an epoch."""

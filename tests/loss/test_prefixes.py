@@ -18,6 +18,7 @@ from lightning_thd.loss.causal_lm import causal_lm_logprobs
 from lightning_thd.loss.preference import sequence_sums
 from lightning_thd.models.mixers import has_mixers
 from tests.models.families import FAMILIES, build
+from tests.models.matrix import checkpoint
 from tests.wide import nothing_narrower
 
 # fp64 rounding of other orders of summation; expert kernels sort tokens, and routers are in fp32.
@@ -124,6 +125,18 @@ def test_values_of_every_sequence(llama: nn.Module, seed: int) -> None:
     assert len(set(zip(slots.tolist(), targets.tolist(), strict=True))) == len(slots)
     known = 1.0 if plain.weights is None else plain.weights
     assert float(weights.sum()) == pytest.approx(float(((plain.targets != -100) * known).sum()))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_gathers_again(reentrant: bool) -> None:
+    samples = tree(3)
+    plain, shared = THDBatch.collate(samples), THDBatch.collate(samples, share_prefixes=True)
+    model = build("llama", "thd").double().train()
+    with nothing_narrower():
+        _, gradients = measured(model, plain)
+        checkpoint(model, use_reentrant=reentrant)
+        _, summed = measured(model, shared)
+    assert largest_difference(summed, gradients) <= TOLERANCE
 
 
 def test_a_pad_at_the_end_and_fields_of_slots() -> None:

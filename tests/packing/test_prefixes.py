@@ -57,6 +57,16 @@ def test_every_sequence_once_and_distinct_tokens_fit(batch: Packs | Sequences, c
         assert sorted(used) == list(range(len(data)))
 
 
+def test_a_killed_job_goes_on_with_the_same_sequences_on_other_ranks() -> None:
+    settings = {"global_batch": Sequences(10), "loss_tokens": "all", "seed": 3}
+    first, again = (planner_of(rows(), 64, **settings) for _ in range(2))
+    epoch, k = again.resume(first.state(1, 2))
+    steps = [planner.step(epoch, k, dp) for planner, dp in ((first, 1), (again, 2))]
+    assert sorted(steps[0].spans.index.tolist()) == sorted(steps[1].spans.index.tolist())
+    with pytest.raises(ValueError, match="lengths was"):
+        planner_of(rows(1), 64, **settings).resume(first.state(0, 0))
+
+
 def test_work_is_that_of_distinct_tokens_and_pairs() -> None:
     data = rows()
     planner = planner_of(data, 64, global_batch=Sequences(48), cost=None)
