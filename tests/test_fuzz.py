@@ -38,6 +38,7 @@ EXCEPTIONS = {
     "refuse_split": _OF_STREAMS,
     "traits": _OF_STREAMS,
     "THDShard": "what shard_batch answers",
+    "Vision": "what a FlopsModel answers about its tower; collate takes it back",
     "THDStrategyMixin": _BASE,
 }
 
