@@ -20,7 +20,7 @@ class KnownBad:
     Attributes:
         feature: import name of the package, or ``"graphs"``, that the combination breaks.
         versions: distribution -> versions that are concerned; all of them must be installed.
-        without: distribution that removes the problem, "" for none.
+        without: installing this distribution removes the problem; empty for none.
         capability: CUDA compute capability (major) it needs, None for any device.
         problem: what happens.
         instead: what to do, or what this package does by itself.
@@ -40,7 +40,10 @@ TABLE: tuple[KnownBad, ...] = (
         versions={"fla-core": ">=0", "triton": ">=3.4,<3.7.1"},
         without="tilelang",
         capability=9,
-        problem="flash-linear-attention refuses its gated backward, which is wrong there (its issue 640)",
+        problem=(
+            "the gated backward of flash-linear-attention is wrong there, so it refuses to run "
+            "(its issue 640)"
+        ),
         instead="install triton>=3.7.1 or tilelang",
     ),
     KnownBad(
@@ -58,7 +61,7 @@ TABLE: tuple[KnownBad, ...] = (
     KnownBad(
         feature="torch",
         versions={"torch": "<2.11"},
-        problem="torch.nn.attention.varlen lacks what is called here",
+        problem="torch.nn.attention.varlen lacks functions that this package calls",
         instead="install torch>=2.11",
     ),
     KnownBad(
@@ -94,8 +97,8 @@ def known_problems(
 
     Args:
         feature: only those of one package; None for all.
-        capability: CUDA compute capability (major) of the device, None without one: combinations that need a
-            certain one are left out then.
+        capability: major compute capability of the GPU; None without one, which leaves out entries that need
+            a certain GPU.
         version_of: gives the version of a distribution, None if it is absent.
     """
     return [
@@ -109,7 +112,7 @@ def known_problems(
 
 
 def _within(version: str | None, wanted: str) -> bool:
-    """Return whether a version is wanted; pre-releases and local builds count as their base."""
+    """Return whether a version lies in the given range; pre-releases and local builds count as their base."""
     if version is None:
         return False
     try:

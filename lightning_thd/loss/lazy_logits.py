@@ -2,8 +2,8 @@
 
 ``LazyLogits`` has the shape of logits. Inside a head, under ``Deferred``, it stands for a sum of products,
 which a loss can compute tile by tile. Behind the head it carries the loss's values, and the model's factors,
-cap and slices are recorded. Whatever cannot be followed computes the product inside the head, and is refused
-behind it.
+cap and slices are recorded. Any other operation makes the real product inside the head, and is refused after
+it.
 
 T slots, H hidden size, V vocabulary.
 """
@@ -45,7 +45,7 @@ class Products:
 
     Attributes:
         terms: at least one.
-        bias: of all of them.
+        bias: added once to the sum of all terms.
     """
 
     terms: tuple[Product, ...]
@@ -97,7 +97,7 @@ class Record:
         """Return the recorded operations as a map."""
         if not self.capped:
             return LogitMap(scale=self.inner, valid_vocab_size=self.columns)
-        # outer * tanh(inner * x) with the convention post = 1: cap = outer, scale = inner * cap
+        # LogitMap is cap tanh(scale x / cap): cap = outer, scale = inner * outer.
         return LogitMap(scale=self.inner * self.outer, softcap=self.outer, valid_vocab_size=self.columns)
 
 
@@ -133,7 +133,8 @@ class LazyLogits(Tensor):
         name = getattr(func, "__name__", "")
         first = next((x for x in args if isinstance(x, LazyLogits)), None)
         handler = _RECORDED.get(name)
-        # Inside an autograd function, whose backward is its own, gradients are off.
+        # Gradients are off inside a custom autograd function. Its backward is unknown, so nothing is
+        # recorded.
         if first is not None and first.learns and not torch.is_grad_enabled():
             handler = None
         if handler is not None and first is not None and (first is args[0] or handler in _COMMUTE):
@@ -161,7 +162,7 @@ def _in_place(name: str) -> bool:
 
 
 def place() -> str:
-    """Return the function of the user's innermost running line, and the line, for messages."""
+    """Return the innermost running function of the user's code and its line, for messages."""
     frame = calling_frame()
     if frame is None:
         return "the model"
@@ -306,8 +307,7 @@ _RECORDED: dict[str, Callable[..., Any]] = {
     "__getitem__": _getitem,
 }
 _COMMUTE = (_multiply, _add)
-# Questions about a tensor that change nothing; hooks of FSDP2 and torch.compile ask them, beside any
-# "is_...".
+# What only reads a tensor; hooks of FSDP2 and torch.compile use these, and names beginning with is_.
 _HARMLESS = frozenset(
     {"size", "dim", "ndimension", "numel", "stride", "storage_offset", "untyped_storage"}
     | {"data_ptr", "element_size", "get_device", "register_hook", "__repr__", "__len__", "__hash__"}
@@ -398,7 +398,7 @@ def deferred(products: Products, shape: Sequence[int]) -> LazyLogits:
 
 
 class _Defer(torch.autograd.Function):
-    """Logits that hold NaN: an operation that torch does not show to Python must not go unnoticed."""
+    """Logits filled with NaN, so that an operation that bypasses ``__torch_function__`` is noticed."""
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, shape: tuple[int, ...], *parts: Any) -> Tensor:
@@ -454,7 +454,7 @@ class _Open(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         values = grads[0].contiguous()
-        # The gradient of logits that are not there: their shape, over a storage that holds the values'.
+        # A tensor of the logits' shape whose storage holds the gradient of the carried values.
         return values.new_empty(0).set_(
             values.clone().untyped_storage(), 0, ctx.shape, (0,) * len(ctx.shape)
         ), None

@@ -10,7 +10,8 @@ do what they did.
   computed together, and each longer one in a call of its own.
 - ESM scales a row by the share of its tokens that is masked, and Llama 4 scales queries by their slot.
 - Gemma3n takes the root of a token's mean square. Its padding token has a zero embedding, at which the
-  root's gradient is infinite. Times the zero gradient of a trailing pad that is NaN in every weight.
+  root's gradient is infinite. Multiplied by a trailing pad's zero gradient it becomes NaN, which spreads to
+  every weight.
 
 Legend: T slots in a pack.
 """
@@ -99,7 +100,8 @@ def padded_positions(
     int64 ``[1, T]``.
     """
     sharded = layout.in_use and layout.layout_of(pack.cu_seqlens_q) is not None
-    if sharded or pack.prefixes is not None:  # sequences begin on other ranks, or before other leaves
+    # A sequence may begin on another rank, or with tokens stored in another sequence's slots.
+    if sharded or pack.prefixes is not None:
         assert position_ids is not None
         return position_ids + (padding_idx + 1)
     if input_ids is None:
@@ -172,7 +174,10 @@ def _starts_at_zero(pack: Pack) -> Tensor:
 
 
 def adopt_row_scales(model_class: type) -> None:
-    """Patch attention that counts the slots of its row behind a cache, as Llama 4's without rope does."""
+    """Patch attention that numbers queries along the row from the cache's length.
+
+    Llama 4's layers without rope do that.
+    """
     for base in model_class.__mro__:
         module = sys.modules.get(base.__module__)
         for cls in list(vars(module).values()) if module is not None else ():
@@ -185,7 +190,7 @@ def adopt_row_scales(model_class: type) -> None:
 
 
 class _Before:
-    """A cache without keys, whose length is for each slot what makes its count start in its sequence."""
+    """An empty cache whose length is an offset for each slot, so that every sequence counts from 0."""
 
     def __init__(self, lengths: Tensor) -> None:
         self.lengths = lengths
@@ -254,7 +259,7 @@ def _rope_types(config: Any) -> Iterator[str]:
 def _by_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def forward_in_pack(self: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        pack = current_pack() and model_pack()  # the first raises in a recomputation that lost its pack
+        pack = current_pack() and model_pack()  # the first raises if a recomputation lost its pack
         kind = self.rope_type
         layer_type = kwargs.get("layer_type", args[0] if args else None)
         kind = kind[layer_type] if isinstance(kind, dict) else kind
@@ -262,7 +267,7 @@ def _by_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
             return forward(self, x, position_ids, *args, **kwargs)
         run = functools.partial(_forget_and_run, forward, self, x)
         limit = _original_length(self, kind, layer_type)
-        # One call for all is right when none is longer than the limit; the longest is known on the host.
+        # If no sequence exceeds the limit, one call serves all. The longest length is already on the host.
         shard = layout.layout_of(pack.cu_seqlens_q) if layout.in_use else None
         longest = pack.max_length_k if shard is None else max(shard.padded_lengths)
         if longest <= limit:
@@ -288,7 +293,7 @@ def _by_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _original_length(rotary: Any, kind: str, layer_type: str | None) -> int:
-    """Return the longest sequence whose frequencies are the original ones."""
+    """Return the length up to which the original frequencies are used."""
     limit: int
     if kind == "longrope":
         parameters = rotary.config.rope_parameters
@@ -313,7 +318,7 @@ def _one_by_one(
     is_long = torch.tensor([n > limit for n in lengths]).repeat_interleave(torch.tensor(pack.lengths))
     is_long = is_long.to(position_ids.device)
     short = position_ids.masked_fill(is_long, 0)
-    if lengths != pack.lengths:  # padding may count beyond the limit
+    if lengths != pack.lengths:  # Padding slots may have positions beyond the limit.
         short = short.clamp(max=limit - 1)
     whole: Tensor | tuple[Tensor, ...] = run(short, *args, **kwargs)
     ends = torch.tensor(pack.lengths).cumsum(0).tolist()

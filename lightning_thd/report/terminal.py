@@ -1,4 +1,4 @@
-"""Rows of cells -> a table: drawn by rich on a terminal that has it, aligned text anywhere else."""
+"""Rows of cells -> a table: drawn by rich if it is installed and output is a terminal; else aligned text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_thd._imports import installed
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """A table of text cells; ``text`` are the columns of words, which are aligned to the left."""
+    """A table of text cells; ``text`` lists the columns aligned left; the others are aligned right."""
 
     columns: tuple[str, ...]
     rows: Sequence[Sequence[str]]
@@ -52,7 +52,7 @@ class Table:
 
 
 def _wrapped(row: Sequence[str], at: int, width: int) -> list[list[str]]:
-    """Return a row as several, one cell of it cut between words."""
+    """Wrap one cell between words; return the lines as rows whose other cells are blank after the first."""
     parts = textwrap.wrap(row[at], width, break_long_words=False, break_on_hyphens=False) or [""]
     blank = [""] * len(row)
     rows = [list(row if i == 0 else blank) for i in range(len(parts))]
@@ -69,7 +69,7 @@ def _filled(text: str, width: int) -> str:
 
 
 def show_table(table: Table) -> None:
-    """Write a table to standard output: by rich on a terminal if it is installed, else as aligned text."""
+    """Print a table: drawn by rich if it is installed and output is a terminal; else aligned text."""
     if not (sys.stdout.isatty() and installed("rich")):
         sys.stdout.write(f"{table.within(shutil.get_terminal_size().columns)}\n")
         return

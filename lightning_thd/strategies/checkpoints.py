@@ -54,8 +54,8 @@ from lightning_thd.strategies.optimizer_states import (
     without_fresh,
 )
 
-CURRENT = "current_model_state"  # Lightning's WeightAveraging keeps the weights in training under this key
-_AVERAGING = "averaging"  # our folder with them, inside the checkpoint's
+CURRENT = "current_model_state"  # WeightAveraging saves the current, not the averaged, weights under this key
+_AVERAGING = "averaging"  # subfolder of a checkpoint for these weights
 
 
 class Checkpoints:
@@ -131,7 +131,8 @@ class Checkpoints:
     def optimizer_state(self, base: Callable[[Any], dict[str, Any]], optimizer: Any) -> dict[str, Any]:
         """Return an optimizer's state, empty before its first step, with the names of all stages.
 
-        torch makes the state of sharded weights by a step with zero gradients, which Adam would count.
+        torch makes this state by a step with zero gradients. Adam would count that step, so the state is
+        cleared.
         """
         strategy, pipeline = self._strategy, self._strategy._pipeline
         if not cuts_weights(strategy):
@@ -177,7 +178,7 @@ class Checkpoints:
                 checkpoint = self._load_shards(base, path, weights_only)
             else:
                 checkpoint = self._load_stage(path, names, weights_only)
-        if strategy.optimizers:  # torch created the state of those that had made no step
+        if strategy.optimizers:  # Clear the state torch made for optimizers that had made no step when saved.
             for i in checkpoint.get(FRESH, ()):
                 strategy.optimizers[i].state.clear()
         if pipeline is not None:
@@ -193,10 +194,8 @@ class Checkpoints:
         strategy, one_file = self._strategy, path.is_file()
         if not strategy.optimizers or not (one_file or any_empty(strategy.optimizers)):
             return base(path, weights_only=weights_only)
-        optimizers, strategy.optimizers = (
-            strategy.optimizers,
-            [],
-        )  # Lightning would number by the module
+        # Hidden from Lightning, which would number parameters by the module's order.
+        optimizers, strategy.optimizers = strategy.optimizers, []
         try:
             loaded = base(path, weights_only=weights_only)
         finally:
@@ -228,7 +227,7 @@ class Checkpoints:
 
 
 class BackgroundSaves:
-    """Writes one folder at a time in its own thread; a collective of all ranks to make.
+    """Writes one folder at a time in its own thread. All ranks must construct it together.
 
     A folder is written under another name and renamed when every rank's part is on the disk. Until then the
     checkpoint before it stays, even one that a callback has asked to remove.
@@ -286,7 +285,7 @@ class BackgroundSaves:
             self._thread.submit(self._after, self._running, removal)
 
     def _after(self, running: Future[None], removal: Callable[[], None]) -> None:
-        if running.exception() is None:  # else there is only the older one
+        if running.exception() is None:  # Otherwise only the older checkpoint exists; keep it.
             removal()
 
     def wait(self) -> None:
@@ -300,7 +299,7 @@ class BackgroundSaves:
         running, self._running = self._running, None
         if running is not None:
             running.result()
-            self._thread.submit(lambda: None).result()  # removals behind it have run too
+            self._thread.submit(lambda: None).result()  # Waits also for removals queued behind it.
 
 
 def is_folder(path: str | Path) -> bool:
@@ -309,7 +308,7 @@ def is_folder(path: str | Path) -> bool:
 
 
 def read_folder(path: Path, *, weights_only: bool | None = None) -> dict[str, Any]:
-    """Read a folder as a strategy with whole weights writes it, but with optimizer states by name."""
+    """Read a folder into what an unsharded strategy would save, with optimizer states by parameter name."""
     state = _read(path)
     found = _rest_of(path, weights_only)
     optimizers = sorted(
@@ -339,7 +338,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def save_averaging(checkpoint: dict[str, Any], path: Path, *, folder: bool) -> None:
-    """Save ``WeightAveraging``'s weights of a sharded checkpoint in a folder, or made whole; a collective."""
+    """Save ``WeightAveraging``'s weights: sharded in a subfolder, or gathered whole; a collective."""
     if folder:
         dcp.state_dict_saver.save({CURRENT: checkpoint.pop(CURRENT)}, checkpoint_id=path / _AVERAGING)
         return

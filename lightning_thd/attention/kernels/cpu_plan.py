@@ -1,11 +1,10 @@
 """Host offsets and a window -> kernel calls: which rows of q meet which of k, and where the diagonal runs.
 
 The flash kernel computes masked scores too: its causal flag skips keys 512 at a time, so a causal sequence
-of 512 tokens costs as much as a bidirectional one. So sequences are cut. Forward: into rows of queries, each
-with all the keys it sees, so that nothing is merged. Backward: into columns of keys, each with all the
-queries that see it, which keeps causality in the kernel's top-left form without a mask and leaves only dq to
-add up. Short sequences are cut together: those of one length that lie side by side are read in place, others
-are padded to a common length and copied.
+of 512 tokens costs as much as a bidirectional one. So sequences are cut. Forward: rows of queries, each with
+all the keys it sees, so that nothing is merged. Backward: columns of keys, each with all queries that see it.
+The causal flag then suffices, and only dq is summed. Short sequences are cut together: those of one length
+that lie side by side are read in place, others are padded to a common length and copied.
 
 Legend: T slots, N rows of a piece, B tiles of a call, H heads.
 """
@@ -23,8 +22,8 @@ import torch
 from torch import Tensor
 
 # Causal sequences up to SHORT tokens share calls: at 8 heads of 64 a call's overhead (about 20 us) equals the
-# arithmetic of 40 tokens. Padding within a call may add PADDING of the arithmetic, or FREE_PAIRS (the
-# overhead).
+# arithmetic of 40 tokens. A padded call may cost PADDING times its real pairs plus FREE_PAIRS, which stand
+# for the overhead.
 SHORT = 128
 PADDING = 1.25
 FREE_PAIRS = 1500
@@ -36,13 +35,12 @@ CALL_ROWS = 512
 # A forward call costs as much beside its arithmetic as this many rows x keys x heads x head size: 25 us, when
 # a score of a head of 64 takes 4.5 ns (a core of a Zen 4 server).
 CALL_PRODUCTS = 350_000
-# Keys that the kernel's forward takes at a time: AVX-512 has 16 fp32 values, and a rest costs an exp each.
+# Keys per step of the kernel's forward, 16 fp32 values of AVX-512. Leftover keys each need their own exp.
 KEYS = 16
-# Causal sequences longer than this go forward whole: masks and low tiles cost more than the causal flag
-# wastes.
+# Causal sequences longer than this are not cut in the forward; cutting costs more than it saves.
 WHOLE_FORWARD = 1280
-# (keys or queries in reach up to, tile height forward, tile width backward), measured on two cores of a Zen
-# 4 server.
+# Each row: most keys or queries in reach, tile height in the forward, tile width in the backward. Measured on
+# two cores of a Zen 4 server.
 TILES = ((96, 32, 32), (128, 32, 64), (256, 64, 64), (512, 128, 64), (1280, 128, 128), (1 << 62, 128, 256))
 # A column of a backward is cut into stretches of this many queries: 1 MiB of dq a head of 64 in fp32.
 COLUMN_ROWS = 4096
@@ -102,7 +100,7 @@ class Rows:
         part.index_fill_(0, self._padded, value)
 
     def prepare(self, tiles: Iterable[Spaced]) -> None:
-        """Make all index tensors at once: small and lasting, between large ones they would split the heap."""
+        """Make all index tensors now; small lasting ones made between large ones would fragment the heap."""
         if self.span is None:
             _ = self._indices, self._padded
             for each in (*tiles, self._blocks):
@@ -202,7 +200,7 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Kernel calls on rows q and k, which no other piece touches; gradients of rows in several calls add up.
+    """Calls on rows that no other piece uses; a row in several calls gets the sum of its gradients.
 
     ``once`` says that every key is in exactly one tile and that the first call has every query.
     """
@@ -247,7 +245,7 @@ def make_plan(
         right: keys seen after it, -1 for all, 0 for causal.
         by_keys: cut into columns of keys (a backward) instead of rows of queries (a forward).
         max_cells: rows x keys of any call, for a path that holds its scores; None for the flash kernel.
-        grouped: rows up to which short sequences share padded calls; longer ones only with equal neighbours.
+        grouped: longest sequence that may share a padded call; longer ones share only with equal neighbours.
         width: query heads x head size, which sets a call's arithmetic against its overhead.
     """
     singles: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
@@ -382,7 +380,8 @@ class _Cutter:
     def _columns(self, rows: int, keys: int) -> list[Tiles]:
         shift, width, tiles = keys - rows, self._tile_size(rows, forward=False), []
         edges = list(range(max(0, shift), keys, width))  # a column that starts on the diagonal needs no mask
-        # All queries see the keys before the first one's: no mask, so wider columns waste nothing.
+        # All queries see the keys before the first query's position, so wide columns need no mask and waste
+        # nothing.
         wide = width if self.left >= 0 or self.max_cells is not None else COLUMN_ROWS
         edges = [*range(0, max(0, shift), wide), *edges, keys]
         for start, stop in pairwise(edges):
@@ -458,7 +457,7 @@ def _triangles(triangles: list[tuple[int, int]], grouped: int, cutter: _Cutter) 
 
 
 def _whole_vectors(rows: Rows) -> Rows:
-    """Pad copied keys so far that the kernel's forward, which takes a rest key by key, has none."""
+    """Pad copied keys to a multiple of KEYS; the kernel's forward takes leftover keys one by one."""
     length = -(-rows.length // KEYS) * KEYS
     lengths = rows.lengths or (rows.length,) * len(rows.starts)
     return rows if length == rows.length else Rows(rows.starts, length, lengths)

@@ -29,11 +29,12 @@ from lightning_thd.data.store.tokens import Rows, TokenStore, cached_store
 Source = MapDataset | Dataset | str | Path | list[str | Path]  # type: ignore[type-arg]  # jsonargparse wants it bare
 Packed = Literal["auto", "sequences", "packs", "off"]
 
-# The version of reading, in the key of caches: 1 replaced what is no UTF-8, 2 learned what the user says in
-# some templates, 3 left out calls of tools and chat_template_kwargs, 4 read tables by the csv module,
-# 5 refused what a template does not know, 6 keeps a number under ``label``.
+# The version of reading, in the key of caches. Raise this when reading gives other tokens. Three were
+# mistakes: 1 replaced what is no UTF-8, 2 learned what the user says in some templates, 3 left out calls of
+# tools and chat_template_kwargs. Later ones: 4 read tables by the csv module, 5 refused what a template does
+# not know, 6 keeps a number under ``label``.
 _READER = 6
-_SHOW_FROM = 2  # chunks: a bar for less is noise
+_SHOW_FROM = 2  # Below this many chunks no bar is shown.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

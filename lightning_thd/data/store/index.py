@@ -39,12 +39,12 @@ OnError = Literal["raise", "skip"]
 
 _VERSION = 4
 _LOOK_AT = 32  # sequences whose labels are compared with their ids
-_LOOKED_AT = 8  # rows by which a resumed job knows its data; they may hold images, which take time to read
+_LOOKED_AT = 8  # rows hashed so that a resumed job knows its data; few, because images are slow to read
 _ADVICE = "Mend the data, or set on_error='skip'."
 
 
 def keeps_rows(dataset: object) -> bool:
-    """Return whether rows stay as they are when others are read, as its class says, not one that it wraps."""
+    """Return whether the dataset's own class, not one it wraps, promises that rows once read never change."""
     return hasattr(type(dataset), "keeps_rows") and bool(dataset.keeps_rows)  # type: ignore[attr-defined]
 
 
@@ -72,7 +72,7 @@ def counted_row(dataset: MapDataset, i: int) -> Mapping[str, Any]:
 
 
 def refuse_second_sequence(sample: Mapping[str, Any], i: int) -> None:
-    """Refuse a row of several sequences among rows of one, which the first row is."""
+    """Refuse a row that holds several sequences when row 0 held one."""
     refuse_restart(
         sample,
         f"Sequence {i}",
@@ -99,17 +99,20 @@ class SequenceIndex:
     """The length, number of loss tokens and weight of every sequence, from which plans are made."""
 
     lengths: NDArray[np.integer]  # tokens of every sequence, ints ``[N]``
-    loss_tokens: NDArray[np.integer]  # slots with a target; a first label is none
+    loss_tokens: NDArray[np.integer]  # tokens that have a target; a sequence's first label never counts
     media: NDArray[np.integer]  # sorted rows that are known to carry images or the like
-    # fp64 ``[N]``, sums over the loss tokens of each sequence, and its own; empty without weights
+    # fp64 ``[N]``, empty without weights: each sequence's sum of weights over its loss tokens, then each
+    # sequence's own weight.
     weights: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     sequence_weights: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
-    largest: NDArray[np.integer] = field(default_factory=lambda: np.array([-1, 0]))  # id, and its row
+    # the largest token id, and the row it is in
+    largest: NDArray[np.integer] = field(default_factory=lambda: np.array([-1, 0]))
     # sorted rows that were skipped; their length is 0
     bad: NDArray[np.integer] = field(default_factory=lambda: np.empty(0, np.int64))
     # patches and pixels of each sequence's images with their squares, ``[N, 4]``; empty for text
     sizes: NDArray[np.integer] = field(default_factory=lambda: np.empty((0, COLUMNS), np.int64))
-    seen: bool = True  # The sizes are those of the images, and compared when a row is read.
+    # Whether sizes were measured from the images; each row read is then compared with them.
+    seen: bool = True
     checked: bool = True  # every row was checked when it was counted, so that batches trust it
 
     def check_vocabulary(self, vocab_size: int | None, name: str) -> None:
@@ -157,7 +160,10 @@ class SequenceIndex:
         return {k: np.array(x) if type(x) is np.ndarray else _copied(x) for k, x in sample.items()}
 
     def _cut(self, sample: dict[str, Any], i: int, start: int, stop: int, continued: bool) -> None:
-        """Cut a sample to tokens ``start`` to ``stop``; if it is continued, the last keeps its target."""
+        """Cut a sample to tokens ``start`` to ``stop``.
+
+        If the sequence goes on, the last token keeps the next label as its target.
+        """
         found = len(sample["input_ids"])
         refuse_cut(sample, i, found)
         if "label" in sample and not _is_truncated(start, continued):
@@ -173,7 +179,7 @@ class SequenceIndex:
                 sample[name] = np.asarray(sample[name])[..., start:stop]
 
     def _check_images(self, sample: Mapping[str, Any], i: int) -> None:
-        """Refuse images of another size than was counted: ``max_patches`` would not bound the memory."""
+        """Refuse images whose size differs from the count; ``max_patches`` could be exceeded."""
         found = sizes_of(sample)
         counted = tuple(self.sizes[i].tolist()) if len(self.sizes) else (0,) * COLUMNS
         if found != counted:
@@ -197,7 +203,10 @@ class SequenceIndex:
             )
 
     def loss_weights(self, dataset: MapDataset, spans: Spans) -> NDArray[np.float64]:
-        """Weigh the loss tokens and the sequences of spans, float64 ``[2, S]``; cut sequences are read."""
+        """Return each span's loss-token weight and its share of its sequence's weight, float64 ``[2, S]``.
+
+        Sequences that were cut are read again.
+        """
         at = spans.index
         of_sequence = (self.weights if len(self.weights) else self.loss_tokens)[at].astype(np.float64)
         sequence = self.sequence_weights[at] if len(self.weights) else np.ones(len(at))
@@ -320,7 +329,7 @@ def build_index(
 
 
 def _refuse_shifted(dataset: MapDataset, index: SequenceIndex) -> None:
-    """Refuse a dataset of whose first sequences the labels are shifted already."""
+    """Refuse a dataset whose first sequences have labels that are already shifted."""
     first = [i for i in range(min(len(dataset), _LOOK_AT + len(index.bad))) if i not in index.bad]
 
     def rows() -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
@@ -361,7 +370,7 @@ def _why(dataset: MapDataset, i: int) -> str:
 
 
 def _is_checked(dataset: MapDataset) -> bool:
-    """Return whether counting checks all that rows hold; given counts and further columns do not."""
+    """Return whether counting checked rows fully; not so with given lengths or further columns."""
     if isinstance(dataset, TokenStore) and dataset.trusted:
         return True
     if getattr(dataset, "lengths", None) is not None and "weights" not in dataset[0]:
@@ -402,7 +411,8 @@ def _known(dataset: MapDataset, on_error: OnError) -> dict[str, NDArray[Any]] | 
         raise ValueError(f"{why} ({len(bad)} of {len(dataset)} rows are bad.) {_ADVICE}")
     lengths, loss = columns.lengths.copy(), columns.loss_tokens.copy()
     lengths[bad] = loss[bad] = 0
-    largest = columns.largest if not len(bad) else np.array((-1, 0))  # a bad row may hold it
+    # The largest id may be in a bad row, so it is unknown if there are any.
+    largest = columns.largest if not len(bad) else np.array((-1, 0))
     if others:
         media = np.flatnonzero(sizes[:, 0])
     found = {"lengths": lengths, "loss_tokens": loss, "media": media, "largest": largest, "bad": bad}
@@ -467,7 +477,8 @@ def read_rows(
         batch_size=256,
         num_workers=num_workers,
         collate_fn=_stacked,
-        # A generator of its own: the weights of a model built later do not depend on what the cache held.
+        # Its own generator: counting must not draw from torch's global one, or a model's first weights would
+        # depend on whether the cache was hit.
         generator=torch.Generator(),
     )
     counted, done = np.empty((len(dataset), 8 + COLUMNS), np.float64), 0

@@ -29,9 +29,9 @@ from lightning_thd.loss.tiles.softmax import (
     update_statistics,
 )
 
-# Half a unit in the last of bf16's eight bits, relative to the number.
+# Largest relative error of rounding to bf16, which keeps eight significant bits.
 _ROUNDING = 2.0**-8
-# Standard error allowed to a row's log-sum, and to its entropy, in nats: the goal is 0.01 at most.
+# Allowed standard errors of a row's log-sum and entropy, in nats, so that actual errors stay below 0.01.
 _LOG_SUM_ERROR, _ENTROPY_ERROR = 2e-3, 8e-3
 
 
@@ -47,7 +47,7 @@ def softmax_statistics(
 
     Args:
         head: the operands.
-        targets: int64 ``[R]``, vocabulary indices; rows of targets held elsewhere get TARGET 0.
+        targets: int64 ``[R]``, vocabulary indices. Rows whose target is on another rank get 0 in TARGET.
         entropy: fill WEIGHTED.
         total: fill TOTAL.
         seen: is shown every tile of logits ``[c, v]``, its rows and its columns; must not change it.
@@ -105,11 +105,11 @@ def gradients(
     return sums.result()
 
 
-# On a CPU that multiplies bf16 natively. A rounded product changes a logit by up to 2^-8 of it, which a
-# log-probability feels as the sum of each token's error times its probability: nothing if thousands of tokens
-# share the mass, 0.06 if one of them has it all. So all tiles are multiplied once, rounded. Those rows of a
-# tile whose rounding would show in the log-sum are multiplied again, exactly: of a trained model a few tiles
-# a row. The target's own logit is always exact.
+# For a CPU that multiplies bf16 natively. A product rounded to bf16 changes a logit by up to 2^-8 of it. The
+# error of a log-sum is the average of these errors, weighted by the tokens' probabilities. It is almost 0 if
+# thousands of tokens share the probability, and 0.06 if one token has it all. So all tiles are first
+# multiplied with rounded results. Rows of a tile whose rounding would show in the log-sum are then multiplied
+# again exactly. In a trained model these are a few tiles of each row. The target's own logit is always exact.
 
 
 def may_round(head: Head) -> bool:
@@ -154,7 +154,9 @@ def rounded_statistics(head: Head, targets: Tensor, *, entropy: bool, total: boo
     stats = merge_parts(each)
     for rows in head.row_tiles:
         tile = local[rows].clamp(0, head.how.columns - 1) // head.tile[1]
-        found_there = exact[:, rows].gather(0, tile[None]).squeeze(0)  # beside the largest, to the last bit
+        # In an exact tile the target's logit comes from the same product as the tile's largest one, so that
+        # both are rounded alike.
+        found_there = exact[:, rows].gather(0, tile[None]).squeeze(0)
         stats[TARGET, rows] = torch.where(
             found_there, stats[TARGET, rows], target_logits(head, rows, local[rows])
         )
@@ -164,9 +166,10 @@ def rounded_statistics(head: Head, targets: Tensor, *, entropy: bool, total: boo
 def rounding_shows(each: Tensor, widths: list[int], *, entropy: bool) -> Tensor:
     """Estimate the error of every row in every tile of columns, and compare it with what is allowed.
 
-    Independent errors of at most ``|z| 2^-8 / sqrt(3)`` add up to their root mean square, weighted by the
-    probabilities: ``sqrt(largest p * the tile's mass)`` bounds the root of the sum of squares. In a flat tile
-    all logits may be rounded to one number: their errors add up as they are.
+    The errors of logits are taken as independent, with a standard deviation of at most
+    ``|z| 2^-8 / sqrt(3)``. Each is weighted by its token's probability, and their squares add up. The root of
+    the summed squares of probabilities is at most ``sqrt(largest p * the tile's mass)``. In a flat tile all
+    logits may round the same way, so the errors themselves add up.
 
     Args:
         each: ``[tiles, 5, R]``, the statistics of every tile on its own.
@@ -199,7 +202,7 @@ def target_logits(head: Head, rows: slice, local: Tensor) -> Tensor:
 
 
 def _wide_logits(head: Head, rows: slice | Tensor, columns: slice, w: Tensor, out: Tensor) -> Tensor:
-    """Compute logits multiplied in the accumulator's dtype, the same whichever rows are beside."""
+    """Multiply in the accumulator's dtype; a row's logits do not depend on the other rows."""
     x, w = (t.to(head.how.compute).to(head.how.accumulator) for t in (head.counted(head.hidden, rows), w))
     return head.finish(product(x, w, out=out[: len(x) * len(w)].view(len(x), len(w))), rows, columns)
 

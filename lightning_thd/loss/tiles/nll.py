@@ -1,8 +1,8 @@
-"""Hidden states x head weight -> a weighted negative log-likelihood and its gradients, 6THV operations.
+"""Hidden states x head weight -> a weighted negative log-likelihood and its gradients, 6RHV operations.
 
-R rows, H hidden size, V vocabulary. A scalar's gradient is known up to a factor before anybody asks for it.
-So the logits of a few rows are kept just long enough to become gradients, and never made again. The few rows
-span the whole vocabulary: their number follows from a byte budget.
+R rows, H hidden size, V vocabulary. The loss is a scalar, so its gradient can be made in the forward pass,
+except for one factor. So the logits of a few rows are kept just long enough to become gradients, and never
+made again. These rows span the whole vocabulary; a byte budget sets how many there are.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Penalties:
 
     Attributes:
         label_smoothing: share of the target's mass spread over the vocabulary, 0 to 1.
-        z_loss: factor of lse squared.
+        z_loss: factor of lse squared, where lse is the log of the sum of a row's exponentiated logits.
     """
 
     label_smoothing: float = 0.0
@@ -85,7 +85,7 @@ def nll_and_gradients(
     """Return the sum of ``weights * loss`` over the rows, the part that ``z_loss`` adds, and the gradients.
 
     Args:
-        head: the operands; all columns on this rank, the rows of its tiles those whose logits are kept.
+        head: the operands. All columns must be on this rank; a tile's rows are those whose logits are kept.
         targets: int64 ``[R]``.
         weights: ``[R]`` in the accumulator's dtype; 0 for rows that do not count.
         needs: whether hidden, weight, bias and the LoRA need gradients.
@@ -120,8 +120,8 @@ def nll_and_gradients(
 class Stash:
     """The logits of a few rows over all columns, kept from one pass over the tiles to the next.
 
-    Kept exact in the accumulator's dtype, except if a CPU multiplies bf16 natively: products are then
-    rounded to bf16 as the model's own head would, and kept so, at half the memory.
+    Kept in the accumulator's dtype. A CPU with native bf16 rounds them to bf16, as the model's head does, at
+    half the memory.
     """
 
     def __init__(self, head: Head) -> None:
