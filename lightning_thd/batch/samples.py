@@ -76,6 +76,8 @@ def token_row(
         )
     if holds_bools(value):
         raise ValueError(f"{name}: {key} holds True or False among its numbers. Give integers.")
+    if isinstance(value, Tensor) and value.dtype in (torch.uint8, torch.uint16) and not value.is_meta:
+        value = value.cpu().numpy()  # keeps the type, in which -100 becomes another number
     kind = (value.dtype.kind, value.dtype.itemsize) if isinstance(value, np.ndarray) else ("", 0)
     if kind[0] not in ("i", "u") or kind == ("u", 8):  # uint64 may pass int64
         try:

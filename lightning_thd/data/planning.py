@@ -170,7 +170,13 @@ def _mixture_planner(data: DataSet, settings: DataSettings, plan: dict[str, Any]
         )
     slots = make_slots(settings.capacity, plan["align"])
     most = slots.usable // slots.multiple * slots.multiple if plan["oversize"] == "drop" else None
-    mixture = make_mixture(data.lengths, data.weights, settings.mixing, seed=settings.seed, most=most)
+    lengths: Mapping[str, npt.NDArray[np.integer]] = data.lengths
+    if most is not None and {"patches", "max_patches"} <= plan.keys():
+        starts = np.cumsum([len(values) for values in lengths.values()])[:-1]
+        over = np.split(plan["patches"][:, 0] > plan["max_patches"], starts)
+        pairs = zip(lengths.items(), over, strict=True)
+        lengths = {name: np.where(out, most + 1, values) for (name, values), out in pairs}
+    mixture = make_mixture(lengths, data.weights, settings.mixing, seed=settings.seed, most=most)
     return MixturePlanner(data.index.lengths, settings.capacity, mixture=mixture, **plan)
 
 

@@ -80,8 +80,8 @@ class Cost:
 
         Args:
             lengths: tokens of each sequence, ``[S]``.
-            media: image patches of each sequence, and the sum of their squares over frames, ``[S, 2]``; None
-                for text.
+            media: image patches of each sequence, ints ``[S]`` of one frame each, or with the sum of their
+                squares over frames ``[S, 2]``; None for text.
         """
         given = np.asarray(lengths)
         if given.size and (given.dtype.kind not in "iuf" or not np.isfinite(given).all()):
@@ -90,7 +90,7 @@ class Cost:
         work: FloatArray = tokens * (self.linear + self.quadratic * tokens)
         if media is None:
             return work
-        patches, squares = np.asarray(media, np.float64).T
+        patches, squares = media_table(media, given.size).T
         work += self.patch * patches + self.patch_pair * squares
         return work
 

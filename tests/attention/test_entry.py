@@ -82,6 +82,7 @@ def test_a_few_short_sequences_equal_dense(lengths: tuple, heads: tuple[int, int
         left=left, right=right, scale=options.get("scale"), softcap=options.get("softcap"),
     )  # fmt: skip
     torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-12)
+    assert out.is_contiguous()  # AFMoE and JetMoE view it
     grad = torch.randn_like(out)
     for got, want in zip(
         torch.autograd.grad(out, (q, k, v), grad), torch.autograd.grad(expected, (q, k, v), grad), strict=True

@@ -159,7 +159,8 @@ def test_labels_without_a_sign_hold_no_minus_100(kind: Any, found: int) -> None:
     ids, labels = np.array([1, 2, 3]), np.array([-100, 2, 3]).astype(kind)
     row = {"input_ids": ids, "labels": labels}
     table = pa.table({"input_ids": [ids], "labels": pa.array([labels], pa.list_(pa.from_numpy_dtype(kind)))})
-    for given in ([row], Rows(row), datasets.Dataset(table)):
+    tensors = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+    for given in ([row], [tensors], Rows(row), datasets.Dataset(table)):
         with pytest.raises(ValueError, match=f"the label {found} in {np.dtype(kind)}, which is what -100"):
             read(given)
     with pytest.raises(ValueError, match=f"the label {found} in"):

@@ -161,6 +161,16 @@ def test_a_mixture_of_images_and_text_counts_both() -> None:
     assert all(one.patches.tolist() == [[*PATCHES, *[0] * 30][i] for i in one.spans.index] for one in plans)
 
 
+def test_images_that_are_dropped_take_no_part_in_a_mixture() -> None:
+    texts = [{"input_ids": np.arange(9)} for _ in range(40)]
+    data = THDDataModule(
+        {"a": (rows(), 0.5), "b": (texts, 0.5)}, capacity=64, max_patches=20, cost=COST, oversize="drop"
+    )
+    drawn = [i for one in plan(data) for i in one.spans.index]
+    assert sum(i < 40 for i in drawn) == sum(i >= 40 for i in drawn) == 40
+    assert all(PATCHES[i] <= 20 for i in drawn if i < 40)
+
+
 iter_rows: Any = lambda: iter(rows())  # noqa: E731
 
 

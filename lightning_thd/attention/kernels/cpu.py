@@ -59,14 +59,14 @@ class CpuAttention:
             return operator(q, k, v, self._at, self._spec, sinks)
         if self._work.few is not None and sinks is None:
             q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-            return _attend_few(q, k, v, self._work.few, self._spec.scale)[0].transpose(0, 1)
+            return _attend_few(q, k, v, self._work.few, self._spec.scale)[0]
         out: Tensor = _Attention.apply(self._work, q, k, v, sinks)  # type: ignore[no-untyped-call]
         return out
 
     def heads_first(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """Attend to ``[1, H, T, D]``; returns ``[1, T, H, E]``."""
         if self._work.few is not None and sinks is None and is_plain(q, k, v):
-            return _attend_few(q, k, v, self._work.few, self._spec.scale).transpose(1, 2)
+            return _attend_few(q, k, v, self._work.few, self._spec.scale)
         q, k, v = q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1)
         return self(q, k, v, sinks).unsqueeze(0)
 
@@ -183,14 +183,18 @@ def _attend_few(
     few: _Few,
     scale: float,
 ) -> Tensor:
-    """Attend to ``[1, H, T, D]`` by one differentiable kernel call a sequence, without copies of rows."""
+    """Attend to ``[1, H, T, D]`` by a differentiable kernel call a sequence; contiguous ``[1, T, H, E]``.
+
+    The kernel stores its output in that order, and some models ``view`` it.
+    """
     q, k, v = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)]
     if len(few.rows) == 1:
         whole: Tensor = cpu_tiles.flash(q, k, v, 0.0, few.causal[0], scale=scale)[0]
-        return whole
+        return whole.transpose(1, 2)
     parts = torch.split(q, few.rows, 2), torch.split(k, few.keys, 2), torch.split(v, few.keys, 2)
     each = zip(*parts, few.causal, strict=True)
-    return torch.cat([cpu_tiles.flash(q, k, v, 0.0, causal, scale=scale)[0] for q, k, v, causal in each], 2)
+    found = [cpu_tiles.flash(q, k, v, 0.0, causal, scale=scale)[0] for q, k, v, causal in each]
+    return torch.cat([out.transpose(1, 2) for out in found], 1)
 
 
 def _few_forward(few: _Few, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
