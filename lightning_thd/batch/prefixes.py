@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from lightning_thd.alignment import Alignment
 from lightning_thd.batch.collate import cumulative, joined, lay_out, slots_of
 from lightning_thd.batch.keys import IGNORE_INDEX, TYPES, inputs
 from lightning_thd.batch.media import counted
-from lightning_thd.batch.thd_batch import THDBatch, rows_of_slots
+from lightning_thd.batch.thd_batch import Immutable, THDBatch, rows_of_slots
 from lightning_thd.batch.upload import PinnedBatch
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 from lightning_thd.stats import SeqStats
@@ -47,8 +46,11 @@ class Predictions(NamedTuple):
     weights: Tensor
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prefixes:
+_INDICES = ("token_slots", "token_rows", "slots", "targets", "keys")
+_OF_SEQUENCES = ("cu_seqlens_q", "cu_seqlens_kv", "offsets")
+
+
+class Prefixes(Immutable):
     """How the sequences of a batch share its slots; tensors are on the device of the batch.
 
     A model of your own attends with ``varlen_attention(q, k[keys], v[keys], cu_seqlens_q, cu_seqlens_kv,
@@ -69,6 +71,8 @@ class Prefixes:
         prefix_lengths: of each sequence, its first tokens that a leaf before it holds, on the host.
     """
 
+    __slots__ = (*_INDICES, *_OF_SEQUENCES, "lengths", "query_lengths", "key_lengths", "prefix_lengths")
+
     token_slots: Tensor
     token_rows: Tensor
     slots: Tensor
@@ -82,6 +86,9 @@ class Prefixes:
     key_lengths: tuple[int, ...]
     prefix_lengths: tuple[int, ...]
 
+    def __init__(self, **parts: Tensor | tuple[int, ...]) -> None:
+        self._set(**parts)
+
     @property
     def max_seqlen_q(self) -> int:
         """Return the most slots of a leaf."""
@@ -94,7 +101,7 @@ class Prefixes:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.type == "Tensor"}
+        return {name: getattr(self, name) for name in (*_INDICES, *_OF_SEQUENCES)}
 
     def slots_of(self, tokens: Tensor, pad: int) -> Tensor:
         """Return the slots of tokens, int64 of any shape; ``pad`` for N and above, which are no tokens."""
@@ -202,9 +209,8 @@ class SharedBatch(THDBatch):
         for name, tensor in tensors.items():
             owner, _, key = name.rpartition(".") if name.startswith("prefixes.") else name.partition(".")
             parts[owner if key else ""][key or name] = tensor
-        return self.replace(
-            **parts[""], extras=parts["extras"], prefixes=replace(self.prefixes, **parts["prefixes"])
-        )
+        prefixes = Prefixes(**{**self.prefixes.__getstate__(), **parts["prefixes"]})
+        return self.replace(**parts[""], extras=parts["extras"], prefixes=prefixes)
 
     def hf_kwargs(self) -> dict[str, Any]:
         """Return the arguments of a transformers model with ``attn_implementation="thd"``.
@@ -228,13 +234,19 @@ class SharedBatch(THDBatch):
         Args:
             x: ``[T, ...]`` or ``[1, T, ...]``, a value a slot, as a model returns them; or ``[N, ...]``, one
                 for each token of the sequences laid end to end, as ``causal_lm_logprobs`` returns them. If T
-                is N, because of padding, they are values of slots.
+                is N, because of padding, only ``[1, T, ...]`` says which.
 
         Returns:
             ``len(lengths)`` tensors ``[length, ...]``, in the order of ``sequence_ids``.
         """
         slots, tokens = self.input_ids.shape[-1], sum(self.lengths)
-        x = rows_of_slots(x, slots)
+        given, x = x, rows_of_slots(x, slots)
+        if slots == tokens and given.shape[:1] == (slots,):
+            raise ValueError(
+                f"unpack() got a tensor of shape {tuple(x.shape)}, but padding made the slots as many as the "
+                "tokens, so that it may hold either. Pass values of slots as [1, T, ...], and split those of "
+                "tokens with torch.split(x, batch.lengths). Or collate with another pad_to."
+            )
         if x.ndim == 0 or x.shape[0] not in (slots, tokens):
             raise ValueError(
                 f"unpack() got a tensor of shape {tuple(x.shape)}, but the batch has {slots} slots for "

@@ -331,7 +331,7 @@ class THDBatch(_Pinned):
 
     def pin_memory(self) -> THDBatch:
         """Return a copy that has its tensors in page-locked memory, too, ready for one upload."""
-        copy = self.replace(max_targets=self.max_targets)
+        copy = self._with(self._tensors())
         copy._set(_pinned=self._pin())
         return copy
 

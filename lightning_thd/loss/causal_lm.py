@@ -231,7 +231,7 @@ def _loss(
         fused = operands.call(targets, logit_map, most)
         see = slots.append if not depth and (watcher is not None or recorded is not None) else None
         found = torch.stack([*linear_nll(fused, penalties, token_weights=weight, see=see)])
-        return torch.cat([found, _token_stats(fused)]) if stats else found
+        return torch.cat([found, _token_stats(fused, batch)]) if stats else found
 
     found = call.run(model, batch, values, size=5 if stats else 2, routers=routers)
     call.choices = None if routers is None else routers.seen
@@ -252,13 +252,17 @@ def _loss(
 
 
 @torch.no_grad()
-def _token_stats(call: Call) -> Tensor:
-    """Return the sums of entropies, right guesses and ones over the targets of a call, ``[3]``."""
+def _token_stats(call: Call, batch: THDBatch) -> Tensor:
+    """Return the sums of entropies, right guesses and ones over the tokens that a call scores, ``[3]``."""
     results = linear_logprobs(call, entropy=True, top_k=1)
     known = call.targets != -100
-    right = (results.top.tokens[..., 0] == call.targets) & known
-    entropy = results.entropy.masked_fill(~known, 0.0).sum()
-    return torch.stack([entropy, right.sum().to(entropy.dtype), known.sum().to(entropy.dtype)])
+    right = results.top.tokens[..., 0] == call.targets
+    counts = known.to(results.entropy.dtype)
+    if isinstance(batch, SharedBatch):  # a row stands for several tokens
+        rows = batch.prefixes
+        each = torch.ones_like(rows.token_rows) if batch.weights is None else (batch.weights != 0).long()
+        counts = counts * rows.of_rows(each)
+    return torch.stack([(results.entropy * counts).sum(), (right * counts).sum(), counts.sum()])
 
 
 def causal_lm_logprobs(

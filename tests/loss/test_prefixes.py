@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
 from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd.batch.prefixes import SharedBatch
-from lightning_thd.loss.causal_lm import causal_lm_logprobs
+from lightning_thd.loss.causal_lm import causal_lm_logprobs, causal_lm_loss_and_stats
 from lightning_thd.loss.preference import sequence_sums
 from lightning_thd.models.mixers import has_mixers
 from tests.models.families import FAMILIES, build
@@ -153,6 +154,40 @@ def test_a_pad_at_the_end_and_fields_of_slots() -> None:
     nothing = THDBatch.collate(samples[1:], share_prefixes=True, pad_to=8)
     assert type(nothing) is THDBatch
     assert nothing.targets.tolist() == THDBatch.collate(samples[1:], pad_to=8).targets.tolist()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_token_stats_count_every_sequence(llama: nn.Module, seed: int) -> None:
+    samples = tree(seed)
+    samples.append({**samples[0], "weights": np.zeros(len(samples[0]["input_ids"]))})
+    batches = [THDBatch.collate(samples, share_prefixes=share) for share in (False, True)]
+    plain, shared = (causal_lm_loss_and_stats(llama, batch)[1] for batch in batches)
+    assert torch.allclose(torch.stack(plain), torch.stack(shared), rtol=1e-6, atol=0)
+
+
+def test_pinning_keeps_a_shared_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SharedBatch, "_pin", lambda self: self._tensors())  # no CUDA here
+    batch = THDBatch.collate([{"input_ids": [5, 6]}, {"input_ids": [5, 7]}], share_prefixes=True, pad_to=5)
+    pinned = batch.pin_memory()
+    assert [row.tolist() for row in pinned.unpack(pinned.input_ids)] == [[5, 6], [5, 7]]
+    assert pinned._pinned.keys() >= {"prefixes.keys", "position_ids"}
+
+
+def test_fabric_converts_inputs_of_a_shared_batch() -> None:
+    batch = THDBatch.collate([{"input_ids": [5, 6]}, {"input_ids": [5, 7]}], share_prefixes=True)
+    model = build("llama", "thd")
+    wanted = float(causal_lm_loss(model.double(), batch).detach())
+    fabric = Fabric(accelerator="cpu", devices=1, precision="64-true")
+    loss = causal_lm_loss(fabric.setup(model), batch).detach()
+    assert float(loss) == pytest.approx(wanted, rel=1e-9)
+
+
+def test_values_of_slots_or_of_tokens_are_not_guessed() -> None:
+    samples = [{"input_ids": [5, 6]}, {"input_ids": [5, 7]}]
+    batch = THDBatch.collate(samples, share_prefixes=True, pad_to=4)
+    assert [row.tolist() for row in batch.unpack(batch.input_ids[None])] == [[5, 6], [5, 7]]
+    with pytest.raises(ValueError, match="padding made the slots as many as the tokens"):
+        batch.unpack(torch.arange(4))
 
 
 def test_another_attention_refuses_shared_prefixes(llama: nn.Module) -> None:
