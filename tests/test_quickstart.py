@@ -36,7 +36,8 @@ def test_ten_steps_leave_what_the_readme_says(smaller: Path, tmp_path: Path) -> 
     assert all(0 < value <= 1.2 for _, value in series["train/device/mfu"])
     assert all(value > 0 for _, value in series["train/device/tflops_per_gpu"])
     assert all(value > 0 for _, value in series["train/device/real_items_per_sec"])
-    assert all(value >= 0.97 for _, value in series["train/packing/fill"])
+    # The packs of the smaller copy hold a few whole documents of at most 256 bytes; those of 8,192 are full.
+    assert all(0.5 < value <= 1 for _, value in series["train/packing/fill"])
     assert "TFLOP/s/device" in shown
     assert re.search(r"^3\.3M parameters, cpu, \S+, 10 steps$", shown, re.M)
     assert "MFU" in shown

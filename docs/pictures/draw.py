@@ -112,6 +112,9 @@ GALLERY = {
         [(1, PROMPT), (6, "response"), (3, EMPTY)],
         [(2, PROMPT), (3, "response"), (1, PROMPT), (4, "response")],
     ],
+    "grpo": [
+        [(4, PROMPT), (2, "answer A"), (2, "answer B"), (2, "answer C")],
+    ],
     "distillation": [
         [(5, "teacher"), (5, "teacher")],
         [(5, "student"), (5, "student")],

@@ -16,7 +16,7 @@ NAMES = list(FAMILIES)
 
 
 # A capability for each part of the table: they differ in the kernels that are preferred, not in families.
-@pytest.mark.parametrize(("part", "capability"), enumerate(["7.5", "8.0", "9.0", "10.0"]))
+@pytest.mark.parametrize(("part", "capability"), [*enumerate(["7.5", "8.0", "9.0", "10.0"])])
 def test_families_equal_stock_eager_attention(part: int, capability: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.imagined.families", capability, *NAMES[part::4]],

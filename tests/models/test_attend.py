@@ -203,8 +203,8 @@ def test_the_masks_a_model_asks_for_say_what_its_layers_see(
 
 def test_layers_of_one_kind_choose_their_kernel_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = []
-    choose = entry.choose
-    monkeypatch.setattr(entry, "choose", lambda *a: (chosen.append(a), choose(*a))[1])
+    choose = entry.known_choice
+    monkeypatch.setattr(entry, "known_choice", lambda *a: (chosen.append(a), choose(*a))[1])
     q, k, v = (x.float() for x in qkv(1, 7))
     batch = THDBatch.collate([{"input_ids": [1] * 4}, {"input_ids": [1] * 3}])
     plain = thd_attention(Layer(), q, k, v, None, cu_seq_lens_q=batch.cu_seqlens, max_length_q=4)[0]

@@ -37,10 +37,9 @@ from lightning_thd.attention.spec import AttentionSpec, Offsets, read_offsets
 _SCORES = 1 << 21
 # Elements a call may return per tensor before its heads are taken a few at a time: 8 MiB in fp32.
 _CALL_ELEMENTS = 1 << 21
-# Up to 24 short sequences, or if they have at least 1024 elements (tokens x heads x head size) on average, a
-# kernel call each takes 0.5 to 0.9 of the time of copies to a padded one. 128 sequences of 28 tokens with 4
-# heads of 8 take as long either way (one thread of a Zen 4 server).
-_FEW, _LARGE = 24, 1024
+# A kernel call for each of up to 24 short sequences takes 0.5 to 1.0 of the time of copies to a padded call. So
+# it does for more, if they have 4096 elements (tokens x heads x head size) on average and are not all equal.
+_FEW, _LARGE = 24, 4096
 
 
 class CpuAttention:
@@ -155,7 +154,8 @@ def _work(
     shares = width[0] == kv_heads or cpu_tiles.kernel_shares_heads()
     exact = dtype in (torch.float32, torch.float64)  # torch's own backward in half precision is slow
     large = cu_q[-1] * width[0] * width[1] >= _LARGE * (len(cu_q) - 1)
-    many = len(cu_q) > _FEW + 1 and not (large and torch.get_num_threads() <= width[0])
+    equal = len({b - a for a, b in pairwise(cu_q)}) == 1  # one call takes them all
+    many = len(cu_q) > _FEW + 1 and (equal or not large or torch.get_num_threads() > width[0])
     if not many and not spec.softcap and value_size == width[1] and shares and exact:
         work.few = _few(cu_q, cu_kv, spec)
     return work
