@@ -37,7 +37,7 @@ from lightning_thd.attention.spec import AttentionSpec, Offsets, read_offsets
 _SCORES = 1 << 21
 # Elements a call may return per tensor before its heads are taken a few at a time: 8 MiB in fp32.
 _CALL_ELEMENTS = 1 << 21
-# A kernel call for each of up to 24 short sequences takes 0.5 to 1.0 of the time of copies to a padded call.
+# A kernel call for each of up to 24 short sequences takes 0.6 to 1.1 of the time of copies to a padded call.
 # It also does for more, if they have 4096 elements (tokens x heads x head size) on average and are not equal.
 _FEW, _LARGE = 24, 4096
 
