@@ -161,7 +161,7 @@ def routers_for(
     if z_loss is None:
         z_loss = getattr(call.config, "router_z_loss_coef", None) or 0.0
     else:
-        z_loss = real_number(z_loss, "router_z_loss", advice="It is a factor, such as 1e-3.")
+        z_loss = real_number(z_loss, "router_z_loss", least=0, advice="It is a factor, such as 1e-3.")
     inner, stage = call.inner, stage_of(call.inner)
     wanted: RouterBalance | None = balance
     if balance == "microbatch":

@@ -227,6 +227,8 @@ def test_refusals() -> None:
         causal_lm_loss(family_model("llama"), batch, router_balance="sequence")
     with pytest.raises(ValueError, match="needs batch.token_scale"):
         causal_lm_loss(model, THDBatch.collate(SAMPLES, loss_scale=1.0), router_balance="sequence")
+    with pytest.raises(ValueError, match="router_z_loss=-0.1; wanted a finite number of 0 or more"):
+        causal_lm_loss(model, batch, router_z_loss=-0.1)
     with pytest.raises(ValueError, match="wanted one of microbatch, sequence, step"):
         causal_lm_loss(model, batch, router_balance="batch")  # type: ignore[call-overload]
     checkpoint_activations(model, use_reentrant=True)
