@@ -40,10 +40,7 @@ TABLE: tuple[KnownBad, ...] = (
         versions={"fla-core": ">=0", "triton": ">=3.4,<3.7.1"},
         without="tilelang",
         capability=9,
-        problem=(
-            "the gated backward of flash-linear-attention is wrong there, so it refuses to run "
-            "(its issue 640)"
-        ),
+        problem="flash-linear-attention refuses its gated backward, which is wrong there (its issue 640)",
         instead="install triton>=3.7.1 or tilelang",
     ),
     KnownBad(
