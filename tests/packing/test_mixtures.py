@@ -21,7 +21,8 @@ SIZES = st.dictionaries(st.sampled_from("abcd"), st.integers(1, 40), min_size=1)
 def test_shares_are_within_one_sequence_of_the_weights(
     sizes: dict[str, int], seed: int, temperature: float, data: Any
 ) -> None:
-    weights = {name: data.draw(st.floats(0.2, 5.0)) for name in sizes}
+    # Further apart, an epoch may take more than 1,000 passes over a source, which is refused.
+    weights = {name: data.draw(st.floats(0.5, 2.0)) for name in sizes}
     counts = share_out(sizes, weights, Mixing(temperature=temperature))
     raised = {name: weight ** (1 / temperature) for name, weight in weights.items()}
     for name, count in counts.items():
