@@ -46,6 +46,13 @@ def test_ten_steps_leave_what_the_readme_says(smaller: Path, tmp_path: Path) -> 
     assert (tmp_path / "report.png").stat().st_size > 5_000
 
 
+def test_packs_of_the_real_quickstart_are_full() -> None:
+    lengths = [len(text.encode()) + 1 for text in stdlib_documents(max_bytes=2048)]
+    planner = PackPlanner(lengths, 8192, global_batch=Packs(1), oversize="split")
+    tokens = [int(planner.step(0, k, 1).spans.lengths.sum()) for k in range(100)]
+    assert sum(tokens) >= 0.97 * 8192 * len(tokens), min(tokens)
+
+
 LEDGER = """
 import sys
 sys.path.insert(0, {examples!r})
