@@ -1,4 +1,4 @@
-"""Log-probabilities of a pack of rollouts -> policy-gradient losses: PPO-clip, GRPO, GSPO, CISPO and SAPO.
+"""Log-probabilities of a pack of rollouts -> policy losses: PPO, GRPO, GSPO, CISPO, SAPO and VESPO.
 
 T slots, B rows (rollouts). A value of a slot belongs to the token that the slot predicts, as in
 ``causal_lm_logprobs(model, rollouts.batch).logp``; ``rollouts.pack`` brings padded values there. Slots that
@@ -179,10 +179,7 @@ def gspo_loss(
     """
     low, high = _bounds(clip, clip_high)
     given = _given(rollouts, logp=logp, old_logp=old_logp)
-    rows = rollouts.shape[0]
-    if advantages.shape != (rows,):
-        raise ValueError(f"advantages is {list(advantages.shape)}, wanted one a row: [{rows}].")
-    of_row = advantages.detach()
+    rows, of_row = rollouts.shape[0], _row_advantages(advantages, rollouts)
     ratio = _ratio(rollouts.means(given["logp"] - given["old_logp"].detach(), group=group))
     losses = -torch.minimum(ratio * of_row, ratio.clamp(low, high) * of_row)
     losses = torch.where(rollouts.counts > 0, losses, 0.0)
@@ -280,6 +277,54 @@ def sapo_loss(
     return _reduced(losses, rollouts, "grpo", None, weights, scale, group)
 
 
+def vespo_loss(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    rollouts: PackedRollouts,
+    *,
+    k: tuple[float, float] = (2.0, 3.0),
+    lam: tuple[float, float] = (3.0, 2.0),
+    scale: float | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Compute the VESPO loss: ``-phi(w) A logp`` a token, a smooth weight of a response in place of a clip.
+
+    VESPO, arXiv:2602.10693: ``phi(w) = w^k e^(lam (1 - w))`` with ``w = exp(sum(logp - old_logp))`` of the
+    response gets no gradient. Averaged over all response tokens. As its authors do, a token's distance is
+    held within 20 nats, and w between 1e-8 and e^20.
+
+    Args:
+        logp: floats ``[T]``, under the policy.
+        old_logp: ``[T]``, under the policy that sampled.
+        advantages: ``[B]``.
+        rollouts: the pack.
+        k: the exponents, for advantages of 0 and more, and for negative ones.
+        lam: the decays, likewise.
+        scale: see the module; replaces 1 / response tokens.
+        group: context-parallel ranks, each with its shard of the rollouts.
+
+    Returns:
+        ``[]``. Equal policies, advantages of 1 and log-probabilities of -2 give 2.
+
+    Raises:
+        TypeError: for arguments of another type.
+        ValueError: for shapes or settings that do not fit.
+    """
+    for name, pair in (("k", k), ("lam", lam)):
+        for value in pair:
+            real_number(value, name, least=0.0)
+    given = _given(rollouts, logp=logp, old_logp=old_logp)
+    of_row = _row_advantages(advantages, rollouts)
+    distance = (given["logp"] - given["old_logp"]).detach().clamp(-20.0, 20.0)
+    log_w = rollouts.sums(distance, group=group).clamp(math.log(1e-8), 20.0)
+    positive = of_row >= 0
+    exponent, decay = (torch.where(positive, above, below).to(log_w) for above, below in (k, lam))
+    phi = (exponent * log_w + decay * (1.0 - log_w.exp())).exp()
+    losses = -_advantages(phi * of_row, rollouts) * given["logp"]
+    return _reduced(losses, rollouts, "token_mean", None, None, scale, group)
+
+
 def group_advantages(
     rewards: Tensor, group_size: int, *, normalise: bool = True, epsilon: float = 1e-4
 ) -> Tensor:
@@ -360,6 +405,12 @@ def _advantages(advantages: Tensor, rollouts: PackedRollouts) -> Tensor:
             f"{list(slots)}."
         )
     return _given(rollouts, advantages=advantages)["advantages"].detach()
+
+
+def _row_advantages(advantages: Tensor, rollouts: PackedRollouts) -> Tensor:
+    if advantages.shape != (rollouts.shape[0],):
+        raise ValueError(f"advantages is {list(advantages.shape)}, wanted one a row: [{rollouts.shape[0]}].")
+    return advantages.detach()
 
 
 def _divergence(

@@ -36,7 +36,7 @@ __all__ = [
 
 DPOKind = Literal[
     "sigmoid", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
-    "apo_zero", "apo_down", "discopop", "sigmoid_norm",
+    "apo_zero", "apo_down", "discopop", "sigmoid_norm", "aot", "aot_unpaired",
 ]  # fmt: skip
 # DiscoPOP's temperature, arXiv:2406.08414, equation 5.
 _DISCOPOP_TAU = 0.05
@@ -105,6 +105,9 @@ def dpo_loss(
       arXiv:2408.06266, equations 7 and 8.
     - "discopop": a blend of ``-log sigmoid(d)`` and ``e^-d``, arXiv:2406.08414, equation 5.
     - "sigmoid_norm": "sigmoid" of ``c / tokens`` and ``r / tokens``.
+    - "aot_unpaired": "sigmoid" of ``c`` and ``r``, each sorted over the pairs; "aot" sorts
+      ``chosen - rejected`` and the reference's instead, arXiv:2406.05882. Pass all pairs of a step in one
+      call, without ``scale``.
 
     Args:
         chosen: floats ``[P]``, sums of log-probabilities in nats.
@@ -113,7 +116,8 @@ def dpo_loss(
         reference_rejected: likewise.
         kind: the variant.
         beta: strength of the pull to the reference.
-        label_smoothing: share of labels that are taken to be wrong, for "sigmoid", "robust" and "exo_pair".
+        label_smoothing: share of labels that are taken to be wrong, for kinds built on "sigmoid", for
+            "robust" and "exo_pair".
         chosen_tokens: ``[P]``, tokens of each response, for "ipo" and "sigmoid_norm".
         rejected_tokens: likewise.
         weights: floats ``[P]``; the loss is then divided by their sum.
@@ -145,6 +149,15 @@ def dpo_loss(
             )
         _check_rows(chosen=chosen, chosen_tokens=chosen_tokens, rejected_tokens=rejected_tokens)
         c, r = c / chosen_tokens.clamp_min(1), r / rejected_tokens.clamp_min(1)
+    if kind in ("aot", "aot_unpaired"):
+        if weights is not None or scale is not None:
+            raise ValueError(
+                f"kind={kind!r} sorts the pairs of a step, so weights and scale have no meaning. Compute the "
+                "log-probabilities of all pairs first, and leave both out."
+            )
+        if kind == "aot":
+            c, r = chosen - rejected, reference_chosen - reference_rejected
+        c, r = c.sort().values, r.sort().values
     return _weighted_mean(_DPO[kind](c, r, beta, label_smoothing), weights, scale)
 
 
@@ -176,8 +189,10 @@ def _discopop(c: Tensor, r: Tensor, beta: float, e: float) -> Tensor:
 
 
 _DPO: dict[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
-    "sigmoid": lambda c, r, beta, e: _smoothed(beta * (c - r), e),
-    "sigmoid_norm": lambda c, r, beta, e: _smoothed(beta * (c - r), e),
+    **dict.fromkeys(
+        ("sigmoid", "sigmoid_norm", "aot", "aot_unpaired"),
+        lambda c, r, beta, e: _smoothed(beta * (c - r), e),
+    ),
     "robust": _robust,
     "exo_pair": _exo,
     "discopop": _discopop,
@@ -383,10 +398,11 @@ def reward_pair_loss(
 def _check_smoothing(kind: str, value: float) -> None:
     """Refuse a share of a half or more, and label smoothing of a variant that has none, or needs some."""
     real_number(value, "label_smoothing", least=0.0)
-    if value >= 0.5 or (value and kind not in ("sigmoid", "robust", "exo_pair", "sigmoid_norm")):
+    smooth = ("sigmoid", "sigmoid_norm", "aot", "aot_unpaired", "robust", "exo_pair")
+    if value >= 0.5 or (value and kind not in smooth):
         raise ValueError(
-            f"label_smoothing is {value!r} with kind={kind!r}, wanted below 0.5, and 0 but for 'sigmoid', "
-            "'sigmoid_norm', 'robust' and 'exo_pair'."
+            f"label_smoothing is {value!r} with kind={kind!r}, wanted below 0.5, and 0 but for "
+            f"{', '.join(map(repr, smooth))}."
         )
     if kind == "exo_pair" and not value:
         raise ValueError(

@@ -174,6 +174,11 @@ def _token_policy(*more: str) -> Callable[[random.Random], dict[str, Any]]:
     return made
 
 
+def _vespo(rng: random.Random) -> dict[str, Any]:
+    names = ("logp", "old_logp", "advantages", "rollouts", "scale", "group")
+    return {name: value for name, value in _gspo(rng).items() if name in names} | {"k": (2.0, 3.0)}
+
+
 def _sums(rng: random.Random) -> dict[str, Any]:
     return {
         "values": torch.rand(5),
@@ -267,6 +272,7 @@ TABLE = {
     "loss.policy.gspo_loss": Entry(policy.gspo_loss, _gspo),
     "loss.policy.cispo_loss": Entry(policy.cispo_loss, _token_policy("largest_ratio")),
     "loss.policy.sapo_loss": Entry(policy.sapo_loss, _token_policy("temperature", "temperature_negative")),
+    "loss.policy.vespo_loss": Entry(policy.vespo_loss, _vespo),
     "loss.policy.group_advantages": Entry(policy.group_advantages, _advantages),
     "loss.PackedRollouts.from_padded": Entry(PackedRollouts.from_padded, _padded),
     "loss.mtp_targets": Entry(mtp_targets, _mtp),

@@ -182,7 +182,7 @@ def test_equal_to_trl(kind: Any, trl_kind: str, beta: float) -> None:
     torch.testing.assert_close(mine[response], other[response], rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", ["cispo", "sapo", "luspo"])
+@pytest.mark.parametrize("kind", ["cispo", "sapo", "luspo", "vespo"])
 def test_further_losses_equal_trl(kind: Any) -> None:
     trainer = pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
     rollouts, response = make_rollouts()
@@ -193,12 +193,19 @@ def test_further_losses_equal_trl(kind: Any) -> None:
         values, response, loss_type=kind, importance_sampling_level=level, beta=0.0, delta=None
     )
     stand_in.args.sapo_temperature_pos, stand_in.args.sapo_temperature_neg = 2.0, 1.25  # exact in fp32
+    stand_in.args.vespo_k_pos, stand_in.args.vespo_lambda_pos = 2.0, 3.0
+    stand_in.args.vespo_k_neg, stand_in.args.vespo_lambda_neg = 3.0, 2.0
+    stand_in.get_gamma_weights = trainer.get_gamma_weights
+    if kind == "vespo":  # TRL's rows hold their advantages in a column then
+        inputs["advantages"] = inputs["advantages"][:, None]
     theirs = trainer._compute_loss(stand_in, None, inputs)
     logp, old, _, advantages = packed(rollouts, values)
     if kind == "cispo":
         ours = policy.cispo_loss(logp, old, advantages, rollouts, largest_ratio=stand_in.epsilon_high)
     elif kind == "sapo":
         ours = policy.sapo_loss(logp, old, advantages, rollouts, temperature=2.0, temperature_negative=1.25)
+    elif kind == "vespo":
+        ours = policy.vespo_loss(logp, old, advantages, rollouts)
     else:  # GSPO whose rows count by their tokens
         weights = rollouts.counts.double()
         ours = policy.gspo_loss(logp, old, advantages, rollouts, clip=0.2, clip_high=0.3, weights=weights)
