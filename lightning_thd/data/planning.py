@@ -169,8 +169,11 @@ def _mixture_planner(data: DataSet, settings: DataSettings, plan: dict[str, Any]
             "schedule= places each sequence once, and a mixture draws them by weight. Leave one out."
         )
     slots = make_slots(settings.capacity, plan["align"])
-    most = slots.usable // slots.multiple * slots.multiple if plan["oversize"] == "drop" else None
+    limit = slots.usable // slots.multiple * slots.multiple
+    most = limit if plan["oversize"] == "drop" else None
     lengths: Mapping[str, npt.NDArray[np.integer]] = data.lengths
+    if plan["oversize"] == "truncate":
+        lengths = {name: np.minimum(values, limit) for name, values in lengths.items()}
     if most is not None and {"patches", "max_patches"} <= plan.keys():
         starts = np.cumsum([len(values) for values in lengths.values()])[:-1]
         over = np.split(plan["patches"][:, 0] > plan["max_patches"], starts)

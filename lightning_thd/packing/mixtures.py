@@ -53,12 +53,15 @@ class Mixing:
             (what None means) reads it again, so that its share holds, and ends the epoch once every source
             was used whole; ``"stop"`` ends the epoch with it, and the others go on in the next where they
             are; ``"rest"`` leaves the rest of the epoch to the others, by their shares.
+        shares: what weights are shares of, ``"sequences"`` or ``"tokens"``. Of tokens they hold over whole
+            passes, and on average within one; streams, whose lengths are not known, take sequences only.
     """
 
     temperature: float = 1.0
     epoch: EpochSize = "longest"
     passes: Mapping[str, float] | None = None
     dry: Literal["restart", "stop", "rest"] | None = None
+    shares: Literal["sequences", "tokens"] = "sequences"
 
     def tempered(self, weights: Mapping[str, float]) -> dict[str, float]:
         """Return the weights with the temperature applied, up to a common factor."""
@@ -77,6 +80,8 @@ class Mixing:
     def __post_init__(self) -> None:
         if self.dry not in (None, "restart", "stop", "rest"):
             raise ValueError(f"dry={self.dry!r} is unknown. Choose 'restart', 'stop' or 'rest'.")
+        if self.shares not in ("sequences", "tokens"):
+            raise ValueError(f"shares={self.shares!r} is unknown. Choose 'sequences' or 'tokens'.")
         if not _is_number(self.temperature) or not 0 < self.temperature < np.inf:
             raise ValueError(
                 f"temperature={self.temperature!r}: wanted a number above 0; 1 keeps the weights."
@@ -277,6 +282,7 @@ def make_mixture(
 ) -> Mixture:
     """Build a mixture of sources of known lengths; a sequence of more than ``most`` tokens takes no part."""
     usable: dict[str, IntArray | None] = {}
+    means: dict[str, float] = {}
     instance(lengths, "lengths", Mapping, advice="Pass the lengths of each source, by its name.")
     whole_number(seed, "seed", least=-(2**255), most=2**255, advice="It decides every shuffle.")
     if most is not None:
@@ -285,8 +291,12 @@ def make_mixture(
         values = host_ints(given, f"lengths[{name!r}]", least=0)
         out = (values < 1) | (values > most) if most is not None else values < 1
         usable[name] = np.flatnonzero(~out) if out.any() else None
+        means[name] = float(values[~out].mean()) if not out.all() else 1.0
     sizes = {name: len(values) for name, values in lengths.items()}
     taking_part = {name: sizes[name] if rows is None else len(rows) for name, rows in usable.items()}
+    if mixing is not None and mixing.shares == "tokens":
+        check_weights(weights)
+        weights = {name: weight / means.get(name, 1.0) for name, weight in weights.items()}
     counts = share_out(taking_part, weights, mixing)
     return Mixture(
         names=tuple(sizes),

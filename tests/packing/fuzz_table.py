@@ -118,7 +118,7 @@ TABLE = {
     "packing.sharing.check_tiling": Entry(check_tiling, lambda _: {"ranks": 4, "max_degree": 2}),
     "packing.sharing.share_out": Entry(share_out, _shared),
     "packing.mixtures.Mixing": Entry(
-        Mixing, lambda rng: {"temperature": rng.choice([1, 2.0]), "epoch": "longest", "passes": None}
+        Mixing, lambda rng: {"temperature": 2.0, "epoch": "longest", "passes": None, "shares": "tokens"}
     ),
     "packing.mixtures.share_out": Entry(
         share_out_mixture,

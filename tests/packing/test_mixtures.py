@@ -90,6 +90,18 @@ def test_sizes_of_epochs() -> None:
     assert share_out(sizes, {"a": 9.0, "b": 1.0}, Mixing(temperature=2.0, epoch=40)) == {"a": 30, "b": 10}
 
 
+def test_weights_are_shares_of_tokens_when_asked() -> None:
+    rng = np.random.default_rng(0)
+    lengths = {"long": rng.integers(100, 900, 300), "short": rng.integers(0, 30, 500), "cut": np.full(9, 999)}
+    weights = {"long": 3.0, "short": 1.0, "cut": 1.0}
+    mixture = make_mixture(lengths, weights, Mixing(shares="tokens"))
+    flat, drawn = np.concatenate(list(lengths.values())), mixture.indices(0, np.arange(mixture.total))
+    of_source = np.bincount(mixture.source_of(drawn), weights=flat[drawn])
+    assert of_source / of_source.sum() == pytest.approx([0.6, 0.2, 0.2], rel=0.02)
+    with pytest.raises(ValueError, match="shares='words' is unknown"):
+        Mixing(shares="words")  # type: ignore[arg-type]
+
+
 def test_empty_and_dropped_sequences_take_no_part() -> None:
     lengths = {"a": np.array([3, 0, 4]), "b": np.array([9, 2])}
     mixture = make_mixture(lengths, {"a": 1, "b": 1}, Mixing(epoch=40), most=8)

@@ -86,11 +86,11 @@ class StreamMixture:
 
     def __post_init__(self) -> None:
         check_weights(self.weights)
-        if self.mixing.passes is not None or self.mixing.epoch != "longest":
+        if self.mixing.passes is not None or self.mixing.epoch != "longest" or self.mixing.shares == "tokens":
             raise ValueError(
-                "Mixing(passes=) and Mixing(epoch=) count sequences of sources whose sizes are known, and a "
-                "stream's is not. Give weights, Mixing(dry=) for what happens when a source runs dry, and "
-                "Stream(steps_per_epoch=) for epochs of a given length."
+                "Mixing(passes=), Mixing(epoch=) and Mixing(shares='tokens') need sources whose sizes are "
+                "known, and a stream's is not. Give weights, Mixing(dry=) for what happens when a source "
+                "runs dry, and Stream(steps_per_epoch=) for epochs of a given length."
             )
         lengths = {one.steps_per_epoch for one in self.streams.values()} - {None}
         if len(lengths) > 1:
