@@ -132,27 +132,30 @@ def balanced_bins(
     if over.any():  # fills a bin, so that nothing joins it
         sizes = np.where(over, slots.usable, lengths)
         seen = None if seen is None else Seen(np.where(over, 0, seen.patches), seen.most)
-    packs = best_fit(sizes, slots, None if seen is None else seen.patches) if given is None else given
-    least = max(1, -(-len(packs) // dp))
-    count = dp * (least if num_microbatches is None else num_microbatches)
-    if len(packs) > count:
-        raise ValueError(
-            f"{len(lengths)} sequences need {len(packs)} packs of {slots.text} but dp={dp} with "
-            f"num_microbatches={num_microbatches} has {count}. Pass num_microbatches={least}, or None."
-        )
-    owner = _best_owner(sizes, work, slots.usable, dp, count, packs, seen)
-    if seen is not None and num_microbatches is None:
-        waits = _waiting(owner, work, count, dp)
-        if waits * dp > work.sum() * _UNEVEN:  # packs full of patches leave no room for equal work
-            roomier = _best_owner(sizes, work, slots.usable, dp, count + dp, packs, seen)
-            if _waiting(roomier, work, count + dp, dp) * _UNEVEN < waits:
+    step = _Step(sizes, work, slots.usable, dp, seen)
+    count = dp * (step.fewest() if num_microbatches is None else num_microbatches)
+    spread = owner, even = step.spread(count)
+    if owner is None or not even:
+        packs = best_fit(sizes, slots, None if seen is None else seen.patches) if given is None else given
+        least = max(1, -(-len(packs) // dp))
+        wanted = dp * (least if num_microbatches is None else num_microbatches)
+        if len(packs) > wanted:
+            raise ValueError(
+                f"{len(lengths)} sequences need {len(packs)} packs of {slots.text} but dp={dp} with "
+                f"num_microbatches={num_microbatches} has {wanted}. Pass num_microbatches={least}, or None."
+            )
+        owner, count = step.best(wanted, packs, spread if wanted == count else None), wanted
+        waits = step.waits(owner, count)
+        # Packs full of patches may leave no room for equal work.
+        if seen is not None and num_microbatches is None and waits > step.least * _UNEVEN:
+            roomier = step.best(count + dp, packs)
+            if step.waits(roomier, count + dp) * _UNEVEN < waits:
                 owner, count = roomier, count + dp
     # Longest first inside a bin: attention reads sequences of equal length side by side as one batch.
     order = np.lexsort((-lengths, owner))
     offsets = np.zeros(count + 1, np.int64)
     np.cumsum(np.bincount(owner, minlength=count), out=offsets[1:])
-    totals = _bin_work(owner, work, count)
-    return seated(order, offsets, totals, dp)
+    return seated(order, offsets, step.bin_work(owner, count), dp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,42 +171,91 @@ def bounded(patches: IntArray | None, slots: Slots) -> Seen | None:
     return None if patches is None or slots.patches == UNBOUNDED else Seen(patches, slots.patches)
 
 
-def _best_owner(
-    lengths: IntArray,
-    work: FloatArray,
-    capacity: int,
-    dp: int,
-    count: int,
-    packs: Packing,
-    seen: Seen | None,
-) -> IntArray:
-    """Choose the bin of each sequence: longest first if that is even enough, else the best of three ways."""
-    even = float(work.sum()) / dp
-    spread = _longest_first(lengths, work, capacity, count, seen)
-    if spread is not None and _waiting(spread, work, count, dp) <= even * _EVEN_ENOUGH:
-        return spread
-    packed = np.empty(len(work), np.int64)
-    packed[packs.indices] = np.repeat(np.arange(len(packs)), np.diff(packs.offsets))
-    found = [owner for owner in (spread, packed) if owner is not None]
-    level = fill_microsteps(
-        lengths,
-        work,
-        capacity,
-        dp=dp,
-        num_microbatches=count // dp,
-        enough=even * _EVEN_ENOUGH,
-        seen=seen,
-    )
-    found += [] if level is None else [level]
-    return min(found, key=lambda owner: _waiting(owner, work, count, dp))
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The sequences of a step: their slots and work, what a bin holds, and ranks."""
+
+    lengths: IntArray
+    work: FloatArray
+    capacity: int
+    dp: int
+    seen: Seen | None
+
+    @property
+    def least(self) -> float:
+        """Return the work that any plan waits for: an even share, or the largest sequence."""
+        return max(float(self.work.sum()) / self.dp, float(self.work.max(initial=0.0)))
+
+    def fewest(self) -> int:
+        """Return the microbatches of a rank that full packs would make."""
+        full = -(-int(self.lengths.sum()) // self.capacity)
+        if self.seen is not None:
+            full = max(full, -(-int(self.seen.patches.sum()) // self.seen.most))
+        return max(1, -(-full // self.dp))
+
+    def bin_work(self, owner: IntArray, count: int) -> FloatArray:
+        return np.bincount(owner, weights=self.work, minlength=count).astype(np.float64)
+
+    def waits(self, owner: IntArray, count: int) -> float:
+        return waiting(self.bin_work(owner, count), self.dp)
+
+    def spread(self, count: int) -> tuple[IntArray | None, bool]:
+        """Place the most work first, in bins of one level and, if that is uneven, of several levels.
+
+        Returns:
+            The bin of each sequence, or None if one fits nowhere, and whether that is even enough.
+        """
+        items = _items(self.lengths, self.work, self.seen)
+        room = self.capacity, UNBOUNDED if self.seen is None else self.seen.most
+        best, least = None, np.inf
+        for below in (np.zeros(count), _levels(items, self.dp, count // self.dp)):
+            if best is not None and not below.any():
+                break
+            owner = _most_work_first(items, room, below)
+            if owner is not None and (waits := self.waits(owner, count)) < least:
+                best, least = owner, waits
+            if least <= self.least * _EVEN_ENOUGH:
+                return best, True
+        return best, False
+
+    def best(
+        self, count: int, packs: Packing, spread: tuple[IntArray | None, bool] | None = None
+    ) -> IntArray:
+        """Choose the bins that wait least: filled by work, by best fit, or microstep after microstep."""
+        filled, even = spread or self.spread(count)
+        if filled is not None and even:
+            return filled
+        packed = np.empty(len(self.work), np.int64)
+        packed[packs.indices] = np.repeat(np.arange(len(packs)), np.diff(packs.offsets))
+        level = fill_microsteps(
+            self.lengths,
+            self.work,
+            self.capacity,
+            dp=self.dp,
+            num_microbatches=count // self.dp,
+            enough=self.least * _EVEN_ENOUGH,
+            seen=self.seen,
+        )
+        found = [owner for owner in (filled, packed, level) if owner is not None]
+        return min(found, key=lambda owner: self.waits(owner, count))
 
 
-def _waiting(owner: IntArray, work: FloatArray, count: int, dp: int) -> float:
-    return waiting(_bin_work(owner, work, count), dp)
+def _levels(items: list[_Item], dp: int, num_microbatches: int) -> FloatArray:
+    """Return how far below the heaviest bin each is to be filled, float64 ``[bins]``.
 
-
-def _bin_work(owner: IntArray, work: FloatArray, count: int) -> FloatArray:
-    return np.bincount(owner, weights=work, minlength=count).astype(np.float64)
+    The largest sequences set the levels of the first microsteps, and the rest of the work is shared equally.
+    """
+    below, left, highest = np.zeros(dp * num_microbatches), sum(item[0] for item in items), 0.0
+    for step in range(num_microbatches):
+        mean = left / (dp * (num_microbatches - step))
+        largest = items[step * dp][0] if step * dp < len(items) else 0.0
+        level = max(mean, largest)
+        highest = max(highest, level)
+        below[step * dp :] = highest - level
+        if largest <= mean:
+            break
+        left -= dp * level
+    return below
 
 
 def seated(order: IntArray, offsets: IntArray, totals: FloatArray, dp: int) -> tuple[IntArray, IntArray]:
@@ -258,23 +310,23 @@ def scheduled_bins(
     return order, np.concatenate([[0], np.cumsum([len(bin_) for bin_ in bins])])
 
 
-def _longest_first(
-    lengths: IntArray, work: FloatArray, capacity: int, bins: int, seen: Seen | None
-) -> IntArray | None:
-    heap = [(0.0, i) for i in range(bins)]
-    room, views = [capacity] * bins, [UNBOUNDED if seen is None else seen.most] * bins
-    owner = np.empty(len(lengths), np.int64)
-    for work_of, size, patches, item in _items(lengths, work, seen):
+def _most_work_first(items: list[_Item], room: tuple[int, int], below: FloatArray) -> IntArray | None:
+    """Put each item in the bin with the least work, counted from ``below``; None if one fits nowhere."""
+    heap = [(load, i) for i, load in enumerate(below.tolist())]
+    heapq.heapify(heap)
+    slots, views = [room[0]] * len(heap), [room[1]] * len(heap)
+    owner = np.empty(len(items), np.int64)
+    for work_of, size, patches, item in items:
         tried = []
         while heap:
             load, i = heapq.heappop(heap)
-            if room[i] >= size and views[i] >= patches:
+            if slots[i] >= size and views[i] >= patches:
                 break
             tried.append((load, i))
         else:
             return None
         owner[item] = i
-        room[i] -= size
+        slots[i] -= size
         views[i] -= patches
         for other in tried:
             heapq.heappush(heap, other)

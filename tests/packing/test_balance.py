@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_thd.packing import Cost, balance
-from lightning_thd.packing.balance import deal, exchange, fill_microsteps, scheduled_bins, waiting
+from lightning_thd.packing.balance import (
+    balanced_bins,
+    deal,
+    exchange,
+    fill_microsteps,
+    scheduled_bins,
+    waiting,
+)
 
 from .shapes import draw
 
@@ -90,6 +97,23 @@ def test_steps_of_512_are_even(shape: str, dp: int, capacity: int, most: float) 
         assert max(lengths[bin_].sum() for rank in plan for bin_ in rank) <= capacity
         ratios.append(waited(plan, lengths, cost) * dp / cost(lengths).sum())
     assert np.mean(ratios) <= most
+
+
+def test_large_sequences_share_the_first_microstep_and_the_rest_is_even(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two of work 40 and forty of 1, on two ranks: 40 in the first microstep and 20 in the second."""
+    monkeypatch.setitem(balanced_bins.__globals__, "fill_microsteps", None)
+    plan = balance([40, 40] + [1] * 40, 40, dp=2, cost=Cost(linear=1, quadratic=0), num_microbatches=2)
+    assert [[len(bin_) for bin_ in rank] for rank in plan] == [[1, 20], [1, 20]]
+
+
+def test_one_sequence_above_an_even_share_is_waited_for_and_not_searched_around(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(balanced_bins.__globals__, "best_fit", None)
+    lengths = [60] + [1] * 60
+    assert waited(balance(lengths, 64, dp=4, cost=COST), lengths) == COST([60])[0]
 
 
 def test_full_packs_fall_back_to_best_fit() -> None:
