@@ -18,9 +18,6 @@ import torch.distributed as dist
 _HERE = "python -m benchmarks.gpu_doubts"
 _GRAPHS = "python -m pytest -m gpu tests/cuda_graph/test_gpu.py -k"
 DOUBTS = {
-    "Each replay records the events of a capture again (pieces of a DDP step).": (
-        f"{_GRAPHS} handed_over_in_pieces"
-    ),
     "After a capture whose end failed, dropout of earlier graphs still follows the generator.": (
         f"{_GRAPHS} 'breaks_at_its_end or dropout'"
     ),

@@ -248,7 +248,7 @@ def waste_table() -> bool:
         cells, wasted = [], {}
         for name, (each, whole) in peer_multiples(setting).items():
             slots = [-(-int((-(-pack // each) * each).sum()) // whole) * whole for pack in packs]
-            refused = sum(any(n % rule.multiple for rule in rules) for n in slots) / len(slots)
+            refused = sum(any(n % multiple for multiple, _ in rules) for n in slots) / len(slots)
             wasted[name] = sum(slots) / real - 1
             cells.append(f"{name} {100 * wasted[name]:5.2f} ({100 * refused:3.0f}%)")
             met &= name != "ours" or refused == 0
@@ -276,9 +276,9 @@ def random_batches(num_batches: int = 10_000) -> bool:
         lengths = rng.integers(1, 1200, size=rng.integers(1, 64))
         padded = align.padded_lengths(lengths)
         total = align.padded_total(int(padded.sum()))
-        violations += any(total % rule.multiple for rule in align.requirements)
+        violations += any(total % multiple for multiple, _ in align.requirements)
         violations += bool((padded % align.sequence_multiple).any())
-        bare += any(int(lengths.sum()) % rule.multiple for rule in align.requirements)
+        bare += any(int(lengths.sum()) % multiple for multiple, _ in align.requirements)
         real, slots = real + int(lengths.sum()), slots + total
     print(
         f"\n{num_batches:,} random batches over recipes x tp x cp x sequence parallel: {violations} "

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -21,84 +21,44 @@ from lightning_thd._checks import choice, flags, host_ints, whole_number
 
 Recipe = Literal["tensorwise", "blockwise", "mxfp8", "nvfp4"]
 Layout = Literal["dual_chunk", "contiguous", "striped", "mixed"]
-Product = Literal["forward", "weight_gradient"]
-Shard = Literal["local", "gathered"]
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """What one kernel or collective requires of the number of slots.
+class Rule(NamedTuple):
+    """What one kernel or collective requires of the slots on one rank.
 
-    Attributes:
-        product: the product that is checked; the input gradient has the forward's shapes.
-        shard: "local" counts T / (cp x tp) slots, "gathered" T / cp; the same without sequence parallel.
-        multiple: slots of that shard must be a multiple of this.
-        name: what is checked, in words.
-        source: where the assertion is.
+    ``shard`` is "local" for T / (cp x tp) slots and "gathered" for T / cp; without sequence parallel both are
+    T / cp. The slots of that shard must be a multiple of ``multiple``. ``name`` says what asserts it.
     """
 
-    product: Product
-    shard: Shard
+    shard: Literal["local", "gathered"]
     multiple: int
     name: str
-    source: str
 
 
-_GEMM = "Transformer Engine cublaslt_gemm.cu, CanonicalizeGemmInput"
-_INPUT = Rule(
-    "forward", "local", 8, "rows of an fp8 input", "Transformer Engine utils.py, assert_dim_for_fp8_exec"
-)
+_TE = "of Transformer Engine"
+_INPUT = Rule("local", 8, f"rows of an fp8 input: assert_dim_for_fp8_exec {_TE}")
+_GEMM = f"leading dimensions of a weight gradient: CanonicalizeGemmInput {_TE}"
 
 # Every assertion on the number of slots, by recipe, in Transformer Engine (main, 2026) and torch 2.13.
 # The model decides whether its features meet the rules on features. In a weight gradient slots are the inner
 # dimension.
 RULES: dict[Recipe, tuple[Rule, ...]] = {
-    "tensorwise": (  # delayed and current scaling, and torchao
+    "tensorwise": (  # delayed and current scaling, and torchao; torch's meta_scaled_mm wants the same 16
         _INPUT,
-        Rule("weight_gradient", "gathered", 16, "leading dimensions of an fp8 product", _GEMM),
-        Rule(
-            "weight_gradient", "gathered", 16, "inner dimension of torch._scaled_mm", "torch, meta_scaled_mm"
-        ),
+        Rule("gathered", 16, _GEMM),
     ),
     "blockwise": (
         _INPUT,
-        Rule("forward", "gathered", 8, "outer dimension of a block-scaled product", _GEMM),
-        Rule("weight_gradient", "gathered", 16, "leading dimensions of a block-scaled product", _GEMM),
-        Rule(
-            "weight_gradient",
-            "local",
-            128,
-            "one scale for 128 slots",
-            "Transformer Engine float8_blockwise_tensor.py, Float8BlockQuantizer.is_quantizable",
-        ),
+        Rule("gathered", 16, _GEMM),
+        Rule("local", 128, f"one scale for 128 slots: Float8BlockQuantizer.is_quantizable {_TE}"),
     ),
-    "mxfp8": (
-        _INPUT,
-        Rule(
-            "weight_gradient",
-            "local",
-            32,
-            "one scale for 32 slots",
-            "Transformer Engine mxfp8_tensor.py, MXFP8Quantizer.make_empty",
-        ),
-    ),
+    "mxfp8": (_INPUT, Rule("local", 32, f"one scale for 32 slots: MXFP8Quantizer.make_empty {_TE}")),
     "nvfp4": (
         _INPUT,
-        Rule(
-            "weight_gradient",
-            "local",
-            16,
-            "one scale for 16 slots",
-            "Transformer Engine nvfp4_tensor.py, NVFP4Quantizer.make_empty",
-        ),
-        Rule("weight_gradient", "gathered", 32, "16-byte rows of 4-bit numbers", "cuBLAS, Tensor Core Usage"),
-        Rule(
-            "weight_gradient",
-            "local",
-            128,
-            "fused Hadamard transform and cast, else three kernels",
-            "Transformer Engine quantization.py, get_align_size_for_quantization",
-        ),
+        Rule("local", 16, f"one scale for 16 slots: NVFP4Quantizer.make_empty {_TE}"),
+        Rule("gathered", 32, "16-byte rows of 4-bit numbers: cuBLAS"),
+        # Without this, three kernels run in place of one.
+        Rule("local", 128, f"fused Hadamard transform and cast: get_align_size_for_quantization {_TE}"),
     ),
 }
 
@@ -107,35 +67,9 @@ TOKEN_MULTIPLE: dict[Recipe, int] = {
     recipe: math.lcm(*(rule.multiple for rule in rules)) for recipe, rules in RULES.items()
 }
 
-_CONTEXT_SHARDS = Rule(
-    "forward",
-    "gathered",
-    1,
-    "equal shards of context parallelism",
-    "torch.distributed, all_gather_into_tensor",
-)
-_SEQUENCE_SHARDS = Rule(
-    "forward", "local", 1, "equal shards of sequence parallelism", "torch DTensor; gloo aborts the process"
-)
+_CONTEXT_SHARDS = Rule("gathered", 1, "equal shards of context parallelism")
+_SEQUENCE_SHARDS = Rule("local", 1, "equal shards of sequence parallelism")  # gloo aborts the process
 _DUAL_CHUNK = "Transformer Engine context_parallel.py: two chunks of every sequence on every rank"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Requirement:
-    """A rule together with the number of ranks that the pack is cut for.
-
-    Attributes:
-        rule: what is asserted on one rank.
-        ranks: ranks among which the T slots are shared: cp, or cp x tp.
-    """
-
-    rule: Rule
-    ranks: int
-
-    @property
-    def multiple(self) -> int:
-        """Return what the number of slots of the whole pack must be a multiple of."""
-        return self.rule.multiple * self.ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,12 +79,12 @@ class Alignment:
     Attributes:
         sequence_multiple: every padded length, in slots.
         total_multiple: the slots of the pack; a multiple of the other, so that the trailing pad fits.
-        requirements: the rules behind the numbers, for ``check`` to name.
+        requirements: the rules behind the numbers, for ``check``: (multiple of the pack's slots, name).
     """
 
     sequence_multiple: int = 1
     total_multiple: int = 1
-    requirements: tuple[Requirement, ...] = field(default=(), repr=False, compare=False)
+    requirements: tuple[tuple[int, str], ...] = field(default=(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("sequence_multiple", "total_multiple"):
@@ -188,7 +122,7 @@ class Alignment:
             sequence_multiple=sequence_multiple,
             total_multiple=math.lcm(sequence_multiple, slot_ranks * token_multiple),
             requirements=tuple(
-                Requirement(rule=rule, ranks=slot_ranks if rule.shard == "local" else cp) for rule in rules
+                (rule.multiple * (slot_ranks if rule.shard == "local" else cp), rule.name) for rule in rules
             ),
         )
 
@@ -221,9 +155,11 @@ class Alignment:
             padded_lengths: slots of every sequence, the trailing pad included.
         """
         slots = whole_number(slots, "slots")
-        for requirement in self.requirements:
-            if slots % requirement.multiple:
-                raise ValueError(_broken(requirement, slots))
+        for multiple, name in self.requirements:
+            if slots % multiple:
+                raise ValueError(
+                    f"{slots} slots break the rule '{name}': wanted a multiple of {multiple}. {_WHO_PADS}"
+                )
         if slots % self.total_multiple:
             raise ValueError(
                 f"A pack has {slots} slots; wanted a multiple of {self.total_multiple}. {_WHO_PADS} "
@@ -238,13 +174,3 @@ class Alignment:
 
 
 _WHO_PADS = "THDBatch.collate pads when it is given align=, which THDDataModule takes from the strategy."
-
-
-def _broken(requirement: Requirement, slots: int) -> str:
-    rule, ranks = requirement.rule, requirement.ranks
-    share = f"{slots} slots" if ranks == 1 else f"{slots} slots over {ranks} ranks"
-    product = rule.product.replace("_", " ")
-    return (
-        f"{share} break the rule '{rule.name}' of the {product} ({rule.source}): wanted "
-        f"a multiple of {rule.multiple} on a rank, {requirement.multiple} in the pack. {_WHO_PADS}"
-    )

@@ -58,9 +58,6 @@ def kernel_asserts(recipe: Recipe | None, local: int, gathered: int) -> list[str
 def test_the_table() -> None:
     assert TOKEN_MULTIPLE == {"tensorwise": 16, "blockwise": 128, "mxfp8": 32, "nvfp4": 128}
     assert set(RULES) == set(RECIPES)
-    for rules in RULES.values():
-        assert {rule.product for rule in rules} == {"forward", "weight_gradient"}
-        assert all(rule.source and rule.name for rule in rules)
 
 
 @pytest.mark.parametrize(
@@ -100,10 +97,10 @@ def test_rounds_up_to_the_next_multiple(length: int, cp: int, recipe: Recipe | N
     assert align.padded_lengths(np.asarray([length], dtype=np.uint32)).dtype == np.int64
 
 
-def test_ten_thousand_batches_break_no_assertion() -> None:
+def test_three_thousand_batches_break_no_assertion() -> None:
     rng = np.random.default_rng(0)
     unaligned = 0
-    for _ in range(10_000):
+    for _ in range(3_000):
         cp, tp = int(rng.choice([1, 2, 3, 4, 8])), int(rng.choice([1, 2, 4, 8]))
         sp = bool(rng.integers(2))
         recipe = rng.choice(np.asarray([None, *RECIPES], dtype=object))
@@ -122,7 +119,7 @@ def test_ten_thousand_batches_break_no_assertion() -> None:
         if cp > 1 and layout == "dual_chunk":
             assert all(n % (2 * cp) == 0 for n in lengths)
         unaligned += bool(kernel_asserts(recipe, total // cp, total // cp))
-    assert unaligned > 1000  # without the padding they do break
+    assert unaligned > 300  # without the padding they do break
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -141,31 +138,21 @@ def test_check_refuses_exactly_what_a_kernel_or_a_shard_refuses(
             assert not broken
             align.check(slots)
             continue
-        with pytest.raises(ValueError, match=r"break the rule|wanted a multiple of"):
+        with pytest.raises(ValueError, match=r"break the rule '.+'" if broken else "wanted a multiple of"):
             align.check(slots)
-        if broken:
-            with pytest.raises(
-                ValueError, match=r"break the rule '.+' of the (forward|weight gradient) \(.+\)"
-            ):
-                align.check(slots)
 
 
 def test_check_names_rule_multiple_and_who_pads() -> None:
     align = Alignment.for_(cp=2, tp=2, sequence_parallel=True, recipe="blockwise")
     with pytest.raises(
         ValueError,
-        match=r"544 slots over 4 ranks break the rule 'one scale for 128 slots' of the weight gradient "
-        r"\(Transformer Engine float8_blockwise_tensor.py.*\): wanted a multiple of 128 on a rank, 512 in "
-        r"the pack. THDBatch.collate pads when it is given align=",
+        match=r"544 slots break the rule 'one scale for 128 slots: .*': wanted a multiple of 512. "
+        r"THDBatch.collate pads when it is given align=",
     ):
         align.check(544)
-    with pytest.raises(
-        ValueError, match=r"6 slots over 4 ranks break the rule 'equal shards of sequence paral"
-    ):
+    with pytest.raises(ValueError, match=r"6 slots break the rule 'equal shards of sequence paral"):
         align.check(6)
-    with pytest.raises(
-        ValueError, match=r"7 slots over 2 ranks break the rule 'equal shards of context paral"
-    ):
+    with pytest.raises(ValueError, match=r"7 slots break the rule 'equal shards of context paral"):
         align.check(7)
     with pytest.raises(
         ValueError, match=r"Sequence 1 has 6 slots; wanted a multiple of 4 .*context_parallel.py"

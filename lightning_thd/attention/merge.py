@@ -12,7 +12,7 @@ Legend: N slots of a shard, H query heads, G key-value heads, D head size, E val
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,30 +22,6 @@ from lightning_thd.attention.kernels.raw import RawKernel, Saved, apply_sinks, s
 from lightning_thd.attention.kernels.raw import widen as widen_heads
 from lightning_thd.attention.spec import AttentionSpec, Offsets
 from lightning_thd.parallel.context.needs import BlockCall, RingStep
-
-
-class KeySource(Protocol):
-    """A source of keys for successive kernel calls, which also takes the gradients of those keys."""
-
-    calls: list[BlockCall | None]
-
-    def begin(self, rows: Tensor) -> None:
-        """Receive this rank's key-value rows ``[M, W]`` and start the transfer of other ranks' rows."""
-
-    def rows(self, step: int) -> Tensor:
-        """Return the key-value rows that kernel call number ``step`` indexes."""
-
-    def gradient(self, step: int, dtype: torch.dtype) -> Tensor:
-        """Return a tensor like ``rows(step)`` to which the backward call adds its gradient."""
-
-    def give(self, step: int) -> None:
-        """Send the gradient of call number ``step`` to the rank whose keys it belongs to."""
-
-    def total(self) -> Tensor:
-        """Return the whole gradient of the rows given to ``begin``."""
-
-    def release(self) -> None:
-        """Drop all references to rows until ``begin`` is called again."""
 
 
 class AtHand:
@@ -74,7 +50,7 @@ class AtHand:
         return self._grad
 
     def give(self, step: int) -> None:
-        """Do nothing: the gradient stays on this rank."""
+        """Keep the gradient of a kernel call, which stays on this rank."""
 
     def total(self) -> Tensor:
         """Return the gradient of all rows, zeros if no call added to it."""
@@ -188,7 +164,7 @@ def _meet(group: dist.ProcessGroup, device: torch.device) -> None:
 
 def merged_attention(
     kernel: RawKernel,
-    source: KeySource,
+    source: AtHand | Ring,
     q_NHD: Tensor,
     k_NGD: Tensor,
     v_NGE: Tensor,
@@ -208,7 +184,7 @@ class _Merged(torch.autograd.Function):
     def forward(
         ctx: Any,
         kernel: RawKernel,
-        source: KeySource,
+        source: AtHand | Ring,
         q: Tensor,
         k: Tensor,
         v: Tensor,

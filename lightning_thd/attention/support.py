@@ -40,7 +40,6 @@ class Support:
         softcap_to: (capabilities, largest head size whose backward can), where some devices have a bound.
         ahead: whether a window may hide keys of a call that is not causal.
         sinks: how, or None.
-        padding_between: whether padding between sequences may belong to none.
         lse: whether partial results can be merged (context parallelism).
         deterministic: when the backward is bitwise reproducible.
         deterministic_to: largest head size with such a backward, None for any.
@@ -51,18 +50,17 @@ class Support:
     """
 
     backend: Backend
-    device: str
-    dtypes: tuple[torch.dtype, ...]
+    device: str = "cuda"
+    dtypes: tuple[torch.dtype, ...] = _HALF
     bf16_from: int = 0
     sizes: Callable[[int, int], tuple[int, int] | None]
     sizes_text: str
-    softcap: bool
-    sinks: str | None
+    softcap: bool = False
+    sinks: str | None = "through lse"
     softcap_to: tuple[tuple[int, ...], int] | None = None
     ahead: bool = True
-    padding_between: bool = False
     lse: bool = True
-    deterministic: str
+    deterministic: str = "with torch.use_deterministic_algorithms(True)"
     deterministic_to: int | None = None
     capability: tuple[int, ...] | None = None
     probe: str | None = None
@@ -79,7 +77,6 @@ def _te_sizes(head_size: int, value_size: int) -> tuple[int, int] | None:
     return (head_size, value_size) if fits else None
 
 
-_WITH_FLAG = "with torch.use_deterministic_algorithms(True)"
 _TO_256 = "up to 256; a smaller value size is padded"
 
 SUPPORT: dict[Kernel, Support] = {
@@ -90,31 +87,22 @@ SUPPORT: dict[Kernel, Support] = {
         sizes=_any_size,
         sizes_text="any; the smaller of the two is padded",
         softcap=True,
-        sinks="through lse",
         deterministic="always",
     ),
     "torch": Support(
         backend="torch",
-        device="cuda",
-        dtypes=_HALF,
         sizes=torch_cuda.AtenFlash().sizes,
         sizes_text=_TO_256,
-        softcap=False,
-        sinks="through lse",
-        deterministic=_WITH_FLAG,
         capability=(8, 9, 10, 11, 12),
         probe="torch.nn.attention.varlen",
         install="pip install 'torch>=2.11'",
     ),
     "flash3": Support(
         backend="flash",
-        device="cuda",
-        dtypes=_HALF,
         sizes=Flash3().sizes,
         sizes_text=_TO_256,
         softcap=True,
-        sinks="through lse",
-        deterministic=f"{_WITH_FLAG}, head sizes up to 192",
+        deterministic="with torch.use_deterministic_algorithms(True), head sizes up to 192",
         deterministic_to=192,
         capability=(9,),
         probe=flash.MODULES[3],
@@ -122,57 +110,40 @@ SUPPORT: dict[Kernel, Support] = {
     ),
     "flash4": Support(
         backend="flash",
-        device="cuda",
-        dtypes=_HALF,
         sizes=Flash4().sizes,
         sizes_text="up to 128 each, (192, 128), (256, 256); others are padded to these",
         softcap=True,
         softcap_to=((10, 11), 192),
-        sinks="through lse",
-        deterministic=_WITH_FLAG,
         capability=(9, 10, 11),
         probe=flash.MODULES[4],
         install="pip install flash-attn-4",
     ),
     "flash2": Support(
         backend="flash",
-        device="cuda",
-        dtypes=_HALF,
         sizes=Flash2().sizes,
         sizes_text=_TO_256,
         softcap=True,
-        sinks="through lse",
-        deterministic=_WITH_FLAG,
         capability=(8, 9, 10, 11, 12),
         probe=flash.MODULES[2],
         install="pip install --no-build-isolation flash-attn",
     ),
     "te": Support(
         backend="te",
-        device="cuda",
-        dtypes=_HALF,
         sizes=_te_sizes,
         sizes_text="multiples of 8 up to 256",
-        softcap=False,
         sinks=None,
-        padding_between=True,
         lse=False,
-        deterministic=_WITH_FLAG,
         capability=(8, 9, 10, 11, 12),
         probe="transformer_engine.pytorch",
         install="pip install --no-build-isolation 'transformer-engine[pytorch]'",
     ),
     "efficient": Support(
         backend="efficient",
-        device="cuda",
         dtypes=(torch.float32, *_HALF),
         bf16_from=8,
         sizes=torch_cuda.AtenEfficient().sizes,
         sizes_text="any; padded to multiples of 8",
-        softcap=False,
         ahead=False,
-        sinks="through lse",
-        deterministic=_WITH_FLAG,
         capability=(5, 6, 7, 8, 9, 10, 11, 12),
         slow=True,
     ),
@@ -183,8 +154,6 @@ SUPPORT: dict[Kernel, Support] = {
         sizes=_any_size,
         sizes_text="any",
         softcap=True,
-        sinks="through lse",
-        deterministic=_WITH_FLAG,
         slow=True,
     ),
 }
@@ -193,10 +162,7 @@ SUPPORT: dict[Kernel, Support] = {
 # Kernels in the order in which "auto" tries them, by compute capability; by published speed until
 # ``benchmarks.gpu`` has measured it: flash-attn 3 reports 1.5 to 2.0 times flash-attn 2 on Hopper (Shah et
 # al. 2024, arXiv:2407.08608), and flash-attn 4 more than cuDNN on Blackwell. torch's is flash-attn 2.
-_USUAL: tuple[Kernel, ...] = (
-    *("cpu", "torch", "flash2", "te", "flash3", "flash4"),
-    *("efficient", "portable"),
-)
+_USUAL: tuple[Kernel, ...] = ("cpu", "torch", "flash2", "te", "flash3", "flash4", "efficient", "portable")
 _FASTEST: dict[int, tuple[Kernel, ...]] = {
     9: ("flash3", "flash4", "torch", "flash2", "te", "efficient", "portable"),
     10: ("flash4", "torch", "flash2", "te", "efficient", "portable"),
@@ -340,16 +306,15 @@ def support_table() -> str:
     """
     head = (
         "backend", "kernel", "device", "dtypes", "head size", "GQA", "window", "softcap", "sinks",
-        "deterministic", "padding between", "context parallel", "here",
+        "deterministic", "context parallel", "here",
     )  # fmt: skip
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     for kernel, row in SUPPORT.items():
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in row.dtypes)
-        flags = (row.padding_between, row.lse, missing(kernel) is None)
-        padding, lse, here = ("yes" if flag else "no" for flag in flags)
+        lse, here = ("yes" if flag else "no" for flag in (row.lse, missing(kernel) is None))
         cells = (
             row.backend, kernel, row.device, dtypes, row.sizes_text, "yes", "yes" if row.ahead else "causal",
-            "yes" if row.softcap else "no", row.sinks or "no", row.deterministic, padding, lse, here,
+            "yes" if row.softcap else "no", row.sinks or "no", row.deterministic, lse, here,
         )  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -7,16 +7,13 @@ one collective. The lengths of padded rows stay on the device until then.
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from itertools import chain
 from operator import attrgetter
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -28,7 +25,7 @@ from lightning_thd.flops.peaks import synchronize
 from lightning_thd.flops.rates import Work, count, packing, rates
 from lightning_thd.flops.terms import COLUMNS, FlopsBreakdown
 from lightning_thd.parallel.across_ranks import communication_device, gather_ints, group_size
-from lightning_thd.stats import Blocks, Chunk, IntArray, SeqStats, Window, window_pairs
+from lightning_thd.stats import IntArray, SeqStats, Window, window_pairs
 
 # A microbatch with its lengths on the host.
 _Known: TypeAlias = tuple[SeqStats, tuple[int, ...] | None]
@@ -43,7 +40,6 @@ _LOGGED = re.compile(
     r".*?(device/(mfu|hfu|tflops_per_gpu|flops_per_sec|(real_)?items_per_sec)|packing/\w+|experts/\w+|total_flops"
     r"|step_time/\w+|cuda_graph/\w+)"
 )
-_GROUP = 64  # The lengths of this many microbatches are counted at once: the arrays stay in a CPU cache.
 _BINS = (
     32  # An interval's steps are joined into at most this many sums of work, which keeps the gather short.
 )
@@ -367,7 +363,7 @@ def count_table(seen: list[_Known], model: FlopsModel | None) -> IntArray:
         return np.zeros((0, num_ints(model)), dtype=np.int64)
     columns = [np.array([_BASE(stats) for stats, _ in seen], dtype=np.int64)]
     if model is not None and (windows := model.windows):
-        columns.append(_window_columns(seen, windows, columns[0]))
+        columns.append(_window_columns(seen, windows))
     for edge in model.vision_windows if model is not None else ():
         # A batch collated by hand without vision= has no windows: whole ones are the most that they can hold.
         areas = [
@@ -380,7 +376,7 @@ def count_table(seen: list[_Known], model: FlopsModel | None) -> IntArray:
     return np.concatenate(columns, axis=1)
 
 
-def _window_columns(seen: list[_Known], windows: tuple[Window, ...], base: IntArray) -> IntArray:
+def _window_columns(seen: list[_Known], windows: tuple[Window, ...]) -> IntArray:
     if all(stats.windows == windows for stats, _ in seen):
         return np.array([[pairs for _, pairs in stats.window_pairs] for stats, _ in seen], dtype=np.int64)
     if any(lengths is None for _, lengths in seen):
@@ -388,44 +384,7 @@ def _window_columns(seen: list[_Known], windows: tuple[Window, ...], base: IntAr
             f"A batch counts other windows than the model's {list(windows)} and carries no lengths. "
             "Give it lengths, or build its stats with windows=flops_model.windows."
         )
-    within = _all_within(seen, windows, base)
-    tokens, squares = base[:, COUNTS.index("real_tokens")], base[:, COUNTS.index("sum_squares")]
-    found = np.repeat(((squares + tokens) // 2)[:, None], len(windows), axis=1)
-    for rows in np.array_split(np.flatnonzero(~within), range(_GROUP, len(seen), _GROUP)):
-        if len(rows):
-            found[rows] = _group_columns([seen[row] for row in rows], windows)
-    return found
-
-
-def _all_within(seen: list[_Known], windows: tuple[Window, ...], base: IntArray) -> npt.NDArray[np.bool_]:
-    """Return which microbatches cannot hold a sequence longer than the smallest window, ``[microbatches]``.
-
-    No number is further from the mean of n than sqrt(n - 1) of their standard deviations (Samuelson), so the
-    sums that were counted already decide it. A share of a pack holds parts of sequences, so that it has
-    fewer sequences than lengths: its lengths are counted. So is a single sequence.
-    """
-    ends = [w.size if isinstance(w, Chunk) else w for w in windows if not isinstance(w, Blocks)]
-    if len(ends) < len(windows):
-        return np.zeros(len(seen), dtype=np.bool_)
-    own = ("sequences", "real_tokens", "sum_squares")
-    n, tokens, squares = (base[:, COUNTS.index(name)].astype(np.float64) for name in own)
-    whole = np.array([len(lengths or ()) for _, lengths in seen]) == n
-    room = float(min(ends)) * n - tokens
-    deviation = n * squares * (1.0 + 1e-9) - tokens * tokens  # 1e-9 is more than the rounding
-    found: npt.NDArray[np.bool_] = (room >= 0) & (room * room > deviation * (n - 1.0)) & whole & (n > 1)
-    return found
-
-
-def _group_columns(seen: list[_Known], windows: tuple[Window, ...]) -> IntArray:
     all_lengths = [lengths or () for _, lengths in seen]
-    # struct packs a tuple three times as fast as numpy does
-    packed = b"".join([_packer(len(lengths))(*lengths) for lengths in all_lengths])
-    flat = np.frombuffer(packed, dtype=np.int64)
+    flat = np.fromiter(chain.from_iterable(all_lengths), dtype=np.int64)
     ends = np.cumsum([len(lengths) for lengths in all_lengths])
     return np.stack([window_pairs(flat, window, ends=ends) for window in windows], axis=1)
-
-
-@lru_cache(maxsize=4096)  # parsing a format takes as long as packing 200 integers
-def _packer(number: int) -> Callable[..., bytes]:
-    """Return the function that packs a number of integers as int64."""
-    return struct.Struct(f"{number}q").pack

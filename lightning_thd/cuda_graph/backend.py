@@ -17,16 +17,10 @@ _WARM_UPS = 2
 
 
 class Graph(Protocol):
-    """Captured work that can run again on the same tensors."""
+    """Captured work that can run again on the same tensors, such as ``torch.cuda.CUDAGraph``."""
 
     def replay(self) -> None:
         """Run the whole graph before any later work of the caller."""
-
-    def start(self) -> None:
-        """Start a replay in parallel with the caller, who waits for parts of it by ``reach``."""
-
-    def reach(self, number: int) -> None:
-        """Make the caller's later work wait until the replay passes a mark, or ends if past the last mark."""
 
 
 @runtime_checkable
@@ -45,35 +39,11 @@ class Backend(Protocol):
     def capture(self, function: Callable[[], R]) -> tuple[Graph, R]:
         """Run the function once and record its work as a graph; a replay refills the result's tensors."""
 
-    def mark(self) -> None:
-        """Put a numbered mark into the capture; ``Graph.reach`` waits for the work before it."""
-
     def time_s(self, function: Callable[[], object]) -> float | None:
         """Measure the seconds of a run, or return None where times mean nothing."""
 
     def release(self) -> None:
         """Free the memory that graphs shared, once all of them have been dropped."""
-
-
-class _CudaGraph:
-    """A ``torch.cuda.CUDAGraph`` and the events inside of it that others may wait for."""
-
-    def __init__(self, graph: torch.cuda.CUDAGraph, marks: list[Any], side: torch.cuda.Stream) -> None:
-        self._graph, self._marks, self._side = graph, marks, side
-
-    def replay(self) -> None:
-        self._graph.replay()
-
-    def start(self) -> None:
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
-            self._graph.replay()
-
-    def reach(self, number: int) -> None:
-        if number < len(self._marks):
-            torch.cuda.current_stream().wait_event(self._marks[number])
-        else:
-            torch.cuda.current_stream().wait_stream(self._side)
 
 
 class CudaBackend:
@@ -89,7 +59,6 @@ class CudaBackend:
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._failed: list[torch.cuda.CUDAGraph] = []
-        self._marks: list[Any] = []
 
     def unavailable(self, device: torch.device) -> str | None:
         """Return why nothing can be captured on a device, or None."""
@@ -110,7 +79,7 @@ class CudaBackend:
         """Capture with the garbage collector off, which could free earlier graphs' memory meanwhile."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph, self._marks = torch.cuda.CUDAGraph(), []
+        graph = torch.cuda.CUDAGraph()
         # "thread_local": loader threads that page-lock memory and NCCL's watchdog go on meanwhile.
         context = torch.cuda.graph(
             graph, pool=self._pool, stream=self._side(), capture_error_mode="thread_local"
@@ -130,13 +99,7 @@ class CudaBackend:
             raise (raised or error) from None
         finally:
             del raised  # else this frame and the error keep each other, and with them the batch
-        return _CudaGraph(graph, self._marks, self._side()), result
-
-    def mark(self) -> None:
-        """Record an event in the capture under way; it is recorded again by every replay."""
-        event: Any = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
-        event.record()
-        self._marks.append(event)
+        return graph, result
 
     def time_s(self, function: Callable[[], object], *, runs: int = 5) -> float:
         """Return the median seconds of some runs, by events on the device."""

@@ -117,9 +117,7 @@ class CapturedStep:
         return output
 
 
-def capture_step(
-    subject: Subject, bucket: Bucket, example: Example, shared: Shared, *, piece_bytes: int | None = None
-) -> CapturedStep:
+def capture_step(subject: Subject, bucket: Bucket, example: Example, shared: Shared) -> CapturedStep:
     """Warm up and capture, leaving the module, the random states and the Trainer's logs as they were."""
     batch, module, backend = example.batch, subject.module, subject.backend
     refuse_cut(batch, bucket)
@@ -155,7 +153,6 @@ def capture_step(
                 stand_ins.leaves,
                 shared.turn,
                 shared.buffers_of(parameters),
-                piece_bytes=piece_bytes,
             )
     check_numbers([*runs, logged], {bucket.slots, bucket.sequences, bucket.max_seqlen})
     return CapturedStep(inputs, parameters, pair, logged, written, module)

@@ -15,7 +15,8 @@ import logging
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from operator import is_
 from os.path import dirname
@@ -116,26 +117,65 @@ class Fingerprint:
             for name, x in held.items()
             if x is not None
         ]
-        self._training = [(vars(child), child.training) for _, child in modules]
         metrics = {id(x) for _, child in modules if isinstance(child, Metric) for x in child.modules()}
         used = [(path, child) for path, child in modules if id(child) not in metrics]
-        self._registries = _Registries(used)
         functions, self._names = _reachable(function, [child for _, child in used])
-        self._attributes = _Attributes(used, self._names, _names_of_ours(), frozenset(written))
-        self._classes = [(child, type(child)) for _, child in used]
-        mro = {cls: None for _, of in self._classes for cls in of.__mro__ if cls not in (object, nn.Module)}
-        self._defined = [(cls, [*vars(cls).values()]) for cls in mro]
-        found = [*_globals_of(functions)]
-        self._plain = [x for x in found if isinstance(x[2], (*PLAIN, *_WHOLE))]
-        self._spaces, self._keys, self._values = ([x[i] for x in self._plain] for i in range(3))
-        self._globals = [
-            (space, name, _Contents(value, self._names))
-            for space, name, value in found
-            if not isinstance(value, (*PLAIN, *_WHOLE))
+        self._children = [child for _, child in used]
+        self._kinds = [*map(type, self._children)]
+        # Of these tables every member must stay, and none may come: registries of modules, and classes.
+        self._tables: list[tuple[Mapping[Any, Any], str]] = []
+        self._values: list[tuple[dict[str, Any], str, Any, str]] = []  # a value by name, and the message
+        self._insides: dict[
+            int, tuple[Callable[[], Any], frozenset[str], list[Any], str]
+        ] = {}  # of containers and configs
+        self._absent: list[tuple[dict[str, Any], int, frozenset[str], str]] = []
+        ours, written = _names_of_ours(), frozenset(written)
+        for path, child in used:
+            self._watch_module(path, child, ours, written)
+        hooks = [
+            getattr(every_module, f"_global{name}") for name, what in _REGISTRIES.items() if what == "hooks"
         ]
-        self._cells = [
-            (name, cell, _Contents(cell.cell_contents, self._names)) for name, cell in _cells_of(functions)
+        self._tables += [(held, "the hooks of every module changed") for held in hooks]
+        mro = {cls: None for kind in self._kinds for cls in kind.__mro__ if cls not in (object, nn.Module)}
+        self._tables += [
+            (vars(cls), f"the class {cls.__name__}, which the step uses, changed") for cls in mro
         ]
+        for space, name, value in _globals_of(functions):
+            self._watch(space, name, value, f"the global {name}, which the step reads,", self._names)
+        for name, cell in _cells_of(functions):
+            text = f"{name}, which the step takes from around it, changed"
+            before = _flat(cell.cell_contents, self._names)
+            self._insides[id(cell)] = partial(getattr, cell, "cell_contents"), self._names, before, text
+        self._working = [_working(held) for held, _ in self._tables]
+        self._members = self._members_now()
+        self._spaces, self._keys, self._held = ([x[i] for x in self._values] for i in range(3))
+
+    def _watch_module(
+        self, path: str, child: nn.Module, ours: frozenset[str], written: frozenset[tuple[int, str]]
+    ) -> None:
+        held, prefix, where = vars(child), f"{path}." if path else "", path or "the module"
+        self._values.append((held, "training", child.training, "a module changed between train() and eval()"))
+        for name, what in _REGISTRIES.items():
+            if type(held.get(name)) in (dict, OrderedDict):  # a scripted module has others
+                self._tables.append((held[name], f"the {what} of {where} changed"))
+        # This package reads attributes of models, and none of the user's LightningModule.
+        read = (self._names if isinstance(child, L.LightningModule) else self._names | ours) - _USUAL | {
+            "forward"
+        }
+        for name, value in held.items():
+            private = name.startswith("_thd_") and name != "_thd_fp8"
+            if name in read and not private and (id(child), name) not in written:
+                what = f"the attribute {prefix}{name}, which the step reads,"
+                self._watch(held, name, value, what, self._names | ours)
+        self._absent.append((held, len(held), read - held.keys(), prefix))
+
+    def _watch(self, held: dict[str, Any], name: str, value: Any, what: str, names: frozenset[str]) -> None:
+        self._values.append((held, name, value, f"{what} changed"))
+        if (
+            not isinstance(value, (*PLAIN, *_WHOLE)) and id(value) not in self._insides
+        ):  # layers share a config
+            inside = f"what {what} holds has changed"
+            self._insides[id(value)] = partial(held.get, name), names, _flat(value, names), inside
 
     def change(self) -> str | None:
         """Return the first thing that has changed since the fingerprint was taken, or None."""
@@ -144,122 +184,45 @@ class Fingerprint:
                 return f"{name} moved to other memory"
             if tensor.requires_grad != wanted:
                 return f"{name}.requires_grad changed"
-        if any(held["training"] is not before for held, before in self._training):
-            return "a module changed between train() and eval()"
-        return self._registries.change() or self._attributes.change() or self._changed_code()
+        for child, kind in zip(self._children, self._kinds, strict=True):
+            if type(child) is not kind:
+                return f"a {kind.__name__} became a {type(child).__name__}"
+        return self._changed_table() or self._changed_value() or self._changed_inside()
 
-    def _changed_code(self) -> str | None:
-        for child, of in self._classes:
-            if type(child) is not of:
-                return f"a {of.__name__} became a {type(child).__name__}"
-        for cls, before in self._defined:
-            now = vars(cls).values()
-            if len(now) != len(before) or not all(map(is_, now, before)):
-                return f"the class {cls.__name__}, which the step uses, changed"
-        if not all(map(is_, map(_get, self._spaces, self._keys), self._values)):
-            for held, name, value in self._plain:
-                if not _is_same(held.get(name, ABSENT), value):
-                    return f"the global {name}, which the step reads, changed"
-        for held, name, contents in self._globals:
-            if contents.changed(held.get(name, ABSENT)):
-                return f"the global {name}, which the step reads, or what it holds has changed"
-        for name, cell, contents in self._cells:
-            if contents.changed(cell.cell_contents):
-                return f"{name}, which the step takes from around it, changed"
+    def _changed_table(self) -> str | None:
+        sizes, members = self._members_now()  # without a loop in Python: this runs every step
+        if sizes != self._members[0] or not all(map(is_, members, self._members[1])):
+            for (held, text), before in zip(self._tables, self._working, strict=True):
+                found = _working(held)
+                if len(found) != len(before) or not all(map(is_, found, before)):
+                    return text
+            self._members = sizes, members  # hooks that only look have come or gone
+        return None
+
+    def _members_now(self) -> tuple[list[int], list[Any]]:
+        tables = [held for held, _ in self._tables]
+        return [*map(len, tables)], [*chain.from_iterable(held.values() for held in tables)]
+
+    def _changed_value(self) -> str | None:
+        for held, size, absent, prefix in self._absent:
+            if len(held) != size and (new := [name for name in held if name in absent]):
+                return f"the attribute {prefix}{new[0]}, which the step reads, is new"
+        if not all(map(is_, map(_get, self._spaces, self._keys), self._held)):
+            for space, name, value, text in self._values:
+                if not _is_same(space.get(name, ABSENT), value):
+                    return text
+        return None
+
+    def _changed_inside(self) -> str | None:
+        for value_of, names, before, text in self._insides.values():
+            now = _flat(value_of(), names)
+            if len(now) != len(before) or not all(map(_is_same, now, before)):
+                return text
         return None
 
 
-class _Registries:
-    """What modules hold: submodules, parameters, buffers and hooks."""
-
-    def __init__(self, modules: list[tuple[str, nn.Module]]) -> None:
-        self._all: list[tuple[str, str, dict[Any, Any]]] = [
-            (path or "the module", what, vars(child)[name])
-            for path, child in modules
-            for name, what in _REGISTRIES.items()
-            if type(vars(child).get(name)) in (dict, OrderedDict)  # a scripted module has others
-        ]
-        kinds = [name for name, what in _REGISTRIES.items() if what == "hooks"]
-        self._all += [("every module", "hooks", getattr(every_module, f"_global{name}")) for name in kinds]
-        self._held = [held for *_, held in self._all]
-        self._before = [_working(held) for held in self._held]
-        self._now = self._members()
-
-    def change(self) -> str | None:
-        """Return the registry that has changed, or None."""
-        sizes, members = self._members()  # without a loop in Python: this runs every step
-        if sizes == self._now[0] and all(map(is_, members, self._now[1])):
-            return None
-        for (name, what, held), before in zip(self._all, self._before, strict=True):
-            found = _working(held)
-            if len(found) != len(before) or not all(map(is_, found, before)):
-                return f"the {what} of {name} changed"
-        self._now = sizes, members  # hooks that only look have come or gone
-        return None
-
-    def _members(self) -> tuple[list[int], list[Any]]:
-        return [*map(len, self._held)], [*chain.from_iterable(map(dict.values, self._held))]
-
-
-def _working(held: dict[Any, Any]) -> list[Any]:
+def _working(held: Mapping[Any, Any]) -> list[Any]:
     return [member for member in held.values() if not getattr(member, _LOOKS, False)]
-
-
-class _Attributes:
-    """Attributes of modules whose names occur in the step's code, and what containers and configs hold."""
-
-    def __init__(
-        self,
-        modules: list[tuple[str, nn.Module]],
-        names: frozenset[str],
-        ours: frozenset[str],
-        written: frozenset[tuple[int, str]],
-    ) -> None:
-        self._all: list[tuple[str, dict[str, Any], list[str], list[Any], int]] = []
-        self._absent: list[frozenset[str]] = []
-        contents: dict[int, tuple[str, _Contents]] = {}  # layers share a config: it is looked at once
-        for path, child in modules:
-            held, prefix = vars(child), f"{path}." if path else ""
-            # This package reads attributes of models, and none of the user's LightningModule.
-            read = (names if isinstance(child, L.LightningModule) else names | ours) - _USUAL | {"forward"}
-            own = [name for name in held if name in read and (id(child), name) not in written]
-            own = [name for name in own if name == "_thd_fp8" or not name.startswith("_thd_")]
-            self._all.append((prefix, held, own, [held[name] for name in own], len(held)))
-            for name in own:
-                if not isinstance(held[name], (*PLAIN, *_WHOLE)):
-                    contents.setdefault(id(held[name]), (prefix + name, _Contents(held[name], names | ours)))
-            self._absent.append(read - held.keys())
-        self._contents = list(contents.values())
-
-    def change(self) -> str | None:
-        """Return the attribute that has changed, or None."""
-        for (prefix, held, own, before, size), absent in zip(self._all, self._absent, strict=True):
-            if len(held) == size and all(map(is_, map(held.get, own), before)):
-                continue
-            changed = [n for n, x in zip(own, before, strict=True) if not _is_same(held.get(n, ABSENT), x)]
-            new = [name for name in held if name in absent]
-            if "forward" in (*changed, *new):
-                return f"the forward of {prefix.rstrip('.') or 'the module'} was replaced"
-            if changed or new:
-                how = "changed" if changed else "is new"
-                return f"the attribute {prefix}{(changed or new)[0]}, which the step reads, {how}"
-        for where, contents in self._contents:
-            if contents.changed(contents.value):
-                return f"what the attribute {where}, which the step reads, holds has changed"
-        return None
-
-
-class _Contents:
-    """What a value holds when this is made: numbers and texts by value and type, all else by identity."""
-
-    def __init__(self, value: Any, names: frozenset[str]) -> None:
-        self.value, self._names = value, names
-        self._before = _flat(value, names)
-
-    def changed(self, value: Any) -> bool:
-        """Return whether a value holds something else; the same one after a change in place does."""
-        now, before = _flat(value, self._names), self._before
-        return len(now) != len(before) or not all(map(_is_same, now, before))
 
 
 def _is_same(now: Any, before: Any) -> bool:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -35,7 +34,7 @@ from lightning_thd.cuda_graph.errors import CaptureError, as_capture_error
 from lightning_thd.cuda_graph.fingerprint import Fingerprint
 from lightning_thd.cuda_graph.guards import guarded
 from lightning_thd.cuda_graph.module_state import restored, sharded_by
-from lightning_thd.cuda_graph.pair import PIECE_BYTES, differentiable, differentiate
+from lightning_thd.cuda_graph.pair import differentiable, differentiate
 from lightning_thd.cuda_graph.proof import prove
 from lightning_thd.parallel.agreement import all_agree
 from lightning_thd.parallel.shard import THDShard
@@ -222,15 +221,12 @@ class GraphedStep:
     def _try_capture(self, example: Example) -> CaptureError | None:
         """Capture and prove all buckets; return what stopped that."""
         subject = self._subject
-        piece_bytes = PIECE_BYTES if _is_distributed() else None
         try:
             missing = subject.backend.unavailable(example.device)
             if missing is not None:
                 raise CaptureError(f"{missing}.")
             for bucket in reversed(self.buckets):  # the largest first: the smaller ones reuse its memory
-                self._graphs[bucket] = capture_step(
-                    subject, bucket, example, self._shared, piece_bytes=piece_bytes
-                )
+                self._graphs[bucket] = capture_step(subject, bucket, example, self._shared)
             for step in self._graphs.values():
                 prove(subject, step, example)
         except Exception as error:  # whatever stops a capture, training goes on
@@ -318,10 +314,6 @@ def _compare(subject: Subject, step: CapturedStep, example: Example) -> tuple[fl
 def _without_traceback(error: Exception) -> CaptureError:
     found = as_capture_error(error)
     return CaptureError(found.message, found.where)
-
-
-def _is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _modes(example: Example) -> tuple[Any, ...]:

@@ -27,7 +27,7 @@ from lightning_thd.cuda_graph.module_state import (
     without_saved_states,
 )
 from lightning_thd.cuda_graph.pair import differentiable, differentiate
-from lightning_thd.cuda_graph.recording import Recorder
+from lightning_thd.cuda_graph.recording import record
 from lightning_thd.cuda_graph.static_batch import StaticBatch
 from lightning_thd.loss import causal_lm_loss
 from lightning_thd.parallel.shard import THDShard
@@ -110,7 +110,7 @@ def _record(module: nn.Module, batch: THDBatch, run: StepFunction, report: Calla
             _both_ways(module, batch, run)  # builds tables and fills caches, as the first warm-up does
         before = host_state(module)
         with use:
-            Recorder(report).record(lambda: _both_ways(module, batch, run))
+            record(lambda: _both_ways(module, batch, run), report)
         refuse_host_changes(module, before)
     with _attempt(report):
         use.refuse()

@@ -10,6 +10,7 @@ hands out copies, another G, which become ``.grad`` or are added to it. n sets o
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,9 +21,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_thd.cuda_graph.backend import Backend
 from lightning_thd.cuda_graph.errors import CaptureError
-
-# A DDP bucket holds 25 MiB (``bucket_cap_mb``); gradients handed over in smaller pieces start no earlier.
-PIECE_BYTES = 25 << 20
 
 
 def differentiable(output: Any) -> list[Tensor]:
@@ -78,9 +76,7 @@ class Turn:
 class GraphPair:
     """The forward and backward graphs of a call that takes nothing and works on static tensors.
 
-    With ``piece_bytes`` gradients are handed over in pieces of that size as they become ready, so that a
-    distributed wrapper reduces the first while the last are still being worked out; None hands all over at
-    the end. All pairs whose graphs share memory share ``turn`` and ``buffers``.
+    All pairs whose graphs share memory share ``turn`` and ``buffers``.
     """
 
     def __init__(
@@ -90,8 +86,6 @@ class GraphPair:
         leaves: Sequence[Tensor],
         turn: Turn,
         buffers: GradientBuffers,
-        *,
-        piece_bytes: int | None = None,
     ) -> None:
         self.turn = turn
         self.forward, outputs = backend.capture(function)
@@ -104,56 +98,36 @@ class GraphPair:
             )
         _refuse_foreign_leaves(found, leaves)
         self.grad_outputs = [torch.zeros_like(x) for x in found]
-        order = ReadyOrder(backend.mark, piece_bytes)
-        with caught(leaves, len(leaves) - buffers.count, buffers, order):
-            self.backward, gradients = backend.capture(
+        with caught(leaves, buffers):
+            self.backward, self.gradients = backend.capture(
                 lambda: differentiate(found, leaves, self.grad_outputs)
             )
         self.is_differentiable = [isinstance(x, Tensor) and x.requires_grad for x in flat]
         # Without their history, so that what autograd saved is free for the next capture.
         self.outputs = [x.detach() if isinstance(x, Tensor) else x for x in flat]
-        self.gradients = gradients
-        self.pieces = [tuple(piece) for piece in order.pieces]
 
     def __call__(self, leaves: Sequence[Tensor]) -> Any:
         """Replay the call on the present content of the static tensors, differentiably."""
-        links: tuple[Tensor, ...] = ()
-        for number in range(len(self.pieces) - 1, 0, -1):
-            later = (leaves[i] for i in self.pieces[number])
-            links = (_LaterPiece.apply(self, number, len(links), *links, *later),)  # type: ignore[no-untyped-call]
-        first = (leaves[i] for i in self.pieces[0])
-        tensors = _Replay.apply(self, len(links), *links, *first)  # type: ignore[no-untyped-call]
+        tensors = _Replay.apply(self, *leaves)  # type: ignore[no-untyped-call]
         flat, given = list(self.outputs), iter(tensors)
         for i, x in enumerate(flat):
             if isinstance(x, Tensor):
                 flat[i] = next(given)
         return tree_unflatten(flat, self._spec)
 
-    def take(self, number: int) -> list[Tensor]:
-        """Wait for a piece of the backward graph and return copies of its gradients."""
-        if len(self.pieces) > 1:
-            self.backward.reach(number)
-        found = [self.gradients[i] for i in self.pieces[number]]
-        return copies([x for x in found if x is not None])
-
 
 class _Replay(torch.autograd.Function):
-    """Replays the forward graph; its backward starts the backward graph and returns the first gradients."""
+    """Replays the forward graph, and in its backward the backward graph."""
 
     @staticmethod
-    def forward(ctx: Any, pair: GraphPair, num_links: int, *leaves: Tensor) -> tuple[Tensor, ...]:
-        ctx.token = pair.turn.take()
-        ctx.pair, ctx.num_links = pair, num_links
-        if num_links:  # a backward that broke half way may still be running
-            pair.backward.reach(len(pair.pieces) - 1)
+    def forward(ctx: Any, pair: GraphPair, *leaves: Tensor) -> tuple[Tensor, ...]:
+        ctx.token, ctx.pair = pair.turn.take(), pair
         pair.forward.replay()
-        statics = [x for x in pair.outputs if isinstance(x, Tensor)]
-        found = copies(statics)
-        flags = [
-            f for f, x in zip(pair.is_differentiable, pair.outputs, strict=True) if isinstance(x, Tensor)
-        ]
-        ctx.mark_non_differentiable(*(x for x, f in zip(found, flags, strict=True) if not f))
-        ctx.flags = flags
+        tensors = [x for x in pair.outputs if isinstance(x, Tensor)]
+        kinds = zip(pair.is_differentiable, pair.outputs, strict=True)
+        ctx.flags = [flag for flag, x in kinds if isinstance(x, Tensor)]
+        found = copies(tensors)
+        ctx.mark_non_differentiable(*(x for x, f in zip(found, ctx.flags, strict=True) if not f))
         return tuple(found)
 
     @staticmethod
@@ -164,26 +138,9 @@ class _Replay(torch.autograd.Function):
         wanted = [g for g, flag in zip(grads, ctx.flags, strict=True) if flag]
         for static, grad in zip(pair.grad_outputs, wanted, strict=True):
             static.copy_(grad)
-        if ctx.num_links:
-            pair.backward.start()
-        else:
-            pair.backward.replay()
-        links = [torch.zeros((), device=wanted[0].device)] * ctx.num_links
-        return (None, None, *links, *pair.take(0))
-
-
-class _LaterPiece(torch.autograd.Function):
-    """Returns, in its backward, a later piece of the backward graph's gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, pair: GraphPair, number: int, num_links: int, *leaves: Tensor) -> Tensor:
-        ctx.pair, ctx.number, ctx.num_links = pair, number, num_links
-        return torch.zeros((), device=leaves[-1].device)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, None, *[grad] * ctx.num_links, *ctx.pair.take(ctx.number))
+        pair.backward.replay()
+        given = iter(copies([x for x in pair.gradients if x is not None]))
+        return None, *(None if x is None else next(given) for x in pair.gradients)
 
 
 def _refuse_foreign_leaves(outputs: list[Tensor], leaves: Sequence[Tensor]) -> None:
@@ -210,7 +167,6 @@ class GradientBuffers:
     """Buffers for the gradients of a module's parameters, each allocated with its first gradient."""
 
     def __init__(self, count: int) -> None:
-        self.count = count
         self._held: list[Tensor | None] = [None] * count
 
     @property
@@ -228,40 +184,11 @@ class GradientBuffers:
         return held.copy_(gradient)
 
 
-class ReadyOrder:
-    """Records the order in which a backward finishes gradients, cut into pieces of a given size."""
-
-    def __init__(self, mark: Callable[[], None], piece_bytes: int | None) -> None:
-        self.pieces: list[list[int]] = [[]]
-        self._mark, self._piece_bytes, self._size = mark, piece_bytes, 0
-
-    def ready(self, index: int, gradient: Tensor) -> None:
-        """Append a gradient that is complete to the current piece, and begin a new one when it is full."""
-        if self._piece_bytes is not None and self._size >= self._piece_bytes:
-            self._mark()
-            self.pieces.append([])
-            self._size = 0
-        self.pieces[-1].append(index)
-        self._size += gradient.nbytes
-
-
 @contextlib.contextmanager
-def caught(
-    leaves: Sequence[Tensor], first: int, buffers: GradientBuffers, order: ReadyOrder | None = None
-) -> Iterator[None]:
+def caught(leaves: Sequence[Tensor], buffers: GradientBuffers) -> Iterator[None]:
     """Move every gradient of a backward into its buffer once it is complete, so that its memory is freed."""
-
-    def hook_of(index: int, leaf: Tensor) -> Callable[[Tensor], Tensor]:
-        def hook(gradient: Tensor) -> Tensor:
-            kept = gradient if index < first else buffers.keep(index - first, leaf, gradient)
-            if order is not None:
-                order.ready(index, kept)
-            return kept
-
-        return hook
-
     handles: list[Any] = [
-        leaf.register_hook(hook_of(i, leaf))  # type: ignore[no-untyped-call]
+        leaf.register_hook(functools.partial(buffers.keep, i, leaf))  # type: ignore[no-untyped-call]
         for i, leaf in enumerate(leaves)
     ]
     try:

@@ -76,55 +76,30 @@ def _finished(result: Any) -> Any:
 
 
 class Recording:
-    """The operators of a step in order, with the tensors they work on, and the places marked in them.
+    """The operators of a step in order, with the tensors they work on.
 
     ``poison`` fills every result with NaN before a replay, so that a slot nobody writes shows.
     """
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
-        self.marks: list[int] = []
         self.poison = False
-        self.position = 0
-        self._started = False
 
     def replay(self) -> None:
         """Run every operator again; random ones draw from the generator's present state."""
-        self.start()
-        self.reach(len(self.marks))
-
-    def start(self) -> None:
-        """Begin a replay, of which nothing runs before ``reach``."""
-        self.position, self._started = 0, True
-        if self.poison:
-            with torch.no_grad():
-                for call in self.calls:
-                    call.poison()
-
-    def reach(self, number: int) -> None:
-        """Replay the recorded operators up to a mark, or to the end behind the last one."""
-        if not self._started:
-            return
-        stop = [*self.marks, len(self.calls)][number]
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            for call in self.calls[self.position : stop]:
+            for call in self.calls if self.poison else ():
+                call.poison()
+            for call in self.calls:
                 if not call.fills:
                     call.run()
-        self.position = max(self.position, stop)
 
 
-class Recorder:
-    """Runs a function and records its operators; ``report`` gets every problem and its line."""
-
-    def __init__(self, report: Report) -> None:
-        self._report = report
-        self.tape = Recording()
-
-    def record(self, function: Callable[[], R]) -> tuple[Recording, R]:
-        """Run ``function`` and keep its operators."""
-        tape, busy = self.tape, _Busy()
-        with _Operators(tape, busy, self._report), _Functions(busy, self._report):
-            return tape, function()
+def record(function: Callable[[], R], report: Report) -> tuple[Recording, R]:
+    """Run a function and keep its operators; ``report`` gets every problem and its line."""
+    tape, busy = Recording(), _Busy()
+    with _Operators(tape, busy, report), _Functions(busy, report):
+        return tape, function()
 
 
 class RecordingBackend:
@@ -135,7 +110,6 @@ class RecordingBackend:
 
     def __init__(self, *, poison: bool = False) -> None:
         self.poison = poison
-        self._tape = Recording()
 
     def unavailable(self, device: torch.device) -> str | None:
         """Return why a step cannot be recorded (it runs on no CPU), or None."""
@@ -149,15 +123,9 @@ class RecordingBackend:
 
     def capture(self, function: Callable[[], R]) -> tuple[Recording, R]:
         """Run the function once and keep its operators; the first problem raises :class:`CaptureError`."""
-        recorder = Recorder(_stop)
-        self._tape = recorder.tape
-        tape, result = recorder.record(function)
+        tape, result = record(function, _stop)
         tape.poison = self.poison
         return tape, result
-
-    def mark(self) -> None:
-        """Mark the place in the capture under way that ``reach`` may run up to."""
-        self._tape.marks.append(len(self._tape.calls))
 
     def time_s(self, function: Callable[[], object]) -> float | None:
         """Return None: a recording is always slower than eager, so its times mean nothing."""

@@ -200,16 +200,6 @@ def test_kernel_sizes_hold_every_head(kernel: Flash4) -> None:
     assert Flash4().sizes(192, 128) == (192, 128)
 
 
-def test_te_knows_padding_between_sequences(on_cuda: pytest.MonkeyPatch) -> None:
-    standins.install(on_cuda, "te")
-    q, k, v = (torch.randn(12, 2, 16).bfloat16() for _ in range(3))
-    real, padded = cu([3, 5]), cu([4, 8])
-    out = te.attend(q, k, v, Offsets(real, real, 5, 5), make_spec(16), padded=Offsets(padded, padded, 8, 8))
-    rows = [0, 1, 2, 4, 5, 6, 7, 8]
-    expected, _ = dense_attention(q[rows], k[rows], v[rows], [3, 5], [3, 5], right=0)
-    torch.testing.assert_close(out[rows].double(), expected, **TOLERANCE)
-
-
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo's own, on any autograd.Function
 @pytest.mark.parametrize("sinks", [False, True])
 def test_torchs_path_compiles_without_breaks(monkeypatch: pytest.MonkeyPatch, sinks: bool) -> None:

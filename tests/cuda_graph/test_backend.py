@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_thd.cuda_graph.backend import CudaBackend, _CudaGraph
+from lightning_thd.cuda_graph.backend import CudaBackend
 
 
 class FakeCuda:
@@ -133,50 +132,3 @@ def test_only_the_last_warm_up_refuses_to_wait(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a CUDA device")
 def test_without_a_device_it_says_so() -> None:
     assert CudaBackend().unavailable(torch.device("cuda")) == "there is no CUDA device"
-
-
-class Timeline:
-    """A stream that notes what it was asked, in one list with the others."""
-
-    def __init__(self, name: str, said: list[str]) -> None:
-        self.name, self.said = name, said
-
-    def wait_stream(self, other: Any) -> None:
-        self.said.append(f"{self.name} after {other.name}")
-
-    def wait_event(self, event: Any) -> None:
-        self.said.append(f"{self.name} after event {event}")
-
-
-def test_a_started_graph_runs_beside_the_caller_who_waits_for_its_marks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    said: list[str] = []
-    main, side = Timeline("main", said), Timeline("side", said)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext(said.append("on side")))
-    graph = SimpleNamespace(replay=lambda: said.append("replay"))
-    captured = _CudaGraph(graph, ["a", "b"], side)  # type: ignore[arg-type]
-    captured.start()
-    for number in range(3):
-        captured.reach(number)
-    begun = ["side after main", "on side", "replay"]
-    assert said == [*begun, "main after event a", "main after event b", "main after side"]
-
-
-def test_a_mark_is_an_event_that_others_may_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
-
-    class Event:
-        def __init__(self, *, external: bool) -> None:
-            assert external
-            made.append(self)
-
-        def record(self) -> None:
-            made.append("recorded")
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    backend = CudaBackend()
-    backend.mark()
-    assert made[1:] == ["recorded"]
-    assert backend._marks == made[:1]

@@ -104,7 +104,10 @@ def replace_buffer(part: Part) -> None:
         (lambda part: part.linear.register_forward_hook(print), "the hooks of linear changed"),
         (lambda part: part.linear.register_forward_pre_hook(print), "the hooks of linear changed"),
         (lambda part: part.linear.register_full_backward_hook(print), "the hooks of linear changed"),
-        (lambda part: setattr(part.norm, "forward", lambda x: x), "the forward of norm was replaced"),
+        (
+            lambda part: setattr(part.norm, "forward", lambda x: x),
+            "the attribute norm.forward",
+        ),
         (lambda part: setattr(part.inner, "shape", torch.neg), "the attribute inner.shape"),
         (
             lambda part: part.inner.times.keywords.update(other=2.0),
@@ -300,19 +303,11 @@ def insert_low_rank(model: Any) -> None:
     attention.q_proj = LowRank(attention.q_proj)
 
 
-def drop_a_layer(model: Any) -> None:
-    del model.model.layers[1]
-
-
-def triple(model: Any) -> None:
-    model.model.layers[0].mlp.register_forward_hook(lambda *args: 3 * args[-1])
-
-
 def sharpen(model: Any) -> None:
     model.model.layers[0].self_attn.scaling *= 3.0
 
 
-@pytest.mark.parametrize("change", [insert_low_rank, drop_a_layer, triple, sharpen])
+@pytest.mark.parametrize("change", [insert_low_rank, sharpen])
 def test_a_model_changed_between_steps_runs_as_it_is_now(change: Callable[[Any], None]) -> None:
     model = tiny_llama(torch.float64)
     step = graphed(model)

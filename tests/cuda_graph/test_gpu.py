@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_thd import THDBatch, THDDataModule, causal_lm_loss
 from lightning_thd._static import static_shapes
 from lightning_thd.callbacks.cuda_graph import CUDAGraphCallback, GraphedStep, make_buckets
-from lightning_thd.cuda_graph import graphed_step
 from lightning_thd.cuda_graph.buckets import choose, pad_batch
 from tests.cuda_graph.support import GraphModule, random_batch, worst
 from tests.tiny import checkpoint_activations, sequences
@@ -115,19 +114,6 @@ def test_gradients_under_autocast_are_those_of_eager() -> None:
         # Less than the 1e-3 that a backward cast once more is off by; flash attention adds in any order.
         assert worst(found, gradients(module, eager)) < 5e-4
     assert step.stats.replays == 4
-
-
-def test_gradients_handed_over_in_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As among several ranks: the backward runs on the side stream, and its marks are waited for."""
-    monkeypatch.setattr(graphed_step, "_is_distributed", lambda: True)
-    monkeypatch.setattr(graphed_step, "PIECE_BYTES", 1)
-    module, eager = model(), model()
-    step = step_of(module)
-    for seed in range(8):
-        batch = batch_of(seed, count=6)
-        found = gradients(module, step(batch))
-        assert worst(found, gradients(eager, causal_lm_loss(eager, batch))) < BF16
-    assert step.stats.replays == 8
 
 
 def test_nan_in_freed_memory_reaches_no_gradient() -> None:

@@ -8,16 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel
 
-from lightning_thd import THDBatch, causal_lm_loss
+from lightning_thd import THDBatch
 from lightning_thd.callbacks.cuda_graph import GraphedStep, make_buckets
-from lightning_thd.cuda_graph import graphed_step
-from lightning_thd.cuda_graph.pair import GradientBuffers, GraphPair, ReadyOrder, Turn
+from lightning_thd.cuda_graph.pair import GradientBuffers, GraphPair, Turn
 from lightning_thd.cuda_graph.recording import Recording, RecordingBackend
 from tests.cuda_graph.support import BUCKETS, gradients, graphed, in_graph, random_batch, worst
-from tests.ranks import run_ranks
 from tests.tiny import tiny_llama
 
 
@@ -112,93 +108,3 @@ def test_gradients_of_other_kinds_keep_their_own_memory() -> None:
     assert buffers.nbytes == 0
     dense = torch.autograd.grad(table[index].sum(), table)[0]
     assert buffers.keep(0, table, dense).tolist() == dense.tolist()
-
-
-def test_pieces_end_where_their_size_is_reached() -> None:
-    marks: list[int] = []
-    order = ReadyOrder(lambda: marks.append(len(order.pieces)), piece_bytes=10)
-    for index, size in ((4, 8), (2, 8), (7, 16), (1, 4)):
-        order.ready(index, torch.empty(size, dtype=torch.uint8))
-    assert order.pieces == [[4, 2], [7], [1]]
-    assert marks == [1, 2]
-
-
-class Tower(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=torch.float64) for _ in range(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return x.square().sum()
-
-
-def test_gradients_arrive_in_order_while_the_backward_goes_on() -> None:
-    torch.manual_seed(0)
-    module, backend = Tower(), Keeping()
-    leaves, x = list(module.parameters()), torch.randn(3, 4, dtype=torch.float64)
-    twins = [p.detach().clone().requires_grad_() for p in leaves]
-    named = dict(zip((name for name, _ in module.named_parameters()), twins, strict=True))
-    pair = GraphPair(
-        backend,
-        lambda: torch.func.functional_call(module, named, (x,)),
-        twins,
-        Turn(),
-        GradientBuffers(len(twins)),
-        piece_bytes=1,
-    )
-    assert len(pair.pieces) == len(leaves)
-    backward, seen = backend.tapes[1], []
-    given_up = pair(leaves)  # a forward alone runs nothing of the backward
-    assert backward.position == 0
-    assert not any(bool(x.any()) for x in pair.grad_outputs)
-    del given_up
-    for index, leaf in enumerate(leaves):
-        leaf.register_post_accumulate_grad_hook(lambda _, i=index: seen.append((i // 2, backward.position)))
-    for _ in range(2):  # a second backward adds up
-        seen.clear()
-        pair(leaves).backward()
-        assert [layer for layer, _ in seen] == [4, 4, 3, 3, 2, 2, 1, 1, 0, 0]
-        positions = [position for _, position in seen]
-        assert positions == sorted(positions)
-        assert positions[0] < len(backward.calls) / 3
-        assert positions[-1] == len(backward.calls)
-    wanted = torch.autograd.grad(module(x), leaves)
-    for leaf, gradient in zip(leaves, wanted, strict=True):
-        assert leaf.grad is not None
-        assert torch.equal(leaf.grad, 2 * gradient)
-
-
-def overlapped() -> tuple[list[float], float, int]:
-    """Where the backward stood whenever DDP reduced a bucket, and how far gradients are from eager's."""
-    graphed_step.PIECE_BYTES = 1  # type: ignore[misc]
-    model, twin, backend = tiny_llama(torch.float64), tiny_llama(torch.float64), Keeping()
-    wrapped, eager = (DistributedDataParallel(m, bucket_cap_mb=0.001) for m in (model, twin))
-    step = graphed(wrapped, backend=backend)
-    shares: list[float] = []
-
-    def hook(state, bucket):  # DDP wants its own class here, and no text
-        running = [t for t in backend.tapes[1::2] if 0 < t.position < len(t.calls)]
-        shares.extend(t.position / len(t.calls) for t in running)
-        return allreduce_hook(None, bucket)
-
-    wrapped.register_comm_hook(None, hook)
-    error = 0.0
-    for seed in range(4):
-        batch = random_batch(seed, count=4)
-        for module, call in ((model, step), (twin, lambda b: causal_lm_loss(eager, b))):
-            module.zero_grad()
-            call(batch).backward()
-        found, wanted = ([p.grad for p in m.parameters()] for m in (model, twin))
-        error = max(error, worst(found, wanted))  # type: ignore[arg-type]
-    return shares, error, step.stats.replays
-
-
-@pytest.mark.slow
-def test_ddp_reduces_while_the_backward_is_replayed() -> None:
-    for shares, error, replays in run_ranks(overlapped, 2):
-        assert replays == 4
-        assert error < 1e-12
-        assert len(shares) > 8  # several buckets a step, before the backward's end
-        assert min(shares) < 0.5

@@ -37,20 +37,17 @@ class Attention:
         return (q * 1.0).flatten(1)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_a_call_leaves_nothing_to_be_worked_out(padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_leaves_nothing_to_be_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Attention()
     monkeypatch.setattr(te, "_module", lambda *_: module)
     q, offsets = torch.randn(8, 2, 4), torch.tensor([0, 3, 8], dtype=torch.int32)
     at = Offsets(offsets, offsets, 5, 5)
-    graph, out = RecordingBackend().capture(
-        lambda: te.attend(q, q, q, at, make_spec(4), padded=at if padded else None)
-    )
+    graph, out = RecordingBackend().capture(lambda: te.attend(q, q, q, at, make_spec(4)))
     wanted = out.clone()
     q.mul_(2.0)
     graph.replay()
     assert torch.equal(out, 2.0 * wanted)
     (call,) = module.calls
     assert type(call["max_seqlen_q"]) is type(call["max_seqlen_kv"]) is int
-    assert call["pad_between_seqs"] is padded
+    assert call["pad_between_seqs"] is False
     assert call["cu_seqlens_q_padded"] is call["cu_seqlens_kv_padded"] is offsets

@@ -1,7 +1,5 @@
 """CUDA tensors -> Transformer Engine's DotProductAttention in THD: cuDNN's kernels, or flash-attn.
 
-The one backend that knows padding between sequences: it takes real offsets and offsets in memory.
-
 Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E value head size.
 """
 
@@ -33,15 +31,9 @@ def attend(
     at: Offsets,
     spec: AttentionSpec,
     *,
-    padded: Offsets | None = None,
     self_attention: bool = True,
 ) -> Tensor:
-    """Attend to ``[Tq, H, D]``, ``[Tkv, G, D]`` and ``[Tkv, G, E]``; ``[Tq, H, E]``.
-
-    With ``padded``, offsets in memory, ``at`` holds cumulative real lengths. Rows of padding come back as 0
-    or unwritten, as Transformer Engine leaves them: mask their loss.
-    """
-    where = at if padded is None else padded
+    """Attend to ``[Tq, H, D]``, ``[Tkv, G, D]`` and ``[Tkv, G, E]``; ``[Tq, H, E]``."""
     attention = _module(
         q.shape[1],
         k.shape[1],
@@ -51,8 +43,10 @@ def attend(
         self_attention,
         torch.are_deterministic_algorithms_enabled(),
     )
-    mask, window = mask_type(spec, self_attention=self_attention), window_of(spec, where)
-    call = (q.shape, k.shape, v.shape, q.dtype, where.max_q, where.max_kv, mask, window)
+    mask, window = "padding", window_of(spec, at)  # in THD every mask's name begins with "padding"
+    if spec.causal:
+        mask = "padding_causal" if self_attention else "padding_causal_bottom_right"
+    call = (q.shape, k.shape, v.shape, q.dtype, at.max_q, at.max_kv, mask, window)
     with _remembered_choice(call):
         out: Tensor = attention(
             q.contiguous(),
@@ -61,22 +55,15 @@ def attend(
             qkv_format="thd",
             cu_seqlens_q=at.cu_q,
             cu_seqlens_kv=at.cu_kv,
-            cu_seqlens_q_padded=where.cu_q,
-            cu_seqlens_kv_padded=where.cu_kv,
-            max_seqlen_q=where.max_q,
-            max_seqlen_kv=where.max_kv,
+            cu_seqlens_q_padded=at.cu_q,
+            cu_seqlens_kv_padded=at.cu_kv,
+            max_seqlen_q=at.max_q,
+            max_seqlen_kv=at.max_kv,
             attn_mask_type=mask,
             window_size=window,
-            pad_between_seqs=padded is not None,
+            pad_between_seqs=False,
         )
     return out.view(q.shape[0], q.shape[1], v.shape[2])
-
-
-def mask_type(spec: AttentionSpec, *, self_attention: bool) -> str:
-    """Return Transformer Engine's name of the mask; in THD every name begins with "padding"."""
-    if not spec.causal:
-        return "padding"
-    return "padding_causal" if self_attention else "padding_causal_bottom_right"
 
 
 def window_of(spec: AttentionSpec, at: Offsets) -> tuple[int, int]:

@@ -114,7 +114,7 @@ def padded_eager(model: nn.Module, shard: THDShard, bucket: Bucket) -> Tensor:
 def test_replayed_shards_equal_padded_shards_bitwise_and_the_whole_pack(
     name: str, communication: str, dtype: torch.dtype
 ) -> None:
-    count = 8 if (name, communication, dtype) == ("qwen3", "auto", torch.float64) else 20
+    count = 5 if (name, communication, dtype) == ("qwen3", "auto", torch.float64) else 20
     for found in run_ranks(compare, 2, name, communication, dtype, count):
         assert found["bitwise"]
         # Bamba and Gemma2 compute parts in fp32 whatever the dtype: 1.9e-7. fp32 sums in another order on two

@@ -10,9 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_thd import THDDataModule, causal_lm_loss
@@ -183,41 +180,3 @@ def recapture() -> tuple[int, int]:
 
 def test_a_rank_that_shares_no_model_captures_anew_alone() -> None:
     assert run_ranks(recapture, 2) == [(2, 4), (4, 3)]
-
-
-def shard(model: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (2,))
-    plan: dict[str, Any] = {}
-    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
-        plan[f"model.layers.*.{name}"] = ColwiseParallel()
-    for name in ("self_attn.o_proj", "mlp.down_proj"):
-        plan[f"model.layers.*.{name}"] = RowwiseParallel()
-    return parallelize_module(model, mesh, plan)
-
-
-def tensor_parallel() -> tuple[float, float, int, int]:
-    model, whole = shard(tiny_llama(torch.float64)), tiny_llama(torch.float64)
-    step = graphed(model)
-    loss_error = gradient_error = 0.0
-    for seed in range(20):
-        batch = random_batch(seed)  # the same on both ranks, as in a tensor-parallel group
-        model.zero_grad()
-        whole.zero_grad()
-        loss, wanted = step(batch), causal_lm_loss(whole, batch)
-        loss.backward()
-        wanted.backward()
-        loss_error = max(loss_error, float((loss - wanted).detach().abs()))
-        pairs = [(a.grad, b.grad) for a, b in zip(model.parameters(), whole.parameters(), strict=True)]
-        full = [a.full_tensor() if isinstance(a, DTensor) else a for a, _ in pairs]
-        gradient_error = max(gradient_error, worst(full, [b for _, b in pairs]))
-    sharded = sum(isinstance(p, DTensor) for p in model.parameters())
-    return loss_error, gradient_error, step.stats.replays, sharded
-
-
-@pytest.mark.slow  # this package's own: test_tensor_parallel.py
-def test_tensor_parallel_steps_replay_with_their_collectives() -> None:
-    for loss_error, gradient_error, replays, sharded in run_ranks(tensor_parallel, 2):
-        assert sharded == 14
-        assert replays >= 10
-        assert loss_error < 1e-12
-        assert gradient_error < 1e-12
