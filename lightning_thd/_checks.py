@@ -22,21 +22,9 @@ INT64_MAX = 2**63 - 1
 def whole_number(
     value: Any, name: str, *, least: int | None = 0, most: int = INT64_MAX, advice: str = ""
 ) -> int:
-    """Return one whole number as a Python integer.
+    """Return one whole number as a Python integer, or raise TypeError or ValueError with the advice.
 
-    Args:
-        value: an int or a numpy integer; a symbolic size of ``torch.compile`` is returned as it is.
-        name: what the user calls it.
-        least: the smallest allowed; None is the smallest of int64.
-        most: the largest allowed; by default the largest that int64 tensors and arrays hold.
-        advice: what to pass instead.
-
-    Returns:
-        ``whole_number(np.int32(3), "total")`` gives ``3``.
-
-    Raises:
-        TypeError: for bools, floats, strings, tensors and anything else that is no whole number.
-        ValueError: for a number out of range.
+    A symbolic size of ``torch.compile`` is returned as it is. ``least=None`` allows all of int64.
     """
     if isinstance(value, torch.SymInt):
         return value  # type: ignore[return-value]  # a size that is being traced
@@ -53,12 +41,7 @@ def whole_number(
 def real_number(
     value: Any, name: str, *, above: float | None = None, least: float | None = None, advice: str = ""
 ) -> float:
-    """Return one finite number, above a bound or not below another, as a float.
-
-    Raises:
-        TypeError: for what is no number.
-        ValueError: for NaN, infinities, integers past int64, and a number out of range.
-    """
+    """Return one finite number, above a bound or not below another, as a float; raise otherwise."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(f"{name} is {described(value)}; wanted a number. {advice}".rstrip())
     number = float(value) if not isinstance(value, int) or abs(value) <= INT64_MAX else math.inf
@@ -74,21 +57,9 @@ def real_number(
 def host_ints(
     values: Any, name: str, *, ndim: int | None = 1, least: int | None = None, advice: str = "Pass integers."
 ) -> npt.NDArray[np.int64]:
-    """Return integers as an int64 array on the host.
+    """Return integers as an int64 array on the host, or raise TypeError or ValueError with the advice.
 
-    Args:
-        values: a list, tuple, range, numpy array or tensor of integers; a tensor on a device is copied.
-        name: what the user calls it.
-        ndim: dimensions wanted; None takes any.
-        least: the smallest value allowed; None takes any.
-        advice: what to pass instead.
-
-    Returns:
-        int64 numpy array. ``host_ints(range(3), "lengths")`` gives ``array([0, 1, 2])``.
-
-    Raises:
-        TypeError: for what holds no numbers.
-        ValueError: for floats, bools, another number of dimensions, values below ``least`` or past int64.
+    A tensor on a device is copied. ``ndim=None`` takes any number of dimensions.
     """
     found = _as_array(values, name, advice)
     if ndim is not None and found.ndim != ndim:
@@ -137,12 +108,7 @@ def _as_array(values: Any, name: str, advice: str) -> npt.NDArray[Any]:
 
 
 def int_tensor(values: Any, name: str) -> Tensor:
-    """Return a tensor of integers as it is, and integers on the host as an int64 tensor on the CPU.
-
-    Raises:
-        TypeError: for what holds no numbers.
-        ValueError: for floats and bools.
-    """
+    """Return a tensor of integers as it is, and integers on the host as an int64 tensor on the CPU."""
     if not isinstance(values, Tensor):
         if torch.compiler.is_compiling():
             return torch.as_tensor(values, dtype=torch.int64)

@@ -63,15 +63,10 @@ def available(name: str) -> bool:
 
 
 def trouble(name: str, install: str = "") -> str | None:
-    """Return why a module does not import here and what to do about it, or None if it imports.
+    """Return why a module does not import here and how to install it, or None if it imports.
 
-    Args:
-        name: dotted module name; ``"flash_attn.cute.interface"``.
-        install: the command that brings it, for a package that has no row above.
-
-    Returns:
-        ``"fla does not import here: pip install flash-linear-attention"`` if it is absent. If it is
-        installed: what the import raised, and how to replace a build for another torch.
+    ``install`` is the command for a package that has no row above. A build for another torch gets another
+    text.
     """
     top = name.partition(".")[0]
     install = install or _hint(name)[0]
@@ -110,15 +105,7 @@ def installed(name: str) -> bool:
 
 
 def require(name: str, *, feature: str) -> ModuleType:
-    """Import ``name``, or raise with the command that installs it.
-
-    Args:
-        name: dotted module name.
-        feature: what the user asked for, as it should read in the message: ``"backend='flash'"``.
-
-    Raises:
-        ModuleNotFoundError: when the package is absent or built for another torch.
-    """
+    """Import a module, or raise ModuleNotFoundError with the command that installs what a feature needs."""
     try:
         return importlib.import_module(name)
     except Exception as err:  # a build for another ABI raises many kinds

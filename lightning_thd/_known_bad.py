@@ -17,13 +17,8 @@ from packaging.version import InvalidVersion, Version
 class KnownBad:
     """One combination of installed versions and device that is known to fail, and what to do about it.
 
-    Attributes:
-        feature: import name of the package, or ``"graphs"``, that the combination breaks.
-        versions: distribution -> versions that are concerned; all of them must be installed.
-        without: installing this distribution removes the problem; empty for none.
-        capability: CUDA compute capability (major) it needs, None for any device.
-        problem: what happens.
-        instead: what to do, or what this package does by itself.
+    ``feature`` is the import name of what it breaks, or "graphs". All of ``versions`` (by distribution) must
+    be installed, and ``without`` must not. ``capability`` is the CUDA compute capability (major) it needs.
     """
 
     feature: str
@@ -90,13 +85,10 @@ def known_problems(
     capability: int | None = None,
     version_of: Callable[[str], str | None] = installed_version,
 ) -> list[KnownBad]:
-    """Return the known-bad combinations that this machine has.
+    """Return the known-bad combinations of this machine, of one feature or of all.
 
-    Args:
-        feature: only those of one package; None for all.
-        capability: major compute capability of the GPU; None without one, which leaves out entries that need
-            a certain GPU.
-        version_of: gives the version of a distribution, None if it is absent.
+    ``capability`` is the GPU's major compute capability; without one, entries that need a certain GPU are
+    left out.
     """
     return [
         entry

@@ -11,10 +11,9 @@ STATIC: ContextVar[bool] = ContextVar("lightning_thd_static_shapes", default=Fal
 
 @contextlib.contextmanager
 def static_shapes() -> Iterator[None]:
-    """Let no code in this context read values of tensors, so that shapes depend only on sizes.
+    """Let no code in this context read values of tensors, so that a recorded step replays on other batches.
 
-    It is for code that records a step and replays it on other batches, such as a CUDA graph. Checks of values
-    are left out, and so are savings that depend on values. Results are the same.
+    Checks of values are left out, and so are savings that depend on values. Results are the same.
     """
     token = STATIC.set(True)
     try:

@@ -46,7 +46,12 @@ def choose_way(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> W
     asked = layout.communication
     if asked == "ulysses" or (ahead and asked == "auto"):
         if not divides:
-            raise ValueError(_indivisible(sizes.heads, layout.cp, ahead=ahead))
+            advice = ", and no window that looks ahead." if ahead else "."
+            raise ValueError(
+                f"{sizes.heads} query heads cannot be shared out among {layout.cp} context-parallel ranks; "
+                f"ulysses wants a multiple of {layout.cp}. Use "
+                f"context_parallel_communication='all_gather'{advice}"
+            )
         return "ulysses"
     if ahead:
         raise ValueError(
@@ -64,14 +69,6 @@ def choose_way(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> W
 
 def _rings(layout: ShardLayout, spec: AttentionSpec) -> bool:
     return layout.layout == "striped" or spec.left < 0
-
-
-def _indivisible(heads: int, cp: int, *, ahead: bool) -> str:
-    return (
-        f"{heads} query heads cannot be shared out among {cp} context-parallel ranks; ulysses "
-        f"wants a multiple of {cp}. Use context_parallel_communication='all_gather'"
-        + (", and no window that looks ahead." if ahead else ".")
-    )
 
 
 def _cheapest(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec, *, divides: bool) -> Way:

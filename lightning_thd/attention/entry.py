@@ -9,7 +9,7 @@ Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E v
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -146,8 +146,13 @@ def _bind(
     sinks: Tensor | None,
     keys: Tensor | None,
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
-    if keys is not None:
-        return _bind_gathered(q, v, at, spec, sinks, keys)
+    if keys is not None:  # a kernel that can gather them again in backward, or any on gathered keys
+        gathering = choose("auto", describe(q, v, spec, sinks))
+        if gathering in _RAW:
+            return lambda q, k, v, sinks: raw.attend(_RAW[gathering], q, k, v, at, spec, sinks, keys)
+        return lambda q, k, v, sinks: run(
+            gathering, q, k.index_select(0, keys), v.index_select(0, keys), at, spec, sinks
+        )
     if layout.in_use:
         shard = layout.layout_of(at.cu_q)
         if shard is not None:
@@ -157,18 +162,6 @@ def _bind(
     if name == "cpu" and cpu.is_plain(q, k, v):
         return cpu.CpuAttention(q, k, v, at, spec)
     return lambda q, k, v, sinks: run(name, q, k, v, at, spec, sinks)
-
-
-def _bind_gathered(
-    q: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None, keys: Tensor
-) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
-    """Choose the kernel for keys that are gathered: one that can gather them again in backward, or any."""
-    name = choose("auto", describe(q, v, spec, sinks))
-    if name in _RAW:
-        return lambda q, k, v, sinks: raw.attend(_RAW[name], q, k, v, at, spec, sinks, keys)
-    return lambda q, k, v, sinks: run(
-        name, q, k.index_select(0, keys), v.index_select(0, keys), at, spec, sinks
-    )
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -184,16 +177,11 @@ def _attend_shard(
     if shard is None:
         layout.refuse_unknown_offsets(at.cu_q, q.shape[0])
         return attend(q, k, v, at, sinks=sinks)
-    merging = partial(_raw_kernel, q, v, spec, sinks, backend)
+
+    def merging() -> raw.RawKernel:  # of a kernel that returns the log-sum-exp
+        return _RAW[choose(backend, describe(q, v, spec, sinks, needs_lse=True))]
+
     return context_parallel_attention(attend, merging, q, k, v, layout=shard, spec=spec, sinks=sinks)
-
-
-def _raw_kernel(
-    q: Tensor, v: Tensor, spec: AttentionSpec, sinks: Tensor | None, backend: Backend
-) -> raw.RawKernel:
-    """Choose a kernel that returns the log-sum-exp, so that context parallelism can merge its results."""
-    name = choose(backend, describe(q, v, spec, sinks, needs_lse=True))
-    return _RAW[name]
 
 
 def describe(
@@ -201,7 +189,7 @@ def describe(
 ) -> Request:
     """Collect the features of a call that decide which kernels can run it."""
     return Request(
-        device=_device_type(q),
+        device="cpu" if q.is_meta else q.device.type,
         dtype=q.dtype,
         head_size=q.shape[2],
         value_size=v.shape[2],
@@ -237,11 +225,6 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
     return q.to(dtype), k.to(dtype), v.to(dtype)
-
-
-def _device_type(x: Tensor) -> str:
-    """Return the device type whose kernel is chosen: meta tensors use the CPU kernel, which infers shapes."""
-    return "cpu" if x.is_meta else x.device.type
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

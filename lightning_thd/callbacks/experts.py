@@ -82,11 +82,7 @@ class ExpertChoices:
 
 
 class ExpertLoad:
-    """The load of a model's experts in an interval: its metrics, and the counts for a picture.
-
-    Attributes:
-        last: int64 ``[L, E]``, choices in the last interval; None before.
-    """
+    """The load of experts in an interval: its metrics, and ``last``, the counts ``[L, E]`` for a picture."""
 
     def __init__(self, choices: ExpertChoices) -> None:
         self.choices = choices

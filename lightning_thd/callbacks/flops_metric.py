@@ -11,16 +11,15 @@ from torchmetrics import Metric
 from lightning_thd._checks import choice, instance
 from lightning_thd.flops.model import FlopsModel, from_ints, num_ints, to_ints
 from lightning_thd.flops.rates import Work, count
-from lightning_thd.flops.terms import COLUMNS, FlopsBreakdown
-from lightning_thd.parallel.across_ranks import gather_ints
+from lightning_thd.flops.terms import FlopsBreakdown
 from lightning_thd.stats import SeqStats
 
 
 class THDFlops(Metric):
     """FLOPs of the sequences seen since the last reset, over all data-parallel ranks.
 
-    Counts are int64 until ``fold`` adds them to float64 totals, which are the same on all ranks and are what
-    a checkpoint holds: FLOPs themselves would overflow int64 within hours on one GPU.
+    The state is int64 counts of tokens and pairs: FLOPs themselves would overflow int64 within hours on one
+    GPU. As other metrics, it is in no checkpoint: ``THDThroughputMonitor`` logs the FLOPs of a whole run.
 
     Args:
         model: counts the FLOPs.
@@ -40,12 +39,11 @@ class THDFlops(Metric):
         work: Work = "training",
         process_group: Any = None,
     ) -> None:
-        super().__init__(process_group=process_group, dist_sync_fn=_gather)
+        super().__init__(process_group=process_group)
         instance(model, "model", FlopsModel, advice="Pass FlopsModel.from_config(config).")
         choice(work, "work", *get_args(Work))
         self.model = model
         self.work = work
-        self.totals = dict.fromkeys(COLUMNS, 0.0)
         self.add_state("counts", torch.zeros(num_ints(model), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, stats: SeqStats) -> None:
@@ -62,49 +60,5 @@ class THDFlops(Metric):
         return torch.tensor(float(self.breakdown().model), dtype=torch.float64)
 
     def breakdown(self) -> FlopsBreakdown:
-        """Return the FLOPs by part: this rank's counts (in ``compute`` all ranks') plus folded totals."""
-        return self._counted() + _breakdown(self.totals)
-
-    @property
-    def folded(self) -> float:
-        """Return the model FLOPs in the folded totals, over all ranks."""
-        return sum(self.totals.values()) - self.totals["recompute"]
-
-    def fold(self) -> None:
-        """Add the counts of all ranks to the totals and count from zero again; every rank has to call it."""
-        with self.sync_context(should_sync=True, should_unsync=True, dist_sync_fn=_gather):
-            self.add_total(self._counted())
-        self.counts.zero_()
-
-    def add_total(self, flops: FlopsBreakdown) -> None:
-        """Add FLOPs that are summed over the ranks already, the same on each of them."""
-        self.totals = {name: total + getattr(flops, name) for name, total in self.totals.items()}
-        self._computed = None
-
-    def reset(self) -> None:
-        """Set counts and totals to zero."""
-        super().reset()
-        self.totals = dict.fromkeys(COLUMNS, 0.0)
-
-    def get_extra_state(self) -> dict[str, float]:
-        """Return the totals for a checkpoint; call ``fold`` first to include the latest counts."""
-        return dict(self.totals)
-
-    def set_extra_state(self, state: dict[str, float]) -> None:
-        """Restore the totals from a checkpoint."""
-        self.totals = {name: float(state[name]) for name in COLUMNS}
-        self._update_count = max(self._update_count, 1)  # or compute warns that nothing was counted
-
-    def _counted(self) -> FlopsBreakdown:
+        """Return the FLOPs by part of this rank's counts, in ``compute`` of all ranks'."""
         return count(self.model, from_ints(self.counts.tolist(), self.model), work=self.work)
-
-
-def _breakdown(totals: dict[str, float]) -> FlopsBreakdown:
-    whole: dict[str, Any] = {name: int(flops) for name, flops in totals.items()}
-    return FlopsBreakdown(**whole)
-
-
-def _gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
-    """Gather an integer tensor of known length from all ranks in one collective."""
-    rows = gather_ints(tensor.tolist(), group=group, device=tensor.device)
-    return [torch.tensor(row, dtype=tensor.dtype, device=tensor.device) for row in rows]

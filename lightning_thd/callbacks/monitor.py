@@ -353,7 +353,8 @@ class THDThroughputMonitor(Callback):
         group: Any = None,
     ) -> Meter:
         self._meters[stage] = Meter(stage, work, self._clock, hardware)
-        self._meters[stage].pad_id = _pad_id(module)
+        ids = (getattr(getattr(child, "config", None), "pad_token_id", None) for child in module.modules())
+        self._meters[stage].pad_id = next((pad_id for pad_id in ids if isinstance(pad_id, int)), None)
         if stage == "train":
             self._meters[stage].experts = ExpertLoad.of(module, group)
         return self._meter(stage)
@@ -552,12 +553,6 @@ def _capacity(trainer: Trainer) -> int:
     """Return the slots of a pack; 0 without a data module that packs."""
     capacity = getattr(getattr(trainer, "datamodule", None), "capacity", 0)
     return capacity if isinstance(capacity, int) else 0
-
-
-def _pad_id(module: nn.Module) -> int | None:
-    """Return the padding id of the first config that has one."""
-    ids = (getattr(getattr(child, "config", None), "pad_token_id", None) for child in module.modules())
-    return next((pad_id for pad_id in ids if isinstance(pad_id, int)), None)
 
 
 def _say_padding(meter: Meter) -> None:

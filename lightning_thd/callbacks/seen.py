@@ -21,12 +21,10 @@ _LENGTHS = ("lengths", "seq_lengths", "length")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Padded rows whose real lengths lie on the device.
+    """Padded rows of ``shape`` (B, N) whose real lengths are on the device, one of ``counts`` each.
 
-    Attributes:
-        shape: B and N.
-        counts: int64, a length each; a first one of -1 means that the rows turned out to tell no lengths.
-        by_length: ``counts[n]`` is the number of sequences of n tokens instead, and ``counts[0]`` 0 or -1.
+    A first count of -1 means that nothing tells the lengths. ``by_length``: ``counts[n]`` is the number of
+    sequences of n tokens instead.
     """
 
     shape: tuple[int, int]
@@ -54,19 +52,12 @@ Seen: TypeAlias = tuple[SeqStats, Lengths]
 
 
 def microbatches(batch: Any, pad_id: int | None = None) -> list[Seen]:
-    """Find every pack in a batch, with its ``SeqStats`` and, if known, its lengths.
+    """Find every pack and batch of padded rows in a batch, with its ``SeqStats`` and, if known, its lengths.
 
-    Args:
-        batch: a ``THDStep`` (each of its microbatches), a ``THDBatch``, bare ``SeqStats``, or rows of padded
-            token ids ``[B, N]``, as a tensor or under ``"input_ids"``; or these inside dicts, tuples and
-            lists: ``{"chosen": pack, "rejected": pack}``, ``(pack, tensor)``. The lengths of padded rows come
-            from what lies beside the ids: ``attention_mask``, ``position_ids``, ``cu_seq_lens_q``,
-            ``lengths``, or ``labels`` with a ``pad_id``. In a tuple of tensors, a mask is recognised by its
-            values.
-        pad_id: the id of padding, for rows with labels and without a mask.
-
-    Returns:
-        One entry a pack or a batch of rows; none for a batch of unknown kind.
+    A batch is a ``THDStep``, a ``THDBatch``, bare ``SeqStats``, rows of padded token ids ``[B, N]`` as a
+    tensor or under ``"input_ids"``, or these inside dicts, tuples and lists. Lengths of padded rows come from
+    what is beside the ids: ``attention_mask``, ``position_ids``, ``cu_seq_lens_q``, ``lengths``, or
+    ``labels`` with a ``pad_id``. In a tuple of tensors, a mask is recognised by its values.
     """
     if (several := getattr(batch, "microbatches", None)) is not None:
         return [seen for one in several for seen in microbatches(one, pad_id)]

@@ -167,8 +167,7 @@ def _warm_up(
 ) -> list[list[LoggedValue]]:
     """Run forward and backward a few times, then ready ``inputs`` for capture; return what each run logged.
 
-    Each run has buffers of its own: kernels may remember what they worked out for a tensor by its identity,
-    and would not work it out again for the graph.
+    Each run has buffers of its own, as kernels may cache by the identity of a tensor.
     """
     runs = []
     before = host_state(module)

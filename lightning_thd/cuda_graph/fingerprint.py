@@ -100,12 +100,9 @@ def written_by(module: nn.Module) -> Iterator[set[tuple[int, str]]]:
 
 
 class Fingerprint:
-    """Everything that a graph has baked in of a module and of the step that trains it.
+    """Everything that a graph has baked in of a module and of the step ``function`` that trains it.
 
-    Args:
-        module: the module.
-        function: the step.
-        written: attributes that the step sets itself, from ``written_by``; they are no constants to it.
+    ``written`` are attributes that the step sets itself, from ``written_by``; they are no constants to it.
     """
 
     def __init__(self, module: nn.Module, function: Any, written: Iterable[tuple[int, str]] = ()) -> None:
@@ -122,12 +119,12 @@ class Fingerprint:
         functions, self._names = _reachable(function, [child for _, child in used])
         self._children = [child for _, child in used]
         self._kinds = [*map(type, self._children)]
-        # Of these tables every member must stay, and none may come: registries of modules, and classes.
+        # Every member of these tables must stay, and none may come: registries of modules, and classes.
         self._tables: list[tuple[Mapping[Any, Any], str]] = []
-        self._values: list[tuple[dict[str, Any], str, Any, str]] = []  # a value by name, and the message
+        self._values: list[tuple[dict[str, Any], str, Any, str]] = []  # held by name, with the message
         self._insides: dict[
             int, tuple[Callable[[], Any], frozenset[str], list[Any], str]
-        ] = {}  # of containers and configs
+        ] = {}  # what containers and configs hold
         self._absent: list[tuple[dict[str, Any], int, frozenset[str], str]] = []
         ours, written = _names_of_ours(), frozenset(written)
         for path, child in used:

@@ -196,7 +196,14 @@ class GraphedStep:
 
     def _capture(self, example: Example) -> bool:
         """Capture every bucket under torch's present modes, and return whether that succeeded."""
-        started, together = self._clock(), self._is_joint(example)
+        started, together = (
+            self._clock(),
+            (
+                self._rounds == 0
+                or isinstance(example.batch, THDShard)
+                or any(isinstance(parameter, DTensor) for parameter in self._subject.module.parameters())
+            ),
+        )
         error = self._try_capture(example)
         if all_agree(error is None, example.device) if together else error is None:
             self._modes = _modes(example)
@@ -211,13 +218,6 @@ class GraphedStep:
             self._give_up(error or elsewhere)
         return self._modes is not None
 
-    def _is_joint(self, example: Example) -> bool:
-        return (
-            self._rounds == 0
-            or isinstance(example.batch, THDShard)
-            or any(isinstance(parameter, DTensor) for parameter in self._subject.module.parameters())
-        )
-
     def _try_capture(self, example: Example) -> CaptureError | None:
         """Capture and prove all buckets; return what stopped that."""
         subject = self._subject
@@ -230,7 +230,8 @@ class GraphedStep:
             for step in self._graphs.values():
                 prove(subject, step, example)
         except Exception as error:  # whatever stops a capture, training goes on
-            return _without_traceback(error)
+            found = as_capture_error(error)
+            return CaptureError(found.message, found.where)  # another: a traceback keeps the batch alive
         return None
 
     def _find_slower(self, example: Example, *, together: bool) -> None:
@@ -309,11 +310,6 @@ def _compare(subject: Subject, step: CapturedStep, example: Example) -> tuple[fl
         eager_s = backend.time_s(lambda: both_ways(subject(batch, *example.rest)))
         replay_s = None if eager_s is None else backend.time_s(lambda: both_ways(step.run(batch)))
     return None if eager_s is None or replay_s is None else (eager_s, replay_s)
-
-
-def _without_traceback(error: Exception) -> CaptureError:
-    found = as_capture_error(error)
-    return CaptureError(found.message, found.where)
 
 
 def _modes(example: Example) -> tuple[Any, ...]:

@@ -222,7 +222,9 @@ class StandIns:
     """
 
     def __init__(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
-        self.leaves = [_stand_in(parameter) for parameter in parameters]
+        self.leaves: list[Tensor] = [nn.Parameter(parameter.detach()) for parameter in parameters]
+        for leaf, parameter in zip(self.leaves, parameters, strict=True):
+            leaf.__dict__.update(parameter.__dict__)  # marks that libraries leave on parameters
         by_id = {id(p): leaf for p, leaf in zip(parameters, self.leaves, strict=True)}
         self._places: list[tuple[dict[str, Any], str, Tensor]] = [
             (child._parameters, name, by_id[id(parameter)])
@@ -242,9 +244,3 @@ class StandIns:
         finally:
             for held, name, parameter in before:
                 held[name] = parameter
-
-
-def _stand_in(parameter: Tensor) -> Tensor:
-    leaf = nn.Parameter(parameter.detach())
-    leaf.__dict__.update(parameter.__dict__)  # marks that libraries leave on parameters
-    return leaf

@@ -123,9 +123,13 @@ class RecordingBackend:
 
     def capture(self, function: Callable[[], R]) -> tuple[Recording, R]:
         """Run the function once and keep its operators; the first problem raises :class:`CaptureError`."""
-        tape, result = record(function, _stop)
+        tape, result = record(function, self._refuse)
         tape.poison = self.poison
         return tape, result
+
+    @staticmethod
+    def _refuse(problem: str, where: str | None) -> None:
+        raise CaptureError(problem, where)
 
     def time_s(self, function: Callable[[], object]) -> float | None:
         """Return None: a recording is always slower than eager, so its times mean nothing."""
@@ -133,10 +137,6 @@ class RecordingBackend:
 
     def release(self) -> None:
         """Do nothing, as recordings share no memory."""
-
-
-def _stop(problem: str, where: str | None) -> None:
-    raise CaptureError(problem, where)
 
 
 class _Busy:

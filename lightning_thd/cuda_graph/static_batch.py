@@ -117,10 +117,10 @@ class StaticShard(StaticBatch, THDShard):
 
 
 class StaticInputs:
-    """The fixed buffers of one bucket, and ``batch``, which is made of them.
+    """The fixed buffers of one bucket, and ``batch``, which is made of them; ``axes`` are M-RoPE's, or None.
 
-    ``scale_dtype`` is fp32, as a Python number is rounded to the tensor it multiplies, and fp64 for models
-    in fp64. ``axes`` are the rows of ``position_ids`` for M-RoPE; None is one.
+    ``scale_dtype`` is fp32, as a Python number is rounded to the tensor it multiplies, and fp64 for fp64
+    models.
     """
 
     def __init__(

@@ -48,15 +48,11 @@ _SECOND_NORM = ("post_attention", "pre_feedforward", "ln_2", "norm2", "ffn_norm"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weight:
-    """One matmul parameter: its size, whether it is trained, and when it runs in its layer.
+    """One parameter of a layer: its size, whether it is trained, and when it runs in its layer.
 
-    Attributes:
-        path: its name, without the wrappers' parts.
-        macs: multiply-adds a token, 0 for what is no matmul (norms, biases, convolutions).
-        trained: whether it has a gradient.
-        stage: order in a layer: 0 into the mixer, 1 out of it, 2 into the MLP, 3 out of it; norms between.
-        adapter: "A" or "B" of a low-rank pair, else empty.
-        router: it weighs experts.
+    ``macs`` are multiply-adds a token, 0 for what is no matmul. ``stage`` is its order in a layer: 0 into the
+    mixer, 1 out of it, 2 into the MLP, 3 out of it; norms between. ``adapter`` is "A" or "B" of a low-rank
+    pair.
     """
 
     path: str
@@ -169,7 +165,9 @@ def layers_of_module(layers: Sequence[Layer], module: nn.Module) -> tuple[tuple[
     groups = weights_by_layer(module, _active(module))
     rest = groups.get("", [])
     before = [weight for weight in rest if not any(key in weight.path for key in _FINAL_NORM)]
-    embedded = any(weight.trained for weight in before) or _forced_input_grad(module)
+    hooks = ("_require_grads_hook", "_require_grads_hooks")  # of enable_input_require_grads, for LoRA
+    forced = any(getattr(child, name, None) for child in module.modules() for name in hooks)
+    embedded = forced or any(weight.trained for weight in before)
     policy, checkpointed = checkpointing(module)
     found, upstream, seen = [], False, False
     for layer in layers:
@@ -323,12 +321,3 @@ def _active(module: nn.Module) -> float:
             sizes = Sizes(config)
             return active_share(sizes.sub("text_config") or sizes)
     return 1.0
-
-
-def _forced_input_grad(module: nn.Module) -> bool:
-    """Return whether ``enable_input_require_grads`` is on, as LoRA with checkpointing needs it."""
-    return any(
-        bool(getattr(child, name, None))
-        for child in module.modules()
-        for name in ("_require_grads_hook", "_require_grads_hooks")
-    )

@@ -303,13 +303,9 @@ def check_conventions(**given: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """One of the models that a step runs, and how often tokens pass through it.
+    """One of the models that a step runs, by its path, and how often a token passes through it.
 
-    Attributes:
-        name: its path in the module, for ``FlopsBreakdown.models``.
-        model: counts its FLOPs, with the backward pass that its own weights ask for.
-        training: how often a token passes through it forward and backward.
-        forward: how often a token passes through it under ``no_grad``.
+    ``training`` passes are forward and backward, ``forward`` passes run under ``no_grad``.
     """
 
     name: str

@@ -126,11 +126,9 @@ _ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "v
 
 
 class StepCounter(FlopCounterMode):
-    """A FLOP counter with formulas that torch's lacks, which lists operators of unknown cost.
+    """A FLOP counter with formulas that torch's lacks, which lists operators of ``unknown`` cost.
 
-    Attributes:
-        unknown: operators that may multiply and have no formula.
-        attention: FLOPs of attention by operator, rows and length of the queries.
+    ``attention`` holds the FLOPs of attention by operator, rows and length of the queries.
     """
 
     def __init__(self) -> None:

@@ -61,19 +61,10 @@ def mean_loss(
 ) -> tuple[float, int]:
     """Return the mean loss over all loss tokens of a set, by their weights, and their number; a collective.
 
-    Args:
-        loss_fn: ``(model, batch) -> loss``, linear in ``batch.loss_scale``; ``reduction="sequences"`` is not,
-            and raises.
-        model: on ``device``.
-        batches: of this rank, every sequence of the set once over all ranks.
-        device: to run on.
-        group: ranks that hold different packs; None for the world.
-        seen: called with every batch on the device, before it runs.
-        cut: keeps this rank's part of a batch, whose loss has the value of the whole one.
-
-    Returns:
-        ``(2.5, 40)`` for losses that add up to 100 over 40 tokens; ``(nan, 0)`` without any, for 0 would pass
-        for the best loss there is.
+    ``loss_fn`` must be linear in ``batch.loss_scale``; ``reduction="sequences"`` is not, and raises.
+    ``batches`` are this rank's, with every sequence once over all ranks. ``seen`` is called with every batch
+    on the device before it runs. ``cut`` keeps this rank's part of a batch. Without a loss token the mean is
+    NaN: 0 would be the best loss.
     """
     total = torch.zeros(3, dtype=torch.float64)
     with evaluating(model):

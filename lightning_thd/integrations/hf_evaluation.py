@@ -127,11 +127,7 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
 
     def _prepare_for_evaluation(self) -> None:
-        """Put an untrained model into the dtype and autocast of Trainer's own evaluation.
-
-        An optimizer with weights of its own for evaluation (schedule-free ones) puts them into the model, as
-        under Trainer, whose next training step takes them out.
-        """
+        """Put an untrained model into the dtype and autocast of Trainer's own evaluation."""
         model = self.model
         if len(self.accelerator._models) == 0:
             self.accelerator.prepare_model(model, evaluation_mode=True)
@@ -151,12 +147,7 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
 
 
 class Rows:
-    """Collects logits, labels and inputs of sequences over ranks, in the order of the dataset.
-
-    Args:
-        preprocess: Trainer's ``preprocess_logits_for_metrics``, of ``[S, N, V]`` and ``[S, N]``.
-        inputs: whether ``input_ids`` are wanted too.
-    """
+    """Collects logits, labels and, if wanted, inputs of sequences over ranks, in the order of the dataset."""
 
     def __init__(self, preprocess: Preprocess | None, *, inputs: bool) -> None:
         self._preprocess, self._inputs = preprocess, inputs

@@ -96,10 +96,9 @@ class PackedRowsMixin(TrainerBase):  # type: ignore[misc]
 def pack_rows(model: Any, *, share_prefixes: bool = False) -> None:
     """Make a transformers model run padded rows as one pack, in place; the rows it returns are the same.
 
-    With ``share_prefixes``, tokens that rows begin with in common run through the model once.
-
-    TRL's call for log-probabilities (``fused_lm_head=True``) and a sequence classifier's are packed. Any
-    other, generation above all, runs on padded rows with the attention the model had before.
+    With ``share_prefixes``, tokens that rows begin with in common run through the model once. Calls other
+    than TRL's for log-probabilities (``fused_lm_head=True``) and a classifier's run on padded rows, as
+    before.
     """
     if getattr(model, "_thd_packs_rows", False):
         return
@@ -151,7 +150,8 @@ def _run(model: Any, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
     for name, value in list(output.items()):
         if isinstance(value, Tensor) and value.shape == (1, len(targets)):
             values = value[0] if shared is None else shared.of_tokens(value[0])
-            output[name] = _rows(values, mask.bool())
+            # TRL's rows [B, N - 1], 0 for tokens that nothing predicts
+            output[name] = values.new_zeros(mask.shape).masked_scatter(mask.bool(), values)[:, :-1]
     if shared is not None:  # TRL's own mean is over rows of predictions, some of several tokens
         scored = int((shared.token_rows < len(shared.targets)).sum())
         output["loss"] = -output["log_probs"].sum() / max(1, scored)
@@ -189,11 +189,6 @@ def _hidden_at(model: Any, slots: Tensor) -> Generator[None]:
         yield
     finally:
         handle.remove()
-
-
-def _rows(values: Tensor, mask: Tensor) -> Tensor:
-    """Arrange one value a token ``[T]`` as TRL's rows ``[B, N - 1]``, 0 for tokens that nothing predicts."""
-    return values.new_zeros(mask.shape).masked_scatter(mask, values)[:, :-1]
 
 
 @contextmanager

@@ -50,16 +50,10 @@ from lightning_thd.strategies.guards import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shared:
-    """Which packs a rank of a loop reads, and how it cuts its part of them.
+    """The packs a rank of a loop reads: its place among ``ranks`` with different data, and its part of each.
 
-    Attributes:
-        rank: of this process among those that read different data.
-        ranks: their number.
-        data_group: one rank of each pack; None is the world.
-        size: ranks that share a pack; 1 leaves batches whole.
-        group: these ranks.
-        layout: how a pack is cut.
-        communication: what attention exchanges.
+    ``size`` ranks, those of ``group``, share a pack; 1 leaves batches whole. ``data_group`` holds one rank of
+    each pack; None is the world.
     """
 
     rank: int
@@ -135,14 +129,8 @@ def share_packs(
 class Engine:
     """The functions and sizes that Accelerate or Fabric provides to a ``PackedLoop``.
 
-    Attributes:
-        backward: backpropagates a loss, without dividing it.
-        no_sync: leaves the gradients of a model to this rank.
-        log: logs metrics at an optimizer step.
-        device: of this rank.
-        devices: of the whole job.
-        shared: which packs this rank reads, and which part of them it runs.
-        precision: as Lightning names it, "32-true" or "bf16-mixed".
+    ``backward`` does not divide the loss, ``no_sync`` leaves gradients to this rank, ``devices`` are the
+    job's, and ``precision`` has Lightning's name, such as "bf16-mixed".
     """
 
     backward: Callable[[Tensor], None]

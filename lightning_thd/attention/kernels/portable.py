@@ -35,10 +35,9 @@ _KNOWN: Any = WeakTensorKeyDictionary()
 
 
 class Rows(NamedTuple):
-    """Rows of the pack that form a padded batch of ``length`` rows each.
+    """Rows of the pack that form a padded batch of ``length`` rows each: ``taken``, with padding.
 
-    ``taken`` are the pack's rows, padding included. ``real`` are rows of the batch whose result counts, and
-    ``target`` the pack's rows they belong to.
+    ``real`` are rows of the batch whose result counts, and ``target`` the pack's rows they belong to.
     """
 
     taken: Tensor
