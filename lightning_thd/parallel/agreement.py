@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.batch.prefixes import token_offsets, token_targets
 from lightning_thd.parallel.across_ranks import gather_ints
 from lightning_thd.parallel.mesh import AxisSizes
 
@@ -33,9 +34,9 @@ def digests(batch: THDBatch | THDStep) -> tuple[int, int]:
     own = batch.microbatches if isinstance(batch, THDStep) else (batch,)
     everything = hashlib.sha256()
     for one in own:
-        everything.update(repr((one.sequence_ids, one.lengths, one.padded_lengths)).encode())
-        everything.update(one.input_ids.cpu().numpy().tobytes())
-        everything.update(one.targets.cpu().numpy().tobytes())
+        everything.update(repr((one.sequence_ids, one.lengths)).encode())
+        for row in (one.input_ids, token_targets(one), token_offsets(one)):
+            everything.update(row.cpu().numpy().tobytes())
     # Evaluation scales every batch by its own tokens; a step has one scale for all.
     shared = [len(own), *(one.loss_scale for one in own[:1])] if isinstance(batch, THDStep) else [1]
     everything.update(repr([one.loss_scale for one in own]).encode())

@@ -1,0 +1,140 @@
+"""Shared prefixes on ranks of every kind give the losses and weights of one process without them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+
+from lightning_thd import Sequences, THDBatch, THDDataModule
+from lightning_thd.batch.prefixes import SharedBatch
+from lightning_thd.packing.prefixes import PrefixPlanner
+from tests.ranks import pretended_ranks, run_ranks
+from tests.strategies.jobs import CLIP, Job, Layout, family_model, full_parameters, make_optimizer
+from tests.strategies.jobs import make_trainer, strict_warnings
+from tests.tiny import VOCAB, largest_error, nll
+from tests.wide import nothing_narrower
+
+STEPS, TOLERANCE = 4, 1e-9  # fp64: other orders of the same sums
+BATCH, CAPACITY = Sequences(21), 40
+SEQUENCE_PARALLEL = {"sequence_parallel": True}
+INTERLEAVED = {"pipeline_schedule": "interleaved", "stages_per_rank": 2}
+
+
+def rows() -> list[dict[str, Any]]:
+    """Draw 14 prompts with three answers each, some of whose prompts are learned, in no order."""
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(14):
+        prompt = rng.integers(0, VOCAB, int(rng.integers(3, 14)))
+        for _ in range(3):
+            ids = np.concatenate([prompt, rng.integers(0, VOCAB, int(rng.integers(1, 8)))])
+            learned = rng.random(len(ids)) < 0.6
+            found.append({"input_ids": ids, "labels": np.where(learned, ids, -100)})
+    return [found[i] for i in rng.permutation(len(found))]
+
+
+class Watched(Job):
+    """Records which sequences each step has, and how many of their tokens were not computed."""
+
+    def __init__(self, family: str) -> None:
+        super().__init__(family)
+        self.seen: list[list[int]] = []
+        self.shared = 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append([i for one in batch.microbatches for i in one.sequence_ids])
+        self.shared += sum(one.stats.shared_tokens for one in batch.microbatches)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A job of the steps ``first`` to ``stop``; one that begins later resumes from a checkpoint of step ``first``."""
+
+    layout: Layout
+    family: str = "qwen3"
+    first: int = 0
+    stop: int = STEPS
+    save: bool = False
+
+
+def run(case: Case, folder: str) -> dict[str, Any]:
+    strict_warnings()
+    module = Watched(case.family)
+    trainer = make_trainer(case.layout, case.family, max_steps=case.stop)
+    data = THDDataModule(rows(), capacity=CAPACITY, global_batch=BATCH, share_prefixes=True)
+    trainer.fit(module, data, ckpt_path=f"{folder}/step-{case.first}.ckpt" if case.first else None)
+    if case.save:
+        trainer.save_checkpoint(f"{folder}/step-{case.stop}.ckpt")
+    names = ("losses", "seen", "shared")
+    return {"params": full_parameters(module.model), **{name: getattr(module, name) for name in names}}
+
+
+def run_all(cases: Sequence[Case], folder: str) -> list[dict[str, Any]]:
+    with nothing_narrower():
+        return [run(case, folder) for case in cases]
+
+
+def by_hand(family: str, steps: int) -> dict[str, Any]:
+    """Train on every sequence alone, in the order of the plan for one rank."""
+    samples = rows()
+    ids = [row["input_ids"].astype("<i4").tobytes() for row in samples]
+    planner = PrefixPlanner(
+        [len(row["input_ids"]) for row in samples], CAPACITY, ids=ids.__getitem__, global_batch=BATCH
+    )
+    model = family_model(family)
+    optimizer, losses, seen = make_optimizer(model), [], []
+    for k in range(steps):
+        plan = planner.step(*divmod(k, len(planner)), 1)
+        seen.append(sorted(plan.spans.index.tolist()))
+        with nothing_narrower():
+            results = [nll(model, samples[i]) for i in seen[-1]]
+            loss = sum(total for total, _ in results) / sum(count for _, count in results)
+            optimizer.zero_grad()
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return {"params": dict(model.named_parameters()), "losses": losses, "seen": seen}
+
+
+def compare(case: Case, found: Sequence[dict[str, Any]], wanted: dict[str, Any]) -> None:
+    """Compare all ranks of a job, from its first step on, with one process."""
+    steps = slice(case.first, case.stop)
+    names: set[str] = set()
+    for rank in found:
+        own = rank["params"]
+        names |= own.keys()
+        assert largest_error(own, {name: wanted["params"][name].detach() for name in own}) < TOLERANCE, case
+        assert rank["shared"] > 0
+    assert names == wanted["params"].keys()
+    losses = np.mean([rank["losses"] for rank in found], axis=0)
+    assert losses.tolist() == pytest.approx(wanted["losses"][steps], rel=TOLERANCE), case
+    others = case.layout.world // case.layout.dp
+    for k, ids in enumerate(wanted["seen"][steps]):
+        assert sorted(i for rank in found for i in rank["seen"][k]) == sorted(ids * others), case
+
+
+TWO = [
+    Case(layout=Layout(pp=2), family="qwen3@4"),
+    Case(layout=Layout(strategy="thd_ddp", dp=2), stop=2, save=True),
+    Case(layout=Layout(dp=2)),
+    Case(layout=Layout(tp=2)),
+    Case(layout=Layout(pp=2), family="qwen3@4"),
+]
+
+
+def test_two_ranks_of_every_kind_and_one_that_goes_on(tmp_path: Path) -> None:
+    results = run_ranks(run_all, 2, TWO, str(tmp_path))
+    for i, case in enumerate(TWO):
+        compare(case, [rank[i] for rank in results], by_hand(case.family, case.stop))
+    resumed = Case(layout=Layout(strategy="thd_ddp"), first=2)
+    (found,) = run_all([resumed], str(tmp_path))
+    compare(resumed, [found], by_hand(resumed.family, resumed.stop))
