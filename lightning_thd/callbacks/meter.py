@@ -19,7 +19,7 @@ from torch import nn
 
 from lightning_thd.callbacks.device_peak import LowPrecision, compute_dtype, low_precision, resolve_peak
 from lightning_thd.callbacks.experts import ExpertLoad
-from lightning_thd.callbacks.seen import Dense, Rows, Seen, microbatches, resolve
+from lightning_thd.callbacks.seen import Dense, Rows, Seen, Shared, microbatches, resolve
 from lightning_thd.flops.model import COUNTS, FlopsModel, from_ints, num_ints
 from lightning_thd.flops.peaks import synchronize
 from lightning_thd.flops.rates import Work, count, packing, rates
@@ -384,7 +384,13 @@ def _window_columns(seen: list[_Known], windows: tuple[Window, ...]) -> IntArray
             f"A batch counts other windows than the model's {list(windows)} and carries no lengths. "
             "Give it lengths, or build its stats with windows=flops_model.windows."
         )
-    all_lengths = [lengths or () for _, lengths in seen]
+    found = _pairs_of([lengths or () for _, lengths in seen], windows)
+    if any(isinstance(lengths, Shared) for _, lengths in seen):
+        found -= _pairs_of([getattr(lengths, "held", ()) for _, lengths in seen], windows)
+    return found
+
+
+def _pairs_of(all_lengths: list[tuple[int, ...]], windows: tuple[Window, ...]) -> IntArray:
     flat = np.fromiter(chain.from_iterable(all_lengths), dtype=np.int64)
     ends = np.cumsum([len(lengths) for lengths in all_lengths])
     return np.stack([window_pairs(flat, window, ends=ends) for window in windows], axis=1)

@@ -74,9 +74,11 @@ class Pictures:
         packs, self._packs, self._waiting = self._packs[:PACKS], [], False
         if not packs:
             return
-        figure = draw_packs(packs[:_LANES], self._capacity, width=_INCHES)
+        held = [getattr(pack, "held", (0,) * len(pack)) for pack in packs]
+        figure = draw_packs(packs[:_LANES], self._capacity, held=held[:_LANES], width=_INCHES)
         lengths = np.asarray([length for pack in packs for length in pack])
-        fill = np.asarray([sum(pack) / self._capacity for pack in packs])
+        used = [sum(pack) - sum(shared) for pack, shared in zip(packs, held, strict=True)]
+        fill = np.asarray(used) / self._capacity
         histograms = {key: values for key, values in ((_LENGTHS, lengths), (_FILL, fill)) if len(values)}
         for logger in loggers:
             if isinstance(logger, WandbLogger):

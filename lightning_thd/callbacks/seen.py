@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_thd.batch.prefixes import SharedBatch
 from lightning_thd.stats import SeqStats
 
 _OFFSETS = ("cu_seq_lens_q", "cu_seqlens")
@@ -46,6 +47,28 @@ class Dense(tuple[int, ...]):
     __slots__ = ()
 
 
+class Shared(tuple[int, ...]):
+    """The lengths of sequences that share prefixes, in the order of their slots.
+
+    Attributes:
+        held: of each, its first tokens that one before it holds.
+    """
+
+    held: tuple[int, ...]
+
+    @classmethod
+    def of(cls, batch: SharedBatch) -> Shared:
+        """Return the lengths of a batch's sequences; those without slots of their own come last."""
+        prefixes = batch.prefixes
+        pairs = list(zip(batch.lengths, prefixes.prefix_lengths, strict=True))
+        rows = zip(prefixes.key_lengths, prefixes.query_lengths, strict=True)
+        leaves = [(path, path - own) for path, own in rows][: sum(held < length for length, held in pairs)]
+        ordered = [*leaves, *((length, held) for length, held in pairs if held == length)]
+        found = cls(length for length, _ in ordered)
+        found.held = tuple(held for _, held in ordered)
+        return found
+
+
 Lengths: TypeAlias = tuple[int, ...] | Rows | None
 # What is kept of a microbatch: its stats, and its lengths for windows that the stats do not count.
 Seen: TypeAlias = tuple[SeqStats, Lengths]
@@ -64,7 +87,8 @@ def microbatches(batch: Any, pad_id: int | None = None) -> list[Seen]:
     if isinstance(batch, SeqStats):
         return [(batch, None)]
     if isinstance(stats := getattr(batch, "stats", None), SeqStats):
-        return [(stats, getattr(batch, "lengths", None))]
+        shared = isinstance(batch, SharedBatch)
+        return [(stats, Shared.of(batch) if shared else getattr(batch, "lengths", None))]
     if isinstance(batch, Mapping):
         ids = batch.get("input_ids")
         return _rows(ids, batch, pad_id) if ids is not None else _inside(list(batch.values()), pad_id)

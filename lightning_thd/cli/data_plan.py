@@ -18,6 +18,7 @@ from lightning_thd.data import THDDataModule
 from lightning_thd.flops import FlopsModel, SeqStats, peak_flops
 from lightning_thd.packing import Cost, PackPlanner, Packs, Sequences
 from lightning_thd.packing.entries import Oversize
+from lightning_thd.packing.prefixes import PrefixPlanner
 from lightning_thd.report.terminal import Table, show_table
 
 _MFU = 0.4
@@ -37,7 +38,8 @@ class Expected:
     ``steps`` are those of an epoch, ``lengths`` are shortest, median and longest, ``padded_fill`` is the fill
     of padded batches, ``imbalance`` the slowest rank's work over the mean, ``tokens_per_s`` the speed of one
     device at the assumed MFU, and ``documents`` those of the data set. ``patches`` are those of all images,
-    ``most_patches`` of one pack, and ``vision`` is the vision tower's share of the work.
+    ``most_patches`` of one pack, and ``vision`` is the vision tower's share of the work. ``distinct`` are the
+    tokens that are computed if prefixes are shared, else ``tokens``.
     """
 
     steps: int
@@ -50,6 +52,7 @@ class Expected:
     imbalance: float
     tokens_per_s: float | None
     lost: dict[str, int]
+    distinct: int
     documents: int = 0
     patches: int = 0
     most_patches: int = 0
@@ -62,10 +65,11 @@ class Expected:
             ("packs looked at", f"{self.packs:,}"),
             ("sequences in them", f"{self.sequences:,}"),
             ("tokens in them", f"{self.tokens:,}"),
+            *self._shared(),
             ("shortest / median / longest", " / ".join(f"{n:,}" for n in self.lengths)),
             ("fill of packs", f"{self.fill:.1%}"),
             ("fill of padded batches of 8", f"{self.padded_fill:.1%}"),
-            ("slots saved by packing", f"{1 - self.padded_fill / self.fill:.1%}" if self.fill else "-"),
+            ("slots saved by packing", self._saved()),
             ("slowest rank / mean work", f"{self.imbalance:.3f}"),
         ]
         if self.patches:
@@ -77,6 +81,17 @@ class Expected:
         rows += [(_LOST.get(name, name.replace("_", " ")), f"{n:,}") for name, n in self.lost.items() if n]
         return Table(columns=("", ""), rows=rows)
 
+    def _shared(self) -> list[tuple[str, str]]:
+        if self.distinct == self.tokens:
+            return []
+        return [("distinct tokens, computed", f"{self.distinct:,} ({self.distinct / self.tokens:.1%})")]
+
+    def _saved(self) -> str:
+        """Return the share of padded slots that packs do without."""
+        if not self.tokens:
+            return "-"
+        return f"{1 - self.padded_fill * self.distinct / (self.fill * self.tokens):.1%}"
+
 
 def plan(arguments: Sequence[str]) -> None:
     """Print what to expect of training on a data set; with ``--plot``, draw it too."""
@@ -85,7 +100,7 @@ def plan(arguments: Sequence[str]) -> None:
     if given.theme is not None and given.plot is None:
         parser.error(f"--theme {given.theme} is of the drawing. Pass --plot too.")
     try:
-        expected, packs = plan_data(given)
+        expected, packs, held = plan_data(given)
     except (ValueError, OSError, ModuleNotFoundError) as err:
         parser.error(str(err))
     if given.json:
@@ -101,13 +116,17 @@ def plan(arguments: Sequence[str]) -> None:
     if given.plot:
         from lightning_thd.report.packs import draw_packs
 
-        draw_packs(packs[:16], given.capacity, theme=given.theme or "light").savefig(given.plot, dpi=120)
+        figure = draw_packs(packs[:16], given.capacity, held=held[:16], theme=given.theme or "light")
+        figure.savefig(given.plot, dpi=120)
         if not given.json:
             sys.stdout.write(f"Picture: {given.plot}\n")
 
 
-def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]]]:
-    """Plan an epoch's first steps; return what to expect, and the lengths in each pack looked at."""
+def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]], list[list[int]]]:
+    """Plan an epoch's first steps; return what to expect, and the lengths in each pack looked at.
+
+    The third value is, of each of these sequences, its first tokens that another one in the pack holds.
+    """
     model = None if given.model is None else FlopsModel.from_config(load_config(given.model))
     peak = _peak(given.device, given.mfu, model)
     cost = Cost() if model is None else Cost.from_flops(model, longest=given.capacity)
@@ -116,7 +135,8 @@ def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]]]:
         given.data,
         capacity=given.capacity,
         global_batch=step,
-        oversize=given.oversize,
+        oversize=given.oversize or ("error" if given.share_prefixes else "split"),
+        share_prefixes=given.share_prefixes,
         text_key=given.text_key,
         tokenizer=given.tokenizer,
         processor=given.processor,
@@ -131,29 +151,37 @@ def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]]]:
     planner = loader.planner
     steps = min(len(planner), given.steps)
     plans = [planner.step(0, k, given.dp) for k in range(steps)]
-    packs = [spans.lengths.tolist() for plan in plans for rank in plan.spans_by_rank() for spans in rank]
+    spans = [pack for plan in plans for rank in plan.spans_by_rank() for pack in rank]
+    packs = [pack.lengths.tolist() for pack in spans]
+    held = [[0] * len(pack) for pack in packs]
+    if isinstance(planner, PrefixPlanner):
+        held = [planner.held(pack.index).tolist() for pack in spans]
     work = [plan.work.sum(axis=1) for plan in plans]
     total = float(sum(own.sum() for own in work))
-    text = sum(float(cost(plan.spans.lengths).sum()) for plan in plans)
+    patches = sum(int(plan.patches.sum()) for plan in plans)
+    text = sum(float(cost(plan.spans.lengths).sum()) for plan in plans) if patches else total
     slots, tokens = len(packs) * given.capacity, sum(map(sum, packs))
-    return Expected(
+    distinct = tokens - sum(map(sum, held))
+    expected = Expected(
         sequences=sum(map(len, packs)),
         tokens=tokens,
+        distinct=distinct,
         lengths=_lengths(packs),
         steps=len(planner),
         packs=len(packs),
-        fill=tokens / slots if slots else 0.0,
+        fill=distinct / slots if slots else 0.0,
         padded_fill=_padded_fill(packs),
         imbalance=float(np.mean([own.max() / own.mean() for own in work])) if work else 1.0,
         tokens_per_s=None
         if model is None or peak is None
-        else _speed(packs, model, peak, vision=total - text),
+        else _speed(packs, held, model, peak, vision=total - text),
         lost=dict(data.counts["train"]),
         documents=len(data._sets["train"].index.lengths),
-        patches=sum(int(plan.patches.sum()) for plan in plans),
+        patches=patches,
         most_patches=max((int(plan.microbatch_patches.max()) for plan in plans), default=0),
         vision=None if model is None or not total else 1 - text / total,
-    ), packs
+    )
+    return expected, packs, held
 
 
 def _lengths(packs: Sequence[Sequence[int]]) -> tuple[int, int, int]:
@@ -189,10 +217,18 @@ def _peak(device: str | None, mfu: float | None, model: FlopsModel | None) -> fl
     return peak * (_MFU if mfu is None else mfu)
 
 
-def _speed(packs: Sequence[Sequence[int]], model: FlopsModel, flops_per_s: float, *, vision: float) -> float:
-    lengths = [length for pack in packs for length in pack]
-    flops = model.training_flops(SeqStats.from_lengths(lengths, windows=model.windows)).model
-    return flops_per_s * sum(lengths) / (flops + vision)
+def _speed(
+    packs: Sequence[Sequence[int]],
+    held: Sequence[Sequence[int]],
+    model: FlopsModel,
+    flops_per_s: float,
+    *,
+    vision: float,
+) -> float:
+    """Return the tokens of sequences a second, shared ones included."""
+    lengths, before = ([n for pack in each for n in pack] for each in (packs, held))
+    stats = SeqStats.from_lengths(lengths, prefix_lengths=before, windows=model.windows)
+    return flops_per_s * sum(lengths) / (model.training_flops(stats).model + vision)
 
 
 def plan_parser() -> argparse.ArgumentParser:
@@ -209,12 +245,12 @@ def plan_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=whole(1), default=50, help="steps to look at (default: 50)")
     parser.add_argument(
         "--oversize",
-        default="split",
         choices=get_args(Oversize),
         metavar="WAY",
         help=f"what becomes of longer documents: {', '.join(get_args(Oversize))} (default: split; "
-        "THDDataModule's is error)",
+        "THDDataModule's, and with --share-prefixes, is error)",
     )
+    parser.add_argument("--share-prefixes", action="store_true", help="compute common prefixes once")
     parser.add_argument("--text-key", default="text", help="key of the text in a record (default: text)")
     parser.add_argument("--tokenizer", help="name or path of a Hugging Face tokenizer; UTF-8 bytes without")
     parser.add_argument("--processor", help="folder of a Hugging Face processor, for chats with images")

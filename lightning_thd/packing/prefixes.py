@@ -193,6 +193,10 @@ class PrefixPlanner(PackPlanner):
             "global_batch": repr(global_batch),
             "prefixes": digest,
         }
+        self._total, self._row_of = (
+            summary.count,
+            None,
+        )  # where each sequence is in the groups, once asked for
         self._epochs: dict[int, tuple[IntArray, IntArray]] = {}
         if isinstance(global_batch, Sequences):
             n, total = global_batch.n, len(found.rows)
@@ -224,6 +228,12 @@ class PrefixPlanner(PackPlanner):
         work = works[stops] - works[firsts] + self.cost(shared)
         order, offsets = balanced_bins(self.slots.padded(sizes), work, self.slots, dp=dp)
         return self._of_rows((epoch, k, dp), offsets, firsts[order], stops[order])
+
+    def held(self, rows: IntArray) -> IntArray:
+        """Return of each sequence of a pack its first tokens that the one before it holds."""
+        places = self._row_of[rows]
+        follows = np.diff(places, prepend=-2) == 1
+        return np.where(follows, self.groups.shared[places], 0)
 
     def _work(self, spans: Spans) -> npt.NDArray[np.float64]:
         return self._group_work[spans.index]

@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_thd._checks import described, instance
 from lightning_thd.alignment import Layout
 from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.batch.prefixes import SharedBatch
 from lightning_thd.batch.thd_batch import rows_of_slots, weighing_rows
 from lightning_thd.batch.thd_step import check_batch
 from lightning_thd.parallel.context import traffic
@@ -118,6 +119,11 @@ def shard_batch(
 ) -> THDShard:
     """Cut a pack and return this rank's ``THDShard``."""
     check_batch(batch)
+    if isinstance(batch, SharedBatch):
+        raise ValueError(
+            "A batch with share_prefixes=True came to context parallelism, which cuts every sequence over "
+            "ranks, and these share slots. Set context_parallel_size=1, or collate with share_prefixes=False."
+        )
     known = cp is not None and rank is not None
     if not (known and group is None) and not (hasattr(group, "size") and hasattr(group, "rank")):
         raise TypeError(f"group is {described(group)}; wanted a process group, or cp= and rank=.")

@@ -12,6 +12,7 @@ from lightning_thd.report.look import CYCLE, Theme, dress, legend, look_of, new_
 
 # Narrower sequences, as a share of the capacity, get no edge: 8 inches hold some 550 points.
 _EDGED = 0.006
+_LIGHTER = 0.55  # opacity of a sequence whose prefix another one holds
 # Up to this many ranks have their numbers at the axis.
 _NAMED = 16
 
@@ -20,15 +21,20 @@ def draw_packs(
     packs: Sequence[Sequence[int]],
     capacity: int,
     *,
+    held: Sequence[Sequence[int]] | None = None,
     theme: Theme = "light",
     title: str = "",
     width: float = 8.0,
 ) -> Any:
     """Draw packs as lanes, one colour a sequence, with what is left empty at the end.
 
+    Sequences that share a prefix have one colour. The first is drawn whole; of the others, in a lighter tone,
+    only the tokens that are computed for them.
+
     Args:
         packs: lengths of each pack's sequences.
         capacity: slots of a pack.
+        held: of each sequence, its first tokens that one before it in its pack holds; none when absent.
         theme: ``light`` or ``dark``.
         title: over the picture; the fill when empty.
         width: of the picture, in inches; lanes are as much lower as it is narrower.
@@ -36,24 +42,27 @@ def draw_packs(
     Returns:
         A matplotlib Figure. ``[[3, 5], [8]]`` with capacity 10 fills 80 %.
     """
-    _require_fit(packs, capacity)
+    held = [[0] * len(pack) for pack in packs] if held is None else held
+    own = [[n - m for n, m in zip(*lane, strict=True)] for lane in zip(packs, held, strict=True)]
+    _require_fit(own, capacity)
     look = look_of(theme)
     figure = new_figure(width, 0.8 + 0.34 * width / 8 * max(2, len(packs)), theme)
     axes = figure.add_subplot()
-    for lane, lengths in enumerate(packs):
+    for lane, (lengths, before) in enumerate(zip(own, held, strict=True)):
         axes.barh(lane, capacity, height=0.72, color=look.padding)
-        start = 0
-        for i, length in enumerate(lengths):
-            colour = CYCLE[i % len(CYCLE)]
+        start, tree = 0, -1
+        for length, shared in zip(lengths, before, strict=True):
+            tree += not shared
+            colour = CYCLE[tree % len(CYCLE)]
             # An edge of 0.6 points on both sides would hide a sequence that is hardly wider.
             edge = 0.6 if length * width >= 8 * _EDGED * capacity else 0.0
-            axes.barh(
-                lane, length, left=start, height=0.72, color=colour, edgecolor=look.paper, linewidth=edge
-            )
+            look_here = {"color": colour, "edgecolor": look.paper, "linewidth": edge}
+            axes.barh(lane, length, left=start, height=0.72, alpha=_LIGHTER if shared else None, **look_here)
             start += length
-    used = sum(map(sum, packs))
+    used, shared = sum(map(sum, own)), sum(map(sum, held))
     filled = used / (capacity * len(packs)) if packs else 0.0
     said = title or f"{len(packs)} packs, {sum(map(len, packs)):,} sequences, {filled:.1%} filled"
+    said += f", {shared / (used + shared):.1%} shared" if shared and not title else ""
     dress(axes, theme, title=said, x="slot", y="pack", grid=False)
     axes.set_yticks(range(len(packs)))
     axes.set_ylim(max(len(packs), 1) - 0.5, -0.5)
