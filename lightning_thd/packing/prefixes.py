@@ -193,10 +193,8 @@ class PrefixPlanner(PackPlanner):
             "global_batch": repr(global_batch),
             "prefixes": digest,
         }
-        self._total, self._row_of = (
-            summary.count,
-            None,
-        )  # where each sequence is in the groups, once asked for
+        self._row_of = np.zeros(summary.count, np.int64)  # the place of each sequence in the groups
+        self._row_of[found.rows] = np.arange(len(found.rows))
         self._epochs: dict[int, tuple[IntArray, IntArray]] = {}
         if isinstance(global_batch, Sequences):
             n, total = global_batch.n, len(found.rows)
