@@ -12,8 +12,9 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from torch.utils.tensorboard import SummaryWriter
 
-from lightning_thd import THDDataModule
+from lightning_thd import THDBatch, THDDataModule
 from lightning_thd.callbacks import pictures as module_under_test
+from lightning_thd.callbacks.seen import microbatches
 from tests.callbacks.fits import UNEQUAL, Clock, Memory, Module, loader, monitor, trainer
 from tests.trackers import read_wandb
 
@@ -53,6 +54,19 @@ def test_event_files_hold_the_packs_of_every_epoch(tmp_path: Path) -> None:
         )
     fill = [sum(batch.lengths) / 9 for batch in UNEQUAL]  # 9 slots in the largest pack
     assert [one.histogram_value.sum for one in events.Histograms(FILL)] == pytest.approx([sum(fill)] * 2)
+
+
+def test_shared_prefixes_take_their_slots_once(tmp_path: Path) -> None:
+    rows = [[1, 2, 3, 4], [1, 2], [1, 2, 5], [7, 8, 9]]
+    batch = THDBatch.collate([{"input_ids": row} for row in rows], share_prefixes=True, pad_to=12)
+    ((_, lengths),) = microbatches(batch)
+    assert list(zip(lengths, lengths.held, strict=True)) == [(3, 0), (4, 2), (3, 0), (2, 2)]
+    clock = Clock()
+    run = trainer(tmp_path, monitor(clock, pictures=True), logger=TensorBoardLogger(tmp_path))
+    run.fit(Module(clock), loader([batch]))
+    events = read_pictures(tmp_path)
+    assert events.Histograms(LENGTHS)[0].histogram_value.sum == 12
+    assert events.Histograms(FILL)[0].histogram_value.sum == pytest.approx(8 / 12)
 
 
 def test_many_packs_are_drawn_when_there_are_enough_and_once(

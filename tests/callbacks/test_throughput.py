@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_thd.batch import THDStep
+from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.callbacks import THDThroughputMonitor
 from lightning_thd.flops import FlopsModel, SeqStats, throughput
 from tests.callbacks.fits import (
@@ -246,6 +246,31 @@ def test_windows_are_counted_from_the_lengths_where_the_collator_knew_none(tmp_p
     )
     assert memory.rows[-1][1]["train/total_flops"] == expected
     assert expected < flops_of(UNEQUAL)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_shared_prefixes_count_once_as_work_and_each_as_a_token(tmp_path: Path, window: int | None) -> None:
+    rows = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7], [1, 2], [1, 2], [8, 9, 1, 2, 3]]
+    batch = THDBatch.collate([{"input_ids": row} for row in rows], share_prefixes=True, pad_to=16)
+    prefixes = {tuple(row[: n + 1]) for row in rows for n in range(len(row))}  # a query each
+    pairs = [sum(min(len(p), most) for p in prefixes) for most in (99, 4)]
+    clock = Clock()
+    config = CONFIG if window is None else {**CONFIG, "model_type": "mistral", "sliding_window": window}
+    memory = fit(tmp_path, [batch] * 2, monitor(clock, every_n_steps=1), clock=clock, config=config)
+    work = SeqStats(
+        real_tokens=len(prefixes),
+        slots=16,
+        loss_tokens=14,
+        sequences=5,
+        sum_squares=2 * pairs[0] - len(prefixes),
+        window_pairs=() if window is None else ((window, pairs[1]),),
+    )
+    row, tokens = memory.rows[-1][1], sum(map(len, rows))
+    flops = FlopsModel.from_config(config).training_flops(work)
+    assert row["train/device/mfu"] == pytest.approx(flops.model / 0.5 / PEAK)
+    assert row["train/device/real_items_per_sec"] == pytest.approx(tokens / 0.5)
+    assert row["train/packing/shared"] == pytest.approx(1 - len(prefixes) / tokens)
+    assert row["train/packing/fill"] == pytest.approx(len(prefixes) / 16)
 
 
 def test_frozen_weights_are_seen_and_thawed_ones_too(tmp_path: Path) -> None:

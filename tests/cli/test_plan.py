@@ -46,6 +46,34 @@ def test_it_says_what_the_plan_holds(texts: str, tmp_path: Path, capsys: pytest.
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_shared_prefixes_are_planned_as_distinct_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    texts = [f"{prompt:c}" * 40 + f"{answer}" * 8 for prompt in range(97, 117) for answer in range(5)]
+    file, config = tmp_path / "texts.jsonl", tmp_path / "config.json"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    config.write_text(json.dumps(LLAMA))
+    model = ["--model", str(config), "--device", "H100 SXM"]
+    found, printed = {}, ""
+    for share in ([], ["--share-prefixes"]):
+        plan = ["plan", str(file), "--capacity", "256", *model, *share]
+        main([*plan, "--json", "--plot", str(tmp_path / "packs.png")])
+        found[bool(share)] = json.loads(capsys.readouterr().out)
+        main(plan)
+        printed = capsys.readouterr().out
+    tokens, distinct = 100 * 49, 20 * 40 + 100 * 9  # an EOS ends each answer
+    assert [found[share]["tokens"] for share in (False, True)] == [tokens] * 2
+    assert [found[share]["distinct"] for share in (False, True)] == [tokens, distinct]
+    assert found[True]["fill"] == pytest.approx(distinct / (256 * found[True]["packs"]))
+    assert found[True]["packs"] < found[False]["packs"] / 2
+    # Attention adds little to the linear work of these.
+    assert found[True]["tokens_per_s"] == pytest.approx(
+        found[False]["tokens_per_s"] * tokens / distinct, rel=0.05
+    )
+    assert re.search(r"distinct tokens, computed +1,700 \(34.7%\)", printed)
+
+
 def test_the_table_fits_a_terminal(texts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(LLAMA))

@@ -515,15 +515,20 @@ def test_a_logged_mean_over_slots_is_refused() -> None:
         graphed_training_step(Logs())(random_batch(1))
 
 
-def test_weighted_batches_run_eagerly() -> None:
+@pytest.mark.parametrize(
+    ("reason", "further", "options"),
+    [("weights", {"weights": 0.5}, {}), ("shared_prefixes", {}, {"share_prefixes": True})],
+)
+def test_what_no_graph_holds_runs_eagerly(
+    reason: str, further: dict[str, Any], options: dict[str, Any]
+) -> None:
     model = tiny_llama(torch.float64)
     step = graphed(model)
     step(random_batch(1)).backward()
-    weighted = THDBatch.collate(
-        [{"input_ids": range(3, 9), "weights": 0.5}, {"input_ids": range(3, 20), "weights": 1.0}]
-    )
+    rows = [{"input_ids": range(3, 9), **further}, {"input_ids": range(3, 20)}]
+    batch = THDBatch.collate(rows, **options)
     for _ in range(2):
-        assert float(step(weighted).detach()) == float(causal_lm_loss(model, weighted).detach())
-    assert step.stats.fallbacks == {"weights": 2}
+        assert float(step(batch).detach()) == float(causal_lm_loss(model, batch).detach())
+    assert step.stats.fallbacks == {reason: 2}
     step(random_batch(1)).backward()
     assert step.stats.replays == 2

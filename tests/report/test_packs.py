@@ -28,6 +28,16 @@ def test_lanes_lie_end_to_end(theme: Theme, tmp_path: Path) -> None:
     assert (tmp_path / "packs.png").stat().st_size > 5_000
 
 
+def test_what_another_sequence_holds_is_not_drawn() -> None:
+    figure = draw_packs([[6, 8, 6, 3], [5]], 12, held=[[0, 6, 6, 0], [0]])
+    assert bars(figure) == [(0, 12), (0, 6), (6, 2), (8, 0), (8, 3), (0, 12), (0, 5)]
+    colours = [bar.get_facecolor()[:3] for bar in figure.axes[0].patches]
+    assert colours[1] == colours[2] != colours[4]  # a colour for each tree
+    assert figure.axes[0].get_title(loc="left") == "2 packs, 5 sequences, 66.7% filled, 42.9% shared"
+    with pytest.raises(ValueError, match="A pack holds 14 tokens but capacity=12"):
+        draw_packs([[6, 8]], 12)
+
+
 def test_work_says_how_much_slower_the_slowest_rank_is() -> None:
     figure = draw_work([1.0, 3.0], [2.0, 2.0])
     said = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
