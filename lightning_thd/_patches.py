@@ -151,6 +151,12 @@ PATCHES: Final[dict[str, Patch]] = {
         "strategies",
         "Lightning logs several microbatches of a step",
     ),
+    "stage norms": Patch(
+        "torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype, for a while",
+        "A norm of the gradients of one pipeline stage would clip every rank by another factor.",
+        "strategies",
+        "torch's norms take a process group",
+    ),
     "pipeline logs": Patch(
         "LightningModule.log on the object, for a while",
         "Only the stage that holds the head knows the values that a step logs.",

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_thd import Sequences, THDBatch, THDDataModule
 from tests.tiny import TinyModule, sequences
 
-SEQUENCES, PER_STEP, CAPACITY = 240, 6, 48
+SEQUENCES, PER_STEP, CAPACITY = 120, 6, 48
 
 
 class Ledger(TinyModule):

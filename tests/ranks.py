@@ -25,6 +25,7 @@ _PRELOAD = [
     "lightning.pytorch",
     "lightning_thd",
     "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
     "transformers.trainer",
     "tests.models.families",
     "accelerate",

@@ -40,7 +40,7 @@ from lightning_thd.strategies.guards import (
 )
 from lightning_thd.strategies.logs import SyncedMetrics, groups_of_sums, metrics_in, refuse_sums, weigh
 from lightning_thd.strategies.loop import StepLoop, local_gradients
-from lightning_thd.strategies.norms import refuse_own_norms
+from lightning_thd.strategies.norms import refused_norms_of_a_stage
 from lightning_thd.strategies.pack_cut import PackCut, prepare_loader
 from lightning_thd.strategies.pipeline import Pipeline, PipelineLoop, cut_before
 from lightning_thd.strategies.shards import Unfrozen, WeightShards
@@ -211,10 +211,8 @@ class THDStrategyMixin(Strategy):
         assert module is not None
         assert axes is not None
         stage = cut_before(module, self.pipeline_parallel_size, self.stages_per_rank)
-        if pipeline is not None:
-            if stage is not None:
-                pipeline.go_on(stage)
-            refuse_own_norms([module, *self._callbacks])
+        if pipeline is not None and stage is not None:
+            pipeline.go_on(stage)
         refuse_compiled_module(module, axes.sizes)
         refuse_anomaly_detection(trainer, axes.sizes)
         self._checkpoints.require_known()
@@ -321,7 +319,8 @@ class THDStrategyMixin(Strategy):
         """Update the weights as the base strategy does, and report the mean loss of the step to callbacks."""
         if self._shards is not None:
             self._shards.before_update()
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        with contextlib.nullcontext() if self._pipeline is None else refused_norms_of_a_stage():
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if isinstance(closure, Closure) and closure._result is not None:
             self._loop.report(closure._result)
         self._loop.end()

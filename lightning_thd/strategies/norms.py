@@ -6,39 +6,24 @@ another mesh than those it cuts, and the stages of a pipeline hold different wei
 
 from __future__ import annotations
 
-import dis
-import inspect
 import math
-from collections.abc import Collection, Iterable, Iterator
-from types import CodeType, FunctionType
+from collections.abc import Collection, Generator, Iterable
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-import lightning.pytorch.utilities as lightning_utilities
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
 
-from lightning_thd._user_code import described, is_users
+from lightning_thd._user_code import user_line
 from lightning_thd.parallel.pipeline.cut import stages_in
 from lightning_thd.parallel.pipeline.stage import Stage
 
 # mesh, the axes along which a gradient is cut, dtype
 _Key: TypeAlias = tuple[Any, tuple[int, ...], torch.dtype]
-
-# Gradients exist in these hooks, between a backward pass and the next step.
-_HOOKS = (
-    *("training_step", "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"),
-    *("optimizer_step", "on_before_zero_grad", "optimizer_zero_grad"),
-)
-_NORMS: set[Any] = {
-    torch.nn.utils.clip_grad_norm_,
-    torch.nn.utils.get_total_norm,
-    lightning_utilities.grad_norm,
-}
-_NAMES = {"clip_grad_norm_", "get_total_norm"}
-_READS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
 
 
 def clip_by_norm(
@@ -158,51 +143,23 @@ def _over_stages(own: Tensor, p: float, stage: Stage) -> Tensor:
     return total.to(own)
 
 
-def refuse_own_norms(owners: Iterable[object]) -> None:
-    """Refuse hooks of modules and callbacks that take a norm of the gradients of one pipeline stage.
+@contextmanager
+def refused_norms_of_a_stage() -> Generator[None]:
+    """Refuse torch's clipping and norms inside this context: a pipeline stage has its own gradients only."""
 
-    It follows the user's functions that the hooks call, by the names that their code reads.
-    """
-    for owner in owners:
-        seen: set[CodeType] = set()
-        for hook in _HOOKS:
-            for name, place in _norms_in(getattr(owner, hook, None), type(owner), seen):
-                raise MisconfigurationException(
-                    f"{place}: {name} sees only the gradients of this pipeline stage, so its norm would be "
-                    "another one on every rank. To clip, set Trainer(gradient_clip_val=...) or call "
-                    "self.clip_gradients(...) in configure_gradient_clipping; to read norms, use "
-                    "lightning_thd.strategies.norms.grad_norm; or set pipeline_parallel_size=1."
-                )
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise MisconfigurationException(
+            "torch.nn.utils sees only the gradients of this pipeline stage, so a norm would be another one "
+            "on every rank. To clip, set Trainer(gradient_clip_val=...) or call self.clip_gradients(...) in "
+            "configure_gradient_clipping; to read norms, use lightning_thd.strategies.norms.grad_norm; or "
+            f"set pipeline_parallel_size=1.\n  {user_line()}"
+        )
 
-
-def _norms_in(function: Any, kind: type, seen: set[CodeType]) -> Iterator[tuple[str, str]]:
-    """Yield the norms that a user's function takes, itself or by what it calls, and their lines."""
-    function = inspect.unwrap(getattr(function, "__func__", function)) if callable(function) else None
-    if not isinstance(function, FunctionType) or not is_users(function.__code__.co_filename):
-        return
-    codes = [function.__code__]
-    while codes:
-        code = codes.pop()
-        if code in seen:
-            continue
-        seen.add(code)
-        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-        for found in dis.get_instructions(code):
-            if found.opname not in _READS or not isinstance(found.argval, str):
-                continue
-            known = function.__globals__.get(found.argval)
-            if _is_norm(found.opname, found.argval, known, code):
-                number = found.positions.lineno if found.positions else None
-                place = described(code.co_filename, number or code.co_firstlineno)
-                yield getattr(known, "__name__", found.argval), place
-            for called in (known, getattr(kind, found.argval, None)):
-                yield from _norms_in(called, kind, seen)
-
-
-def _is_norm(read: str, name: str, known: Any, code: CodeType) -> bool:
-    if read in ("LOAD_GLOBAL", "LOAD_NAME"):
-        return isinstance(known, FunctionType) and known in _NORMS
-    lightnings = "utilities" in code.co_names or any(
-        module.startswith(("lightning.", "pytorch_lightning")) for module in code.co_names
-    )
-    return name in _NAMES or (name == "grad_norm" and lightnings)
+    # All functions of that module call it, whatever name they were imported by.
+    module: Any = clip_grad
+    grouping = module._group_tensors_by_device_and_dtype
+    module._group_tensors_by_device_and_dtype = refuse
+    try:
+        yield
+    finally:
+        module._group_tensors_by_device_and_dtype = grouping

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import lightning.pytorch as L
+import pytest
 import torch
 import torch.distributed as dist
 import transformers
@@ -18,11 +19,10 @@ from lightning_thd.alignment import Alignment
 from lightning_thd.packing import PackPlanner
 from lightning_thd.strategies import THDDDPStrategy, THDModelParallelStrategy
 from tests.models.families import FAMILIES
-from tests.tiny import nll, sequences
+from tests.tiny import largest_error, nll, sequences
 
-Run: TypeAlias = tuple[Packs | Sequences, torch.dtype]
-
-CAPACITY, STEPS, CLIP = 64, 5, 0.5
+CAPACITY, STEPS, CLIP = 64, 3, 0.5
+_EMBEDDING = "model.embed_tokens.weight"
 # tp and ulysses over 4 ranks want 4 key-value heads; vocabulary and widths divide by 4 everywhere.
 # lfm2 comes without a plan for its layers; its short convolutions stay whole.
 LFM2_PLAN = {
@@ -78,6 +78,10 @@ class Layout:
             tensor_parallel_plan=LFM2_PLAN if family.startswith("lfm2") and self.tp > 1 else None,
             **self.options,
         )
+
+
+# Family, layout, step and dtype of a job.
+Run: TypeAlias = tuple[str, Layout, Packs | Sequences, torch.dtype]
 
 
 def family_model(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -169,6 +173,26 @@ def full_parameters(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def check_stages(found: Sequence[dict[str, Any]], wanted: dict[str, Any], tolerance: float = 1e-10) -> float:
+    """Compare all ranks of a pipeline with one process; returns the largest relative error of a weight."""
+    seen: set[str] = set()
+    worst = 0.0
+    for rank in found:
+        names = {
+            name: name if name in wanted["params"] else _EMBEDDING for name in rank["params"]
+        }  # a tied head
+        own = {names[name]: value for name, value in rank["params"].items()}
+        worst = max(worst, largest_error(own, {name: wanted["params"][name] for name in own}))
+        seen |= set(own)
+        for kind in {"losses", "norms"} & wanted.keys():
+            assert rank[kind] == pytest.approx(wanted[kind], rel=tolerance)
+        if "logged" in rank:  # Lightning keeps logs in fp32
+            assert rank["logged"] == pytest.approx(wanted["losses"][-1], rel=1e-6)
+    assert seen == set(wanted["params"])
+    assert worst < tolerance
+    return worst
+
+
 def strict_warnings() -> None:
     """Make warnings errors on this rank, as in the suite."""
     warnings.simplefilter("error")
@@ -208,9 +232,9 @@ def train(
     }
 
 
-def train_all(family: str, layout: Layout, runs: Sequence[Run]) -> list[dict[str, Any]]:
+def train_all(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Run several jobs on the same ranks, which take longer to start than to train."""
-    return [train(family, layout, step, dtype) for step, dtype in runs]
+    return [train(*run) for run in runs]
 
 
 def train_by_hand(

@@ -12,13 +12,13 @@ import torch
 
 from tests.ranks import run_ranks
 from tests.rows import error_or, run_row
-from tests.strategies.attacks_more import ATTACKS, attack_any
+from tests.strategies.attacks import ATTACKS, attack
 from tests.strategies.jobs import Layout, data, make_trainer
 from tests.strategies.matrix import STEP, Plain, error_of, layout_of
 
 # Two data-parallel ranks have packs of their own: what is of a pack differs, and is not compared here.
 OF_A_PACK = {
-    *{"logs", "sums", "manual twice", "val batches", "overfit", "overfit fraction", "rates"},
+    *{"logs", "sums", "manual twice", "overfit", "rates"},
     *{"metrics", "finder", "validated in between"},
 }
 # What ranks that share packs refuse: the sum could be of the pack or of a rank's slots.
@@ -31,13 +31,13 @@ DDP_ALONE = {"frozen later"}  # torch's DDP waits for the gradient of every weig
 
 
 def all_of(names: list[str], strategy: str, layout: str, folder: str) -> list[dict[str, torch.Tensor]]:
-    return [attack_any(name, strategy, layout, folder) for name in names]
+    return [attack(name, strategy, layout, folder) for name in names]
 
 
 def errors_of_row(strategy: str, layout: str, names: list[str], folder: Path) -> dict[str, list[Any]]:
     """Return, for every attack, the errors of weights and logs of each rank, or what it raised."""
     [wanted] = run_ranks(all_of, 1, names, "thd", "one", str(folder), timeout_s=600)
-    row = run_row(attack_any, layout_of(layout).world, names, strategy, layout, str(folder))
+    row = run_row(attack, layout_of(layout).world, names, strategy, layout, str(folder))
     found: dict[str, list[Any]] = {}
     for name, outcomes, expected in zip(names, row, wanted, strict=True):
         # The first rank alone logs rates.

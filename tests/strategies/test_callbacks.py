@@ -42,7 +42,7 @@ def run(layout: Layout | None, folder: str) -> dict[str, Any]:
     module, again = Normed(), Job()
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
     given, averages = data(STEP, val=sequences(8, seed=7)), EMAWeightAveraging(decay=0.5)
-    options: dict[str, Any] = {"max_steps": 5, "val_check_interval": 2, "num_sanity_val_steps": 1}
+    options: dict[str, Any] = {"max_steps": 3, "val_check_interval": 2, "num_sanity_val_steps": 1}
     options |= {"strategy": "thd"} if layout is None else {}
     trainer = make_trainer(
         layout or Layout(), callbacks=[averages, saver], enable_checkpointing=True, **options

@@ -22,6 +22,7 @@ from lightning_thd.packing.sharing import SharedPlanner, Sharing
 from lightning_thd.parallel.shard import THDShard
 from lightning_thd.strategies import THDDDPStrategy, THDModelParallelStrategy
 from tests.ranks import run_ranks
+from tests.rows import run_row
 from tests.strategies.jobs import (
     CLIP,
     Job,
@@ -30,17 +31,19 @@ from tests.strategies.jobs import (
     full_parameters,
     make_optimizer,
     make_trainer,
+    strict_warnings,
 )
 from tests.tiny import VOCAB, largest_error, nll
 
 CAPACITY, LARGEST, STEP = 16, 4, Sequences(10)
+COUNT = 40  # sequences, of four steps an epoch
 TOLERANCE = 1e-10  # fp64: other orders of the same sums
 
 
 def samples() -> list[dict[str, Any]]:
     """Lengths from 1 to 60: most fit one rank of 16 slots, some need two or four."""
     rng = np.random.default_rng(3)
-    lengths = np.clip(rng.lognormal(2.0, 1.0, 100).astype(int), 1, 60)
+    lengths = np.clip(rng.lognormal(2.0, 1.0, COUNT).astype(int), 1, 60)
     found = [{"input_ids": rng.integers(0, VOCAB, n)} for n in lengths]
     for sample in found:
         ids = sample["input_ids"]
@@ -80,13 +83,7 @@ def run(
     folder: str | None = None,
     resume: bool = False,
 ) -> dict[str, Any]:
-    warnings.simplefilter("error")
-    warnings.filterwarnings(
-        "ignore",
-        message=".*does not have many workers|.*no `val_dataloader`|.*isinstance.treespec"
-        "|.*exists and is not empty",
-    )
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch|lightning\\.fabric")
+    strict_warnings()
     module = Watched(family, torch.float64)
     layout = Layout(dp=dist.get_world_size())
     degree, global_batch = options.pop("largest", LARGEST), options.pop("global_batch", STEP)
@@ -143,7 +140,7 @@ def ids_of(planner: PackPlanner, epoch: int, at: int) -> list[int]:
     return np.unique(plan.spans.index).tolist()
 
 
-def check(found: list[dict[str, Any]], wanted: dict[str, Any], steps: int) -> None:
+def check(found: list[dict[str, Any]], wanted: dict[str, Any]) -> None:
     assert max(largest_error(rank["params"], wanted["params"]) for rank in found) < TOLERANCE
     for rank in found:
         assert rank["losses"] == pytest.approx(wanted["losses"][-len(rank["losses"]) :], rel=TOLERANCE)
@@ -165,17 +162,15 @@ def check(found: list[dict[str, Any]], wanted: dict[str, Any], steps: int) -> No
         ),
     ],
 )
-def test_twenty_steps_of_mixed_lengths_equal_one_process(
-    name: str, family: str, options: dict[str, Any]
-) -> None:
-    steps = 20 if family == "qwen3" else 5
+def test_steps_of_mixed_lengths_equal_one_process(name: str, family: str, options: dict[str, Any]) -> None:
+    steps = 8 if family == "qwen3" else 3
     found = run_ranks(run, 4, name, family, steps, options)
     wanted = by_hand(family, steps)
-    check(found, wanted, steps)
-    if steps == 20:  # two epochs, each with an evaluation while shards are alive
+    check(found, wanted)
+    if steps == 8:  # two epochs, each with an evaluation while shards are alive
         assert found[0]["val"] == pytest.approx(wanted["val"], rel=1e-6)
     lengths = [len(sample["input_ids"]) for sample in samples()]
-    assert sum(rank["tokens"] for rank in found) == steps // 10 * sum(lengths) or steps < 10
+    assert sum(rank["tokens"] for rank in found) == steps // 4 * sum(lengths) or steps < 4
     assert all(rank["bytes_per_token"] > 0 for rank in found)
     degrees = {degree for rank in found for degree in rank["degrees"]}
     assert max(degrees) == LARGEST
@@ -221,21 +216,25 @@ def one_late_step(name: str, options: dict[str, Any]) -> tuple[Sharing, list[flo
     return trainer.strategy.sharing, module.began, float(trainer.callback_metrics["train/rank"])
 
 
+def late_steps(ways: list[tuple[str, dict[str, Any]]]) -> list[tuple[Sharing, list[float], float]]:
+    return [one_late_step(*way) for way in ways]
+
+
 def test_ranks_wait_for_each_other_where_the_plan_says() -> None:
-    (sharing, first, mean), (_, second, other_mean) = run_ranks(one_late_step, 2, "thd_ddp", {})
+    ways: list[tuple[str, dict[str, Any]]]
+    ways = [("thd_ddp", {}), ("thd_model_parallel", {"reshard_after_forward": False})]
+    (one, kept_one), (other, kept_other) = run_ranks(late_steps, 2, ways)
+    (sharing, first, mean), (_, second, other_mean) = one, other
     assert sharing.waits == "step"
     assert len(first) == len(second) == 4
     assert second[-1] < first[0] + 2.0 <= first[1]  # the other went on while the first slept
     assert mean == other_mean == 0.5  # as it logs, and as the mean over ranks is taken, once a step
-    sharing = run_ranks(one_late_step, 2, "thd_model_parallel", {})[0][0]
-    assert (sharing.waits, sharing.together) == ("microbatch", None)
-    (sharing, first, _), (_, second, _) = run_ranks(
-        one_late_step, 2, "thd_model_parallel", {"reshard_after_forward": False}
-    )
+    (sharing, first, _), (_, second, _) = kept_one, kept_other
     assert sharing.waits == "step"  # of weights that are gathered once
     assert second[-1] < first[1]
 
 
+@pytest.mark.slow
 def test_ranks_wait_for_those_that_share_their_weights_in_every_microbatch() -> None:
     (sharing, first, _), (_, second, _), (_, third, _), (_, fourth, _) = run_ranks(
         one_late_step, 4, "thd_model_parallel", {"data_parallel_replicas": 2}
@@ -246,12 +245,12 @@ def test_ranks_wait_for_those_that_share_their_weights_in_every_microbatch() -> 
 
 
 def test_steps_of_packs_equal_one_process() -> None:
-    found = run_ranks(run, 4, "thd_ddp", "qwen3", 6, {"global_batch": Packs(2)})
+    found = run_ranks(run, 4, "thd_ddp", "qwen3", 3, {"global_batch": Packs(2)})
     lengths = [len(sample["input_ids"]) for sample in samples()]
     planner = SharedPlanner(
         lengths, CAPACITY, global_batch=Packs(2), sharing=Sharing(max_degree=LARGEST, layout="dual_chunk")
     )
-    check(found, by_hand("qwen3", 6, planner), 6)
+    check(found, by_hand("qwen3", 3, planner))
     assert {degree for rank in found for degree in rank["degrees"]} == {1, 2, 4}
 
 
@@ -267,11 +266,10 @@ def rest(folder: str) -> dict[str, Any]:
 def test_a_job_goes_on_with_other_ranks_and_degrees(tmp_path: Path) -> None:
     first = run_ranks(half_then, 4, str(tmp_path))
     second = run_ranks(rest, 2, str(tmp_path))
-    check(second, by_hand("qwen3", 14), 14)
+    check(second, by_hand("qwen3", 14))
     seen = sorted(i for job in (first, second) for rank in job for ids in rank["ids"] for i in ids)
-    epoch = sorted([*range(100)] * 2)  # ten steps of ten an epoch
-    assert len(seen) == 140
-    assert all(seen.count(i) in (1, 2) for i in set(epoch))
+    assert len(seen) == 14 * STEP.n
+    assert all(seen.count(i) in (3, 4) for i in range(COUNT))
 
 
 def refused(case: str) -> None:
@@ -293,32 +291,26 @@ def refused(case: str) -> None:
         os.environ["LOCAL_WORLD_SIZE"], message = "3", "with 3 data ranks on a node.*size=1"
     elif case == "own_pack":
         options["oversize"], message = "own_pack", "'own_pack' under context_parallel_size='dynamic'"
+    elif case == "other loader":
+        message = "degrees were planned, but the dataloader gave THDBatch"
     elif case == "pad_to":
         options["pad_to"], message = 64, "pad_to=64 under context_parallel_size='dynamic'"
     made = THDDDPStrategy(context_parallel_size="dynamic", max_context_parallel_size=largest, **ways)
     accumulate = 2 if case == "packs" else 1
     trainer = make_trainer(layout, strategy=made, max_steps=1, accumulate_grad_batches=accumulate)
+    given: Any = THDDataModule(samples(), **options)
+    if case == "other loader":
+        given = torch.utils.data.DataLoader([THDBatch.collate(samples()[:3])], batch_size=None)
     with pytest.raises((ValueError, MisconfigurationException), match=message):
-        trainer.fit(module, THDDataModule(samples(), **options))
+        trainer.fit(module, given)
 
 
-@pytest.mark.parametrize("case", ["too_long", "packs", "tiling", "own_pack", "pad_to", "heads", "nodes"])
-def test_refusals(case: str) -> None:
-    run_ranks(refused, 2, case)
+CASES = ["too_long", "packs", "tiling", "own_pack", "pad_to", "heads", "other loader", "nodes"]
 
 
-def other_loader() -> None:
-    made = THDDDPStrategy(context_parallel_size="dynamic", max_context_parallel_size=2)
-    trainer = make_trainer(Layout(dp=2), strategy=made, max_steps=1)
-    batch = THDBatch.collate(samples()[:3])
-    with pytest.raises(
-        MisconfigurationException, match="degrees were planned, but the dataloader gave THDBatch"
-    ):
-        trainer.fit(Watched("qwen3", torch.float64), torch.utils.data.DataLoader([batch], batch_size=None))
-
-
-def test_batches_that_were_not_planned_are_refused() -> None:
-    run_ranks(other_loader, 2)
+def test_refusals() -> None:
+    for case, outcomes in zip(CASES, run_row(refused, 2, CASES), strict=True):
+        assert [outcome.error for outcome in outcomes] == [None, None], case
 
 
 @pytest.mark.parametrize(
@@ -358,8 +350,9 @@ def test_sizes_that_contradict_each_other(
             kind(context_parallel_size=size, max_context_parallel_size=largest)
 
 
+@pytest.mark.slow
 def test_replicas_that_share_weights_equal_one_process() -> None:
     options = {"largest": 2, "data_parallel_replicas": 2}
-    found = run_ranks(run, 4, "thd_model_parallel", "qwen3", 5, options)
-    check(found, by_hand("qwen3", 5), 5)
+    found = run_ranks(run, 4, "thd_model_parallel", "qwen3", 3, options)
+    check(found, by_hand("qwen3", 3))
     assert {degree for rank in found for degree in rank["degrees"]} == {1, 2}

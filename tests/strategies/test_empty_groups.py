@@ -72,20 +72,23 @@ def straight(thaws: bool) -> dict[str, Any]:
     return {"params": full_parameters(module.model), "rates": module.rates}
 
 
+ONE = [Layout(), Layout(options={"save_distributed_checkpoint": False})]  # a folder, and a file
+
+
+def go_on_all(layouts: list[Layout], folder: str, thaws: bool) -> list[dict[str, Any]]:
+    return [go_on(layout, f"{folder}/{i}", thaws) for i, layout in enumerate(layouts)]
+
+
 @pytest.mark.parametrize(
-    ("layout", "thaws"),
-    [
-        pytest.param(Layout(pp=2), False, marks=pytest.mark.slow),
-        (Layout(pp=2), True),
-        (Layout(), False),
-        (Layout(options={"save_distributed_checkpoint": False}), False),
-    ],
-    ids=["stages", "stages that thaw", "folder", "file"],
+    ("layouts", "thaws"),
+    [pytest.param([Layout(pp=2)], False, marks=pytest.mark.slow), ([Layout(pp=2)], True), (ONE, False)],
+    ids=["stages", "stages that thaw", "one process"],
 )
-def test_a_resume_keeps_groups_and_states(layout: Layout, thaws: bool, tmp_path: Path) -> None:
+def test_a_resume_keeps_groups_and_states(layouts: list[Layout], thaws: bool, tmp_path: Path) -> None:
     [wanted] = run_ranks(straight, 1, thaws)
     seen = set()
-    for found in run_ranks(go_on, layout.world, layout, str(tmp_path), thaws):
+    ranks = run_ranks(go_on_all, layouts[0].world, layouts, str(tmp_path), thaws)
+    for found in (found for rank in ranks for found in rank):
         assert found["rates"] == pytest.approx(wanted["rates"], rel=1e-12)
         for name, value in found["params"].items():
             assert torch.allclose(value, wanted["params"][name], rtol=1e-10, atol=1e-12), name

@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 from tests.strategies.jobs import Job, Layout, data, full_parameters, make_trainer
 from tests.tiny import largest_error
 
-STEPS = 3
+STEPS = 2
 
 
 def count(name: str, step: Packs | Sequences, **options: Any) -> tuple[int, int, dict[str, Tensor]]:
@@ -36,21 +36,19 @@ def count(name: str, step: Packs | Sequences, **options: Any) -> tuple[int, int,
     return calls, module.microbatches, full_parameters(module.model)
 
 
-@pytest.mark.parametrize("step", [Sequences(24), Packs(6)], ids=["sequences", "packs"])
-def test_fsdp2_reduces_once_a_step(step: Packs | Sequences) -> None:
-    for calls, microbatches, _ in run_ranks(count, 2, "foreach_reduce", step):
-        assert calls == STEPS * 3  # two layers, and the rest of the model
-        assert microbatches >= 2 * STEPS
+def count_all() -> list[tuple[int, int, dict[str, Tensor]]]:
+    reduced = [count("foreach_reduce", step) for step in (Sequences(24), Packs(6))]
+    gathered = [
+        count("foreach_all_gather", Sequences(24), reshard_after_forward=free) for free in (False, True)
+    ]
+    return [*reduced, *gathered]
 
 
-def gather(kept: bool) -> tuple[int, int, dict[str, Tensor]]:
-    return count("foreach_all_gather", Sequences(24), reshard_after_forward=not kept)
-
-
-def test_fsdp2_gathers_once_a_step_what_it_does_not_free() -> None:
-    kept, freed = run_ranks(gather, 2, True), run_ranks(gather, 2, False)
-    for (calls, microbatches, weights), (more, _, wanted) in zip(kept, freed, strict=True):
-        assert microbatches >= 2 * STEPS
-        assert calls == STEPS * 3  # two layers, and the rest of the model
+def test_fsdp2_reduces_once_a_step_and_gathers_once_what_it_does_not_free() -> None:
+    for *found, (more, _, wanted) in run_ranks(count_all, 2):
+        for calls, microbatches, _ in found:
+            assert calls == STEPS * 3  # two layers, and the rest of the model
+            assert microbatches >= 2 * STEPS
+        (_, microbatches, weights) = found[-1]
         assert more > microbatches * 3
         assert largest_error(weights, wanted) == 0.0

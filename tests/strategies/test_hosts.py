@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -29,6 +30,8 @@ from tests.strategies.jobs import CLIP, Job, Layout, data, full_parameters, make
 from tests.tiny import largest_error
 
 STEP = Sequences(12)
+# What FSDP calls: since torch 2.13 under a new name.
+REDUCE = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 
 class OnDDP(THDStrategyMixin, DDPStrategy):
@@ -163,7 +166,7 @@ def some(sharp: list[str], every: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=[] if name in sharp else pytest.mark.slow) for name in every]
 
 
-@pytest.mark.parametrize("name", some(["cp tp", "dp cp"], JOBS))
+@pytest.mark.parametrize("name", some(["dp cp"], JOBS))
 def test_any_host_trains_as_one_process(name: str) -> None:
     module, layout = JOBS[name]
     wanted = train_by_hand("qwen3", layout, STEP)
@@ -246,10 +249,16 @@ def reductions(name: str, module: type[Job], step: Packs | Sequences) -> tuple[i
     accumulate = step.n // 2 if isinstance(step, Packs) else 1
     options = {"gradient_clip_val": None, "max_steps": 3, "accumulate_grad_batches": accumulate}
     trainer = make_trainer(Layout(dp=2), strategy=strategy_of(name), **options)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    calls, reduce = [0], getattr(dist, REDUCE)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        return reduce(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, REDUCE, counted)
         trainer.fit(running, data(step))
-    calls = [event.name for event in profile.events() if event.name == "c10d::_reduce_scatter_base_"]
-    return len(calls), running.microbatches
+    return calls[0], running.microbatches
 
 
 @pytest.mark.parametrize("name", some(["fsdp packs"], SYNCS))

@@ -1,4 +1,4 @@
-"""Five steps on any layout of ranks give the parameters of one process that saw every sequence alone."""
+"""Three steps on any layout of ranks give the parameters of one process that saw every sequence alone."""
 
 from __future__ import annotations
 
@@ -37,11 +37,10 @@ def compare(record_property: Callable[[str, object], None]) -> Callable[..., Non
     ``pytest -m slow -o junit_family=xunit1 --junit-xml=FILE`` keeps the errors found.
     """
 
-    def run(family: str, layout: Layout, *runs: Run) -> None:
-        ranks = run_ranks(train_all, layout.world, family, layout, runs)
-        for i, (step, dtype) in enumerate(runs):
-            error = check(family, layout, step, dtype, [results[i] for results in ranks])
-            record_property(str(dtype), error)
+    def run(*runs: Run) -> None:
+        ranks = run_ranks(train_all, runs[0][1].world, runs)
+        for i, job in enumerate(runs):
+            record_property(str(job[-1]), check(*job, [results[i] for results in ranks]))
 
     return run
 
@@ -67,20 +66,20 @@ def check(
     return max(errors)
 
 
-@pytest.mark.parametrize(
-    ("family", "layout", "step"),
-    [
-        ("qwen3", Layout(strategy="thd_ddp", dp=2, cp=2), Sequences(12)),
-        ("lfm2", Layout(strategy="thd_ddp", cp=2, options=WAYS[2]), Packs(2)),
-        ("qwen3_moe", Layout(cp=2, tp=2), Sequences(12)),
-        ("lfm2", Layout(dp=2, tp=2), Packs(4)),
-        ("qwen3", Layout(dp=4, options={"data_parallel_replicas": 2}), Sequences(24)),
-    ],
-)
-def test_parameters_equal_one_process(
-    compare: Compare, family: str, layout: Layout, step: Packs | Sequences
-) -> None:
-    compare(family, layout, (step, torch.float64))
+FOURS = [
+    ("qwen3", Layout(strategy="thd_ddp", dp=2, cp=2), Sequences(12)),
+    ("qwen3_moe", Layout(cp=2, tp=2), Sequences(12)),
+    ("qwen3", Layout(dp=4, options={"data_parallel_replicas": 2}), Sequences(24)),
+]
+PAIRS = [
+    ("lfm2", Layout(strategy="thd_ddp", cp=2, options=WAYS[2]), Packs(2)),
+    ("lfm2", Layout(tp=2), Packs(2)),
+]
+
+
+@pytest.mark.parametrize("runs", [PAIRS, FOURS], ids=["2", "4"])
+def test_parameters_equal_one_process(compare: Compare, runs: list[Any]) -> None:
+    compare(*[(*run, torch.float64) for run in runs])
 
 
 @pytest.mark.slow
@@ -88,7 +87,7 @@ def test_parameters_equal_one_process(
 @pytest.mark.parametrize("cp", [1, 2])
 def test_sequence_parallel(compare: Compare, family: str, cp: int) -> None:
     layout = Layout(cp=cp, tp=2, options={"sequence_parallel": True})
-    compare(family, layout, (Sequences(12), torch.float64), (Packs(2), torch.float32))
+    compare((family, layout, Sequences(12), torch.float64), (family, layout, Packs(2), torch.float32))
 
 
 MESHES = [
@@ -118,20 +117,20 @@ def name_of(at: Layout) -> str:
 def test_every_layout(compare: Compare, layout: Layout, family: str) -> None:
     # With Sequences several microbatches a step come of the capacity, with Packs of Lightning's accumulation.
     steps = (Sequences(12 * layout.dp), Packs(2 * layout.dp))
-    compare(family, layout, *product(steps, TOLERANCE))
+    compare(*product([family], [layout], steps, TOLERANCE))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", REPLICAS, ids=name_of)
 def test_replicas(compare: Compare, layout: Layout) -> None:
-    compare("qwen3_moe", layout, (Sequences(12 * layout.dp), torch.float64))
+    compare(("qwen3_moe", layout, Sequences(12 * layout.dp), torch.float64))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("option", ["gradient_as_bucket_view", "find_unused_parameters"])
 def test_options_of_ddp(compare: Compare, option: str) -> None:
     layout = Layout(strategy="thd_ddp", dp=2, options={option: True})
-    compare("qwen3", layout, (Sequences(24), torch.float64), (Packs(4), torch.float64))
+    compare(*product(["qwen3"], [layout], [Sequences(24), Packs(4)], [torch.float64]))
 
 
 @pytest.mark.slow

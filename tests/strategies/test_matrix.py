@@ -55,10 +55,10 @@ def check(strategy: str, layout: str, features: list[str], folder: Path) -> None
 @pytest.mark.parametrize(
     ("strategy", "layout", "features"),
     [
-        ("own_model_parallel", "cp2tp2", ["fit", "clip value", "predict"]),
+        ("own_model_parallel", "tp2", ["clip value", "predict"]),
         pytest.param("thd_model_parallel", "dp2", ["lora", "lr_find", "resume"], marks=pytest.mark.slow),
     ],
-    ids=["cp2tp2", "dp2"],
+    ids=["tp2", "dp2"],
 )
 def test_some(strategy: str, layout: str, features: list[str], tmp_path: Path) -> None:
     check(strategy, layout, features, tmp_path)

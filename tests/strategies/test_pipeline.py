@@ -23,6 +23,7 @@ from tests.strategies.jobs import (
     STEPS,
     Job,
     Layout,
+    check_stages,
     data,
     full_parameters,
     make_trainer,
@@ -39,27 +40,18 @@ INTERLEAVED = {"pipeline_schedule": "interleaved", "stages_per_rank": 2}
 def compare(family: str, layout: Layout, step: Packs | Sequences, tolerance: float = 1e-10) -> None:
     wanted = train_by_hand(family, layout, step)
     found = run_ranks(train, layout.world, family, layout, step, timeout_s=400.0)
-    seen: set[str] = set()
-    for rank in found:
-        for name, value in rank["params"].items():
-            whole = name if name in wanted["params"] else "model.embed_tokens.weight"  # a tied head
-            wide = wanted["params"][whole]
-            error = (value - wide).abs().max() / wide.abs().max().clamp_min(1e-3)
-            assert float(error) < tolerance, (name, float(error))
-            seen.add(whole)
-        assert rank["losses"] == pytest.approx(wanted["losses"], rel=tolerance)
-        assert rank["logged"] == pytest.approx(wanted["losses"][-1], rel=1e-6)  # Lightning keeps fp32
-        assert rank["steps"] == STEPS
-    assert seen == set(wanted["params"])
+    check_stages(found, wanted, tolerance)
+    assert {rank["steps"] for rank in found} == {STEPS}
 
 
 @pytest.mark.parametrize(
     ("family", "layout", "step"),
     [
-        ("qwen3@4t", Layout(pp=2), Sequences(12)),
-        ("lfm2@4", Layout(pp=2, dp=2), Packs(6)),
+        ("qwen3@4t", Layout(pp=2, dp=2), Packs(6)),
+        pytest.param("lfm2@4", Layout(pp=2, dp=2), Packs(6), marks=pytest.mark.slow),
         ("bamba", Layout(pp=2), Sequences(12)),  # its layers return a pair
-        ("mamba2", Layout(pp=2), Packs(2)),  # asks for its head's weight
+        # It asks for its head's weight.
+        pytest.param("mamba2", Layout(pp=2), Packs(2), marks=pytest.mark.slow),
     ],
 )
 def test_parameters_equal_one_process(family: str, layout: Layout, step: Packs | Sequences) -> None:

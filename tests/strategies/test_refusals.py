@@ -28,6 +28,7 @@ from lightning_thd.strategies.guards import (
     refuse_second_context_parallelism,
     refuse_static_graph,
 )
+from lightning_thd.strategies.pack_cut import set_data_rank
 from tests.ranks import run_ranks
 from tests.strategies.jobs import Job, Layout, data, family_model, make_trainer
 from tests.tiny import sequences
@@ -153,9 +154,6 @@ class Stream(IterableDataset[dict[str, Any]]):
 
 class PlacedStream(Stream):
     data_rank, data_size = 0, 1
-
-    def __iter__(self) -> Any:
-        return iter(sequences(64)[self.data_rank :: self.data_size])
 
 
 def collate(samples: list[dict[str, Any]]) -> THDBatch:
@@ -289,17 +287,10 @@ def test_peers_that_read_different_packs() -> None:
         assert "Ranks 0, 1 share one pack (2 context-parallel x 1 tensor-parallel ranks) but read" in found
 
 
-def placed_stream(layout: Layout) -> tuple[int, int, int]:
+def test_iterable_data_is_given_its_part() -> None:
     dataset = PlacedStream()
-    trainer = make_trainer(layout, gradient_clip_val=None, max_steps=2)
-    trainer.fit(Job(), loader(dataset))
-    return dataset.data_rank, dataset.data_size, trainer.global_step
-
-
-def test_iterable_data_is_told_its_part() -> None:
-    shared = Layout(strategy="thd_ddp", dp=2, cp=2)
-    assert run_ranks(placed_stream, 4, shared) == [(0, 2, 2), (0, 2, 2), (1, 2, 2), (1, 2, 2)]
-    assert run_ranks(placed_stream, 2, Layout(strategy="thd_ddp", dp=2)) == [(0, 2, 2), (1, 2, 2)]
+    set_data_rank(loader(dataset), 1, AxisSizes(data=2, context=2))
+    assert (dataset.data_rank, dataset.data_size) == (1, 2)
 
 
 class OneReader(L.LightningDataModule):

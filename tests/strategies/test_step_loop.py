@@ -75,15 +75,14 @@ def test_packs_with_accumulation_equal_the_hand_loop_under_plain_lightning() -> 
     assert sums == pytest.approx(losses, rel=1e-12)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_sequences_on_several_ranks_equal_the_hand_loop(world: int) -> None:
-    found = run_ranks(fit_rank, world, "thd_ddp", Sequences(16))
-    params, losses = by_hand(Sequences(16), world)
+def test_sequences_on_several_ranks_equal_the_hand_loop() -> None:
+    found = run_ranks(fit_rank, 2, "thd_ddp", Sequences(16))
+    params, losses = by_hand(Sequences(16), 2)
     for rank in found:
         assert largest_error(rank["params"], params) < 1e-12
         assert rank["steps"] == rank["zero_grads"] == STEPS
         assert rank["logged"] == pytest.approx(losses[-1], rel=1e-6)
-    means = [sum(values) / world for values in zip(*(rank["outputs"] for rank in found), strict=True)]
+    means = [sum(values) / 2 for values in zip(*(rank["outputs"] for rank in found), strict=True)]
     assert means == pytest.approx(losses, rel=1e-12)
     assert len({len(rank["seen"]) for rank in found}) == 1
 
