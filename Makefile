@@ -62,7 +62,6 @@ chaos: .venv/.installed
 
 fuzz: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(CALLS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.mixtures --planner $(CALLS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.lives --minutes $(MINUTES)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.combinations $(COMBINATIONS) --minutes $(MINUTES)
 

@@ -273,19 +273,14 @@ def joined(samples: Sequence[Sample], key: str) -> Tensor:
 
 
 class PackWeights(NamedTuple):
-    """The loss weights of a pack.
+    """The loss weights of a pack."""
 
-    Attributes:
-        slots: fp32 ``[T]``, the weight of each slot's target, 0 without one; None if no sample has weights.
-        total: their sum; the number of targets if no sample has weights.
-        shares: ``[S]``, each sequence's weight over the sum of its loss tokens' weights, 0 without any.
-        sequences: the sum of the sequences' weights, of which a cut one counts in part.
-    """
-
+    # fp32 ``[T]``, the weight of each slot's target, 0 without one; None if no sample has weights
     slots: NDArray[np.float32] | None
-    total: float
+    total: float  # their sum; the number of targets if no sample has weights
+    # ``[S]``, each sequence's weight over the sum of its loss tokens' weights, 0 without any
     shares: list[float]
-    sequences: float
+    sequences: float  # the sum of the sequences' weights, of which a cut one counts in part
 
 
 def pack_weights(
@@ -296,16 +291,7 @@ def pack_weights(
     *,
     masked: bool,
 ) -> PackWeights:
-    """Lay the weights of samples end to end, one for each slot's target.
-
-    Args:
-        samples: a cut one brings ``next_weight``, the weight of the token after its last, and
-            ``whole_weight``, the sum over the loss tokens of the whole sequence.
-        targets: int64 ``[T]``, shifted.
-        starts: first slot of every sample.
-        lengths: tokens of every sample.
-        masked: some tokens that have a next one may have no target.
-    """
+    """Lay the weights of samples end to end, one for each slot's target."""
     weighted = any("weights" in sample for sample in samples)
     sequence, slots = [1.0] * len(samples), None
     if not weighted and not masked:

@@ -18,18 +18,7 @@ _SHIFTED_FROM = 8  # fewer labels may equal the next id and not their own by cha
 
 
 def check_sample(sample: Any, name: str, *, empty: bool = False) -> dict[str, Any]:
-    """Check all of one sample and return it with its rows as arrays; errors begin with ``name``.
-
-    Args:
-        sample: a dict with ``input_ids``.
-        name: what the sample is called in messages, ``"Sample 0"`` for example.
-        empty: a sample without tokens is allowed.
-
-    Raises:
-        TypeError: for a sample that is no dict, and values that hold no numbers.
-        ValueError: for keys that are refused, and rows that are no ids, labels, positions, types or weights
-            of the same tokens.
-    """
+    """Check all of one sample and return it with its rows as arrays; errors begin with ``name``."""
     if not isinstance(sample, Mapping):
         raise TypeError(f"{name} is {described(sample)}; wanted a dict. Pass {{'input_ids': [5, 6, 7]}}.")
     if made := sorted(key for key in sample if KEYS.get(key) == "made"):
@@ -261,15 +250,7 @@ def whole_weight(sample: Mapping[str, Any], name: str) -> tuple[float, float]:
 
 
 def refuse_shifted(rows: Iterable[tuple[NDArray[Any], NDArray[Any]]], name: str) -> None:
-    """Refuse labels that are the next tokens already: shifted again, each would be the token after the next.
-
-    Args:
-        rows: ids ``[n]`` and labels ``[n]`` of some sequences.
-        name: what the rows are called in the message.
-
-    Raises:
-        ValueError: when every label is the next id, and 8 or more are not the id at their own place.
-    """
+    """Refuse labels that are the next tokens already, unless fewer than 8 of them show it."""
     others = 0
     for ids, labels in rows:
         own, following, labels = ids[:-1], ids[1:], labels[:-1]

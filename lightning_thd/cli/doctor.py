@@ -34,7 +34,7 @@ _DISTRIBUTIONS = (
     *("cut-cross-entropy", "torchao", "fsspec", "wandb"),
 )
 # The command line and pictures need these.
-_MORE = ("jsonargparse", "rich", "shtab", "matplotlib", "zstandard")
+_MORE = ("jsonargparse", "shtab", "matplotlib", "zstandard")
 # The table of kernels says how to install these.
 _WITH_A_GPU = ("transformer-engine", "flash-attn", "mamba-ssm", "causal-conv1d")
 # These run a kind of layer or loss and need these imports and a CUDA device.
@@ -94,13 +94,20 @@ def diagnose() -> Diagnosis:
     """Collect the versions, kernels and known problems of this machine, changing and sending nothing."""
     capability = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else None
     problems = known_problems(capability=capability)
+    graphs = CudaBackend().unavailable(torch.device("cuda"))
     packages = {name: installed_version(name) for name in (*_DISTRIBUTIONS, *_MORE)}
     said = [f"{x.feature}: {x.problem}; {x.instead}." for x in problems]
     told = {x.feature.replace("_", "-") for x in problems}
     return Diagnosis(
         machine=_machine(),
         packages=packages,
-        kernels=[*_attention(capability), *_fused(capability), _graphs()],
+        kernels=[
+            *_attention(capability),
+            *_fused(capability),
+            Kernel(
+                serves="CUDA graphs", name="torch.cuda.CUDAGraph", usable=graphs is None, why_not=graphs or ""
+            ),
+        ],
         problems=said + [x for name, x in _too_old(packages).items() if name not in told],
     )
 
@@ -180,11 +187,6 @@ def _fused(capability: int | None) -> list[Kernel]:
             why = f"{bad[0].problem}; {bad[0].instead}"
         kernels.append(Kernel(serves=serves, name=name, usable=why is None, why_not=why or ""))
     return kernels
-
-
-def _graphs() -> Kernel:
-    why = CudaBackend().unavailable(torch.device("cuda"))
-    return Kernel(serves="CUDA graphs", name="torch.cuda.CUDAGraph", usable=why is None, why_not=why or "")
 
 
 def _no_device(capability: int | None) -> str | None:

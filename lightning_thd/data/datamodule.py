@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import lightning.pytorch as L
 import numpy as np
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -35,7 +33,7 @@ from lightning_thd.packing.planner import Tail
 _STAGES = {"fit": ("train", "val"), "validate": ("val",)}
 
 
-class THDDataModule(sets.ListsSets, LogsSources):
+class THDDataModule(LogsSources):
     """Packs sequences of any length into batches of at most ``capacity`` tokens, in the batch.
 
     ``THDDataModule(dataset, capacity=8_192)`` works under any Lightning strategy.
@@ -200,7 +198,12 @@ class THDDataModule(sets.ListsSets, LogsSources):
                 "Pass a dataset or files, or collate groups with THDBatch.collate(share_prefixes=True)."
             )
         evaluated = {"val": val, "test": test, "predict": predict}
-        _refuse_streams(evaluated)
+        for stage, source in evaluated.items():
+            if isinstance(source, Stream) or (source is not None and is_stream(source)):
+                raise ValueError(
+                    f"{stage} is a stream ({type(source).__name__}), but evaluation uses each sequence once, "
+                    "in a known order. Pass a dataset with a length, a list or a path; train may be a stream."
+                )
         self._sources = sets.named_sources(
             {"train": None if self._stream is not None else train, **evaluated}
         )
@@ -211,8 +214,13 @@ class THDDataModule(sets.ListsSets, LogsSources):
         link.hide_hooks(self, THDDataModule, unused)
         self._attached = link.Host()
         self._sets: dict[str, sets.DataSet] = {}
-        self._reading = _StreamOfFit()
+        self._streamed_with: object = None  # the settings of the stream loader that a fit iterates
         self._planners: dict[tuple[object, ...], tuple[Planner, MapDataset]] = {}
+
+    def __str__(self) -> str:
+        """Return the sets with their sizes, None for one that is not set up."""
+        sizes = {n: len(self._sets[n].index.lengths) if n in self._sets else None for n in self._sources}
+        return f"THDDataModule({'train: a stream, ' * (self._stream is not None)}{sizes})"
 
     def attach(
         self,
@@ -305,8 +313,7 @@ class THDDataModule(sets.ListsSets, LogsSources):
         step = isinstance(self.global_batch, Sequences) or self._host.whole_steps
         kind: Literal["pack", "step"] = "step" if step else "pack"
         if self._stream is not None:
-            key, make = (self._settings, self._host.accumulate), partial(self._streamed, self._stream, kind)
-            loader = self._reading.loader(self.trainer, key, make, ended)
+            loader = self._stream_of_fit(self._stream, kind, ended)
             if isinstance(self._stream, StreamMixture) and loader is not logged:
                 self._log_sources(_stream_sources(loader))
             return loader
@@ -346,6 +353,24 @@ class THDDataModule(sets.ListsSets, LogsSources):
                 "A schedule numbers the sequences of a dataset with a length. Leave it out for a stream."
             )
         return stream_loader(stream, self._settings, self._host, kind=kind, progress=self._progress)
+
+    def _stream_of_fit(
+        self, stream: Stream | StreamMixture, kind: Literal["pack", "step"], states: Sequence[Any]
+    ) -> THDLoader:
+        """Return the stream loader that a fit iterates already, or make one that goes on where it should."""
+        before, self._streamed_with = self._streamed_with, (self._settings, self._host.accumulate)
+        combined = None if self.trainer is None else self.trainer.fit_loop._combined_loader
+        given = [] if combined is None else combined.flattened
+        running = next((one for one in given if isinstance(one, THDLoader) and one.planner is None), None)
+        if running is not None and before == self._streamed_with:
+            return running
+        loader = self._streamed(stream, kind)
+        link.refuse_cut_steps(self.trainer, loader)
+        for state in states if running is None else [running.state_dict()]:
+            if isinstance(state, Mapping) and "stream" in state:
+                loader.load_state_dict(state)
+                break
+        return loader
 
     def _evaluation(self, stage: str) -> THDLoader | list[THDLoader]:
         several = [name for name in self._sources if name.startswith(f"{stage}/")]
@@ -410,7 +435,8 @@ def _as_stream(train: object, settings: planning.DataSettings) -> Stream | Strea
     if not sets.is_mixture(train):
         return Stream(source=train) if is_stream(train) else None
     assert isinstance(train, Mapping)
-    if not any(_is_streamed(given) for given in train.values()):
+    sources = [x[0] if isinstance(x, tuple | list) and len(x) == 2 else x for x in train.values()]
+    if not any(isinstance(source, Stream) or is_stream(source) for source in sources):
         return None
     parts = {name: sets.weighted(name, given) for name, given in train.items()}
     streams = {
@@ -422,12 +448,6 @@ def _as_stream(train: object, settings: planning.DataSettings) -> Stream | Strea
         weights={name: weight for name, (_, weight) in parts.items()},
         mixing=settings.mixing or Mixing(),
     )
-
-
-def _is_streamed(given: object) -> bool:
-    """Return whether a source of a mixture, with its weight, can only be iterated."""
-    source = given[0] if isinstance(given, tuple | list) and len(given) == 2 else given
-    return isinstance(source, Stream) or is_stream(source)
 
 
 def _stream_sources(loader: THDLoader) -> Sources:
@@ -442,39 +462,3 @@ def _stream_sources(loader: THDLoader) -> Sources:
         tokens_of=lambda epoch, step, dp: loader.tokens.popleft() if loader.tokens else nothing,
         per_step=loader.per_step,
     )
-
-
-class _StreamOfFit:
-    """The stream loader of a fit: where Lightning asks for its loaders again, the stream goes on."""
-
-    def __init__(self) -> None:
-        self._key: object = None
-
-    def loader(
-        self, trainer: L.Trainer | None, key: object, make: Callable[[], THDLoader], states: Sequence[Any]
-    ) -> THDLoader:
-        """Return the loader that a fit iterates already, or make one that goes on where it should."""
-        before, self._key = self._key, key
-        combined = None if trainer is None else trainer.fit_loop._combined_loader
-        given = [] if combined is None else combined.flattened
-        running = next((one for one in given if isinstance(one, THDLoader) and one.planner is None), None)
-        if running is not None and before == key:
-            return running
-        loader = make()
-        link.refuse_cut_steps(trainer, loader)
-        found = states if running is None else [running.state_dict()]
-        for state in found:
-            if isinstance(state, Mapping) and "stream" in state:
-                loader.load_state_dict(state)
-                break
-        return loader
-
-
-def _refuse_streams(sources: Mapping[str, object]) -> None:
-    """Refuse streams where every sequence must be used once, in a known order."""
-    for stage, source in sources.items():
-        if isinstance(source, Stream) or (source is not None and is_stream(source)):
-            raise ValueError(
-                f"{stage} is a stream ({type(source).__name__}), but evaluation uses each sequence once, "
-                "in a known order. Pass a dataset with a length, a list or a path; train may be a stream."
-            )

@@ -36,22 +36,15 @@ _LENGTHS, _TOKENS, _ROUNDING = 20, 21, 22  # purposes of keys
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LognormalLengths:
-    """Sequence lengths whose logarithm is normally distributed, cut at two bounds.
+    """Sequence lengths whose logarithm is normally distributed, cut at two bounds."""
 
-    Attributes:
-        min_seq_len: tokens of the shortest sequence possible.
-        max_seq_len: tokens of the longest.
-        mean_seq_len: tokens of a sequence on average.
-        lognormal_sigma: standard deviation of the logarithm.
-        bounds: ``"resample"`` draws again what falls outside and shifts the distribution so that the mean is
-            the one asked for; ``"clip"`` moves what falls outside onto the bounds, as is usual, and misses
-            the mean: 4096 between 1024 and 8192 at sigma 1.1 becomes 3257.
-    """
-
-    min_seq_len: int
-    max_seq_len: int
-    mean_seq_len: float
-    lognormal_sigma: float
+    min_seq_len: int  # tokens of the shortest sequence possible
+    max_seq_len: int  # tokens of the longest
+    mean_seq_len: float  # tokens of a sequence on average
+    lognormal_sigma: float  # standard deviation of the logarithm
+    # ``"resample"`` draws again what falls outside and shifts the distribution so that the mean is the one
+    # asked for; ``"clip"`` moves what falls outside onto the bounds, as is usual, and misses the mean: 4096
+    # between 1024 and 8192 at sigma 1.1 becomes 3257
     bounds: Bounds = "resample"
 
     def __post_init__(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,7 +11,6 @@ from typing import Any, Generic, TypeVar, cast, get_args
 import numpy as np
 import numpy.typing as npt
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.utils.data import Dataset
 
 from lightning_thd._checks import choice, flags, whole_number
 from lightning_thd.batch.keys import TYPES, inputs
@@ -21,9 +19,7 @@ from lightning_thd.data.loader import Planner
 from lightning_thd.data.read.sources import Opener
 from lightning_thd.data.sets import DataSet
 from lightning_thd.data.store.cache import cached_arrays
-from lightning_thd.data.store.columns import ColumnRows
 from lightning_thd.data.store.index import Empty, MapDataset, refuse_cuts
-from lightning_thd.data.store.tokens import TokenStore
 from lightning_thd.data.trainer_link import Host, model_cost, model_patch
 from lightning_thd.packing import Cost, PackPlanner, Packs, Scheduler, Sequences
 from lightning_thd.packing.entries import Oversize
@@ -38,7 +34,8 @@ T = TypeVar("T")
 _VERSION = 1  # The version of the counts in the cache.
 # These decide the packs of a window; the rest of a planner's settings may change under the same counts.
 _DECIDES = ("align", "window", "oversize", "seed")
-_KEEP_TOKENS = 1 << 24  # tokens of split sequences that stay in memory: at most 256 MiB with labels
+
+
 COUNTS_FROM = 100_000  # With fewer sequences, counting windows takes less time than opening a file.
 
 
@@ -131,8 +128,6 @@ def make_planner(
     if oversize in ("truncate", "split"):
         refuse_cuts(data.index, data.dataset, largest)
     rows = data.dataset
-    if oversize == "split" and not isinstance(rows, TokenStore | ColumnRows):
-        rows = RecentRows(rows, largest // 2)
     plan: dict[str, Any] = {
         "global_batch": settings.step(host) if training else Packs(host.ranks),
         "loss_tokens": partial(data.index.loss_weights, rows),
@@ -261,34 +256,6 @@ def counts_of(data: DataSet, planner: Planner) -> dict[str, int]:
     counts = dict(planner.entries.counts)
     counts["empty"] -= len(data.index.bad)  # a bad row has length 0, too
     return {**counts, "skipped": data.skipped} if data.skipped else counts
-
-
-class RecentRows(Dataset[dict[str, Any]]):
-    """A dataset that caches the last long rows, so that reading one piece by piece reads it once."""
-
-    def __init__(self, dataset: MapDataset, limit: int) -> None:
-        self._dataset, self._limit = dataset, limit
-        self._kept: OrderedDict[int, dict[str, Any]] = OrderedDict()
-        self._tokens = 0
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        if i in self._kept:
-            self._kept.move_to_end(i)
-            return self._kept[i]
-        sample = self._dataset[i]
-        length = len(sample["input_ids"])
-        if length <= self._limit:
-            return sample
-        names = ("input_ids", "labels", "position_ids", "attention_mask")
-        # copied, because a dataset may hand out one buffer again and again
-        self._kept[i] = {k: np.array(v) if k in names else v for k, v in sample.items()}
-        self._tokens += length
-        while self._tokens > _KEEP_TOKENS and len(self._kept) > 1:
-            self._tokens -= len(self._kept.popitem(last=False)[1]["input_ids"])
-        return self._kept[i]
 
 
 def plan_counted_once(

@@ -14,7 +14,6 @@ from lightning_thd.batch.media import COLUMNS, ExtrasCost
 from lightning_thd.data.read.sources import Opener, Source
 from lightning_thd.data.store.index import Empty, MapDataset, SequenceIndex, build_index, keeps_rows
 
-_TITLES = {"train": "Train", "val": "Validation", "test": "Test", "predict": "Predict"}
 _BAR_FROM = 10_000  # sequences: below it counting takes less than a second
 
 
@@ -55,44 +54,33 @@ class MixedRows(Dataset[dict[str, Any]]):
 
 def join_indices(indices: list[SequenceIndex]) -> SequenceIndex:
     """Join the sequence indices of datasets end to end, as ``MixedRows`` joins the datasets."""
-    sizes = [len(index.lengths) for index in indices]
-    starts = np.cumsum(sizes) - sizes
-    pairs = list(zip(indices, starts.tolist(), strict=True))
-    weighted = any(len(index.weights) for index in indices)
-    most = max(pairs, key=lambda pair: int(pair[0].largest[0]))
+    counts = [len(index.lengths) for index in indices]
+    starts = (np.cumsum(counts) - counts).tolist()
+    pairs = list(zip(indices, starts, strict=True))
+    weights = sequence_weights = np.empty(0)
+    if any(len(index.weights) for index in indices):
+        weights = np.concatenate([x.weights if len(x.weights) else x.loss_tokens for x in indices])
+        sequence_weights = np.concatenate(
+            [x.sequence_weights if len(x.weights) else np.ones(len(x.lengths)) for x in indices]
+        )
+    sizes: NDArray[np.integer] = indices[0].sizes
+    if any(len(index.sizes) for index in indices):
+        sizes = np.concatenate(
+            [x.sizes if len(x.sizes) else np.zeros((len(x.lengths), COLUMNS), np.int64) for x in indices]
+        )
+    most, start = max(pairs, key=lambda pair: int(pair[0].largest[0]))
     return SequenceIndex(
         lengths=np.concatenate([index.lengths for index in indices]),
         loss_tokens=np.concatenate([index.loss_tokens for index in indices]),
         media=np.concatenate([index.media + start for index, start in pairs]),
-        weights=np.concatenate([_weights(index) for index in indices]) if weighted else np.empty(0),
-        sequence_weights=np.concatenate([_of_sequences(index) for index in indices])
-        if weighted
-        else np.empty(0),
-        largest=np.array([most[0].largest[0], most[0].largest[1] + most[1]]),
+        weights=weights,
+        sequence_weights=sequence_weights,
+        largest=np.array([most.largest[0], most.largest[1] + start]),
         bad=np.concatenate([index.bad + start for index, start in pairs]),
-        sizes=_joined_sizes(indices),
+        sizes=sizes,
         seen=all(index.seen for index in indices),
         checked=all(index.checked for index in indices),
     )
-
-
-def _weights(index: SequenceIndex) -> Any:
-    return index.weights if len(index.weights) else index.loss_tokens.astype(np.float64)
-
-
-def _joined_sizes(indices: list[SequenceIndex]) -> NDArray[np.integer]:
-    if not any(len(index.sizes) for index in indices):
-        return indices[0].sizes
-    return np.concatenate(
-        [
-            index.sizes if len(index.sizes) else np.zeros((len(index.lengths), COLUMNS), np.int64)
-            for index in indices
-        ]
-    )
-
-
-def _of_sequences(index: SequenceIndex) -> Any:
-    return index.sequence_weights if len(index.weights) else np.ones(len(index.lengths))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,27 +99,6 @@ class DataSet:
     def skipped(self) -> int:
         """Return how many bad records and rows were left out."""
         return len(self.index.bad) + int(getattr(self.dataset, "skipped", 0))
-
-
-class ListsSets:
-    """Gives a data module its text: how many sequences each set has, as Lightning writes it."""
-
-    _sources: Mapping[str, Any]
-    _sets: Mapping[str, DataSet]
-    _stream: Any
-
-    def __str__(self) -> str:
-        """Return a line a stage; a set that is not set up has ``None``, a stream ``size=NA``."""
-        lines = []
-        for stage in ("train", "val", "test", "predict"):
-            names = [name for name in self._sources if name.partition("/")[0] == stage]
-            sizes = [f"size={len(self._sets[n].index.lengths)}" if n in self._sets else "None" for n in names]
-            if stage == "train" and self._stream is not None:
-                sizes = ["size=NA"]
-            several = len(sizes) > 1
-            listed = " ; ".join(f"{i}. {size}" if several else size for i, size in enumerate(sizes, start=1))
-            lines.append(f"{{{_TITLES[stage]} dataloader: {listed or None}}}")
-        return "\n".join(lines)
 
 
 def open_mixture(name: str, sources: Mapping[str, Any], opener: Opener, **how: Any) -> DataSet:

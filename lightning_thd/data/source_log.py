@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
@@ -35,22 +34,16 @@ class Sources:
 def planned_sources(planner: MixturePlanner, per_step: int) -> Sources:
     """Describe the sources of a planned mixture."""
     mixture = planner.mixture
+
+    def tokens_of(epoch: int, step: int, dp: int) -> NDArray[np.int64]:
+        spans = planner.step(epoch, step, dp).spans
+        tokens = np.zeros(len(mixture.names), np.int64)
+        np.add.at(tokens, mixture.source_of(spans.index), spans.lengths)
+        return tokens
+
     return Sources(
-        of=planner,
-        names=mixture.names,
-        source_of=mixture.source_of,
-        tokens_of=partial(_planned_tokens, planner),
-        per_step=per_step,
+        of=planner, names=mixture.names, source_of=mixture.source_of, tokens_of=tokens_of, per_step=per_step
     )
-
-
-def _planned_tokens(planner: MixturePlanner, epoch: int, step: int, dp: int) -> NDArray[np.int64]:
-    """Count the real tokens of each source of a mixture in a planned step, int64 ``[N]``."""
-    mixture = planner.mixture
-    spans = planner.step(epoch, step, dp).spans
-    tokens = np.zeros(len(mixture.names), np.int64)
-    np.add.at(tokens, mixture.source_of(spans.index), spans.lengths)
-    return tokens
 
 
 class SourceLog:

@@ -30,28 +30,21 @@ _EXCHANGE = 0.02
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharing:
-    """How many ranks may share a sequence, and what their exchange costs.
+    """How many ranks may share a sequence, and what their exchange costs."""
 
-    Attributes:
-        max_degree: most ranks of a group, a power of two.
-        layout: how a group cuts its pack.
-        tp: tensor-parallel ranks, each set of which counts as one rank here.
-        sequence_parallel: whether tensor-parallel ranks share slots between their products.
-        exchange: cost of a rank's exchange for each of its slots, in units of a token's linear work: one
-            number for groups of 2, one for groups of 4, and so on. None is 0.02 for each other rank of the
-            group, whose keys it receives.
-        waits: when all ranks wait for the slowest. FSDP gathers weights in every microbatch, so its ranks
-            wait at the end of each; the ranks of DDP wait only at the end of the step.
-        together: number of neighbours that wait for each other in every microbatch, as the ranks that share
-            weights in HSDP do; other ranks meet at the step's end. None is all ranks.
-    """
-
-    max_degree: int
-    layout: Layout = "dual_chunk"
-    tp: int = 1
-    sequence_parallel: bool = False
+    max_degree: int  # most ranks of a group, a power of two
+    layout: Layout = "dual_chunk"  # how a group cuts its pack
+    tp: int = 1  # tensor-parallel ranks, each set of which counts as one rank here
+    sequence_parallel: bool = False  # whether tensor-parallel ranks share slots between their products
+    # cost of a rank's exchange for each of its slots, in units of a token's linear work: one number for
+    # groups of 2, one for groups of 4, and so on. None is 0.02 for each other rank of the group, whose keys
+    # it receives.
     exchange: tuple[float, ...] | None = None
+    # when all ranks wait for the slowest. FSDP gathers weights in every microbatch, so its ranks wait at the
+    # end of each; the ranks of DDP wait only at the end of the step.
     waits: Waits = "microbatch"
+    # number of neighbours that wait for each other in every microbatch, as the ranks that share weights in
+    # HSDP do; other ranks meet at the step's end. None is all ranks.
     together: int | None = None
 
     def __post_init__(self) -> None:
@@ -134,21 +127,13 @@ def check_tiling(ranks: int, max_degree: int) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Tables:
-    """The slots and work of every sequence at every degree.
+    """The slots and work of every sequence at every degree."""
 
-    Attributes:
-        degrees: 1, 2, 4, ...
-        room: slots of a group of each degree.
-        slots: int64 ``[C, S]``, padded.
-        load: float64 ``[C, S]``, work of each rank of the group, its exchange included.
-        least: int64 ``[S]``, index of the first degree that holds the sequence.
-    """
-
-    degrees: list[int]
-    room: list[int]
-    slots: IntArray
-    load: FloatArray
-    least: IntArray
+    degrees: list[int]  # 1, 2, 4,
+    room: list[int]  # slots of a group of each degree
+    slots: IntArray  # int64 ``[C, S]``, padded
+    load: FloatArray  # float64 ``[C, S]``, work of each rank of the group, its exchange included
+    least: IntArray  # int64 ``[S]``, index of the first degree that holds the sequence
 
     @classmethod
     def of(

@@ -53,25 +53,15 @@ _ROUNDING = 1 + 1e-9
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SharedBins:
-    """The sequences of each group of ranks, and which ranks and microbatch the group is.
+    """The sequences of each group of ranks, and which ranks and microbatch the group is."""
 
-    Attributes:
-        order: int64 ``[S]``, positions of the sequences, group after group.
-        offsets: int64 ``[G + 1]``, of each group in ``order``.
-        degree: int64 ``[G]``, ranks of each group.
-        first: int64 ``[G]``, first rank of each group.
-        microbatch: int64 ``[G]``, when it runs.
-        load: float64 ``[G]``, work of each rank of the group, its exchange included.
-        num_microbatches: of every rank.
-    """
-
-    order: IntArray
-    offsets: IntArray
-    degree: IntArray
-    first: IntArray
-    microbatch: IntArray
-    load: FloatArray
-    num_microbatches: int
+    order: IntArray  # int64 ``[S]``, positions of the sequences, group after group
+    offsets: IntArray  # int64 ``[G + 1]``, of each group in ``order``
+    degree: IntArray  # int64 ``[G]``, ranks of each group
+    first: IntArray  # int64 ``[G]``, first rank of each group
+    microbatch: IntArray  # int64 ``[G]``, when it runs
+    load: FloatArray  # float64 ``[G]``, work of each rank of the group, its exchange included
+    num_microbatches: int  # on every rank
 
     def time(self, ranks: int, together: int) -> float:
         """Return the time of the step, in work, if so many neighbours wait for each other in a microbatch."""
@@ -232,21 +222,13 @@ def _last(groups: _Groups, rest: _Short, slots: int) -> _Groups:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Filler:
-    """A summary of the short sequences of a step, which fill up its groups.
+    """A summary of the short sequences of a step, which fill up its groups."""
 
-    Attributes:
-        work: of all of them, on one rank.
-        density: their work for each slot, on one rank.
-        slots: of the shortest, at every degree.
-        load: of the shortest, at every degree.
-        factor: their work at every degree, in units of that on one rank.
-    """
-
-    work: float
-    density: float
-    slots: list[int]
-    load: list[float]
-    factor: list[float]
+    work: float  # their sum, on one rank
+    density: float  # their work for each slot, on one rank
+    slots: list[int]  # those of the shortest, at every degree
+    load: list[float]  # that of the shortest, at every degree
+    factor: list[float]  # their work at every degree, in units of that on one rank
 
     @classmethod
     def of(cls, tables: Tables, short: BoolArray) -> _Filler:
@@ -269,25 +251,15 @@ class _Filler:
 
 @dataclass(kw_only=True, slots=True)
 class _Microbatch:
-    """The groups of one microbatch that hold long sequences.
+    """The groups of one microbatch that hold long sequences."""
 
-    Attributes:
-        singles: ranks in no group.
-        degree: index of each group's degree.
-        load: work of each of its ranks.
-        free: slots left.
-        members: its sequences.
-        value: work of all of these sequences, each at its cheapest degree.
-        late: sequences that found no place.
-    """
-
-    singles: int
-    degree: list[int] = field(default_factory=list)
-    load: list[float] = field(default_factory=list)
-    free: list[int] = field(default_factory=list)
-    members: list[list[int]] = field(default_factory=list)
-    value: float = 0.0
-    late: list[int] = field(default_factory=list)
+    singles: int  # ranks in no group
+    degree: list[int] = field(default_factory=list)  # index of each group's degree
+    load: list[float] = field(default_factory=list)  # work of each of its ranks
+    free: list[int] = field(default_factory=list)  # slots left
+    members: list[list[int]] = field(default_factory=list)  # its sequences
+    value: float = 0.0  # work of all of these sequences, each at its cheapest degree
+    late: list[int] = field(default_factory=list)  # sequences that found no place
 
     def open(self, at: int, ranks: int, slots: int) -> int:
         """Add a group; return its number."""
@@ -419,26 +391,16 @@ class _Open:
 
 
 class _Groups:
-    """All groups of a step's microbatches while they are being filled.
-
-    Attributes:
-        degree: index of each group's degree.
-        load: work of each of its ranks.
-        free: slots left.
-        microbatch: when it runs.
-        level: the work up to which its microbatch is filled.
-        group_of: the group of every sequence, -1 before it has one.
-        count: M.
-    """
+    """All groups of a step's microbatches while they are being filled."""
 
     def __init__(self, tables: Tables, ranks: int) -> None:
-        self.tables, self.ranks, self.count = tables, ranks, 0
-        self.degree: list[int] = []
-        self.load: list[float] = []
-        self.free: list[int] = []
-        self.microbatch: list[int] = []
-        self.level: list[float] = []
-        self.group_of = [-1] * tables.load.shape[1]
+        self.tables, self.ranks, self.count = tables, ranks, 0  # M
+        self.degree: list[int] = []  # index of each group's degree
+        self.load: list[float] = []  # work of each of its ranks
+        self.free: list[int] = []  # slots left
+        self.microbatch: list[int] = []  # when it runs
+        self.level: list[float] = []  # the work up to which its microbatch is filled
+        self.group_of = [-1] * tables.load.shape[1]  # the group of every sequence, -1 before it has one
 
     def copy(self) -> _Groups:
         """Return groups that can be filled while these stay as they are."""
@@ -516,24 +478,16 @@ class _Groups:
 
 
 class _Short:
-    """Sequences that fit one rank; each group takes the longest that it has slots and time for.
-
-    Attributes:
-        sequences: the shortest first.
-        slots: of each, at every degree.
-        load: of each, at every degree.
-        work: of those that are left, on one rank.
-        left_slots: their slots.
-    """
+    """Sequences that fit one rank; each group takes the longest that it has slots and time for."""
 
     def __init__(self, tables: Tables, sequences: IntArray) -> None:
         order = sequences[np.argsort(tables.slots[0, sequences], kind="stable")]
-        self.sequences: list[int] = order.tolist()
+        self.sequences: list[int] = order.tolist()  # the shortest first
         slots, load = tables.slots[:, order], tables.load[:, order]
-        self.slots, self.load = slots.tolist(), load.tolist()
+        self.slots, self.load = slots.tolist(), load.tolist()  # at every degree, then for each sequence
         self._most = np.maximum.accumulate(load, axis=1).tolist()  # rises even if a user's cost does not
         self._left = list(range(len(order)))
-        self.work, self.left_slots = float(load[0].sum()), int(slots[0].sum())
+        self.work, self.left_slots = float(load[0].sum()), int(slots[0].sum())  # their slots
 
     def take_longest(self, degree: int, free: int, room: float) -> int:
         """Take the longest sequence for so many slots and so much time; return its number, or -1."""
@@ -576,28 +530,17 @@ def _nested_plan(tables: Tables, ranks: int) -> SharedBins:
 
 
 class _Nest:
-    """Groups of ranks that are being filled, from the largest degree to single ranks.
-
-    Attributes:
-        group_of: the group of every sequence, -1 before it has one.
-        degree: index of each group's degree.
-        first: first rank of each group.
-        microbatch: when it runs.
-        load: work of each of its ranks.
-        work: of each rank of a node, in all.
-        used: microbatches of each node.
-        count: M.
-    """
+    """Groups of ranks that are being filled, from the largest degree to single ranks."""
 
     def __init__(self, tables: Tables, ranks: int) -> None:
-        self.tables, self.ranks, self.count = tables, ranks, 0
-        self.group_of = [-1] * tables.load.shape[1]
-        self.degree: list[int] = []
-        self.first: list[int] = []
-        self.microbatch: list[int] = []
-        self.load: list[float] = []
-        self.work = [0.0] * (ranks // tables.degrees[-1])
-        self.used = [0] * len(self.work)
+        self.tables, self.ranks, self.count = tables, ranks, 0  # M
+        self.group_of = [-1] * tables.load.shape[1]  # the group of every sequence, -1 before it has one
+        self.degree: list[int] = []  # index of each group's degree
+        self.first: list[int] = []  # first rank of each group
+        self.microbatch: list[int] = []  # when it runs
+        self.load: list[float] = []  # work of each of its ranks
+        self.work = [0.0] * (ranks // tables.degrees[-1])  # the total of each rank of a node
+        self.used = [0] * len(self.work)  # microbatches of each node
 
     def share(self, chosen: IntArray, even: float, worth: BoolArray) -> IntArray:
         """Put sequences of several ranks into groups, on the ranks that have least to do."""
@@ -652,14 +595,7 @@ class _Nest:
     def _fill_up(
         self, groups: dict[int, tuple[int, int]], at: int, candidates: IntArray, even: float
     ) -> None:
-        """Give the slots that groups have left to the longest of the candidates, up to an even share of work.
-
-        Args:
-            groups: node and slots left of each group.
-            at: index of their degree.
-            candidates: sequences, shortest first.
-            even: an even share of the work of the step.
-        """
+        """Give the slots that groups have left to the longest candidates, up to an even share of work."""
         rows = list(self._rows(at, candidates))
         slots, loads = [row[1] for row in rows], [row[2] for row in rows]  # both rise with the length
         for group, (node, left) in groups.items():

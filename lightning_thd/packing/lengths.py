@@ -41,17 +41,11 @@ def too_many_patches(index: int, patches: int, most: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slots:
-    """The usable slots of a pack, and the multiple of slots that each sequence takes.
+    """The usable slots of a pack, and the multiple of slots that each sequence takes."""
 
-    Attributes:
-        usable: slots of a pack, a multiple of ``multiple``.
-        multiple: slots of a sequence are rounded up to this.
-        patches: most image patches of a pack.
-    """
-
-    usable: int
-    multiple: int
-    patches: int = UNBOUNDED
+    usable: int  # slots of a pack, a multiple of ``multiple``
+    multiple: int  # slots of a sequence are rounded up to this
+    patches: int = UNBOUNDED  # most image patches of a pack
 
     @property
     def text(self) -> str:

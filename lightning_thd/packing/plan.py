@@ -52,19 +52,13 @@ class Sequences(_StepSize):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Spans:
-    """Pieces of sequences: tokens ``start`` to ``stop`` of the sequence ``index`` of the dataset.
+    """Pieces of sequences: tokens ``start`` to ``stop`` of the sequence ``index`` of the dataset."""
 
-    Attributes:
-        index: int64 ``[S]``, dataset indices.
-        start: int64 ``[S]``, first token of the piece; 0 unless the sequence was split.
-        stop: int64 ``[S]``, one past its last token.
-        continued: bool ``[S]``, True where the sequence goes on in another piece. The last token of such a
-            piece keeps its target, the token at ``stop``, so that splitting loses no loss token.
-    """
-
-    index: IntArray
-    start: IntArray
-    stop: IntArray
+    index: IntArray  # int64 ``[S]``, dataset indices
+    start: IntArray  # int64 ``[S]``, first token of the piece; 0 unless the sequence was split
+    stop: IntArray  # int64 ``[S]``, one past its last token
+    # bool ``[S]``, True where the sequence goes on in another piece. The last token of such a piece keeps its
+    # target, the token at ``stop``, so that splitting loses no loss token.
     continued: npt.NDArray[np.bool_]
 
     def __len__(self) -> int:
@@ -96,45 +90,27 @@ def step_scale(weight: float, *, dp: int, num_microbatches: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepPlan:
-    """One optimizer step: the same on every rank, and every rank runs the same number of microbatches.
+    """One optimizer step: the same on every rank, and every rank runs the same number of microbatches."""
 
-    Attributes:
-        epoch: number of the epoch.
-        step: number of the step in its epoch.
-        dp: data-parallel ranks.
-        num_microbatches: microbatches of each rank.
-        spans: the pieces of all microbatches, rank after rank, microbatch after microbatch.
-        offsets: int64 ``[dp * num_microbatches + 1]``: microbatch ``j`` of rank ``r`` holds the spans
-            ``offsets[r * num_microbatches + j]`` up to the next entry. It may hold none.
-        work: float64 ``[dp, num_microbatches]``, the cost of each microbatch in the units of the planner's
-            cost.
-        span_work: float64 ``[S]``, the cost of each piece, its images included.
-        patches: int64 ``[S]``, the image patches of each piece.
-        real_tokens: tokens of all pieces.
-        sequences: sequences in the step, a split one counted once.
-        truncated: sequences of the step that lost their end.
-        truncated_tokens: tokens they lost.
-        split: sequences of the step that were cut in several pieces.
-        own_pack: sequences longer than the capacity that got a microbatch of their own.
-        weigh: gives the weights of spans; None when the planner was given no loss tokens.
-    """
-
-    epoch: int
-    step: int
-    dp: int
-    num_microbatches: int
-    spans: Spans
+    epoch: int  # number of the epoch
+    step: int  # number of the step in its epoch
+    dp: int  # data-parallel ranks
+    num_microbatches: int  # microbatches of each rank
+    spans: Spans  # the pieces of all microbatches, rank after rank, microbatch after microbatch
+    # int64 ``[dp * num_microbatches + 1]``: microbatch ``j`` of rank ``r`` holds the spans ``offsets[r *
+    # num_microbatches + j]`` up to the next entry. It may hold none.
     offsets: IntArray
+    # float64 ``[dp, num_microbatches]``, the cost of each microbatch in the units of the planner's cost
     work: npt.NDArray[np.float64]
-    span_work: npt.NDArray[np.float64]
-    patches: IntArray
-    real_tokens: int
-    sequences: int
-    truncated: int
-    truncated_tokens: int
-    split: int
-    own_pack: int
-    weigh: Weigh | None = None
+    span_work: npt.NDArray[np.float64]  # float64 ``[S]``, the cost of each piece, its images included
+    patches: IntArray  # int64 ``[S]``, the image patches of each piece
+    real_tokens: int  # tokens of all pieces
+    sequences: int  # sequences in the step, a split one counted once
+    truncated: int  # sequences of the step that lost their end
+    truncated_tokens: int  # tokens they lost
+    split: int  # sequences of the step that were cut in several pieces
+    own_pack: int  # sequences longer than the capacity that got a microbatch of their own
+    weigh: Weigh | None = None  # gives the weights of spans; None when the planner was given no loss tokens
 
     @cached_property
     def weights(self) -> FloatArray | None:

@@ -28,15 +28,13 @@ class SharedStepPlan(StepPlan):
 
     All ranks of a group have the same spans: those of the pack that they share. ``work`` is that of one rank,
     its exchange included. ``spans`` holds the spans of a shared pack once for each of its ranks.
-
-    Attributes:
-        degrees: int64 ``[dp, num_microbatches]``, ranks that share the microbatch; a group of c ranks begins
-            at a multiple of c.
-        together: number of neighbouring ranks that wait for each other in every microbatch. All ranks wait at
-            the step's end.
     """
 
+    # int64 ``[dp, num_microbatches]``, ranks that share the microbatch; a group of c ranks begins at a
+    # multiple of c
     degrees: IntArray
+    # number of neighbouring ranks that wait for each other in every microbatch. All ranks wait at the step's
+    # end.
     together: int
 
     @property

@@ -1,4 +1,4 @@
-"""Rows of cells -> a table: drawn by rich if it is installed and output is a terminal; else aligned text."""
+"""Rows of cells -> a table of aligned text."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from lightning_thd._imports import installed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,20 +19,13 @@ class Table:
     title: str = ""
     foot: str = ""
 
-    def _lines(self) -> list[Sequence[str]]:
-        return [self.columns, *self.rows] if any(self.columns) else list(self.rows)
-
-    def widths(self) -> list[int]:
-        """Return the characters of each column's longest cell."""
-        return [max(len(cell) for cell in column) for column in zip(*self._lines(), strict=True)]
-
     def __str__(self) -> str:
         return self.within(None)
 
     def within(self, width: int | None) -> str:
         """Write the table as aligned text, its widest column of words wrapped to fit ``width`` characters."""
-        lines = self._lines()
-        widths = self.widths()
+        lines = [self.columns, *self.rows] if any(self.columns) else list(self.rows)
+        widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
         over = sum(widths) + 2 * (len(widths) - 1) - (width or 0)
         if width is not None and over > 0 and self.text:
             widest = max(self.text, key=lambda at: widths[at])
@@ -69,28 +60,5 @@ def _filled(text: str, width: int) -> str:
 
 
 def show_table(table: Table) -> None:
-    """Print a table: drawn by rich if it is installed and output is a terminal; else aligned text."""
-    if not (sys.stdout.isatty() and installed("rich")):
-        sys.stdout.write(f"{table.within(shutil.get_terminal_size().columns)}\n")
-        return
-    from rich import box
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table as Drawn
-
-    console = Console()
-    # Lines between columns take three characters each.
-    wide = sum(table.widths()) + 3 * len(table.columns) + 1 > console.width
-    drawn = Drawn(
-        box=box.SIMPLE_HEAD if wide and len(table.columns) > 2 else box.HEAVY_HEAD,
-        title=escape(table.title) or None,
-        caption=escape(table.foot) or None,
-        title_justify="left",
-        caption_justify="left",
-        show_header=any(table.columns),
-    )
-    for at, head in enumerate(table.columns):
-        drawn.add_column(escape(head), justify="left" if at in table.text else "right", overflow="fold")
-    for row in table.rows:
-        drawn.add_row(*map(escape, row))
-    console.print(drawn)
+    """Print a table as aligned text, as wide as the terminal."""
+    sys.stdout.write(f"{table.within(shutil.get_terminal_size().columns)}\n")

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.batch.thd_batch import collate_checked
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=12)
 
@@ -263,12 +262,6 @@ def test_samples_that_would_train_on_something_else(
         THDBatch.collate(samples, **kwargs)
 
 
-def test_an_ignored_next_label_is_no_target() -> None:
-    batch = THDBatch.collate([{"input_ids": [1, 2], "next_label": -100}, {"input_ids": [3], "next_label": 4}])
-    assert batch.targets.tolist() == [2, -100, 4]
-    assert batch.loss_tokens == 2
-
-
 def test_from_padded_refuses_masks_that_mean_something_else() -> None:
     with pytest.raises(ValueError, match="values other than 0 and 1"):
         THDBatch.from_padded([[1, 2, 3]], [[1, 1, 2]])
@@ -277,12 +270,3 @@ def test_from_padded_refuses_masks_that_mean_something_else() -> None:
     with pytest.raises(ValueError, match="labels below 0"):
         THDBatch.from_padded([[1, 2, 3]], [[1, 1, 1]], [[1, -5, 2]])
     assert THDBatch.from_padded(np.array([[0, 5, 6]]), [[0, 1, 1]]).input_ids.tolist() == [5, 6]
-
-
-def test_the_name_of_the_set_goes_with_the_batch() -> None:
-    assert THDBatch.collate([{"input_ids": [5, 6]}]).set_name == ""
-    batch = collate_checked([{"input_ids": [5, 6]}], set_name="code")
-    for clone in (batch, batch.to("cpu"), batch.replace(loss_scale=2.0), pickle.loads(pickle.dumps(batch))):
-        assert clone.set_name == "code"
-    with pytest.raises(TypeError, match="input_ids is a list"):
-        batch.replace(input_ids=[1])

@@ -29,9 +29,3 @@ def config(tmp_path: Path) -> str:
 def test_a_model_that_keeps_them_apart(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["check", config, "--layers", "1", "--json"])
     assert json.loads(capsys.readouterr().out)["ok"] is True
-
-
-def test_options_that_contradict_each_other(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["check", config, "--layers", "1", "--weights"])
-    assert "a model with its weights has the layers it has" in capsys.readouterr().err

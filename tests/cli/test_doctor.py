@@ -141,7 +141,12 @@ def test_without_extras_the_table_says_which_one_brings_what(
     monkeypatch.setenv("COLUMNS", "80")
     main(["doctor"])
     shown = capsys.readouterr().out
-    for name, extra in (("transformers", "hf"), ("matplotlib", "plots"), ("wandb", "wandb"), ("rich", "cli")):
+    for name, extra in (
+        ("transformers", "hf"),
+        ("matplotlib", "plots"),
+        ("wandb", "wandb"),
+        ("shtab", "cli"),
+    ):
         assert re.search(rf"^{name} +-  \(pip install 'lightning_thd\[{extra}\]'\)$", shown, re.M), shown
     assert re.search(r"^flash-attn +-$", shown, re.M)
     assert [line for line in shown.splitlines() if len(line) > 80] == []

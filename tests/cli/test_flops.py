@@ -39,14 +39,6 @@ def test_a_folder_will_do_and_a_device_may_be_unknown(
     assert "No peak is known for 'Z80' in bf16." in capsys.readouterr().out
 
 
-def test_json_has_every_part(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main([str(config), "--lengths", "8", "--embedding", "--device", "NVIDIA H100 80GB HBM3", "--json"])
-    found = json.loads(capsys.readouterr().out)
-    flops = FlopsModel.from_config(LLAMA2_7B, embedding=True).training_flops(SeqStats.from_lengths([8]))
-    assert (found["model"], found["hardware"]) == (flops.model, flops.hardware)
-    assert found["least_ms"] == pytest.approx(flops.hardware / 989.4e12 * 1e3)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -105,12 +103,6 @@ def test_what_became_of_longer_sequences(texts: str, capsys: pytest.CaptureFixtu
     assert "own_pack" in capsys.readouterr().err
 
 
-def test_what_it_cannot_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["plan", str(tmp_path / "nothing.jsonl"), "--capacity", "8"])
-    assert "nothing.jsonl" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -129,18 +121,6 @@ def test_a_speed_it_cannot_expect(
     with pytest.raises(SystemExit):
         main(["plan", texts, "--capacity", "64", *(each.format(config=config) for each in arguments)])
     assert re.search(message, capsys.readouterr().err)
-
-
-def test_a_tar_has_no_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shard = tmp_path / "texts.tar"
-    with tarfile.open(shard, "w") as tar:
-        for i in range(3):
-            entry = tarfile.TarInfo(f"{i}.txt")
-            entry.size = 4
-            tar.addfile(entry, io.BytesIO(b"text"))
-    with pytest.raises(SystemExit):
-        main(["plan", str(shard), "--capacity", "64"])
-    assert "a .tar file is no text. Give .jsonl" in capsys.readouterr().err
 
 
 def test_a_capacity_that_splits_most_documents_is_warned_of(

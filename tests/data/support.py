@@ -6,6 +6,9 @@ from typing import Any
 
 import lightning.pytorch as L
 
+from lightning_thd.data.read.sources import Opener
+from lightning_thd.data.store.index import MapDataset
+
 CAPACITY = 48
 
 
@@ -25,3 +28,8 @@ def make_trainer(**kwargs: Any) -> L.Trainer:
 
 def flat(seen: list[tuple[int, ...]]) -> list[int]:
     return [i for ids in seen for i in ids]
+
+
+def open_source(path: Any, **how: Any) -> MapDataset:
+    """Open paths as a dataset of token ids; the arguments are those of ``THDDataModule``."""
+    return Opener(**how).open(path).dataset

@@ -15,9 +15,9 @@ pytest.importorskip("transformers")
 from lightning_thd import THDBatch, THDDataModule
 from lightning_thd.data.read.chat import encode_chat
 from lightning_thd.data.read.encode import Encoder
-from lightning_thd.data.read.sources import open_source
 from lightning_thd.data.read.text import tokenizer_fingerprint
 from tests.data.chats import GLUED, MARKED, PLAIN, TALKS, UNSTABLE, make_tokenizer
+from tests.data.support import open_source
 
 
 def spoken(tokenizer: Any, ids: list[int], mask: np.ndarray) -> list[str]:
@@ -40,14 +40,6 @@ def test_the_loss_is_on_the_answers_and_their_end(template: str, talk: list[dict
     assert spoken(tokenizer, ids, mask) == [
         m["content"] + "<|end|>" for m in talk if m["role"] == "assistant"
     ]
-
-
-@pytest.mark.parametrize("talk", TALKS)
-def test_marked_and_unmarked_templates_agree(talk: list[dict[str, str]]) -> None:
-    ids, mask = encode_chat(make_tokenizer(PLAIN), talk)
-    marked_ids, marked = encode_chat(make_tokenizer(MARKED), talk)
-    assert list(ids) == list(marked_ids)
-    assert mask.tolist() == marked.tolist()
 
 
 def test_a_tokenizer_that_writes_first_words_otherwise_is_followed() -> None:

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, MistralConfig
 from lightning_thd import Sequences, THDBatch, THDDataModule
 from lightning_thd.batch import THDStep
 from lightning_thd.data import TokenStore
-from lightning_thd.data.streams import Stream
 from tests.data.support import CAPACITY, flat, make_trainer
 from tests.tiny import VOCAB, TinyModule, nll, sequences
 
@@ -210,12 +209,6 @@ def test_bad_input_is_refused(make: Any, message: str) -> None:
         make_trainer().fit(TinyModule(), make())
 
 
-@pytest.mark.parametrize("capacity", ["8192", 8192.0, None, True])
-def test_a_capacity_is_a_whole_number(capacity: Any) -> None:
-    with pytest.raises(TypeError, match=r"capacity is .*; wanted a whole number.* Pass the tokens of a pack"):
-        THDDataModule(sequences(9), capacity=capacity)
-
-
 def test_trainer_clashes_are_refused() -> None:
     data = THDDataModule(sequences(9), capacity=CAPACITY)
     with pytest.raises(MisconfigurationException, match="GradientAccumulationScheduler changes the packs"):
@@ -256,23 +249,3 @@ def test_a_worker_that_dies_while_its_batch_is_read_is_named(monkeypatch: pytest
         next(
             iter(loader(ConnectionRefusedError("Caught in DataLoader worker process 0: the data set's own")))
         )
-
-
-def test_the_text_of_a_data_module_makes_no_loader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning's own makes every loader and iterates them: the one of training would begin to read."""
-    rows = [{"input_ids": [1, 2, 3]}] * 5
-    data = THDDataModule(rows, capacity=8, val={"a": rows[:2], "b": rows[:3]}, test=rows[:1])
-    assert str(data).splitlines()[:2] == [
-        "{Train dataloader: None}",
-        "{Validation dataloader: 1. None ; 2. None}",
-    ]
-    data.setup("fit")
-    monkeypatch.setattr(THDDataModule, "_loader", None)
-    assert str(data).splitlines() == [
-        "{Train dataloader: size=5}",
-        "{Validation dataloader: 1. size=2 ; 2. size=3}",
-        "{Test dataloader: None}",
-        "{Predict dataloader: None}",
-    ]
-    streamed = THDDataModule(Stream(lambda: iter(rows)), capacity=8)
-    assert "{Train dataloader: size=NA}" in str(streamed)

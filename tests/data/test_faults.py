@@ -20,11 +20,9 @@ import zstandard
 from lightning_thd import THDBatch, THDDataModule
 from lightning_thd.data import TokenStore
 from lightning_thd.data.read.columns import as_rows
-from lightning_thd.data.read.sources import open_source
 from lightning_thd.data.store.index import build_index
-from lightning_thd.data.store.tokens import cached_store
 from tests.data.chats import make_tokenizer
-from tests.tiny import sequences
+from tests.data.support import open_source
 
 
 def texts(dataset: Any) -> list[str]:
@@ -275,12 +273,6 @@ def test_a_file_of_the_same_size_and_time_is_read_again(tmp_path: Path) -> None:
     assert texts(open_source(file, cache_dir=tmp_path / "c")) == ["new"]
 
 
-def test_a_cache_that_cannot_be_written_names_cache_dir(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(OSError, match=r"The cache .* cannot be written .*Pass cache_dir="):
-        open_source(lines(tmp_path / "d.jsonl", "a"), cache_dir=tmp_path / "file")
-
-
 def test_other_columns_of_a_dataset_are_left_out() -> None:
     rows = _table([{"input_ids": [1, 2], "name": "a", "special_tokens_mask": [0, 0], "length": 2}] * 3)
     [batch] = batches(THDDataModule(rows, capacity=8))
@@ -304,27 +296,3 @@ def test_rows_of_columns_are_views() -> None:
         assert index.lengths.tolist() == slow.lengths.tolist()
         assert index.loss_tokens.tolist() == slow.loss_tokens.tolist()
         assert index.largest.tolist()[0] == slow.largest.tolist()[0]
-
-
-def test_split_documents_are_read_once() -> None:
-    class Counts(list[dict[str, Any]]):
-        reads = 0
-
-        def __getitem__(self, i: Any) -> Any:
-            Counts.reads += 1
-            return super().__getitem__(i)
-
-    rows = Counts([*sequences(3, longest=9), {"input_ids": list(range(60)), "labels": list(range(60))}])
-    data = THDDataModule(rows, capacity=10, oversize="split")
-    data.setup("fit")
-    loader = data.train_dataloader()
-    Counts.reads = 0
-    assert sum(batch.stats.real_tokens for batch in loader if isinstance(batch, THDBatch)) == 60 + sum(
-        len(row["input_ids"]) for row in list(rows)[:3]
-    )
-    assert Counts.reads <= 4 + 3
-
-
-def test_a_limit_of_errors_that_is_no_number_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="max_errors is a float, 1.5; wanted a whole number"):
-        cached_store(None, lambda first: iter(()), cache_dir=tmp_path, max_errors=1.5)  # type: ignore[arg-type]

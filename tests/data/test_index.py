@@ -48,14 +48,6 @@ def test_known_lengths_save_the_reading() -> None:
     assert build_index(masked).loss_tokens.tolist() == expected
 
 
-def test_hugging_face_columns_are_counted_in_place() -> None:
-    datasets = pytest.importorskip("datasets")
-    samples = sequences(50)
-    table = datasets.Dataset.from_dict({"input_ids": [s["input_ids"] for s in samples]})
-    for view, order in ((table, range(50)), (table.select([7, 3, 9]), [7, 3, 9])):
-        assert build_index(view).lengths.tolist() == [len(samples[i]["input_ids"]) for i in order]
-
-
 @given(
     limit=st.integers(2, 9),
     oversize=st.sampled_from(["split", "truncate", "drop", "own_pack"]),

@@ -76,16 +76,6 @@ def test_a_classifiers_own_loss_is_the_mean_over_the_batch(
         assert found == pytest.approx(one_by_one(model, batch), rel=1e-9)
 
 
-def test_labels_are_there_exactly_if_samples_have_one() -> None:
-    assert "labels" not in THDBatch.collate([{"input_ids": [1, 2]}]).hf_kwargs()
-    tokens = THDBatch.collate([{"input_ids": [1, 2], "labels": [-100, 2]}])
-    assert "labels" not in tokens.hf_kwargs()
-    both = THDBatch.collate([{"input_ids": [1, 2], "labels": [-100, 2], "label": 1}])
-    assert both.hf_kwargs()["labels"].tolist() == [1]
-    assert both.targets.tolist() == [2, -100]
-    assert set(both.extras) == {"labels"}
-
-
 def test_a_causal_loss_looks_past_the_labels_of_sequences() -> None:
     labelled = THDBatch.collate(samples([0, 1, 0]))
     plain = THDBatch.collate([{"input_ids": ids} for ids in IDS])

@@ -19,7 +19,7 @@ def test_lives_and_deaths_of_jobs() -> None:
     class Sample(Lives):
         with_workers = False
 
-    sharp = settings(max_examples=40, stateful_step_count=12, derandomize=True, database=None, deadline=None)
+    sharp = settings(max_examples=20, stateful_step_count=12, derandomize=True, database=None, deadline=None)
     run_state_machine_as_test(Sample, settings=sharp)
     assert Sample.tally["steps run again alike"] > 0
     assert Sample.tally["changed capacities refused"] > 0

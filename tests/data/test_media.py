@@ -135,8 +135,3 @@ def test_a_sequence_with_images_is_dropped_or_has_its_own_pack() -> None:
     assert alone.sequence_ids == (2,)
     assert alone.extras["pixel_values"].shape == (4, 2)
     assert alone.stats.vision_patches == 4
-
-
-def test_audio_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="'input_features': audio inputs cannot be packed"):
-        batches(THDDataModule([{"input_ids": [1], "input_features": np.ones((1, 3))}], capacity=8))

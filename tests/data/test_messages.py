@@ -14,8 +14,8 @@ import pytest
 from lightning_thd import THDDataModule
 from lightning_thd.data import ByteTokenizer
 from lightning_thd.data.read.columns import as_rows
-from lightning_thd.data.read.sources import open_source
 from tests.data.chats import CALLING, MARKED, PLAIN, TALKS, make_tokenizer
+from tests.data.support import open_source
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 ALPACA = {"instruction": "a", "output": "b"}

@@ -18,7 +18,7 @@ from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDStep
 from lightning_thd.data import planning
 from lightning_thd.data.read.sources import Opener
-from lightning_thd.data.sets import MixedRows, open_mixture, open_set
+from lightning_thd.data.sets import open_mixture, open_set
 from lightning_thd.data.store.index import build_index
 from lightning_thd.data.trainer_link import Host, check_whole_steps
 from lightning_thd.packing import Cost, balance
@@ -183,16 +183,6 @@ def test_a_ready_made_schedule_is_followed() -> None:
         data.train_dataloader()
 
 
-@pytest.mark.parametrize("step", [Packs(1), Sequences(9)])
-def test_a_step_that_fits_one_pack(step: Any) -> None:
-    module = TinyModule()
-    strategy = "thd" if isinstance(step, Sequences) else "auto"
-    trainer = make_trainer(strategy=strategy, max_epochs=2)
-    trainer.fit(module, THDDataModule(sequences(3, longest=5), capacity=CAPACITY, global_batch=step))
-    assert [sorted(ids) for ids in module.seen] == [[0, 1, 2]] * 2
-    assert trainer.global_step == 2
-
-
 def _fit_few(sequences_given: int, step: Any) -> tuple[list[tuple[int, ...]], int, list[float]]:
     module = TinyModule()
     trainer = L.Trainer(
@@ -248,11 +238,6 @@ def test_data_is_counted_once_a_node(tmp_path: Path) -> None:
     assert second < 100
 
 
-def test_a_step_that_is_a_number() -> None:
-    with pytest.raises(TypeError, match=r"global_batch is a int. Pass Packs\(n\), Sequences\(n\) or None"):
-        THDDataModule(sequences(3), capacity=CAPACITY, global_batch=8)  # type: ignore[arg-type]
-
-
 def test_packs_that_the_ranks_of_a_pipeline_do_not_divide() -> None:
     with pytest.raises(MisconfigurationException, match="does not divide over 2 data-parallel ranks. Set a"):
         check_whole_steps(Packs(3), ranks=2, accumulate=1)
@@ -279,11 +264,3 @@ def test_an_id_past_the_vocabulary_where_only_lengths_were_known() -> None:
     data.setup("fit")
     with pytest.raises(ValueError, match="Sequence 1 has the token id 64, but the model's vocabulary has"):
         list(data.train_dataloader())
-
-
-def test_a_row_past_the_end_of_a_mixture() -> None:
-    rows = MixedRows({"a": [1, 2], "b": [3]})
-    assert [rows[i] for i in range(3)] == [1, 2, 3]
-    for i in (3, -1):
-        with pytest.raises(IndexError, match=f"Sequence {i} was asked of 3. Pass a number from 0 to 2"):
-            rows[i]

@@ -9,11 +9,9 @@ import time
 
 import numpy as np
 import pytest
-from torch.utils.data import DataLoader
 
 from lightning_thd.data.loader import PlansAhead
 from lightning_thd.packing import PackPlanner, Packs, Sequences, StepPlan
-from lightning_thd.packing.planner import NoSuchStep
 
 LENGTHS = np.random.default_rng(0).integers(1, 200, 500)
 
@@ -69,15 +67,6 @@ def test_the_next_plan_is_made_by_another_thread_while_the_step_runs() -> None:
     assert planner.made[:3] == [(0, 0, True), (0, 1, False), (0, 2, False)]
 
 
-def test_nothing_is_planned_past_the_epoch() -> None:
-    planner = watched(Sequences(32))
-    ahead = PlansAhead(planner, 1)
-    ahead.step(0, len(planner) - 1)
-    assert planner.made == [(0, len(planner) - 1, True)]
-    with pytest.raises(NoSuchStep):
-        ahead.step(0, len(planner))
-
-
 def test_an_error_comes_with_the_step_that_has_it() -> None:
     planner = watched(Sequences(32))
     planner.fails = frozenset({1})
@@ -114,7 +103,3 @@ class Asking:
     def __getitem__(self, k: int) -> bool:
         self.ahead.step(0, k)
         return self.ahead._ahead._thread is None
-
-
-def test_workers_plan_nothing_ahead() -> None:
-    assert [bool(x) for x in DataLoader(Asking(), batch_size=None, num_workers=2)] == [True] * 4

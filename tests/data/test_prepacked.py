@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_thd import Sequences, THDBatch, THDDataModule
-from lightning_thd.data.read.prepacked import boundaries, holds_packs, open_packed
-from lightning_thd.data.read.sources import Opener, open_source
+from lightning_thd.data.read.prepacked import holds_packs, open_packed
 from lightning_thd.data.store.index import build_index
+from tests.data.support import open_source
 from tests.tiny import sequences
 
 FORMATS = ["lengths", "seq_lengths", "cu_seqlens", "cu_seqlens_padded", "position_ids"]
@@ -169,16 +169,6 @@ def test_a_row_of_several_sequences_behind_one_of_one(kind: type[list[dict[str, 
         batches_of(THDDataModule(kind([double, single]), capacity=16))
     [batch] = batches_of(THDDataModule(kind([single, double]), capacity=16, packed="off"))
     assert sorted(batch.position_ids.tolist()) == [0, 0, 0, 1, 1, 1, 2]
-
-
-def test_rows_without_boundaries_are_refused_when_asked_for() -> None:
-    with pytest.raises(ValueError, match=r"Rows have the keys \['input_ids'\], of which none tells"):
-        Opener(packed="sequences").open([{"input_ids": [1]}])
-
-
-def test_offsets_of_fixed_size_end_with_the_first_negative_entry() -> None:
-    start, lengths = boundaries({"input_ids": [1, 2, 3, 4], "cu_seqlens": [0, 1, 3, 3, -1, -1]})
-    assert (start.tolist(), lengths.tolist()) == ([0, 1], [1, 2])
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])

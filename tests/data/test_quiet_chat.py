@@ -17,9 +17,9 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizer, PreTrainedTokenizer
 
 from lightning_thd.data.read.chat import encode_chat
 from lightning_thd.data.read.encode import Encoder
-from lightning_thd.data.read.sources import open_source
 from lightning_thd.data.read.text import tokenizer_fingerprint
 from tests.data.chats import MARKED, PLAIN, TALKS, make_tokenizer
+from tests.data.support import open_source
 
 USER, ANSWER = {"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Hello to you"}
 ASKS = "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
@@ -84,13 +84,6 @@ def test_markers_that_take_blanks_away(tags: str) -> None:
     assert mask.any()
 
 
-def test_markers_around_nothing() -> None:
-    template = MARKED.replace("<|{{ m.role }}|>", "tw{% generation %}{% endgeneration %}o<|{{ m.role }}|>")
-    tokenizer = make_tokenizer(template)
-    ids, mask = encode_chat(tokenizer, [USER, ANSWER])
-    assert tokenizer.decode(np.array(ids)[mask]) == "Hello to you<|end|>"
-
-
 def test_markers_that_change_what_is_written() -> None:
     template = (
         "{% set x = 1 %}{% generation %}{% set x = 2 %}{% endgeneration %}"
@@ -150,15 +143,6 @@ def test_turns_of_sharegpt_that_are_not_to_be_learned(tmp_path: Path) -> None:
 def test_what_a_template_does_not_write_as_meant(template: str, messages: Any, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         encode_chat(make_tokenizer(template), messages)
-
-
-def test_a_template_of_parts_takes_parts() -> None:
-    talk = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in TALKS[1]]
-    tokenizer = make_tokenizer(OF_PARTS)
-    ids, mask = encode_chat(tokenizer, talk)
-    plain, of_plain = encode_chat(make_tokenizer(PLAIN), TALKS[1])
-    assert list(ids) == list(plain)
-    assert mask.tolist() == of_plain.tolist()
 
 
 WITH_A_SYSTEM_PROMPT = (

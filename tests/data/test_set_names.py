@@ -73,8 +73,10 @@ def by_hand(rows: list[dict[str, Any]]) -> float:
     return total / tokens
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "thd_ddp"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks", "strategy"),
+    [(2, "thd_ddp"), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((1, "ddp"), (2, "ddp")))],
+)
 def test_a_module_logs_a_metric_a_set_for_early_stopping_and_checkpoints(
     tmp_path: Path, ranks: int, strategy: str
 ) -> None:
@@ -84,15 +86,3 @@ def test_a_module_logs_a_metric_a_set_for_early_stopping_and_checkpoints(
         assert found["names"] == {"code", "prose"}
         assert found["epochs"] == 3  # the first and two that were no better
         assert found["kept"] == "best-epoch=0.ckpt"
-
-
-def test_one_set_has_no_name_and_every_stage_has_its_own() -> None:
-    data = THDDataModule(sequences(5), capacity=CAPACITY, val=sequences(3), test={"a": sequences(2)})
-    data.attach()
-    for stage in ("fit", "test"):
-        data.setup(stage)
-    test: Any = data.test_dataloader()
-    loaders = {"": [data.train_dataloader(), data.val_dataloader()], "a": list(test)}
-    for name, several in loaders.items():
-        assert [batch.set_name for loader in several for batch in loader] != []
-        assert {batch.set_name for loader in several for batch in loader} == {name}

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from lightning_thd import THDDataModule
-from lightning_thd.data.read.columns import as_rows
-from lightning_thd.data.read.sources import Opener, open_source
+from tests.data.support import open_source
 from tests.tiny import sequences
 
 
@@ -39,24 +38,6 @@ def test_folders_of_lines(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(ValueError, match="holds 2 JSONL and 1 text files, for example 0.jsonl and notes.txt"):
         open_source(tmp_path)
-
-
-def test_columns_of_text_are_tokenised(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_dict({"body": ["ab", "c"]}).to_parquet(str(tmp_path / "t.parquet"))
-    found = open_source(tmp_path / "t.parquet", text_key="body", cache_dir=tmp_path / "c")
-    assert ids_of(found) == [[97, 98, 257], [99, 257]]
-    assert len(list((tmp_path / "c").iterdir())) == 1
-
-
-def test_hugging_face_ids_come_as_arrays() -> None:
-    datasets = pytest.importorskip("datasets")
-    table = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3]]})
-    for rows in (as_rows(table), as_rows(table.add_column("name", ["a", "b"]))):
-        assert list(rows[0]) == ["input_ids"]
-        assert isinstance(rows[0]["input_ids"], np.ndarray)
-    opened = Opener().open(table)
-    assert opened.key == {"fingerprint": table._fingerprint, "type": "Dataset"}
 
 
 def test_the_module_serves_one_trainer_after_another(tmp_path: Path) -> None:

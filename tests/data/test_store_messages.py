@@ -11,7 +11,7 @@ import pytest
 
 from lightning_thd import THDDataModule
 from lightning_thd.data import TokenStore
-from lightning_thd.data.store import Rows, cached_store, count_targets, tokens, write_store
+from lightning_thd.data.store import Rows, count_targets, tokens, write_store
 from lightning_thd.data.store.cache import save_arrays
 from tests.data.chats import PLAIN, make_tokenizer
 
@@ -48,8 +48,8 @@ def test_a_store_of_arrays(call: Callable[[], Any], error: type[Exception], mess
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ([WITHOUT, WITH], "Records before have none and these have labels. Give all, or none, labels"),
-        ([WITH, WITHOUT], "Records before have labels and these have none. Give all, or none, labels"),
+        ([WITHOUT, WITH], "Records before have no 'labels' and these have 'labels'. Give all"),
+        ([WITH, WITHOUT], "Records before have 'labels' and these have no 'labels'. Give all"),
         ([Rows(TOKENS, np.array([1, 1]))], r"\[3\] tokens and labels, but lengths that add up to 2. Give"),
         ([Rows(TOKENS, np.array([4, -1]))], r"\[3\] tokens and labels, but lengths that add up to 3. Give"),
         ([WITHOUT._replace(labels=np.array([1, 2, 2**40]))], "1099511627776 does not fit int32, in which"),
@@ -85,8 +85,3 @@ def test_more_bad_rows_than_allowed() -> None:
     data = THDDataModule(rows[:2], capacity=8, on_error="skip")
     with pytest.raises(ValueError, match="All 2 rows are bad; the first: Row 0.* Mend the data"):
         data.setup("fit")
-
-
-def test_a_cached_store_of_no_piece(tmp_path: Path) -> None:
-    store = cached_store({"of": "nothing"}, lambda first: [], cache_dir=tmp_path)
-    assert len(store) == 0

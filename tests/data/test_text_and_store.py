@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from pathlib import Path
 
@@ -12,19 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_thd.data import ByteTokenizer, StdlibText, TokenStore, read_documents, stdlib_documents
-from lightning_thd.data.read.sources import open_source
-from lightning_thd.data.read.text import definitions
 from lightning_thd.data.store import Rows, cached_store
+from tests.data.support import open_source
 
 ROWS = st.lists(st.lists(st.integers(0, 70_000), max_size=9), max_size=12)
-
-
-def test_documents_of_a_list_of_files(tmp_path: Path) -> None:
-    for name in "ab":
-        (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{name}"}}\n')
-    assert list(read_documents([tmp_path / "a.jsonl", tmp_path / "b.jsonl"])) == ["a", "b"]
-    with pytest.raises(TypeError, match="A int names no file. Give a path, a glob, or a list"):
-        list(read_documents(3))  # type: ignore[arg-type]
 
 
 @given(rows=ROWS)
@@ -43,16 +33,6 @@ def test_store_counts_labels_from_the_second_token_on(rows: list[list[int]]) -> 
     store = TokenStore(np.zeros(len(flat), np.uint16), offsets, flat)
     assert store.loss_tokens.tolist() == [sum(label != -100 for label in row[1:]) for row in rows]
     assert store[0]["labels"].tolist() == rows[0]
-
-
-def test_store_survives_disk(tmp_path: Path) -> None:
-    store = TokenStore(np.arange(5, dtype=np.uint16), np.array([0, 2, 5]), np.array([-100, 1, 2, 3, 4]))
-    store.save(tmp_path / "deep" / "s")
-    back = TokenStore.open(tmp_path / "deep" / "s")
-    assert isinstance(back.tokens, np.memmap)
-    assert back[1]["input_ids"].tolist() == [2, 3, 4]
-    assert back[-1]["labels"].tolist() == [2, 3, 4]
-    assert open_source(tmp_path / "deep" / "s")[0]["input_ids"].tolist() == [0, 1]
 
 
 def test_corrupt_store_names_the_folder_and_a_cache_is_built_anew(tmp_path: Path) -> None:
@@ -111,31 +91,6 @@ def test_documents_come_from_jsonl_files_and_folders(tmp_path: Path) -> None:
     assert list(read_documents(tmp_path / "sub" / "b.txt")) == ["B"]
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{not json", r"d\.jsonl, line 2: not JSON"),
-        ('{"body": "x"}', r"line 2: no string under the key 'text', found \['body'\].*--text-key"),
-        ("[1]", "line 2: a list, wanted one JSON object a line"),
-        ('{"text": 3}', "line 2: no string under the key"),
-    ],
-)
-def test_bad_jsonl_lines_name_file_and_line(tmp_path: Path, line: str, message: str) -> None:
-    file = tmp_path / "d.jsonl"
-    file.write_text('{"text": "fine"}\n' + line + "\n")
-    with pytest.raises(ValueError, match=message):
-        list(read_documents(file))
-
-
-def test_missing_paths_say_what_is_wanted(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"nothing.jsonl does not exist"):
-        list(read_documents(tmp_path / "nothing.jsonl"))
-    with pytest.raises(ValueError, match="No text files below"):
-        list(read_documents(tmp_path))
-    with pytest.raises(ValueError, match="does not exist"):
-        open_source(tmp_path / "a.parquet")
-
-
 def test_source_is_tokenised_once_and_again_when_the_file_changes(tmp_path: Path) -> None:
     file, cache = tmp_path / "d.jsonl", tmp_path / "cache"
     file.write_text('{"text": "ab"}\n')
@@ -170,33 +125,3 @@ def test_the_standard_library_is_a_data_set() -> None:
     store = StdlibText(max_bytes=2048)
     assert len(store) == len(documents)
     assert ByteTokenizer().decode(store[7]["input_ids"]) == documents[7]
-
-
-def test_definitions_come_in_the_order_of_a_walk() -> None:
-    source = """
-class A:
-    def a(self):
-        try:
-            def b(): pass
-        except ValueError:
-            class C: pass
-        else:
-            async def d(): pass
-        finally:
-            def e(): return [lambda: 0 for _ in ()]
-    x = 1 if True else 2
-match A:
-    case None:
-        def f(): pass
-for _ in ():
-    def g(): pass
-else:
-    with A() as h:
-        def i(): pass
-def last(): pass
-"""
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    for tree in (ast.parse(source), ast.parse(Path(ast.__file__).read_text())):
-        walked = [node for node in ast.walk(tree) if isinstance(node, kinds)]
-        assert [id(node) for node in definitions(tree)] == [id(node) for node in walked]
-        assert len(walked) > 8

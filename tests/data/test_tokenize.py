@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import sys
 from pathlib import Path
 
@@ -15,8 +14,8 @@ from hypothesis import strategies as st
 from lightning_thd.data import ByteTokenizer, TokenStore
 from lightning_thd.data.read.encode import Encoder, find_kind, tokenize
 from lightning_thd.data.read.records import file_chunks, row_chunks
-from lightning_thd.data.read.sources import open_source
 from lightning_thd.data.store import Rows, write_store
+from tests.data.support import open_source
 from tests.scripts import run_python
 
 
@@ -32,9 +31,9 @@ def test_chunks_of_any_size_give_every_line_once(
     lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
     file.write_text(("\n\n" if blank else "\n").join(lines), encoding="utf-8", errors="replace")
     chunks = file_chunks(file, chunk_bytes=chunk_bytes)
-    found = [record for chunk in chunks for _, record in chunk.records()]
+    found = [record for chunk in chunks for _, record in chunk()]
     assert found == [json.loads(line.encode(errors="replace")) for line in lines]
-    places = [str(place) for chunk in chunks for place, _ in chunk.records()]
+    places = [str(place) for chunk in chunks for place, _ in chunk()]
     assert places == [f"{file}, line {1 + i * (2 if blank else 1)}" for i in range(len(texts))]
 
 
@@ -73,29 +72,9 @@ def test_labels_go_to_disk_with_their_counts(tmp_path: Path) -> None:
     assert not (tmp_path / "bad").exists()
 
 
-def test_a_store_on_disk_is_sent_by_its_name(tmp_path: Path) -> None:
-    store = TokenStore(np.zeros(100_000, np.uint16), np.array([0, 100_000]))
-    store.save(tmp_path / "s")
-    opened = TokenStore.open(tmp_path / "s")
-    assert len(pickle.dumps(opened)) < 1000
-    assert pickle.loads(pickle.dumps(opened)).lengths.tolist() == [100_000]
-    assert pickle.loads(pickle.dumps(store)).lengths.tolist() == [100_000]
-    assert opened.fingerprint is not None
-
-
-def test_an_unnamed_store_goes_with_its_object(tmp_path: Path) -> None:
-    file = tmp_path / "d.jsonl"
-    file.write_text('{"text": "ab"}\n')
-    store = open_source(file, tokenizer=lambda text: [len(text)], cache_dir=tmp_path / "c")
-    assert store[0]["input_ids"].tolist() == [2]
-    assert len(list((tmp_path / "c").iterdir())) == 1
-    del store
-    assert list((tmp_path / "c").iterdir()) == []
-
-
 _MEASURE = """
 import resource, sys
-from lightning_thd.data.read.sources import open_source
+from tests.data.support import open_source
 open_source(sys.argv[1], cache_dir=sys.argv[2])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 store = open_source(sys.argv[3], cache_dir=sys.argv[2])

@@ -14,9 +14,9 @@ pytest.importorskip("transformers")
 
 from lightning_thd import Packs, THDDataModule
 from lightning_thd.data.read.chat import encode_chat
-from lightning_thd.data.read.sources import open_source
 from lightning_thd.data.streams import Stream
 from tests.data.chats import CALLING, MARKED, PLAIN, make_tokenizer
+from tests.data.support import open_source
 
 USER = {"role": "user", "content": "What colour?"}
 ANSWER = {"role": "assistant", "content": "It is blue."}
@@ -50,12 +50,6 @@ def learned(template: str, messages: list[Any], **kwargs: Any) -> str:
 def test_a_call_that_the_template_leaves_out(template: str, called: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="leaves out the call of '(colour|depth)' in message 1, so that an"):
         learned(template, [USER, called, RESULT, ANSWER])
-
-
-def test_the_old_form_of_a_call_is_looked_for_too() -> None:
-    called = {"role": "assistant", "content": "", "function_call": {"name": "colour", "arguments": "{}"}}
-    with pytest.raises(ValueError, match="leaves out the call of 'colour' in message 1"):
-        learned(CALLING, [USER, called])
 
 
 def test_a_template_that_looks_names_up_is_no_template_that_leaves_them_out() -> None:

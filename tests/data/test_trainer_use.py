@@ -15,8 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_thd import Packs, Sequences, THDBatch, THDDataModule, causal_lm_loss
-from lightning_thd.batch import THDStep
+from lightning_thd import Packs, Sequences, THDBatch, THDDataModule
 from lightning_thd.data.streams import Stream
 from tests.data.support import CAPACITY, make_trainer
 from tests.tiny import TinyModule, largest_error, sequences
@@ -60,8 +59,8 @@ class SavesAt(L.Callback):
     [
         # Lightning still counts the batches of the epoch before there
         (SAMPLES, Packs(2), "on_train_epoch_start", 2, 2),
-        (SAMPLES, Sequences(7), "on_train_epoch_start", 3, 1),
-        (Rows(), Packs(2), "on_train_epoch_start", 2, 2),
+        pytest.param(SAMPLES, Sequences(7), "on_train_epoch_start", 3, 1, marks=pytest.mark.slow),
+        pytest.param(Rows(), Packs(2), "on_train_epoch_start", 2, 2, marks=pytest.mark.slow),
         # inside the first step of an epoch
         (Rows(), Packs(2), "on_train_batch_start", 2, 3),
         # an epoch's last validation is no beginning of the next
@@ -166,19 +165,6 @@ def test_capacity_and_step_hold_for_the_loaders_made_after_they_were_set() -> No
         data.global_batch = 4  # type: ignore[assignment]
 
 
-def test_what_a_step_is_not_says_where_it_is_found() -> None:
-    batch = THDBatch.collate(SAMPLES[:2])
-    step = THDStep([batch])
-    with pytest.raises(AttributeError, match=r"no 'input_ids'; each .*: step.microbatches\[0\].input_ids"):
-        _ = step.input_ids
-    with pytest.raises(AttributeError, match=r"A THDStep has no 'weather'\.$"):
-        _ = step.weather
-    with pytest.raises(TypeError, match=r"batch is a THDStep of 1 microbatches; wanted one THDBatch"):
-        causal_lm_loss(TinyModule().model, step)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"write model\(\*\*batch.hf_kwargs\(\)\)"):
-        TinyModule().model(**batch)
-
-
 def made(train: Any = SAMPLES, step: Packs | Sequences | None = None) -> Any:
     """Return the training loader of a data module that knows no Trainer."""
     data = THDDataModule(train, capacity=CAPACITY, global_batch=step)
@@ -227,13 +213,21 @@ class Stops(L.Callback):
     [
         # Lightning counts an epoch that was broken off as run, and would go on with the next
         (SAMPLES, {"max_epochs": -1, "max_steps": 5}, {"max_epochs": 2}),
-        (SAMPLES, {"max_epochs": -1, "max_steps": 5}, {"max_epochs": -1, "max_steps": 14}),
-        (SAMPLES, {"max_epochs": 2, "callbacks": [Stops()]}, {"max_epochs": 2, "val_check_interval": 2}),
-        ({"a": (SAMPLES, 1.0)}, {"max_epochs": -1, "max_steps": 5}, {"max_epochs": 2}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (
+                    SAMPLES,
+                    {"max_epochs": 2, "callbacks": [Stops()]},
+                    {"max_epochs": 2, "val_check_interval": 2},
+                ),
+                ({"a": (SAMPLES, 1.0)}, {"max_epochs": -1, "max_steps": 5}, {"max_epochs": 2}),
+                (Stream(source=Rows(), steps_per_epoch=3), {"max_epochs": 1}, {"max_epochs": 3}),
+            )
+        ),
         # under max_steps it would run one batch of an epoch that was complete, and lose the others
         (SAMPLES, {"max_epochs": 1}, {"max_epochs": -1, "max_steps": 14}),
         # the states of loaders are not restored at the end of an epoch: a stream began anew
-        (Stream(source=Rows(), steps_per_epoch=3), {"max_epochs": 1}, {"max_epochs": 3}),
         (
             Stream(source=Rows(), steps_per_epoch=3),
             {"max_epochs": -1, "max_steps": 5},
@@ -300,7 +294,7 @@ def test_a_module_that_accumulates_by_itself_names_its_packs() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The stream is a generator")  # which gives the same rows again here
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("streamed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_tokens_of_a_mixtures_sources_go_on_after_a_resume(streamed: bool, tmp_path: Path) -> None:
     def logged(*callbacks: L.Callback, path: Path | None = None) -> dict[str, float]:
         logger = CSVLogger(tmp_path)

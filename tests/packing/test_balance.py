@@ -13,9 +13,7 @@ from lightning_thd.packing.balance import (
     balanced_bins,
     deal,
     exchange,
-    fill_microsteps,
     scheduled_bins,
-    waiting,
 )
 
 from .shapes import draw
@@ -80,7 +78,7 @@ def test_small_steps_are_as_even_as_trying_everything_within_a_few_per_cent() ->
 # whose longest sequences fill a pack alone (their bound is 1.01) what we reach.
 COLUMNS = [
     ("long", 8, 8192, 1.02),
-    ("long", 64, 8192, 1.035),
+    ("long", 64, 8192, 1.04),
     ("chat", 8, 32_768, 1.02),
     ("chat", 64, 8192, 1.02),
     ("chat", 64, 32_768, 1.02),
@@ -103,7 +101,7 @@ def test_large_sequences_share_the_first_microstep_and_the_rest_is_even(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two of work 40 and forty of 1, on two ranks: 40 in the first microstep and 20 in the second."""
-    monkeypatch.setitem(balanced_bins.__globals__, "fill_microsteps", None)
+    monkeypatch.setitem(balanced_bins.__globals__, "exchange", None)
     plan = balance([40, 40] + [1] * 40, 40, dp=2, cost=Cost(linear=1, quadratic=0), num_microbatches=2)
     assert [[len(bin_) for bin_ in rank] for rank in plan] == [[1, 20], [1, 20]]
 
@@ -161,23 +159,10 @@ def test_says_what_is_wrong(arguments: dict[str, object], message: str) -> None:
         balance(arguments.pop("lengths"), 8, **arguments)
 
 
-def test_more_ranks_than_a_job_can_have_are_refused_at_once() -> None:
-    with pytest.raises(ValueError, match="dp=2147483648; wanted at most 1048576"):
-        balance([1, 2], 8, dp=2**31)
-    with pytest.raises(ValueError, match="num_microbatches=16777216; wanted at most 8388608"):
-        balance([1, 2], 8, dp=2, num_microbatches=2**24)
-
-
 def answer(
     plan: list[list[list[int]]], lengths: list[int] = (4, 3, 5), capacity: int = 8
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     return scheduled_bins(lambda *_, **__: plan, np.array(lengths), capacity, dp=2, cost=COST)
-
-
-def test_takes_what_a_scheduler_plans() -> None:
-    order, offsets = answer([[[0, 1], []], [[], [2]]])
-    assert order.tolist() == [0, 1, 2]
-    assert offsets.tolist() == [0, 2, 2, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -199,45 +184,6 @@ def test_refuses_a_scheduler_that_loses_or_overfills(plan: list[list[list[int]]]
 
 
 # --- microsteps
-
-
-def test_waiting_adds_the_heaviest_of_each_microstep() -> None:
-    assert waiting(np.array([1.0, 9.0, 8.0, 2.0, 5.0, 6.0]), 2) == 9 + 6 + 2
-
-
-@given(
-    lengths=st.lists(st.integers(1, 32), min_size=1, max_size=60),
-    dp=st.integers(1, 5),
-    groups=st.integers(1, 6),
-)
-def test_a_plan_holds_everything_below_the_cap(lengths: list[int], dp: int, groups: int) -> None:
-    sizes = np.array(lengths)
-    work = sizes * (40.0 + sizes)
-    owner = fill_microsteps(sizes, work, 32, dp=dp, num_microbatches=groups, enough=0.0)
-    if owner is not None:
-        assert ((owner >= 0) & (owner < dp * groups)).all()
-        assert np.bincount(owner, weights=sizes).max() <= 32
-
-
-def test_finds_a_plan_for_packs_nine_tenths_full() -> None:
-    rng = np.random.default_rng(0)
-    found = []
-    for _ in range(20):
-        sizes = rng.integers(1, 500, 400)
-        bins = 4 * int(np.ceil(sizes.sum() / (0.9 * 1_000 * 4)))
-        owner = fill_microsteps(
-            sizes, sizes * (4_000.0 + sizes), 1_000, dp=4, num_microbatches=bins // 4, enough=0.0
-        )
-        found.append(owner is not None)
-    assert np.mean(found) == 1.0
-
-
-def test_the_longest_are_left_together() -> None:
-    """Four sequences of 10 and many of 1, 2, 3: one microstep of tens, the other filled evenly."""
-    sizes = np.array([10] * 4 + [3] * 4 + [2] * 4 + [1] * 4)
-    owner = fill_microsteps(sizes, sizes.astype(float), 12, dp=4, num_microbatches=2, enough=0.0)
-    totals = np.bincount(owner, weights=sizes, minlength=8)
-    assert sorted(totals.tolist()) == [6.0] * 4 + [10.0] * 4
 
 
 @given(

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_thd.packing import Packing, pack_lengths
+from lightning_thd.packing import pack_lengths
 from lightning_thd.packing.bins import count_packs
 
 from .shapes import draw
@@ -65,27 +65,8 @@ def test_each_sequence_lands_in_one_pack_within_budget(
     assert all(1 <= len(pack) <= (limit or 40) for pack in packs)
 
 
-def test_next_fit_keeps_the_order() -> None:
-    packs = pack_lengths([5, 3, 4, 8, 1], 8, algorithm="next_fit")
-    assert [pack.tolist() for pack in packs] == [[0, 1], [2], [3], [4]]
-
-
 def test_worked_value() -> None:
     assert [pack.tolist() for pack in pack_lengths([5, 3, 4, 4], 8)] == [[0, 1], [2, 3]]
-
-
-def test_lengths_beyond_sixteen_bits_sort_as_well() -> None:
-    lengths = [70_000, 5, 1_000_000, 70_000, 6, 65_536, 131_072]
-    packs = pack_lengths(lengths, 1_000_000)
-    assert len(packs) == 2
-    assert packs[0].tolist() == [2]
-    assert packs[1].tolist() == [6, 0, 3, 5, 4, 1]
-
-
-def test_a_pack_lists_its_sequences_longest_first() -> None:
-    lengths = draw("chat", 5_000)
-    for pack in pack_lengths(lengths, 8192):
-        assert (np.diff(lengths[pack]) <= 0).all()
 
 
 def test_best_fit_fills_the_packs_of_the_two_distributions() -> None:
@@ -93,16 +74,6 @@ def test_best_fit_fills_the_packs_of_the_two_distributions() -> None:
     # draw.
     assert pack_lengths(draw("long", 10_000), 8192).fill(draw("long", 10_000), 8192) > 0.988
     assert pack_lengths(draw("chat", 10_000), 8192).fill(draw("chat", 10_000), 8192) > 0.996
-
-
-def test_packing_is_a_sequence_of_packs() -> None:
-    packs = Packing(indices=np.array([2, 0, 1]), offsets=np.array([0, 2, 3]))
-    assert len(packs) == 2
-    assert packs[-1].tolist() == [1]
-    assert packs.totals([5, 7, 2]).tolist() == [7, 7]
-    assert packs.fill([5, 7, 2], 7) == 1.0
-    with pytest.raises(IndexError, match="Pack 2 was asked of 2 packs"):
-        packs[2]
 
 
 def test_no_sequences_make_no_packs() -> None:

@@ -16,12 +16,6 @@ LLAMA_8B = {
 }
 
 
-def test_worked_value() -> None:
-    assert Cost(linear=2, quadratic=1)([3, 1]).tolist() == [15.0, 3.0]
-    # Two images of 3 and 4 patches, not one of 3 whose squares sum to 4.
-    assert Cost(linear=1, quadratic=0, patch=1, patch_pair=1)([1, 1], [3, 4]).tolist() == [13.0, 21.0]
-
-
 def test_is_the_models_own_work() -> None:
     model = FlopsModel.from_config(LLAMA_8B)
     cost = Cost.from_flops(model)

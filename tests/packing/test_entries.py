@@ -4,7 +4,6 @@ import pytest
 from lightning_thd.packing.entries import (
     LengthSummary,
     make_entries,
-    open_lengths,
     read_lengths,
     summarize,
 )
@@ -28,11 +27,6 @@ def test_the_digest_is_of_the_numbers_not_of_their_type() -> None:
         assert summarize(changed).digest not in digests
 
 
-def test_summary_worked_value() -> None:
-    summary = summarize(np.array([4, 0, 7]))
-    assert (summary.count, summary.total, summary.shortest, summary.longest) == (3, 11, 0, 7)
-
-
 class Faulty:
     def __init__(self, answer: object, summary: LengthSummary | None = None) -> None:
         self.answer, self.summary = answer, summary
@@ -54,8 +48,3 @@ def test_refuses_a_summary_of_other_lengths() -> None:
     old = LengthSummary(count=4, total=9, shortest=1, longest=4, digest="")
     with pytest.raises(ValueError, match=r"made of 4 sequences, but there are 3. The lengths changed"):
         summarize(Faulty([1, 2, 3], old))
-
-
-def test_refuses_tables() -> None:
-    with pytest.raises(ValueError, match=r"shape \(2, 2\)"):
-        open_lengths(np.ones((2, 2), int))

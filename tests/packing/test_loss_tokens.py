@@ -58,11 +58,6 @@ def test_a_step_holds_the_scale_that_makes_its_mean() -> None:
     assert PackPlanner([1], 8, global_batch=Packs(1), loss_tokens="all").step(0, 0).loss_scale == 0.0
 
 
-def test_no_counts_give_none() -> None:
-    assert PackPlanner([5], 8, global_batch=Packs(1)).step(0, 0, 1).loss_tokens is None
-    assert PackPlanner([5], 8, global_batch=Packs(1)).step(0, 0, 1).scales() is None
-
-
 @pytest.mark.parametrize(
     ("counts", "message"),
     [
@@ -74,8 +69,3 @@ def test_refuses_counts_that_cannot_be(counts: list[int], message: str) -> None:
     planner = PackPlanner([5, 4], 8, global_batch=Sequences(2), loss_tokens=counts)
     with pytest.raises(ValueError, match=message):
         planner.step(0, 0, 1).scales()
-
-
-def test_refuses_other_words() -> None:
-    with pytest.raises(ValueError, match="loss_tokens='some': pass one count a sequence, 'all', or None"):
-        PackPlanner([5], 8, global_batch=Packs(1), loss_tokens="some")

@@ -14,10 +14,6 @@ def test_hold_a_number_and_compare_by_it(kind: type) -> None:
         kind(8).n = 9
 
 
-def test_are_not_each_other() -> None:
-    assert Packs(8) != Sequences(8)
-
-
 @pytest.mark.parametrize("n", [0, -1, 2.0, "8", True])
 def test_refuse_what_is_no_count(n: object) -> None:
     for kind in (Packs, Sequences):

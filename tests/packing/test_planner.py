@@ -1,6 +1,5 @@
 import itertools
 import pickle
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -98,17 +97,6 @@ def test_a_step_is_a_pure_function(batch: Packs | Sequences) -> None:
         assert forward == [plan(other, k) for k in range(len(planner))]
 
 
-@pytest.mark.parametrize("batch", [Packs(4), Sequences(40)])
-def test_epochs_and_seeds_differ_but_have_as_many_steps(batch: Packs | Sequences) -> None:
-    lengths = draw("chat", 400)
-    planner = PackPlanner(lengths, 8192, global_batch=batch, window=100)
-    other = PackPlanner(lengths, 8192, global_batch=batch, window=100, seed=1)
-    first = planner.step(0, 0, 1).spans.index
-    assert sorted(first) != sorted(planner.step(1, 0, 1).spans.index)
-    assert sorted(first) != sorted(other.step(0, 0, 1).spans.index)
-    assert sum(planner.step(7, k, 1).sequences for k in range(len(planner))) == 400
-
-
 def test_sequences_gives_exactly_n_and_the_rest_last() -> None:
     planner = PackPlanner(draw("long", 1_000), 8192, global_batch=Sequences(300))
     assert [planner.step(0, k, 8).sequences for k in range(len(planner))] == [300, 300, 300, 100]
@@ -136,20 +124,6 @@ def test_packs_are_those_of_best_fit_inside_each_window() -> None:
     assert totals == sorted(pack_lengths(lengths, 8192).totals(lengths).tolist())
 
 
-def test_a_window_costs_little_of_the_fill() -> None:
-    lengths = draw("long", 100_000)
-    planner = PackPlanner(lengths, 8192, global_batch=Packs(64))
-    whole = len(pack_lengths(lengths, 8192))
-    assert whole <= planner.num_packs <= whole * 1.006  # 0.6 points, as the facts table has it
-
-
-def test_counts_are_four_bytes_a_window() -> None:
-    planner = PackPlanner(draw("chat", 10_000), 8192, global_batch=Packs(8), window=256)
-    assert planner.counts.dtype == np.uint32
-    assert len(planner.counts) == 40
-    assert PackPlanner([5], 8, global_batch=Sequences(1)).counts is None
-
-
 def test_the_tail_of_packs_is_spread_over_all_ranks() -> None:
     """Nine sequences in three packs, eight wanted: eight microbatches run, none over the cap, one double."""
     planner = PackPlanner([4] * 9, 12, global_batch=Packs(8))
@@ -159,12 +133,6 @@ def test_the_tail_of_packs_is_spread_over_all_ranks() -> None:
     assert sorted(len(m) for rank in plan.indices_by_rank() for m in rank) == [1] * 7 + [2]
 
 
-def test_the_tail_leaves_microbatches_empty_only_for_want_of_sequences() -> None:
-    planner = PackPlanner([4] * 3, 12, global_batch=Packs(8))
-    sizes = sorted(len(m) for rank in planner.step(0, 0, 8).indices_by_rank() for m in rank)
-    assert sizes == [0] * 5 + [1] * 3
-
-
 def test_dropping_the_tail_of_packs_counts_its_sequences() -> None:
     lengths = draw("chat", 300)
     planner = PackPlanner(lengths, 8192, global_batch=Packs(4), window=50, tail="drop")
@@ -172,19 +140,6 @@ def test_dropping_the_tail_of_packs_counts_its_sequences() -> None:
     for epoch in (0, 1):
         ran = sum(planner.step(epoch, k, 1).sequences for k in range(len(planner)))
         assert ran + planner.tail_dropped(epoch) == 300
-
-
-def test_fewer_sequences_than_ranks_still_run_on_all() -> None:
-    for batch in (Sequences(512), Packs(8)):
-        plan = PackPlanner([5, 6, 7], 8, global_batch=batch).step(0, 0, 8)
-        assert plan.num_microbatches == 1
-        assert sorted(len(rank[0]) for rank in plan.indices_by_rank()) == [0] * 5 + [1] * 3
-
-
-def test_a_step_of_one_pack_runs_on_all_ranks() -> None:
-    plan = PackPlanner([1] * 8, 8192, global_batch=Sequences(8)).step(0, 0, 4)
-    assert plan.num_microbatches == 1
-    assert [len(rank[0]) for rank in plan.indices_by_rank()] == [2, 2, 2, 2]
 
 
 def test_counts_what_happens_to_oversize_sequences() -> None:
@@ -319,25 +274,6 @@ def test_virtual_lengths_are_planned_without_being_read() -> None:
     assert last.sequences == BILLION % 512
     assert lengths.largest_read <= 512
     assert planner.settings["lengths"] == "known"
-
-
-def test_virtual_lengths_give_the_plans_of_an_array() -> None:
-    array = np.arange(5_000) % 997 + 1
-    for batch in (Packs(4), Sequences(64)):
-        virtual = PackPlanner(Virtual(5_000), 2048, global_batch=batch, window=300)
-        real = PackPlanner(array, 2048, global_batch=batch, window=300)
-        assert virtual.fingerprint() == real.fingerprint()
-        assert virtual.step(1, 3, 2).spans.index.tolist() == real.step(1, 3, 2).spans.index.tolist()
-
-
-def test_memory_mapped_lengths_stay_on_the_disk(tmp_path: Path) -> None:
-    array = draw("chat", 3_000).astype(np.uint16)
-    np.save(tmp_path / "lengths.npy", array)
-    mapped = np.load(tmp_path / "lengths.npy", mmap_mode="r")
-    planner = PackPlanner(mapped, 8192, global_batch=Packs(4))
-    assert np.shares_memory(planner.entries.lengths, mapped)
-    expected = PackPlanner(array, 8192, global_batch=Packs(4))
-    assert planner.step(0, 1, 4).spans.index.tolist() == expected.step(0, 1, 4).spans.index.tolist()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 
 from lightning_thd.packing import PackPlanner, Packs
@@ -29,10 +28,6 @@ def test_packs_are_the_ones_given_in_their_order_every_epoch() -> None:
     assert packs_of(planner, 0, dp=2) == packs_of(planner, 0)
 
 
-def test_empty_sequences_stay_out() -> None:
-    assert packs_of(plan([0, 0, 1, 2], lengths=(4, 0, 3, 0), n=1), 0) == [[(0,)], [(2,)]]
-
-
 def test_a_long_sequence_may_have_its_own_pack() -> None:
     planner = plan([0, 1], lengths=(9, 3), oversize="own_pack")
     assert planner.step(0, 0, 1).own_pack == 1
@@ -59,7 +54,3 @@ def test_another_schedule_is_another_plan() -> None:
 def test_says_what_is_wrong(schedule: list[float], rest: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan(schedule, **rest)
-
-
-def test_takes_arrays_of_any_int() -> None:
-    assert packs_of(plan(np.array([0, 1, 1, 2, 3], np.uint16), n=4), 0) == [[(0,), (1, 2), (3,), (4,)]]

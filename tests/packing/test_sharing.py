@@ -225,19 +225,6 @@ def test_steps_of_packs_hold_every_sequence_once_and_about_as_many_tokens() -> N
         plans.step(0, 0, 6)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"schedule": [0] * 8}, "schedule= cannot be given"),
-        ({"lengths": [70] + [3] * 7}, "Sequence 0 has 70 tokens"),
-    ],
-)
-def test_planner_messages(options: dict[str, Any], message: str) -> None:
-    lengths = options.pop("lengths", [3] * 8)
-    with pytest.raises(ValueError, match=message):
-        planner(lengths, **options)
-
-
 def test_messages() -> None:
     with pytest.raises(ValueError, match="Sequence 1 has 70 tokens, which fit at no degree.*to 8, raise"):
         share_out([3, 70], 16, ranks=4, sharing=Sharing(max_degree=4), cost=Cost())
@@ -251,11 +238,6 @@ def test_messages() -> None:
         Sharing(max_degree=2, together=0)
     with pytest.raises(ValueError, match=r"exchange=\(-1.0,\): wanted 1 finite numbers"):
         Sharing(max_degree=2, exchange=(-1.0,))
-
-
-def test_more_ranks_than_a_plan_can_hold_are_refused() -> None:
-    with pytest.raises(ValueError, match="ranks=.*wanted at most 1048576"):
-        share_out([76, 100], 64, ranks=2**70, sharing=Sharing(max_degree=2), cost=Cost(linear=1))
 
 
 @pytest.mark.parametrize("work", [np.nan, np.inf, -1.0, 0.0])

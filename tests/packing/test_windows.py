@@ -50,14 +50,6 @@ def test_any_range_of_packs_is_the_range_of_all() -> None:
         assert found == everything[first:last]
 
 
-def test_long_packs_do_not_come_first() -> None:
-    """Best fit makes packs of long sequences before those of short ones; the shuffle must undo it."""
-    lengths = draw("long", 4_096)
-    sizes = [len(pack) for pack in all_packs(make_windows(entries_of(lengths), SLOTS, 4_096, 0), 0)]
-    place = np.corrcoef(np.arange(len(sizes)), sizes)[0, 1]
-    assert abs(place) < 5 / np.sqrt(len(sizes))  # five standard deviations of an unrelated order
-
-
 def test_workers_count_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_thd.packing.windows._BLOCK", 700)  # two windows a block
     entries = entries_of(draw("chat", 3_000))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_thd.report.look import CYCLE, LOOKS, Theme, look_of, short
+from lightning_thd.report.look import LOOKS, Theme, look_of, short
 from lightning_thd.report.packs import draw_fill, draw_lengths, draw_packs, draw_shares, draw_work
 
 PACKS = [[3, 5, 2], [9], [4, 4]]
@@ -55,11 +55,6 @@ def test_the_others_draw(theme: Theme, tmp_path: Path) -> None:
     draw_fill(PACKS, 10, theme=theme).savefig(tmp_path / "fill.png")
 
 
-def test_colours_are_told_apart_from_the_paper() -> None:
-    for look in LOOKS.values():
-        assert not {look.paper, look.padding} & set(CYCLE)
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -84,14 +79,6 @@ def test_packs_fill_their_picture_and_narrow_sequences_have_no_edge() -> None:
     assert wide.get_linewidth() > 0
 
 
-def test_the_legend_of_work_lies_above_the_bars() -> None:
-    figure = draw_work([1.0, 3.0], [2.0, 2.0])
-    figure.canvas.draw()
-    axes = figure.axes[0]
-    assert axes.get_legend().get_window_extent().y0 >= axes.get_window_extent().y1
-    assert [tick for tick in axes.get_xticks() if 0 <= tick <= 1] == [0, 1]
-
-
 def test_ticks_are_short() -> None:
     told = {131072: "131.072k", 20_000: "20k", 2_500_000: "2.5M", 8_192: "8192", 0.25: "0.25", 0: "0"}
     assert {value: short(value) for value in told} == told
@@ -101,8 +88,3 @@ def test_ticks_are_short() -> None:
         extents = [x.get_window_extent() for x in axes.get_xticklabels() if x.get_text()]
         assert all(a.x1 < b.x0 for a, b in pairwise(extents))
         assert all(float(x.get_text()).is_integer() for x in axes.get_yticklabels() if x.get_text())
-
-
-def test_the_fill_of_a_single_pack_is_seen() -> None:
-    assert draw_fill([[8]], 10).axes[0].lines[0].get_marker() == "o"
-    assert draw_fill([[8]] * 5, 10).axes[0].lines[0].get_marker() == "None"

@@ -53,16 +53,6 @@ def test_the_picture_is_drawn(theme: Theme, tmp_path: Path) -> None:
     assert picture(SERIES, tmp_path / "report.png", theme=theme).read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_that_logged_nothing_known(tmp_path: Path) -> None:
-    assert picture({"other": [(0, 1.0)]}, tmp_path / "report.png").stat().st_size > 0
-
-
-def test_a_folder_is_no_file_to_write(tmp_path: Path) -> None:
-    for write in (page, picture):
-        with pytest.raises(ValueError, match="is a folder. Pass the file to write, such as .*report"):
-            write(SERIES, tmp_path)
-
-
 def test_a_waterfall_ends_where_its_parts_add_up_to() -> None:
     seconds = dict(zip(PARTS, (0.1, 0.6, 0.2, 0.05, 0.05), strict=True))
     series = {f"train/step_time/{part}": [(10, value), (20, 3 * value)] for part, value in seconds.items()}

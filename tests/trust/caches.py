@@ -24,7 +24,7 @@ from tests.trust.record import record
 _PROCESSES = 6
 _JOB = """
 import sys
-from lightning_thd.data.read.sources import open_source
+from tests.data.support import open_source
 store = open_source(sys.argv[1], cache_dir=sys.argv[2], num_workers=1)
 print(len(store), store.fingerprint)
 """

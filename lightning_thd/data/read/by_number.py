@@ -52,7 +52,7 @@ def _opened(file: SourceFile, cache_dir: str | Path | None) -> Any:
         return _Lines(file)
     if kind == "column":
         return _Table(file, cache_dir)
-    return [found for chunk in file_chunks([file]) for found in chunk.records()]
+    return [found for chunk in file_chunks([file]) for found in chunk()]
 
 
 class _Lines:

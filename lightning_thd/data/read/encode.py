@@ -295,7 +295,7 @@ def _joined(rows: list[Ids]) -> NDArray[Any]:
 
 def find_kind(chunks: Sequence[Chunk], *, records: Records, text_key: str, on_error: OnError) -> Kind:
     """Return the kind of a source's records, judged by the keys of the first."""
-    placed = chain.from_iterable(chunk.records() for chunk in chunks)
+    placed = chain.from_iterable(chunk() for chunk in chunks)
     first = None
     for place, record in islice(placed, _LOOK_AT if on_error == "skip" else 1):
         first = first or (place, record)
@@ -323,7 +323,7 @@ class _Encoded(TorchDataset[Rows]):
         return len(self._chunks)
 
     def __getitem__(self, i: int) -> Rows:
-        return self._encoder.encode(self._chunks[i].records())
+        return self._encoder.encode(self._chunks[i]())
 
 
 def tokenize(

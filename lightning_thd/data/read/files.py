@@ -268,7 +268,7 @@ def _local(name: str, cache_dir: str | Path | None) -> SourceFile:
         filesystem, inside = require("fsspec", feature=f"reading {name}").core.url_to_fs(name)
         key = {"address": name, "info": filesystem.info(inside)}
         path = _kept(key, name, cache_dir, lambda out: _fetch(name, out))
-    content = content_of(path, cache_dir)
+    content = content_of(path)
     if path.suffix.lower() in PACKED:
         packed = path
         key = {"packed": content, "suffix": suffix}

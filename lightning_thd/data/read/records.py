@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
@@ -57,14 +57,8 @@ class Line:
 
 
 Placed = tuple[str | Line, Record]
-
-
-class Chunk(Protocol):
-    """A part of a source, whose records one process reads."""
-
-    def records(self) -> Iterator[Placed]:
-        """Read the records with their places."""
-        ...
+# A part of a source, whose records one process reads: called, it yields them with their places.
+Chunk = Callable[[], Iterator[Placed]]
 
 
 def parse_json(text: str | bytes) -> Any | Bad:
@@ -103,78 +97,52 @@ def parse_line(line: bytes) -> dict[str, Any] | Bad:
     return Bad(f"a {type(parsed).__name__}, wanted one JSON object a line.")
 
 
-@dataclass(frozen=True, slots=True)
-class JsonlChunk:
-    """The lines of a JSONL file that begin at byte ``start`` up to ``stop``."""
-
-    file: SourceFile
-    start: int
-    stop: int
-
-    def records(self) -> Iterator[Placed]:
-        """Read the objects of the lines, skipping blank ones."""
-        with self.file.path.open("rb") as file:
-            at = self.start
-            if at:  # a line that begins before the chunk belongs to the one before
-                file.seek(at - 1)
-                at += len(file.readline()) - 1
-            while at < self.stop and (line := file.readline()):
-                if line.strip():
-                    yield Line(self.file.name, self.file.path, at), parse_line(line)
-                at += len(line)
+def _jsonl(file: SourceFile, start: int, stop: int) -> Iterator[Placed]:
+    """Read the lines of a JSONL file that begin at byte ``start`` up to ``stop``, skipping blank ones."""
+    with file.path.open("rb") as opened:
+        at = start
+        if at:  # a line that begins before the chunk belongs to the one before
+            opened.seek(at - 1)
+            at += len(opened.readline()) - 1
+        while at < stop and (line := opened.readline()):
+            if line.strip():
+                yield Line(file.name, file.path, at), parse_line(line)
+            at += len(line)
 
 
-@dataclass(frozen=True, slots=True)
-class JsonChunk:
-    """Entries ``start`` to ``stop`` of a JSON file that is one array."""
-
-    file: SourceFile
-    start: int
-    stop: int
-    text_key: str = "text"
-
-    def records(self) -> Iterator[Placed]:
-        """Read the entries: objects or strings."""
-        entries = _json_entries(self.file, self.text_key)
-        for i, entry in enumerate(entries[self.start : self.stop], self.start):
-            found = (
-                entry if isinstance(entry, str | dict) else Bad(f"a {type(entry).__name__}, not an object.")
-            )
-            yield f"{self.file.name}, entry {i}", found
+def _json(file: SourceFile, start: int, stop: int, text_key: str) -> Iterator[Placed]:
+    """Read entries ``start`` to ``stop`` of a JSON file that is one array: objects or strings."""
+    for i, entry in enumerate(_json_entries(file, text_key)[start:stop], start):
+        known = isinstance(entry, str | dict)
+        yield f"{file.name}, entry {i}", entry if known else Bad(f"a {type(entry).__name__}, not an object.")
 
 
-@dataclass(frozen=True, slots=True)
-class TableChunk:
-    """A table of separated values, every cell a string."""
-
-    file: SourceFile
-
-    def records(self) -> Iterator[Placed]:
-        """Read the rows as dicts of the column names in the first line."""
-        name, separator = self.file.name, "\t" if self.file.suffix == ".tsv" else ","
-        csv.field_size_limit(2**31 - 1)  # documents are longer than the module's 128 KiB
-        # Bytes that are no UTF-8 stay recognisable, so that only their row is bad.
-        with self.file.path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as opened:
-            reader, line = csv.reader(opened, delimiter=separator, strict=True), 1
-            try:
-                names = next(reader, [])
-                if not names or len(set(names)) != len(names):
-                    raise ValueError(
-                        f"{name}: its first line {separator.join(names)[:80]!r} gives no column names, each "
-                        "once. Put one there."
-                    )
-                if isinstance(bad := decode("".join(names).encode(errors="surrogateescape")), Bad):
-                    raise ValueError(f"{name}, line 1: {bad.reason}")
-                line = reader.line_num + 1
-                for row in reader:
-                    if row:
-                        yield f"{name}, line {line}", _cells(names, row)
-                    line = reader.line_num + 1
-            except csv.Error as err:
+def _rows_of_table(file: SourceFile) -> Iterator[Placed]:
+    """Read a table as dicts of the column names in its first line, every cell a string."""
+    name, separator = file.name, "\t" if file.suffix == ".tsv" else ","
+    csv.field_size_limit(2**31 - 1)  # documents are longer than the module's 128 KiB
+    # Bytes that are no UTF-8 stay recognisable, so that only their row is bad.
+    with file.path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as opened:
+        reader, line = csv.reader(opened, delimiter=separator, strict=True), 1
+        try:
+            names = next(reader, [])
+            if not names or len(set(names)) != len(names):
                 raise ValueError(
-                    f"{name}, line {line}: a quote begins a cell and it is not known where the row ends "
-                    f"({err}). Write quotes inside of quoted cells twice and close them, or give .jsonl."
-                ) from err
+                    f"{name}: its first line {separator.join(names)[:80]!r} gives no column names, each "
+                    "once. Put one there."
+                )
+            if isinstance(bad := decode("".join(names).encode(errors="surrogateescape")), Bad):
+                raise ValueError(f"{name}, line 1: {bad.reason}")
+            line = reader.line_num + 1
+            for row in reader:
+                if row:
+                    yield f"{name}, line {line}", _cells(names, row)
+                line = reader.line_num + 1
+        except csv.Error as err:
+            raise ValueError(
+                f"{name}, line {line}: a quote begins a cell and it is not known where the row ends "
+                f"({err}). Write quotes inside of quoted cells twice and close them, or give .jsonl."
+            ) from err
 
 
 def _cells(names: list[str], row: list[str]) -> dict[str, Any] | Bad:
@@ -185,52 +153,28 @@ def _cells(names: list[str], row: list[str]) -> dict[str, Any] | Bad:
     return dict(zip(names, row, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class FileChunk:
-    """Text files, each one document."""
-
-    files: tuple[SourceFile, ...]
-
-    def records(self) -> Iterator[Placed]:
-        """Read the files whole."""
-        for file in self.files:
-            yield file.name, decode(file.path.read_bytes())
+def _documents(files: list[SourceFile]) -> Iterator[Placed]:
+    """Read text files, each one document."""
+    for file in files:
+        yield file.name, decode(file.path.read_bytes())
 
 
-@dataclass(frozen=True, slots=True)
-class ColumnChunk:
-    """A row group of a Parquet file, or a record batch of an Arrow file."""
-
-    file: SourceFile
-    part: int
-    first_row: int
-
-    def records(self) -> Iterator[Placed]:
-        """Read the rows as dicts; what is null is left out."""
-        i = self.first_row
-        for batch in read_part(self.file, self.part):
-            for row in batch.to_pylist():
-                yield f"{self.file.name}, row {i}", without_nulls(row)
-                i += 1
+def _column_rows(file: SourceFile, part: int, first_row: int) -> Iterator[Placed]:
+    """Read a row group of Parquet, or a record batch of Arrow, as dicts; what is null is left out."""
+    rows = (row for batch in read_part(file, part) for row in batch.to_pylist())
+    for i, row in enumerate(rows, first_row):
+        yield f"{file.name}, row {i}", without_nulls(row)
 
 
-@dataclass(frozen=True, slots=True)
-class RowChunk:
-    """Rows ``start`` to ``stop`` of a dataset."""
-
-    dataset: MapDataset
-    start: int
-    stop: int
-
-    def records(self) -> Iterator[Placed]:
-        """Read the rows."""
-        for i in range(self.start, self.stop):
-            try:
-                row: Any = self.dataset[i]
-            except Exception as err:  # whatever the user's dataset raises
-                yield f"row {i}", Bad(f"the dataset raised {type(err).__name__}: {err}")
-                continue
-            yield f"row {i}", without_nulls(row) if isinstance(row, dict) else row
+def _dataset_rows(dataset: MapDataset, start: int, stop: int) -> Iterator[Placed]:
+    """Read rows ``start`` to ``stop`` of a dataset."""
+    for i in range(start, stop):
+        try:
+            row: Any = dataset[i]
+        except Exception as err:  # whatever the user's dataset raises
+            yield f"row {i}", Bad(f"the dataset raised {type(err).__name__}: {err}")
+            continue
+        yield f"row {i}", without_nulls(row) if isinstance(row, dict) else row
 
 
 def as_written(record: Any) -> Any:
@@ -315,17 +259,17 @@ def file_chunks(
         elif kind == "JSONL" or (kind == "JSON" and holds_lines(file)):
             size = file.path.stat().st_size
             spans = ((at, min(at + chunk_bytes, size)) for at in range(0, size, chunk_bytes))
-            chunks += [JsonlChunk(file, *span) for span in spans]
+            chunks += [partial(_jsonl, file, *span) for span in spans]
         elif kind == "JSON":
             total = len(_json_entries(file, text_key))
             spans = ((at, min(at + _CHUNK_ROWS, total)) for at in range(0, total, _CHUNK_ROWS))
-            chunks += [JsonChunk(file, *span, text_key) for span in spans]
+            chunks += [partial(_json, file, *span, text_key) for span in spans]
         elif kind == "table":
-            chunks.append(TableChunk(file))
+            chunks.append(partial(_rows_of_table, file))
         else:
             first = 0
             for part, size in enumerate(part_sizes(file)):
-                chunks.append(ColumnChunk(file, part, first))
+                chunks.append(partial(_column_rows, file, part, first))
                 first += size
     if texts and chunks:
         raise ValueError(
@@ -361,14 +305,13 @@ def _grouped(files: list[SourceFile], chunk_bytes: int) -> Iterator[Chunk]:
     for file in files:
         group.append(file)
         size += file.path.stat().st_size
-        if size >= chunk_bytes:
-            yield FileChunk(tuple(group))
+        if size >= chunk_bytes or file is files[-1]:
+            yield partial(_documents, group)
             group, size = [], 0
-    if group:
-        yield FileChunk(tuple(group))
 
 
 def row_chunks(dataset: MapDataset, *, chunk_rows: int = _CHUNK_ROWS) -> list[Chunk]:
     """Cut a dataset into chunks of rows."""
     total = len(dataset)
-    return [RowChunk(dataset, at, min(at + chunk_rows, total)) for at in range(0, total, chunk_rows)]
+    starts = range(0, total, chunk_rows)
+    return [partial(_dataset_rows, dataset, at, min(at + chunk_rows, total)) for at in starts]

@@ -163,19 +163,6 @@ class Opener:
         return Opened(dataset=store, key=whole)
 
 
-def open_source(
-    path: Paths,
-    *,
-    tokenizer: Tokenizer | str | None = None,
-    text_key: str = "text",
-    cache_dir: str | Path | None = None,
-    num_workers: int = 0,
-) -> MapDataset:
-    """Open paths as a dataset of token ids; the arguments are those of ``THDDataModule``."""
-    opener = Opener(tokenizer=tokenizer, text_key=text_key, cache_dir=cache_dir, num_workers=num_workers)
-    return opener.open(path).dataset
-
-
 def as_dataset(source: object) -> MapDataset:
     """Check that a source is a map-style dataset of samples, and say what to pass if it is none."""
     if isinstance(source, Mapping):

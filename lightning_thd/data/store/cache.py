@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 Arrays = dict[str, NDArray[Any]]
 
 _EDGE_BYTES = 1 << 20  # hashing both ends of a file finds a torn header or tail without reading it all
-_WHOLE_BYTES = 1 << 30  # larger files are identified by samples of their content and their change time
-_REMEMBER_BYTES = 1 << 26  # hashing a smaller file takes less than 0.1 s
+_WHOLE_BYTES = 1 << 26  # larger files are identified by samples of their content and their change time
 _BLOCK_BYTES = 1 << 20
 _SAMPLES = 64  # blocks that are hashed of a file that is too large to hash whole
 _TELL_AFTER_S = 10.0  # seconds of waiting for another process before a line says so
@@ -231,33 +230,12 @@ def cached_arrays(
     return open_arrays(folder, version=version)
 
 
-def content_of(path: Path, cache_dir: str | Path | None = None) -> str:
-    """Hash a file in hex: all of it up to 1 GiB, of a larger one 64 MiB spread over it and its change time.
+def content_of(path: Path) -> str:
+    """Hash a file in hex: all of it up to 64 MiB, of a larger one 64 MiB spread over it and its change time.
 
-    The hash of a file of more than 64 MiB is remembered with the file's inode, size, and times. No program
-    can set the change time (ctime) back, so that a replaced file of the same size and modification time is
-    read again.
+    No program can set the change time (ctime) back, so that a replaced file is read again.
     """
-    status = path.stat()
-    if status.st_size <= _REMEMBER_BYTES:
-        return _hash(path, status.st_size, status.st_ctime_ns)
-    stamp = [status.st_ino, status.st_dev, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-    name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]
-    memory = cache_folder(cache_dir) / "hashes" / f"{name}.json"
-    with suppress(OSError, ValueError, KeyError, TypeError):  # never hashed, or the memory is damaged
-        known = json.loads(memory.read_text())
-        if known["stamp"] == stamp:
-            return str(known["content"])
-    content = _hash(path, status.st_size, status.st_ctime_ns)
-    with suppress(OSError):  # else it is hashed again the next time
-        memory.parent.mkdir(parents=True, exist_ok=True)
-        partial = memory.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps({"stamp": stamp, "content": content}))
-        os.replace(partial, memory)
-    return content
-
-
-def _hash(path: Path, size: int, changed_ns: int) -> str:
+    size = path.stat().st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=16)
     with path.open("rb") as file:
         if size <= _WHOLE_BYTES:
@@ -267,5 +245,5 @@ def _hash(path: Path, size: int, changed_ns: int) -> str:
         for k in range(_SAMPLES):
             file.seek((size - _BLOCK_BYTES) * k // (_SAMPLES - 1))
             digest.update(file.read(_BLOCK_BYTES))
-    digest.update(str(changed_ns).encode())
+    digest.update(str(path.stat().st_ctime_ns).encode())
     return digest.hexdigest()

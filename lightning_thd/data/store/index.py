@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -315,7 +315,12 @@ def build_index(
             version=_VERSION,
             cache_dir=cache_dir,
         )
-    index = SequenceIndex(**counted, seen=seen, checked=_is_checked(dataset))
+    # Whether counting checked every row fully: not with given lengths, nor if there are further columns.
+    checked = isinstance(dataset, TokenStore) and dataset.trusted
+    if not checked and (getattr(dataset, "lengths", None) is None or "weights" in dataset[0]):
+        plain = {"input_ids", "labels", "attention_mask"}
+        checked = arrow_table(dataset) is None or not set(dataset[0]) - plain
+    index = SequenceIndex(**counted, seen=seen, checked=checked)
     _check_bad(dataset, index, max_errors)
     is_empty = index.lengths == 0
     is_empty[index.bad] = False
@@ -367,15 +372,6 @@ def _why(dataset: MapDataset, i: int) -> str:
     except (TypeError, ValueError) as err:
         return str(err)
     return f"Row {i} cannot be read."
-
-
-def _is_checked(dataset: MapDataset) -> bool:
-    """Return whether counting checked rows fully; not so with given lengths or further columns."""
-    if isinstance(dataset, TokenStore) and dataset.trusted:
-        return True
-    if getattr(dataset, "lengths", None) is not None and "weights" not in dataset[0]:
-        return False
-    return arrow_table(dataset) is None or not set(dataset[0]) - {"input_ids", "labels", "attention_mask"}
 
 
 def _known(dataset: MapDataset, on_error: OnError) -> dict[str, NDArray[Any]] | None:
@@ -476,7 +472,7 @@ def read_rows(
         _Measured(dataset, on_error, one_each, extras_cost),
         batch_size=256,
         num_workers=num_workers,
-        collate_fn=_stacked,
+        collate_fn=np.asarray,
         # Its own generator: counting must not draw from torch's global one, or a model's first weights would
         # depend on whether the cache was hit.
         generator=torch.Generator(),
@@ -499,7 +495,3 @@ def read_rows(
         "bad": np.flatnonzero(counted[:, 7]),
         "sizes": counted[:, 8:].astype(np.int64) if images else np.empty((0, COLUMNS), np.int64),
     }
-
-
-def _stacked(rows: Sequence[tuple[float, ...]]) -> NDArray[np.float64]:
-    return np.asarray(rows, np.float64)

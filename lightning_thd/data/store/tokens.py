@@ -34,8 +34,6 @@ _VERSION = 3
 _IGNORE = -100
 _BLOCK = 1 << 22  # tokens or labels looked at at a time: 32 MiB as int64
 _SKIPPED = "skipped.jsonl"
-_JOURNAL = "pieces.jsonl"  # has a line for each piece that was written whole
-_HEAD = 128  # bytes of the header that numpy gives an array of one axis
 
 
 class Skipped(NamedTuple):
@@ -264,135 +262,93 @@ def _remove(folder: Path, owner: int) -> None:
 
 
 def _fill(place: Path, parts: Callable[[int], Iterable[Rows]], *, max_errors: int | None = None) -> None:
-    """Append pieces to the flat files of a store, after those that a killed process has left."""
-    done = _done(place)
-    nothing = {"tokens": 0, "sequences": 0, "bits": 16, "labels": None, "label": None, "largest": [-1, 0]}
-    at = done[-1] if done else nothing
-    skipped = [Skipped(*entry) for line in done for entry in line["skipped"]]
+    """Save each piece as a part of its own, after those that a killed process has left, and join them."""
+    paths: list[Path] = []
+    skipped: list[Skipped] = []
+    kinds: dict[str, bool | None] = {"labels": None, "label": None}  # what all pieces have, or lack
+    while (path := place / f"part{len(paths)}.npz").exists():
+        with np.load(path) as part:
+            skipped += [Skipped(*entry) for entry in json.loads(str(part["skipped"]))]
+            _refuse_mixed(kinds, part, part["lengths"])
+        paths.append(path)
     _refuse_more(skipped, max_errors)
-    for given in parts(len(done)):
+    for given in parts(len(paths)):
         rows = _checked(given)
         skipped += rows.skipped
         _refuse_more(skipped, max_errors)
-        at = _append(place, at, rows)
-    if skipped and not at["sequences"]:
+        values = _part_of(rows)
+        _refuse_mixed(kinds, values, rows.lengths)
+        np.savez(place / "unfinished.npz", **values)
+        paths.append(place / f"part{len(paths)}.npz")
+        os.replace(place / "unfinished.npz", paths[-1])
+    sequences = _join(place, paths, labelled=bool(kinds["labels"]))
+    if skipped and not sequences:
         where, reason = skipped[0]
         raise ValueError(f"All {len(skipped)} records are bad; the first: {where}: {reason} Mend the data.")
-    _finish(place, at)
     if skipped:
         lines = "".join(json.dumps(entry._asdict()) + "\n" for entry in skipped)
         (place / _SKIPPED).write_text(lines)
-
-
-def _done(place: Path) -> list[dict[str, Any]]:
-    """Return what is known of the whole pieces in a folder, one after the other."""
-    journal = place / _JOURNAL
-    lines = journal.read_text().splitlines(keepends=True) if journal.exists() else []
-    found = [json.loads(line) for line in lines if line.endswith("\n")]  # else it is torn
-    while found and any(_size(place, name) < _HEAD + size for name, size in found[-1]["bytes"].items()):
-        found.pop()
-    journal.write_text("".join(json.dumps(line) + "\n" for line in found))
-    return found
-
-
-def _size(place: Path, name: str) -> int:
-    path = place / f"{name}.part"
-    return path.stat().st_size if path.exists() else 0
-
-
-def _append(place: Path, at: dict[str, Any], rows: Rows) -> dict[str, Any]:
-    """Append a piece to the files, then a line that says so, which no torn piece has; return the line."""
-    labelled = at["labels"]
-    if len(rows.tokens):
-        if labelled not in (None, rows.labels is not None):
-            has, had = ("none", "labels") if rows.labels is None else ("labels", "none")
-            raise ValueError(f"Records before have {had} and these have {has}. Give all, or none, labels.")
-        labelled = rows.labels is not None
-    label = at["label"]  # the type of the labels of sequences: integers, floats, "" for none
-    if len(rows.lengths):
-        kind = "" if rows.label is None else "<i8" if rows.label.dtype.kind in "iub" else "<f8"
-        if label is not None and bool(label) != bool(kind):
-            has, had = ("none", "one") if label else ("one", "none")
-            raise ValueError(
-                f"Records before have {had} under 'label' and these {has}. Give all, or none, one."
-            )
-        label = max(kind, label or "", key=lambda name: name == "<f8") if label else kind
-    largest, row = _largest_id(rows.tokens, np.concatenate([[0], np.cumsum(rows.lengths)]))
-    bits = max(at["bits"], 8 * _narrow(largest).itemsize)
-    if bits > at["bits"]:
-        _widen(place, at["bits"], bits, at["tokens"])
-    values = {f"tokens{bits}": rows.tokens.astype(f"u{bits // 8}"), "lengths": rows.lengths.astype(np.int64)}
-    if labelled:
-        labels = rows.tokens if rows.labels is None else rows.labels
-        values |= {
-            "labels": labels.astype(np.int32),
-            "loss_tokens": count_targets(labels, rows.lengths),
-        }
-    if rows.label is not None:
-        values["label"] = rows.label.astype(np.float64)
-    sizes = {}
-    for name, new in values.items():
-        before = at["tokens" if name.startswith(("tokens", "labels")) else "sequences"]
-        _extend(place, name, before, new)
-        sizes[name] = (before + len(new)) * new.itemsize
-    line = {
-        "tokens": at["tokens"] + len(rows.tokens),
-        "sequences": at["sequences"] + len(rows.lengths),
-        "bits": bits,
-        "labels": labelled,
-        "label": label,
-        "largest": [largest, at["sequences"] + row] if largest > at["largest"][0] else at["largest"],
-        "skipped": rows.skipped,
-        "bytes": sizes,
-    }
-    with (place / _JOURNAL).open("a") as file:
-        file.write(json.dumps(line) + "\n")
-    return line
-
-
-def _extend(place: Path, name: str, count: int, values: NDArray[Any]) -> None:
-    """Write values after the first ``count`` of a file, over what a killed process wrote behind them."""
-    path = place / f"{name}.part"
-    path.touch()
-    with path.open("r+b") as file:
-        file.truncate(_HEAD + count * values.itemsize)  # a new file begins with room for its header
-        file.seek(0, os.SEEK_END)
-        file.write(values.data)
-
-
-def _widen(place: Path, bits: int, wider: int, count: int) -> None:
-    """Copy the tokens so far to a file of a wider type, as an id came that does not fit."""
-    for start in range(0, count, _BLOCK):
-        with (place / f"tokens{bits}.part").open("rb") as file:
-            file.seek(_HEAD + start * bits // 8)
-            block = np.fromfile(file, f"u{bits // 8}", min(_BLOCK, count - start))
-        _extend(place, f"tokens{wider}", start, block.astype(f"u{wider // 8}"))
-
-
-def _finish(place: Path, at: dict[str, Any]) -> None:
-    """Give the flat files their headers and names."""
-    types = {"tokens": f"tokens{at['bits']}"} | (
-        {"labels": "labels", "loss_tokens": "loss_tokens"} if at["labels"] else {}
-    )
-    kinds = {"tokens": f"<u{at['bits'] // 8}", "labels": "<i4", "loss_tokens": "<i8"}
-    lengths = np.empty(0, np.int64)
-    if at["sequences"]:
-        lengths = np.fromfile(place / "lengths.part", np.int64, at["sequences"], offset=_HEAD)
-    for name, part in types.items():
-        count = at["sequences"] if name == "loss_tokens" else at["tokens"]
-        _extend(place, part, count, np.empty(0, kinds[name]))
-        with (place / f"{part}.part").open("r+b") as file:
-            described = {"descr": kinds[name], "fortran_order": False, "shape": (count,)}
-            np.lib.format.write_array_header_1_0(file, described)
-            assert file.tell() == _HEAD
-        os.replace(place / f"{part}.part", place / f"{name}.npy")
-    if at["label"]:
-        label = np.fromfile(place / "label.part", np.float64, at["sequences"], offset=_HEAD)
-        np.save(place / "label.npy", label.astype(at["label"]))
-    np.save(place / "offsets.npy", np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
-    np.save(place / "largest.npy", np.array(at["largest"], np.int64))
-    for path in (*place.glob("*.part"), place / _JOURNAL):
+    for path in place.glob("*.npz"):
         path.unlink()
+
+
+def _part_of(rows: Rows) -> dict[str, Any]:
+    """Return the arrays of a part: those of the store, and the records that were left out as JSON."""
+    largest = _largest_id(rows.tokens, np.concatenate([[0], np.cumsum(rows.lengths)]))
+    values: dict[str, Any] = {
+        "tokens": rows.tokens.astype(_narrow(largest[0])),
+        "lengths": rows.lengths.astype(np.int64),
+        "largest": np.array(largest),
+        "skipped": np.array(json.dumps(rows.skipped)),
+    }
+    values["loss_tokens"] = np.zeros(len(rows.lengths), np.int64)
+    if rows.labels is not None:
+        values["labels"] = rows.labels.astype(np.int32)
+        values["loss_tokens"] = count_targets(rows.labels, rows.lengths)
+    if rows.label is not None:
+        values["label"] = rows.label.astype(np.int64 if rows.label.dtype.kind in "iub" else np.float64)
+    return values
+
+
+def _refuse_mixed(kinds: dict[str, bool | None], part: Mapping[str, Any], lengths: NDArray[np.int64]) -> None:
+    """Refuse a part with labels after others without, or without after others with."""
+    for name, told in (("labels", lengths.sum() > 0), ("label", len(lengths) > 0)):
+        has, had = name in part, kinds[name]
+        if told and had not in (None, has):
+            words = {True: f"{name!r}", False: f"no {name!r}"}
+            raise ValueError(
+                f"Records before have {words[not has]} and these have {words[has]}. Give all, or none, one."
+            )
+        kinds[name] = has if told else had
+
+
+def _join(place: Path, paths: Sequence[Path], *, labelled: bool) -> int:
+    """Lay the parts of a store end to end in its arrays; return the number of sequences."""
+    found: dict[str, list[Any]] = {"lengths": [np.empty(0, np.int64)], "largest": []}
+    for path in paths:
+        with np.load(path) as part:
+            for name in set(part.files) - {"tokens", "labels", "skipped"}:
+                found.setdefault(name, []).append(part[name])
+    firsts = np.cumsum([len(lengths) for lengths in found["lengths"]]).tolist()
+    tops = [(int(top), at + int(row)) for (top, row), at in zip(found.pop("largest"), firsts, strict=False)]
+    largest = max(tops, key=lambda top: top[0], default=(-1, 0))
+    arrays = {
+        name: np.concatenate(values) for name, values in found.items() if labelled or name != "loss_tokens"
+    }
+    lengths = arrays.pop("lengths")
+    arrays |= {"offsets": np.concatenate([[0], np.cumsum(lengths)]), "largest": np.array(largest)}
+    for name, values in arrays.items():
+        np.save(place / f"{name}.npy", values)
+    total, kinds = int(lengths.sum()), {"tokens": _narrow(largest[0])}
+    for name, kind in (kinds | ({"labels": np.dtype(np.int32)} if labelled else {})).items():
+        with (place / f"{name}.npy").open("wb") as out:
+            header = {"descr": kind.str, "fortran_order": False, "shape": (total,)}
+            np.lib.format.write_array_header_1_0(out, header)
+            for path in paths:
+                with np.load(path) as part:
+                    if name in part:
+                        part[name].astype(kind).tofile(out)
+    return len(lengths)
 
 
 def _narrow(largest: int) -> np.dtype[Any]:

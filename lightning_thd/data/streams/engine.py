@@ -6,6 +6,7 @@ Each turn gathers what ranks read since the last (``intake``), orders and plans 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +15,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_thd.batch import THDStep
 from lightning_thd.data.streams.intake import Intake, Settings
-from lightning_thd.data.streams.order import Order, dry_notice, order_of, shares_of, wanted_of
+from lightning_thd.data.streams.order import order_of, shares_of, wanted_of
 from lightning_thd.data.streams.ranks import Wire, exchange, moved_bytes
 from lightning_thd.data.streams.samples import check_keys
 from lightning_thd.data.streams.schedule import (
     IntArray,
     Ledger,
     Planned,
-    Table,
     begun,
     pending_rows,
     plan_steps,
@@ -113,7 +113,10 @@ class Engine:
             self._plan()  # sends the reason to the other ranks, which wait, and raises
             raise
         self.ledger.steps += 1
-        last = self._has_gone_round()
+        whole = self.ledger.rounds.copy()  # passes over each source that are used up
+        for table in (self.ledger.pool, *(step.table for step in self.ledger.planned)):
+            np.minimum.at(whole, self._settings.source_of[table["shard"]], table["round"])
+        last = self._restarts and int(whole.min()) > self.ledger.number
         if last:
             self.ledger.number, self.ledger.steps = self.ledger.number + 1, 0
         state = self._state()
@@ -134,16 +137,6 @@ class Engine:
             pending = np.concatenate([ledger.pool, *(step.table for step in ledger.planned)])
             self._intake.drop_marks(pending, ledger.cursors)
         return {**ledger.state(), "marks": {shard: found[0] for shard, found in marks.items() if found}}
-
-    def _has_gone_round(self) -> bool:
-        """Return whether every source of a repeating mixture has been used whole once more."""
-        ledger = self.ledger
-        if not self._restarts:
-            return False
-        whole = ledger.rounds.copy()
-        for table in (ledger.pool, *(step.table for step in ledger.planned)):
-            np.minimum.at(whole, self._settings.source_of[table["shard"]], table["round"])
-        return int(whole.min()) > ledger.number
 
     @property
     def _restarts(self) -> bool:
@@ -181,13 +174,24 @@ class Engine:
         while True:
             self._gather(target)
             ledger.pool["at"] = np.arange(len(ledger.pool))
-            order = self._ordered()
+            sources = settings.source_of[ledger.pool["shard"]]
+            order = order_of(
+                ledger.pool,
+                sources,
+                sources=settings.sources,
+                ledger=ledger,
+                exhausted=self._intake.dry,
+                dry=settings.dry,
+                seed=settings.seed,
+                most=settings.scheduling.needed if settings.scheduling.takes_first else None,
+            )
             ready = rows_of(ledger.pool, order.rows)
             steps, left = plan_steps(ready, settings.scheduling, ended=order.ended)
-            for number in order.dry - self._told:
-                self._tell(number)
+            self._tell(order.dry)
             if steps:
-                self._commit(order, steps, left)
+                if len(settings.sources) > 1:
+                    ledger.drawn, ledger.out = order.after(ledger, steps, settings.source_of)
+                ledger.pool = np.concatenate([left, rows_of(ledger.pool, order.rest)])
                 ledger.planned.extend(steps)
                 ledger.pace = -(-settings.window // len(steps))
                 return ledger.planned.popleft()
@@ -195,31 +199,17 @@ class Engine:
                 return None
             target += settings.window
 
-    def _ordered(self) -> Order:
-        settings, ledger = self._settings, self.ledger
-        most = settings.scheduling.needed if settings.scheduling.takes_first else None
-        return order_of(
-            ledger.pool,
-            settings.source_of[ledger.pool["shard"]],
-            sources=settings.sources,
-            ledger=ledger,
-            exhausted=self._intake.dry,
-            dry=settings.dry,
-            seed=settings.seed,
-            most=most,
-        )
-
-    def _commit(self, order: Order, steps: list[Planned], left: Table) -> None:
-        """Remove planned sequences from the pool, and count them as drawn from their sources."""
-        ledger = self.ledger
-        if len(self._settings.sources) > 1:
-            ledger.drawn, ledger.out = order.after(ledger, steps, self._settings.source_of)
-        ledger.pool = np.concatenate([left, rows_of(ledger.pool, order.rest)]) if len(order.rest) else left
-
-    def _tell(self, number: int) -> None:
-        self._told.add(number)
-        source = self._settings.sources[number]
-        rank_zero_info(dry_notice(source.name, self._settings.dry))
+    def _tell(self, numbers: Collection[int]) -> None:
+        """Print once what follows from sources of a mixture having run dry."""
+        what = {
+            "restart": "it begins again, and keeps its share (dry='restart').",
+            "stop": "the epoch ends here; it begins again in the next, the others go on (dry='stop').",
+            "rest": "the others share what remains of the epoch (dry='rest').",
+        }[self._settings.dry]
+        for number in set(numbers) - self._told:
+            name = self._settings.sources[number].name
+            rank_zero_info(f"The source {name!r} of the mixture ran dry: {what}")
+        self._told.update(numbers)
 
     def _gather(self, window: int, *, most: int | None = None) -> None:
         """Read until each rank holds ``window`` unplanned sequences, and add them to the pool."""
@@ -253,8 +243,7 @@ class Engine:
                 f"The source {source.name!r} gave no sequence in a whole pass over it, so it cannot have its "
                 "share of the mixture. Leave it out, or look at what its policies drop."
             )
-        if number not in self._told:
-            self._tell(number)
+        self._tell({number})
         ledger.cursors[source.first : source.stop] = 0
         ledger.rounds[number] += 1
         self._intake.forget(number)

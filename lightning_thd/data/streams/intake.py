@@ -18,10 +18,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from torch.utils.data._utils import worker as worker_module
 
 from lightning_thd.batch import THDBatch
+from lightning_thd.data.read.records import Bad
 from lightning_thd.data.streams.ranks import Held, Wire
 from lightning_thd.data.streams.samples import META, POLICIES, Sample, Sampler
 from lightning_thd.data.streams.schedule import POOL, IntArray, Scheduling, Table
-from lightning_thd.data.streams.shards import Bad, Mark, Shard
+from lightning_thd.data.streams.shards import Mark, Shard
 
 OnError = Literal["raise", "skip"]
 Dry = Literal["restart", "stop", "rest"]

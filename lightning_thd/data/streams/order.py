@@ -133,15 +133,3 @@ def wanted_of(
         each = max(-(-own // int((~exhausted[i]).sum())), buffers[i])
         wanted[i] = np.where(exhausted[i], 0, np.maximum(0, each - held[i]))
     return wanted
-
-
-def dry_notice(name: str, dry: Dry) -> str:
-    """Return the message on what follows from a source of a mixture having run dry."""
-    return (
-        f"The source {name!r} of the mixture ran dry: "
-        + {
-            "restart": "it begins again, and keeps its share (dry='restart').",
-            "stop": "the epoch ends here; it begins again in the next, the others go on (dry='stop').",
-            "rest": "the others share what remains of the epoch (dry='rest').",
-        }[dry]
-    )

@@ -109,7 +109,13 @@ class Sampler:
             self.counts["empty"] += 1
             return None
         patches, squares = self._patches(record, sample)
-        if not self._holds(patches):
+        if self.max_patches is not None and patches > self.max_patches and self.oversize != "own_pack":
+            if self.oversize != "drop":
+                raise ValueError(
+                    f"the sequence has {patches} image patches but max_patches={self.max_patches}. Raise it, "
+                    "make the images smaller, or set oversize='drop' or 'own_pack'."
+                )
+            self.counts["dropped"] += 1
             return None
         fitted = self._fitted(sample)
         if fitted is None:
@@ -130,18 +136,6 @@ class Sampler:
             )
         patches, squares = patch_table(np.array([sizes], np.int64), self.patch)[0].tolist()
         return patches, squares
-
-    def _holds(self, patches: int) -> bool:
-        """Apply the ``oversize`` policy to the patches of a sample; return whether it is kept."""
-        if self.max_patches is None or patches <= self.max_patches or self.oversize == "own_pack":
-            return True
-        if self.oversize != "drop":
-            raise ValueError(
-                f"the sequence has {patches} image patches but max_patches={self.max_patches}. Raise it, "
-                "make the images smaller, or set oversize='drop' or 'own_pack'."
-            )
-        self.counts["dropped"] += 1
-        return False
 
     def _with_ids(self, record: Any) -> dict[str, Any] | None:
         if isinstance(record, Mapping) and "input_ids" in record and self.records in ("auto", "ids"):
@@ -178,15 +172,11 @@ class Sampler:
                 f"the sequence has {length} tokens but capacity={self.capacity}. Set oversize='truncate', "
                 "'drop' or 'own_pack', or raise capacity."
             )
-        self.counts["dropped" if self.oversize == "drop" else self._past] += 1
+        self.counts[{"drop": "dropped", "truncate": "truncated"}.get(self.oversize, "own_pack")] += 1
         if self.oversize == "own_pack":
             return sample
         self.counts["tokens_lost"] += length - (self.capacity if self.oversize == "truncate" else 0)
         return _cut(sample, length, self.capacity) if self.oversize == "truncate" else None
-
-    @property
-    def _past(self) -> str:
-        return "truncated" if self.oversize == "truncate" else "own_pack"
 
     def _packed(self, sample: dict[str, Any]) -> Sample:
         extras = {key: value for key, value in sample.items() if key not in _OWN and _kept(key, value)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from lightning_thd import Packs, Sequences, THDDataModule
+from lightning_thd import Sequences, THDDataModule
 from lightning_thd.data.streams import Stream
 from tests.data.streams.jobs import counted, run, write_shards
 from tests.ranks import run_ranks
@@ -95,39 +94,6 @@ def endless() -> Iterator[Any]:
     while True:
         yield {"input_ids": np.arange(row % 9 + 2)}
         row += 1
-
-
-def test_an_endless_source_with_packs() -> None:
-    seen, *_ = run(endless, n=3, packs=True, steps=20, window=16)
-    assert [len(step["ids"]) for step in seen] == [3] * 20
-    used = counted([(seen, None)])
-    assert set(used.values()) == {1}
-
-
-@pytest.mark.parametrize("packs", [False, True])
-@pytest.mark.parametrize("window", [1, 500])
-def test_windows_of_one_and_larger_than_the_source(tmp_path: Path, packs: bool, window: int) -> None:
-    write_shards(tmp_path, [23, 4])
-    seen, *_ = run(f"{tmp_path}/*.jsonl", packs=packs, n=2 if packs else 5, window=window)
-    used = counted([(seen, None)])
-    assert len(used) == 27
-    assert set(used.values()) == {1}
-
-
-@pytest.mark.parametrize("oversize", ["truncate", "drop", "own_pack", "error"])
-def test_a_capacity_below_the_median(oversize: str) -> None:
-    def source() -> Iterator[Any]:
-        for row in range(40):
-            yield {"input_ids": np.arange(row + 1)}
-
-    if oversize == "error":
-        with pytest.raises(ValueError, match="row 8: the sequence has 9 tokens but capacity=8"):
-            run(source, capacity=8, n=8)
-        return
-    seen, *_ = run(source, capacity=8, n=8, oversize=oversize)
-    lengths = sorted(len(row) for step in seen for batch in step["tokens"] for row in batch)
-    wanted = {"truncate": [min(8, n) for n in range(1, 41)], "drop": range(1, 9), "own_pack": range(1, 41)}
-    assert lengths == list(wanted[oversize])
 
 
 @pytest.mark.filterwarnings("ignore:.*forking the process")
@@ -229,19 +195,3 @@ def test_ranks_that_list_other_shards(tmp_path: Path) -> None:
         write_shards(tmp_path / str(rank), [5 + rank] * (1 + rank))
     for message in run_ranks(unequal, 2, str(tmp_path), timeout_s=60):
         assert "The ranks list other shards: rank 0 has 1, rank 1 has 2" in message
-
-
-def test_a_generator_object_serves_one_pass() -> None:
-    generator = ({"input_ids": [1, 2]} for _ in range(8))
-    data = THDDataModule(generator, capacity=8, global_batch=Packs(1))
-    assert sum(len(b) for step in data.train_steps() for b in step.microbatches) == 8
-    with pytest.raises(ValueError, match="can be read one time, and it was"):
-        list(data.train_steps())
-
-
-def test_json_of_other_kinds(tmp_path: Path) -> None:
-    lines = ["3", "null", json.dumps({"input_ids": None}), json.dumps({"input_ids": "abc"}), json.dumps({})]
-    for line in lines:
-        (tmp_path / "x.jsonl").write_text(line)
-        with pytest.raises((ValueError, TypeError), match=r"Rank 0: shard .*x.jsonl, row 0: "):
-            run(str(tmp_path / "x.jsonl"), n=1)

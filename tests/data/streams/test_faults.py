@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import time
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,20 +73,6 @@ class Held:
     """Stands for a model, a Trainer, another stream: what a caller has at hand."""
 
 
-def test_an_error_keeps_nothing_of_the_caller(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("{")
-
-    def fails() -> weakref.ref[Held]:
-        held = Held()
-        with pytest.raises(ValueError, match="not JSON"):
-            run(f"{tmp_path}/*.jsonl", n=6)
-        return weakref.ref(held)
-
-    found = fails()
-    gc.collect()
-    assert found() is None
-
-
 def dying(part: int, parts: int) -> Iterator[dict[str, Any]]:
     for row in range(100):
         if part == 1 and row == 7:
@@ -127,11 +111,6 @@ def dies_before_the_group() -> str:
     if dist.get_rank() == 1:
         ranks.host_group = lambda members, timeout_s: os._exit(3)
     return survivor(timeout_s=3)
-
-
-def test_a_rank_that_dies_before_the_ranks_have_connected() -> None:
-    with pytest.raises(RankError, match=r"ranks \[1\] died|survivor was told: Rank 0 of 2 .* timeout_s=3"):
-        run_ranks(dies_before_the_group, 2, timeout_s=60)
 
 
 def fails_to_begin() -> str:

@@ -77,7 +77,7 @@ def by_hand(
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(tp=2),
+        pytest.param(Layout(tp=2), marks=pytest.mark.slow),
         Layout(pp=2),
         pytest.param(Layout(tp=2, dp=2), marks=pytest.mark.slow),
         pytest.param(Layout(pp=2, dp=2), marks=pytest.mark.slow),

@@ -42,15 +42,6 @@ def test_every_prefix_has_the_shares_within_one_turn(shares: list[int]) -> None:
             assert abs(count - Fraction(share * number, sum(shares))) < 1
 
 
-@given(st.lists(st.integers(1, 9), min_size=2, max_size=4), st.integers(0, 60))
-@settings(max_examples=40, deadline=None)
-def test_turns_go_on_where_they_stood(shares: list[int], cut: int) -> None:
-    parts, room = dict(enumerate(shares)), [300] * len(shares)
-    whole, _ = take_turns(parts, [0] * len(shares), room, 100)
-    used = [whole[:cut].count(i) for i in parts]
-    assert take_turns(parts, used, room, 100 - cut)[0] == whole[cut:]
-
-
 def test_weights_become_whole_numbers() -> None:
     assert whole_shares([0.3, 0.7]) == [3, 7]
     assert whole_shares([1_234_567, 7_654_321]) == [1_234_567, 7_654_321]
@@ -170,7 +161,9 @@ def job(folder: str, kwargs: dict[str, Any]) -> Any:
     return run(folder, WEIGHTS, **kwargs)
 
 
-@pytest.mark.parametrize("dry", ["restart", pytest.param("stop", marks=pytest.mark.slow), "rest"])
+@pytest.mark.parametrize(
+    "dry", ["restart", *(pytest.param(dry, marks=pytest.mark.slow) for dry in ("stop", "rest"))]
+)
 def test_shares_hold_on_other_numbers_of_ranks(tmp_path: Path, dry: str) -> None:
     write(tmp_path, {"code": [30, 3, 12], "chat": [60, 5, 31, 9]})
     state, total, of = None, 0, 0
@@ -324,32 +317,3 @@ def test_what_a_mixture_of_streams_refuses(tmp_path: Path) -> None:
     state = loader(str(tmp_path), WEIGHTS).state_dict()
     with pytest.raises(ValueError, match="or in other shares"):
         loader(str(tmp_path), {"code": 0.4, "chat": 0.6}).load_state_dict(state)
-
-
-def test_paths_join_a_mixture_with_a_stream(tmp_path: Path) -> None:
-    write(tmp_path, {"code": [8], "chat": [8]})
-    data = THDDataModule(
-        {"code": (f"{tmp_path}/code/*.jsonl", 1), "chat": (Stream(f"{tmp_path}/chat/*.jsonl"), 1)},
-        capacity=64,
-        global_batch=Sequences(4),
-    )
-    used = [i for step in data.train_steps() for batch in step.microbatches for i in batch.sequence_ids]
-    assert Counter(i >> 40 for i in used) == {0: 8, 1: 8}
-
-
-def test_a_source_with_bad_records_names_itself(tmp_path: Path) -> None:
-    write(tmp_path, {"code": [8], "chat": [8]})
-    (tmp_path / "chat" / "000.jsonl").write_text("{\n" * 5)
-    with pytest.raises(ValueError, match="3 records of 'chat' could not be used, more than max_errors=2|5"):
-        run(str(tmp_path), WEIGHTS, on_error="skip", max_errors=2)
-
-
-def test_a_mixture_of_one_begins_again_as_others_do(tmp_path: Path, caplog: Any) -> None:
-    write(tmp_path, {"code": [13]})
-    with caplog.at_level("INFO"):
-        seen, *_ = run(str(tmp_path), {"code": 1.0}, epochs=3)
-    assert all(len(ids) == 10 for ids in ids_of([(seen, None)]))
-    used = counted([(seen, None)])
-    assert sum(used.values()) == 40
-    assert set(used.values()) == {3, 4}
-    assert caplog.text.count("The source 'code' of the mixture ran dry: it begins again") == 1

@@ -98,14 +98,6 @@ class Endless(IterableDataset):
             row += 1
 
 
-def test_an_endless_stream_has_epochs_of_the_length_it_is_given() -> None:
-    loader = module(Endless(), n=5, steps_per_epoch=3).train_steps()
-    assert len(loader) == 3
-    epochs = [[i for step in loader for b in step.microbatches for i in b.sequence_ids] for _ in range(3)]
-    assert [sorted(ids) for ids in epochs] == [list(range(15 * e, 15 * e + 15)) for e in range(3)]
-    assert (loader.state_dict()["epoch"], loader.state_dict()["step"]) == (3, 0)
-
-
 def test_states_of_other_data_are_refused(tmp_path: Path) -> None:
     write_shards(tmp_path, SIZES)
     loader = module(f"{tmp_path}/*.jsonl").train_steps()

@@ -18,7 +18,6 @@ from torch.utils.data import IterableDataset
 
 from lightning_thd import Sequences, THDDataModule
 from lightning_thd.data.streams import is_stream
-from lightning_thd.data.streams.intake import assign
 from lightning_thd.data.streams.shards import open_shards
 from tests.data.streams.jobs import run
 
@@ -140,13 +139,3 @@ def test_extra_inputs_travel_and_names_do_not() -> None:
     assert set(batch.extras) == {"token_type_ids"}
     assert batch.weights is not None
     assert batch.loss_scale == pytest.approx(1 / (3 * 2 * 0.5))
-
-
-def test_shards_are_shared_out_by_size() -> None:
-    sizes = [7, 1, 1, 5, 3, 3, 9, 2]
-    own = assign(sizes, 3)
-    assert sorted(i for numbers in own for i in numbers) == list(range(8))
-    assert [sum(sizes[i] for i in numbers) for numbers in own] == [10, 10, 11] or max(
-        sum(sizes[i] for i in numbers) for numbers in own
-    ) <= 11
-    assert assign([4], 3) == [[0], [], []]
