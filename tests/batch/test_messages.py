@@ -58,14 +58,8 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "There are 2 lengths but 1 sequence_ids. Give one a sequence",
     ),
-    "moving a batch without values": (
-        lambda: batch().to("meta").to("cpu"),
-        "A batch on the meta device has no values to move to cpu. Collate again",
-    ),
-    "a device that is none": (
-        lambda: batch().to("abacus"),
-        r"'abacus' is no device \(.*\). Pass 'cpu', 'cuda' or a torch.device",
-    ),
+    "moving a batch without values": (lambda: batch().to("meta").to("cpu"), "A batch on the meta device has"),
+    "a device that is none": (lambda: batch().to("abacus"), r"'abacus' is no device \(.*\). Pass 'cpu'"),
     "a step of other things": (
         lambda: THDStep([batch(), None]),  # type: ignore[list-item]
         "A THDStep is made of a list, .*; wanted a list of THDBatch",

@@ -180,11 +180,7 @@ def test_step_adds_its_microbatches() -> None:
         ([{"input_ids": [1]}, {"input_ids": []}], {}, "Sample 1 has no tokens.*empty='drop'"),
         ([{"input_ids": [1, 2], "labels": [1]}], {}, "Sample 0 has 2 input_ids but 1 labels"),
         ([{"input_ids": [1, -100]}], {}, "Sample 0 has the token id -100.*labels"),
-        (
-            [{"input_ids": [1.5]}],
-            {},
-            "input_ids holds float64 values; .*Give one row of integers",
-        ),
+        ([{"input_ids": [1.5]}], {}, "input_ids holds float64 values; .*Give one row of integers"),
         ([{"input_ids": [[1, 2]]}], {}, r"shape \(1, 2\)"),
         ([{"input_ids": [1, 2, 3]}], {"pad_to": 2}, "need 3 slots but pad_to=2"),
         ([{"input_ids": [1, 2], "position_ids": [0]}], {}, "position_ids of shape"),
@@ -241,12 +237,7 @@ def test_unpack_wants_one_row_a_slot() -> None:
         ([[1, 2]], {}, TypeError, "Sample 0 is a list.*wanted a dict"),
         ({"input_ids": [1]}, {}, TypeError, "samples is a dict.*wanted a list of dicts"),
         ([{"input_ids": [1]}], {"pad_to": 2**31}, ValueError, "past int32"),
-        (
-            [{"input_ids": [1]}],
-            {"loss_scale": -1.0},
-            ValueError,
-            "loss_scale=-1.0; wanted a finite number",
-        ),
+        ([{"input_ids": [1]}], {"loss_scale": -1.0}, ValueError, "loss_scale=-1.0; wanted a finite number"),
         (
             [{"input_ids": [1], "x": torch.ones(1, 2)}, {"input_ids": [1], "x": torch.ones(1, 3)}],
             {},

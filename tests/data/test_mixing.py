@@ -117,12 +117,7 @@ def test_the_mean_over_sets_is_that_over_all_their_tokens_on_every_rank(strategy
         ({"a": sequences(3)}, {}, TypeError, r"train\['a'\] is a list, wanted \(source, weight\)"),
         ({"a": (sequences(3), "x")}, {}, TypeError, r"train\['a'\] is a tuple, wanted \(source, weight\)"),
         ({"a": (sequences(3), -1)}, {}, ValueError, "The weight of 'a' is -1.0"),
-        (
-            {"a": (sequences(3), 1)},
-            {"schedule": [0, 0, 1]},
-            ValueError,
-            "schedule= places each sequence once",
-        ),
+        ({"a": (sequences(3), 1)}, {"schedule": [0, 0, 1]}, ValueError, "schedule= places each sequence"),
         (
             {"a": ([{"input_ids": [1]}], 1), "b": ([{"input_ids": [1] * 99}], 1)},
             {},

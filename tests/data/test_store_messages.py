@@ -28,11 +28,7 @@ WITHOUT = Rows(TOKENS, np.array([1, 2]))
             ValueError,
             "TokenStore got 2 sequences but 1 loss_tokens. Give one a sequence, or leave them out",
         ),
-        (
-            lambda: TokenStore(TOKENS, np.array([0, 2, 1, 3])),
-            ValueError,
-            "TokenStore got offsets that fall after entry 1. Give where each sequence begins, in order",
-        ),
+        (lambda: TokenStore(TOKENS, np.array([0, 2, 1, 3])), ValueError, "TokenStore got offsets that fall"),
         (
             lambda: count_targets(np.array([1, 2, 3]), np.array([1, 1])),
             ValueError,

@@ -111,23 +111,14 @@ def test_empty_and_dropped_sequences_take_no_part() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: share_out({"a": 3}, {"a": 0.0}),
-            "The weight of 'a' is 0.0. Weights are finite numbers above 0",
-        ),
+        (lambda: share_out({"a": 3}, {"a": 0.0}), "The weight of 'a' is 0.0. Weights are finite numbers"),
         (lambda: share_out({"a": 3}, {"a": float("nan")}), "The weight of 'a' is nan"),
         (lambda: share_out({"a": 3}, {"b": 1.0}), r"sizes of \['a'\] and weights of \['b'\]"),
         (lambda: share_out({}, {}), "Give both of each"),
         (lambda: share_out({"a": 0}, {"a": 1.0}), "A source has at least one sequence"),
         (lambda: share_out({"a": 3, "b": 3}, {"a": 1, "b": 1e-9}, Mixing(epoch=9)), "has none of 'b'"),
-        (
-            lambda: share_out({"a": 3}, {"a": 1.0}, Mixing(passes={"b": 1})),
-            r"passes names \['b'\], but the sources",
-        ),
-        (
-            lambda: share_out({"a": 3}, {"a": 1.0}, Mixing(passes={"a": -1})),
-            r"passes\['a'\]=-1: wanted a number",
-        ),
+        (lambda: share_out({"a": 3}, {"a": 1.0}, Mixing(passes={"b": 1})), r"passes names \['b'\], but the"),
+        (lambda: share_out({"a": 3}, {"a": 1.0}, Mixing(passes={"a": -1})), r"passes\['a'\]=-1: wanted a"),
         (lambda: Mixing(temperature=0), "temperature=0: wanted a number above 0"),
         (lambda: Mixing(epoch=0), "epoch=0; wanted 1 or more"),
     ],

@@ -98,7 +98,11 @@ def encode_chat(
             f"the template marks {{% generation %}}, which only a fast tokenizer can follow, and "
             f"{type(tokenizer).__name__} is none. Take the markers out, or use the fast one."
         )
-    messages, text = _written(writer, list(messages))
+    messages = list(messages)
+    text = writer.write(messages)
+    read = [calls_read(message, text) for message in messages]
+    if read != messages:  # JSON arguments of calls would be quoted twice
+        messages, text = read, writer.write(read)
     _refuse_unread(template, writer.options, messages, text)
     _refuse_unwritten(writer, messages, text)
     if marked:
@@ -111,7 +115,8 @@ def encode_chat(
     for i, (start, stop) in zip(answers, bounds, strict=True):
         first, last = cuts[start], cuts[stop]
         said = str(messages[i]).count(eos) if eos else 0  # which is no end of the turn
-        end = _end_of_turn(ids, first, last, tokenizer.eos_token_id, said)
+        ends = [at + 1 for at in range(first, last) if ids[at] == tokenizer.eos_token_id]
+        end = ends[-1] if len(ends) > said else last  # cuts off what the template adds behind it
         behind = text[start:stop].rpartition(eos)[2].strip() if end < last and eos else ""
         if behind and any(words in behind or behind in words for words in _words(messages[i])):
             end = last  # an EOS that the template writes inside the turn
@@ -146,13 +151,6 @@ def _refuse_unread(template: str, options: Mapping[str, Any], messages: Sequence
                     "would be learned without it. Take a template that reads it, put it into the content, or "
                     "drop the key."
                 )
-
-
-def _written(writer: _Writer, messages: list[Message]) -> tuple[list[Message], str]:
-    """Render a conversation; JSON arguments of calls are read first if they would be quoted twice."""
-    text = writer.write(messages)
-    read = [calls_read(message, text) for message in messages]
-    return (messages, text) if read == messages else (read, writer.write(read))
 
 
 def _check(tokenizer: Any, messages: object, skip: int, *, images: bool = False) -> None:
@@ -214,22 +212,20 @@ def _check_said(message: Message, content: object) -> None:
 
 def _answers(messages: Sequence[Message], skip: int) -> list[int]:
     """Return the numbers of the messages that are learned."""
-    return [
-        i
-        for i, message in enumerate(messages)
-        if message["role"] == "assistant" and _is_learned(message) and i >= skip
-    ]
-
-
-def _is_learned(message: Message) -> bool:
-    for name in LEARNED:
-        value = message.get(name)
-        if value is not None and (not isinstance(value, int | float | np.generic) or value not in (0, 1)):
-            raise ValueError(
-                f"a message of the assistant has {name}={value!r:.40}; wanted 0 or 1, or false or true. Mend "
-                "it, or give ids with weights of their own."
-            )
-    return all(message.get(name) in (None, 1) for name in LEARNED)
+    found = []
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        for name in LEARNED:
+            value = message.get(name)
+            if value is not None and (not isinstance(value, int | float | np.generic) or value not in (0, 1)):
+                raise ValueError(
+                    f"a message of the assistant has {name}={value!r:.40}; wanted 0 or 1, or false or true. "
+                    "Mend it, or give ids with weights of their own."
+                )
+        if i >= skip and all(message.get(name) in (None, 1) for name in LEARNED):
+            found.append(i)
+    return found
 
 
 def _refuse_unwritten(writer: _Writer, messages: list[Message], text: str) -> None:
@@ -405,9 +401,3 @@ def _cut(tokenizer: Any, text: str, edges: list[int]) -> tuple[list[int], dict[i
             )
         cuts[edge] = len(start)
     return ids, cuts
-
-
-def _end_of_turn(ids: list[int], first: int, last: int, eos: int | None, said: int) -> int:
-    """Return the position after the end-of-turn token, which cuts off what the template adds behind it."""
-    found = [at for at in range(first, last) if ids[at] == eos]
-    return found[-1] + 1 if len(found) > said else last

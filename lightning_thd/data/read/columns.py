@@ -78,7 +78,14 @@ def open_columns(
             )
         refuse_keys(found)
         kept = [name for name in found if name in (*_READ, "label")]
-        _refuse_bounds_of(file, [name for name in found if name not in kept])
+        other = [name for name in found if name not in kept]
+        if file.suffix != ".parquet":
+            refuse_bounds(map_arrow(file.path, file.name), other)
+        else:
+            schema = require("pyarrow.parquet", feature="reading .parquet files").read_schema(file.path)
+            lists = [name for name in other if is_list(schema.empty_table(), name)]  # text stays unread
+            if lists and sum(part_sizes(file)[:1]):
+                refuse_bounds(next(read_part(file, 0, ["input_ids", *lists])), lists)
         keep = keep or kept
         if set(kept) != set(keep):
             raise ValueError(
@@ -146,16 +153,6 @@ def _looks_like(values: NDArray[np.int64], slots: int) -> dict[str, bool]:
     if each and values[0] in (0, 1) and set(steps.tolist()) <= {0, 1}:
         found["numbers"] = bool(values[-1] - values[0] > 1 and 0 in steps)
     return found
-
-
-def _refuse_bounds_of(file: SourceFile, names: list[str]) -> None:
-    if file.suffix != ".parquet":
-        refuse_bounds(map_arrow(file.path, file.name), names)
-        return
-    schema = require("pyarrow.parquet", feature="reading .parquet files").ParquetFile(file.path).schema_arrow
-    lists = [name for name in names if is_list(schema.empty_table(), name)]  # text beside them stays unread
-    if lists and sum(part_sizes(file)[:1]):
-        refuse_bounds(next(read_part(file, 0, ["input_ids", *lists])), lists)
 
 
 def file_table(file: SourceFile, cache_dir: str | Path | None) -> Any:

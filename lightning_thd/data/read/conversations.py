@@ -75,11 +75,19 @@ class Conversation(NamedTuple):
 
 def messages_of(record: dict[str, Any], kind: Kind) -> Conversation:
     """Read a record as a conversation."""
-    tools, options = _tools(record.get("tools")), _options(record.get("chat_template_kwargs"))
+    given = record.get("tools")
+    tools = parse_json(given) if isinstance(given, str) and given.strip() else given
+    if isinstance(tools, Bad) or not isinstance(tools, list | None):
+        raise ValueError("tools are no list, nor JSON of one. Mend or remove the record.")
+    tools = tools or None
+    options = _options(record.get("chat_template_kwargs"))
     if kind == "alpaca":
         return Conversation(_alpaca(record), tools, 0, options)
     if kind == "sharegpt":
-        return Conversation(_sharegpt(record), tools, 0, options)
+        said = record.get("conversations", record.get("conversation"))
+        if not isinstance(said, list) or not said or not all(isinstance(turn, dict) for turn in said):
+            raise ValueError("conversations must be a list of {'from': ..., 'value': ...}. Mend it.")
+        return Conversation(_system(record) + [_turn(turn) for turn in said], tools, 0, options)
     if kind == "prompt":
         asked = _turns(record["prompt"])
         return Conversation([*asked, *_turns(record["completion"])], tools, len(asked), options)
@@ -175,13 +183,6 @@ def _alpaca(record: dict[str, Any]) -> list[Message]:
     ]
 
 
-def _sharegpt(record: dict[str, Any]) -> list[Message]:
-    turns = record.get("conversations", record.get("conversation"))
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
-        raise ValueError("conversations must be a list of {'from': ..., 'value': ...}. Mend or remove it.")
-    return _system(record) + [_turn(turn) for turn in turns]
-
-
 def _system(record: dict[str, Any]) -> list[Message]:
     said = record.get("system") or ""
     if not isinstance(said, str):
@@ -212,10 +213,3 @@ def _calls(value: Any) -> list[dict[str, Any]]:
             "a function call holds no JSON of {'name': ..., 'arguments': ...}. Mend or remove the record."
         )
     return [{"type": "function", "function": call} for call in calls]
-
-
-def _tools(value: Any) -> list[Any] | None:
-    found = parse_json(value) if isinstance(value, str) and value.strip() else value
-    if isinstance(found, Bad) or not isinstance(found, list | None):
-        raise ValueError("tools are no list, nor JSON of one. Mend or remove the record.")
-    return found or None

@@ -176,7 +176,14 @@ def _in_folder(folder: Path) -> list[Path]:
         splits = [each.parent.name for each in sorted(folder.glob("*/state.json"))]
         raise ValueError(f"{folder} holds the splits {', '.join(splits)}. Pass one, '{folder}/<split>'.")
     if (folder / "state.json").is_file():  # datasets.Dataset.save_to_disk
-        return _saved_files(folder)
+        try:
+            entries = json.loads((folder / "state.json").read_text())["_data_files"]
+            return [folder / Path(entry["filename"]).name for entry in entries]
+        except (ValueError, KeyError, TypeError) as err:
+            raise ValueError(
+                f"{folder}/state.json is none that datasets wrote ({type(err).__name__}: {err}). Save the "
+                "dataset again."
+            ) from err
     kinds: dict[str, list[Path]] = {}
     left_out: list[Path] = []
     for file in sorted(folder.rglob("*")):
@@ -222,18 +229,6 @@ def _one_kind(folder: Path, kinds: dict[str, list[Path]]) -> list[Path]:
         shown = ", ".join(f"{name} ({file.relative_to(folder)})" for name, file in sorted(splits.items()))
         raise ValueError(f"{folder} holds several splits: {shown}. Give a glob of the one you want.")
     return files
-
-
-def _saved_files(folder: Path) -> list[Path]:
-    """List the files of a folder that ``datasets.Dataset.save_to_disk`` wrote."""
-    try:
-        entries = json.loads((folder / "state.json").read_text())["_data_files"]
-        return [folder / Path(entry["filename"]).name for entry in entries]
-    except (ValueError, KeyError, TypeError) as err:
-        raise ValueError(
-            f"{folder}/state.json is none that datasets wrote ({type(err).__name__}: {err}). Save the "
-            "dataset again."
-        ) from err
 
 
 def _expand_remote(address: str) -> list[str]:

@@ -158,8 +158,13 @@ def boundaries(row: Mapping[str, Any], i: int = 0) -> tuple[IntArray, IntArray]:
         lengths = values if name in _LENGTHS else _steps(values, name, i)
         start = np.cumsum(lengths) - lengths
         if row.get("cu_seqlens_padded") is not None:
-            padded = _integers(row["cu_seqlens_padded"], "cu_seqlens_padded", i)
-            start = _padded_starts(padded, lengths, name, i)
+            room = _steps(_integers(row["cu_seqlens_padded"], "cu_seqlens_padded", i), "cu_seqlens_padded", i)
+            if len(room) < len(lengths) or (room[: len(lengths)] < lengths).any():
+                raise ValueError(
+                    f"Row {i}: cu_seqlens_padded gives the slots {room[:8].tolist()} to sequences of "
+                    f"{lengths[:8].tolist()} tokens by its {name}. None may have more tokens than slots."
+                )
+            start = (np.cumsum(room) - room)[: len(lengths)]
     if lengths.size and (lengths.min() < 0 or int((start + lengths).max()) > slots):
         raise ValueError(
             f"Row {i} has {slots} input_ids, but its {name} describe {int((start + lengths).max())} slots, "
@@ -216,16 +221,6 @@ def _steps(offsets: IntArray, name: str, i: int) -> IntArray:
             "with 0 and never fall."
         )
     return steps
-
-
-def _padded_starts(padded: IntArray, lengths: IntArray, name: str, i: int) -> IntArray:
-    room = _steps(padded, "cu_seqlens_padded", i)
-    if len(room) < len(lengths) or (room[: len(lengths)] < lengths).any():
-        raise ValueError(
-            f"Row {i}: cu_seqlens_padded gives the slots {room[:8].tolist()} to sequences of "
-            f"{lengths[:8].tolist()} tokens by its {name}. Each needs at least as many slots as tokens."
-        )
-    return (np.cumsum(room) - room)[: len(lengths)]
 
 
 def _from_positions(row: Mapping[str, Any], i: int, slots: int) -> tuple[IntArray, IntArray]:

@@ -195,7 +195,11 @@ def count_columns(dataset: object) -> Counted | None:
     ids = _Facts(table, "input_ids", lambda values: (values < 0) | (values > MOST_ID))
     loss_tokens, wrong = np.maximum(lengths - 1, 0), ids.wrong
     if "labels" in table.column_names:
-        labels = _Facts(table, "labels", _wrong_labels)
+        labels = _Facts(
+            table,
+            "labels",
+            lambda values: ((values < 0) & (values != IGNORE_INDEX)) | (values > MOST_ID) | wrapped(values),
+        )
         loss_tokens = labels.targets
         wrong = wrong | labels.wrong | (list_lengths(table, "labels") != lengths)
     if "attention_mask" in table.column_names:
@@ -245,11 +249,6 @@ def _depth(kind: Any) -> int:
     return 0 if pt.is_integer(kind) else -1
 
 
-def _wrong_labels(values: NDArray[Any]) -> NDArray[np.bool_]:
-    wrong: NDArray[np.bool_] = ((values < 0) & (values != IGNORE_INDEX)) | (values > MOST_ID)
-    return wrong | wrapped(values)
-
-
 class _Facts:
     """Targets, faults and the largest value of every row of a column of lists, from one pass in blocks."""
 
@@ -267,7 +266,9 @@ class _Facts:
                 one, other = np.searchsorted(ends[rows], [start, start + len(part) - 1], side="right")
                 mine = rows[one : other + 1]
                 self._add(part, np.maximum(0, (ends - lengths)[mine] - start), first + mine, start)
-            self.targets[first + rows] -= self._firsts(values, (ends - lengths)[rows])
+            pa = require("pyarrow", feature="reading Arrow columns")
+            firsts = _compute().fill_null(values.take(pa.array((ends - lengths)[rows])), 0)
+            self.targets[first + rows] -= np.asarray(firsts) != -100  # a first label is never a target
             first += len(lengths)
 
     def _add(self, part: Any, begins: IntArray, rows: IntArray, start: int) -> None:
@@ -278,14 +279,6 @@ class _Facts:
         self.targets[rows] += np.add.reduceat(array != -100, begins, dtype=np.int64)
         self.wrong[rows] |= np.logical_or.reduceat(bad, begins)
         self.most[rows] = np.maximum(self.most[rows], np.maximum.reduceat(array, begins))
-
-    @staticmethod
-    def _firsts(values: Any, places: IntArray) -> NDArray[np.bool_]:
-        """Return whether the values at some places, the first of their rows, would count as targets."""
-        pa = require("pyarrow", feature="reading Arrow columns")
-        found = _compute().fill_null(values.take(pa.array(places)), 0)
-        targets: NDArray[np.bool_] = np.asarray(found) != -100
-        return targets
 
 
 def column_row(dataset: object, i: int) -> dict[str, Any] | None:

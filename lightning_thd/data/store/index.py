@@ -144,7 +144,14 @@ class SequenceIndex:
                 "data changed under the same fingerprint, delete the cache."
             )
         if self.seen and (len(self.sizes) or not COLLATED.issuperset(sample)):
-            self._check_images(sample, i)
+            images = sizes_of(sample)
+            before = tuple(self.sizes[i].tolist()) if len(self.sizes) else (0,) * COLUMNS
+            if images != before:  # ``max_patches`` could be exceeded
+                raise ValueError(
+                    f"Sequence {i} has images of {images[0]} patches and {images[2]} pixels, but {before[0]} "
+                    f"and {before[2]} were counted. The images changed under the same fingerprint: give the "
+                    "data another fingerprint, or delete the cache."
+                )
         if "weights" in sample and not len(self.weights):
             raise ValueError(
                 f"Sequence {i} has weights, but none were counted: the first sequence has none. Give "
@@ -173,21 +180,16 @@ class SequenceIndex:
             )
         if continued:
             sample["next_label"] = int(sample.get("labels", sample["input_ids"])[stop])
-        self._cut_weights(sample, i, start, stop, continued)
+        if not _is_truncated(start, continued):
+            sample["whole_weight"] = float((self.weights if len(self.weights) else self.loss_tokens)[i])
+        if np.ndim(sample.get("weights", 1)):
+            weights = np.asarray(sample["weights"])
+            sample["weights"] = weights[start:stop]
+            if continued:
+                sample["next_weight"] = float(weights[stop])
         for name in PER_TOKEN:
             if name in sample:
                 sample[name] = np.asarray(sample[name])[..., start:stop]
-
-    def _check_images(self, sample: Mapping[str, Any], i: int) -> None:
-        """Refuse images whose size differs from the count; ``max_patches`` could be exceeded."""
-        found = sizes_of(sample)
-        counted = tuple(self.sizes[i].tolist()) if len(self.sizes) else (0,) * COLUMNS
-        if found != counted:
-            raise ValueError(
-                f"Sequence {i} has images of {found[0]} patches and {found[2]} pixels, but {counted[0]} and "
-                f"{counted[2]} were counted. The images changed under the same fingerprint: give the data "
-                "another fingerprint, or delete the cache."
-            )
 
     def _check_targets(self, sample: dict[str, Any], i: int) -> None:
         """Refuse labels that differ from those counted: the loss would be scaled wrongly."""
@@ -213,33 +215,21 @@ class SequenceIndex:
         own = of_sequence.copy()
         cut = spans.lengths != self.lengths[at]
         for k in np.flatnonzero(cut):
-            piece = int(at[k]), int(spans.start[k]), int(spans.stop[k]), bool(spans.continued[k])
-            own[k] = self._weight_of_piece(dataset, *piece)
-            if _is_truncated(piece[1], piece[3]):
+            i, start, stop = int(at[k]), int(spans.start[k]), int(spans.stop[k])
+            continued = bool(spans.continued[k])
+            if not len(self.weights) and self.loss_tokens[i] == self.lengths[i] - 1:
+                own[k] = stop - start - (not continued)
+            elif not self.loss_tokens[i]:
+                own[k] = 0.0
+            else:
+                sample, targets = dataset[i], slice(start + 1, stop + continued)
+                counts = np.asarray(sample.get("labels", sample["input_ids"]))[targets] != IGNORE_INDEX
+                weights, _ = sample_weights(sample, int(self.lengths[i]), f"Sequence {i}")
+                own[k] = weights[targets][counts].sum(dtype=np.float64)
+            if _is_truncated(start, continued):
                 of_sequence[k] = own[k]
         share = np.divide(own, of_sequence, out=np.zeros_like(own), where=of_sequence > 0)
         return np.stack([own, sequence * share])
-
-    def _weight_of_piece(self, dataset: MapDataset, i: int, start: int, stop: int, continued: bool) -> float:
-        if not len(self.weights) and self.loss_tokens[i] == self.lengths[i] - 1:
-            return float(stop - start - (not continued))
-        if not self.loss_tokens[i]:
-            return 0.0
-        sample, targets = dataset[i], slice(start + 1, stop + continued)
-        counts = np.asarray(sample.get("labels", sample["input_ids"]))[targets] != IGNORE_INDEX
-        weights, _ = sample_weights(sample, int(self.lengths[i]), f"Sequence {i}")
-        return float(weights[targets][counts].sum(dtype=np.float64))
-
-    def _cut_weights(self, sample: dict[str, Any], i: int, start: int, stop: int, continued: bool) -> None:
-        """Give a piece of a sequence the weights of its tokens, and the weight of the whole sequence."""
-        if not _is_truncated(start, continued):
-            sample["whole_weight"] = float((self.weights if len(self.weights) else self.loss_tokens)[i])
-        if "weights" in sample:
-            weights = np.asarray(sample["weights"])
-            if weights.ndim:
-                sample["weights"] = weights[start:stop]
-                if continued:
-                    sample["next_weight"] = float(weights[stop])
 
 
 def _is_truncated(start: int, continued: bool) -> bool:

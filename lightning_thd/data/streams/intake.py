@@ -176,25 +176,20 @@ class Intake:
         found = self._wire.gather(message)
         headers = np.concatenate([one[:size].view(self._header) for one in found])
         if headers["failed"].any():
-            self._raise(failure)
-        tables = [
-            _held_by(one[size:].view(META)[:count], rank)
-            for rank, (one, count) in enumerate(zip(found, headers["count"].tolist(), strict=True))
-        ]
+            texts = self._wire.objects("" if failure is None else f"{failure}")
+            failed = [f"Rank {rank}: {text}" for rank, text in enumerate(texts) if text]
+            raise ValueError(" ".join(failed) or "A rank could not read its shards.") from failure
         self._count(headers)
         if headers["marks"].any():
-            self._share_marks()
-        return _in_turn(tables)
-
-    def _share_marks(self) -> None:
-        """Send all ranks the saved states of this rank's sources that have one; a collective."""
-        own: dict[int, list[Mark]] = {}
-        for reader in self._open_readers:
-            own |= reader.marks
-            reader.marks = {}
-        for found in self._wire.objects(own):
-            for shard, marks in found.items():
-                self.marks.setdefault(shard, []).extend(marks)
+            own: dict[int, list[Mark]] = {}
+            for reader in self._open_readers:
+                own |= reader.marks
+                reader.marks = {}
+            for marks_of_rank in self._wire.objects(own):
+                for shard, marks in marks_of_rank.items():
+                    self.marks.setdefault(shard, []).extend(marks)
+        tables = (one[size:].view(META)[:n] for one, n in zip(found, headers["count"].tolist(), strict=True))
+        return _pooled(list(tables))
 
     def forget(self, number: int) -> None:
         """Drop the saved states of a source whose pass is over."""
@@ -242,22 +237,13 @@ class Intake:
             self.counts[name] = int(headers[name].sum())
         for number, source in enumerate(self._sources):
             if source.max_errors is not None and bad[number] > source.max_errors:
-                self._raise_bad(number, int(bad[number]))
-
-    def _raise(self, failure: Exception | None) -> None:
-        texts = self._wire.objects("" if failure is None else f"{failure}")
-        failed = [f"Rank {rank}: {text}" for rank, text in enumerate(texts) if text]
-        raise ValueError(" ".join(failed) or "A rank could not read its shards.") from failure
-
-    def _raise_bad(self, number: int, count: int) -> None:
-        """Raise on every rank because too many records of a source were unusable."""
-        reader, source = self._readers[number], self._sources[number]
-        texts = self._wire.objects("; ".join(reader.bad[-3:]) if reader is not None else "")
-        of = f" of {source.name!r}" if source.name else ""
-        raise ValueError(
-            f"{count} records{of} could not be used, more than max_errors={source.max_errors}. The last: "
-            + "; ".join(text for text in texts if text)
-        )
+                reader = self._readers[number]
+                texts = self._wire.objects("; ".join(reader.bad[-3:]) if reader is not None else "")
+                of = f" of {source.name!r}" if source.name else ""
+                raise ValueError(
+                    f"{bad[number]} records{of} could not be used, more than max_errors={source.max_errors}. "
+                    f"The last: {'; '.join(text for text in texts if text)}"
+                )
 
 
 def header_type(sources: int) -> np.dtype[np.void]:
@@ -272,21 +258,15 @@ def header_type(sources: int) -> np.dtype[np.void]:
     )
 
 
-def _held_by(table: Table, rank: int) -> Table:
-    pool: npt.NDArray[np.void] = np.zeros(len(table), POOL)
+def _pooled(tables: list[Table]) -> Table:
+    """Join what each rank read: the first of each rank and shard, then the second of each, and so on."""
+    joined: npt.NDArray[np.void] = np.zeros(sum(map(len, tables)), POOL)
     for name in META.names or ():
-        pool[name] = table[name]
-    pool["holder"] = rank
-    return pool
-
-
-def _in_turn(tables: list[Table]) -> Table:
-    """Order sequences by turns of ranks and shards: the first of each, then the second, and so on."""
-    joined = np.concatenate(tables)
+        joined[name] = np.concatenate([table[name] for table in tables])
+    joined["holder"] = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
     place = np.stack([joined["holder"], joined["shard"], joined["round"]])
-    begins = (
-        np.concatenate([[True], (np.diff(place, axis=1) != 0).any(0)]) if len(joined) else np.empty(0, bool)
-    )
+    begins = np.ones(len(joined), bool)
+    begins[1:] = (np.diff(place, axis=1) != 0).any(0)
     starts = np.flatnonzero(begins)
     within = np.arange(len(joined)) - np.repeat(starts, np.diff(starts, append=len(joined)))
     return joined[np.argsort(within, kind="stable")]

@@ -30,7 +30,6 @@ from lightning_thd.data.read.records import as_written, parse_line
 _ROWS = 1024  # rows of a Parquet batch: some megabytes of tokens
 _MARK_EVERY = 64  # rows between two states that are kept: a resumed source passes over fewer
 _EMPTY = CellType()  # the cell of a name that was not bound yet
-_MOST = 10_000  # entries of a list that are compared
 _FIRST = "the first record"
 # Steps that a Hugging Face IterableDataset applies to each shard by itself when it is split.
 _ACROSS = {
@@ -428,7 +427,8 @@ def traits(source: Any, *, first: bool = False) -> dict[str, Any]:
     found = {
         name: value
         for name, value in held.items()
-        if "device" not in name and (_is_plain(value) or _is_plain_list(value))
+        if "device" not in name
+        and all(map(_is_plain, value if isinstance(value, list | tuple | range) else [value]))
     }
     if first and not is_iterator(source):
         with contextlib.suppress(Exception):  # reading raises it again, with its place
@@ -453,10 +453,6 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | str)
 
 
-def _is_plain_list(value: object) -> bool:
-    return isinstance(value, list | tuple | range) and len(value) <= _MOST and all(map(_is_plain, value))
-
-
 def refuse_split(read_once: Mapping[str, Any], of_ranks: list[dict[str, dict[str, Any]]]) -> None:
     """Refuse sources that one rank reads for all and that differ between ranks."""
     for name in read_once:
@@ -469,7 +465,7 @@ def refuse_split(read_once: Mapping[str, Any], of_ranks: list[dict[str, dict[str
                     f"has another first record on rank {rank} than on rank 0, so it splits itself by rank, "
                     "or draws without a seed."
                     if key == _FIRST
-                    else f"holds {key}={_short(first[key])} on rank 0 and {_short(value)} on rank {rank}, so "
+                    else f"holds {key}={first[key]!r:.60} on rank 0 and {value!r:.60} on rank {rank}, so "
                     "it was split by rank."
                 )
                 raise ValueError(
@@ -477,8 +473,3 @@ def refuse_split(read_once: Mapping[str, Any], of_ranks: list[dict[str, dict[str
                     "function make(part, parts) that begins one part, or give the dataset the attributes "
                     "data_rank and data_size; if it gives every record, make it the same on all ranks."
                 )
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

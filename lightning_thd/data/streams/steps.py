@@ -59,7 +59,13 @@ class StreamedSteps:
         self._peers = Peers.of_job(rank, dp, timeout_s=settings.timeout_s, tell=tell)
         if dp > 1:
             refuse_split(opened.read_once, [of for of, _ in self._peers.told])
-            _refuse_other_shards([shards for _, shards in self._peers.told])
+            (first, count), *others = [shards for _, shards in self._peers.told]
+            for number, (names, found) in enumerate(others, 1):
+                if (names, found) != (first, count):
+                    raise ValueError(
+                        f"The ranks list other shards: rank 0 has {count}, rank {number} has {found}, or "
+                        "other names. Give every rank all of them, in the same order: each takes its share."
+                    )
         self._same = False  # The planned steps of a loaded state fit this job.
         self.engine: Engine | None = None
         self._ahead, self._pass_open = Ahead("thd-stream"), True
@@ -200,13 +206,3 @@ class StreamedSteps:
             mixed = [(source.name, source.stop, source.share) for source in settings.sources]
             known |= {"sources": mixed, "dry": settings.dry}
         return fingerprint(known)
-
-
-def _refuse_other_shards(of_ranks: list[tuple[str, int]]) -> None:
-    other = next((rank for rank, shards in enumerate(of_ranks) if shards != of_ranks[0]), None)
-    if other is not None:
-        raise ValueError(
-            f"The ranks list other shards: rank 0 has {of_ranks[0][1]}, rank {other} has "
-            f"{of_ranks[other][1]}, or other names. Give every rank all of them, in the same order: each "
-            "takes its share by itself."
-        )

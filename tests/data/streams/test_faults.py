@@ -180,11 +180,7 @@ def test_keys_that_only_some_shards_carry(tmp_path: Path) -> None:
         ({"oversize": "truncate"}, [3, 8, 8], None),
         ({"oversize": "drop"}, [3, 8], None),
         ({"oversize": "own_pack"}, [3, 8, 13], None),
-        (
-            {"oversize": "error"},
-            None,
-            "13 tokens but capacity=8. Set oversize='truncate', 'drop'",
-        ),
+        ({"oversize": "error"}, None, "13 tokens but capacity=8. Set oversize='truncate', 'drop'"),
         ({"oversize": "split"}, None, "oversize='split' needs every length before the first step"),
         ({"vocab_size": 12, "oversize": "own_pack"}, None, "token ids run from 0 to 12, wanted 0 to 11"),
     ],
