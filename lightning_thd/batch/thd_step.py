@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -11,8 +10,6 @@ from torch import Tensor
 from lightning_thd._checks import described, instance
 from lightning_thd.batch.thd_batch import Immutable, THDBatch, weighing_rows
 from lightning_thd.stats import SeqStats
-
-_OF_BATCH = frozenset(THDBatch.__slots__) | {"loss_tokens", "hf_kwargs", "unpack", "replace"}
 
 
 class THDStep(Immutable):
@@ -46,11 +43,6 @@ class THDStep(Immutable):
         """Return the ``SeqStats`` of all microbatches added up."""
         first, *rest = (batch.stats for batch in self.microbatches)
         return sum(rest, start=first)
-
-    def __getattr__(self, name: str) -> NoReturn:
-        """Raise AttributeError with the place of a pack's attribute; called for names that a step lacks."""
-        where = f"; each of its microbatches has: step.microbatches[0].{name}" if name in _OF_BATCH else ""
-        raise AttributeError(f"A THDStep has no {name!r}{where}.")
 
     def __len__(self) -> int:
         return len(self.microbatches)

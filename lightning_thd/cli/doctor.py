@@ -10,13 +10,10 @@ import argparse
 import json
 import os
 import platform
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 
 import torch
-from packaging.requirements import Requirement
 
 from lightning_thd import __version__
 from lightning_thd._imports import available, trouble
@@ -35,8 +32,8 @@ _DISTRIBUTIONS = (
 )
 # The command line and pictures need these.
 _MORE = ("jsonargparse", "shtab", "matplotlib", "zstandard")
-# The table of kernels says how to install these.
-_WITH_A_GPU = ("transformer-engine", "flash-attn", "mamba-ssm", "causal-conv1d")
+
+
 # These run a kind of layer or loss and need these imports and a CUDA device.
 _FUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "mamba-2 layers": ("fused by mamba-ssm", ("mamba_ssm", "causal_conv1d")),
@@ -74,7 +71,7 @@ class Diagnosis:
             (f"{x.serves}: {x.name.removeprefix('fused by ')}", "yes" if x.usable else f"no: {x.why_not}")
             for x in self.kernels
         ]
-        packages = [(name, found or _absent(name)) for name, found in self.packages.items()]
+        packages = [(name, found or "-") for name, found in self.packages.items()]
         problems = [("PROBLEM", problem) for problem in self.problems]
         return [
             Table(columns=("", ""), rows=rows, text=(0, 1))
@@ -95,12 +92,9 @@ def diagnose() -> Diagnosis:
     capability = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else None
     problems = known_problems(capability=capability)
     graphs = CudaBackend().unavailable(torch.device("cuda"))
-    packages = {name: installed_version(name) for name in (*_DISTRIBUTIONS, *_MORE)}
-    said = [f"{x.feature}: {x.problem}; {x.instead}." for x in problems]
-    told = {x.feature.replace("_", "-") for x in problems}
     return Diagnosis(
         machine=_machine(),
-        packages=packages,
+        packages={name: installed_version(name) for name in (*_DISTRIBUTIONS, *_MORE)},
         kernels=[
             *_attention(capability),
             *_fused(capability),
@@ -108,40 +102,8 @@ def diagnose() -> Diagnosis:
                 serves="CUDA graphs", name="torch.cuda.CUDAGraph", usable=graphs is None, why_not=graphs or ""
             ),
         ],
-        problems=said + [x for name, x in _too_old(packages).items() if name not in told],
+        problems=[f"{x.feature}: {x.problem}; {x.instead}." for x in problems],
     )
-
-
-def _wanted() -> dict[str, tuple[str, Requirement]]:
-    """Return distribution -> (what to install to have it, the versions that are wanted), of our metadata."""
-    found: dict[str, tuple[str, Requirement]] = {}
-    try:
-        lines = metadata.requires("lightning_thd") or []
-    except metadata.PackageNotFoundError:  # a source tree that was not installed
-        return found
-    for wanted in map(Requirement, lines):
-        extra = re.search(r"extra == ['\"](\w+)['\"]", str(wanted.marker))
-        if extra is None:
-            found.setdefault(wanted.name, ("lightning_thd", wanted))
-        elif extra[1] not in ("dev", "docs"):  # they repeat the others
-            found.setdefault(wanted.name, (f"'lightning_thd[{extra[1]}]'", wanted))
-    return found
-
-
-def _too_old(packages: Mapping[str, str | None]) -> dict[str, str]:
-    """Return distribution -> what to do, for installed versions that our own metadata excludes."""
-    return {
-        name: f"{name}: {version} is installed, {wanted.specifier} is needed; pip install -U {install}."
-        for name, (install, wanted) in _wanted().items()
-        if (version := packages.get(name)) is not None
-        and not wanted.specifier.contains(version, prereleases=True)
-    }
-
-
-def _absent(name: str) -> str:
-    """Return what the table says of a package that is not installed: what brings it."""
-    install, _ = _wanted().get(name, ("", None))
-    return f"-  (pip install {install})" if "[" in install and name not in _WITH_A_GPU else "-"
 
 
 def _machine() -> dict[str, str]:

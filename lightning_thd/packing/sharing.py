@@ -65,17 +65,9 @@ class SharedStepPlan(StepPlan):
 class SharedPlanner(PackPlanner):
     """Plans the steps of every epoch, with degrees, ranks and microbatches planned together.
 
-    Args:
-        lengths: tokens of each sequence, as ``PackPlanner`` takes them.
-        capacity: slots of one rank; a group of c ranks holds c times as many.
-        global_batch: ``Sequences(n)``, or ``Packs(n)``: the sequences of n packs of a largest group, which
-            holds ``capacity * max_degree`` slots. Steps then hold about as many tokens each. The packs
-            themselves are not run: their sequences are shared out again.
-        sharing: how many ranks may share a sequence.
-        options: those of ``PackPlanner`` but ``align``, ``scheduler`` and ``schedule``.
-
-    Raises:
-        ValueError: for whatever cannot be planned, and what to change.
+    ``capacity`` is that of one rank. With ``Packs(n)`` a step holds the sequences of n packs of a largest
+    group, so that steps hold about as many tokens each; these sequences are shared out again. ``options`` are
+    those of ``PackPlanner``.
     """
 
     def __init__(

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from transformers import AutoModelForCausalLM, MistralConfig
 
@@ -119,16 +118,6 @@ def test_trainer_switches(switch: dict[str, Any], batches: int) -> None:
         assert "val/loss" in trainer.callback_metrics
 
 
-def test_the_learning_rate_finder_runs(tmp_path: Path) -> None:
-    trainer = make_trainer(max_epochs=3, default_root_dir=tmp_path)
-    module = TinyModule()
-    found = Tuner(trainer).lr_find(
-        module, datamodule=THDDataModule(sequences(60), capacity=CAPACITY), num_training=12
-    )
-    assert found is not None
-    assert len(found.results["lr"]) == 12
-
-
 def test_changed_data_is_refused_on_resume(tmp_path: Path) -> None:
     trainer = make_trainer(max_steps=3)
     trainer.fit(TinyModule(), THDDataModule(sequences(60), capacity=CAPACITY))
@@ -186,10 +175,6 @@ def test_policies_are_counted_and_logged(tmp_path: Path) -> None:
     logged = Path(logger.log_dir, "metrics.csv").read_text()
     assert "data/train_truncated" in logged
     assert "data/train_tokens_lost" in logged
-
-
-class BadVocabulary(TinyModule):
-    pass
 
 
 @pytest.mark.parametrize(

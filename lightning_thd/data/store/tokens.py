@@ -208,12 +208,7 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
 
 
 def write_store(folder: str | Path, parts: Iterable[Rows]) -> None:
-    """Write a store piece by piece; memory holds one piece.
-
-    Args:
-        folder: as for ``TokenStore.save``; a failure leaves nothing behind.
-        parts: pieces in order, all with labels or all without.
-    """
+    """Write a store piece by piece, all with labels or all without; memory holds one piece."""
     with new_folder(folder, version=_VERSION) as partial:
         _fill(partial, lambda first: iter(parts))
 
@@ -401,12 +396,7 @@ def _flat(values: Any, name: str) -> NDArray[np.integer]:
 def count_targets(labels: NDArray[np.integer], lengths: NDArray[np.integer]) -> NDArray[np.int64]:
     """Count the labels other than -100 of sequences laid end to end, without the first of each.
 
-    Args:
-        labels: ints ``[N]``.
-        lengths: ints ``[n]``, which add up to N.
-
-    Returns:
-        int64 ``[n]``. ``([-100, 7, 8, 9], [3, 1])`` becomes ``[2, 0]``.
+    Labels ``[-100, 7, 8, 9]`` of lengths ``[3, 1]`` give ``[2, 0]``.
     """
     labels, lengths = _flat(labels, "labels"), host_ints(lengths, "lengths")
     if labels.ndim != 1 or lengths.sum() != len(labels) or (lengths.size and lengths.min() < 0):

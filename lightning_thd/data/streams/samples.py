@@ -72,33 +72,25 @@ def unpacked(ids: Any, labels: Any, extra: bytes) -> dict[str, Any]:
     return sample
 
 
+@dataclass(kw_only=True)
 class Sampler:
     """Turns records into samples by the policies of a data module, and counts what they leave out."""
 
-    def __init__(
-        self,
-        *,
-        capacity: int,
-        oversize: StreamOversize = "error",
-        drop_empty: bool = False,
-        tokenizer: Tokenizer,
-        text_key: str = "text",
-        append_eos: bool = True,
-        records: Records = "auto",
-        one_each: bool = True,  # refuse positions that begin again inside a record
-        vocab_size: int | None = None,
-        chat: VisionChat | None = None,
-        extras_cost: ExtrasCost | None = None,
-        patch: int | None = None,
-        max_patches: int | None = None,
-    ) -> None:
-        self.chat = chat
-        self.extras_cost, self.patch, self.max_patches = extras_cost, patch, max_patches
-        self.capacity, self.oversize, self.drop_empty = capacity, oversize, drop_empty
-        self.vocab_size, self.text_key, self.records, self._one_each = vocab_size, text_key, records, one_each
-        self.counts = dict.fromkeys(POLICIES, 0)
-        self._how: dict[str, Any] = {"tokenizer": tokenizer, "text_key": text_key, "append_eos": append_eos}
-        self._encoders: dict[str, Encoder] = {}
+    capacity: int
+    oversize: StreamOversize = "error"
+    drop_empty: bool = False
+    tokenizer: Tokenizer
+    text_key: str = "text"
+    append_eos: bool = True
+    records: Records = "auto"
+    one_each: bool = True  # refuse positions that begin again inside a record
+    vocab_size: int | None = None
+    chat: VisionChat | None = None
+    extras_cost: ExtrasCost | None = None
+    patch: int | None = None
+    max_patches: int | None = None
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(POLICIES, 0))
+    _encoders: dict[str, Encoder] = field(default_factory=dict)
 
     def __call__(self, record: Any, row: int) -> Sample | None:
         """Convert a record to a sample, or return None where a policy leaves it out."""
@@ -153,7 +145,12 @@ class Sampler:
             return self.chat.sample(record if isinstance(record, dict) else {"text": record}, None)
         kind = self.records if self.records != "auto" else kind_of(record, self.text_key) or "text"
         if kind not in self._encoders:
-            self._encoders[kind] = Encoder(kind=kind, **self._how)
+            self._encoders[kind] = Encoder(
+                kind=kind,
+                tokenizer=self.tokenizer,
+                text_key=self.text_key,
+                append_eos=self.append_eos,
+            )
         rows = self._encoders[kind].encode([("the record", record)])
         sample = {"input_ids": rows.tokens}
         if rows.labels is not None:
@@ -181,7 +178,7 @@ class Sampler:
     def _packed(self, sample: dict[str, Any]) -> Sample:
         extras = {key: value for key, value in sample.items() if key not in _OWN and _kept(key, value)}
         refuse_keys(sample)
-        _refuse_lost(sample, extras, one_each=self._one_each)
+        _refuse_lost(sample, extras, one_each=self.one_each)
         own = {key: sample[key] for key in _OWN if key in sample}
         checked = check_sample({**own, **extras}, "the record")
         ids, labels = checked["input_ids"], checked.get("labels")

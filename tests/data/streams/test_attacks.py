@@ -89,13 +89,6 @@ def test_labels_on_some_ranks_are_labels_of_all() -> None:
     assert message == other == "8 steps"
 
 
-def endless() -> Iterator[Any]:
-    row = 0
-    while True:
-        yield {"input_ids": np.arange(row % 9 + 2)}
-        row += 1
-
-
 @pytest.mark.filterwarnings("ignore:.*forking the process")
 def test_workers_with_a_function_that_cannot_be_pickled() -> None:
     held = iter([])  # no pickle of this

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lightning_thd import Packs, THDDataModule
 from lightning_thd.data.planning import DataSettings
-from lightning_thd.data.streams import Stream, ranks
+from lightning_thd.data.streams import Stream
 from lightning_thd.data.streams.ranks import Peers
 from lightning_thd.data.streams.stream import stream_loader
 from lightning_thd.data.trainer_link import Host
@@ -69,10 +69,6 @@ def test_a_bad_record_ends_every_rank_with_its_place_or_is_skipped(tmp_path: Pat
         run(f"{tmp_path}/*.jsonl", n=6, on_error="skip", max_errors=2)
 
 
-class Held:
-    """Stands for a model, a Trainer, another stream: what a caller has at hand."""
-
-
 def dying(part: int, parts: int) -> Iterator[dict[str, Any]]:
     for row in range(100):
         if part == 1 and row == 7:
@@ -104,13 +100,6 @@ def test_a_rank_that_dies_does_not_leave_the_others_waiting() -> None:
     with pytest.raises(RankError, match=r"ranks \[1\] died|survivor was told: Rank 0 of 2 .* timeout_s=10"):
         run_ranks(survivor, 2, timeout_s=60)
     assert time.monotonic() - started < 60
-
-
-def dies_before_the_group() -> str:
-    """Let rank 1 die before the ranks that read have connected, as a fast reader's death may."""
-    if dist.get_rank() == 1:
-        ranks.host_group = lambda members, timeout_s: os._exit(3)
-    return survivor(timeout_s=3)
 
 
 def fails_to_begin() -> str:

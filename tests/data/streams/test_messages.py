@@ -43,16 +43,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "timeout_s is a str, '1'; wanted a number. It is the seconds a rank waits for another",
     ),
     "no wait": (lambda: Stream(source=rows, timeout_s=0), "timeout_s=0; wanted seconds above 0. The default"),
-    "a wait without end": (lambda: Stream(source=rows, timeout_s=float("inf")), "timeout_s=inf; wanted a"),
     "a window beyond any memory": (lambda: Stream(source=rows, window=2**31), "window=2147483648; wanted at"),
-    "a buffer beyond any memory": (
-        lambda: Stream(source=rows, shuffle_buffer=2**63),
-        "shuffle_buffer=9223372036854775808; wanted at most 2147483647. 0 keeps the order",
-    ),
-    "epochs beyond int64": (
-        lambda: Stream(source=rows, steps_per_epoch=2**63),
-        "steps_per_epoch=9223372036854775808; wanted at most 9223372036854775807. None has no limit",
-    ),
     "packs that ranks do not share": (lambda: for_three(4), r"Packs\(n=4\) cannot be shared by 3"),
     "a scheduler of packs": (
         lambda: loader(rows, scheduler=lambda lengths, capacity, **_: []),

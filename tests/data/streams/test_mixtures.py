@@ -182,19 +182,6 @@ def test_shares_hold_on_other_numbers_of_ranks(tmp_path: Path, dry: str) -> None
     assert set(used.values()) == {1}
 
 
-def test_shares_hold_on_other_numbers_of_workers(tmp_path: Path) -> None:
-    write(tmp_path, {"code": [30, 3, 12], "chat": [60, 5, 31, 9]})
-    state, total, of = None, 0, 0
-    used: Counter[int] = Counter()
-    for workers, steps in ((2, 3), (0, 4), (1, 5)):
-        found = run(str(tmp_path), WEIGHTS, state=state, steps=steps, num_workers=workers)
-        check_shares(ids_of([found]), 3, 0.3, total=total, of=of)
-        total, of = total + 10 * steps, of + sum(i >> 40 < 3 for ids in ids_of([found]) for i in ids)
-        used += counted([found])
-        state = found[1]
-    assert set(used.values()) == {1}
-
-
 def test_a_resumed_mixture_makes_the_same_steps(tmp_path: Path) -> None:
     write(tmp_path, {"code": [7], "chat": [60, 31]})
     for packs, n, dry in ((False, 10, "restart"), (True, 4, "restart"), (True, 4, "rest")):

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset
 
 from tests.data.streams.jobs import check_content, counted, module, read_shards, run, write_shards
 from tests.ranks import run_ranks
@@ -88,14 +87,6 @@ def test_a_function_of_parts_keeps_the_parts_of_its_checkpoint() -> None:
         other.load_state_dict(state)
     assert other.source._parts == 1
     assert sum(len(ids) for step in other for ids in [b.sequence_ids for b in step.microbatches]) == 50
-
-
-class Endless(IterableDataset):
-    def __iter__(self) -> Any:
-        row = 0
-        while True:
-            yield {"input_ids": np.full(row % 9 + 2, row % 50)}
-            row += 1
 
 
 def test_states_of_other_data_are_refused(tmp_path: Path) -> None:
