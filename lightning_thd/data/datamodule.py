@@ -23,8 +23,7 @@ from lightning_thd.data.read.sources import Opener, Packed, Source, is_known
 from lightning_thd.data.source_log import LogsSources, Sources, planned_sources
 from lightning_thd.data.store.index import Empty, MapDataset, OnError
 from lightning_thd.data.streams import Stream, StreamMixture, is_stream
-from lightning_thd.data.streams.steps import StreamedSteps
-from lightning_thd.data.streams.stream import stream_loader
+from lightning_thd.data.streams.stream import StreamedSteps, stream_loader
 from lightning_thd.packing import Cost, Packs, Scheduler, Sequences
 from lightning_thd.packing.entries import Oversize
 from lightning_thd.packing.mixtures import Mixing, MixturePlanner
