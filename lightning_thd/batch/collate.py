@@ -323,7 +323,11 @@ def padded_fields(input_ids: Any, attention_mask: Any, labels: Any) -> dict[str,
     if getattr(labels, "dtype", None) in (torch.uint8, torch.uint16, np.uint8, np.uint16):
         refuse_wrapped(np.asarray(torch.as_tensor(labels).cpu()), "from_padded")
     labels = None if labels is None else int_tensor(labels, "labels")
-    attention_mask = _mask(attention_mask)
+    try:
+        attention_mask = torch.as_tensor(attention_mask)
+    except (TypeError, ValueError, RuntimeError) as err:
+        wanted = f"attention_mask is {described(attention_mask)}; wanted a tensor [B, N] of 0 and 1."
+        raise TypeError(wanted) from err
     given = [t for t in (input_ids, attention_mask, labels) if t is not None]
     shapes = [tuple(t.shape) for t in given]
     if input_ids.ndim != 2 or len(set(shapes)) != 1:
@@ -370,15 +374,6 @@ def padded_fields(input_ids: Any, attention_mask: Any, labels: Any) -> dict[str,
         "token_scale": mean_scale(slots),
         "sequence_shares": [mean_scale(n) for n in own],
     }
-
-
-def _mask(attention_mask: Any) -> Tensor:
-    try:
-        return torch.as_tensor(attention_mask)
-    except (TypeError, ValueError, RuntimeError) as err:
-        raise TypeError(
-            f"attention_mask is {described(attention_mask)}; wanted a tensor [B, N] of 0 and 1."
-        ) from err
 
 
 def _checked_lengths(

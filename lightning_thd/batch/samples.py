@@ -45,10 +45,23 @@ def check_sample(sample: Any, name: str, *, empty: bool = False) -> dict[str, An
     if "weights" in sample:
         sample_weights(sample, len(ids), name)
     if "next_label" in sample:
-        checked["next_label"] = _next_label(sample["next_label"], name)
+        following = whole_number(
+            sample["next_label"], f"{name}: next_label", least=None, most=INT64_MAX, advice="One id, or -100."
+        )
+        if following < 0 and following != IGNORE_INDEX:
+            raise ValueError(f"{name} has next_label={following}. Give the id of the next token, or -100.")
+        checked["next_label"] = following
     refuse_boundaries(sample, name)
     for key in inputs(sample):
-        checked[key] = _as_input(sample[key], key, name)
+        value = sample[key]
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+            value = torch.from_numpy(value)
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            raise ValueError(
+                f"{name} carries {key!r} as {type(value).__name__}. Extras are tensors or arrays with at "
+                "least one axis, concatenated along the first; drop the key if the model does not need it."
+            )
+        checked[key] = value
     return checked
 
 
@@ -196,26 +209,6 @@ def with_label(sample: dict[str, Any], name: str) -> dict[str, Any]:
     if is_scalar(rest.get("labels")):
         del rest["labels"]
     return rest | sequence_label(sample, name)
-
-
-def _next_label(label: Any, name: str) -> int:
-    number = whole_number(
-        label, f"{name}: next_label", least=None, most=INT64_MAX, advice="It is one id, or -100."
-    )
-    if number < 0 and number != IGNORE_INDEX:
-        raise ValueError(f"{name} has next_label={number}. Give the id of the next token, or -100.")
-    return number
-
-
-def _as_input(value: object, key: str, name: str) -> Tensor:
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        value = torch.from_numpy(value)
-    if not isinstance(value, Tensor) or value.ndim == 0:
-        raise ValueError(
-            f"{name} carries {key!r} as {type(value).__name__}. Extras are tensors or arrays with at "
-            "least one axis, concatenated along the first; drop the key if the model does not need it."
-        )
-    return value
 
 
 def sample_weights(sample: Mapping[str, Any], length: int, name: str) -> tuple[NDArray[np.float32], float]:

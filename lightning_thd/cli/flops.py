@@ -120,7 +120,7 @@ def peaks_table(rows: Sequence[Peak]) -> Table:
         rows=[
             (
                 row.name,
-                *(_figure(getattr(row, name)) for name in _DTYPES),
+                *("-" if (peak := getattr(row, name)) is None else f"{peak:g}" for name in _DTYPES),
                 row.printed,
                 f"[{1 + sources.index(row.source)}]",
             )
@@ -129,10 +129,6 @@ def peaks_table(rows: Sequence[Peak]) -> Table:
         text=(0, len(_DTYPES) + 1),
         foot="\n".join(f"[{i}] {source}" for i, source in enumerate(sources, 1)),
     )
-
-
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:g}"
 
 
 def peaks_parser() -> argparse.ArgumentParser:

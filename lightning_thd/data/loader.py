@@ -88,7 +88,7 @@ class Steps(Protocol):
     goes_on: bool  # An iteration that was broken off goes on with the next step, it does not begin again.
 
     def length(self, epoch: int) -> int:
-        """Return the batches of an epoch; raises TypeError where that is unknown."""
+        """Return the number of batches of an epoch; raise TypeError if it is unknown."""
 
     def steps(self, at: Position, limit: int | None) -> Iterator[Made]:
         """Make the steps from a position on; a Trainer takes at most ``limit`` batches of the epoch."""
@@ -112,7 +112,7 @@ class THDLoader:
         self._place(Position())
 
     def _place(self, at: Position) -> None:
-        """Set where the next iteration begins; this position is saved until then."""
+        """Set the position at which the next iteration begins; a checkpoint holds it until then."""
         self._at = self._base = at
         self._states: deque[tuple[int, Position]] = deque()  # batches up to a step's end, the position there
         self._handed_out, self._open = 0, False
@@ -120,7 +120,7 @@ class THDLoader:
 
     @property
     def batch_sampler(self) -> _EpochTarget:
-        """Return what Lightning looks through for a sampler with ``set_epoch``."""
+        """Return an object whose ``sampler`` has ``set_epoch``, which Lightning calls for every epoch."""
         return _EpochTarget(self)
 
     @property
@@ -145,7 +145,7 @@ class THDLoader:
 
     @property
     def dataset(self) -> Any:
-        """Refuse to be taken apart, as loaders are that are to skip batches or be dealt out to processes."""
+        """Refuse the dataset, which libraries ask for to skip batches or to share them out to processes."""
         raise AttributeError(
             "A THDLoader has no dataset to take batches of: it gives this rank's packs, and its state_dict() "
             "is its position. To skip what was used, load that state, as accelerator.load_state and "
@@ -304,7 +304,7 @@ class THDLoader:
 
 @dataclass(frozen=True, slots=True)
 class _EpochTarget:
-    """Offers ``set_epoch`` where Lightning looks for it, without a sampler that Lightning may replace."""
+    """Holds the loader as its ``sampler``, so that Lightning finds ``set_epoch`` and replaces nothing."""
 
     sampler: THDLoader
 

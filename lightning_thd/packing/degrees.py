@@ -129,7 +129,7 @@ def check_tiling(ranks: int, max_degree: int) -> None:
 class Tables:
     """The slots and work of every sequence at every degree."""
 
-    degrees: list[int]  # 1, 2, 4,
+    degrees: list[int]  # 1, 2, 4 and so on
     room: list[int]  # slots of a group of each degree
     slots: IntArray  # int64 ``[C, S]``, padded
     load: FloatArray  # float64 ``[C, S]``, work of each rank of the group, its exchange included

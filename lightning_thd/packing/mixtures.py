@@ -2,8 +2,7 @@
 
 An epoch of a mixture takes a fixed number of sequences of every source. Those of a source come from an
 endless row of shuffles of it, so that after any number of epochs each of its sequences was used as often as
-any other,
-or once more. Nothing is stored: the j-th draw of a source is a pure function of seed, source and j.
+any other, or once more. Nothing is stored: draw j of a source is a pure function of seed, source and j.
 """
 
 from __future__ import annotations

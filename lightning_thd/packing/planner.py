@@ -336,7 +336,15 @@ class PackPlanner(Resumable):
         """
         self._check_request(epoch, k, dp)
         if self._packs is None:
-            spans, (order, offsets) = self._plan_sequences(epoch, k, dp)
+            spans = self._sequences(epoch, k)
+            padded, patches = self.slots.padded(spans.lengths), self.entries.patches(spans)
+            if self.scheduler is None:
+                order, offsets = balanced_bins(padded, self._work(spans), self.slots, dp=dp, patches=patches)
+            else:
+                usable, seen = self.slots.usable, bounded(patches, self.slots)
+                order, offsets = scheduled_bins(
+                    self.scheduler, padded, usable, dp=dp, cost=self.cost, seen=seen
+                )
         else:
             spans, (order, offsets) = self._plan_packs(self._packs, epoch, k, dp)
         return self._describe(epoch, k, dp, spans.take(order), offsets)
@@ -347,14 +355,6 @@ class PackPlanner(Resumable):
         positions = np.arange(k * n, min((k + 1) * n, total))
         chosen = permute(positions, total, key=derive_key(self.seed, _ENTRIES, epoch))
         return self.entries.spans(self.entries.indices(chosen))
-
-    def _plan_sequences(self, epoch: int, k: int, dp: int) -> tuple[Spans, tuple[IntArray, IntArray]]:
-        spans = self._sequences(epoch, k)
-        padded, patches = self.slots.padded(spans.lengths), self.entries.patches(spans)
-        if self.scheduler is not None:
-            usable, seen = self.slots.usable, bounded(patches, self.slots)
-            return spans, scheduled_bins(self.scheduler, padded, usable, dp=dp, cost=self.cost, seen=seen)
-        return spans, balanced_bins(padded, self._work(spans), self.slots, dp=dp, patches=patches)
 
     def _work(self, spans: Spans) -> FloatArray:
         media = self.entries.media

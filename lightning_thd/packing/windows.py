@@ -81,8 +81,7 @@ class WindowedPacks:
             if len(packs) != self.counts[window]:
                 raise ValueError(
                     f"Window {window} has {len(packs)} packs, but {self.counts[window]} were counted. The "
-                    f"lengths "
-                    "changed since, or the counts belong to others. Make a new planner, without these counts."
+                    "lengths changed, or the counts belong to others. Make a new planner without these counts."
                 )
             order = shuffled(len(packs), key=derive_key(self.seed, _PACKS, epoch, window))
             members, offsets = regrouped(packs.offsets, order)
@@ -103,19 +102,17 @@ def make_windows(
     total = -(-entries.total // window)
     if counts is None:
         counts = count_windows(entries, slots, window, seed, num_workers=num_workers)
-    elif not _are_counts(counts, total):
+    elif (
+        not isinstance(counts, np.ndarray)
+        or (counts.shape, counts.dtype.kind in "iu") != ((total,), True)
+        or counts.min() < 1
+    ):
         raise ValueError(
             f"counts has {len(counts) if isinstance(counts, np.ndarray) else type(counts).__name__} windows "
             f"but there are {total}, or is no array of positive ints. "
             "Pass the counts of a planner with the same fingerprint, or None to count again."
         )
     return WindowedPacks(entries=entries, slots=slots, window=window, seed=seed, counts=counts)
-
-
-def _are_counts(counts: object, total: int) -> bool:
-    if not isinstance(counts, np.ndarray) or counts.shape != (total,) or counts.dtype.kind not in "iu":
-        return False
-    return bool(counts.min() >= 1)
 
 
 def window_members(entries: Entries, window: int, seed: int, first: int, last: int) -> IntArray:

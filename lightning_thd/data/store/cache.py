@@ -1,4 +1,4 @@
-"""Named arrays <-> folders of .npy files in the cache, each built by one of all processes and then mapped."""
+"""Named arrays <-> folders of .npy files in the cache. One process builds a folder, all others map it."""
 
 from __future__ import annotations
 

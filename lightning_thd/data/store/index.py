@@ -67,7 +67,7 @@ def check_row(sample: Any, i: int) -> Mapping[str, Any]:
 
 
 def counted_row(dataset: MapDataset, i: int) -> Mapping[str, Any]:
-    """Return what counting needs of a row: a dataset's ``measured(i)`` leaves out the pixels of images."""
+    """Return a row as it is counted: without the pixels of images if the dataset has ``measured(i)``."""
     return check_row(getattr(dataset, "measured", dataset.__getitem__)(i), i)
 
 

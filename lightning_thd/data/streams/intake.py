@@ -299,7 +299,7 @@ def assign(sizes: Sequence[int], ranks: int, *, first: int = 0) -> list[list[int
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Which shards a rank reads, in which order, and how records become samples."""
+    """The shards that a rank reads, their order, and what turns their records into samples."""
 
     shards: Sequence[Shard]  # all of the stream
     own: Sequence[int]  # numbers of those this rank reads, in the order they are read
