@@ -27,52 +27,28 @@ Role = Literal[
     "made",  # an argument that THDBatch.hf_kwargs makes
 ]
 
-KEYS: dict[str, Role] = {
-    **dict.fromkeys(("input_ids", "labels", "attention_mask", "position_ids"), "token"),
-    **dict.fromkeys(("token_type_ids", "mm_token_type_ids"), "type"),
-    "weights": "weight",
+_NAMES: dict[Role, str] = {
+    "token": "input_ids labels attention_mask position_ids",
+    "type": "token_type_ids mm_token_type_ids",
+    "weight": "weights",
     "label": "label",
-    **dict.fromkeys(("next_label", "next_weight", "whole_weight"), "sequence"),
-    **dict.fromkeys(("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw"), "media"),
-    **dict.fromkeys(("image", "images", "video", "videos"), "raw"),
-    **dict.fromkeys(("lengths", "seq_lengths", "cu_seqlens", "cu_seqlens_padded"), "boundary"),
-    **dict.fromkeys(
-        (*("audio", "audios", "input_features", "input_values", "audio_values", "audio_features"),),
-        "audio",
-    ),
-    **dict.fromkeys(
-        (
-            *("loss_mask", "label_mask", "labels_mask", "target_mask", "completion_mask", "response_mask"),
-            *("prompt_mask", "assistant_mask", "assistant_masks", "prompt_length", "prompt_len"),
-            *("prompt_lengths", "mask", "masks", "loss_masks", "label_masks", "train_mask", "learn_mask"),
-            *("completion_masks", "response_masks", "prompt_masks", "target_masks", "shift_labels"),
-            *("answer_start_idx", "context_length", "source_len", "source_length", "source_mask"),
-        ),
-        "mask",
-    ),
-    **dict.fromkeys(
-        (
-            *("weight", "loss_weight", "loss_weights", "token_weight", "token_weights", "label_weight"),
-            *("label_weights", "sample_weight", "sample_weights", "sequence_weight", "sequence_weights"),
-        ),
-        "other_weight",
-    ),
-    **dict.fromkeys(
-        (
-            *("segment_ids", "document_ids", "doc_ids", "seq_idx", "sequence_lengths", "seq_lens", "seqlens"),
-            *("doc_lens", "doc_lengths", "document_lengths", "input_pos", "seq_start_id", "seq_boundaries"),
-            *("cumulative_len", "cu_lens", "cu_doc_lens", "cu_seq_lens"),
-        ),
-        "other_boundary",
-    ),
-    **dict.fromkeys(
-        (
-            *("cu_seq_lens_q", "cu_seq_lens_k", "cu_seq_lens_real", "max_length_q", "max_length_k"),
-            *("use_cache", "targets"),
-        ),
-        "made",
-    ),
+    "sequence": "next_label next_weight whole_weight",
+    "media": "pixel_values pixel_values_videos image_grid_thw video_grid_thw",
+    "raw": "image images video videos",
+    "boundary": "lengths seq_lengths cu_seqlens cu_seqlens_padded",
+    "audio": "audio audios input_features input_values audio_values audio_features",
+    "mask": "loss_mask label_mask labels_mask target_mask completion_mask response_mask prompt_mask "
+    "assistant_mask assistant_masks prompt_length prompt_len prompt_lengths mask masks loss_masks "
+    "label_masks train_mask learn_mask completion_masks response_masks prompt_masks target_masks shift_labels "
+    "answer_start_idx context_length source_len source_length source_mask",
+    "other_weight": "weight loss_weight loss_weights token_weight token_weights label_weight label_weights "
+    "sample_weight sample_weights sequence_weight sequence_weights",
+    "other_boundary": "segment_ids document_ids doc_ids seq_idx sequence_lengths seq_lens seqlens doc_lens "
+    "doc_lengths document_lengths input_pos seq_start_id seq_boundaries cumulative_len cu_lens cu_doc_lens "
+    "cu_seq_lens",
+    "made": "cu_seq_lens_q cu_seq_lens_k cu_seq_lens_real max_length_q max_length_k use_cache targets",
 }
+KEYS: dict[str, Role] = {name: role for role, row in _NAMES.items() for name in row.split()}
 
 _REFUSED: dict[str, str] = {
     "mask": ", which is not read, so that what it hides would be trained on. Give labels, unshifted, with "

@@ -6,7 +6,7 @@ the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,24 +37,17 @@ class PinnedBatch:
     """
 
     def __init__(self, tensors: dict[str, Tensor], padded_lengths: Sequence[int]) -> None:
-        self._parts: dict[str, _Part] = {}
         self._single = dict[str, Tensor]()  # that a buffer of bytes cannot hold, or that are on the device
         self._slots = sum(padded_lengths)
         positions = tensors[_MADE]
         self._makes_positions = positions.dtype == torch.int64 and _counts_up(positions, padded_lengths)
-        size = 0
+        sent = {}
         for name, tensor in tensors.items():
-            if name == _MADE and self._makes_positions:
-                continue
             if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_quantized:
                 self._single[name] = tensor
-                continue
-            travels = torch.int32 if _fits(tensor) else tensor.dtype
-            self._parts[name] = _Part(size, travels, tensor.shape, tensor.dtype)
-            size += _aligned(tensor.numel() * travels.itemsize)
-        self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        for name, part in self._parts.items():
-            _view(self._buffer, part).copy_(tensors[name])
+            elif name != _MADE or not self._makes_positions:
+                sent[name] = tensor
+        self._parts, self._buffer = _pinned(sent, shrink=True)
 
     def to(self, device: torch.device, *, non_blocking: bool) -> dict[str, Tensor]:
         """Return the tensors on a CUDA device, named and typed as they came."""
@@ -74,27 +67,27 @@ def uploaded(found: Any, device: torch.device) -> Any:
     To a CUDA device all arrays travel in one pinned copy that does not block.
     """
     leaves, structure = tree_flatten(found)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)]
-    tensors = [torch.from_numpy(leaves[i]) for i in places]
+    tensors = {i: torch.from_numpy(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)}
     if device.type == "cuda":
-        parts, size = list[_Part](), 0
-        for tensor in tensors:
-            parts.append(_Part(size, tensor.dtype, tensor.shape, tensor.dtype))
-            size += _aligned(tensor.numel() * tensor.dtype.itemsize)
-        pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        for part, tensor in zip(parts, tensors, strict=True):
-            _view(pinned, part).copy_(tensor)
+        parts, pinned = _pinned(tensors, shrink=False)
         buffer = pinned.to(device, non_blocking=True)
-        tensors = [_view(buffer, part) for part in parts]
-    else:
-        tensors = [tensor.to(device, non_blocking=True) for tensor in tensors]
-    for i, tensor in zip(places, tensors, strict=True):
-        leaves[i] = tensor
+        tensors = {i: _view(buffer, part) for i, part in parts.items()}
+    for i, tensor in tensors.items():
+        leaves[i] = tensor.to(device, non_blocking=True)
     return tree_unflatten(leaves, structure)
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
+def _pinned(tensors: Mapping[Any, Tensor], *, shrink: bool) -> tuple[dict[Any, _Part], Tensor]:
+    """Copy tensors into one page-locked buffer; with ``shrink`` integers of 8 bytes take 4 if they fit."""
+    parts, size = dict[Any, _Part](), 0
+    for name, tensor in tensors.items():
+        travels = torch.int32 if shrink and _fits(tensor) else tensor.dtype
+        parts[name] = _Part(size, travels, tensor.shape, tensor.dtype)
+        size += -(-tensor.numel() * travels.itemsize // _ALIGNED) * _ALIGNED
+    buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    for name, part in parts.items():
+        _view(buffer, part).copy_(tensors[name])
+    return parts, buffer
 
 
 def _view(buffer: Tensor, part: _Part) -> Tensor:

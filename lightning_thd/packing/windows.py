@@ -81,7 +81,7 @@ class WindowedPacks:
             if len(packs) != self.counts[window]:
                 raise ValueError(
                     f"Window {window} has {len(packs)} packs, but {self.counts[window]} were counted. The "
-                    "lengths changed, or the counts belong to others. Make a new planner without these counts."
+                    "lengths changed, or the counts belong to others. Make a planner without them."
                 )
             order = shuffled(len(packs), key=derive_key(self.seed, _PACKS, epoch, window))
             members, offsets = regrouped(packs.offsets, order)

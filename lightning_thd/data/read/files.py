@@ -23,23 +23,16 @@ from lightning_thd.data.store.cache import build_once, cache_folder, content_of
 
 Kind = Literal["JSONL", "JSON", "table", "column", "text", "refused"]
 # What is known of a suffix, for datasets and streams.
-KINDS: dict[str, Kind] = {
-    **dict.fromkeys((".jsonl", ".ndjson"), "JSONL"),
-    ".json": "JSON",
-    **dict.fromkeys((".csv", ".tsv"), "table"),
-    **dict.fromkeys((".parquet", ".arrow", ".feather"), "column"),
-    **dict.fromkeys(
-        (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".html", ".xml", ".log", ".tex"), "text"
-    ),
+_SUFFIXES: dict[Kind, str] = {
+    "JSONL": ".jsonl .ndjson",
+    "JSON": ".json",
+    "table": ".csv .tsv",
+    "column": ".parquet .arrow .feather",
+    "text": ".txt .md .rst .py .c .h .cpp .html .xml .log .tex",
     # Read as one document of text, these would train on noise.
-    **dict.fromkeys(
-        (
-            *(".zip", ".tar", ".npy", ".npz", ".bin", ".pt", ".safetensors", ".pdf", ".docx", ".png"),
-            ".jpg",
-        ),
-        "refused",
-    ),
+    "refused": ".zip .tar .npy .npz .bin .pt .safetensors .pdf .docx .png .jpg",
 }
+KINDS: dict[str, Kind] = {suffix: kind for kind, row in _SUFFIXES.items() for suffix in row.split()}
 # Compression suffix -> what begins to unpack one member.
 PACKED: dict[str, Callable[[], Any]] = {
     ".gz": lambda: zlib.decompressobj(zlib.MAX_WBITS | 16),
