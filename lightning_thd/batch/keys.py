@@ -39,8 +39,8 @@ _NAMES: dict[Role, str] = {
     "audio": "audio audios input_features input_values audio_values audio_features",
     "mask": "loss_mask label_mask labels_mask target_mask completion_mask response_mask prompt_mask "
     "assistant_mask assistant_masks prompt_length prompt_len prompt_lengths mask masks loss_masks "
-    "label_masks train_mask learn_mask completion_masks response_masks prompt_masks target_masks shift_labels "
-    "answer_start_idx context_length source_len source_length source_mask",
+    "label_masks train_mask learn_mask completion_masks response_masks prompt_masks target_masks "
+    "shift_labels answer_start_idx context_length source_len source_length source_mask",
     "other_weight": "weight loss_weight loss_weights token_weight token_weights label_weight label_weights "
     "sample_weight sample_weights sequence_weight sequence_weights",
     "other_boundary": "segment_ids document_ids doc_ids seq_idx sequence_lengths seq_lens seqlens doc_lens "
