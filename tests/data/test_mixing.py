@@ -12,7 +12,6 @@ import lightning.pytorch as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -48,21 +47,6 @@ def test_epochs_of_a_mixture_use_each_source_as_often_as_it_says(step: Any) -> N
         assert all(epoch[i] == 1 for i in range(8, 22))
         total += epoch
         assert max(total[i] for i in range(8)) - min(total[i] for i in range(8)) <= 1
-
-
-def test_a_mixture_resumes_with_the_very_same_steps(tmp_path: Path) -> None:
-    def run(module: TinyModule, ckpt_path: Any = None, workers: int = 0) -> None:
-        saver = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
-        trainer = make_trainer(max_epochs=2, callbacks=[saver], enable_checkpointing=True)
-        trainer.fit(module, mixture(num_workers=workers), ckpt_path=ckpt_path)
-
-    whole, resumed = TinyModule(), TinyModule()
-    run(whole)
-    last = max(int(path.stem.partition("=")[2]) for path in tmp_path.glob("*.ckpt"))
-    for step in (3, last):
-        resumed = TinyModule()
-        run(resumed, tmp_path / f"step={step}.ckpt", workers=1)
-        assert resumed.seen == whole.seen[step:]
 
 
 def test_shares_and_tokens_of_sources_are_logged(tmp_path: Path) -> None:

@@ -29,37 +29,21 @@ _SHARDS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """One data set and all that stays the same while jobs on it come and go.
+    """One data set and all that stays the same while jobs on it come and go."""
 
-    Attributes:
-        lengths: tokens of the sequences of each source.
-        weights: of each source; a single one is no mixture.
-        stream: of what kind the stream is that gives them; None for data with a length.
-        step: what an optimizer step takes.
-        capacity: of a pack, at first.
-        oversize: what becomes of longer sequences.
-        tail: what becomes of the last step of an epoch.
-        window: sequences that are packed together, or that a rank of a stream keeps at hand.
-        seed: of every shuffle.
-        mixing: how sources make an epoch.
-        shuffle: sequences of a stream that a rank draws from.
-        steps_per_epoch: of a stream.
-        batches: a loader hands out packs one by one, as to a Trainer, not whole steps.
-    """
-
-    lengths: tuple[tuple[int, ...], ...]
-    weights: tuple[float, ...]
-    stream: str | None
-    step: Packs | Sequences
-    capacity: int
-    oversize: str
-    tail: str
-    window: int
-    seed: int
-    mixing: Mixing | None
-    shuffle: int
-    steps_per_epoch: int | None
-    batches: bool
+    lengths: tuple[tuple[int, ...], ...]  # tokens of the sequences of each source
+    weights: tuple[float, ...]  # of each source; a single one is no mixture
+    stream: str | None  # of what kind the stream is that gives them; None for data with a length
+    step: Packs | Sequences  # what an optimizer step takes
+    capacity: int  # of a pack, at first
+    oversize: str  # what becomes of longer sequences
+    tail: str  # what becomes of the last step of an epoch
+    window: int  # sequences that are packed together, or that a rank of a stream keeps at hand
+    seed: int  # of every shuffle
+    mixing: Mixing | None  # how sources make an epoch
+    shuffle: int  # sequences of a stream that a rank draws from
+    steps_per_epoch: int | None  # of a stream
+    batches: bool  # a loader hands out packs one by one, as to a Trainer, not whole steps
 
     @property
     def mixed(self) -> bool:

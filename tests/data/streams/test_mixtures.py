@@ -182,17 +182,6 @@ def test_shares_hold_on_other_numbers_of_ranks(tmp_path: Path, dry: str) -> None
     assert set(used.values()) == {1}
 
 
-def test_a_resumed_mixture_makes_the_same_steps(tmp_path: Path) -> None:
-    write(tmp_path, {"code": [7], "chat": [60, 31]})
-    for packs, n, dry in ((False, 10, "restart"), (True, 4, "restart"), (True, 4, "rest")):
-        kwargs = {"packs": packs, "n": n, "dry": dry, "shuffle_buffer": 9}
-        whole, *_ = run(str(tmp_path), WEIGHTS, steps=14, epochs=2, **kwargs)
-        for cut in (1, 4, 9):
-            first, state, _ = run(str(tmp_path), WEIGHTS, steps=cut, epochs=2, **kwargs)
-            rest, *_ = run(str(tmp_path), WEIGHTS, steps=14 - cut, epochs=2, state=state, **kwargs)
-            assert first + rest == whole, (packs, dry, cut)
-
-
 class Numbers(DummyLogger):
     """Keeps what is logged."""
 
