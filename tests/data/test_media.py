@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 
 from lightning_thd import THDBatch, THDDataModule, causal_lm_loss
 from lightning_thd.data.store.index import build_index
+from tests.data.support import make_trainer
 from tests.models.test_vision import IMAGE, build
 from tests.models.test_vision import sample as make_sample
 
@@ -66,14 +67,7 @@ def test_images_train_as_if_each_sequence_was_alone(num_workers: int) -> None:
     for row in rows:
         row.update({k: v.double() for k, v in row.items() if k == "pixel_values"})
     data = THDDataModule(rows, capacity=48, num_workers=num_workers)
-    L.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    ).fit(module, data)
+    make_trainer().fit(module, data)
     assert sorted(module.seen) == list(range(len(rows)))
     eager = build("qwen2_5_vl", "eager").double()
     expected = 0.0

@@ -159,16 +159,12 @@ def source_losses(
 
     torch.manual_seed(0)
     logger = TensorBoardLogger(folder, name="", version="")
-    trainer = L.Trainer(
+    trainer = make_trainer(
         max_epochs=epochs,
-        accelerator="cpu",
         devices=devices,
         strategy="thd" if devices == 1 else "thd_ddp",
         log_every_n_steps=3,
         logger=logger,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
         callbacks=[] if graphs is None else [graphs],
     )
     trainer.fit(Still(lr=0.0), mixture(global_batch=Sequences(5), **options) if data is None else data)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
@@ -185,17 +184,7 @@ def test_a_ready_made_schedule_is_followed() -> None:
 
 def _fit_few(sequences_given: int, step: Any) -> tuple[list[tuple[int, ...]], int, list[float]]:
     module = TinyModule()
-    trainer = L.Trainer(
-        max_epochs=2,
-        accelerator="cpu",
-        devices=2,
-        strategy="thd_ddp",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
+    trainer = make_trainer(max_epochs=2, devices=2, strategy="thd_ddp", num_sanity_val_steps=0)
     samples = sequences(sequences_given, longest=5)
     data = THDDataModule(samples, capacity=CAPACITY, global_batch=step, val=samples)
     trainer.fit(module, data)
@@ -215,17 +204,7 @@ def _count_once(folder: str) -> int:
     import torch.distributed as dist
 
     data = Known(sequences(200))
-    trainer = L.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        devices=2,
-        strategy="ddp",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_train_batches=1,
-    )
+    trainer = make_trainer(devices=2, strategy="ddp", limit_train_batches=1)
     module = THDDataModule(data, capacity=CAPACITY, cache_dir=folder)
     trainer.fit(TinyModule(), module)
     dist.barrier()

@@ -16,6 +16,7 @@ from lightning_thd.batch import THDBatch
 from lightning_thd.data.loader import BatchMaker, PlannedSteps, THDLoader
 from lightning_thd.data.store.index import build_index
 from lightning_thd.packing import PackPlanner, Packs, Sequences
+from tests.data.support import make_trainer
 from tests.tiny import tiny_llama
 
 Sample = dict[str, Any]
@@ -193,16 +194,7 @@ def test_epoch_means_are_exact_where_the_weight_of_a_batch_is_no_whole_number(
         totals = [1 / batch.loss_scale for batch in batches]
         losses = [float(causal_lm_loss(module.model, batch)) for batch in batches]
     wanted = float(np.average(losses, weights=totals))
-    trainer = L.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        accumulate_grad_batches=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
+    trainer = make_trainer(accumulate_grad_batches=2, default_root_dir=tmp_path)
     trainer.fit(module, THDDataModule(samples, capacity=16, val=samples, cache_dir=tmp_path))
     found = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert found == pytest.approx({"train": wanted, "val": wanted}, rel=2e-7)

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_thd import Packs, Sequences, THDDataModule, THDDDPStrategy
 from lightning_thd.data.streams import Stream
+from tests.data.support import make_trainer
 from tests.ranks import run_ranks
 from tests.tiny import TinyModule, largest_error, nll, sequences
 
@@ -54,17 +55,12 @@ def fit(
     cp = kwargs.pop("context_parallel_size", 1)
     plain = "thd" if ranks == 1 else THDDDPStrategy(context_parallel_size=cp, **kwargs.pop("strategy", {}))
     module = Seen()
-    trainer = L.Trainer(
+    trainer = make_trainer(
         max_epochs=kwargs.pop("max_epochs", 1),
-        accelerator="cpu",
         devices=ranks,
         strategy=plain,
         accumulate_grad_batches=2 if packs else 1,
         gradient_clip_val=0.5,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
     )
     data = THDDataModule(
         Stream(source=f"{folder}/*.jsonl", window=8, **kwargs),
@@ -187,16 +183,7 @@ def test_a_limit_inside_a_step_of_a_stream_is_refused(
 ) -> None:
     write(tmp_path, 60)
     data = THDDataModule(Stream(source=f"{tmp_path}/*.jsonl", steps_per_epoch=steps), capacity=CAPACITY)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        accumulate_grad_batches=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+    trainer = make_trainer(accumulate_grad_batches=2, **options)
     module = Seen()
     if batches is None:
         with pytest.raises(MisconfigurationException, match="made whole: .* Take [248], another multiple"):
