@@ -19,7 +19,6 @@ from tests.fuzz import Entry, fuzz, tables
 
 # Public names without an entry, and why.
 _ANSWER = "what a function answers: nobody makes one"
-_OF_STREAMS = "what stream_loader does with the source of a stream, which is tried"
 _BASE = "a base class whose arguments are Lightning's"
 EXCEPTIONS = {
     "LogProbs": _ANSWER,
@@ -31,12 +30,7 @@ EXCEPTIONS = {
     "PackingReport": _ANSWER,
     "LintReport": _ANSWER,
     "Op": _ANSWER,
-    "Bad": _ANSWER,
-    "Shards": _ANSWER,
     "StreamMixture": "what THDDataModule makes of a mixture with streams",
-    "open_shards": _OF_STREAMS,
-    "refuse_split": _OF_STREAMS,
-    "traits": _OF_STREAMS,
     "THDShard": "what shard_batch answers",
     "Vision": "what a FlopsModel answers about its tower; collate takes it back",
     "THDStrategyMixin": _BASE,

@@ -108,7 +108,7 @@ def test_ranks_have_equal_flops_and_packs_no_patch_too_many(
     )
     before = []
     # No search: placing the largest first is even enough.
-    monkeypatch.setitem(balanced_bins.__globals__, "fill_microsteps", None)
+    monkeypatch.setitem(balanced_bins.__globals__, "exchange", None)
     for k in range(2):
         plan = planner.step(0, k, dp)
         work = flops(plan)

@@ -277,7 +277,7 @@ def test_what_a_mixture_of_streams_refuses(tmp_path: Path) -> None:
         make({"code": (stream, 1), "chat": (stream, 0)})
     with pytest.raises(ValueError, match="dry='never' is unknown. Choose 'restart', 'stop' or 'rest'"):
         make({"code": (stream, 1)}, mixing=Mixing(dry="never"))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="count sequences of sources whose sizes are known"):
+    with pytest.raises(ValueError, match="need sources whose sizes are known"):
         make({"code": (stream, 1)}, mixing=Mixing(epoch="shortest"))
     longer = {"code": (Stream("x", steps_per_epoch=3), 1), "chat": (Stream("x", steps_per_epoch=4), 1)}
     with pytest.raises(ValueError, match="ask for epochs of .'3', '4'. steps. Set one"):
