@@ -388,7 +388,7 @@ def of_epochs(cell: Cell) -> Found:
 
 
 ATTACKS: dict[str, Callable[[Cell], Found]] = {
-    "logs": trained(LogsEverywhere, val_check_interval=2, max_steps=4),
+    "logs": trained(LogsEverywhere, val_check_interval=1, max_steps=3),
     "sums": trained(Sums, val_check_interval=2, max_steps=4),
     "by epoch": trained(ScheduledByEpoch, **epochs(limit_train_batches=2)),
     "plateau": trained(Watching, **epochs(limit_train_batches=2)),

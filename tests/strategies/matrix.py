@@ -27,6 +27,7 @@ from torch import Tensor
 
 from lightning_thd import Packs, Sequences, THDBatch, THDDataModule, THDStrategyMixin, causal_lm_loss
 from lightning_thd.packing import PackPlanner
+from lightning_thd.strategies.norms import grad_norm
 from tests.strategies.jobs import CAPACITY, CLIP, Job, Layout, full_parameters, make_optimizer
 from tests.tiny import largest_error, nll, sequences
 
@@ -111,6 +112,18 @@ class Plain(Job):
 
     def test_step(self, batch: THDBatch, batch_idx: int) -> None:
         self.log("test/loss", causal_lm_loss(self.model, batch), sync_dist=True)
+
+
+class Normed(Plain):
+    """Keeps the norms of its gradients, as Lightning's documentation shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: dict[str, Tensor] = {}
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norms = grad_norm(self.model, 2).items()
+        self.norms |= {f"logged {self.global_step} {name}": norm.double() for name, norm in norms}
 
 
 class Frozen(Plain):
@@ -316,8 +329,15 @@ def swa(cell: Cell) -> dict[str, Tensor]:
 
 
 def ema(cell: Cell) -> dict[str, Tensor]:
-    options = {"callbacks": [EMAWeightAveraging(decay=0.5)], "val_check_interval": 2}
-    return dict(weights_after(Plain, **options)(cell))
+    """Average weights, and go on from a checkpoint with them; returns the norms of gradients too."""
+    options: dict[str, Any] = {"max_steps": 3, "val_check_interval": 2, "num_sanity_val_steps": 1}
+    saver = ModelCheckpoint(cell.folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    module, again, callbacks = Normed(), Plain(), [EMAWeightAveraging(decay=0.5), saver]
+    trainer = cell.fit(module, callbacks=callbacks, enable_checkpointing=True, **options)
+    path = f"{cell.folder}/step=2.ckpt"
+    cell.fit(again, callbacks=[EMAWeightAveraging(decay=0.5)], ckpt_path=path, **options)
+    resumed = {f"resumed {name}": value for name, value in full_parameters(again.model).items()}
+    return full_parameters(module.model) | resumed | logged(trainer) | module.norms
 
 
 FEATURES: dict[str, Callable[[Cell], dict[str, Tensor]]] = {

@@ -53,7 +53,7 @@ class Thaw(BaseFinetuning):
 def fit(layout: Layout, thaws: bool, epochs: int, path: str | None = None, **options: Any) -> Grouped:
     module = Grouped()
     callbacks = [*options.pop("callbacks", []), *([Thaw()] if thaws else [])]
-    options |= {"max_steps": -1, "max_epochs": epochs, "limit_train_batches": 2, "callbacks": callbacks}
+    options |= {"max_steps": -1, "max_epochs": epochs, "limit_train_batches": 1, "callbacks": callbacks}
     make_trainer(layout, **options).fit(module, data(Sequences(8)), ckpt_path=path)
     return module
 
@@ -62,7 +62,7 @@ def go_on(layout: Layout, folder: str, thaws: bool) -> dict[str, Any]:
     warnings.filterwarnings("ignore")
     saver = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, save_on_train_epoch_end=True)
     fit(layout, thaws, 2, callbacks=[saver], enable_checkpointing=True)
-    module = fit(layout, thaws, 3, str(Path(folder) / "step=4.ckpt"))
+    module = fit(layout, thaws, 3, str(Path(folder) / "step=2.ckpt"))
     return {"params": full_parameters(module.model), "rates": module.rates}
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable
+from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,15 +24,17 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from lightning_thd import Packs, Sequences, THDStrategyMixin
+from lightning_thd import Packs, Sequences, THDModelParallelStrategy, THDStrategyMixin
 from lightning_thd.parallel.tensor import apply_tensor_parallel, model_plan
 from tests.ranks import run_ranks
+from tests.rows import run_row
 from tests.strategies.jobs import CLIP, Job, Layout, data, full_parameters, make_trainer, train_by_hand
 from tests.tiny import largest_error
 
 STEP = Sequences(12)
 # What FSDP calls: since torch 2.13 under a new name.
 REDUCE = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 
 class OnDDP(THDStrategyMixin, DDPStrategy):
@@ -120,6 +123,8 @@ def strategy_of(name: str) -> Strategy:
         "dp cp": lambda: WithContext(data_parallel_size=2, tensor_parallel_size=1),
         "cp by attribute": lambda: WithContext(),
         "no data axis": lambda: WithContext(data_parallel_size=1, tensor_parallel_size=2),
+        "ours": lambda: THDModelParallelStrategy(),
+        "keeps": lambda: THDModelParallelStrategy(reshard_after_forward=False),
         "tp ddp": lambda: WithTensor(),
         "replicas": lambda: type("WithReplicas", (OnDDP,), {"data_parallel_replicas": 2})(),
     }
@@ -162,11 +167,9 @@ JOBS = {
 }
 
 
-def some(sharp: list[str], every: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=[] if name in sharp else pytest.mark.slow) for name in every]
-
-
-@pytest.mark.parametrize("name", some(["dp cp"], JOBS))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "dp cp" else pytest.mark.slow) for name in JOBS]
+)
 def test_any_host_trains_as_one_process(name: str) -> None:
     module, layout = JOBS[name]
     wanted = train_by_hand("qwen3", layout, STEP)
@@ -240,30 +243,50 @@ SYNCS: dict[str, tuple[type[Job], int, Packs | Sequences]] = {
     "fsdp packs": (Job, 1, Packs(6)),
     "dp sequences": (ShardsItself, 3, Sequences(24)),  # two layers, and the rest of the model
     "dp packs": (ShardsItself, 3, Packs(6)),
+    "ours sequences": (Job, 3, Sequences(24)),
+    "ours packs": (Job, 3, Packs(6)),
+    "keeps sequences": (Job, 3, Sequences(24)),
 }
 
 
-def reductions(name: str, module: type[Job], step: Packs | Sequences) -> tuple[int, int]:
-    """Count the collectives that reduce gradients in three steps, and the microbatches."""
-    running = module()
+def collectives(name: str) -> tuple[int, int, int, dict[str, torch.Tensor]]:
+    """Count the collectives that reduce gradients and gather weights in two steps, and the microbatches."""
+    module, _, step = SYNCS[name]
+    running, calls = module(), Counter[str]()
     accumulate = step.n // 2 if isinstance(step, Packs) else 1
-    options = {"gradient_clip_val": None, "max_steps": 3, "accumulate_grad_batches": accumulate}
-    trainer = make_trainer(Layout(dp=2), strategy=strategy_of(name), **options)
-    calls, reduce = [0], getattr(dist, REDUCE)
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        return reduce(*args, **kwargs)
-
+    options = {"gradient_clip_val": None, "max_steps": 2, "accumulate_grad_batches": accumulate}
+    trainer = make_trainer(Layout(dp=2), strategy=strategy_of(name.split()[0]), **options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, REDUCE, counted)
+        for kind in (REDUCE, GATHER):
+            patch.setattr(dist, kind, partial(counted, calls, kind, getattr(dist, kind)))
         trainer.fit(running, data(step))
-    return calls[0], running.microbatches
+    params = {} if name.startswith("fsdp") else full_parameters(running.model)
+    return calls[REDUCE], calls[GATHER], running.microbatches, params
 
 
-@pytest.mark.parametrize("name", some(["fsdp packs"], SYNCS))
-def test_gradients_are_reduced_once_a_step(name: str) -> None:
-    module, groups, step = SYNCS[name]
-    for calls, microbatches in run_ranks(reductions, 2, name.split()[0], module, step):
-        assert calls == 3 * groups
-        assert microbatches >= 2 * 3
+def counted(calls: Counter[str], kind: str, call: Any, *args: Any, **kwargs: Any) -> Any:
+    calls[kind] += 1
+    return call(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["fsdp packs", "ours sequences", "keeps sequences"],
+        pytest.param(list(SYNCS), marks=pytest.mark.slow),
+    ],
+    ids=["some", "all"],
+)
+def test_gradients_are_reduced_and_kept_weights_gathered_once_a_step(names: list[str]) -> None:
+    for outcomes in zip(*run_row(collectives, 2, names), strict=True):
+        found = {name: outcome.value for name, outcome in zip(names, outcomes, strict=True)}
+        for name, (reductions, _, microbatches, _) in found.items():
+            assert reductions == 2 * SYNCS[name][1]
+            assert microbatches >= 2 * 2
+        (_, often, microbatches, wanted), (_, once, _, kept) = (
+            found["ours sequences"],
+            found["keeps sequences"],
+        )
+        assert once == 2 * 3
+        assert often > microbatches * 3
+        assert largest_error(kept, wanted) == 0.0

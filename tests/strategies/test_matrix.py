@@ -55,7 +55,7 @@ def check(strategy: str, layout: str, features: list[str], folder: Path) -> None
 @pytest.mark.parametrize(
     ("strategy", "layout", "features"),
     [
-        ("own_model_parallel", "tp2", ["clip value", "predict"]),
+        ("own_model_parallel", "tp2", ["clip value", "predict", "ema"]),
         pytest.param("thd_model_parallel", "dp2", ["lora", "lr_find", "resume"], marks=pytest.mark.slow),
     ],
     ids=["tp2", "dp2"],

@@ -38,7 +38,7 @@ INTERLEAVED = {"pipeline_schedule": "interleaved", "stages_per_rank": 2}
 class Decayed(Job):
     """Gives the optimizer frozen weights too, which decay as soon as they get a gradient, even of zero."""
 
-    def __init__(self, family: str = "qwen3@4t") -> None:
+    def __init__(self, family: str = "qwen3@2t") -> None:
         super().__init__(family)
         self.norms: list[float] = []
 
@@ -124,7 +124,7 @@ def test_logits_that_the_config_does_not_tell_under_interleaved_stages() -> None
 
 class Recomputed(Decayed):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__("qwen3@4t")
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
@@ -145,7 +145,7 @@ def test_flops_are_those_of_the_whole_model_once(kind: type[Job], options: dict[
 
 def fit_stream(folder: str, layout: Layout) -> dict[str, Any]:
     warnings.filterwarnings("ignore")
-    module = Job("qwen3@4")
+    module = Job("qwen3@2")
     accumulate = 1 if layout.pp > 1 else 3
     trainer = make_trainer(layout, max_epochs=1, max_steps=-1, accumulate_grad_batches=accumulate)
     stream = Stream(source=f"{folder}/*.jsonl", window=8)
@@ -168,7 +168,7 @@ class Beside(Job):
     """Trains a weight outside the model."""
 
     def __init__(self) -> None:
-        super().__init__("qwen3@4")
+        super().__init__("qwen3@2")
         self.gate = nn.Linear(1, 1, dtype=torch.float64)
 
     def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
@@ -190,10 +190,10 @@ def refuse(kind: str) -> str:
     layout, options = Layout(pp=2), {}
     made = {
         "beside": Beside,
-        "clips": lambda: Clips("qwen3@4"),
-        "second order": lambda: SecondOrder("qwen3@4"),
+        "clips": lambda: Clips("qwen3@2"),
+        "second order": lambda: SecondOrder("qwen3@2"),
     }
-    module: L.LightningModule = made.get(kind, lambda: Job("qwen3@4"))()
+    module: L.LightningModule = made.get(kind, lambda: Job("qwen3@2"))()
     if kind == "averaged":
         options["callbacks"] = [EMAWeightAveraging()]
     try:
@@ -275,7 +275,7 @@ class ByName(Job):
     """Groups weights by their names: the embedding's is the head's too. May freeze them by it as well."""
 
     def __init__(self, *, freezes: bool = False) -> None:
-        super().__init__("qwen3@4t")
+        super().__init__("qwen3@2t")
         self.freezes = freezes
 
     def on_fit_start(self) -> None:

@@ -29,6 +29,7 @@ from lightning_thd.strategies.guards import (
     refuse_static_graph,
 )
 from lightning_thd.strategies.pack_cut import set_data_rank
+from lightning_thd.strategies.shards import policy_of
 from tests.ranks import run_ranks
 from tests.strategies.jobs import Job, Layout, data, family_model, make_trainer
 from tests.tiny import sequences
@@ -94,6 +95,11 @@ def test_anomalies_of_cut_gradients_are_refused() -> None:
     refuse_anomaly_detection(trainer, AxisSizes(data=2))
     with pytest.raises(MisconfigurationException, match="detect_anomaly=True with tensor_parallel_size=2"):
         refuse_anomaly_detection(trainer, AxisSizes(tensor=2))
+
+
+def test_fp16_scaling_is_refused() -> None:
+    with pytest.raises(MisconfigurationException, match="'16-mixed' scales the loss.*Use 'bf16-mixed'"):
+        policy_of("16-mixed")
 
 
 def test_an_optimizer_that_decides_by_all_weights() -> None:

@@ -16,7 +16,7 @@ from tests.strategies.jobs import Job, Layout, data, family_model
 from tests.strategies.jobs import make_trainer as trainer_of
 from tests.tiny import TinyModule, largest_error, sequences, train_by_hand
 
-CAPACITY, STEPS = 48, 5
+CAPACITY, STEPS = 48, 3
 
 
 def make_trainer(strategy: str, **kwargs: Any) -> L.Trainer:
@@ -192,7 +192,7 @@ class Keeps(Job):
 def train_and_go_on(layout: Layout) -> tuple[float, float]:
     """Train on shards, then run a model on a sequence of as many tokens as a shard has slots."""
     module = Keeps()
-    trainer_of(layout).fit(module, data(Packs(1)))
+    trainer_of(layout, max_steps=1).fit(module, data(Packs(1)))
     ids = torch.arange(module.kept.input_ids.shape[0])[None] % 60
     with torch.no_grad():
         found, wanted = (model(input_ids=ids).logits for model in (Job().model, stock_model()))
