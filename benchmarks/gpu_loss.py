@@ -28,11 +28,19 @@ def _ways() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
         "F.cross_entropy": lambda h, w, y: F.cross_entropy(F.linear(h, w).float(), y, reduction="sum"),
     }
     if hasattr(F, "linear_cross_entropy"):
-        ways["torch"] = lambda h, w, y: fused_linear_cross_entropy(h, w, y, backend="torch")
+        ways["torch"] = lambda h, w, y: F.linear_cross_entropy(h, w, y, reduction="sum")
     if available("liger_kernel"):
-        ways["liger"] = lambda h, w, y: fused_linear_cross_entropy(h, w, y, backend="liger")
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        liger = LigerFusedLinearCrossEntropyLoss(reduction="sum", accum_dtype=torch.float32)
+        ways["liger"] = lambda h, w, y: liger(w, h, y)
     if available("cut_cross_entropy"):
-        ways["cut-cross-entropy"] = lambda h, w, y: fused_linear_cross_entropy(h, w, y, backend="cce")
+        from cut_cross_entropy import linear_cross_entropy
+
+        # Its default drops small gradients, so that they would not be equal.
+        ways["cut-cross-entropy"] = lambda h, w, y: linear_cross_entropy(
+            h, w, y, reduction="sum", filter_eps=None
+        )
     return ways
 
 

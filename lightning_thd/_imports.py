@@ -51,8 +51,6 @@ _HINTS: dict[str, tuple[str, str]] = {
     ),
     "torchao": ("pip install 'lightning_thd[fp8]'", "bf16 needs nothing more."),
     "fla": ("pip install flash-linear-attention", "The layer runs sequence by sequence without it."),
-    "liger_kernel": ("pip install liger-kernel", "backend='auto' needs nothing more."),
-    "cut_cross_entropy": ("pip install cut-cross-entropy", "backend='auto' needs nothing more."),
 }
 
 

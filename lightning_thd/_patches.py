@@ -6,7 +6,12 @@ the code that makes them, at the end of a ``with`` block or a run.
 
 from __future__ import annotations
 
+import inspect
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
+
+from torch import nn
 
 
 class Patch(NamedTuple):
@@ -220,3 +225,21 @@ def patch(row: str, owner: Any, name: str, value: Any) -> None:
     path = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
     APPLIED.add((row, f"{path}.{name}"))
     setattr(owner, name, value)
+
+
+def layer_classes(model_class: type) -> Iterator[Any]:
+    """Yield the classes of layers in the files of a model class and its bases."""
+    for name in dict.fromkeys(base.__module__ for base in model_class.__mro__):
+        for cls in list(vars(sys.modules[name]).values()) if name in sys.modules else ():
+            if inspect.isclass(cls) and issubclass(cls, nn.Module):
+                yield cls
+
+
+def patch_forward(
+    row: str, cls: Any, mark: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Replace the forward of a class by what ``make`` makes of it, once; ``mark`` is set on the new one."""
+    if not hasattr(cls.forward, mark):
+        made = make(cls.forward)
+        setattr(made, mark, True)
+        patch(row, cls, "forward", made)

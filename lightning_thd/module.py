@@ -92,15 +92,13 @@ class CausalLMModule(L.LightningModule):
         warmup_fraction: part of all steps over which the rate rises from 0.
         final_lr_fraction: part of ``lr`` that is left at the last step.
         compile: ``layers`` compiles the model's layers with torch.compile: one graph for all layers and for
-            packs of any size, made in the first step in some ten seconds of a CPU, or read from torch's
-            cache on disk if a run before it made the same; ``off`` runs eagerly.
-
+            packs of any size, made in the first step in some ten seconds of a CPU, or read from torch's cache
+            on disk if a run before it made the same; ``off`` runs eagerly.
         router_balance: over which tokens a mixture of experts is balanced: see ``causal_lm_loss``. Losses of
             evaluations leave "sequence" and "step" out.
 
     Raises:
-        ValueError: when not exactly one of ``model`` and ``config`` is given, for a path without weights, for
-            fractions outside 0 to 1, or for another ``compile`` or ``router_balance``.
+        ValueError: when not exactly one of ``model`` and ``config`` is given, or for one that cannot be used.
     """
 
     def __init__(

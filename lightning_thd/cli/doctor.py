@@ -27,20 +27,17 @@ from lightning_thd.report.terminal import Table, show_table
 _DISTRIBUTIONS = (
     *("torch", "lightning", "numpy", "transformers", "accelerate", "trl", "datasets", "pyarrow"),
     *("triton", "flash-attn", "flash-attn-3", "flash-attn-4", "transformer-engine", "mamba-ssm"),
-    *("causal-conv1d", "fla-core", "flash-linear-attention", "tilelang", "liger-kernel"),
-    *("cut-cross-entropy", "torchao", "fsspec", "wandb"),
+    *("causal-conv1d", "fla-core", "flash-linear-attention", "tilelang", "torchao", "fsspec", "wandb"),
 )
 # The command line and pictures need these.
 _MORE = ("jsonargparse", "shtab", "matplotlib", "zstandard")
 
 
-# These run a kind of layer or loss and need these imports and a CUDA device.
+# These run a kind of layer and need these imports and a CUDA device.
 _FUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "mamba-2 layers": ("fused by mamba-ssm", ("mamba_ssm", "causal_conv1d")),
     "gated delta layers": ("fused by flash-linear-attention", ("fla", "causal_conv1d")),
     "short convolutions": ("fused by causal-conv1d", ("causal_conv1d",)),
-    "loss backend='liger'": ("liger-kernel", ("liger_kernel",)),
-    "loss backend='cce'": ("cut-cross-entropy", ("cut_cross_entropy",)),
     "fp8 by torchao": ("torchao", ("torchao",)),
     "fp8 by Transformer Engine": ("transformer-engine", ("transformer_engine.pytorch",)),
 }

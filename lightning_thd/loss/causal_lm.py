@@ -111,12 +111,12 @@ def causal_lm_loss(
             (DDP, FSDP2, tensor parallel, PEFT, Accelerate, torch.compile).
         batch: the microbatch, on the model's device.
         reduction: "tokens" or "sequences".
-        weights: floats ``[T]``, a further factor of each slot's loss; no part of the divisor, which only
-            the data decides. Gets no gradient. Of shared prefixes ``[N]``, one for each token of a sequence.
+        weights: floats ``[T]``, a further factor of each slot's loss, without gradient; no part of the
+            divisor, which only the data decides. Of shared prefixes ``[N]``, one for each token of a
+            sequence.
         class_weights: floats ``[V]``, a further factor by target, likewise.
         label_smoothing: share of a target's mass spread over the vocabulary.
-        z_loss: factor of the squared lse, added for each loss token; the config's ``z_loss_coefficient``
-            (Bamba's) when None.
+        z_loss: factor of the squared lse of each loss token; None: the config's ``z_loss_coefficient``.
         mtp_weight: weight of the mean of further predictions, for a model that calls its head more than
             once: call k + 1 predicts the token k places after the next.
         router_balance: over which tokens experts are balanced. "microbatch" is the model's own loss, over
@@ -134,10 +134,8 @@ def causal_lm_loss(
         their mean; no loss token gives 0, with zero gradients.
 
     Raises:
-        TypeError: for arguments of another type.
-        ValueError: for another kind of model, another attention, a batch that does not fit the model,
-            ``reduction="sequences"`` or ``router_balance`` if what the step holds is unknown, or
-            ``router_balance`` of a family without router logits.
+        ValueError: for another kind of model, another attention, a batch that does not fit the model, or for
+            a reduction or balance that needs to know more of the step or of the model's routers.
         NotImplementedError: for a model that changes its logits in a way that cannot be recorded.
     """
     if return_parts is not False:
@@ -180,17 +178,8 @@ def causal_lm_loss_and_stats(
 ) -> tuple[Tensor, TokenStats]:
     """Compute ``causal_lm_loss``, and entropy and accuracy of its tokens from the same forward pass.
 
-    Args:
-        model: as for ``causal_lm_loss``.
-        batch: the microbatch, on the model's device; no shard of one.
-        label_smoothing: share of a target's mass spread over the vocabulary.
-        router_balance: as for ``causal_lm_loss``.
-
-    Returns:
-        The loss, and sums: 10 loss tokens under a uniform distribution over 8 have entropy 10 log 8.
-
-    Raises:
-        ValueError: as ``causal_lm_loss``.
+    The arguments are those of ``causal_lm_loss``; the batch is no shard of one. 10 loss tokens under a
+    uniform distribution over 8 have entropy 10 log 8.
     """
     call = HeadCall.of(model)
     penalties = Penalties(label_smoothing=label_smoothing, z_loss=_z_loss(call))
@@ -275,8 +264,7 @@ def causal_lm_logprobs(
         batch: the microbatch, on the model's device.
         temperature: divides the model's logits, after its own scale and cap.
         entropy: whether it is wanted.
-        top_k: number of likeliest tokens wanted in every slot with a target, ``LogProbs.top``; 1 for a token
-            accuracy.
+        top_k: number of likeliest tokens wanted in every slot with a target, ``LogProbs.top``.
 
     Returns:
         Three tensors ``[T]``, 0 where there is no target; fp32 (fp64 for an fp64 model). Entry i belongs to
@@ -285,7 +273,6 @@ def causal_lm_logprobs(
 
     Raises:
         ValueError: as ``causal_lm_loss``, and for a temperature that is not a number above 0.
-        NotImplementedError: for a model that does to its logits what cannot be followed.
     """
     LogitMap(temperature=temperature)  # checked before the model runs
     instance(model, "model", nn.Module, advice="Pass the model itself.")
@@ -348,7 +335,13 @@ def loss_weights(
             f"class_weights is {list(class_weights.shape)}"
             + (" and label_smoothing above 0, wanted one of the two." if smoothed else ", wanted [V].")
         )
-    scale = _sequence_scale(batch) if reduction == "sequences" else batch.loss_scale
+    scale = batch.sequence_scale if reduction == "sequences" else batch.loss_scale
+    if scale is None:
+        raise ValueError(
+            "reduction='sequences' needs batch.sequence_scale, the weight of the step's sequences, and this "
+            "batch was made with only a loss_scale. Use THDDataModule, pass sequence_scale to "
+            "THDBatch.collate, or use reduction='tokens'."
+        )
 
     def factors(targets: Tensor, depth: int, vocabulary: int) -> tuple[Tensor, Tensor | float]:
         if depth:
@@ -376,16 +369,6 @@ def loss_weights(
     return factors
 
 
-def _sequence_scale(batch: THDBatch) -> float:
-    if batch.sequence_scale is None:
-        raise ValueError(
-            "reduction='sequences' needs batch.sequence_scale, the weight of the step's sequences, and this "
-            "batch was made with only a loss_scale. Use THDDataModule, pass sequence_scale to "
-            "THDBatch.collate, or use reduction='tokens'."
-        )
-    return batch.sequence_scale
-
-
 def _shares(batch: THDBatch, dtype: torch.dtype) -> Tensor:
     """Spread every sequence's share over its slots, ``[T]``; 0 in a trailing pad."""
     shares = torch.tensor([*batch.sequence_shares, 0.0], dtype=dtype).to(batch.input_ids.device)
@@ -396,20 +379,12 @@ def _shares(batch: THDBatch, dtype: torch.dtype) -> Tensor:
 
 
 def mtp_targets(targets: Tensor, cu_seqlens: Tensor, depth: int, *, ignore_index: int = -100) -> Tensor:
-    """Shift targets left by ``depth`` inside every sequence.
+    """Shift targets, int64 ``[T]``, left by ``depth`` inside every sequence.
 
-    Args:
-        targets: int64 ``[T]``, already the next token of the same sequence.
-        cu_seqlens: int32 ``[S + 1]``, the sequences' offsets in memory; last entry T.
-        depth: 0 for the targets themselves, 1 for the token after the next.
-        ignore_index: fills the last ``depth`` slots of every sequence.
-
-    Returns:
-        int64 ``[T]``. ``([6, 7, -100, 9, -100], [0, 3, 5], 1)`` becomes ``[7, -100, -100, -100, -100]``.
-
-    Raises:
-        TypeError: for arguments of another type.
-        ValueError: for a negative depth, or targets that are no row of integers.
+    ``targets`` are already the next token of the same sequence: depth 0 gives them back, 1 the token after
+    the next. The last ``depth`` slots of every sequence become ``ignore_index``. ``cu_seqlens`` int32 ``[S +
+    1]`` are the offsets in memory, the last one T. ``([6, 7, -100, 9, -100], [0, 3, 5], 1)`` becomes ``[7,
+    -100, -100, -100, -100]``.
     """
     depth = whole_number(depth, "depth", advice="0 is the next token, 1 the one after it.")
     if targets.ndim != 1 or targets.is_floating_point() or targets.dtype == torch.bool:

@@ -70,45 +70,34 @@ def fused_linear_distillation(
     ``m = beta p + (1 - beta) q``, GKD, arXiv:2306.13649, equation 1. No factor of the squared temperature: if
     you want one, put it into ``token_weights``. The cross entropy is of temperature 1.
 
-    Args:
-        hidden: the student's ``[T, H]`` (or ``[..., H]``).
-        weight: ``[V, H]``; under ``tp_group`` this rank's equal share of the rows.
-        targets: int64 ``[T]``; tokens of ``ignore_index`` do not count, and the values of the others matter
-            only if ``alpha`` is below 1.
-        teacher_hidden: ``[T, H']``, of any width and float dtype; gets no gradient.
-        teacher_weight: ``[V, H']``, sharded as ``weight`` is; gets no gradient.
-        teacher_bias: ``[V]``; gets no gradient.
-        teacher_softcap: cap on the teacher's logits.
-        teacher_logit_scale: factor of the teacher's logits before the cap.
-        teacher_topk: instead of hidden states, log-probabilities ``[T, k]`` and distinct tokens int64
-            ``[T, k]`` of the teacher's likeliest tokens, ``LogProbs.top`` for example. Divided by the
-            temperature and normalised again, they are the teacher's whole distribution; a log-probability of
-            -inf marks a missing token. Only for "kl".
-        kind: the divergence.
-        temperature: divides the logits of both, after their caps.
-        alpha: share of the divergence, 0 to 1.
-        beta: the teacher's share of the mixture, above 0 and below 1.
-        bias: the student's ``[V]``.
-        softcap: cap on the student's logits; None for none.
-        logit_scale: factor of the student's logits before the cap.
-        low_rank: a LoRA on the student's head, ``(x [T, r], weight [V, r])``.
-        ignore_index: targets that do not count; their rows are left out of the products.
-        valid_vocab_size: columns that exist in both vocabularies.
-        token_weights: ``[T]``, a factor of each token's loss, or one number; gets no gradient.
-        reduction: "sum", or "mean" over the tokens that count, whatever their weights.
-        tp_group: ranks that share the vocabulary; one or two small collectives for every few hundred tokens.
-        sequence_parallel: ``hidden`` and ``teacher_hidden`` are this rank's ``[T / P, H]``.
-        chunk: tokens whose logits are kept at a time.
-        loss_tokens: the most targets that count, if the host knows it, so that nothing waits for a GPU.
+    The arguments that are not listed describe the student's head, as in ``fused_linear_cross_entropy``.
+    Values of ``targets`` matter only if ``alpha`` is below 1. Under ``tp_group`` every few hundred tokens
+    take one or two small collectives.
+
+    - ``teacher_hidden`` ``[T, H']`` of any width and float dtype, ``teacher_weight`` ``[V, H']``, sharded as
+      ``weight`` is, and ``teacher_bias`` ``[V]``: the teacher's head, which gets no gradient.
+    - ``teacher_softcap``, ``teacher_logit_scale``: cap on the teacher's logits, and their factor before the
+      cap.
+    - ``teacher_topk``: instead of hidden states, log-probabilities ``[T, k]`` and distinct tokens int64 ``[T,
+      k]`` of the teacher's likeliest tokens, ``LogProbs.top`` for example. Divided by the temperature and
+      normalised again, they are the teacher's whole distribution; -inf marks a missing token. Only for "kl".
+    - ``kind``: the divergence; ``alpha``: its share, 0 to 1.
+    - ``beta``: the teacher's share of the mixture, above 0 and below 1.
+    - ``temperature``: divides the logits of both, after their caps.
+    - ``valid_vocab_size``: columns that exist in both vocabularies.
 
     Returns:
         fp32 ``[]`` (fp64 for fp64 inputs). A teacher equal to the student gives 0.
-
-    Raises:
-        TypeError: for arguments of another type.
-        ValueError: for arguments that do not fit, saying which.
     """
-    _check_choices(kind, alpha, beta, reduction)
+    if kind not in get_args(Kind):
+        raise ValueError(f"kind is {kind!r}, wanted one of {', '.join(get_args(Kind))}.")
+    if reduction not in ("sum", "mean"):
+        raise ValueError(f"reduction is {reduction!r}, wanted 'sum' or 'mean'.")
+    if real_number(alpha, "alpha", least=0.0) > 1.0 or real_number(beta, "beta", above=0.0) >= 1.0:
+        raise ValueError(
+            f"alpha is {alpha} and beta {beta}, wanted alpha from 0 to 1 and beta above 0 and below 1; at "
+            "its ends the mixture is kind='kl' or 'reverse_kl'."
+        )
     student_map = LogitMap(
         scale=logit_scale, softcap=softcap, temperature=temperature, valid_vocab_size=valid_vocab_size
     )
@@ -156,18 +145,6 @@ def fused_linear_distillation(
         mean=reduction == "mean",
     )
     return loss
-
-
-def _check_choices(kind: str, alpha: float, beta: float, reduction: str) -> None:
-    if kind not in get_args(Kind):
-        raise ValueError(f"kind is {kind!r}, wanted one of {', '.join(get_args(Kind))}.")
-    if reduction not in ("sum", "mean"):
-        raise ValueError(f"reduction is {reduction!r}, wanted 'sum' or 'mean'.")
-    if real_number(alpha, "alpha", least=0.0) > 1.0 or real_number(beta, "beta", above=0.0) >= 1.0:
-        raise ValueError(
-            f"alpha is {alpha} and beta {beta}, wanted alpha from 0 to 1 and beta above 0 and below 1; at "
-            "its ends the mixture is kind='kl' or 'reverse_kl'."
-        )
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

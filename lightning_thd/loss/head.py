@@ -54,25 +54,16 @@ def guess_logit_map(inner: Any) -> LogitMap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadOperands:
-    """Hidden states, weight, bias and LoRA of a head, as plain tensors on this rank.
+    """Hidden states, weight, bias and LoRA of a head, as plain tensors on this rank."""
 
-    Attributes:
-        hidden: ``[..., T, H]``.
-        weight: ``[V, H]``, or this rank's rows of it.
-        bias: ``[V]``, likewise.
-        low_rank: the head's other products, ``(x [..., T, r], weight [V, r])``, a LoRA's for example.
-        tp_group: ranks that share the vocabulary.
-        partial_hidden: the caller reduces the gradient of ``hidden`` over the group.
-        vocabulary: V over all ranks.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None = None
+    hidden: Tensor  # ``[..., T, H]``
+    weight: Tensor  # ``[V, H]``, or this rank's rows of it
+    bias: Tensor | None = None  # ``[V]``, likewise
+    # the head's other products, ``(x [..., T, r], weight [V, r])``, a LoRA's for example
     low_rank: tuple[Tensor, Tensor] | None = None
-    tp_group: dist.ProcessGroup | None = None
-    partial_hidden: bool = False
-    vocabulary: int
+    tp_group: dist.ProcessGroup | None = None  # ranks that share the vocabulary
+    partial_hidden: bool = False  # the caller reduces the gradient of ``hidden`` over the group
+    vocabulary: int  # V over all ranks
 
     def at(self, slots: Tensor) -> HeadOperands:
         """Return operands with the hidden states of some slots, int64 ``[R]``, each perhaps several times."""
@@ -103,7 +94,14 @@ def run_head(head: Any, forward: Callable[..., Any] | None, hidden: Tensor) -> L
     """
     head = getattr(head, "_orig_mod", head)  # torch.compile's wrapper
     for module in head.modules():
-        _refuse_plain_shards(module)
+        plan, mesh = module.__dict__.get("_hf_tp_plan"), module.__dict__.get("_hf_device_mesh")
+        if plan is not None and mesh is not None and mesh.size() > 1 and not is_dtensor(module.weight):
+            raise ValueError(
+                f"transformers cut the model's head over {mesh.size()} ranks ({plan!r}) and left plain "
+                "weights, of which a loss would see only this rank's vocabulary. Install "
+                "transformers>=5.16, which leaves DTensors, or cut the model by "
+                "THDModelParallelStrategy(tensor_parallel_size=...)."
+            )
     forward = functools.partial(type(head).forward, head) if forward is None else forward
     weight = getattr(head, "weight", None)
     plain_linear = type(head).forward is LINEAR_FORWARD and isinstance(forward, functools.partial)
@@ -122,17 +120,6 @@ def run_head(head: Any, forward: Callable[..., Any] | None, hidden: Tensor) -> L
         "products, which is what causal_lm_loss computes in its place. Use the model's own logits for this "
         "head, or leave it out when you wrap or quantise layers (FP8Precision: keep=)."
     )
-
-
-def _refuse_plain_shards(module: Any) -> None:
-    """Refuse a head that transformers has cut over ranks without DTensors."""
-    plan, mesh = module.__dict__.get("_hf_tp_plan"), module.__dict__.get("_hf_device_mesh")
-    if plan is not None and mesh is not None and mesh.size() > 1 and not is_dtensor(module.weight):
-        raise ValueError(
-            f"transformers cut the model's head over {mesh.size()} ranks ({plan!r}) and left plain weights, "
-            "of which a loss would see only this rank's vocabulary. Install transformers>=5.16, which "
-            "leaves DTensors, or cut the model by THDModelParallelStrategy(tensor_parallel_size=...)."
-        )
 
 
 def head_operands(logits: LazyLogits) -> HeadOperands:

@@ -46,33 +46,19 @@ Values = Callable[[HeadOperands, int, LogitMap], Tensor]
 
 @dataclass(slots=True)
 class _Job:
-    """One forward pass.
+    """One forward pass."""
 
-    Attributes:
-        values: see ``HeadCall.run``.
-        size: likewise.
-        slots: T.
-        head: the model's head.
-        own_head_forward: a forward that was put on this head object before.
-        model_forward: the model's forward, which is replaced meanwhile.
-        stage: the stage of a pipeline that this rank holds.
-        routers: computes the routers' loss; None leaves it to the model.
-        logits: what the head returned, one entry a call of it.
-        seen: what the model did to the logits that it returned; None while it has not.
-        found: what ``run`` returns, before a wrapper rounds it.
-    """
-
-    values: Values
-    size: int
-    slots: int
-    head: Any
-    own_head_forward: Any
-    model_forward: Any
-    stage: Stage | None
-    routers: Routers | None
-    logits: list[LazyLogits] = field(default_factory=list)
-    seen: Record | None = None
-    found: dict[str, Tensor] = field(default_factory=dict)
+    values: Values  # see ``HeadCall.run``
+    size: int  # how many values a call of the head gives
+    slots: int  # T
+    head: Any  # the model's head
+    own_head_forward: Any  # a forward that was put on this head object before
+    model_forward: Any  # the model's forward, which is replaced meanwhile
+    stage: Stage | None  # the stage of a pipeline that this rank holds
+    routers: Routers | None  # computes the routers' loss; None leaves it to the model
+    logits: list[LazyLogits] = field(default_factory=list)  # what the head returned, one entry a call of it
+    seen: Record | None = None  # what the model did to the logits that it returned; None while it has not
+    found: dict[str, Tensor] = field(default_factory=dict)  # what ``run`` returns, before a wrapper rounds it
 
 
 class HeadCall:
@@ -111,7 +97,7 @@ class HeadCall:
         return call
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_nothing, ())  # copies and pickles of the model make their own
+        return (type(None), ())  # copies and pickles of the model make their own
 
     def run(
         self,
@@ -125,21 +111,10 @@ class HeadCall:
         """Call the model on a batch with its head replaced, and return what the head computed.
 
         The model is called again when it does something to its logits that its config does not say. The next
-        calls know.
-
-        Args:
-            model: what the user holds, wrappers included.
-            batch: the microbatch; it is announced to the model's layers.
-            values: gives ``[n]`` from the head's operands, how many times the head was called before, and
-                what the model does to its logits.
-            size: n, for pipeline stages that have no head.
-            routers: computes ``aux_loss`` in place of the model.
-
-        Returns:
-            ``{"values": [n], "value_1": ..., "aux_loss": []}``: one value a call of the head.
-
-        Raises:
-            ValueError: for a wrapper that goes past the model's forward, and so past its replacement.
+        calls know. ``model`` is what the user holds, wrappers included. ``values`` gives ``[n]`` from the
+        head's operands, how many times the head was called before, and what the model does to its logits;
+        ``size`` is n, for pipeline stages that have no head. Returns ``{"values": [n], "value_1": ...,
+        "aux_loss": []}``.
         """
         inner, stage, before = self.inner, self.inner.__dict__.get(STAGE), getattr(STATE, "scope", None)
         head = inner.get_output_embeddings()
@@ -247,7 +222,13 @@ class HeadCall:
         if job.routers is not None:
             found["aux_loss"] = job.routers.loss(self.inner, outputs)
         elif isinstance(auxiliary, Tensor):
-            found["aux_loss"] = auxiliary * self._auxiliary_factor()
+            if (coefficient := self.balance_coefficient) is None:
+                raise ValueError(
+                    f"{type(self.inner).__name__} returned an auxiliary loss, but neither it nor its config "
+                    "has router_aux_loss_coef. Set config.router_aux_loss_coef, or "
+                    "config.output_router_logits=False."
+                )
+            found["aux_loss"] = auxiliary * coefficient
         job.found = found
         return dict(found)
 
@@ -259,14 +240,6 @@ class HeadCall:
             if coefficient is not None:
                 return coefficient
         return None
-
-    def _auxiliary_factor(self) -> Any:
-        if (coefficient := self.balance_coefficient) is not None:
-            return coefficient
-        raise ValueError(
-            f"{type(self.inner).__name__} returned an auxiliary loss, but neither it nor its config has "
-            "router_aux_loss_coef. Set config.router_aux_loss_coef, or config.output_router_logits=False."
-        )
 
 
 def _refuse_logit_hooks(model: nn.Module, head: nn.Module) -> None:
@@ -325,7 +298,3 @@ def _warn_of_labels() -> None:
 def _outside_compile(function: Callable[..., Any], argument: Any) -> Any:
     """Call a function that torch.compile must not trace; eager calls skip this, because it takes longer."""
     return function(argument)
-
-
-def _nothing() -> None:
-    return None

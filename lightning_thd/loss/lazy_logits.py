@@ -41,15 +41,10 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """A sum of products and perhaps a bias ``[V]``: what a head computes.
+    """A sum of products and perhaps a bias ``[V]``: what a head computes."""
 
-    Attributes:
-        terms: at least one.
-        bias: added once to the sum of all terms.
-    """
-
-    terms: tuple[Product, ...]
-    bias: Tensor | None = None
+    terms: tuple[Product, ...]  # at least one
+    bias: Tensor | None = None  # added once to the sum of all terms
 
     def times(self, factor: Any) -> Products:
         """Multiply by a number or a tensor, as ``Product.times``."""
@@ -312,15 +307,8 @@ _HARMLESS = frozenset(
     {"size", "dim", "ndimension", "numel", "stride", "storage_offset", "untyped_storage"}
     | {"data_ptr", "element_size", "get_device", "register_hook", "__repr__", "__len__", "__hash__"}
     | {"shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "grad", "_base", "_version"}
-    | {
-        "itemsize",
-        "nbytes",
-        "output_nr",
-        "names",
-        "retains_grad",
-        "_backward_hooks",
-        "_post_accumulate_grad_hooks",
-    }
+    | {"itemsize", "nbytes", "output_nr", "names", "retains_grad", "_backward_hooks"}
+    | {"_post_accumulate_grad_hooks"}
 )
 
 
@@ -416,12 +404,16 @@ class _Defer(torch.autograd.Function):
 # ---- Values in place of logits
 
 
+def _stored(values: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor of a shape whose storage holds other values; all its entries are the first."""
+    return values.new_empty(0).set_(values.clone().untyped_storage(), 0, shape, (0,) * len(shape))
+
+
 class _Carry(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, shape: tuple[int, ...]) -> Tensor:
         ctx.count = values.numel()
-        data = values.new_empty(0).set_(values.clone().untyped_storage(), 0, shape, (0,) * len(shape))
-        return torch.Tensor._make_subclass(LazyLogits, data)
+        return torch.Tensor._make_subclass(LazyLogits, _stored(values, shape))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -453,11 +445,7 @@ class _Open(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        values = grads[0].contiguous()
-        # A tensor of the logits' shape whose storage holds the gradient of the carried values.
-        return values.new_empty(0).set_(
-            values.clone().untyped_storage(), 0, ctx.shape, (0,) * len(ctx.shape)
-        ), None
+        return _stored(grads[0].contiguous(), ctx.shape), None
 
 
 def carry_values(values: Tensor, shape: Sequence[int], record: Record | None = None) -> LazyLogits:

@@ -56,11 +56,7 @@ class LogProbs(_Three):
 
     @property
     def entropy(self) -> Tensor:
-        """Return the entropy of every token's distribution.
-
-        Raises:
-            ValueError: when it was not asked for.
-        """
+        """Return the entropy of every token's distribution, or raise ValueError if it was not asked for."""
         value = self[1]
         if value is None:
             raise ValueError(
@@ -71,11 +67,7 @@ class LogProbs(_Three):
 
     @property
     def top(self) -> TopTokens:
-        """Return the likeliest tokens and their log-probabilities.
-
-        Raises:
-            ValueError: when they were not asked for.
-        """
+        """Return the likeliest tokens and their log-probabilities, or raise ValueError if there are none."""
         if self._top is None:
             raise ValueError(
                 "LogProbs.top was not computed. Call with top_k=1 for the likeliest token, or more."
@@ -125,8 +117,8 @@ def fused_linear_logprobs(
         temperature: divides the logits after the cap.
         softcap: cap on the logits, applied before the temperature; None for none.
         logit_scale: factor before the cap.
-        low_rank: a LoRA on the head, ``(x [T, r], weight [V, r])``; its product is added, the factor
-            ``alpha / r`` being the caller's.
+        low_rank: a LoRA on the head, ``(x [T, r], weight [V, r])``, the factor ``alpha / r`` being the
+            caller's.
         ignore_index: targets that do not count; their rows are left out of the products.
         valid_vocab_size: columns that exist, if the vocabulary is padded.
         rows: int64 ``[R]`` indices, or bool ``[T]``: the tokens wanted, a response's for example.
@@ -136,16 +128,14 @@ def fused_linear_logprobs(
         chunk: tokens of a tile; "auto" keeps two tiles within a byte budget. Changes no number but rounding.
         loss_tokens: the most targets that count, if the host knows it, so that nothing waits for a GPU.
         entropy: whether the entropy is wanted; without it a pass over every tile is saved.
-        top_k: number of likeliest tokens wanted beside, ``LogProbs.top``; without gradient. 1 is the arg-max,
-            as for a token accuracy.
+        top_k: number of likeliest tokens wanted beside, ``LogProbs.top``; without gradient.
 
     Returns:
         Three tensors of the shape of ``targets``, or ``[R]`` with ``rows``. Hidden ``[[0.]]``, weight
         ``[[1.], [2.]]``, target 0 give log-probability ``-0.6931``, entropy ``0.6931``, lse ``0.6931``.
 
     Raises:
-        TypeError: for arguments of another type.
-        ValueError: for shapes, dtypes, devices, targets or settings that do not fit, saying which.
+        ValueError: for shapes, dtypes, devices, targets or settings that do not fit.
     """
     call = Call(
         hidden=hidden,

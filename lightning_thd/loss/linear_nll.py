@@ -20,7 +20,6 @@ from torch import Tensor
 
 from lightning_thd._checks import real_number
 from lightning_thd._static import STATIC
-from lightning_thd.loss import backends
 from lightning_thd.loss.dtensors import plain
 from lightning_thd.loss.linear_logprobs import row_logprobs
 from lightning_thd.loss.prepare import Call, Prepared, prepare, refuse_double_backward
@@ -55,38 +54,17 @@ def fused_linear_cross_entropy(
     sequence_parallel: bool = False,
     chunk: int | Literal["auto"] = "auto",
     loss_tokens: int | None = None,
-    backend: Literal["auto", "torch", "liger", "cce"] = "auto",
 ) -> Tensor:
     """Compute ``F.cross_entropy(logits, targets)`` of a pack without its logits.
 
-    Args:
-        hidden: ``[T, H]`` (or ``[..., H]``), fp32, bf16, fp16 or fp64.
-        weight: ``[V, H]`` of the same dtype; under ``tp_group`` this rank's equal share of the rows.
-        targets: int64 ``[T]`` (or ``[...]``), or ``ignore_index``.
-        bias: ``[V]``.
-        temperature: divides the logits after the cap.
-        softcap: cap on the logits; None for none.
-        logit_scale: factor before the cap.
-        low_rank: a LoRA on the head, ``(x [T, r], weight [V, r])``.
-        ignore_index: targets that do not count; their rows are left out of the products.
-        valid_vocab_size: columns that exist, if the vocabulary is padded.
-        token_weights: ``[T]``, a factor of each token's loss; gets no gradient.
-        label_smoothing: share of the target's mass spread over the vocabulary.
-        z_loss: factor of lse squared, added for each token.
-        reduction: "sum", or "mean" over the tokens that count, whatever their weights (0 if none does).
-        tp_group: ranks that share the vocabulary.
-        sequence_parallel: see ``fused_linear_logprobs``.
-        chunk: tokens of a tile.
-        loss_tokens: the most targets that count, if the host knows it, so that nothing waits for a GPU.
-        backend: "auto" is this module; "torch" is F.linear_cross_entropy, "liger" and "cce" the packages.
+    The other arguments are those of ``fused_linear_logprobs``. ``token_weights`` ``[T]`` are factors of each
+    token's loss and get no gradient. ``label_smoothing`` is the share of the target's mass spread over the
+    vocabulary, and ``z_loss`` the factor of lse squared, added for each token. ``reduction`` is "sum", or
+    "mean" over the tokens that count, whatever their weights (0 if none does).
 
     Returns:
         fp32 ``[]`` (fp64 for fp64 inputs). Hidden ``[[0.]]``, weight ``[[1.], [2.]]``, target 0 give
         ``0.6931``.
-
-    Raises:
-        TypeError: for arguments of another type.
-        ValueError: for arguments that do not fit, or that a chosen backend cannot honour.
     """
     if reduction not in ("sum", "mean"):
         raise ValueError(
@@ -109,9 +87,7 @@ def fused_linear_cross_entropy(
         loss_tokens=loss_tokens,
     )
     penalties = Penalties(label_smoothing=label_smoothing, z_loss=z_loss)
-    loss: Tensor = linear_nll(
-        call, penalties, token_weights=token_weights, mean=reduction == "mean", backend=backend
-    ).loss
+    loss: Tensor = linear_nll(call, penalties, token_weights=token_weights, mean=reduction == "mean").loss
     return loss
 
 
@@ -129,16 +105,11 @@ def linear_nll(
     *,
     token_weights: Tensor | float | None,
     mean: bool = False,
-    backend: str = "auto",
     see: Callable[[SlotLosses], None] | None = None,
 ) -> NLL:
     """Compute ``fused_linear_cross_entropy`` from a ``Call``; ``see`` gets the losses of rows, detached."""
     prepared, weights = prepare_weighted(call, token_weights, mean=mean)
     operands, targets, settings = prepared.operands, prepared.targets, prepared.settings
-    if backend != "auto":
-        alike = not isinstance(token_weights, Tensor) or token_weights.ndim == 0
-        loss = backends.run(backend, prepared, weights, penalties, alike=alike)
-        return NLL(loss, torch.zeros_like(loss))
     wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
     if wants_gradient and settings.tp_group is None and settings.compute != torch.float16:
         losses = None if see is None else torch.zeros_like(weights)

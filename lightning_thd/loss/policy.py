@@ -2,9 +2,22 @@
 
 T slots, B rows (rollouts). A value of a slot belongs to the token that the slot predicts, as in
 ``causal_lm_logprobs(model, rollouts.batch).logp``; ``rollouts.pack`` brings padded values there. Slots that
-predict no response token do not count, whatever they hold. For a step of several microbatches or ranks, pass
-``scale``, ranks x microbatches / the step's rows or tokens, which replaces the division by the loss. The mean
-over microbatches and ranks is then exact whatever the packing.
+predict no response token do not count, whatever they hold. Each loss is one number ``[]``. The losses share
+these arguments:
+
+- ``logp`` and ``old_logp``, floats ``[T]``: log-probabilities under the policy and under the one that
+  sampled,
+- ``advantages``, ``[T]``, or ``[B]`` for one a row: they get no gradient,
+- ``rollouts``: the pack, or a rank's shard of it, with ``group``, the context-parallel ranks,
+- ``clip``: how far below 1 the ratio of the policies may push; ``clip_high``: how far above, as far when
+  None,
+- ``reference_logp``, floats ``[T]``, and ``beta``: the reference, and the factor of the divergence from it,
+- ``weights``, floats ``[T]``: a factor of each token's loss, no part of the divisor,
+- ``scale``: replaces the division by the number of rows or tokens. For a step of several microbatches or
+  ranks, pass ranks x microbatches / the step's rows or tokens. The mean over microbatches and ranks is then
+  exact whatever the packing.
+
+Shapes and settings that do not fit raise ValueError, arguments of another type TypeError.
 """
 
 from __future__ import annotations
@@ -39,34 +52,13 @@ def ppo_clip_loss(
 ) -> Tensor:
     """Compute PPO's clipped policy-gradient loss: ``-min(r A, clip(r) A)`` a token.
 
-    PPO, arXiv:1707.06347, equation 7, averaged over all response tokens. ``dual_clip`` bounds the loss of
-    negative advantages by ``-dual_clip A``, arXiv:1912.09729, equation 5.
-
-    Args:
-        logp: floats ``[T]``, under the policy.
-        old_logp: ``[T]``, under the policy that sampled.
-        advantages: ``[T]``, or ``[B]``, one for all tokens of a row; gets no gradient.
-        rollouts: the pack.
-        clip: how far below 1 the ratio may push.
-        clip_high: how far above; ``clip`` when None (DAPO, arXiv:2503.14476, takes 0.28).
-        dual_clip: largest ratio that counts for negative advantages, above 1; None for none.
-        weights: floats ``[T]``, a factor of each token's loss, no part of the divisor; an importance sampling
-            correction for example.
-        scale: see the module; replaces 1 / response tokens.
-        group: context-parallel ranks, each with its shard of the rollouts.
-
-    Returns:
-        ``[]``. Ratios of 1 and advantages of 1 give -1.
-
-    Raises:
-        TypeError: for arguments of another type.
-        ValueError: for shapes or settings that do not fit.
+    PPO, arXiv:1707.06347, equation 7, averaged over all response tokens. ``dual_clip``, above 1, bounds the
+    loss of negative advantages by ``-dual_clip A``, arXiv:1912.09729, equation 5. DAPO, arXiv:2503.14476,
+    takes ``clip_high=0.28``. Ratios of 1 and advantages of 1 give -1.
     """
-    low, high = _bounds(clip, clip_high)
-    given = _given(rollouts, weights, logp=logp, old_logp=old_logp)
-    of_slot = _advantages(advantages, rollouts)
-    ratio = _ratio(given["logp"] - given["old_logp"].detach())
-    losses = -torch.minimum(ratio * of_slot, ratio.clamp(low, high) * of_slot)
+    bounds = _bounds(clip, clip_high)
+    _, ratio, of_slot = _slots(logp, old_logp, advantages, rollouts, weights)
+    losses = -torch.minimum(ratio * of_slot, ratio.clamp(*bounds) * of_slot)
     if dual_clip is not None:
         real_number(dual_clip, "dual_clip", above=1.0)
         losses = torch.where(of_slot < 0, torch.minimum(losses, -dual_clip * of_slot), losses)
@@ -93,48 +85,26 @@ def grpo_loss(
     """Compute the GRPO loss: a clipped policy gradient by advantages in a group, with a divergence penalty.
 
     A token's loss is ``-min(r A, clip(r) A) + beta (e^(ref - logp) - (ref - logp) - 1)``, GRPO,
-    arXiv:2402.03300, equations 3 and 4. Kinds:
+    arXiv:2402.03300, equations 3 and 4. ``largest_ratio`` bounds the unclipped ratio, as INTELLECT-2 does,
+    arXiv:2505.07291. If the policy itself sampled, pass ``logp.detach()`` as ``old_logp``. Kinds:
 
     - "grpo": the mean over rows of each row's mean over its tokens.
     - "dr_grpo": the sum over all tokens / (rows x ``max_tokens``), Dr. GRPO, arXiv:2503.20783, which weighs
-      long answers no less.
+      long answers no less. ``max_tokens`` is the longest response that could have been sampled.
     - "token_mean": the mean over all tokens, DAPO, arXiv:2503.14476, equation 8.
 
-    Args:
-        logp: floats ``[T]``, under the policy.
-        old_logp: ``[T]``, under the policy that sampled; ``logp.detach()`` if both are one.
-        advantages: ``[T]``, or ``[B]``, one for all tokens of a row; ``group_advantages`` makes them.
-        rollouts: the pack.
-        kind: how tokens are averaged.
-        clip: how far below 1 the ratio may push.
-        clip_high: how far above; ``clip`` when None.
-        largest_ratio: bound of the unclipped ratio, INTELLECT-2's, arXiv:2505.07291; None for none.
-        reference_logp: ``[T]``, under the reference; needed if ``beta`` is not 0.
-        beta: factor of the divergence from the reference.
-        max_tokens: longest response that could have been sampled, for "dr_grpo".
-        weights: floats ``[T]``, a factor of each token's loss, no part of the divisor.
-        scale: see the module; replaces 1 / rows, 1 / (rows x ``max_tokens``) or 1 / tokens.
-        group: context-parallel ranks, each with its shard of the rollouts.
-
-    Returns:
-        ``[]``. Ratios of 1 and advantages of 1 give -1 for "grpo" and "token_mean".
-
-    Raises:
-        TypeError: for arguments of another type.
-        ValueError: for shapes or settings that do not fit.
+    Ratios of 1 and advantages of 1 give -1 for "grpo" and "token_mean".
     """
     if kind not in get_args(GRPOKind):
         raise ValueError(f"kind is {kind!r}, wanted one of {', '.join(get_args(GRPOKind))}.")
-    low, high = _bounds(clip, clip_high)
-    given = _given(rollouts, weights, logp=logp, old_logp=old_logp)
-    of_slot = _advantages(advantages, rollouts)
-    ratio = _ratio(given["logp"] - given["old_logp"].detach())
-    clipped = ratio.clamp(low, high)
+    bounds = _bounds(clip, clip_high)
+    logp, ratio, of_slot = _slots(logp, old_logp, advantages, rollouts, weights)
+    clipped = ratio.clamp(*bounds)
     if largest_ratio is not None:
         real_number(largest_ratio, "largest_ratio", above=1.0)
         ratio = ratio.clamp(max=largest_ratio)
     losses = -torch.minimum(ratio * of_slot, clipped * of_slot)
-    losses = losses + _divergence(given["logp"], reference_logp, beta, rollouts, weights)
+    losses = losses + _divergence(logp, reference_logp, beta, rollouts, weights)
     return _reduced(losses, rollouts, kind, max_tokens, weights, scale, group)
 
 
@@ -155,42 +125,21 @@ def gspo_loss(
     """Compute the GSPO loss: a clipped policy gradient with one probability ratio a response.
 
     ``-min(s A, clip(s) A)`` with ``s = exp(mean(logp - old_logp))``, GSPO, arXiv:2507.18071, equations 5
-    and 7, averaged over rows; the clips are the paper's.
-
-    Args:
-        logp: floats ``[T]``, under the policy.
-        old_logp: ``[T]``, under the policy that sampled.
-        advantages: ``[B]``.
-        rollouts: the pack.
-        clip: how far below 1 the ratio may push.
-        clip_high: how far above; ``clip`` when None.
-        reference_logp: as for ``grpo_loss``; the divergence is averaged over each row's tokens.
-        beta: likewise.
-        weights: floats ``[B]``, a factor of each row's loss, no part of the divisor.
-        scale: see the module; replaces 1 / rows.
-        group: context-parallel ranks, each with its shard of the rollouts.
-
-    Returns:
-        ``[]``. Equal policies and advantages of 1 give -1.
-
-    Raises:
-        TypeError: for arguments of another type.
-        ValueError: for shapes or settings that do not fit.
+    and 7, averaged over rows; the clips are the paper's. ``advantages`` and ``weights`` are ``[B]``, and the
+    divergence is averaged over each row's tokens. Equal policies and advantages of 1 give -1.
     """
     low, high = _bounds(clip, clip_high)
     given = _given(rollouts, logp=logp, old_logp=old_logp)
     rows, of_row = rollouts.shape[0], _row_advantages(advantages, rollouts)
+    if weights is not None and weights.shape != (rows,):
+        raise ValueError(f"weights is {list(weights.shape)}, wanted one a row: [{rows}].")
     ratio = _ratio(rollouts.means(given["logp"] - given["old_logp"].detach(), group=group))
     losses = -torch.minimum(ratio * of_row, ratio.clamp(low, high) * of_row)
     losses = torch.where(rollouts.counts > 0, losses, 0.0)
     losses = losses + rollouts.means(_divergence(given["logp"], reference_logp, beta, rollouts), group=group)
     if weights is not None:
-        if weights.shape != (rows,):
-            raise ValueError(f"weights is {list(weights.shape)}, wanted one a row: [{rows}].")
         losses = torch.where(weights != 0, losses, 0.0) * weights.detach()
-    if scale is not None:
-        real_number(scale, "scale")
-    return losses.sum() * (1.0 / max(1, rows) if scale is None else scale)
+    return losses.sum() * (1.0 / max(1, rows) if scale is None else real_number(scale, "scale"))
 
 
 def cispo_loss(
@@ -207,29 +156,12 @@ def cispo_loss(
     """Compute the CISPO loss: ``-min(r, largest_ratio) A logp`` a token, whose factors get no gradient.
 
     MiniMax-M1, arXiv:2506.13585, equation 4, with no lower bound, averaged over all response tokens. No token
-    loses its gradient, however far its ratio is.
-
-    Args:
-        logp: floats ``[T]``, under the policy.
-        old_logp: ``[T]``, under the policy that sampled.
-        advantages: ``[T]``, or ``[B]``, one for all tokens of a row.
-        rollouts: the pack.
-        largest_ratio: bound of the ratio.
-        weights: floats ``[T]``, a factor of each token's loss, no part of the divisor.
-        scale: see the module; replaces 1 / response tokens.
-        group: context-parallel ranks, each with its shard of the rollouts.
-
-    Returns:
-        ``[]``. Ratios of 1, advantages of 1 and log-probabilities of -2 give 2.
-
-    Raises:
-        TypeError: for arguments of another type.
-        ValueError: for shapes or settings that do not fit.
+    loses its gradient, however far its ratio is. Ratios of 1, advantages of 1 and log-probabilities of -2
+    give 2.
     """
     real_number(largest_ratio, "largest_ratio", above=0.0)
-    given = _given(rollouts, weights, logp=logp, old_logp=old_logp)
-    ratio = _ratio((given["logp"] - given["old_logp"]).detach()).clamp(max=largest_ratio)
-    losses = -ratio * _advantages(advantages, rollouts) * given["logp"]
+    logp, ratio, of_slot = _slots(logp, old_logp, advantages, rollouts, weights)
+    losses = -ratio.detach().clamp(max=largest_ratio) * of_slot * logp
     return _reduced(losses, rollouts, "token_mean", None, weights, scale, group)
 
 
@@ -247,32 +179,14 @@ def sapo_loss(
 ) -> Tensor:
     """Compute the SAPO loss: ``-4 / t sigmoid(t (r - 1)) A`` a token, a soft gate in place of a clip.
 
-    SAPO, arXiv:2511.20347: the mean over rows of each row's mean over its tokens.
-
-    Args:
-        logp: floats ``[T]``, under the policy.
-        old_logp: ``[T]``, under the policy that sampled.
-        advantages: ``[T]``, or ``[B]``, one for all tokens of a row.
-        rollouts: the pack.
-        temperature: t of tokens with a positive advantage; a larger one closes the gate earlier.
-        temperature_negative: t of the others.
-        weights: floats ``[T]``, a factor of each token's loss, no part of the divisor.
-        scale: see the module; replaces 1 / rows.
-        group: context-parallel ranks, each with its shard of the rollouts.
-
-    Returns:
-        ``[]``. Ratios of 1 and advantages of 1 give -2.
-
-    Raises:
-        TypeError: for arguments of another type.
-        ValueError: for shapes or settings that do not fit.
+    SAPO, arXiv:2511.20347: the mean over rows of each row's mean over its tokens. ``temperature`` is t of
+    tokens with a positive advantage, ``temperature_negative`` of the others; a larger one closes the gate
+    earlier. Ratios of 1 and advantages of 1 give -2.
     """
     real_number(temperature, "temperature", above=0.0)
     real_number(temperature_negative, "temperature_negative", above=0.0)
-    given = _given(rollouts, weights, logp=logp, old_logp=old_logp)
-    of_slot = _advantages(advantages, rollouts)
+    _, ratio, of_slot = _slots(logp, old_logp, advantages, rollouts, weights)
     t = torch.full_like(of_slot, temperature).masked_fill(of_slot <= 0, temperature_negative)
-    ratio = _ratio(given["logp"] - given["old_logp"].detach())
     losses = -4.0 / t * torch.sigmoid(t * (ratio - 1.0)) * of_slot
     return _reduced(losses, rollouts, "grpo", None, weights, scale, group)
 
@@ -292,24 +206,9 @@ def vespo_loss(
 
     VESPO, arXiv:2602.10693: ``phi(w) = w^k e^(lam (1 - w))`` with ``w = exp(sum(logp - old_logp))`` of the
     response gets no gradient. Averaged over all response tokens. As its authors do, a token's distance is
-    held within 20 nats, and w between 1e-8 and e^20.
-
-    Args:
-        logp: floats ``[T]``, under the policy.
-        old_logp: ``[T]``, under the policy that sampled.
-        advantages: ``[B]``.
-        rollouts: the pack.
-        k: the exponents, for advantages of 0 and more, and for negative ones.
-        lam: the decays, likewise.
-        scale: see the module; replaces 1 / response tokens.
-        group: context-parallel ranks, each with its shard of the rollouts.
-
-    Returns:
-        ``[]``. Equal policies, advantages of 1 and log-probabilities of -2 give 2.
-
-    Raises:
-        TypeError: for arguments of another type.
-        ValueError: for shapes or settings that do not fit.
+    held within 20 nats, and w between 1e-8 and e^20. ``advantages`` are ``[B]``. ``k`` are the exponents for
+    advantages of 0 and more, and for negative ones; ``lam`` are the decays, likewise. Equal policies,
+    advantages of 1 and log-probabilities of -2 give 2.
     """
     for name, pair in (("k", k), ("lam", lam)):
         for value in pair:
@@ -328,21 +227,13 @@ def vespo_loss(
 def group_advantages(
     rewards: Tensor, group_size: int, *, normalise: bool = True, epsilon: float = 1e-4
 ) -> Tensor:
-    """Return each reward less its group's mean, over the group's standard deviation.
+    """Return each reward ``[B]`` less its group's mean, over the group's standard deviation.
 
-    arXiv:2402.03300, section 4.1.2; without ``normalise`` Dr. GRPO's, arXiv:2503.20783.
-
-    Args:
-        rewards: floats ``[B]``, the rollouts of a prompt next to each other.
-        group_size: rollouts a prompt.
-        normalise: divide by the group's standard deviation (of the sample, n - 1) plus ``epsilon``.
-        epsilon: see there.
-
-    Returns:
-        ``[B]``. Rewards ``[1, 3]`` of one group without ``normalise`` give ``[-1, 1]``.
+    arXiv:2402.03300, section 4.1.2; without ``normalise`` Dr. GRPO's, arXiv:2503.20783. The ``group_size``
+    rollouts of a prompt are next to each other. The standard deviation is that of a sample (n - 1), plus
+    ``epsilon``. Rewards ``[1, 3]`` of one group without ``normalise`` give ``[-1, 1]``.
 
     Raises:
-        TypeError: for arguments of another type.
         ValueError: when the rewards are not whole groups, or a group of one is to be normalised.
     """
     real_number(epsilon, "epsilon", least=0.0)
@@ -372,6 +263,15 @@ def _bounds(clip: float, clip_high: float | None) -> tuple[float, float]:
 def _ratio(distance: Tensor) -> Tensor:
     """Return ``e^distance`` kept finite: a clipped infinite ratio would have a gradient of NaN."""
     return distance.clamp(max=math.log(torch.finfo(distance.dtype).max) - 1.0).exp()
+
+
+def _slots(
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, rollouts: PackedRollouts, weights: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probabilities, ratios and advantages ``[T]``; 0, 1 and 0 in slots that do not count."""
+    given = _given(rollouts, weights, logp=logp, old_logp=old_logp)
+    of_slot = _advantages(advantages, rollouts)
+    return given["logp"], _ratio(given["logp"] - given["old_logp"].detach()), of_slot
 
 
 def _given(rollouts: PackedRollouts, factors: Tensor | None = None, **values: Tensor) -> dict[str, Tensor]:
@@ -449,15 +349,12 @@ def _reduced(
     rows = rollouts.means(losses, group=group) if kind == "grpo" else rollouts.sums(losses, group=group)
     if max_tokens is not None:
         whole_number(max_tokens, "max_tokens", least=1, advice="It is the longest response's tokens.")
-    if kind == "dr_grpo" and scale is None:
-        if max_tokens is None:
-            raise ValueError(
-                f"kind='dr_grpo' got max_tokens={max_tokens!r}, wanted the longest response's tokens."
-            )
-        return rows.sum() / (max(1, rollouts.shape[0]) * max_tokens)
     if scale is not None:
-        real_number(scale, "scale")
-        return rows.sum() * scale
-    if kind == "grpo":
-        return rows.sum() / max(1, rollouts.shape[0])
-    return rows.sum() / rollouts.counts.sum().clamp_min(1)
+        return rows.sum() * real_number(scale, "scale")
+    if kind == "dr_grpo" and max_tokens is None:
+        raise ValueError(
+            f"kind='dr_grpo' got max_tokens={max_tokens!r}, wanted the longest response's tokens."
+        )
+    if kind == "token_mean":
+        return rows.sum() / rollouts.counts.sum().clamp_min(1)
+    return rows.sum() / (max(1, rollouts.shape[0]) * (max_tokens or 1 if kind == "dr_grpo" else 1))

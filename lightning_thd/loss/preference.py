@@ -2,9 +2,18 @@
 
 P pairs, N responses, S sequences, T slots. Everything takes one number a response, as
 ``PackedRollouts.sequence_logprobs`` or ``sequence_sums`` give it. With the chosen responses in the first half
-of the rows and the rejected ones in the second, ``chosen, rejected = logps.chunk(2)``. A loss is the mean
-over its pairs. For a step of several microbatches or ranks, pass ``scale``, ranks x microbatches / the pairs
-of the whole step: the mean over them is then exact whatever the packing.
+of the rows and the rejected ones in the second, ``chosen, rejected = logps.chunk(2)``. Each loss is one
+number ``[]``. The losses share these arguments:
+
+- ``chosen`` and ``rejected``, floats ``[P]``: log-probabilities of the responses of each pair in nats, and
+  ``reference_chosen`` and ``reference_rejected``: the same under the reference,
+- ``beta``: the strength of the pull to the reference, or the scale of the rewards,
+- ``label_smoothing``: the share of labels that are taken to be wrong, below a half,
+- ``weights``, floats ``[P]``: factors of the pairs; the loss is then divided by their sum,
+- ``scale``: replaces the division. For a step of several microbatches or ranks, pass ranks x microbatches /
+  the pairs of the whole step: the mean over them is then exact whatever the packing.
+
+Shapes and settings that do not fit raise ValueError, arguments of another type TypeError.
 """
 
 from __future__ import annotations
@@ -43,17 +52,14 @@ _DISCOPOP_TAU = 0.05
 
 
 def sequence_sums(values: Tensor, batch: THDBatch, *, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Sum values of slots over the loss tokens of every sequence; differentiable.
+    """Sum values of slots, floats ``[T]``, over the loss tokens of every sequence; differentiable.
 
-    Args:
-        values: floats ``[T]``, log-probabilities of ``causal_lm_logprobs`` for example.
-        batch: the pack they belong to.
-        group: context-parallel ranks, each with other slots of the same sequences; the gradient is that of
-            the sum of all ranks' losses, so that their mean is right.
+    Values ``[1, 2, 4]`` of the sequences ``[5, 6]`` and ``[7]`` give ``[1, 0]``: the last token of a sequence
+    predicts nothing. ``group`` are context-parallel ranks, each with other slots of the same sequences. The
+    gradient is that of the sum of all ranks' losses, so that their mean is right.
 
     Returns:
-        ``[S]``, in the order of ``batch.sequence_ids``. Values ``[1, 2, 4]`` of the sequences ``[5, 6]`` and
-        ``[7]`` give ``[1, 0]``: the last token of a sequence predicts nothing.
+        ``[S]``, in the order of ``batch.sequence_ids``.
 
     Raises:
         ValueError: for another number of slots.
@@ -89,7 +95,8 @@ def dpo_loss(
 ) -> Tensor:
     """Compute the DPO loss, or a variant, of pairs of responses and their reference log-probabilities.
 
-    With ``c`` and ``r`` the differences of log-probabilities from the reference's, and ``d = beta (c - r)``:
+    ``chosen`` and ``rejected`` are sums over the tokens of a response. With ``c`` and ``r`` their differences
+    from the reference's, and ``d = beta (c - r)``:
 
     - "sigmoid": ``-log sigmoid(d)``, DPO, arXiv:2305.18290, equation 7; with ``label_smoothing`` e
       ``-(1 - e) log sigmoid(d) - e log sigmoid(-d)``, cDPO.
@@ -109,26 +116,9 @@ def dpo_loss(
       ``chosen - rejected`` and the reference's instead, arXiv:2406.05882. Pass all pairs of a step in one
       call, without ``scale``.
 
-    Args:
-        chosen: floats ``[P]``, sums of log-probabilities in nats.
-        rejected: likewise, of the same pairs.
-        reference_chosen: of the chosen responses under the reference.
-        reference_rejected: likewise.
-        kind: the variant.
-        beta: strength of the pull to the reference.
-        label_smoothing: share of labels that are taken to be wrong, for kinds built on "sigmoid", for
-            "robust" and "exo_pair".
-        chosen_tokens: ``[P]``, tokens of each response, for "ipo" and "sigmoid_norm".
-        rejected_tokens: likewise.
-        weights: floats ``[P]``; the loss is then divided by their sum.
-        scale: see the module; replaces the division.
-
-    Returns:
-        ``[]``. Equal log-probabilities everywhere give ``log 2`` for "sigmoid".
-
-    Raises:
-        TypeError: for arguments of another type.
-        ValueError: for shapes or settings that do not fit.
+    ``label_smoothing`` is for the kinds built on "sigmoid", "robust" and "exo_pair". "ipo" and "sigmoid_norm"
+    need ``chosen_tokens`` and ``rejected_tokens``, ``[P]``, the tokens of each response. Equal
+    log-probabilities everywhere give ``log 2`` for "sigmoid".
     """
     if kind not in get_args(DPOKind):
         raise ValueError(f"kind is {kind!r}, wanted one of {', '.join(get_args(DPOKind))}.")
@@ -219,22 +209,10 @@ def orpo_loss(
     """Compute ORPO's odds-ratio term of chosen and rejected responses, without a reference.
 
     ``-beta log sigmoid(log odds(chosen) - log odds(rejected))`` with ``odds = p / (1 - p)`` and p the
-    geometric mean of a response's token probabilities; arXiv:2403.07691, equations 4 and 7. Its first
-    term is the cross entropy of the chosen responses: ``causal_lm_loss``.
-
-    Args:
-        chosen: floats ``[P]``, means of log-probabilities over each response's tokens, below 0.
-        rejected: likewise.
-        beta: the paper's lambda.
-        weights: floats ``[P]``; the loss is then divided by their sum.
-        scale: see the module; replaces the division.
-
-    Returns:
-        ``[]``. Equal log-probabilities give ``beta log 2``.
-
-    Raises:
-        TypeError: for arguments of another type.
-        ValueError: for shapes or settings that do not fit.
+    geometric mean of a response's token probabilities; arXiv:2403.07691, equations 4 and 7. ``chosen`` and
+    ``rejected`` are means over each response's tokens, below 0, and ``beta`` is the paper's lambda. Its first
+    term is the cross entropy of the chosen responses: ``causal_lm_loss``. Equal log-probabilities give
+    ``beta log 2``.
     """
     _check_rows(chosen=chosen, rejected=rejected)
     real_number(beta, "beta", above=0.0)
@@ -265,23 +243,8 @@ def simpo_loss(
     """Compute the SimPO loss: mean log-probabilities of pairs with a margin, without a reference.
 
     ``-log sigmoid(beta (chosen - rejected) - margin)``, SimPO, arXiv:2405.14734, equation 6; smoothed as in
-    ``dpo_loss``.
-
-    Args:
-        chosen: floats ``[P]``, means of log-probabilities over each response's tokens.
-        rejected: likewise.
-        beta: scale of the rewards.
-        margin: the paper's gamma, by which the chosen reward is to be larger.
-        label_smoothing: share of labels that are taken to be wrong.
-        weights: floats ``[P]``; the loss is then divided by their sum.
-        scale: see the module; replaces the division.
-
-    Returns:
-        ``[]``. Equal log-probabilities and no margin give ``log 2``.
-
-    Raises:
-        TypeError: for arguments of another type.
-        ValueError: for shapes or settings that do not fit.
+    ``dpo_loss``. ``chosen`` and ``rejected`` are means over each response's tokens. ``margin`` is the paper's
+    gamma, by which the chosen reward is to be larger. Equal log-probabilities and no margin give ``log 2``.
     """
     _check_rows(chosen=chosen, rejected=rejected)
     real_number(beta, "beta", above=0.0)
@@ -310,24 +273,11 @@ def kto_loss(
     ``1 - sigmoid(beta (divergence - r))`` if not, KTO, arXiv:2402.01306, equation 7. With divergence 0
     this is the unpaired "apo_zero" of arXiv:2408.06266.
 
-    Args:
-        logps: floats ``[N]``, sums of log-probabilities in nats.
-        reference_logps: likewise, under the reference.
-        desirable: bool ``[N]``.
-        divergence: the estimate of the divergence, one number or ``[]``: the mean of ``logp - reference``
-            over mismatched prompts and responses of the whole step, at least 0; gets no gradient.
-        beta: strength of the pull to the reference.
-        desirable_weight: factor of desirable responses' losses; no part of the divisor.
-        undesirable_weight: likewise.
-        weights: floats ``[P]``; the loss is then divided by their sum.
-        scale: see the module; replaces the division.
-
-    Returns:
-        ``[]``. Equal log-probabilities and no divergence give 0.5.
-
-    Raises:
-        TypeError: for arguments of another type.
-        ValueError: for shapes or settings that do not fit.
+    ``logps`` and ``reference_logps`` are floats ``[N]``, sums over the tokens of a response; ``desirable`` is
+    bool ``[N]``, and ``weights`` are ``[N]``. ``divergence`` is its estimate, one number or ``[]``: the mean
+    of ``logp - reference`` over mismatched prompts and responses of the whole step, at least 0; it gets no
+    gradient. ``desirable_weight`` and ``undesirable_weight`` are factors of the losses, no part of the
+    divisor. Equal log-probabilities and no divergence give 0.5.
     """
     _check_rows(logps=logps, reference_logps=reference_logps)
     if desirable.dtype != torch.bool or desirable.shape != logps.shape:
@@ -364,23 +314,9 @@ def reward_pair_loss(
 ) -> Tensor:
     """Compute a reward model's loss of pairs: ``-log sigmoid(chosen - rejected - margin)``.
 
-    Bradley-Terry, arXiv:2203.02155, equation 1; the margin is arXiv:2307.09288's, equation 2; ``centre`` adds
-    ``(chosen + rejected)^2``, arXiv:2312.09244, equation 2.
-
-    Args:
-        chosen: floats ``[P]``, rewards.
-        rejected: likewise.
-        margin: one number, or ``[P]``.
-        centre: factor of the squared sum of both rewards.
-        weights: floats ``[P]``; the loss is then divided by their sum.
-        scale: see the module; replaces the division.
-
-    Returns:
-        ``[]``. Equal rewards give ``log 2``.
-
-    Raises:
-        TypeError: for arguments of another type.
-        ValueError: for shapes or settings that do not fit.
+    Bradley-Terry, arXiv:2203.02155, equation 1. ``chosen`` and ``rejected`` are rewards. ``margin``, one
+    number or ``[P]``, is arXiv:2307.09288's, equation 2; ``centre`` is the factor of ``(chosen +
+    rejected)^2``, arXiv:2312.09244, equation 2. Equal rewards give ``log 2``.
     """
     _check_rows(chosen=chosen, rejected=rejected, **{"margin": margin} if isinstance(margin, Tensor) else {})
     if not isinstance(margin, Tensor):

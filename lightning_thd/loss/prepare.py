@@ -52,24 +52,15 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """Checked operands and targets of the rows that are multiplied.
+    """Checked operands and targets of the rows that are multiplied."""
 
-    Attributes:
-        operands: hidden ``[R, H]``, weight, bias, and a LoRA's ``[R, r]`` and ``[V, r]``, on the path of
-            the gradient.
-        targets: int64 ``[R]``.
-        counts: bool ``[R]``, False for ignored targets; None if all count.
-        kept: int64 ``[R]``, their places in ``shape`` flattened; None for all.
-        shape: what the caller wants back.
-        settings: dtypes, tile size, vocabulary and group.
-    """
-
+    # hidden ``[R, H]``, weight, bias, and a LoRA's ``[R, r]`` and ``[V, r]``, on the path of the gradient
     operands: Operands
-    targets: Tensor
-    counts: Tensor | None
-    kept: Tensor | None
-    shape: torch.Size
-    settings: Settings
+    targets: Tensor  # int64 ``[R]``
+    counts: Tensor | None  # bool ``[R]``, False for ignored targets; None if all count
+    kept: Tensor | None  # int64 ``[R]``, their places in ``shape`` flattened; None for all
+    shape: torch.Size  # what the caller wants back
+    settings: Settings  # dtypes, tile size, vocabulary and group
 
     def restore(self, values: Tensor) -> Tensor:
         """Scatter results ``[R, ...]`` to the caller's shape, zeros for ignored targets."""

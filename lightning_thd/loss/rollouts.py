@@ -75,7 +75,6 @@ class PackedRollouts:
             ``[[1, 1, 0], [0, 1, 1]]`` give ids ``[5, 6, 7, 8]`` and targets ``[6, -100, 8, -100]``.
 
         Raises:
-            TypeError: for another kind of alignment or size.
             ValueError: when the shapes differ, nothing is real, or a response token is masked out.
         """
         mask, response = _check_masks(input_ids, attention_mask, response_mask)
@@ -120,20 +119,12 @@ class PackedRollouts:
         return (token_targets(self.batch) != -100).nonzero().squeeze(1)
 
     def pack(self, values: Tensor, *, of: Of = "prediction", fill: float = 0.0) -> Tensor:
-        """Gather padded values into the slots of the pack; differentiable.
+        """Gather padded values ``[B, N, ...]`` into the slots of the pack, ``[T, ...]``; differentiable.
 
-        Args:
-            values: ``[B, N, ...]``, where ``values[b, n]`` belongs to ``input_ids[b, n]``: advantages, old
-                log-probabilities, rewards.
-            of: "prediction" puts it into the slot that predicts that token, "token" into its own.
-            fill: for slots that predict or hold nothing.
-
-        Returns:
-            ``[T, ...]``. For the rows of ``from_padded``, ``[[1, 2, 0], [0, 3, 4]]`` becomes
-            ``[2, fill, 4, fill]`` of predictions and ``[1, 2, 3, 4]`` of tokens.
-
-        Raises:
-            ValueError: for another shape or device.
+        ``values[b, n]`` belongs to ``input_ids[b, n]``: advantages, old log-probabilities, rewards. With
+        ``of`` the word "prediction" it goes into the slot that predicts that token, with "token" into its
+        own; ``fill`` is for slots that predict or hold nothing. For the rows of ``from_padded``, ``[[1, 2,
+        0], [0, 3, 4]]`` becomes ``[2, fill, 4, fill]`` of predictions and ``[1, 2, 3, 4]`` of tokens.
         """
         rows, columns = self.shape
         if values.shape[:2] != self.shape:
@@ -153,20 +144,12 @@ class PackedRollouts:
         fill: float = 0.0,
         group: dist.ProcessGroup | None = None,
     ) -> Tensor:
-        """Scatter values of slots back to padded rows; differentiable.
+        """Scatter values of slots, ``[T, ...]`` or ``[1, T, ...]``, to rows ``[B, N, ...]``; differentiable.
 
-        Args:
-            values: ``[T, ...]`` or ``[1, T, ...]``.
-            of: "prediction" puts slot t's value in the place of the token it predicts, "token" of its own.
-            fill: for everything else; the first token of a row has no prediction.
-            group: context-parallel ranks, each with other slots; every rank gets all rows, with ``fill`` 0.
-
-        Returns:
-            ``[B, N, ...]``. Slots ``[1, 2, 3, 4]`` of the rows of ``from_padded`` become
-            ``[[0, 1, 0], [0, 0, 3]]`` of predictions.
-
-        Raises:
-            ValueError: for another number of slots, another device, or a ``fill`` other than 0 over a group.
+        With ``of`` the word "prediction" slot t's value goes to the place of the token it predicts, with
+        "token" to its own; ``fill`` is for everything else, as the first token of a row. ``group`` are
+        context-parallel ranks, each with other slots; every rank gets all rows, with ``fill`` 0. Slots ``[1,
+        2, 3, 4]`` of the rows of ``from_padded`` become ``[[0, 1, 0], [0, 0, 3]]`` of predictions.
         """
         if values.ndim > 1 and values.shape[0] == 1 and self.held.shape[0] != 1:
             values = values[0]
@@ -185,15 +168,11 @@ class PackedRollouts:
         return padded if group is None else sum_over_group(padded, group)
 
     def sums(self, values: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
-        """Sum per-prediction values over the response tokens of every row; differentiable.
+        """Sum per-prediction values ``[T]`` over the response tokens of every row, ``[B]``; differentiable.
 
-        Args:
-            values: ``[T]`` floats; slots that predict no response token do not count.
-            group: context-parallel ranks, each with other slots of the same rows.
-
-        Returns:
-            ``[B]``, 0 for rows without a response. The gradient over a group is that of the sum of all
-            ranks' losses, so that their mean (DDP, FSDP) is right.
+        Slots that predict no response token do not count. ``group`` are context-parallel ranks, each with
+        other slots of the same rows. The gradient over it is that of the sum of all ranks' losses, so that
+        their mean (DDP, FSDP) is right.
         """
         counted = torch.where(token_targets(self.batch) != -100, values, 0.0)
         total = segment_sums(counted, self.row, self.shape[0])
@@ -213,11 +192,7 @@ class PackedRollouts:
     ) -> LogProbs:
         """Run a model over the pack and return log-probabilities as padded rows ``[B, N]``.
 
-        Args:
-            model: as for ``causal_lm_loss``.
-            temperature: that of the sampling.
-            entropy: whether it is wanted.
-            group: context-parallel ranks, each with its shard.
+        The arguments are those of ``causal_lm_logprobs`` and, for a shard, the group of its ranks.
         """
         packed = causal_lm_logprobs(model, self.batch, temperature=temperature, entropy=entropy)
         return packed.map(lambda values: self.unpack(values, group=group))
@@ -232,11 +207,7 @@ class PackedRollouts:
     ) -> Tensor:
         """Run a model over the pack and return the log-probability of each response, ``[B]``.
 
-        Args:
-            model: as for ``causal_lm_loss``.
-            temperature: that of the sampling.
-            mean: divide by the response's tokens.
-            group: context-parallel ranks, each with its shard.
+        ``mean`` divides it by the response's tokens; the other arguments are those of ``logprobs``.
         """
         logp = causal_lm_logprobs(model, self.batch, temperature=temperature, entropy=False).logp
         return self.means(logp, group=group) if mean else self.sums(logp, group=group)
@@ -244,13 +215,9 @@ class PackedRollouts:
     def shard(self, slots: Tensor, batch: THDBatch | None = None) -> PackedRollouts:
         """Select the slots of one context-parallel rank.
 
-        Args:
-            slots: int64, indices into the T slots, in the order in which the rank holds them; slots of one
-                sequence together, sequences in order.
-            batch: the rank's shard of ``batch``; the pack with its targets selected when absent.
-
-        Raises:
-            ValueError: for slots out of range or out of order.
+        ``slots``, int64, index the T slots in the order in which the rank holds them: slots of one sequence
+        together, sequences in order. ``batch`` is the rank's shard of the pack; without one the pack keeps
+        its tokens, and its targets are selected.
         """
         total = self.held.shape[0]
         row = self.row[slots.clamp(0, total - 1)]

@@ -53,27 +53,16 @@ class Experts(NamedTuple):
 
 @dataclass(slots=True)
 class Routers:
-    """Computes the loss of the routers of one call of a model, in place of the model.
+    """Computes the loss of the routers of one call of a model, in place of the model."""
 
-    Attributes:
-        balance: over which tokens; None computes the z-loss only.
-        coefficient: of the balancing loss.
-        z_loss: factor of the mean squared lse.
-        experts: of the model.
-        batch: the microbatch.
-        stage: the stage of a pipeline that this rank holds.
-        before: choices ``[E]`` of the step's microbatches before this one, over all ranks.
-        seen: the same with this microbatch.
-    """
-
-    balance: RouterBalance | None
-    coefficient: float
-    z_loss: float
-    experts: Experts
-    batch: THDBatch
-    stage: Stage | None
-    before: Tensor | None
-    seen: Tensor | None = None
+    balance: RouterBalance | None  # over which tokens; None computes the z-loss only
+    coefficient: float  # factor of the balancing loss
+    z_loss: float  # factor of the mean squared lse
+    experts: Experts  # those of the model
+    batch: THDBatch  # the microbatch
+    stage: Stage | None  # the stage of a pipeline that this rank holds
+    before: Tensor | None  # choices ``[E]`` of the step's microbatches before this one, over all ranks
+    seen: Tensor | None = None  # the same with this microbatch
 
     @contextlib.contextmanager
     def asked(self, inner: Any, kwargs: dict[str, Any]) -> Generator[None]:

@@ -21,17 +21,11 @@ from lightning_thd.batch.prefixes import token_targets
 
 
 class SlotLosses(NamedTuple):
-    """The losses of a batch's slots and their weights, on the device, without gradient.
+    """The losses of a batch's slots and their weights, on the device, without gradient."""
 
-    Attributes:
-        losses: weight times loss of each row, ``[R]``.
-        weights: what each counts, the scale of the batch among it, ``[R]``.
-        kept: int64 ``[R]``, their slots; None for all slots.
-    """
-
-    losses: Tensor
-    weights: Tensor
-    kept: Tensor | None
+    losses: Tensor  # weight times loss of each row, ``[R]``
+    weights: Tensor  # what each counts, the scale of the batch among it, ``[R]``
+    kept: Tensor | None  # int64 ``[R]``, their slots; None for all slots
 
 
 class Watcher(Protocol):
@@ -68,8 +62,7 @@ def watching(batch: THDBatch) -> tuple[Watcher | None, list[SlotLosses] | None]:
 def recorded_losses() -> Iterator[list[SlotLosses]]:
     """Collect the slot losses computed in this context, in a list; it stays empty without a watcher.
 
-    For a step that is recorded once and replayed on other batches: the tensors are filled again by every
-    replay, and :func:`show` hands them on.
+    For a recorded step: every replay fills the tensors again, and :func:`show` hands them on.
     """
     found: list[SlotLosses] = []
     token = RECORDED.set(found if WATCHER and WATCHER[0]() is not None else None)
@@ -91,16 +84,9 @@ def log_token_losses(batch: THDBatch, losses: Tensor, weights: Tensor | None = N
 
     ``causal_lm_loss`` does so itself; a loss of your own calls this in ``training_step`` with what it
     averages, and ``data/<name>/loss`` of every source of a ``THDDataModule`` is the mean of its tokens'
-    losses. Reads nothing from the device, and does nothing unless a mixture is trained.
-
-    Args:
-        batch: that ``training_step`` was given, on its device.
-        losses: float ``[T]``, the loss of each slot; slots whose target is -100 are not read.
-        weights: float ``[T]``, what each counts in the mean; 1 by default.
-
-    Raises:
-        TypeError: for what is no batch or tensor.
-        ValueError: for another number of values than the batch has slots.
+    losses. Reads nothing from the device, and does nothing unless a mixture is trained. ``losses`` are floats
+    ``[T]``, of which slots whose target is -100 are not read; ``weights`` ``[T]`` are what each counts in the
+    mean, 1 by default.
     """
     instance(batch, "batch", THDBatch, advice="Pass the batch that training_step was given.")
     targets = token_targets(batch)

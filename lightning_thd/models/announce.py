@@ -244,7 +244,11 @@ def enter(
         args, kwargs = ((), named) if named is not None else (args, kwargs)
     if outer is not None and outer.families:
         families, masks = outer.families, outer.masks  # an inner model may be handed its caller's masks
-        if type(config) not in families and not _continues(outer, kwargs):
+        embeds = kwargs.get(
+            "inputs_embeds"
+        )  # an inner model that gets its slots continues the language model
+        continues = embeds is not None and outer.pack is not None and embeds.shape[1] == outer.pack.slots
+        if type(config) not in families and not continues:
             STATE.scope = Scope(None, outer, module=model, families=families)
             return args, {k: value for k, value in kwargs.items() if k not in PACK_KWARGS and k != SHARED}
         text = None
@@ -315,12 +319,6 @@ def _call_announced(
     finally:
         pooled = leave(model, (), output)
     return output if pooled is None else pooled
-
-
-def _continues(outer: Scope, kwargs: dict[str, Any]) -> bool:
-    """Return whether an inner model of another config continues the language model: it gets its slots."""
-    embeds = kwargs.get("inputs_embeds")
-    return embeds is not None and outer.pack is not None and embeds.shape[1] == outer.pack.slots
 
 
 def _report(model: Any, pack: Pack, caller: Caller) -> None:
@@ -470,12 +468,8 @@ def carry_scope(checkpoint: Callable[..., Any], *, compilable: bool) -> Callable
     """Wrap an activation checkpoint function so that it recomputes under the scope of its first run.
 
     Backward recomputes after the model has returned, perhaps after other microbatches, and in another thread.
-
-    Args:
-        checkpoint: as transformers sets it on layers, ``checkpoint(function, *args)``.
-        compilable: whether torch.compile can take the layers whole. It then replays them from its graph, in
-            which the boundaries are inputs; layers that break the graph are recomputed by Python, and need
-            the scope.
+    ``compilable`` says that torch.compile can take the layers whole. It then replays them from its graph, in
+    which the boundaries are inputs; layers that break the graph are recomputed by Python, and need the scope.
     """
     if getattr(checkpoint, "_thd_carries", False):
         return checkpoint

@@ -5,7 +5,6 @@ Legend: B rows (1 for a pack), T slots, H query heads, G key-value heads, D head
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -17,33 +16,16 @@ from lightning_thd.attention.kernels.portable import know_offsets
 from lightning_thd.models.masks import hides_nothing, shows_all, stands_for_every_key, told_limit
 from lightning_thd.models.pack import CAUSAL, NOTES, STATE, Pack, Scope, current_pack, current_scope
 from lightning_thd.parallel.context import layout
-from lightning_thd.seqlens import cu_seqlens_from_lengths, seq_idx_from_cu_seqlens
+from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
 _UNSET: Final = -1  # `sliding_window` not passed, which is not the same as passed as None
 # Arguments that transformers hands down to every attention and that none of its own implementations reads to
 # form scores. Whatever is not here and not None might change the result, so it is refused by name.
 _INERT: Final = frozenset(
-    {
-        "cache_position",
-        "deterministic",
-        "ignore_index",
-        "inputs_embeds",
-        "labels",
-        "layer_idx",
-        "logits_to_keep",
-        "num_items_in_batch",
-        "num_logits_to_keep",
-        "output_hidden_states",
-        "output_router_logits",
-        "position_embeddings",
-        "position_ids",
-        "return_dict",
-        "seq_idx",
-        "shift_labels",
-        "target_dtype",
-        "token_type_ids",
-        "use_cache",
-    }
+    {"cache_position", "deterministic", "ignore_index", "inputs_embeds", "labels", "layer_idx"}
+    | {"logits_to_keep", "num_items_in_batch", "num_logits_to_keep", "output_hidden_states"}
+    | {"output_router_logits", "position_embeddings", "position_ids", "return_dict", "seq_idx"}
+    | {"shift_labels", "target_dtype", "token_type_ids", "use_cache"}
 )
 
 
@@ -225,13 +207,11 @@ def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
 
 def _refuse_other_keys(module: nn.Module, query: Tensor, key: Tensor) -> None:
     """Refuse keys other than those of the pack's own slots, which no boundary assigns to a sequence."""
-    slots, slots_k = query.shape[2], key.shape[2]
-    if slots != slots_k:
-        raise ValueError(
-            f"{type(module).__name__} attends from {slots} slots of a pack to {slots_k} keys, so it adds "
-            "keys of its own (compressed blocks, memories, another sequence) that no boundary of the "
-            "pack covers. Feed this model padded rows, one sequence each, with attn_implementation='eager'."
-        )
+    raise ValueError(
+        f"{type(module).__name__} attends from {query.shape[2]} slots of a pack to {key.shape[2]} keys, so "
+        "it adds keys of its own (compressed blocks, memories, another sequence) that no boundary of the "
+        "pack covers. Feed this model padded rows, one sequence each, with attn_implementation='eager'."
+    )
 
 
 def _given(
@@ -284,34 +264,12 @@ def _in_chunks(module: nn.Module, bounds: _Boundaries, chunk: int, slots: int) -
         )
     pack = current_pack()
     if pack is not None and bounds.keys is not None:
-        shared: _Boundaries = _shared_in_chunks(pack, chunk)
-        return shared
+        pack.refuse_prefixes(module, f"attends in chunks of {chunk}, at whose ends prefixes may be cut")
     known = {} if pack is None or pack.cu_seqlens_q is not bounds.cu_seqlens_q else pack.cache
     if ("chunks", chunk) not in known:
         known["chunks", chunk] = chunk_offsets(bounds.cu_seqlens_q, slots, chunk)
     offsets, longest = known["chunks", chunk], min(chunk, bounds.max_length_q)
     return _Boundaries(offsets, offsets, longest, longest)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _shared_in_chunks(pack: Pack, chunk: int) -> _Boundaries:
-    """Cut the paths of shared prefixes at multiples of ``chunk``; a query sees its own chunk of its path."""
-    prefixes = pack.prefixes
-    assert prefixes is not None
-    if ("chunks", chunk) not in pack.cache:
-        pieces = list[tuple[int, int, int]]()  # queries, and the first and last + 1 of their keys
-        start = 0
-        for own, path in zip(prefixes.query_lengths, prefixes.key_lengths, strict=True):
-            cuts = [path - own, *range((path - own) // chunk * chunk + chunk, path, chunk), path]
-            pieces += [(b - a, start + a // chunk * chunk, start + b) for a, b in pairwise(cuts)]
-            start += path
-        q_lengths, k_lengths = [own for own, _, _ in pieces], [b - a for _, a, b in pieces]
-        seen = torch.cat([torch.arange(a, b) for _, a, b in pieces]).to(prefixes.keys.device)
-        cu_q, cu_k = (cu_seqlens_from_lengths(each).to(seen.device) for each in (q_lengths, k_lengths))
-        keys = prefixes.keys.index_select(0, seen)
-        pack.cache["chunks", chunk] = _Boundaries(cu_q, cu_k, max(q_lengths), max(k_lengths), keys)
-    found: _Boundaries = pack.cache["chunks", chunk]
-    return found
 
 
 def chunk_offsets(cu_seqlens: Tensor, slots: int, chunk: int) -> Tensor:
@@ -355,13 +313,6 @@ def _rows(rows: int, slots: int, like: Tensor) -> Tensor:
     return torch.arange(rows + 1, dtype=torch.int32, device=like.device) * slots
 
 
-def _dropout_key(module: nn.Module) -> str:
-    """Return the name of the attention dropout in the module's config."""
-    config = getattr(module, "config", None)
-    keys = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "attn_dropout")
-    return next((key for key in keys if getattr(config, key, None)), "attention_dropout (or attn_pdrop)")
-
-
 def _refuse(module: nn.Module, attention_mask: Tensor | None, dropout: float, others: dict[str, Any]) -> None:
     scope = current_scope()
     if attention_mask is not None and scope is not None and scope.module is not None:
@@ -376,9 +327,12 @@ def _refuse(module: nn.Module, attention_mask: Tensor | None, dropout: float, ot
             "attn_implementation='eager'."
         )
     if dropout:
+        config = getattr(module, "config", None)
+        keys = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "attn_dropout")
+        key = next((key for key in keys if getattr(config, key, None)), "attention_dropout (or attn_pdrop)")
         raise ValueError(
             f"{type(module).__name__} wants attention dropout {dropout}, which packed kernels do not have. "
-            f"Set {_dropout_key(module)} of the config to 0.0."
+            f"Set {key} of the config to 0.0."
         )
     if others.get("output_attentions"):
         raise ValueError(

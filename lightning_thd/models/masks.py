@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from lightning_thd._patches import patch
+from lightning_thd._patches import layer_classes, patch, patch_forward
 from lightning_thd.models.pack import BIDIRECTIONAL, CAUSAL, STATE, Pack, Scope
 from lightning_thd.parallel.context import layout
 
@@ -229,14 +229,10 @@ _ADOPTED: set[type] = set()
 
 def adopt_indexers(model_class: type, config: Any) -> None:
     """Patch the indexers of a model class to keep all keys of a sequence of at most ``index_topk`` tokens."""
-    for base in model_class.__mro__:
-        module = sys.modules.get(base.__module__)
-        for name in _INDEXERS:
-            cls: Any = getattr(module, name, None)
-            if cls is not None and not hasattr(cls.forward, "_thd_indexer"):
-                patch("indexers", cls, "forward", _all_keys(cls.forward))
-            if cls is not None:
-                _ADOPTED.add(type(config))
+    for cls in layer_classes(model_class):
+        if cls.__name__ in _INDEXERS:
+            patch_forward("indexers", cls, "_thd_indexer", _all_keys)
+            _ADOPTED.add(type(config))
 
 
 def keeps_all_keys(config: Any, q_length: int) -> bool:
@@ -272,5 +268,4 @@ def _all_keys(forward: Callable[..., Any]) -> Callable[..., Any]:
             return forward(self, hidden_states, *args, **kwargs)
         return every_key(hidden_states)
 
-    forward_in_pack._thd_indexer = True  # type: ignore[attr-defined]
     return forward_in_pack

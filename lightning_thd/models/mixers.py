@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lightning_thd._imports import available
 from lightning_thd._known_bad import known_problems
-from lightning_thd._patches import patch
+from lightning_thd._patches import layer_classes, patch_forward
 from lightning_thd._static import shapes_are_static
 from lightning_thd.models.pack import Pack, Scope, current_pack, current_scope, model_pack, scoped
 from lightning_thd.models.padded_groups import plan_groups, plan_static_group, run_grouped
@@ -76,14 +76,9 @@ _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
 
 def adopt_mixers(model_class: type) -> None:
     """Patch the state-space, linear-attention and convolution layers of a model class to handle packs."""
-    for base in model_class.__mro__:
-        module = sys.modules.get(base.__module__)
-        for name, kernels in MIXERS.items():
-            cls: Any = getattr(module, name, None)
-            if cls is not None and not hasattr(cls.forward, "_thd_mixer"):
-                carried = adopt_functions(cls)
-                several = name in _SEVERAL
-                patch("mixers", cls, "forward", _pack_aware(cls.forward, kernels, carried, several=several))
+    for cls in layer_classes(model_class):
+        if cls.__name__ in MIXERS:
+            patch_forward("mixers", cls, "_thd_mixer", functools.partial(_pack_aware, cls))
 
 
 def has_mixers(model: nn.Module) -> bool:
@@ -91,10 +86,11 @@ def has_mixers(model: nn.Module) -> bool:
     return any(hasattr(type(module).forward, "_thd_mixer") for module in model.modules())
 
 
-def _pack_aware(
-    forward: Callable[..., Any], kernels: tuple[str, ...] | None, carried: frozenset[str], *, several: bool
-) -> Callable[..., Any]:
-    tokens_name = _tokens_name(forward)
+def _pack_aware(cls: type, forward: Callable[..., Any]) -> Callable[..., Any]:
+    kernels, carried, several = MIXERS[cls.__name__], adopt_functions(cls), cls.__name__ in _SEVERAL
+    first = list(inspect.signature(forward).parameters.values())[1]
+    # Decorators of transformers 5.15 hide the name of the first argument.
+    tokens_name = "hidden_states" if first.kind is inspect.Parameter.VAR_POSITIONAL else first.name
 
     @functools.wraps(forward)
     def pack_aware_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -113,14 +109,7 @@ def _pack_aware(
             return forward(self, *args, **kwargs, **boundaries(kernels, pack, type(self)))
         return _grouped(functools.partial(forward, self), args, kwargs, several=several)
 
-    pack_aware_forward._thd_mixer = True  # type: ignore[attr-defined]
     return pack_aware_forward
-
-
-def _tokens_name(forward: Callable[..., Any]) -> str:
-    """Return the name of a layer's first argument; decorators of transformers 5.15 hide it."""
-    first = list(inspect.signature(forward).parameters.values())[1]
-    return "hidden_states" if first.kind is inspect.Parameter.VAR_POSITIONAL else first.name
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -173,17 +162,13 @@ def boundaries(kernels: tuple[str, ...], pack: Pack, layer: type) -> dict[str, A
     Kernels of flash-linear-attention also get the offsets on the host; without those they read the device.
     """
     found: dict[str, Any] = {"seq_idx": pack.seq_idx, "cu_seq_lens_q": pack.cu_seqlens_q}
-    if "fla" in kernels and _hands_on(layer):
+    rule = getattr(sys.modules.get(layer.__module__), "torch_chunk_gated_delta_rule", None)
+    # Since 5.20 transformers passes a layer's kernel only the keywords it takes.
+    if "fla" in kernels and hasattr(rule, "__wrapped__"):
         if "cu_seqlens_cpu" not in pack.cache:
             pack.cache["cu_seqlens_cpu"] = cu_seqlens_from_lengths(pack.lengths)
         found["cu_seqlens_cpu"] = pack.cache["cu_seqlens_cpu"]
     return found
-
-
-def _hands_on(layer: type) -> bool:
-    """Return whether transformers passes a layer's kernel only the keywords it takes, as since 5.20."""
-    rule = getattr(sys.modules.get(layer.__module__), "torch_chunk_gated_delta_rule", None)
-    return hasattr(rule, "__wrapped__")
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -32,23 +32,16 @@ _STATIC_WASTE = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Groups:
-    """The slots of a pack arranged as padded groups of sequences, and the way back.
+    """The slots of a pack arranged as padded groups of sequences, and the way back."""
 
-    Attributes:
-        sources: one int64 ``[N, L]`` a group, the slot at each place; T marks padding.
-        back: int64 ``[T]``, the place of every slot among the groups laid end to end.
-    """
-
-    sources: tuple[Tensor, ...]
-    back: Tensor
+    sources: tuple[Tensor, ...]  # one int64 ``[N, L]`` a group, the slot at each place; T marks padding
+    back: Tensor  # int64 ``[T]``, the place of every slot among the groups laid end to end
 
 
 def plan_groups(lengths: Sequence[int], device: torch.device) -> Groups:
     """Sort sequences by slots into groups of similar length, to be run as padded rows; zeros are skipped.
 
-    Returns:
-        The plan. ``[2, 3]`` is one group with sources ``[[2, 3, 4], [0, 1, 5]]`` and back ``[3, 4, 0, 1,
-        2]``.
+    ``[2, 3]`` is one group with sources ``[[2, 3, 4], [0, 1, 5]]`` and back ``[3, 4, 0, 1, 2]``.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     starts = np.concatenate([[0], np.cumsum(sizes)])

@@ -62,17 +62,8 @@ def class_pools(model_class: Any) -> bool:
 def pool_each_sequence(model: Any, pack: Pack, output: Any, *, outermost: bool) -> Any:
     """Replace an encoder's ``pooler_output`` ``[1, D]`` of a whole pack by one row a sequence, ``[S, D]``.
 
-    Args:
-        model: a model that may pool.
-        pack: of S sequences.
-        output: what the model returned.
-        outermost: whether the caller sees ``output``, because no model with "thd" is around this one.
-
-    Returns:
-        The changed output, or None if nothing was pooled.
-
-    Raises:
-        ValueError: when the pooling cannot be repeated, or an output is one row for all sequences.
+    Returns None if nothing was pooled. At the outermost model, whose output the caller sees, an output that
+    is one row for all sequences is refused.
     """
     pooled = _pool(model, pack, output)
     if outermost:

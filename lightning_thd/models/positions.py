@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_thd._patches import patch
+from lightning_thd._patches import layer_classes, patch_forward
 from lightning_thd._static import shapes_are_static
 from lightning_thd.models.pack import Pack, current_pack, model_pack
 from lightning_thd.parallel.context import layout
@@ -48,13 +48,15 @@ def adopt_position_tables(model_class: type) -> None:
         tables = [cls for cls in vars(module).values() if inspect.isclass(cls) and issubclass(cls, nn.Module)]
         given = any(hasattr(cls, "config_class") and "position_ids" in _parameters(cls) for cls in tables)
         for cls in tables:
-            if cls.__module__ != base.__module__ or hasattr(cls.forward, "_thd_positions"):
+            if cls.__module__ != base.__module__:
                 continue
             names = _parameters(cls)
-            if "position_ids" in names and _skips_padding(cls.forward):
-                patch("position tables", cls, "forward", _from_padding_index(cls.forward, names))
+            called = getattr(inspect.unwrap(cls.forward), "__code__", None)  # fast; reading the source is not
+            skips = _FROM_TOKENS_NAME in getattr(called, "co_names", ())
+            if "position_ids" in names and skips and _FROM_TOKENS.search(inspect.getsource(cls.forward)):
+                patch_forward("position tables", cls, "_thd_positions", _from_padding_index)
             elif not given and _ROW_COUNTER.fullmatch(cls.__name__) and len(names) > 1:
-                patch("position tables", cls, "forward", _from_sequence_starts(cls.forward))
+                patch_forward("position tables", cls, "_thd_positions", _from_sequence_starts)
 
 
 def counts_in_sequences(module: nn.Module) -> bool:
@@ -62,16 +64,13 @@ def counts_in_sequences(module: nn.Module) -> bool:
     return hasattr(type(module).forward, "_thd_positions")
 
 
-def _skips_padding(forward: Callable[..., Any]) -> bool:
-    called = inspect.unwrap(forward).__code__.co_names  # is fast to test, reading the source is not
-    return _FROM_TOKENS_NAME in called and bool(_FROM_TOKENS.search(inspect.getsource(forward)))
-
-
 def _parameters(cls: Any) -> list[str]:
     return list(inspect.signature(cls.forward).parameters)[1:]
 
 
-def _from_padding_index(forward: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
+def _from_padding_index(forward: Callable[..., Any]) -> Callable[..., Any]:
+    names = list(inspect.signature(forward).parameters)[1:]
+
     @functools.wraps(forward)
     def forward_in_pack(self: Any, *args: Any, **kwargs: Any) -> Any:
         pack = model_pack()
@@ -87,7 +86,6 @@ def _from_padding_index(forward: Callable[..., Any], names: list[str]) -> Callab
             given |= {"input_ids": None, "inputs_embeds": embeds}
         return forward(self, **given)
 
-    forward_in_pack._thd_positions = True  # type: ignore[attr-defined]
     return forward_in_pack
 
 
@@ -156,7 +154,6 @@ def _from_sequence_starts(forward: Callable[..., Any]) -> Callable[..., Any]:
         table = forward(self, row, past, **kwargs)
         return table.index_select(-2, _starts_at_zero(pack))
 
-    forward_in_pack._thd_positions = True  # type: ignore[attr-defined]
     return forward_in_pack
 
 
@@ -178,15 +175,10 @@ def adopt_row_scales(model_class: type) -> None:
 
     Llama 4's layers without rope do that.
     """
-    for base in model_class.__mro__:
-        module = sys.modules.get(base.__module__)
-        for cls in list(vars(module).values()) if module is not None else ():
-            if not inspect.isclass(cls) or not issubclass(cls, nn.Module) or hasattr(cls, "config_class"):
-                continue
-            rows: Any = cls
-            names = getattr(getattr(inspect.unwrap(rows.forward), "__code__", None), "co_names", ())
-            if {"arange", "get_seq_length"} <= {*names} and not hasattr(rows.forward, "_thd_scale"):
-                patch("row scales", rows, "forward", _behind_sequences(rows.forward))
+    for cls in layer_classes(model_class):
+        names = getattr(getattr(inspect.unwrap(cls.forward), "__code__", None), "co_names", ())
+        if not hasattr(cls, "config_class") and {"arange", "get_seq_length"} <= {*names}:
+            patch_forward("row scales", cls, "_thd_scale", _behind_sequences)
 
 
 class _Before:
@@ -222,7 +214,6 @@ def _behind_sequences(forward: Callable[..., Any]) -> Callable[..., Any]:
             counted = torch.zeros_like(slots)
         return forward(self, *args, **{**kwargs, "past_key_values": _Before(counted - slots)})
 
-    forward_in_pack._thd_scale = True  # type: ignore[attr-defined]
     return forward_in_pack
 
 
@@ -231,15 +222,10 @@ def _behind_sequences(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def adopt_ropes(model_class: type, config: Any) -> None:
     """Patch the length-dependent rotary embeddings a model class uses to treat each sequence by itself."""
-    if not any(_depends_on_length(kind) for kind in _rope_types(config)):
-        return
-    for base in model_class.__mro__:
-        module = sys.modules.get(base.__module__)
-        for name, cls in list(vars(module).items()) if module is not None else ():
-            if inspect.isclass(cls) and name.endswith("RotaryEmbedding"):
-                rotary: Any = cls
-                if not hasattr(rotary.forward, "_thd_rope"):
-                    patch("ropes", rotary, "forward", _by_sequence(rotary.forward))
+    if any(_depends_on_length(kind) for kind in _rope_types(config)):
+        for cls in layer_classes(model_class):
+            if cls.__name__.endswith("RotaryEmbedding"):
+                patch_forward("ropes", cls, "_thd_rope", _by_sequence)
 
 
 def _depends_on_length(kind: str) -> bool:
@@ -266,7 +252,12 @@ def _by_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
         if pack is None or not _depends_on_length(kind):
             return forward(self, x, position_ids, *args, **kwargs)
         run = functools.partial(_forget_and_run, forward, self, x)
-        limit = _original_length(self, kind, layer_type)
+        if kind == "longrope":
+            parameters = self.config.rope_parameters
+            parameters = parameters if layer_type is None else parameters[layer_type]
+            limit = parameters["original_max_position_embeddings"]
+        else:
+            limit = self.original_max_seq_len
         # If no sequence exceeds the limit, one call serves all. The longest length is already on the host.
         shard = layout.layout_of(pack.cu_seqlens_q) if layout.in_use else None
         longest = pack.max_length_k if shard is None else max(shard.padded_lengths)
@@ -288,20 +279,7 @@ def _by_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
             )
         return _one_by_one(run, pack, position_ids, limit, args, kwargs)
 
-    forward_in_pack._thd_rope = True  # type: ignore[attr-defined]
     return forward_in_pack
-
-
-def _original_length(rotary: Any, kind: str, layer_type: str | None) -> int:
-    """Return the length up to which the original frequencies are used."""
-    limit: int
-    if kind == "longrope":
-        parameters = rotary.config.rope_parameters
-        parameters = parameters if layer_type is None else parameters[layer_type]
-        limit = parameters["original_max_position_embeddings"]
-    else:
-        limit = rotary.original_max_seq_len
-    return limit
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -367,16 +345,17 @@ def keep_frequencies(model: Any) -> None:
     """
     known: list[nn.Module] | None = model.__dict__.get("_thd_rotaries")
     if known is None:
-        known = [module for module in model.modules() if _is_rotary(module)]
+        known = [
+            module
+            for module in model.modules()
+            if any(name.endswith("inv_freq") for name in module._buffers)
+            and not module._modules
+            and hasattr(module, "config")
+        ]
         model.__dict__["_thd_rotaries"] = known
     for rotary in known:
         if any(buffer is not None and buffer.dtype in _HALF for buffer in rotary._buffers.values()):
             _restore(rotary)
-
-
-def _is_rotary(module: nn.Module) -> bool:
-    names = [name for name in module._buffers if name.endswith("inv_freq")]
-    return bool(names) and not module._modules and hasattr(module, "config")
 
 
 def _restore(rotary: Any) -> None:
@@ -400,14 +379,11 @@ _TINY_HALF = 2.0**-11  # its square is one of the smallest numbers of float16
 
 def adopt_zero_embeddings(model_class: type) -> None:
     """Patch the embeddings of Gemma3n and its kind, whose zero rows for padding give NaN gradients."""
-    for base in model_class.__mro__:
-        module = sys.modules.get(base.__module__)
-        names = [] if module is None else list(vars(module))
-        if any(name.endswith("AltUp") for name in names):
-            for name in names:
-                cls: Any = getattr(module, name)
-                if name.endswith("ScaledWordEmbedding") and not hasattr(cls.forward, "_thd_nonzero"):
-                    patch("zero embeddings", cls, "forward", _nonzero(cls.forward))
+    classes = list(layer_classes(model_class))
+    if any(cls.__name__.endswith("AltUp") for cls in classes):
+        for cls in classes:
+            if cls.__name__.endswith("ScaledWordEmbedding"):
+                patch_forward("zero embeddings", cls, "_thd_nonzero", _nonzero)
 
 
 def _nonzero(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -420,5 +396,4 @@ def _nonzero(forward: Callable[..., Any]) -> Callable[..., Any]:
         padding = (input_ids == self.padding_idx)[..., None]
         return torch.where(padding & (output == 0), tiny, output)
 
-    forward_in_pack._thd_nonzero = True  # type: ignore[attr-defined]
     return forward_in_pack

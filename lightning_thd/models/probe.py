@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,8 +84,7 @@ def check_packing(
         forward: ``forward(model, batch)`` gives logits ``[T, V]`` or ``[1, T, V]``; by default
             ``model(**batch.hf_kwargs()).logits`` for a model with a transformers config, else
             ``model(batch)``.
-        tolerance: what packed and alone may differ by, relative to the largest logit; by the dtype when
-            absent.
+        tolerance: what packed and alone may differ by, relative to the largest logit; None: by the dtype.
         raise_on_leak: raise rather than return a report that is not ok.
         seed: of the random tokens.
         thorough: compare with stock eager attention, look for later tokens, and for a trailing pad in the
@@ -355,35 +355,23 @@ class _Probe:
         with torch.no_grad():
             if self.batch_norms and report.same and not report.leaks:
                 return self.batch_norms[0]
+            run = partial(partial, self.logits)
             if report.leak > report.leak_tolerance:
-                own = slots_of(self.batch, self.leaking)
                 others = torch.ones(self.batch.input_ids.shape[-1], dtype=torch.bool)
-                others[own] = False
-                kept, second = others.nonzero()[:, 0], self.changed(self.leaking)
-                return first_leaking_module(
-                    self.model, lambda: self.logits(self.batch), lambda: self.logits(second), kept, kept
-                )
+                others[slots_of(self.batch, self.leaking)] = False
+                rows, changed = others.nonzero()[:, 0], self.changed(self.leaking)
+                return first_leaking_module(self.model, run(self.batch), run(changed), rows, rows)
+            how = {"tolerance": report.tolerance}
             if not report.matches_stock:
                 one = self.alone(self.unlike_stock)
-                rows = torch.arange(one.input_ids.shape[-1])
-                return first_leaking_module(
-                    self.model,
-                    lambda: self.logits(one),
-                    lambda: logits_alone(self.model, one.input_ids),
-                    rows,
-                    rows,
-                    tolerance=report.tolerance,
+                rows, stock = (
+                    torch.arange(len(one.input_ids)),
+                    partial(logits_alone, self.model, one.input_ids),
                 )
-            own, second = slots_of(self.batch, self.differing), self.alone(self.differing)
-            length = self.batch.lengths[self.differing]
-            return first_leaking_module(
-                self.model,
-                lambda: self.logits(self.batch),
-                lambda: self.logits(second),
-                torch.arange(own.start, own.stop),
-                torch.arange(length),
-                tolerance=report.tolerance,
-            )
+                return first_leaking_module(self.model, run(one), stock, rows, rows, **how)
+            own, one = slots_of(self.batch, self.differing), self.alone(self.differing)
+            there, rows = torch.arange(own.start, own.stop), torch.arange(len(one.input_ids))
+            return first_leaking_module(self.model, run(self.batch), run(one), there, rows, **how)
 
 
 # ---- The pack and the call

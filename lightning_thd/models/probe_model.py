@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,9 @@ _NOISE = 0.02  # standard deviation, transformers' usual initialisation
 @contextmanager
 def no_zero_weights(model: nn.Module) -> Generator[None]:
     """Fill parameters that are zero throughout with noise inside this context, but none that are cut."""
-    zeros = [parameter for parameter in model.parameters() if _is_zero(parameter)]
+    plain = [p for p in model.parameters() if type(p) in (nn.Parameter, Tensor) and p.dtype in _DTYPES]
+    held = [p for p in plain if p.numel() and not (p.is_meta or p.is_inference())]
+    zeros = [parameter for parameter in held if not parameter.detach().any()]
     with torch.no_grad():
         for seed, parameter in enumerate(zeros):
             generator = torch.Generator(parameter.device).manual_seed(seed)
@@ -57,14 +59,6 @@ def no_zero_weights(model: nn.Module) -> Generator[None]:
         with torch.no_grad():
             for parameter in zeros:
                 parameter.zero_()
-
-
-def _is_zero(parameter: Tensor) -> bool:
-    if type(parameter) not in (nn.Parameter, Tensor) or parameter.dtype not in _DTYPES:
-        return False
-    if parameter.device.type == "meta" or parameter.is_inference() or not parameter.numel():
-        return False
-    return not bool(parameter.detach().any())
 
 
 def working_dtype(model: nn.Module, logits: Tensor) -> torch.dtype:
@@ -236,14 +230,10 @@ def _attention_configs(model: nn.Module) -> list[Any]:
 # ---- The first module that leaks
 
 
-class _Call(NamedTuple):
-    """The inputs and outputs of one call of a module, cut down to the rows that are compared."""
-
-    inputs: list[Tensor]
-    outputs: list[Tensor]
-
-
-_Key = tuple[str, int]  # name of a module, how often it had been called before
+# The name of a module, and how often it had been called before.
+_Key = tuple[str, int]
+# The inputs and outputs of one call of a module, cut down to the rows that are compared.
+_Call = tuple[list[Tensor], list[Tensor]]
 
 
 def first_leaking_module(
@@ -257,13 +247,8 @@ def first_leaking_module(
 ) -> str | None:
     """Return the first module whose inputs agree in two runs while its outputs differ, or None.
 
-    Args:
-        model: the model that both runs call.
-        first: runs it.
-        second: runs it on other inputs.
-        first_rows: int64 ``[N]``, slots of the first run whose values should equal
-        second_rows: int64 ``[N]``, those of the second.
-        tolerance: allowed difference, relative to the largest entry of a tensor.
+    Slots ``first_rows``, int64 ``[N]``, of the first run should equal ``second_rows`` of the second, up to
+    ``tolerance`` relative to the largest entry of a tensor.
     """
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     with _recorded(model, first_rows) as calls:
@@ -274,8 +259,7 @@ def first_leaking_module(
         other = others.get(key)
         if other is None:
             continue
-        clean = _agree(call.inputs, other.inputs, tolerance)
-        if clean and not _agree(call.outputs, other.outputs, tolerance):
+        if _agree(call[0], other[0], tolerance) and not _agree(call[1], other[1], tolerance):
             return f"{key[0] or 'the model itself'} ({kinds[key[0]]})"
     return None
 
@@ -300,13 +284,11 @@ def _recorded(model: nn.Module, rows: Tensor) -> Generator[dict[_Key, _Call]]:
 
     def watch(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if not slots:
-                slots.extend(_find_slots(args, kwargs))
-            key = (name, counts[name])
+            given = (*args, *kwargs.values())
+            if not slots:  # the embedding's call is the first to end, and its ids are T
+                slots.extend([value.numel() for value in given if isinstance(value, Tensor)][:1])
+            calls[name, counts[name]] = _token_rows(given, slots, rows), _token_rows((output,), slots, rows)
             counts[name] += 1
-            calls[key] = _Call(
-                _token_rows((*args, *kwargs.values()), slots, rows), _token_rows((output,), slots, rows)
-            )
 
         return hook
 
@@ -317,14 +299,6 @@ def _recorded(model: nn.Module, rows: Tensor) -> Generator[dict[_Key, _Call]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _find_slots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-    """Return T, the number of ids the embedding got: its call is the first of all modules' to end."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            return [value.numel()]
-    return []
 
 
 def _token_rows(values: Iterable[Any], slots: list[int], rows: Tensor) -> list[Tensor]:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import re
 import sys
@@ -32,7 +33,7 @@ _ATTENTION = re.compile(r"^class (\w*Attention\w*)\(nn\.Module\):", re.MULTILINE
 
 def refuse_own_attention(model: Any) -> None:
     """Refuse a model class whose attention ignores ``attn_implementation``: Bloom, Falcon, GPT-J, MPT, ..."""
-    source = _source(type(model))
+    source = _source(type(model).__module__)
     table = next((name for name in _TABLE.findall(source) if "VISION" not in name), None)
     if table is not None and not _sees_images(model):
         raise ValueError(
@@ -56,7 +57,10 @@ def keeps_own_attention(model: Any) -> bool:
     """Return whether a model is a vision tower whose attention has no "thd"."""
     if not _sees_images(model):
         return False
-    return bool(_TABLE.findall(_source(type(model)))) or not type(model)._can_set_attn_implementation()
+    return (
+        bool(_TABLE.findall(_source(type(model).__module__)))
+        or not type(model)._can_set_attn_implementation()
+    )
 
 
 def _sees_images(model: Any) -> bool:
@@ -64,8 +68,8 @@ def _sees_images(model: Any) -> bool:
     return names[1:2] == ["pixel_values"] and not any(name.endswith("input_ids") for name in names)
 
 
-def _source(model_class: type) -> str:
-    module = sys.modules.get(model_class.__module__)
+def _source(name: str) -> str:
+    module = sys.modules.get(name)
     try:
         return "" if module is None else inspect.getsource(module)
     except (OSError, TypeError):  # a class typed into a prompt has no source
@@ -78,8 +82,6 @@ _POSITION_TABLE = re.compile(r"Position\w*Embedding")
 # benchmarks.families found these with 5.15.0 (2026-11-22): moshi's logits differ by 1.1, longcat_flash's
 # experts get no gradients. Both are exact with 5.23; releases between were not measured.
 _EXACT_FROM: Final = {"moshi": (5, 23), "longcat_flash": (5, 23)}
-# Whether a modeling file asks transformers' attention table, by the name of its Python module.
-_ASKS: dict[str, bool] = {}
 
 
 class _Found(NamedTuple):
@@ -99,7 +101,9 @@ def refuse_unknown_layers(model: nn.Module) -> None:
         if hasattr(type(found.module).forward, "_thd_mixer"):
             aware = True
             continue
-        aware = aware or (found.module is not found.owner and _asks_for_attention(type(found.module)))
+        aware = aware or (
+            found.module is not found.owner and _asks_for_attention(type(found.module).__module__)
+        )
         _refuse_layer(found)
     if not aware:
         raise ValueError(
@@ -164,11 +168,10 @@ def _is_cut_by_tensor_parallelism(weight: Any) -> bool:
     )
 
 
-def _asks_for_attention(kind: type) -> bool:
-    name = kind.__module__
-    if name not in _ASKS:
-        _ASKS[name] = ".modeling_" in name and "get_interface(" in _source(kind)
-    return _ASKS[name]
+@functools.cache
+def _asks_for_attention(name: str) -> bool:
+    """Return whether a modeling file, by the name of its module, asks transformers' attention table."""
+    return ".modeling_" in name and "get_interface(" in _source(name)
 
 
 def _language_modules(model: Any) -> Iterator[_Found]:

@@ -61,36 +61,38 @@ def _refusal(what: str) -> Callable[..., Any]:
     return refuse
 
 
-def _register_attention(modeling_utils: ModuleType) -> None:
-    """Register "thd" as an attention; problems refuse models when called, never the import."""
-    table: Any = getattr(modeling_utils, "AttentionInterface", None)
+def _register(table: Any, install: Callable[[], Callable[..., Any]]) -> None:
+    """Register "thd" in a table; problems refuse models when called, never the import."""
     if table is None:
         return  # transformers refuses the name by itself
     if _too_old(_installed()):
         table.register(NAME, _refusal("it hands no boundaries to state-space layers"))
         return
     try:
+        table.register(NAME, install())
+    except (AttributeError, ImportError, TypeError, ValueError) as error:
+        table.register(NAME, _refusal(f"it has changed underneath ({error})"))
+
+
+def _register_attention(modeling_utils: ModuleType) -> None:
+    def install() -> Callable[..., Any]:
         from lightning_thd.models.announce import watch_models
         from lightning_thd.models.attend import thd_attention
 
         watch_models(modeling_utils.PreTrainedModel)
-        table.register(NAME, thd_attention)
-    except (AttributeError, ImportError, TypeError, ValueError) as error:
-        table.register(NAME, _refusal(f"it has changed underneath ({error})"))
+        return thd_attention
+
+    _register(getattr(modeling_utils, "AttentionInterface", None), install)
 
 
 def _register_mask(masking_utils: ModuleType) -> None:
-    """Register "thd" as a mask; problems refuse models when called, never the import."""
-    from lightning_thd.models.masks import skip_position_scan, thd_mask
+    def install() -> Callable[..., Any]:
+        from lightning_thd.models.masks import skip_position_scan, thd_mask
 
-    table: Any = getattr(masking_utils, "AttentionMaskInterface", None)
-    if table is None or _too_old(_installed()):
-        return
-    try:
         skip_position_scan(masking_utils)
-        table.register(NAME, thd_mask)
-    except (AttributeError, ImportError, TypeError, ValueError) as error:
-        table.register(NAME, _refusal(f"it has changed underneath ({error})"))
+        return thd_mask
+
+    _register(getattr(masking_utils, "AttentionMaskInterface", None), install)
 
 
 def _watch_wrappers(checkpoint_wrapper: ModuleType) -> None:

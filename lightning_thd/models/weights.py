@@ -100,7 +100,8 @@ def _initialise(module: nn.Module, names: Mapping[int, str], seed: int) -> None:
         unset = [t for t in [*child.parameters(), *child.buffers()] if id(t) in names]
         if not unset:
             return
-        own: Any = child if _is_model(child) else model
+        is_model = hasattr(child, "config") and callable(getattr(type(child), "_init_weights", None))
+        own: Any = child if is_model else model
         added = getattr(child, "adapter_layer_names", ())  # PEFT's, not the model's own
         for name, below in child.named_children():
             walk(below, f"{path}.{name}" if path else name, None if name in added else own)
@@ -141,10 +142,6 @@ def _initialise_adapters(layer: Any, path: str, configs: Mapping[str, Any]) -> N
         )
 
 
-def _is_model(module: nn.Module) -> bool:
-    return hasattr(module, "config") and callable(getattr(type(module), "_init_weights", None))
-
-
 def _seed_of(name: str, seed: int) -> int:
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -171,7 +168,8 @@ def _seeded(names: Mapping[int, str], seed: int) -> Generator[None]:
         return
     from transformers import initialization
 
-    before = {name: call for name, call in vars(initialization).items() if _fills(name) and callable(call)}
+    fills = {name: x for name, x in vars(initialization).items() if name.endswith("_") and name[:1] != "_"}
+    before = {name: call for name, call in fills.items() if callable(call)}
 
     def seeded(call: Callable[..., Any]) -> Callable[..., Any]:
         def filling(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -191,10 +189,6 @@ def _seeded(names: Mapping[int, str], seed: int) -> Generator[None]:
             setattr(initialization, name, call)
 
 
-def _fills(name: str) -> bool:
-    return name.endswith("_") and not name.startswith("_")
-
-
 # ---- Read
 
 _ATTRIBUTE = "_thd_unread"
@@ -202,21 +196,13 @@ _ATTRIBUTE = "_thd_unread"
 
 @dataclass(frozen=True, slots=True)
 class _Unread:
-    """A model built by ``from_pretrained`` on the meta device whose tensors are still to be read.
+    """A model built by ``from_pretrained`` on the meta device whose tensors are still to be read."""
 
-    Attributes:
-        skeleton: a copy of the model on the meta device.
-        tensors: its parameters and buffers by name, which wrappers and cuts keep.
-        versions: the tensors' versions, which count what was written into them.
-        files: paths of safetensors files.
-        options: how to read them.
-    """
-
-    skeleton: nn.Module
-    tensors: dict[str, Tensor]
-    versions: dict[str, int]
-    files: list[str]
-    options: Any
+    skeleton: nn.Module  # a copy of the model on the meta device
+    tensors: dict[str, Tensor]  # its parameters and buffers by name, which wrappers and cuts keep
+    versions: dict[str, int]  # the tensors' versions, which count what was written into them
+    files: list[str]  # paths of safetensors files
+    options: Any  # how to read them
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # a copy of the model has nothing of its own to read
@@ -230,6 +216,7 @@ def postponed_reading() -> Generator[None]:
     read at once, as always.
     """
     from transformers import PreTrainedModel
+    from transformers.core_model_loading import LoadStateDictInfo
 
     kind: Any = PreTrainedModel
     read, finish = kind._load_pretrained_model, kind._finalize_model_loading
@@ -244,7 +231,9 @@ def postponed_reading() -> Generator[None]:
         skeleton = copy.deepcopy(model)
         versions = {name: tensor._version for name, tensor in tensors.items()}
         model.__dict__[_ATTRIBUTE] = _Unread(skeleton, tensors, versions, names, options)
-        return _nothing_found(), None
+        fields = LoadStateDictInfo.__dataclass_fields__
+        found: dict[str, Any] = {name: {} if "errors" in name else set() for name in fields}
+        return LoadStateDictInfo(**found), None
 
     def finish_later(model: Any, options: Any, found: Any) -> Any:
         if model.__dict__.get(_ATTRIBUTE) is None:
@@ -310,8 +299,10 @@ def _read(module: nn.Module, unread: _Unread) -> None:
     read: dict[int, Tensor] = {}
     for name, tensor in kept.items():
         new = _tensor(skeleton, name)
-        if not new.is_meta:
-            read[id(tensor)] = _as(tensor, new)
+        if not new.is_meta:  # takes the dtype and requires_grad of what it replaces
+            data = new.detach().to(tensor.dtype)
+            plain = not isinstance(tensor, nn.Parameter)
+            read[id(tensor)] = data if plain else nn.Parameter(data, tensor.requires_grad)
     for child in module.modules():
         for held_here in (child._parameters, child._buffers):
             for name, held_tensor in held_here.items():
@@ -346,16 +337,3 @@ def _tensor(module: nn.Module, name: str) -> Tensor:
     found = owner._parameters.get(own, owner._buffers.get(own))
     assert found is not None
     return found
-
-
-def _as(wanted: Tensor, new: Tensor) -> Tensor:
-    """Return a tensor with the dtype and ``requires_grad`` of the one it replaces."""
-    data = new.detach().to(wanted.dtype)
-    return nn.Parameter(data, wanted.requires_grad) if isinstance(wanted, nn.Parameter) else data
-
-
-def _nothing_found() -> Any:
-    from transformers.core_model_loading import LoadStateDictInfo
-
-    fields = LoadStateDictInfo.__dataclass_fields__
-    return LoadStateDictInfo(**{name: {} if "errors" in name else set() for name in fields})

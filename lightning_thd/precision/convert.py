@@ -37,12 +37,7 @@ _MARK = "_thd_fp8"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Converted:
-    """The names of layers that ``convert_linear`` converted, and of those kept with the reason.
-
-    Attributes:
-        names: the layers that multiply in FP8.
-        kept: the layers that do not, each with the reason.
-    """
+    """The names of layers that ``convert_linear`` converted, and of those kept with the reason."""
 
     names: tuple[str, ...] = ()
     kept: dict[str, str] = field(default_factory=dict)
@@ -73,34 +68,20 @@ def convert_linear(
         min_features: layers with fewer inputs or outputs stay: below about 1,024 FP8 gains no time.
         emulate: torchao rounds to FP8 and multiplies in high precision, on any device.
 
-    Returns:
-        Names of the converted and the kept layers.
-
     Raises:
         MisconfigurationException: for a device that cannot run the recipe, and a model that the engine would
             run wrongly.
-        TypeError: for arguments of another type.
         ValueError: for a recipe or an engine that does not exist, and weights in float16.
         ModuleNotFoundError: when the engine is not installed.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, wanted a torch.nn.Module.")
-    keep = patterns(keep)
-    check_selection(keep, convert, min_features, emulate)
+    keep = check_selection(keep, convert, min_features)
     resolved = resolve(recipe, engine, emulate=emulate)
     parameter = next(iter(model.parameters()), None)
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     check_device(resolved, parameter.device if parameter is not None and parameter.is_cuda else device)
     return replace_layers(model, resolved, keep=keep, convert=convert, min_features=min_features)
-
-
-def patterns(keep: str | Iterable[str]) -> tuple[str, ...]:
-    """Return one or several name patterns as a tuple."""
-    if isinstance(keep, str):
-        return (keep,)
-    if not isinstance(keep, Iterable):
-        raise TypeError(f"keep={keep!r}; wanted names of layers, such as ('lm_head', '*router*').")
-    return tuple(keep)
 
 
 def replace_layers(
@@ -133,8 +114,6 @@ def replace_layers(
                 names.append(name)
             elif reason:
                 kept[name] = reason
-    if names and recipe.engine == "te":
-        model.get_submodule(names[0]).register_forward_pre_hook(engines.WarnOutside())
     if isinstance(model, nn.Linear):
         kept[""] = "is the model itself, which cannot be replaced in place"
     model.__dict__[_MARK] = recipe
@@ -149,9 +128,8 @@ def replace_layers(
 def fp8_context(model: nn.Module, *, group: Any = None) -> AbstractContextManager[Any]:
     """Return the context in which a converted model runs forward; an empty one for torchao.
 
-    Args:
-        model: that ``convert_linear`` converted, or what wraps it.
-        group: the ranks that share the statistics of delayed scaling; None for this rank only.
+    ``model`` may wrap the converted one. ``group`` are the ranks that share the statistics of delayed
+    scaling; None keeps them on this rank.
     """
     instance(model, "model", nn.Module, advice="Pass the model that convert_linear converted.")
     recipe = recipe_of(model)
@@ -277,15 +255,15 @@ def check_strategy(strategy: object, recipe: Recipe) -> None:
 _WHOLE = "Use engine='torchao', or THDDDPStrategy, which keeps weights whole."
 
 
-def check_selection(keep: tuple[object, ...], convert: object, min_features: object, emulate: object) -> None:
-    """Check the arguments that choose which layers are converted."""
-    if not all(isinstance(one, str) for one in keep):
+def check_selection(keep: str | Iterable[str], convert: object, min_features: object) -> tuple[str, ...]:
+    """Check the arguments that choose which layers are converted, and return the patterns of names."""
+    names = (keep,) if isinstance(keep, str) or not isinstance(keep, Iterable) else tuple(keep)
+    if not all(isinstance(one, str) for one in names):
         raise TypeError(f"keep={keep!r}; wanted names of layers, such as ('lm_head', '*router*').")
     if convert is not None and not callable(convert):
         raise TypeError(f"convert={convert!r}; wanted a function of name and layer, or None.")
     whole_number(min_features, "min_features", advice="0 converts layers of any size.")
-    if not isinstance(emulate, bool):
-        raise TypeError(f"emulate={emulate!r}; wanted True or False.")
+    return names
 
 
 def check_weights(module: nn.Module) -> None:

@@ -15,17 +15,13 @@ _FP16_CORES = (7, 0)
 def fastest_precision(
     device: torch.device | str | None = None,
 ) -> Literal["bf16-mixed", "16-mixed", "32-true"]:
-    """Return the ``precision`` for a Trainer or Fabric in which a device multiplies fastest.
+    """Return the ``precision`` for a Trainer or Fabric in which a device, or its name, multiplies fastest.
 
-    Args:
-        device: a device, or its name; by default the GPU if torch finds one, else the CPU.
+    By default the device is the GPU if torch finds one, else the CPU.
 
     Returns:
         ``"bf16-mixed"`` if a GPU multiplies bf16 itself, ``"16-mixed"`` on other GPUs with tensor cores, else
         ``"32-true"``. An H100 gives ``"bf16-mixed"``, a T4 ``"16-mixed"``.
-
-    Raises:
-        ValueError: for a name that is no device.
     """
     at = checked_device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
     if at.type != "cuda" or not torch.cuda.is_available():

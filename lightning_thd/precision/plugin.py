@@ -27,12 +27,11 @@ from lightning_thd.precision.convert import (
     check_selection,
     check_strategy,
     check_weights,
-    patterns,
     recipe_of,
     replace_layers,
 )
 from lightning_thd.precision.engines import is_converted
-from lightning_thd.precision.recipes import check_device, check_dtype, resolve
+from lightning_thd.precision.recipes import check_device, resolve
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,16 +67,8 @@ class FP8Precision(Precision):
     Use it as ``Trainer(plugins=FP8Precision("blockwise"))``. With ``engine="te"`` (Transformer Engine)
     ``recipe`` is "delayed", "current", "blockwise", "mxfp8", "nvfp4" or an object of
     ``transformer_engine.common.recipe``. With ``engine="torchao"`` it is "tensorwise" (also "current"),
-    "rowwise", "rowwise_with_gw_hp" or a ``Float8LinearConfig``.
-
-    Args:
-        recipe: how numbers are scaled.
-        engine: "te" or "torchao".
-        weights_dtype: of the weights: torch.bfloat16, or torch.float32.
-        keep: names of layers that stay, see ``convert_linear``.
-        convert: called with name and layer for the others; False keeps one.
-        min_features: layers with fewer inputs or outputs stay.
-        emulate: torchao rounds to FP8 and multiplies in high precision, on any device: to try, and to test.
+    "rowwise", "rowwise_with_gw_hp" or a ``Float8LinearConfig``. ``weights_dtype`` is torch.bfloat16 or
+    torch.float32. The other arguments are those of ``convert_linear``.
 
     Raises:
         ValueError: for a recipe, an engine or a dtype that does not exist or does not go together.
@@ -95,9 +86,12 @@ class FP8Precision(Precision):
         min_features: int = 0,
         emulate: bool = False,
     ) -> None:
-        check_dtype(weights_dtype)
-        self.keep = patterns(keep)
-        check_selection(self.keep, convert, min_features, emulate)
+        if weights_dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(
+                f"weights_dtype={weights_dtype} does not go with FP8: use torch.bfloat16, or torch.float32 "
+                "for weights in full precision."
+            )
+        self.keep = check_selection(keep, convert, min_features)
         self.recipe = resolve(recipe, engine, emulate=emulate)
         self.precision = f"fp8-{engine}-{self.recipe.name}"  # type: ignore[assignment]  # a name of our own
         self.weights_dtype = weights_dtype
@@ -151,27 +145,14 @@ class FP8Precision(Precision):
 
     @contextmanager
     def val_step_context(self) -> Iterator[None]:
-        """Enter the FP8 region for a validation step: no statistics are kept, no collective runs."""
+        """Enter the FP8 region for a step of evaluation: no statistics are kept, no collective runs."""
         with self._region(None):
             yield
 
-    @contextmanager
-    def test_step_context(self) -> Iterator[None]:
-        """Enter the FP8 region for a test step, as for validation."""
-        with self._region(None):
-            yield
-
-    @contextmanager
-    def predict_step_context(self) -> Iterator[None]:
-        """Enter the FP8 region for a prediction step, as for validation."""
-        with self._region(None):
-            yield
+    test_step_context = predict_step_context = val_step_context
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass; checkpointed layers are recomputed inside the FP8 region.
-
-        Without it their products would be in bf16, where the forward pass had rounded.
-        """
+        """Run the backward pass; checkpointed layers are recomputed inside the FP8 region, else in bf16."""
         with ExitStack() as stack:
             if self._recomputes:
                 stack.enter_context(engines.autocast(self.recipe, None))

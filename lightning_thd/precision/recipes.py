@@ -19,35 +19,22 @@ Engine: TypeAlias = Literal["te", "torchao"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """A way of scaling 8-bit (or 4-bit) numbers, with its engine and its demands on packs.
+    """A way of scaling 8-bit (or 4-bit) numbers, with its engine and its demands on packs."""
 
-    Attributes:
-        name: as users write it.
-        engine: "te" or "torchao".
-        rules: the row of ``alignment.RULES`` for the slots of a pack; None for a custom recipe.
-        features: what the inputs and outputs of a layer must be multiples of.
-        capability: the least compute capability, (8, 9) for Ada.
-        below: compute capabilities from this one on are not served; None for no bound.
-        cuda: the least CUDA version.
-        dtype: the column of the table of peaks.
-        gradients: products out of three that run in low precision.
-        custom: slots of a local shard that a custom recipe asks for.
-        config: what the engine takes: a Transformer Engine recipe or a ``Float8LinearConfig``.
-        emulate: torchao multiplies in high precision numbers that were rounded to FP8.
-    """
-
-    name: str
-    engine: Engine
+    name: str  # as users write it
+    engine: Engine  # "te" or "torchao"
+    # the row of ``alignment.RULES`` for the slots of a pack; None for a custom recipe
     rules: Rules | None = "tensorwise"
-    features: int = 16
-    capability: tuple[int, int] = (8, 9)
+    features: int = 16  # what the inputs and outputs of a layer must be multiples of
+    capability: tuple[int, int] = (8, 9)  # the least compute capability, (8, 9) for Ada
+    # compute capabilities from this one on are not served; None for no bound
     below: tuple[int, int] | None = None
-    cuda: tuple[int, int] = (0, 0)
-    dtype: Literal["fp8", "fp4"] = "fp8"
-    gradients: int = 3
-    custom: int = 1
-    config: Any = None
-    emulate: bool = False
+    cuda: tuple[int, int] = (0, 0)  # the least CUDA version
+    dtype: Literal["fp8", "fp4"] = "fp8"  # the column of the table of peaks
+    gradients: int = 3  # products out of three that run in low precision
+    custom: int = 1  # slots of a local shard that a custom recipe asks for
+    config: Any = None  # what the engine takes: a Transformer Engine recipe or a ``Float8LinearConfig``
+    emulate: bool = False  # torchao multiplies in high precision numbers that were rounded to FP8
 
     def alignment(
         self, *, cp: int = 1, tp: int = 1, sequence_parallel: bool = False, layout: Layout = "dual_chunk"
@@ -203,15 +190,6 @@ def check_device(recipe: Recipe, device: torch.device) -> None:
         raise MisconfigurationException(
             f"recipe={recipe.name!r} needs CUDA {_dotted(recipe.cuda)}; this torch was built for "
             f"{torch.version.cuda}. Install a newer build of torch, or use recipe='current'."
-        )
-
-
-def check_dtype(dtype: torch.dtype) -> None:
-    """Refuse a dtype of weights other than bfloat16 and float32."""
-    if dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(
-            f"weights_dtype={dtype} does not go with FP8: use torch.bfloat16, or torch.float32 for weights "
-            "in full precision."
         )
 
 

@@ -18,24 +18,16 @@ from lightning_thd.precision.engines import is_converted
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FP8Report:
-    """Which layers of a model multiply in FP8; ``print`` it for the table.
+    """Which layers of a model multiply in FP8; ``print`` it for the table."""
 
-    Attributes:
-        recipe: of the converted layers, None where there are none.
-        engine: of them.
-        converted: name -> (inputs, outputs).
-        kept: name -> (inputs, outputs) of the linear layers that stay.
-        reasons: name -> why it stays, for layers whose size says so and products that are no linear layer.
-        share: of the FLOPs of projections, MLPs and experts, in training, that runs in FP8; attention and
-            logits are no part of it.
-    """
-
-    recipe: str | None
-    engine: str | None
-    converted: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    recipe: str | None  # None without converted layers
+    engine: str | None  # None without converted layers
+    converted: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # name -> (inputs, outputs)
+    # name -> (inputs, outputs) of the linear layers that stay
     kept: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    # name -> why it stays, for layers whose size says so and products that are no linear layer
     reasons: Mapping[str, str] = field(default_factory=dict)
-    share: float = 0.0
+    share: float = 0.0  # part of the FLOPs of projections, MLPs and experts in training that runs in FP8
 
     def __str__(self) -> str:
         names = [*self.converted, *self.reasons]
@@ -53,14 +45,9 @@ class FP8Report:
 
 
 def fp8_report(model: nn.Module, kept: Mapping[str, str] | None = None) -> FP8Report:
-    """Return a report of which layers of a model multiply in FP8.
+    """Return a report of which layers of a model multiply in FP8; ``print`` it for a table.
 
-    Args:
-        model: converted, or not.
-        kept: reasons, ``Converted.kept``; found again where absent, as far as sizes and kinds tell.
-
-    Returns:
-        The report: ``str`` gives the table.
+    ``kept`` are the reasons of ``Converted.kept``. Without them sizes and kinds of layers give reasons.
     """
     instance(model, "model", nn.Module, advice="Pass the model, converted or not.")
     recipe = recipe_of(model)

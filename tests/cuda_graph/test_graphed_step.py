@@ -432,15 +432,11 @@ class Head(nn.Module):
         self.table, self.head = nn.Embedding(64, 16), nn.Linear(16, 64, bias=False)
 
 
-BACKENDS = ["auto", "torch"] if hasattr(torch.nn.functional, "linear_cross_entropy") else ["auto"]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_loss_backends_that_read_nothing_back_are_captured(backend: Any) -> None:
+def test_a_loss_of_hidden_states_is_captured() -> None:
     def loss(module: Head, batch: THDBatch) -> Tensor:
         hidden = module.table(batch.input_ids)
         return batch.loss_scale * fused_linear_cross_entropy(
-            hidden, module.head.weight, batch.targets, backend=backend, reduction="sum"
+            hidden, module.head.weight, batch.targets, reduction="sum"
         )
 
     module = Head()

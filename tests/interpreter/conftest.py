@@ -43,7 +43,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def _report(rows: list[tuple[str, float]]) -> str:
-    names = ("triton", "numpy", "torch", "fla-core", "mamba-ssm", "liger-kernel")
+    names = ("triton", "numpy", "torch", "fla-core", "mamba-ssm")
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in names)
     lines = [f"| {what} | {error:.1e} |" for what, error in rows]
     head = ["| kernel | relative error |", "| --- | ---: |"]
@@ -65,9 +65,8 @@ def _report(rows: list[tuple[str, float]]) -> str:
 
 
 _NOT_CARRIED = (
-    "Not carried: liger's softcap (the interpreter of triton 3.6 has no methods on Python floats), fla's",
-    "recurrent delta rule (NaN; training does not use it), and what is CUDA alone: flash-attn 2 and 3,",
-    "causal-conv1d, Mamba-1's scan. flash-attn 4 and tilelang have compilers of their own.",
+    "Not carried: fla's recurrent delta rule (NaN; training does not use it), and what is CUDA alone:",
+    "flash-attn 2 and 3, causal-conv1d, Mamba-1's scan. flash-attn 4 and tilelang have their own compilers.",
 )
 
 

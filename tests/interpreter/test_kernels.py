@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_thd import THDBatch
-
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, on masked lanes that hold anything
@@ -156,43 +154,3 @@ def test_mambas_chunk_scan(report: Report) -> None:
     out, gradients = compare(kernel, oracle, leaves)
     report("mamba-ssm 2.3.2.post1 mamba_chunk_scan_combined forward", out)
     report("mamba-ssm 2.3.2.post1 mamba_chunk_scan_combined backward", gradients)
-
-
-def test_ligers_fused_linear_cross_entropy(report: Report) -> None:
-    """Without a softcap, at which the interpreter stops: it calls a method of Triton on a Python float."""
-    from lightning_thd.loss import fused_linear_cross_entropy
-
-    torch.manual_seed(3)
-    leaves = [torch.randn(12, 16, requires_grad=True), torch.randn(40, 16, requires_grad=True)]
-    targets = torch.randint(0, 40, (12,))
-    targets[3] = -100
-
-    def kernel(hidden: Tensor, weight: Tensor) -> Tensor:
-        return fused_linear_cross_entropy(hidden, weight, targets, reduction="sum", backend="liger")
-
-    def oracle(hidden: Tensor, weight: Tensor) -> Tensor:
-        return F.cross_entropy(hidden @ weight.t(), targets, reduction="sum")
-
-    out, gradients = compare(kernel, oracle, leaves)
-    report("liger-kernel 0.8.5 fused linear cross entropy forward", out)
-    report("liger-kernel 0.8.5 fused linear cross entropy backward", gradients)
-
-
-def test_ligers_host_read_stops_a_capture_at_its_line() -> None:
-    """The library reads the number of tokens back: a step with it runs eagerly, and says which line it is."""
-    from lightning_thd.callbacks.cuda_graph import CaptureError, GraphedStep, make_buckets
-    from lightning_thd.cuda_graph.recording import RecordingBackend
-    from lightning_thd.loss import fused_linear_cross_entropy
-
-    batch = THDBatch.collate([{"input_ids": torch.arange(n)} for n in (5, 9)])
-    module = torch.nn.ModuleDict({"table": torch.nn.Embedding(16, 16), "head": torch.nn.Linear(16, 40)})
-
-    def loss(module: torch.nn.ModuleDict, batch: THDBatch) -> Tensor:
-        hidden = module["table"](batch.input_ids)
-        weight = module["head"].weight
-        return fused_linear_cross_entropy(hidden, weight, batch.targets, reduction="sum", backend="liger")
-
-    buckets = make_buckets((4,), slots=16)
-    step = GraphedStep(loss, module, buckets=buckets, backend=RecordingBackend(), require=True)
-    with pytest.raises(CaptureError, match=r"fused_linear_cross_entropy.py:\d+ in .*\.item\(\) reads"):
-        step(batch)

@@ -60,7 +60,6 @@ def _cross_entropy(rng: random.Random) -> dict[str, Any]:
         "label_smoothing": rng.choice([0.0, 0.1]),
         "z_loss": rng.choice([0.0, 1e-4]),
         "reduction": rng.choice(["sum", "mean"]),
-        "backend": "auto",
     }
 
 

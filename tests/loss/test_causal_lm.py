@@ -42,14 +42,6 @@ def test_every_family_equals_its_own_logits(name: str) -> None:
     assert_same(model, make_batch())
 
 
-def test_there_are_twelve_families_and_the_caps_matter() -> None:
-    assert len(names()) >= 12
-    model, batch = build("Gemma2"), make_batch()
-    capped = causal_lm_loss(model, batch)
-    model.config.final_logit_softcapping = None
-    assert abs(capped.item() - causal_lm_loss(model, batch).item()) > 0.1
-
-
 def test_the_sum_over_microbatches_is_the_loss_of_the_step() -> None:
     """Law 2: the mean of the microbatches' losses is the sum over loss tokens by their number."""
     model = build("Llama")
@@ -115,13 +107,10 @@ def test_an_unforeseen_scale_is_seen_and_remembered(monkeypatch: pytest.MonkeyPa
     assert len(calls) == 3
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_another_attention_is_refused(implementation: str) -> None:
+def test_another_attention_is_refused() -> None:
     model = build("Llama")
-    model.set_attn_implementation(implementation)
-    with pytest.raises(
-        ValueError, match=rf"LlamaForCausalLM runs attn_implementation='{implementation}'.*'thd'"
-    ):
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM runs attn_implementation='sdpa'.*'thd'"):
         causal_lm_loss(model, make_batch())
 
 
@@ -177,13 +166,6 @@ def test_further_targets_stay_in_their_sequence(lengths: list[int], depth: int) 
     assert mtp_targets(batch.targets, batch.cu_seqlens_padded, depth).tolist() == expected
 
 
-def test_further_targets_worked_example_and_message() -> None:
-    targets, offsets = torch.tensor([6, 7, -100, 9, -100]), torch.tensor([0, 3, 5], dtype=torch.int32)
-    assert mtp_targets(targets, offsets, 1).tolist() == [7, -100, -100, -100, -100]
-    with pytest.raises(ValueError, match="depth=-1; wanted 0 or more. 0 is the next token"):
-        mtp_targets(targets, offsets, -1)
-
-
 def test_a_model_that_calls_its_head_again_predicts_further_tokens() -> None:
     model = build("Granite")
     batch = make_batch(ignored=0.2)
@@ -211,19 +193,19 @@ def test_a_model_that_calls_its_head_again_predicts_further_tokens() -> None:
     torch.testing.assert_close(ours, torch.autograd.grad(expected, parameters))
 
 
-def sharded_targets(layout: str) -> bool:
+def sharded_targets() -> bool:
     from lightning_thd.alignment import Alignment
     from lightning_thd.loss.causal_lm import targets_after
     from lightning_thd.parallel import shard_batch
 
     align = Alignment.for_(cp=2)
     batch = THDBatch.collate([{"input_ids": list(range(n))} for n in (5, 9, 1, 13)], align=align)
-    shard = shard_batch(batch, group=dist.group.WORLD, layout=layout)  # type: ignore[arg-type]
     whole = mtp_targets(batch.targets, batch.cu_seqlens_padded, 2)
     assert (whole != -100).sum() == 3 + 7 + 11 - 3
-    return torch.equal(targets_after(shard, 2), whole[shard.layout.own])
+    layouts = ("dual_chunk", "contiguous")
+    shards = [shard_batch(batch, group=dist.group.WORLD, layout=layout) for layout in layouts]  # type: ignore[arg-type]
+    return all(torch.equal(targets_after(shard, 2), whole[shard.layout.own]) for shard in shards)
 
 
-@pytest.mark.parametrize("layout", ["dual_chunk", "contiguous"])
-def test_further_targets_of_context_parallel_shards(layout: str) -> None:
-    assert all(run_ranks(sharded_targets, 2, layout))
+def test_further_targets_of_context_parallel_shards() -> None:
+    assert all(run_ranks(sharded_targets, 2))

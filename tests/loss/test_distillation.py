@@ -38,22 +38,21 @@ def teacher_of(case: Case, width: int = 24) -> tuple[Tensor, Tensor]:
     return hidden.to(case.dtype), weight.to(case.dtype)
 
 
+GRID = list(
+    itertools.product((0, 3), (0.02, 0.5), (None, 90), (None, 5.0), (1.0, 0.3), ("auto", 7), ("sum", "mean"))
+)
+
+
+@pytest.mark.parametrize("one_in", [11, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", KINDS)
-def test_value_and_gradients(dtype: torch.dtype, kind: Any) -> None:
-    grid = itertools.product(
-        (0, 3), (0.02, 0.5), (None, 90), (None, 5.0), (1.0, 0.3), ("auto", 7), ("sum", "mean")
-    )
-    for rank, ignored, valid, softcap, alpha, chunk, reduction in grid:
+def test_value_and_gradients(dtype: torch.dtype, kind: Any, one_in: int) -> None:
+    first = 3 * (dtype == torch.float64) + KINDS.index(kind)  # others of the grid each time
+    for rank, ignored, valid, softcap, alpha, chunk, reduction in GRID[first % one_in :: one_in]:
         case = Case(
-            dtype=dtype,
-            bias=bool(rank),
-            rank=rank,
-            ignored=ignored,
-            valid_vocab_size=valid,
-            softcap=softcap,
+            dtype=dtype, bias=bool(rank), rank=rank, ignored=ignored, valid_vocab_size=valid, softcap=softcap,
             logit_scale=1.3,
-        )
+        )  # fmt: skip
         leaves, targets = case.tensors()
         teacher_hidden, teacher_weight = teacher_of(case)
         weights = torch.rand(case.tokens, dtype=dtype)
@@ -140,16 +139,6 @@ def test_the_teachers_likeliest_tokens_alone(k: int) -> None:
             temperature=1.4,
         )
         torch.testing.assert_close(loss, whole)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_teacher_like_the_student_teaches_nothing(kind: Any) -> None:
-    leaves, targets = Case(ignored=0.3).tensors()
-    loss = fused_linear_distillation(
-        leaves[0], leaves[1], targets, teacher_hidden=leaves[0], teacher_weight=leaves[1], kind=kind
-    )
-    assert abs(loss.item()) < 1e-12
-    assert all(gradient.abs().max() < 1e-12 for gradient in torch.autograd.grad(loss, leaves))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -274,15 +274,6 @@ def test_a_head_of_ones_own_is_run_as_it_is_and_learns(name: str) -> None:
             torch.testing.assert_close(ours[key], gradient, msg=key)
 
 
-def test_a_head_in_half_precision_keeps_its_factor() -> None:
-    batch = random_batch(1)
-    plain, scaled = (with_head(HEADS["factor in Python"], torch.bfloat16) for _ in range(2))
-    scaled.lm_head.scale = 1.09
-    scaled.lm_head.weight.data.mul_(20.0)
-    plain.lm_head.weight.data.mul_(20.0 * 1.09)
-    torch.testing.assert_close(causal_lm_loss(scaled, batch), causal_lm_loss(plain, batch), rtol=3e-3, atol=0)
-
-
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_head_that_is_no_sum_of_products_is_refused(name: str) -> None:
     function, message = REFUSED[name]

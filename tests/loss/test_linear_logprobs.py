@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_thd.loss import (
-    LogProbs,
     fused_linear_cross_entropy,
     fused_linear_logprobs,
     static_shapes,
@@ -36,9 +35,11 @@ def check(case: Case, *, use: tuple[int, ...], chunk: int | str = "auto") -> Non
         assert relative(a, b) < TOLERANCE[case.dtype], (case, use)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("use", [(0,), (1,), (2,), (0, 1), (0, 1, 2)])
+@pytest.mark.parametrize(
+    ("dtype", "use"),
+    [(torch.float32, (0, 1, 2)), *((torch.float64, use) for use in ((0,), (1,), (2,), (0, 1, 2)))],
+)
 def test_values_and_gradients(dtype: torch.dtype, softcap: float | None, use: tuple[int, ...]) -> None:
     for bias, rank, ignored, valid in itertools.product((False, True), (0, 3), (0.0, 0.02, 0.5), (None, 90)):
         case = Case(
@@ -71,59 +72,6 @@ def test_small_column_tiles_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "CPU_BYTES", 7 * 5 * 16)
     for softcap in (None, 4.0):
         check(Case(softcap=softcap, bias=True, rank=2, ignored=0.3, valid_vocab_size=95), use=(0, 1, 2))
-
-
-def test_worked_example() -> None:
-    results = fused_linear_logprobs(torch.zeros(1, 1), torch.tensor([[1.0], [2.0]]), torch.tensor([0]))
-    assert isinstance(results, LogProbs)
-    for got, wanted in zip(results, (-0.6931, 0.6931, 0.6931), strict=True):
-        assert got.item() == pytest.approx(wanted, abs=1e-4)
-
-
-def test_entropy_and_logprob_in_both_orders_and_alone() -> None:
-    leaves, targets = Case().tensors()
-
-    def gradient(order: str) -> list[Tensor]:
-        results = fused_linear_logprobs(leaves[0], leaves[1], targets)
-        for leaf in leaves:
-            leaf.grad = None
-        for name in order.split():
-            getattr(results, name).sum().backward(retain_graph=True)
-        return [leaf.grad.clone() for leaf in leaves if leaf.grad is not None]
-
-    first = gradient("logp entropy")
-    for other in (
-        gradient("entropy logp"),
-        [a + b for a, b in zip(gradient("logp"), gradient("entropy"), strict=True)],
-    ):
-        for a, b in zip(first, other, strict=True):
-            torch.testing.assert_close(a, b)
-    assert gradient("entropy")[0].abs().max() > 1e-3  # not silently zero
-
-
-def test_nothing_of_the_caller_is_overwritten() -> None:
-    leaves, targets = Case(bias=True, rank=2, ignored=0.3, softcap=5.0).tensors()
-    held = [*leaves, targets]
-    before = [tensor.detach().clone() for tensor in held]
-    versions = [tensor._version for tensor in held]
-    results = fused_linear_logprobs(
-        leaves[0], leaves[1], targets, bias=leaves[2], low_rank=(leaves[3], leaves[4]), softcap=5.0
-    )
-    copies = [result.detach().clone() for result in results]
-    sum(result.sum() for result in results).backward()  # type: ignore[union-attr]
-    assert [tensor._version for tensor in held] == versions
-    assert all(torch.equal(a, b) for a, b in zip(held, before, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(results, copies, strict=True))
-
-
-def test_a_tensor_changed_before_the_backward_pass_is_noticed() -> None:
-    leaves, targets = Case().tensors()
-    hidden = leaves[0] * 1.0
-    results = fused_linear_logprobs(hidden, leaves[1], targets)
-    with torch.no_grad():
-        hidden.add_(1.0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        results.logp.sum().backward()
 
 
 def test_double_backward_is_refused() -> None:
@@ -220,15 +168,6 @@ def test_ignored_rows_are_left_out_and_change_nothing() -> None:
     assert fused_linear_logprobs(poisoned, leaves[1], targets).logp.isfinite().all()
 
 
-def test_all_ignored_gives_zero_not_nan() -> None:
-    leaves, targets = Case(bias=True, ignored=1.1).tensors()
-    for context in (static_shapes, torch.enable_grad):
-        with context():
-            results = fused_linear_logprobs(leaves[0], leaves[1], targets, bias=leaves[2])
-            gradients = torch.autograd.grad(sum(x.sum() for x in results), leaves)
-        assert all(not x.any() for x in (*results, *gradients))
-
-
 def test_leading_dimensions_come_back() -> None:
     leaves, targets = Case(tokens=24).tensors()
     flat = fused_linear_logprobs(leaves[0], leaves[1], targets)
@@ -247,15 +186,6 @@ def test_extreme_logits_stay_finite_and_a_sure_target_keeps_its_digits() -> None
     sum(x.sum() for x in results).backward()  # type: ignore[union-attr]
     assert hidden.grad is not None
     assert hidden.grad.isfinite().all()
-
-
-def test_runs_are_bit_equal() -> None:
-    leaves, targets = Case(dtype=torch.float32).tensors()
-    runs = []
-    for _ in range(2):
-        results = fused_linear_logprobs(leaves[0], leaves[1], targets)
-        runs.append([*results, *torch.autograd.grad(results.logp.sum() + results.entropy.sum(), leaves)])
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 def test_autocast_casts_both_and_returns_fp32() -> None:

@@ -14,7 +14,6 @@ from lightning_thd.loss import (
     fused_linear_cross_entropy,
     fused_linear_distillation,
     fused_linear_logprobs,
-    static_shapes,
 )
 from lightning_thd.loss.linear_logprobs import linear_logprobs
 from lightning_thd.loss.linear_nll import linear_nll
@@ -50,7 +49,7 @@ GRID = list(
 )
 
 
-@pytest.mark.parametrize("one_in", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("one_in", [19, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("mean", [False, True])
@@ -81,11 +80,6 @@ def test_value_and_gradients(dtype: torch.dtype, softcap: float | None, mean: bo
             plain = fused_linear_cross_entropy(leaves[0], leaves[1], targets, **options)
         for a, b in zip([loss, plain, *ours], [expected, expected, *theirs], strict=True):
             assert relative(a, b) < TOLERANCE[dtype], (case, options)
-
-
-def test_worked_example() -> None:
-    loss = fused_linear_cross_entropy(torch.zeros(1, 1), torch.tensor([[1.0], [2.0]]), torch.tensor([0]))
-    assert loss.item() == pytest.approx(0.6931, abs=1e-4)
 
 
 def test_a_frozen_weight_and_a_frozen_backbone() -> None:
@@ -209,22 +203,6 @@ def test_fp16_gradients_below_its_range_survive() -> None:
         assert relative(a.grad, b.grad) < 5e-3
 
 
-def test_static_shapes_give_the_same() -> None:
-    leaves, targets = Case(ignored=0.6).tensors()
-    free = torch.autograd.grad(fused_linear_cross_entropy(leaves[0], leaves[1], targets), leaves)
-    with static_shapes():
-        static = torch.autograd.grad(fused_linear_cross_entropy(leaves[0], leaves[1], targets), leaves)
-    torch.testing.assert_close(free, static)
-
-
-def test_no_target_at_all_gives_zero_not_nan() -> None:
-    leaves, targets = Case(bias=True, ignored=1.1).tensors()
-    for reduction in ("sum", "mean"):
-        loss = fused_linear_cross_entropy(leaves[0], leaves[1], targets, bias=leaves[2], reduction=reduction)  # type: ignore[arg-type]
-        assert loss.item() == 0.0
-        assert all(not gradient.any() for gradient in torch.autograd.grad(loss, leaves))
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -232,7 +210,6 @@ def test_no_target_at_all_gives_zero_not_nan() -> None:
         ({"label_smoothing": 1.0}, "label_smoothing is 1.0, wanted at least 0 and below 1"),
         ({"z_loss": -1.0}, "z_loss is -1.0"),
         ({"token_weights": torch.ones(3)}, r"token_weights is \[3\], wanted one a token"),
-        ({"backend": "cuda"}, "backend is 'cuda', wanted 'auto', 'torch', 'liger', 'cce'"),
         ({"temperature": 0.0}, "temperature is 0.0"),
     ],
 )

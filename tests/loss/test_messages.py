@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
 
 from lightning_thd.batch import THDBatch
 from lightning_thd.loss import (
     PackedRollouts,
     causal_lm_loss,
-    fused_linear_cross_entropy,
     fused_linear_logprobs,
     mtp_targets,
 )
@@ -67,21 +64,6 @@ def test_message(case: str) -> None:
     call, message = CASES[case]
     with pytest.raises((ValueError, TypeError), match=message):
         call()
-
-
-def test_a_backend_that_torch_has_not_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(F, "linear_cross_entropy", raising=False)
-    with pytest.raises(ValueError, match=r"backend='torch' needs torch >= 2.13 .*Use backend='auto'"):
-        fused_linear_cross_entropy(HIDDEN, WEIGHT, TARGETS, backend="torch")
-
-
-def test_a_bias_that_the_installed_kernel_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    def linear_cross_entropy(hidden: Any, weight: Any, targets: Any) -> None: ...
-
-    kernel = SimpleNamespace(linear_cross_entropy=linear_cross_entropy)
-    monkeypatch.setattr("lightning_thd.loss.backends.require", lambda *args, **kwargs: kernel)
-    with pytest.raises(ValueError, match="backend='cce' came with a bias, which the installed .*'auto'"):
-        fused_linear_cross_entropy(HIDDEN, WEIGHT, TARGETS, bias=torch.zeros(5), backend="cce")
 
 
 def test_weights_do_not_reach_further_tokens() -> None:

@@ -179,20 +179,6 @@ def test_top_k_of_tiles(chunk: Any, k: int, monkeypatch: pytest.MonkeyPatch) -> 
     )
 
 
-def test_without_entropy_the_rest_is_the_same_bit_for_bit() -> None:
-    leaves, targets = Case(dtype=torch.float32, ignored=0.3).tensors()
-    runs = [
-        fused_linear_logprobs(leaves[0], leaves[1], targets, entropy=entropy) for entropy in (True, False)
-    ]
-    for name in ("logp", "lse"):
-        a, b = (getattr(run, name) for run in runs)
-        torch.testing.assert_close(a, b)
-    with pytest.raises(ValueError, match=r"entropy=False. Call with entropy=True"):
-        runs[1].entropy  # noqa: B018
-    gradients_ = [torch.autograd.grad((run.logp + 0.1 * run.lse).sum(), leaves) for run in runs]
-    torch.testing.assert_close(*gradients_)
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -219,20 +205,6 @@ def test_an_unknown_number_of_sequences_is_said() -> None:
         ValueError, match=r"needs batch.sequence_scale.*pass sequence_scale to THDBatch.collate"
     ):
         causal_lm_loss(build("Llama"), batch, reduction="sequences")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"temperature": "1"}, "temperature is a str.*wanted a number"),
-        ({"softcap": torch.ones(())}, "softcap is a Tensor.*wanted a number"),
-        ({"valid_vocab_size": 9.0}, "valid_vocab_size is a float, 9.0; wanted a whole number"),
-    ],
-)
-def test_settings_of_another_type(arguments: dict[str, Any], message: str) -> None:
-    good = {"hidden": torch.randn(4, 16), "weight": torch.randn(101, 16), "targets": torch.arange(4)}
-    with pytest.raises(TypeError, match=message):
-        fused_linear_logprobs(**{**good, **arguments})
 
 
 def test_more_top_tokens_than_the_vocabulary_has() -> None:

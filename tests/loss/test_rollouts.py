@@ -8,10 +8,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn import functional as F
 
 from lightning_thd.alignment import Alignment
-from lightning_thd.loss import PackedRollouts, fused_linear_logprobs
+from lightning_thd.loss import PackedRollouts
 from lightning_thd.loss.rollouts import segment_sums
 from tests.loss.families import build
 from tests.ranks import run_ranks
@@ -118,15 +117,6 @@ def test_model_in_one_call_equals_each_row_by_itself() -> None:
     torch.testing.assert_close(ours, theirs)
 
 
-def test_rows_feed_the_head_with_response_tokens_alone() -> None:
-    ids, mask, response = random_rows(5)
-    packed = PackedRollouts.from_padded(ids, mask, response_mask=response)
-    hidden, weight = torch.randn(len(packed.held), 8), torch.randn(90, 8)
-    some = fused_linear_logprobs(hidden, weight, packed.batch.targets, rows=packed.rows)
-    every = fused_linear_logprobs(hidden, weight, packed.batch.targets)
-    torch.testing.assert_close(some.logp, every.logp[packed.rows])
-
-
 def shards() -> dict[str, Any]:
     """Two context-parallel ranks, chunks r and 3 - r of every sequence, against one."""
     rank = dist.get_rank()
@@ -190,12 +180,3 @@ def test_sums_means_and_rows_across_context_parallel_ranks() -> None:
 def test_messages(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(PackedRollouts.from_padded(IDS, MASK))
-
-
-def test_a_cross_entropy_over_the_pack_is_the_sum_of_log_probabilities() -> None:
-    ids, mask, _ = random_rows(7)
-    packed = PackedRollouts.from_padded(ids, mask)
-    logits = torch.randn(len(packed.held), 90)
-    logp = -F.cross_entropy(logits, packed.batch.targets, reduction="none")
-    total = -F.cross_entropy(logits, packed.batch.targets, reduction="sum")
-    torch.testing.assert_close(packed.sums(logp).sum(), total)

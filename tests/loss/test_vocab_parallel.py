@@ -93,7 +93,7 @@ def run_all(world: int) -> list[tuple[float, dict[str, int]]]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_equal_to_one_rank_with_one_collective_forward_and_one_backward(world: int) -> None:
     for found in run_ranks(run_all, world, world):
         *plain, sequence_parallel = found

@@ -129,16 +129,6 @@ def test_what_would_change_the_result_is_refused(arguments: dict[str, Any], mess
         thd_attention(Layer(), *qkv(1, 3), **arguments)
 
 
-def test_what_every_attention_is_handed_is_no_reason_to_refuse() -> None:
-    handed = {
-        "position_ids": torch.zeros(1, 3),
-        "use_cache": False,
-        "output_attentions": False,
-        "alibi": None,
-    }
-    thd_attention(Layer(), *qkv(1, 3), None, **handed)
-
-
 @pytest.mark.parametrize(("lengths", "chunk"), [((5, 2), 4), ((8, 4, 1, 9), 4), ((1, 1), 4), ((7,), 3)])
 def test_chunks_cut_sequences_at_their_multiples(lengths: tuple[int, ...], chunk: int) -> None:
     pieces = [min(chunk, n - start) for n in lengths for start in range(0, n, chunk)]

@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 pytest.importorskip("transformers")
 
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
-from lightning_thd.batch import THDBatch
 from lightning_thd.models import packed, register_thd
 from lightning_thd.models.pack import current_pack, current_scope
 from tests.models import matrix
@@ -176,32 +174,3 @@ def test_the_lengths_are_not_read_from_the_tensor_inside_packed(monkeypatch: pyt
             patched.setattr(torch.Tensor, name, refuse)
         got = model(**batch.hf_kwargs()).logits
     assert torch.equal(got, want)
-
-
-def test_a_padded_pack_runs_its_trailing_pad_as_a_sequence() -> None:
-    samples = matrix.samples((7, 3), 0)
-    plain, padded = THDBatch.collate(samples), THDBatch.collate(samples, pad_to=16)
-    for name in ("llama", "bamba"):
-        model = build(name, "thd").eval()
-        want = model(**plain.hf_kwargs()).logits
-        with packed(padded):
-            got = model(**padded.hf_kwargs()).logits
-        torch.testing.assert_close(got[:, :10], want, rtol=1e-5, atol=1e-6)
-        assert got.isfinite().all()
-
-
-class Stack(nn.Module):
-    """A user's own model around a transformers one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = build("stablelm", "thd")
-
-    def forward(self, batch: THDBatch) -> torch.Tensor:
-        logits: torch.Tensor = self.inner(**batch.hf_kwargs()).logits
-        return logits
-
-
-def test_a_model_inside_a_model_of_the_user() -> None:
-    stack, (batch, _) = Stack().eval(), matrix.packs()
-    assert torch.equal(stack(batch), stack.inner(**batch.hf_kwargs()).logits)

@@ -21,13 +21,10 @@ from lightning_thd.models.masks import (
     hides_nothing,
     nothing_hidden,
     shows_all,
-    tell_limit,
-    told_limit,
 )
 from lightning_thd.models.pack import Pack
 from lightning_thd.parallel.context import layout
 from lightning_thd.parallel.shard import shard_batch
-from tests.models.families import build
 from tests.models.matrix import relative_error
 
 register_thd()
@@ -170,12 +167,6 @@ def test_a_window_or_chunk_of_the_mask_alone_is_told_where_layers_hand_masks_on(
         torch.testing.assert_close(model(ids[None], use_cache=False).logits, want, rtol=1e-4, atol=1e-5)
 
 
-def test_a_limit_is_said_by_a_shape() -> None:
-    assert told_limit(tell_limit(8, chunk=False, device=None)) == (8, None)
-    assert told_limit(tell_limit(8, chunk=True, device=None)) == (None, 8)
-    assert told_limit(torch.zeros(1, 1, 3, 3)) == told_limit(None) == (None, None)
-
-
 def test_the_longest_sequence_of_a_shard_is_that_of_the_pack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "in_use", False)  # put back afterwards
     monkeypatch.setattr(masks, "HANDS_MASKS_ON", ())
@@ -206,11 +197,6 @@ def test_a_window_that_the_layer_remembers_is_applied() -> None:
     ours = model(ids, use_cache=False).logits
     model.set_attn_implementation("eager")
     torch.testing.assert_close(ours, model(ids, use_cache=False).logits, rtol=1e-4, atol=1e-5)
-
-
-def test_a_window_passed_to_the_attention_needs_no_mask() -> None:
-    model = build("mistral", "thd")
-    assert model(torch.arange(3, 12)[None], use_cache=False).logits.shape == (1, 9, 64)
 
 
 # ---- Layers that choose the keys of every query
@@ -257,11 +243,3 @@ def test_sequences_of_at_most_the_kept_keys_are_exact_and_longer_ones_refused(fa
     for call in (longer.hf_kwargs(), {"input_ids": longer.input_ids[None]}):
         with pytest.raises(ValueError, match=message):
             model(**call)
-
-
-def test_the_limit_matters() -> None:
-    """Else the test above would show nothing."""
-    few, all_keys = (limited(*INDEXED[0], "eager", topk) for topk in (4, 64))  # type: ignore[misc]
-    ids = random_pack(12).input_ids[None]
-    logits = [model(input_ids=ids, use_cache=False).logits for model in (few, all_keys)]
-    assert relative_error(logits[0], logits[1]) > 1e-3

@@ -7,7 +7,6 @@ import sys
 import types
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from importlib import metadata
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 from lightning_thd import _known_bad
-from lightning_thd._known_bad import TABLE, KnownBad, known_problems
+from lightning_thd._known_bad import KnownBad, known_problems
 from lightning_thd._static import static_shapes
 from lightning_thd.batch import THDBatch
 from lightning_thd.models import mixers, packed, register_thd
@@ -51,14 +50,6 @@ def announced(batch: THDBatch) -> AbstractContextManager[None]:
 
 
 adopt_mixers(Mamba2Mixer)  # searches the module it comes from, this one
-
-
-def test_the_classes_of_this_module_are_adopted_once() -> None:
-    forward = Mamba2Mixer.forward
-    assert forward._thd_mixer
-    adopt_mixers(Mamba2Mixer)
-    assert Mamba2Mixer.forward is forward
-    assert sys.modules[__name__].Mamba2Mixer is Mamba2Mixer
 
 
 def test_outside_a_pack_nothing_changes() -> None:
@@ -149,12 +140,6 @@ def test_kernels_run_where_all_is_well(versions: dict[str, str]) -> None:
     assert not can_run(None, TOKENS)
 
 
-def test_without_a_device_nothing_is_fused() -> None:
-    assert not can_run(FLA, TOKENS)
-    assert not can_run(SSD, TOKENS)
-    assert not can_run(None, TOKENS)
-
-
 def test_a_step_that_is_recorded_takes_padded_groups_where_fla_reads_the_device(
     versions: dict[str, str],
 ) -> None:
@@ -216,18 +201,6 @@ def test_kernels_of_fla_are_told_the_offsets_on_the_host(
     assert "cu_seqlens_cpu" not in boundaries(SSD, one, GatedDelta)
 
 
-def test_the_installed_transformers_hands_keywords_on() -> None:
-    modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
-    layer = modeling.Qwen3NextGatedDeltaNet
-    filters = hasattr(modeling.torch_chunk_gated_delta_rule, "__wrapped__")
-    assert ("cu_seqlens_cpu" in boundaries(FLA, two_sequences(), layer)) == filters
-
-
-def test_mixers_name_only_kernels_that_can_be_asked_for() -> None:
-    named = {name for kernels in mixers.MIXERS.values() for name in kernels or ()}
-    assert named == {"mamba_ssm", "causal_conv1d", "fla"}
-
-
 @pytest.mark.parametrize(
     ("versions", "capability", "count"),
     [
@@ -250,27 +223,6 @@ def test_an_entry_needs_all_it_names(
     monkeypatch.setattr(_known_bad, "TABLE", (entry,))
     assert len(known_problems("x", capability=capability, version_of=versions.get)) == count
     assert known_problems("y", capability=capability, version_of=versions.get) == []
-
-
-def test_the_table_names_distributions_and_says_what_to_do() -> None:
-    for entry in TABLE:
-        assert entry.problem
-        assert entry.instead.startswith(("install", "train"))
-    assert _known_bad.installed_version("torch") == metadata.version("torch")
-    assert _known_bad.installed_version("no-such-package") is None
-
-
-def test_the_first_argument_of_a_decorated_layer_is_found_by_its_name() -> None:
-    """transformers 5.15 decorates Bamba's forward without keeping its signature."""
-
-    class Plain:
-        def forward(self, x: Tensor, cache: object = None) -> None: ...
-
-    class Hidden:
-        def forward(self, *args: object, **kwargs: object) -> None: ...
-
-    assert mixers._tokens_name(Plain.forward) == "x"
-    assert mixers._tokens_name(Hidden.forward) == "hidden_states"
 
 
 # ---- Padded groups
@@ -304,12 +256,6 @@ def test_padding_is_bounded_and_groups_are_few(lengths: list[int]) -> None:
     assert len(groups.sources) <= 8  # log of 200 / 32 to the base 1.5, and one for the short ones
 
 
-def test_worked_example() -> None:
-    groups = plan_groups([2, 3], torch.device("cpu"))
-    assert [source.tolist() for source in groups.sources] == [[[2, 3, 4], [0, 1, 5]]]
-    assert groups.back.tolist() == [3, 4, 0, 1, 2]
-
-
 def test_per_token_arguments_are_regrouped_wherever_they_stand() -> None:
     x, bias = torch.ones(1, 5, 1), torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]).view(1, 5, 1)
     groups = plan_groups([2, 3], torch.device("cpu"))
@@ -326,13 +272,6 @@ def test_final_states_are_not_mistaken_for_tokens() -> None:
     out, state = run_grouped(lambda x: (x, torch.zeros(2, 3, 1)), (x,), {}, groups, 5)
     assert torch.equal(out, x)
     assert state is None
-
-
-@pytest.mark.parametrize("lengths", [[5], [1, 1, 1], [64, 1], [0, 3, 0]])
-def test_edges(lengths: list[int]) -> None:
-    x = torch.randn(1, sum(lengths), 3)
-    groups = plan_groups(lengths, torch.device("cpu"))
-    assert torch.equal(run_grouped(lambda x: x, (x,), {}, groups, sum(lengths)), x)
 
 
 @given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=8), spare=st.integers(0, 4))

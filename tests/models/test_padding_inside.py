@@ -88,14 +88,6 @@ def test_padding_makes_no_rope_longer_after_a_move(name: str) -> None:
         torch.testing.assert_close(logits, support.alone(name, ids), rtol=1e-4, atol=1e-5)
 
 
-def test_real_lengths_are_told_where_they_are_others_alone() -> None:
-    batch = pack()
-    assert batch.hf_kwargs()["cu_seq_lens_real"] is batch.cu_seqlens
-    assert "cu_seq_lens_real" not in THDBatch.collate([{"input_ids": [5, 6]}], pad_to=4).hf_kwargs()
-    even = THDBatch.collate([{"input_ids": list(range(8))}], align=EIGHTS)
-    assert "cu_seq_lens_real" not in even.hf_kwargs()
-
-
 def test_the_documented_value() -> None:
     offsets, real = torch.tensor([0, 8, 12]).int(), torch.tensor([0, 5, 9]).int()
     told: dict[str, Any] = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
-import transformers
 
 from benchmarks.families import build, samples
 from lightning_thd.batch import THDBatch
 from lightning_thd.models import register_thd
-from tests.models.matrix import packs, relative_error
+from tests.models.matrix import relative_error
 
 register_thd()
 HEADS = {
@@ -87,13 +86,6 @@ def test_a_trailing_pad_is_the_last_row_and_needs_no_label() -> None:
         ours(**pack(pad_to=48).hf_kwargs(), labels=torch.zeros(6, dtype=torch.int64))
 
 
-def test_a_reward_model_trains_on_pairs() -> None:
-    _, ours = both("llama", HEADS["llama"])
-    rewards = ours(**pack().hf_kwargs()).logits[:, 0]
-    torch.nn.functional.logsigmoid(rewards[0::2] - rewards[1::2]).neg().mean().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in ours.model.parameters())
-
-
 def test_rows_and_plain_calls_go_on_as_before() -> None:
     stock, ours = both("llama", HEADS["llama"])
     ids = torch.randint(8, 100, (3, 6), generator=torch.Generator().manual_seed(0))
@@ -121,44 +113,3 @@ def test_logits_that_are_one_row_for_all_are_refused() -> None:
     model.bert.pooler = Whole(model.bert.pooler)
     with pytest.raises(ValueError, match=r"BertModel makes its pooler_output by code.*its pooler is a Whole"):
         model(**pack().hf_kwargs())
-
-
-# ---- Encoders
-
-TINY = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "initializer_range": 0.1,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "pad_token_id": 0,
-}
-ENCODERS = {
-    "bert": ("BertConfig", TINY),
-    "modernbert": (
-        "ModernBertConfig",
-        {**TINY, "local_attention": 6, "layer_types": ["sliding_attention", "full_attention"]},
-    ),
-}
-
-
-def build_encoder(name: str, attention: str) -> Any:
-    config_name, arguments = ENCODERS[name]
-    torch.manual_seed(0)
-    config = getattr(transformers, config_name)(**arguments)
-    return transformers.AutoModelForMaskedLM.from_config(config, attn_implementation=attention).eval()
-
-
-@pytest.mark.parametrize("name", ENCODERS)
-def test_packed_encoders_equal_unpacked_ones(name: str) -> None:
-    stock, packed = build_encoder(name, "eager"), build_encoder(name, "thd")
-    for batch in packs():
-        got = batch.unpack(packed(**batch.hf_kwargs()).logits)
-        for ids, logits in zip(batch.unpack(batch.input_ids), got, strict=True):
-            want = stock(ids[None]).logits[0]
-            assert relative_error(logits, want) <= 1e-5
-            if len(ids) > 3:  # later tokens do reach earlier ones
-                assert not torch.allclose(stock(ids[None, :-1]).logits[0, :1], want[:1], atol=1e-4)

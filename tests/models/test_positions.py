@@ -16,8 +16,7 @@ from benchmarks.families import build, compare, samples
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch
 from lightning_thd.models import packed, register_thd
-from lightning_thd.models.pack import Pack, pack_from_positions
-from lightning_thd.models.positions import padded_positions
+from lightning_thd.models.pack import pack_from_positions
 from tests.models.support import ROPES, alone, build_rope, documents
 
 register_thd()
@@ -79,28 +78,6 @@ def test_padding_tokens_inside_a_sequence_count_as_in_a_row(family: str) -> None
         for ids, logits in zip(documents, got, strict=True):
             want = stock(input_ids=ids[None], use_cache=False).logits[0]
             torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-5)
-
-
-def test_outside_a_pack_nothing_changes() -> None:
-    stock, ours = (build("roberta", FAMILIES["roberta"], name) for name in ("eager", "thd"))
-    ids = torch.randint(8, 100, (2, 7), generator=torch.Generator().manual_seed(0))
-    for arguments in ({}, {"position_ids": torch.arange(3, 10).expand(2, 7)}):
-        with torch.no_grad():
-            a, b = (model(input_ids=ids, use_cache=False, **arguments).logits for model in (stock, ours))
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-def positions(ids: list[int] | None, lengths: tuple[int, ...], slots: int) -> Any:
-    offsets = torch.tensor([0, *lengths]).cumsum(0).int()
-    pack = Pack(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_length_q=4, max_length_k=4, slots=slots)
-    given = None if ids is None else torch.tensor([ids])
-    return padded_positions(given, None, 1, pack).tolist()
-
-
-def test_the_documented_value_empty_sequences_and_embeddings() -> None:
-    assert positions([5, 6, 7, 1, 8], (2, 3), 5) == [[2, 3, 2, 1, 3]]
-    assert positions([5, 6, 7], (2, 0, 1, 0), 3) == [[2, 3, 2]]
-    assert positions(None, (2, 3), 5) == [[2, 3, 2, 3, 4]]
 
 
 @pytest.mark.slow

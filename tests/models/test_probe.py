@@ -88,7 +88,12 @@ def test_the_stock_model_called_right_passes(name: str) -> None:
     assert check_packing(build(name, "eager"), forward=with_everything).ok
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+KINDS = {family.kind: name for name, family in FAMILIES.items()}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=() if x in KINDS.values() else pytest.mark.slow) for x in FAMILIES]
+)
 def test_thd_passes(name: str) -> None:
     report = check_packing(build(name, "thd"), lengths=(3, 1, 8), tolerance=1e-5)
     assert report.ok
@@ -219,13 +224,6 @@ class Averaging(Own):
         return self.norm(super().forward(batch))
 
 
-def test_a_model_of_several_embeddings_is_refused() -> None:
-    model = Own()
-    model.get_input_embeddings = lambda: nn.ModuleList([model.embed])  # type: ignore[operator, method-assign]
-    with pytest.raises(ValueError, match="Own has no nn.Embedding to find its inputs at"):
-        check_packing(model, vocab_size=32)
-
-
 def test_a_batch_norm_that_trains_is_a_leak_and_a_frozen_one_is_not() -> None:
     model = Averaging()
     with pytest.raises(
@@ -301,12 +299,6 @@ class NaNOnce(Own):
 def test_nan_in_one_run_is_not_overwritten_by_the_next(where: str) -> None:
     report = check_packing(NaNOnce(where), vocab_size=32, raise_on_leak=False)
     assert not report.ok
-
-
-def test_the_report_reads_as_text() -> None:
-    text = str(check_packing(Own(), vocab_size=32))
-    assert "lengths (7, 1, 16, 3, 8)" in text
-    assert "first wrong module          none" in text
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from math import prod
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -205,13 +205,8 @@ def install(monkeypatch: Any, *, version: str = VERSIONS[-1]) -> State:
     te.Linear, te.fp8_autocast = Linear, fp8_autocast  # type: ignore[attr-defined]
     if has("autocast"):
         te.autocast = autocast  # type: ignore[attr-defined]
-    # quantization from 2.9 on, fp8 before
-    inner = ModuleType(f"transformer_engine.pytorch.{'quantization' if has('autocast') else 'fp8'}")
-    inner.FP8GlobalStateManager = SimpleNamespace(  # type: ignore[attr-defined]
-        is_fp8_enabled=lambda: state.recipe is not None, reset=lambda: None
-    )
     root.pytorch, root.common, common.recipe = te, common, recipes  # type: ignore[attr-defined]
-    for module in (root, te, common, recipes, inner):
+    for module in (root, te, common, recipes):
         module.__spec__ = ModuleSpec(module.__name__, None)  # for those who only ask whether it is there
         monkeypatch.setitem(sys.modules, module.__name__, module)
     return state

@@ -25,16 +25,12 @@ Kind = Literal["kl", "reverse_kl", "jsd"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Divergence:
-    """A divergence between two softmaxes, and its gradient in the student's logits.
+    """A divergence between two softmaxes, and its gradient in the student's logits."""
 
-    Attributes:
-        kind: "kl" is ``sum e^t (t - s)``, "reverse_kl" ``sum e^s (s - t)``, "jsd" ``beta`` times the first
-            plus ``1 - beta`` times the second, both from the mixture ``m = log(beta e^t + (1 - beta) e^s)``.
-        beta: the teacher's share of the mixture.
-    """
-
+    # "kl" is ``sum e^t (t - s)``, "reverse_kl" ``sum e^s (s - t)``, "jsd" ``beta`` times the first plus ``1 -
+    # beta`` times the second, both from the mixture ``m = log(beta e^t + (1 - beta) e^s)``
     kind: Kind
-    beta: float = 0.5
+    beta: float = 0.5  # the teacher's share of the mixture
 
     @property
     def couples_columns(self) -> bool:
@@ -91,13 +87,7 @@ class HeadTeacher:
 
 
 class TopTeacher:
-    """A teacher of which only the likeliest tokens are known.
-
-    Args:
-        logp: ``[R, k]``, log-probabilities that add up to 1.
-        tokens: int64 ``[R, k]``, vocabulary indices.
-        start: vocabulary index of the first column held here.
-    """
+    """A teacher known by its likeliest tokens ``[R, k]``, whose probabilities add up to 1."""
 
     def __init__(self, logp: Tensor, tokens: Tensor, start: int) -> None:
         self._logp, self._tokens, self._start = logp, tokens, start
@@ -125,14 +115,8 @@ def divergence_and_gradients(
 ) -> tuple[Tensor, HeadGradients]:
     """Return the sum of ``weights * divergence`` over the rows, ``[]``, and its gradients.
 
-    Ranks that share the vocabulary run one or two collectives a tile of rows.
-
-    Args:
-        head: the student's operands; the rows of its tiles are those whose logits are kept.
-        teacher: of the same rows.
-        weights: ``[R]`` in the student's accumulator's dtype; 0 for rows that do not count.
-        divergence: what is compared.
-        needs: whether the student's hidden, weight, bias and LoRA need gradients.
+    The rows of the student's tiles are those whose logits are kept; ``weights`` ``[R]`` are 0 for rows that
+    do not count. Ranks that share the vocabulary run one or two collectives a tile of rows.
     """
     group = head.how.tp_group
     losses = head.hidden.new_zeros(head.hidden.shape[0], dtype=head.how.accumulator)

@@ -24,19 +24,12 @@ Needs = tuple[bool, bool, bool, bool]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogitMap:
-    """The map ``z = cap * tanh(scale * x / cap) / temperature``; uncapped ``scale * x / temperature``.
+    """The map ``z = cap * tanh(scale * x / cap) / temperature``; uncapped ``scale * x / temperature``."""
 
-    Attributes:
-        scale: factor before the cap; granite's 1 / ``logits_scaling``, cohere's ``logit_scale``.
-        softcap: the cap, in logits; None for none. Gemma 2 has 30.
-        temperature: divides what comes out of the cap.
-        valid_vocab_size: columns of the vocabulary that exist; None for all.
-    """
-
-    scale: float = 1.0
-    softcap: float | None = None
-    temperature: float = 1.0
-    valid_vocab_size: int | None = None
+    scale: float = 1.0  # factor before the cap; granite's 1 / ``logits_scaling``, cohere's ``logit_scale``
+    softcap: float | None = None  # the cap, in logits; None for none. Gemma 2 has 30
+    temperature: float = 1.0  # divides what comes out of the cap
+    valid_vocab_size: int | None = None  # columns of the vocabulary that exist; None for all
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -71,48 +64,26 @@ class LogitMap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """The settings of a fused loss, which its forward and backward pass share.
+    """The settings of a fused loss, which its forward and backward pass share."""
 
-    Attributes:
-        logit_map: what happens between the product and the softmax.
-        vocabulary: columns that exist, over all ranks.
-        columns: columns held here that exist; the rest pads the vocabulary.
-        start: vocabulary index of this rank's first column.
-        compute: dtype of the products' inputs.
-        accumulator: dtype of their sums and of the results.
-        native: the CPU's bf16 instructions make the products, with gradients rounded to bf16.
-        chunk: tokens of a tile, as the caller asked.
-        tp_group: ranks that share the vocabulary.
-        partial_hidden: the gradient of hidden is left for the caller to reduce over ``tp_group``.
-        ignore_index: marks rows that do not count; None if all do.
-    """
-
-    logit_map: LogitMap
-    vocabulary: int
-    columns: int
-    start: int
-    compute: torch.dtype
-    accumulator: torch.dtype
-    native: bool
-    chunk: int | Literal["auto"]
-    tp_group: dist.ProcessGroup | None
-    partial_hidden: bool
-    ignore_index: int | None = None
+    logit_map: LogitMap  # what happens between the product and the softmax
+    vocabulary: int  # columns that exist, over all ranks
+    columns: int  # columns held here that exist; the rest pads the vocabulary
+    start: int  # vocabulary index of this rank's first column
+    compute: torch.dtype  # dtype of the products' inputs
+    accumulator: torch.dtype  # dtype of their sums and of the results
+    native: bool  # the CPU's bf16 instructions make the products, with gradients rounded to bf16
+    chunk: int | Literal["auto"]  # tokens of a tile, as the caller asked
+    tp_group: dist.ProcessGroup | None  # ranks that share the vocabulary
+    partial_hidden: bool  # the gradient of hidden is left for the caller to reduce over ``tp_group``
+    ignore_index: int | None = None  # marks rows that do not count; None if all do
 
 
 class Head:
-    """A language model's head with its inputs and tile size.
+    """A language model's head with its inputs, its settings, and tiles of rows and of columns that exist.
 
-    Attributes:
-        hidden: ``[R, H]``.
-        weight: ``[V, H]``, this rank's columns of the vocabulary.
-        bias: ``[V]``.
-        low_rank: a LoRA's ``(x [R, r], weight [V, r])``, added to the product.
-        counts: bool ``[R]``, False for rows to be taken as zeros, whatever they hold; None if all count.
-        how: the settings of the call.
-        tile: rows and columns of a tile.
-        row_tiles: the tiles of rows.
-        column_tiles: the tiles of columns that exist.
+    The product of a LoRA, ``low_rank``, is added. Rows for which ``counts`` ``[R]`` is False are taken as
+    zeros, whatever they hold; None means that all count.
     """
 
     def __init__(self, operands: Operands, targets: Tensor, how: Settings, tile: tuple[int, int]) -> None:
@@ -178,19 +149,12 @@ class Head:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadGradients:
-    """Gradients of a head's operands; None for those that need none.
+    """Gradients of a head's operands; None for those that need none."""
 
-    Attributes:
-        hidden: ``[R, H]``, in the accumulator's dtype, or its own with rows outside.
-        weight: ``[V, H]``, in its own dtype.
-        bias: ``[V]``, in the accumulator's dtype.
-        low_rank: ``[R, r]`` and ``[V, r]``, likewise.
-    """
-
-    hidden: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    low_rank: tuple[Tensor | None, Tensor | None]
+    hidden: Tensor | None  # ``[R, H]``, in the accumulator's dtype, or its own with rows outside
+    weight: Tensor | None  # ``[V, H]``, in its own dtype
+    bias: Tensor | None  # ``[V]``, in the accumulator's dtype
+    low_rank: tuple[Tensor | None, Tensor | None]  # ``[R, r]`` and ``[V, r]``, likewise
 
     def like(self, operands: Operands) -> list[Tensor | None]:
         """Return the gradients in the order and dtypes of the operands."""
@@ -281,13 +245,8 @@ class WideSum:
 
     Added up in bf16, tile by tile, the gradient of 65,000 tokens is off by 2 %. The first half of the wide
     sum lives in the memory of the result. It is rounded into it from the front at the end, when what was
-    there is no longer needed: ``4VH`` bytes at most, against ``6VH`` of a wide sum and a result.
-
-    Args:
-        like: gives shape, dtype and device of the result.
-        columns: rows of it that get a sum; the others are zero.
-        width: rows of a tile; a tile never spans the two halves.
-        wide: dtype of the sums.
+    there is no longer needed: ``4VH`` bytes at most, against ``6VH`` of a wide sum and a result. ``columns``
+    rows of the result get a sum, the others are zero. A tile of ``width`` rows never spans the two halves.
     """
 
     def __init__(self, like: Tensor, *, columns: int, width: int, wide: torch.dtype) -> None:

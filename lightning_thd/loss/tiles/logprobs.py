@@ -45,12 +45,9 @@ def softmax_statistics(
 ) -> Tensor:
     """Compute five statistics of every row's logits, ``[5, R]``, in one pass over the tiles.
 
-    Args:
-        head: the operands.
-        targets: int64 ``[R]``, vocabulary indices. Rows whose target is on another rank get 0 in TARGET.
-        entropy: fill WEIGHTED.
-        total: fill TOTAL.
-        seen: is shown every tile of logits ``[c, v]``, its rows and its columns; must not change it.
+    Rows whose target, int64 ``[R]``, is on another rank get 0 in TARGET. ``entropy`` fills WEIGHTED,
+    ``total`` TOTAL. ``seen`` is shown every tile of logits ``[c, v]``, its rows and columns, and must not
+    change it.
     """
     stats = blank_statistics(head.hidden, head.hidden.shape[0], head.how.accumulator)
     first, second = head.scratch(), head.scratch()
@@ -77,14 +74,8 @@ def gradients(
 ) -> HeadGradients:
     """Recompute the logits tile by tile and return the gradients of the operands.
 
-    Args:
-        head: the operands of the forward pass.
-        targets: int64 ``[R]``.
-        lse: ``[R]``, over the whole vocabulary.
-        wanted: the gradients of the outputs.
-        needs: whether hidden, weight, bias and the LoRA need theirs.
-        exact: bool ``[tiles, R]``, the rows of each tile of columns whose logits may not be rounded, as
-            ``rounded_statistics`` chose them; None for all.
+    ``lse`` ``[R]`` is over the whole vocabulary. ``exact``, bool ``[tiles, R]``, marks rows of each tile of
+    columns whose logits may not be rounded, as ``rounded_statistics`` chose them; None marks all.
     """
     sums = GradientSums(head, needs=needs, rows_outside=False)
     first, second = head.scratch(), head.scratch()
@@ -121,14 +112,7 @@ def may_round(head: Head) -> bool:
 def rounded_statistics(head: Head, targets: Tensor, *, entropy: bool, total: bool) -> tuple[Tensor, Tensor]:
     """Compute ``softmax_statistics`` from rounded products, and from exact ones if the rounding would show.
 
-    Args:
-        head: the operands, for which ``may_round`` holds.
-        targets: int64 ``[R]``, vocabulary indices.
-        entropy: fill WEIGHTED.
-        total: fill TOTAL.
-
-    Returns:
-        The statistics ``[5, R]``, and bool ``[tiles, R]``: the rows of each tile of columns made exactly.
+    Also returns bool ``[tiles, R]``: the rows of each tile of columns made exactly.
     """
     tiles, wide = head.column_tiles, head.how.accumulator
     blank = blank_statistics(head.hidden, head.hidden.shape[0], wide)
@@ -164,20 +148,13 @@ def rounded_statistics(head: Head, targets: Tensor, *, entropy: bool, total: boo
 
 
 def rounding_shows(each: Tensor, widths: list[int], *, entropy: bool) -> Tensor:
-    """Estimate the error of every row in every tile of columns, and compare it with what is allowed.
+    """Estimate the error of every row in every tile of columns, and return whether it is more than allowed.
 
-    The errors of logits are taken as independent, with a standard deviation of at most
-    ``|z| 2^-8 / sqrt(3)``. Each is weighted by its token's probability, and their squares add up. The root of
-    the summed squares of probabilities is at most ``sqrt(largest p * the tile's mass)``. In a flat tile all
-    logits may round the same way, so the errors themselves add up.
-
-    Args:
-        each: ``[tiles, 5, R]``, the statistics of every tile on its own.
-        widths: columns of every tile.
-        entropy: whether the entropy is wanted too.
-
-    Returns:
-        Bool ``[tiles, R]``.
+    The errors of logits are taken as independent, with a standard deviation of at most ``|z| 2^-8 /
+    sqrt(3)``. Each is weighted by its token's probability, and their squares add up. The root of the summed
+    squares of probabilities is at most ``sqrt(largest p * the tile's mass)``. In a flat tile all logits may
+    round the same way, so the errors themselves add up. ``each`` ``[tiles, 5, R]`` are the statistics of
+    every tile on its own.
     """
     tiles, whole = len(widths), merge_parts(each)
     log_sum = whole[SUM].log()

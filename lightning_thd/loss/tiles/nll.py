@@ -29,14 +29,10 @@ from lightning_thd.loss.tiles.softmax import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Penalties:
-    """Label smoothing and z-loss, which are added to the likelihood.
+    """Label smoothing and z-loss, which are added to the likelihood."""
 
-    Attributes:
-        label_smoothing: share of the target's mass spread over the vocabulary, 0 to 1.
-        z_loss: factor of lse squared, where lse is the log of the sum of a row's exponentiated logits.
-    """
-
-    label_smoothing: float = 0.0
+    label_smoothing: float = 0.0  # share of the target's mass spread over the vocabulary, 0 to 1
+    # factor of lse squared, where lse is the log of the sum of a row's exponentiated logits
     z_loss: float = 0.0
 
     def __post_init__(self) -> None:
@@ -84,13 +80,8 @@ def nll_and_gradients(
 ) -> tuple[Tensor, Tensor, HeadGradients]:
     """Return the sum of ``weights * loss`` over the rows, the part that ``z_loss`` adds, and the gradients.
 
-    Args:
-        head: the operands. All columns must be on this rank; a tile's rows are those whose logits are kept.
-        targets: int64 ``[R]``.
-        weights: ``[R]`` in the accumulator's dtype; 0 for rows that do not count.
-        needs: whether hidden, weight, bias and the LoRA need gradients.
-        penalties: label smoothing and z-loss.
-        seen: ``[R]`` in the accumulator's dtype, filled with the losses of the rows, or None.
+    All columns must be on this rank; a tile's rows are those whose logits are kept. ``weights`` ``[R]`` are 0
+    for rows that do not count. ``seen`` ``[R]`` is filled with the losses of the rows.
     """
     loss, z_part = head.hidden.new_zeros((2,), dtype=head.how.accumulator).unbind()
     sums = GradientSums(head, needs=needs, rows_outside=True)

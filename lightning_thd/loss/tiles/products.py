@@ -124,12 +124,8 @@ def product(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
 def accumulate(total: Tensor, a: Tensor, b: Tensor, compute: torch.dtype, *, first: bool) -> None:
     """Add ``a @ b``, a gradient's product rounded to ``compute`` before it is multiplied, to ``total``.
 
-    Args:
-        total: ``[c, k]``, the accumulator's dtype; changed in place.
-        a: ``[c, v]``, the accumulator's dtype.
-        b: ``[v, k]``, stored in any dtype.
-        compute: the dtype of the model's own products.
-        first: ``total`` holds nothing yet and is overwritten.
+    ``total`` ``[c, k]`` and ``a`` ``[c, v]`` have the accumulator's dtype, ``b`` ``[v, k]`` any. The
+    ``first`` product overwrites ``total``.
     """
     native = compute != total.dtype and is_native(compute, a.device)
     if compute == total.dtype or (compute != torch.float16 and not a.is_cuda and not native):

@@ -35,15 +35,10 @@ def blank_statistics(like: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
 def update_statistics(
     stats: Tensor, z: Tensor, e: Tensor, targets: Tensor, *, entropy: bool, total: bool
 ) -> None:
-    """Update the statistics ``[5, c]`` of some rows with a tile of their logits.
+    """Update the statistics ``[5, c]`` of some rows with a tile ``z`` of their logits, ``[c, v]``.
 
-    Args:
-        stats: changed in place.
-        z: ``[c, v]``; destroyed when ``entropy`` is wanted.
-        e: scratch ``[c, v]``.
-        targets: int64 ``[c]``, counted from the tile's first column.
-        entropy: fill WEIGHTED.
-        total: fill TOTAL.
+    ``z`` is destroyed when ``entropy`` (WEIGHTED) is wanted, and ``e`` is scratch. ``targets`` int64 ``[c]``
+    are counted from the tile's first column. ``total`` fills TOTAL.
     """
     here, index = _targets_here(targets, z.shape[1])
     stats[TARGET] += torch.where(here, z.gather(1, index).squeeze(1), 0.0)
@@ -95,13 +90,8 @@ def logit_gradient(
 ) -> Tensor:
     """Turn mapped logits ``z`` into the gradient of the raw product, in ``z`` or ``e`` (both destroyed).
 
-    Args:
-        logit_map: what was applied to the product.
-        z: ``[c, v]``.
-        e: scratch ``[c, v]``.
-        targets: int64 ``[c]``, counted from the tile's first column.
-        lse: ``[c]``, over the whole vocabulary.
-        wanted: the factors of these rows.
+    ``z`` and the scratch ``e`` are ``[c, v]``; ``targets`` int64 ``[c]`` are counted from the tile's first
+    column. ``lse`` ``[c]`` is over the whole vocabulary.
     """
     factor = logit_map.scale / logit_map.temperature
     direct = (wanted.direct * factor)[:, None]
@@ -144,17 +134,8 @@ def merge_ranks(
 ) -> tuple[Tensor, Tensor]:
     """Combine every rank's statistics in one all-gather of ``[5 + n, R + 1]``.
 
-    Args:
-        stats: ``[5, R]``.
-        others: ``[n, R]`` of the same dtype, which the caller merges.
-        columns: V of this rank's shard; travels along, so that unequal shards are found without a collective.
-        group: the tensor-parallel group.
-
-    Returns:
-        ``[5, R]`` and ``[P, n, R]``, the same on every rank.
-
-    Raises:
-        ValueError: when the shards differ in size.
+    Rows ``others`` ``[n, R]`` are for the caller to merge, and come back as ``[P, n, R]``. ``columns``, V of
+    this rank's shard, travels along, so that unequal shards are refused without a further collective.
     """
     ranks = dist.get_world_size(group)
     sent = torch.cat([stats, others])

@@ -231,10 +231,9 @@ def convolve_shard(
     bias: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
-    """Run a causal convolution, weight ``[C, W]``, over the stretches of a shard; a collective.
+    """Run a causal convolution, weight ``[C, W]``, over stretches of a shard ``[1, C, N]``; a collective.
 
-    Returns:
-        ``[1, C, N]``. A rank receives at most W - 1 rows for each of its stretches.
+    A rank receives at most W - 1 rows for each of its stretches.
     """
     left = weight.shape[-1] - 1
     plan = needs.exchanged(layout, causal=True, left=left)

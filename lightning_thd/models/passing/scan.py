@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -34,59 +34,23 @@ Inputs = tuple[Tensor, ...]
 
 
 class Spanned(NamedTuple):
-    """The result of a stretch run before its entering state is known, and how that state changes it.
+    """The result of a stretch run before its entering state is known, and how that state changes it."""
 
-    Attributes:
-        out: ``[R, L, H, V]``, its output without an entering state.
-        state: ``[R, H, K, V]``, the state it leaves without one.
-        change: ``[R, H, ...]``, how it changes a state; see ``Recurrence.carry``.
-        read: gives what the output reads of an entering state ``[R, H, K, V]``.
-    """
-
-    out: Tensor
-    state: Tensor
-    change: Tensor
-    read: Callable[[Tensor], Tensor]
-
-
-class Recurrence(Protocol):
-    """The recurrence of a layer without its projections, on rows padded with zeros at their ends."""
-
-    @property
-    def state_shape(self) -> tuple[int, ...]:
-        """Return the sizes of one row's state."""
-
-    @property
-    def change_shape(self) -> tuple[int, ...]:
-        """Return the sizes of one row's change of a state."""
-
-    def run(self, inputs: Inputs, entering: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the output and last state of rows, from an entering state or none."""
-
-    def span(self, inputs: Inputs) -> Spanned:
-        """Run rows whose entering state comes later from another rank."""
-
-    def carry(self, change: Tensor, state: Tensor) -> Tensor:
-        """Return states ``[R, ...]`` as they leave stretches that change them."""
+    out: Tensor  # ``[R, L, H, V]``, its output without an entering state
+    state: Tensor  # ``[R, H, K, V]``, the state it leaves without one
+    change: Tensor  # ``[R, H, ...]``, how it changes a state; see ``carry``
+    read: Callable[[Tensor], Tensor]  # gives what the output reads of an entering state ``[R, H, K, V]``
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateSpace:
-    """The recurrence of Mamba 2; inputs are x ``[R, L, H, P]``, dt ``[R, L, H]``, B and C ``[R, L, G, S]``.
+    """The recurrence of Mamba 2, of x ``[R, L, H, P]``, dt ``[R, L, H]``, B and C ``[R, L, G, S]``."""
 
-    Attributes:
-        scan: transformers' or mamba-ssm's, for rows.
-        decay: ``[H]``, the layer's A, below 0.
-        skip: ``[H]`` D, or None.
-        chunk_size: of the scan.
-        state_shape: H, P, S.
-    """
-
-    scan: Callable[..., Any]
-    decay: Tensor
-    skip: Tensor | None
-    chunk_size: int
-    state_shape: tuple[int, ...]
+    scan: Callable[..., Any]  # transformers' or mamba-ssm's, for rows
+    decay: Tensor  # ``[H]``, the layer's A, below 0
+    skip: Tensor | None  # ``[H]`` D, or None
+    chunk_size: int  # slots that the scan takes at once
+    state_shape: tuple[int, ...]  # H, P, S
 
     @property
     def change_shape(self) -> tuple[int, ...]:
@@ -96,17 +60,8 @@ class StateSpace:
     def run(self, inputs: Inputs, entering: Tensor | None) -> tuple[Tensor, Tensor]:
         """Scan rows of a state-space layer; zero time steps in the padding leave the state as it is."""
         x, dt, b, c = inputs
-        out, state = self.scan(
-            x,
-            dt,
-            self.decay,
-            b,
-            c,
-            chunk_size=self.chunk_size,
-            D=self.skip,
-            initial_states=entering,
-            return_final_states=True,
-        )
+        how: Any = {"chunk_size": self.chunk_size, "D": self.skip, "initial_states": entering}
+        out, state = self.scan(x, dt, self.decay, b, c, **how, return_final_states=True)
         return out, state
 
     def span(self, inputs: Inputs) -> Spanned:
@@ -129,17 +84,11 @@ class StateSpace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeltaRule:
-    """The gated delta rule; inputs are q, k ``[R, L, h, K]``, v ``[R, L, H, V]``, gates and beta of H heads.
+    """The gated delta rule of q, k ``[R, L, h, K]``, v ``[R, L, H, V]``, gates and beta of H heads."""
 
-    Attributes:
-        rule: transformers' or flash-linear-attention's, for rows.
-        options: of it, the same for all rows.
-        state_shape: H, K, V.
-    """
-
-    rule: Callable[..., Any]
-    options: dict[str, Any]
-    state_shape: tuple[int, ...]
+    rule: Callable[..., Any]  # transformers' or flash-linear-attention's, for rows
+    options: dict[str, Any]  # further arguments, the same for all rows
+    state_shape: tuple[int, ...]  # H, K, V
 
     @property
     def change_shape(self) -> tuple[int, ...]:
@@ -174,6 +123,9 @@ class DeltaRule:
     def carry(self, change: Tensor, state: Tensor) -> Tensor:
         """Multiply states by the change matrices of their stretches."""
         return change @ state
+
+
+Recurrence: TypeAlias = StateSpace | DeltaRule
 
 
 class _Rows(NamedTuple):
@@ -334,18 +286,7 @@ def _plan(layout: ShardLayout) -> _At:
     sent = (*kinds, _back(kinds, slots), [*plan.send_states], [*plan.send_changes], steps, plan.entering)
     *groups, back, send_states, send_changes, steps, entering = layout.put(sent)
     opening, spanning, closing, whole = ([_Rows(*each) for each in kind] for kind in groups)
-    return _At(
-        plan=plan,
-        whole=whole,
-        opening=opening,
-        spanning=spanning,
-        closing=closing,
-        back=back,
-        send_states=send_states,
-        send_changes=send_changes,
-        steps=steps,
-        entering=entering,
-    )
+    return _At(plan, whole, opening, spanning, closing, back, send_states, send_changes, steps, entering)
 
 
 _HostRows: TypeAlias = list[tuple[Ints, Ints]]

@@ -169,7 +169,7 @@ KINDS = ["convolution", "state_space", "delta", "kimi"]
 @pytest.mark.parametrize(
     ("cp", "cases", "force"),
     [
-        (4, 1, True),
+        (2, 1, True),
         pytest.param(4, len(CASES), True, marks=pytest.mark.slow),
         pytest.param(2, len(CASES), True, marks=pytest.mark.slow),
         pytest.param(2, len(CASES), False, marks=pytest.mark.slow),
