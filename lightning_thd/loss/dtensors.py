@@ -64,7 +64,9 @@ def group_of_operands(
                 "wanted the group its rows are sharded over. Leave tp_group out, or pass weight.to_local()."
             )
         return group
-    if is_dtensor(hidden) or (own is not None and _tensor_parallel_axis(weight)):
+    names = weight.device_mesh.mesh_dim_names or ()
+    cut = [name for name, p in zip(names, weight.placements, strict=False) if not p.is_replicate()]
+    if is_dtensor(hidden) or any("tp" in name or "tensor" in name for name in cut[:1]):
         return own
     raise ValueError(
         f"weight is a DTensor placed as {tuple(weight.placements)} on {weight.device_mesh} and hidden a "
@@ -72,9 +74,3 @@ def group_of_operands(
         "parallel), pass tp_group=weight.device_mesh.get_group(); if not (FSDP), call this inside the module "
         "that fully_shard was applied to, or pass a gathered weight."
     )
-
-
-def _tensor_parallel_axis(weight: Any) -> bool:
-    names = weight.device_mesh.mesh_dim_names or ()
-    axis = next(axis for axis, p in enumerate(weight.placements) if not p.is_replicate())
-    return len(names) > axis and ("tp" in names[axis] or "tensor" in names[axis])

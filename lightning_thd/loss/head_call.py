@@ -207,9 +207,11 @@ class HeadCall:
         logits = getattr(outputs, "logits", None)
         logits_from = getattr(logits, "source", None)
         if not any(made is logits or made is logits_from for made in job.logits):
+            hooks = ", ".join(map(_named, _codes(job.head._forward_hooks)))
+            hooks = f", which has the forward hook {hooks}" if hooks else ""
             raise ValueError(
                 f"{type(self.inner).__name__}.forward returned a {type(outputs).__name__} whose logits did "
-                f"not come from its head (get_output_embeddings()){_hooks_of(job.head)}. Set "
+                f"not come from its head (get_output_embeddings()){hooks}. Set "
                 "config.return_dict=True if it is a tuple; else use loss.fused_linear_cross_entropy on the "
                 "last hidden states."
             )
@@ -252,12 +254,6 @@ def _refuse_logit_hooks(model: nn.Module, head: nn.Module) -> None:
             "gradients, and causal_lm_loss never makes them. Remove it during the loss, put what it does "
             "into the model's forward, or use the model's own logits."
         )
-
-
-def _hooks_of(head: nn.Module) -> str:
-    """Return the names of the forward hooks on a head, for a message; "" without any."""
-    names = [_named(code) for code in _codes(head._forward_hooks)]
-    return f", which has the forward hook {', '.join(names)}" if names else ""
 
 
 def _named(code: CodeType) -> str:

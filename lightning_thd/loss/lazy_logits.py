@@ -135,7 +135,10 @@ class LazyLogits(Tensor):
         if handler is not None and first is not None and (first is args[0] or handler in _COMMUTE):
             rest = args[1:] if first is args[0] else (args[0], *args[2:])
             if (found := handler(first, *rest, **kwargs)) is not NotImplemented:
-                return _mutated(first, found) if _in_place(name) else found
+                if not _in_place(name):
+                    return found
+                first.record, first.products = found.record, found.products
+                return first
         asked = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
         if asked in _HARMLESS or asked.startswith(("is_", "_is_", "_has_")):
             with torch._C.DisableTorchFunctionSubclass():
@@ -176,12 +179,6 @@ def _computed(value: Any) -> Any:
     with torch.enable_grad(), torch._C.DisableTorchFunction():
         total = value.products.compute()
         return total if record.inner == 1.0 else total * record.inner
-
-
-def _mutated(logits: LazyLogits, found: LazyLogits) -> LazyLogits:
-    """Give logits that were changed in place the record and products of the result."""
-    logits.record, logits.products = found.record, found.products
-    return logits
 
 
 def _changed(logits: LazyLogits, record: Record, products: Products | None = None) -> LazyLogits:
@@ -254,20 +251,6 @@ def _cast(logits: LazyLogits, *_: object, **__: object) -> LazyLogits:
     return _changed(logits, replace(logits.record), logits.products)
 
 
-def _reshaped(name: str) -> Callable[..., Any]:
-    """Return the handler of a method that lays the products' rows out differently."""
-
-    def reshape(logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-        shape = getattr(torch.empty(logits.shape, device="meta"), name)(*args, **kwargs).shape
-        if logits.products is None or shape[-1] != logits.shape[-1]:
-            return NotImplemented
-        made = deferred(logits.products, shape)
-        made.record = replace(logits.record)
-        return made
-
-    return reshape
-
-
 def _getitem(logits: LazyLogits, index: object) -> Any:
     items = index if isinstance(index, tuple) else (index,)
     last_given = Ellipsis in [i if i is Ellipsis else None for i in items] or len(items) == logits.dim()
@@ -298,7 +281,6 @@ _RECORDED: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(
         ("float", "half", "bfloat16", "double", "to", "type", "type_as", "contiguous", "clone"), _cast
     ),
-    **{name: _reshaped(name) for name in ("view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten")},
     "__getitem__": _getitem,
 }
 _COMMUTE = (_multiply, _add)
@@ -345,23 +327,12 @@ def _operands(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, Any, Any] | None:
     """Return input, weight ``[V, H]`` and bias of a product, or None for another function."""
-    name = getattr(func, "__name__", "")
     if func is F.linear:
         given = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(kwargs)
         return given["input"], given["weight"], given.get("bias")
-    if kwargs or not all(isinstance(x, Tensor) for x in args if name != "einsum"):
-        return None
-    if name in ("matmul", "__matmul__", "mm") and len(args) == 2 and args[1].ndim == 2:
+    product = getattr(func, "__name__", "") in ("matmul", "__matmul__") and len(args) == 2
+    if product and all(isinstance(x, Tensor) for x in args) and args[1].ndim == 2:
         return args[0], args[1].transpose(0, 1), None
-    if name == "__rmatmul__" and args[0].ndim == 2:
-        return args[1], args[0].transpose(0, 1), None
-    if name == "addmm" and len(args) == 3 and args[0].ndim == 1:
-        return args[1], args[2].transpose(0, 1), args[0]
-    if name == "einsum" and len(args) == 3:
-        inputs, _, output = args[0].replace(" ", "").partition("->")
-        x, _, weight = inputs.partition(",")
-        if len(weight) == 2 and x[-1:] in weight and output == x[:-1] + weight.replace(x[-1], ""):
-            return args[1], args[2] if weight[1] == x[-1] else args[2].transpose(0, 1), None
     return None
 
 

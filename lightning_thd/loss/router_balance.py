@@ -90,8 +90,14 @@ class Routers:
                 f"wanted [{slots}, {count}] of each layer with experts. Set "
                 "router_balance='microbatch' and router_z_loss=0."
             )
-        if self.stage is None:
-            _refuse_detached(inner, given, routers)
+        trained = sum(any(p.requires_grad for p in router.parameters()) for router in routers)
+        attached = sum(layer.requires_grad for layer in given)
+        if self.stage is None and torch.is_grad_enabled() and attached < trained:
+            raise ValueError(
+                f"{type(inner).__name__} hands out router logits without a gradient, as activation "
+                "checkpoints with use_reentrant=True do: its routers would not be balanced. Set "
+                "use_reentrant=False. See docs/reference/messages.md#experts."
+            )
         size = len(self.batch.lengths) + 1
         how: Any = {"experts": count, "top_k": top_k, "scores": scores, "slots": of_tokens}
         sums = router_sums(given, groups, size, **how)
@@ -208,17 +214,6 @@ def _experts_of(inner: Any, config: Any, what: str) -> Experts:
 def _first(names: tuple[str, ...], *places: Any) -> int | None:
     found = (getattr(place, name, None) for place in places for name in names)
     return next((value for value in found if isinstance(value, int)), None)
-
-
-def _refuse_detached(inner: Any, logits: list[Tensor], routers: tuple[nn.Module, ...]) -> None:
-    """Refuse logits without a gradient though their routers are trained."""
-    trained = sum(any(p.requires_grad for p in router.parameters()) for router in routers)
-    if torch.is_grad_enabled() and sum(layer.requires_grad for layer in logits) < trained:
-        raise ValueError(
-            f"{type(inner).__name__} hands out router logits without a gradient, as activation checkpoints "
-            "with use_reentrant=True do: its routers would not be balanced. Set use_reentrant=False. "
-            "See docs/reference/messages.md#experts."
-        )
 
 
 def _no_balance(logits: Any, *_: Any, **__: Any) -> Tensor:

@@ -161,10 +161,16 @@ def _classify(forward: Callable[..., Any], model: Any, given: dict[str, Any], pa
     lengths, padded = (
         (pack.real_lengths, pack.lengths) if shared is None else (shared.lengths, shared.lengths)
     )
+    filler, ids = _filler(model), given.get("input_ids")
+    if ids is None:  # the caller gave embeddings, so any token that is no padding will do
+        ids = torch.full((1, pack.slots), filler + 1, device=logits.device)
+    kept = {"return_dict": given["return_dict"]} if "return_dict" in given else {}
     rows = torch.empty(len(padded), logits.shape[-1], dtype=logits.dtype, device=logits.device)
     for members, places in group_rows(lengths, logits.device, padded=padded):
         source = places if shared is None else shared.slots_of(places, pack.slots)
-        arguments = _padded_arguments(model, given, source, pack)
+        real = source < pack.slots
+        token_rows = torch.where(real, ids[0][source.clamp(max=pack.slots - 1)], filler)
+        arguments = {"input_ids": token_rows, "attention_mask": real.long(), **kept}
         with _base_returns(model, _padded_output(base, outputs[0], source, pack)):
             result = forward(model, **arguments)
         part = result.logits if hasattr(result, "logits") else result[0]
@@ -181,17 +187,6 @@ def _filler(model: Any) -> int:
     """Return the token id that marks padding in rows made of a pack: the model's, or one that is no token."""
     pad = model.config.get_text_config().pad_token_id
     return -1 if pad is None else int(pad)
-
-
-def _padded_arguments(model: Any, given: dict[str, Any], source: Tensor, pack: Pack) -> dict[str, Any]:
-    """Return the arguments of the head for padded rows of some sequences, by slots ``[N, L]``."""
-    filler, real = _filler(model), source < pack.slots
-    ids = given.get("input_ids")
-    if ids is None:  # the caller gave embeddings, so any token that is no padding will do
-        ids = torch.full((1, pack.slots), filler + 1, device=source.device)
-    token_rows = torch.where(real, ids[0][source.clamp(max=pack.slots - 1)], filler)
-    kept = {"return_dict": given["return_dict"]} if "return_dict" in given else {}
-    return {"input_ids": token_rows, "attention_mask": real.long(), **kept}
 
 
 @contextmanager

@@ -209,16 +209,13 @@ class _Probe:
                     "seen. Pass a forward= that returns what the model computes."
                 )
             for index in range(len(self.batch.lengths)):
-                self._perturb(index, whole.detach(), scale)
+                with torch.no_grad():
+                    moved = (self.logits(self.changed(index)) - whole).abs().amax(-1)
+                moved[slots_of(self.batch, index)] = 0
+                leak = moved.max().item() / scale
+                if _is_worse(leak, self.leak):
+                    self.leak, self.leaking = leak, index
                 self._compare(index, whole, inputs, scale)
-
-    def _perturb(self, index: int, whole: Tensor, scale: float) -> None:
-        with torch.no_grad():
-            moved = (self.logits(self.changed(index)) - whole).abs().amax(-1)
-        moved[slots_of(self.batch, index)] = 0
-        leak = moved.max().item() / scale
-        if _is_worse(leak, self.leak):
-            self.leak, self.leaking = leak, index
 
     def _compare(self, index: int, whole: Tensor, inputs: Tensor | None, scale: float) -> None:
         own = slots_of(self.batch, index)

@@ -108,7 +108,10 @@ def replace_layers(
                 continue
             reason = _reason(name, child, recipe, keep, convert, min_features)
             if reason is None and isinstance(child, nn.Linear):
-                replacement = done[id(child)] = _take_over(child, engines.make_linear(child, recipe), recipe)
+                replacement = done[id(child)] = engines.make_linear(child, recipe)
+                replacement.training = child.training
+                hooks = {name: child.__dict__[name] for name in _HOOKS if child.__dict__.get(name)}
+                replacement.__dict__.update(hooks, **{_MARK: recipe})
                 done[id(replacement)] = replacement
                 setattr(parent, child_name, replacement)
                 names.append(name)
@@ -164,16 +167,6 @@ def recipe_of(model: nn.Module) -> Recipe | None:
             recipe: Recipe = found
             return recipe
     return None
-
-
-def _take_over(child: nn.Linear, replacement: nn.Module, recipe: Recipe) -> nn.Module:
-    """Copy a layer's training mode and hooks to its replacement."""
-    replacement.training = child.training
-    for name in _HOOKS:
-        if child.__dict__.get(name):
-            replacement.__dict__[name] = child.__dict__[name]
-    replacement.__dict__[_MARK] = recipe
-    return replacement
 
 
 def _reason(

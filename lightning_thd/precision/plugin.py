@@ -181,31 +181,30 @@ class FP8Precision(Precision):
         return stack
 
     def _is_converted(self, module: nn.Module) -> bool:
-        ours = self.converted is not None and any(is_converted(child) for child in module.modules())
-        if not ours and self.converted is None and any(is_converted(child) for child in module.modules()):
-            self._check_same_recipe(module)
+        if not any(is_converted(child) for child in module.modules()):
+            return False
+        if self.converted is None:
+            found = recipe_of(module)
+            if found is not None and (found.engine, found.name) != (self.recipe.engine, self.recipe.name):
+                raise MisconfigurationException(
+                    f"The model was converted to {found.engine} {found.name!r} by convert_linear, and "
+                    f"FP8Precision is to train it in {self.recipe.engine} {self.recipe.name!r}: packs and "
+                    "MFU would be another recipe's. Give both the same, or leave convert_linear out."
+                )
             rank_zero_info(
                 "FP8Precision: the model was converted before, by convert_linear, and stays as it is."
             )
             self.converted = Converted()
             self._check_converted(module)
-            ours = True
-        return ours
-
-    def _check_same_recipe(self, module: nn.Module) -> None:
-        found = recipe_of(module)
-        if found is not None and (found.engine, found.name) != (self.recipe.engine, self.recipe.name):
-            raise MisconfigurationException(
-                f"The model was converted to {found.engine} {found.name!r} by convert_linear, and "
-                f"FP8Precision is to train it in {self.recipe.engine} {self.recipe.name!r}: packs and MFU "
-                "would be another recipe's. Give both the same, or leave convert_linear out."
-            )
+        return True
 
     def _check_converted(self, module: nn.Module) -> None:
         if not any(is_converted(child) for child in module.modules()):
+            kept = {} if self.converted is None else self.converted.kept
+            reasons = "; ".join(f"{name} {reason}" for name, reason in list(kept.items())[:3])
             raise MisconfigurationException(
                 f"FP8Precision converted no layer of {type(module).__name__}, so nothing would run in FP8: "
-                f"{_reasons(self.converted)}. Change keep= or min_features=, or train in bf16. "
+                f"{reasons or 'it has no nn.Linear'}. Change keep= or min_features=, or train in bf16. "
                 "See docs/reference/messages.md#fp8."
             )
         policy, _ = checkpointing(module)
@@ -239,9 +238,3 @@ def _device(strategy: Any, module: nn.Module) -> torch.device:
     if parameter is not None and parameter.is_cuda:
         return parameter.device
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _reasons(converted: Converted | None) -> str:
-    kept = converted.kept if converted is not None else {}
-    told = [f"{name} {reason}" for name, reason in list(kept.items())[:3]]
-    return "; ".join(told) or "it has no nn.Linear"

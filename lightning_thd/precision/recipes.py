@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -23,8 +22,7 @@ class Recipe:
 
     name: str  # as users write it
     engine: Engine  # "te" or "torchao"
-    # the row of ``alignment.RULES`` for the slots of a pack; None for a custom recipe
-    rules: Rules | None = "tensorwise"
+    rules: Rules = "tensorwise"  # the row of ``alignment.RULES`` for the slots of a pack
     features: int = 16  # what the inputs and outputs of a layer must be multiples of
     capability: tuple[int, int] = (8, 9)  # the least compute capability, (8, 9) for Ada
     # compute capabilities from this one on are not served; None for no bound
@@ -32,7 +30,6 @@ class Recipe:
     cuda: tuple[int, int] = (0, 0)  # the least CUDA version
     dtype: Literal["fp8", "fp4"] = "fp8"  # the column of the table of peaks
     gradients: int = 3  # products out of three that run in low precision
-    custom: int = 1  # slots of a local shard that a custom recipe asks for
     config: Any = None  # what the engine takes: a Transformer Engine recipe or a ``Float8LinearConfig``
     emulate: bool = False  # torchao multiplies in high precision numbers that were rounded to FP8
 
@@ -40,13 +37,9 @@ class Recipe:
         self, *, cp: int = 1, tp: int = 1, sequence_parallel: bool = False, layout: Layout = "dual_chunk"
     ) -> Alignment:
         """Return what lengths and totals of packs must be multiples of in a parallel layout."""
-        found = Alignment.for_(
+        return Alignment.for_(
             cp=cp, tp=tp, sequence_parallel=sequence_parallel, recipe=self.rules, layout=layout
         )
-        if self.rules is not None:
-            return found
-        ranks = cp * tp if sequence_parallel else cp
-        return replace(found, total_multiple=math.lcm(found.total_multiple, ranks * self.custom))
 
     @property
     def has_history(self) -> bool:
@@ -124,17 +117,10 @@ def _te_object(config: Any) -> Recipe:
     for name, cls in _TE_CLASSES.items():
         if cls in lineage:
             return replace(_named(name, "te", emulate=False), config=config)
-    multiple = getattr(config, "quantization_alignment", None)
-    if "CustomRecipe" in lineage and isinstance(multiple, int) and multiple > 0:
-        return Recipe(name="custom", engine="te", rules=None, custom=multiple, config=config)
-    if "CustomRecipe" in lineage:
-        raise ValueError(
-            f"{type(config).__name__} does not say what slots must be multiples of. Set its attribute "
-            "quantization_alignment, 16 for per-tensor scales, 32 or 128 for blocks."
-        )
     raise ValueError(
-        f"recipe={config!r} is no Transformer Engine recipe. Give {', '.join(map(repr, _TE_CLASSES))}, or an "
-        "object of transformer_engine.common.recipe."
+        f"recipe={config!r} is no Transformer Engine recipe whose alignment is known. Give "
+        f"{', '.join(map(repr, _TE_CLASSES))}, or an object of one of their classes in "
+        "transformer_engine.common.recipe."
     )
 
 

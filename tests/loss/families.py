@@ -24,15 +24,10 @@ _MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef"
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {},
-    "Mistral": {"sliding_window": 4},
-    "Qwen2": {},
     "Qwen3": {"head_dim": 8, "tie_word_embeddings": True},
-    "Phi3": {},
     "Gemma2": {"head_dim": 8, "final_logit_softcapping": 3.0},
-    "Gemma3Text": {"head_dim": 8, "final_logit_softcapping": 2.0},
     "Granite": {"logits_scaling": 3.0},
     "Cohere": {"logit_scale": 0.25},
-    "Olmo2": {},
     "StableLm": {},
     "GPT2": {
         "n_embd": 32,
@@ -43,7 +38,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "resid_pdrop": 0.0,
         "embd_pdrop": 0.0,
     },
-    "GPTNeoX": {},
     "Mixtral": {"output_router_logits": True, **_MOE},
     "Qwen3Moe": {
         "output_router_logits": True,
@@ -54,20 +48,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "router_aux_loss_coef": 0.5,
     },
     "GraniteMoe": {"logits_scaling": 6.0, "output_router_logits": True, **_MOE},
-    "DeepseekV3": {
-        "moe_intermediate_size": 16,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "kv_lora_rank": 8,
-        "q_lora_rank": 8,
-        "qk_rope_head_dim": 4,
-        "qk_nope_head_dim": 4,
-        "v_head_dim": 8,
-    },
     "MiniCPM3": {
         "q_lora_rank": 8,
         "kv_lora_rank": 8,
@@ -78,8 +58,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "HyperCLOVAX": {"logits_scaling": 0.5},
     "NanoChat": {"final_logit_softcapping": 2.5},
-    "Arcee": {},
-    "SmolLM3": {},
 }
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.utils._python_dispatch
 from torch import Tensor
 
 
@@ -79,3 +81,15 @@ def wide(leaves: list[Tensor]) -> list[Tensor]:
 def relative(ours: Tensor, theirs: Tensor) -> float:
     """Norm of the difference over the norm; absolute below 1e-3."""
     return ((ours.detach().double() - theirs.detach()).norm() / theirs.detach().norm().clamp_min(1e-3)).item()
+
+
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """The bytes of the largest tensor that any operator returned."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.largest = max(self.largest, result.untyped_storage().nbytes())
+        return result

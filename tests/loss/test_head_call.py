@@ -227,12 +227,14 @@ HEADS: dict[str, Callable[[Head, Tensor], Tensor]] = {
     "normalised": lambda head, x: F.linear(F.normalize(x, dim=-1), F.normalize(head.weight, dim=-1)) * 10,
     "cap": lambda head, x: torch.tanh(F.linear(x, head.weight) / 3.0) * 3.0,
     "layer before": lambda head, x: F.linear(F.gelu(F.linear(x, head.down.T @ head.down)), head.weight),
-    "einsum": lambda head, x: torch.einsum("bth,vh->btv", x, head.weight),
-    "flat": lambda head, x: torch.addmm(head.offset, x[0], head.weight.t()).view(1, x.shape[1], -1),
     "in place": in_place,
     "measured": measured,
 }
 REFUSED: dict[str, tuple[Callable[[Head, Tensor], Tensor], str]] = {
+    "einsum": (
+        lambda head, x: torch.einsum("bth,vh->btv", x, head.weight),
+        "whose forward is not hidden @ weight.T",
+    ),
     "relu": (lambda head, x: F.linear(x, head.weight).relu(), "whose forward is not hidden @ weight.T"),
     "overwritten": (overwritten, r"overwritten \(test_head_call.py:.* applies '__setitem__'"),
     "backward": (

@@ -189,20 +189,6 @@ def test_low_precision(dtype: torch.dtype) -> None:
         assert relative(a, b) < max(2.0 * relative(c, b), 2e-3)
 
 
-def test_fp16_gradients_below_its_range_survive() -> None:
-    torch.manual_seed(0)
-    hidden = (torch.randn(64, 32) * 0.1).half().requires_grad_()
-    weight = (torch.randn(5000, 32) * 0.1).half().requires_grad_()
-    targets = torch.randint(0, 5000, (64,))
-    (fused_linear_cross_entropy(hidden, weight, targets) * 1024.0).backward()
-    wide_ = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    (F.cross_entropy(wide_[0] @ wide_[1].T, targets, reduction="sum") * 1024.0).backward()
-    for a, b in zip((hidden, weight), wide_, strict=True):
-        assert a.grad is not None
-        assert b.grad is not None
-        assert relative(a.grad, b.grad) < 5e-3
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ pytest.importorskip("transformers")
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
 from lightning_thd.models import packed, register_thd
-from lightning_thd.models.pack import current_pack, current_scope
+from lightning_thd.models.pack import current_scope
 from tests.models import matrix
 from tests.models.families import build
 from tests.models.matrix import checkpoint, thd_model
@@ -81,17 +80,6 @@ def test_the_scope_ends_with_the_model_also_after_an_error() -> None:
     with pytest.raises(ValueError, match="attention_mask"):
         model(**{**kwargs, "attention_mask": torch.ones_like(kwargs["input_ids"])})
     assert current_scope() is None
-
-
-def test_the_pack_of_one_thread_is_not_that_of_another() -> None:
-    (batch, _) = matrix.packs()
-    seen: list[Any] = []
-    with packed(batch):
-        assert current_pack() is not None
-        thread = threading.Thread(target=lambda: seen.append(current_pack()))
-        thread.start()
-        thread.join()
-    assert seen == [None]
 
 
 def test_another_model_called_along_the_way_keeps_its_own_rows() -> None:

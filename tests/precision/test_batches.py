@@ -102,18 +102,3 @@ class _Unaligned:
         from lightning_thd.alignment import Alignment
 
         return Alignment()
-
-
-@pytest.mark.parametrize("recipe", _KNOWN.values(), ids=lambda recipe: f"{recipe.engine}-{recipe.name}")
-def test_the_multiple_of_a_recipe_is_the_least_that_serves(recipe: Recipe) -> None:
-    """Not more padding than the kernels ask for: no divisor of the total would do."""
-    for layout in LAYOUTS:
-        cp, tp, sequence_parallel = layout
-        total = recipe.alignment(cp=cp, tp=tp, sequence_parallel=sequence_parallel).total_multiple
-        ranks = {"local": cp * tp if sequence_parallel else cp, "gathered": cp}
-        wanted = [ranks[shard] * multiple for shard, multiple in ASSERTED[recipe.name]] + [
-            2 * cp if cp > 1 else 1
-        ]
-        assert all(total % one == 0 for one in wanted)
-        local = max(multiple for _, multiple in ASSERTED[recipe.name])
-        assert total <= ranks["local"] * local

@@ -146,15 +146,6 @@ def test_a_model_on_the_meta_device_stays_there() -> None:
     assert is_converted(model.model.layers[0].mlp.up_proj)
 
 
-def test_checkpoints_go_from_bf16_to_fp8_and_back() -> None:
-    plain, low = llama(), llama()
-    convert_linear(low, engine="torchao", emulate=True)
-    state = {name: value + 1 for name, value in plain.state_dict().items()}
-    assert low.load_state_dict(state).missing_keys == []
-    assert plain.load_state_dict(low.state_dict()).unexpected_keys == []
-    assert torch.equal(plain.model.embed_tokens.weight, state["model.embed_tokens.weight"])
-
-
 def test_layers_are_kept_with_their_reasons() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
@@ -199,21 +190,6 @@ def test_a_loader_of_ones_own_is_refused_at_its_first_odd_batch(tmp_path: Path) 
     with pytest.raises(ValueError, match=r"15 slots break the rule .* wanted a multiple of"):
         fit(tmp_path, module, emulated(), data=loader)
     assert len(module.losses) == 1
-
-
-def test_the_data_module_joins_what_strategy_and_plugin_ask() -> None:
-    from lightning_thd.data.trainer_link import alignment_of
-
-    class Strategy:
-        context_parallel_size, tensor_parallel_size, sequence_parallel = 4, 2, True
-        context_parallel_layout = "dual_chunk"
-        alignment = Alignment.for_(cp=4, tp=2, sequence_parallel=True)
-
-    found = alignment_of(Strategy(), emulated())
-    assert found is not None
-    assert (found.sequence_multiple, found.total_multiple) == (8, 128)
-    assert alignment_of(object(), object()) is None
-    assert Alignment(total_multiple=24).joined_with(Alignment(total_multiple=16)).total_multiple == 48
 
 
 def test_a_converted_model_aligns_packs_in_loops_without_a_plugin() -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_thd.loss.tiles.logits import GradientSums, Head, HeadGradients, LogitMap, Needs
+from lightning_thd.loss.tiles.logits import GradientSums, Head, HeadGradients, Needs
 from lightning_thd.loss.tiles.nll import Stash
 from lightning_thd.loss.tiles.products import exponential
 from lightning_thd.loss.tiles.softmax import MAX, SUM, merge_parts, merge_ranks
@@ -142,7 +142,11 @@ def divergence_and_gradients(
             dz = divergence.gradient(s, t, inner).mul_(weights[rows, None])
             if head.counts is not None:  # a divergence may be infinite in rows that do not count
                 dz.masked_fill_(~head.counts[rows, None], 0.0)
-            sums.add(_to_raw(head.how.logit_map, dz, z), rows, columns)
+            logit_map = head.how.logit_map  # from mapped logits to raw products, in place
+            dz.mul_(logit_map.scale / logit_map.temperature)
+            if logit_map.softcap is not None:  # 1 - tanh^2, with tanh = z * temperature / cap
+                dz.mul_(1.0 - (z * (logit_map.temperature / logit_map.softcap)).square())
+            sums.add(dz, rows, columns)
         sums.close(rows)
     del stash
     found = sums.result()
@@ -170,11 +174,3 @@ def _open(stash: Stash, teacher: HeadTeacher | TopTeacher, rows: slice) -> Tenso
 def _nowhere(rows: slice, like: Tensor) -> Tensor:
     """Return targets that are in no tile, ``[c]``."""
     return torch.full((rows.stop - rows.start,), -1, device=like.device)
-
-
-def _to_raw(logit_map: LogitMap, dz: Tensor, z: Tensor) -> Tensor:
-    """Convert a gradient of mapped logits ``z`` to one of the raw products, in place."""
-    dz.mul_(logit_map.scale / logit_map.temperature)
-    if logit_map.softcap is not None:  # 1 - tanh^2, with tanh = z * temperature / cap
-        dz.mul_(1.0 - (z * (logit_map.temperature / logit_map.softcap)).square())
-    return dz

@@ -91,19 +91,6 @@ def run_delta_rule(
     return scan_shard(recurrence, (query[0], key[0], value[0], g[0], beta[0]), layout)[None], None
 
 
-def _convolve(
-    original: Callable[..., Any],
-    layout: ShardLayout,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    **options: Any,
-) -> Tensor:
-    others = _others(options, refused=("initial_states", "final_states_out"))
-    return convolve_shard(functools.partial(original, **others), layout, x, weight, bias, activation)
-
-
 def _others(options: dict[str, Any], *, refused: tuple[str, ...]) -> dict[str, Any]:
     """Return a kernel's options without those that shards set themselves; refuse unsupported ones."""
     for name in refused:
@@ -130,11 +117,6 @@ _SCANS: Final[dict[str, Callable[..., Any]]] = {
     "chunk_kimi_delta_attention": run_delta_rule,
 }
 _FUSED: Final = "mamba2_split_conv1d_scan_combined"
-_ON_SHARDS: Final[dict[str, Callable[..., Any]]] = {
-    _CONVOLUTION: _convolve,
-    **_SCANS,
-    _FUSED: _no_fused_path,
-}
 # Layers whose convolution is all they carry; the others want a scan as well.
 _CONVOLUTION_ALONE: Final = frozenset({"Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"})
 
@@ -190,7 +172,8 @@ def _aware(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         if running is None:
             return original(*args, **kwargs)
         running.called.append(name)
-        return _ON_SHARDS[name](original, running.layout, *args, **kwargs)
+        rule: Callable[..., Any] = {_CONVOLUTION: convolve_shard, **_SCANS, _FUSED: _no_fused_path}[name]
+        return rule(original, running.layout, *args, **kwargs)
 
     on_shards._thd_shards = True  # type: ignore[attr-defined]
     if not hasattr(original, "__wrapped__"):  # mixers distinguishes versions of transformers by it
@@ -230,11 +213,13 @@ def convolve_shard(
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
+    **options: Any,
 ) -> Tensor:
     """Run a causal convolution, weight ``[C, W]``, over stretches of a shard ``[1, C, N]``; a collective.
 
     A rank receives at most W - 1 rows for each of its stretches.
     """
+    others = _others(options, refused=("initial_states", "final_states_out"))
     left = weight.shape[-1] - 1
     plan = needs.exchanged(layout, causal=True, left=left)
     rows = x_1CN[0].transpose(0, 1)
@@ -249,7 +234,7 @@ def convolve_shard(
     outputs = []
     for source in reach.groups.sources:
         grid = taken.index_select(0, source.flatten()).unflatten(0, source.shape)  # type: ignore[no-untyped-call]
-        out = original(grid.transpose(1, 2).contiguous(), weight, bias, activation=activation)
+        out = original(grid.transpose(1, 2).contiguous(), weight, bias, activation=activation, **others)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     own: Tensor = torch.cat(outputs).index_select(0, reach.own)
     return own.transpose(0, 1)[None]
