@@ -114,7 +114,7 @@ def causal_lm_loss(
         weights: floats ``[T]``, a further factor of each slot's loss, without gradient; no part of the
             divisor, which only the data decides. Of shared prefixes ``[N]``, one for each token of a
             sequence.
-        class_weights: floats ``[V]``, a further factor by target, likewise.
+        class_weights: floats ``[V]``, a further factor by target, without gradient; no part of the divisor.
         label_smoothing: share of a target's mass spread over the vocabulary.
         z_loss: factor of the squared lse of each loss token; None: the config's ``z_loss_coefficient``.
         mtp_weight: weight of the mean of further predictions, for a model that calls its head more than
@@ -126,7 +126,7 @@ def causal_lm_loss(
             "step" balances all tokens of the step so far, of all ranks, by one all-reduce a microbatch.
         router_z_loss: factor of the squared lse of router logits, a mean over the step's input tokens and
             the layers; the config's ``router_z_loss_coef`` when None.
-        return_parts: give the z-loss beside the loss.
+        return_parts: return ``LossParts``, which hold the z-loss too.
 
     Returns:
         fp32 ``[]`` (fp64 for an fp64 model), or ``LossParts`` of such; under context parallelism the pack's
@@ -418,7 +418,7 @@ def predicting(
 
 
 def targets_after(batch: THDBatch, depth: int) -> Tensor:
-    """Shift a batch's targets by ``depth``; those of a shard over the whole pack, by one collective."""
+    """Shift a batch's targets by ``depth``; a shard's over the whole pack, which takes one collective."""
     if not isinstance(batch, THDShard):
         return mtp_targets(batch.targets, batch.cu_seqlens_padded, depth)
     layout = batch.layout

@@ -58,7 +58,7 @@ class HeadOperands:
 
     hidden: Tensor  # ``[..., T, H]``
     weight: Tensor  # ``[V, H]``, or this rank's rows of it
-    bias: Tensor | None = None  # ``[V]``, likewise
+    bias: Tensor | None = None  # ``[V]``, or this rank's part of it
     # the head's other products, ``(x [..., T, r], weight [V, r])``, a LoRA's for example
     low_rank: tuple[Tensor, Tensor] | None = None
     tp_group: dist.ProcessGroup | None = None  # ranks that share the vocabulary

@@ -207,7 +207,7 @@ def vespo_loss(
     VESPO, arXiv:2602.10693: ``phi(w) = w^k e^(lam (1 - w))`` with ``w = exp(sum(logp - old_logp))`` of the
     response gets no gradient. Averaged over all response tokens. As its authors do, a token's distance is
     held within 20 nats, and w between 1e-8 and e^20. ``advantages`` are ``[B]``. ``k`` are the exponents for
-    advantages of 0 and more, and for negative ones; ``lam`` are the decays, likewise. Equal policies,
+    advantages of 0 and more, and for negative ones; ``lam`` are the decays for both. Equal policies,
     advantages of 1 and log-probabilities of -2 give 2.
     """
     for name, pair in (("k", k), ("lam", lam)):

@@ -1,4 +1,4 @@
-"""The losses of single slots, as a batch's are summed -> watchers that asked for those of the batch.
+"""The losses of a batch's slots -> the watcher that asked for them.
 
 T slots in a pack, R of them with a target.
 """
@@ -24,7 +24,7 @@ class SlotLosses(NamedTuple):
     """The losses of a batch's slots and their weights, on the device, without gradient."""
 
     losses: Tensor  # weight times loss of each row, ``[R]``
-    weights: Tensor  # what each counts, the scale of the batch among it, ``[R]``
+    weights: Tensor  # the weight of each row, times the scale of the batch, ``[R]``
     kept: Tensor | None  # int64 ``[R]``, their slots; None for all slots
 
 
@@ -105,7 +105,7 @@ def log_token_losses(batch: THDBatch, losses: Tensor, weights: Tensor | None = N
     factors = torch.where(counts, factors, 0.0)
     summed = torch.where(counts, losses.detach() * factors, 0.0)
     watcher, found = watching(batch)
-    if found is not None:  # by the scale of the batch, as those of causal_lm_loss
+    if found is not None:  # scaled as causal_lm_loss scales its losses
         scale: Tensor | float = 0.0 if batch.loss_scale is None else batch.loss_scale
         found.append(SlotLosses(summed * scale, factors * scale, None))
     if watcher is not None:

@@ -194,7 +194,7 @@ def _language_modules(model: Any) -> Iterator[_Found]:
 
 
 def note_construction(model: Any) -> None:
-    """Note the windows of a model's layers, and what they keep of configs that masks read again later."""
+    """Note the windows of a model's layers, and the config values that masks read again later."""
     windows = [
         module.__dict__.setdefault(NOTES[0], module.sliding_window)
         for module in model.modules()

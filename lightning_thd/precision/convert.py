@@ -92,7 +92,7 @@ def replace_layers(
     convert: Callable[[str, nn.Linear], bool] | None = None,
     min_features: int = 0,
 ) -> Converted:
-    """Replace layers by those of a resolved recipe, as ``convert_linear`` does by name."""
+    """Replace the linear layers of a model by FP8 layers of a resolved recipe."""
     check_model(model, recipe)
     names: list[str] = []
     kept: dict[str, str] = {}

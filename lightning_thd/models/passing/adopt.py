@@ -172,8 +172,8 @@ def _aware(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         if running is None:
             return original(*args, **kwargs)
         running.called.append(name)
-        rule: Callable[..., Any] = {_CONVOLUTION: convolve_shard, **_SCANS, _FUSED: _no_fused_path}[name]
-        return rule(original, running.layout, *args, **kwargs)
+        rules: dict[str, Callable[..., Any]] = {_CONVOLUTION: convolve_shard, _FUSED: _no_fused_path}
+        return (rules | _SCANS)[name](original, running.layout, *args, **kwargs)
 
     on_shards._thd_shards = True  # type: ignore[attr-defined]
     if not hasattr(original, "__wrapped__"):  # mixers distinguishes versions of transformers by it
