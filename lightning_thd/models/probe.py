@@ -114,7 +114,7 @@ def check_packing(
     def measure() -> _Probe:
         with norms.watched():
             probe = _Probe(model, run, batch, grad=grad)
-        probe.batch_norms = tuple(norms.ran)
+        probe.measured["batch_norms"] = tuple(norms.ran)
         if thorough:
             probe.compare_with_stock()
             probe.add_a_pad()
@@ -148,11 +148,6 @@ def _without_rounding(model: nn.Module, measure: Callable[[], _Probe]) -> Packin
         return _judged(probe, None)
 
 
-def _is_worse(found: float, known: float) -> bool:
-    """Return whether an error replaces the largest one so far; NaN is the worst, and stays."""
-    return known == known and not found <= known
-
-
 class _Probe:
     """The model runs of one leak check, and the batches they use."""
 
@@ -162,16 +157,18 @@ class _Probe:
         self.batch = batch
         self.grad = grad
         self.inputs: Tensor | None = None
-        self.leak, self.error, self.dtype = 0.0, 0.0, torch.float32
-        self.leaking, self.differing, self.unlike_stock = 0, 0, 0
-        self.gradient_leak: float | None = 0.0 if grad else None
-        self.gradient_error: float | None = 0.0 if grad else None
-        self.reference_error: float | None = None
-        self.causality_leak: float | None = None
-        self.pad_error: float | None = None
-        self.batch_norms: tuple[str, ...] = ()
+        self.dtype = torch.float32
+        self.measured: dict[str, Any] = {"leak": 0.0, "error": 0.0, "gradient_leak": None}
+        self.measured["gradient_error"] = None
+        self.worst: dict[str, int] = {}  # the sequence at which each number was measured
         self.skipped: list[str] = []
         self._measure()
+
+    def keep(self, name: str, found: float, index: int) -> None:
+        """Note an error of a sequence if it is the largest of its kind; NaN is the worst, and stays."""
+        known = self.measured.get(name) or 0.0
+        if name not in self.worst or (known == known and not found <= known):
+            self.measured[name], self.worst[name] = found, index
 
     def changed(self, index: int) -> THDBatch:
         """Return the pack with every token of one sequence replaced."""
@@ -212,17 +209,13 @@ class _Probe:
                 with torch.no_grad():
                     moved = (self.logits(self.changed(index)) - whole).abs().amax(-1)
                 moved[slots_of(self.batch, index)] = 0
-                leak = moved.max().item() / scale
-                if _is_worse(leak, self.leak):
-                    self.leak, self.leaking = leak, index
+                self.keep("leak", moved.max().item() / scale, index)
                 self._compare(index, whole, inputs, scale)
 
     def _compare(self, index: int, whole: Tensor, inputs: Tensor | None, scale: float) -> None:
         own = slots_of(self.batch, index)
         alone = self.logits(self.alone(index))
-        error = (alone.detach() - whole.detach()[own]).abs().max().item() / scale
-        if _is_worse(error, self.error):
-            self.error, self.differing = error, index
+        self.keep("error", (alone.detach() - whole.detach()[own]).abs().max().item() / scale, index)
         if not self.grad:
             return
         assert inputs is not None
@@ -233,13 +226,9 @@ class _Probe:
         (alone_grad,) = torch.autograd.grad((alone * weights).sum(), self.inputs)
         packed_grad, alone_grad = packed_grad.flatten(0, -2), alone_grad.flatten(0, -2)
         largest = max(alone_grad.abs().max().item(), torch.finfo(alone_grad.dtype).tiny)
-        error = (packed_grad[own] - alone_grad).abs().max().item() / largest
+        self.keep("gradient_error", (packed_grad[own] - alone_grad).abs().max().item() / largest, index)
         packed_grad[own] = 0
-        leak = packed_grad.abs().max().item() / largest
-        if _is_worse(error, self.gradient_error or 0.0):
-            self.gradient_error = error
-        if _is_worse(leak, self.gradient_leak or 0.0):
-            self.gradient_leak = leak
+        self.keep("gradient_leak", packed_grad.abs().max().item() / largest, index)
 
     def compare_with_stock(self) -> None:
         """Run every sequence under stock eager attention, shortest first, and check causality."""
@@ -261,11 +250,8 @@ class _Probe:
             self.skipped.append("stock eager attention: its logits are not what forward() returns")
             return
         scale = max(x.abs().max().item() for x in wanted.values())
-        errors = {
-            i: (whole[slots_of(self.batch, i)] - x).abs().max().item() / scale for i, x in wanted.items()
-        }
-        worst = max(errors, key=lambda i: errors[i] if errors[i] == errors[i] else float("inf"))
-        self.reference_error, self.unlike_stock = errors[worst], worst
+        for i, x in wanted.items():
+            self.keep("reference_error", (whole[slots_of(self.batch, i)] - x).abs().max().item() / scale, i)
         self._look_ahead(whole, wanted, order[-1], scale)
 
     def _look_ahead(self, whole: Tensor, wanted: dict[int, Tensor], index: int, scale: float) -> None:
@@ -280,7 +266,7 @@ class _Probe:
         if stock.abs().max().item() / scale > _LEAK.get(self.dtype, _HALF_LEAK):
             self.skipped.append("later tokens: the model is not causal")
             return
-        self.causality_leak = ours.abs().max().item() / scale
+        self.keep("causality_leak", ours.abs().max().item() / scale, index)
 
     def add_a_pad(self) -> None:
         """Compare the gradients of parameters with and without a trailing pad."""
@@ -302,10 +288,9 @@ class _Probe:
             found.append(torch.autograd.grad(total, parameters, allow_unused=True))
         pairs = [(a, b) for a, b in zip(*found, strict=True) if a is not None and b is not None]
         largest = max((a.abs().max().item() for a, _ in pairs), default=0.0)
-        errors = [
-            (a - b).abs().max().item() / max(a.abs().max().item(), 1e-3 * largest, 1e-30) for a, b in pairs
-        ]
-        self.pad_error = max(errors, key=lambda x: x if x == x else float("inf"), default=None)
+        for a, b in pairs:
+            scale = max(a.abs().max().item(), 1e-3 * largest, 1e-30)
+            self.keep("pad_error", (a - b).abs().max().item() / scale, 0)
 
     @contextmanager
     def _inputs_watched(self) -> Generator[None]:
@@ -333,40 +318,33 @@ class _Probe:
             attention=getattr(config, "_attn_implementation", None),
             layers=getattr(text_config(config), "num_hidden_layers", None),
             lengths=self.batch.lengths,
-            leak=self.leak,
-            gradient_leak=self.gradient_leak,
-            error=self.error,
-            gradient_error=self.gradient_error,
             leak_tolerance=_LEAK.get(self.dtype, _HALF_LEAK),
             tolerance=_ERROR.get(self.dtype, _HALF_ERROR) if tolerance is None else tolerance,
-            reference_error=self.reference_error,
-            causality_leak=self.causality_leak,
-            pad_error=self.pad_error,
-            batch_norms=self.batch_norms,
             skipped=tuple(self.skipped),
             module=module,
+            **self.measured,
         )
 
     def culprit(self, report: PackingReport) -> str | None:
         """Return the first module at which the two runs that should agree differ, or None."""
         with torch.no_grad():
-            if self.batch_norms and report.same and not report.leaks:
-                return self.batch_norms[0]
+            if report.batch_norms and report.same and not report.leaks:
+                return report.batch_norms[0]
             run = partial(partial, self.logits)
             if report.leak > report.leak_tolerance:
                 others = torch.ones(self.batch.input_ids.shape[-1], dtype=torch.bool)
-                others[slots_of(self.batch, self.leaking)] = False
-                rows, changed = others.nonzero()[:, 0], self.changed(self.leaking)
+                others[slots_of(self.batch, self.worst["leak"])] = False
+                rows, changed = others.nonzero()[:, 0], self.changed(self.worst["leak"])
                 return first_leaking_module(self.model, run(self.batch), run(changed), rows, rows)
             how = {"tolerance": report.tolerance}
             if not report.matches_stock:
-                one = self.alone(self.unlike_stock)
+                one = self.alone(self.worst["reference_error"])
                 rows, stock = (
                     torch.arange(len(one.input_ids)),
                     partial(logits_alone, self.model, one.input_ids),
                 )
                 return first_leaking_module(self.model, run(one), stock, rows, rows, **how)
-            own, one = slots_of(self.batch, self.differing), self.alone(self.differing)
+            own, one = slots_of(self.batch, self.worst["error"]), self.alone(self.worst["error"])
             there, rows = torch.arange(own.start, own.stop), torch.arange(len(one.input_ids))
             return first_leaking_module(self.model, run(self.batch), run(one), there, rows, **how)
 
