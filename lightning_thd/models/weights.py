@@ -14,7 +14,7 @@ import copy
 import hashlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,16 +53,20 @@ def _with_memory(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
     """Replace what is on the meta device by memory marked as unset; shared tensors stay shared."""
     made: dict[int, Tensor] = {}
     found: dict[str, Tensor] = {}
-    for path, child in module.named_modules():
-        for held in (child._parameters, child._buffers):
-            for name, tensor in held.items():
-                if tensor is None or not tensor.is_meta:
-                    continue
-                if id(tensor) not in made:
-                    made[id(tensor)] = new = _like(tensor, device)
-                    found[f"{path}.{name}" if path else name] = new
-                held[name] = made[id(tensor)]
+    for path, table, name, tensor in _held(module):
+        if tensor is not None and tensor.is_meta:
+            if id(tensor) not in made:
+                made[id(tensor)] = found[path] = _like(tensor, device)
+            table[name] = made[id(tensor)]
     return found
+
+
+def _held(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, Tensor | None]]:
+    """Yield the path of every parameter and buffer, the table that holds it, its key there, and itself."""
+    for path, child in module.named_modules():
+        for table in (child._parameters, child._buffers):
+            for name, tensor in list(table.items()):
+                yield f"{path}.{name}".lstrip("."), table, name, tensor
 
 
 def _like(tensor: Tensor, device: torch.device) -> Tensor:
@@ -288,10 +292,9 @@ def _read(module: nn.Module, unread: _Unread) -> None:
     kept = {name: tensor for name, tensor in unread.tensors.items() if id(tensor) in held and tensor.is_meta}
     skeleton: Any = unread.skeleton
     expected = list(skeleton.state_dict())
-    for path, child in skeleton.named_modules():
-        for tensors in (child._parameters, child._buffers):
-            for name in [name for name in tensors if f"{path}.{name}".lstrip(".") not in kept]:
-                del tensors[name]
+    for path, table, name, _ in _held(skeleton):
+        if path not in kept:
+            del table[name]
     found, _ = type(skeleton)._load_pretrained_model(
         skeleton, None, unread.files, unread.options, expected_keys=expected
     )
@@ -303,11 +306,9 @@ def _read(module: nn.Module, unread: _Unread) -> None:
             data = new.detach().to(tensor.dtype)
             plain = not isinstance(tensor, nn.Parameter)
             read[id(tensor)] = data if plain else nn.Parameter(data, tensor.requires_grad)
-    for child in module.modules():
-        for held_here in (child._parameters, child._buffers):
-            for name, held_tensor in held_here.items():
-                if id(held_tensor) in read:
-                    held_here[name] = read[id(held_tensor)]  # type: ignore[assignment]
+    for _, table, name, held_there in _held(module):
+        if id(held_there) in read:
+            table[name] = read[id(held_there)]
 
 
 def _check(skeleton: nn.Module, found: Any, kept: dict[str, Tensor]) -> None:
