@@ -106,6 +106,10 @@ GALLERY = {
     "vision_language": [
         [(4, IMAGE), (1, PROMPT), (2, LEARNED), (2, IMAGE), (1, LEARNED)]
     ],
+    "vision_chat": [
+        [(3, IMAGE), (2, PROMPT), (1, LEARNED), (1, PROMPT), (3, LEARNED)],
+        [(2, IMAGE), (2, IMAGE), (2, PROMPT), (2, LEARNED), (2, EMPTY)],
+    ],
     "preference": [[(2, PROMPT), (3, "chosen"), (2, PROMPT), (3, "rejected")]],
     "rl_logprobs": [
         [(2, PROMPT), (3, "response"), (5, EMPTY)],

@@ -22,22 +22,29 @@ _PIXELS = ("pixel_values", "pixel_values_videos")
 # Columns of the table of sizes: patches, and the sum of a frame's squared patches; pixels, and their squares,
 # where a sample has no grid.
 COLUMNS = 4
+_MOST_SQUARES = 2**62  # summed in int64
 
 # A sample -> the number of its image patches, or frames, rows and columns of patches of its images, [N, 3].
 ExtrasCost = Callable[[Any], Any]
 
 
-def of_grids(grids: IntArray) -> tuple[int, int]:
+def of_grids(grids: IntArray, name: str) -> tuple[int, int]:
     """Return the patches of grids ``[N, 3]``, and the sum of the squares of each frame's patches."""
-    frames, areas = grids[:, 0], grids[:, 1] * grids[:, 2]
-    return int((frames * areas).sum()), int((frames * areas * areas).sum())
+    frames, rows, columns = grids.astype(np.float64).T
+    if (squares := float((frames * (rows * columns) ** 2).sum())) > _MOST_SQUARES:
+        raise ValueError(
+            f"{name} gives images whose squared patches add up to {squares:.1e}, more than 2**62. Give "
+            "patches, not pixels or bytes: an image of 1,000 by 1,000 pixels has about 4,000."
+        )
+    areas = grids[:, 1] * grids[:, 2]
+    return int((grids[:, 0] * areas).sum()), int((grids[:, 0] * areas * areas).sum())
 
 
 def sizes_of(sample: Mapping[str, Any]) -> tuple[int, int, int, int]:
     """Return patches and pixels of a sample's images with their squares, zeros for text."""
-    grids = [_grid(sample[name], name) for name in GRIDS if sample.get(name) is not None]
-    if grids:
-        return (*of_grids(np.concatenate(grids)), 0, 0)
+    found = [name for name in GRIDS if sample.get(name) is not None]
+    if grids := [_grid(sample[name], name) for name in found]:
+        return (*of_grids(np.concatenate(grids), " and ".join(found)), 0, 0)
     pixels = squares = 0
     for name in _PIXELS:
         shape = _shape(sample.get(name))
@@ -49,16 +56,16 @@ def sizes_of(sample: Mapping[str, Any]) -> tuple[int, int, int, int]:
 
 def declared(cost: ExtrasCost, sample: Any, name: str) -> tuple[int, int, int, int]:
     """Return the sizes that a user's function gives for a sample: patches of one frame, or grids."""
+    given = f"{name}: extras_cost(sample)"
     found = host_ints(
         np.asarray(cost(sample)),
-        f"{name}: extras_cost(sample)",
+        given,
         ndim=None,
         least=0,
         advice="Return the patches of its images, 0 for text, or rows of frames, rows and columns [N, 3].",
     )
-    if found.ndim == 0:
-        return int(found), int(found) ** 2, 0, 0
-    return (*of_grids(_grid(found, f"{name}: extras_cost(sample)")), 0, 0)
+    grids = np.array([[1, 1, int(found)]]) if found.ndim == 0 else _grid(found, given)
+    return (*of_grids(grids, given), 0, 0)
 
 
 def patch_table(sizes: IntArray, patch: int | None) -> IntArray:

@@ -20,6 +20,7 @@ _LANES = 16  # Only this many of them are drawn.
 _INCHES = 4.8  # Loggers show pictures small: 16 lanes stay legible at 340 pixels.
 _LOAD = "train/experts/load"
 _DRAWN, _LENGTHS, _FILL = "train/packing/packs", "train/packing/lengths", "train/packing/fill_by_pack"
+_PATCHES = "train/packing/patches_by_pack"
 
 # TensorBoard shows these charts, in this order, under CUSTOM SCALARS. Keys are regular expressions.
 LAYOUT = {
@@ -52,12 +53,13 @@ class Pictures:
     def __init__(self) -> None:
         require("matplotlib", feature="pictures=True")
         self._packs: list[Sequence[int]] = []
+        self._patches: list[int] = []
         self._capacity = 0
         self._waiting = False
 
     def begin(self, capacity: int) -> None:
         """Start collecting the packs of an epoch; if the capacity is 0, the largest pack is taken for it."""
-        self._packs, self._capacity, self._waiting = [], capacity, True
+        self._packs, self._patches, self._capacity, self._waiting = [], [], capacity, True
 
     def add(self, batch: Any) -> bool:
         """Store the lengths in a batch, and return whether there are enough packs to draw."""
@@ -66,6 +68,7 @@ class Pictures:
         for stats, lengths in microbatches(batch):
             if isinstance(lengths, tuple):  # the lengths of padded rows are on the device
                 self._packs.append(lengths)
+                self._patches.append(stats.vision_patches)
                 self._capacity = max(self._capacity, stats.slots)
         return len(self._packs) >= PACKS
 
@@ -78,8 +81,10 @@ class Pictures:
         figure = draw_packs(packs[:_LANES], self._capacity, held=held[:_LANES], width=_INCHES)
         lengths = np.asarray([length for pack in packs for length in pack])
         used = [sum(pack) - sum(shared) for pack, shared in zip(packs, held, strict=True)]
-        fill = np.asarray(used) / self._capacity
-        histograms = {key: values for key, values in ((_LENGTHS, lengths), (_FILL, fill)) if len(values)}
+        shown = {_LENGTHS: lengths, _FILL: np.asarray(used) / self._capacity}
+        if any(patches := self._patches[:PACKS]):
+            shown[_PATCHES] = np.asarray(patches)
+        histograms = {key: values for key, values in shown.items() if len(values)}
         for logger in loggers:
             if isinstance(logger, WandbLogger):
                 _to_wandb(logger, _DRAWN, figure, histograms, step)

@@ -294,6 +294,8 @@ class THDDataModule(LogsSources):
                 empty=self._settings.empty,
                 extras_cost=self._settings.extras_cost,
             )
+            if name == "train":
+                sets.refuse_unused(opener.processor, self._sets[name])
 
     @property
     def set_names(self) -> dict[str, tuple[str, ...]]:

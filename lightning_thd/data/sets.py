@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 
 from lightning_thd.batch.media import COLUMNS, ExtrasCost
 from lightning_thd.data.read.sources import Opener, Source
+from lightning_thd.data.read.vision_chat import ChatRows
 from lightning_thd.data.store.index import Empty, MapDataset, SequenceIndex, build_index, keeps_rows
 
 _BAR_FROM = 10_000  # sequences: below it counting takes less than a second
@@ -22,21 +23,21 @@ class MixedRows(Dataset[dict[str, Any]]):
 
     def __init__(self, datasets: Mapping[str, Any]) -> None:
         self.names = tuple(datasets)
-        self._datasets = list(datasets.values())
-        self._ends = np.cumsum([len(dataset) for dataset in self._datasets])
-        self.skipped = sum(int(getattr(dataset, "skipped", 0)) for dataset in self._datasets)
+        self.datasets = list(datasets.values())
+        self._ends = np.cumsum([len(dataset) for dataset in self.datasets])
+        self.skipped = sum(int(getattr(dataset, "skipped", 0)) for dataset in self.datasets)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         source, row = self._find(i)
-        return self._datasets[source][row]  # type: ignore[no-any-return]
+        return self.datasets[source][row]  # type: ignore[no-any-return]
 
     @property
     def keeps_rows(self) -> bool:
         """Return whether rows of all its datasets stay as they are when others are read."""
-        return all(map(keeps_rows, self._datasets))
+        return all(map(keeps_rows, self.datasets))
 
     def place(self, i: int) -> str:
         """Return the source and row of a sequence as text, for messages."""
@@ -120,6 +121,16 @@ def open_mixture(name: str, sources: Mapping[str, Any], opener: Opener, **how: A
         weights={part: weighted(part, given)[1] for part, given in sources.items()},
         lengths={part: data.index.lengths for part, data in opened.items()},
     )
+
+
+def refuse_unused(processor: object, data: DataSet) -> None:
+    """Refuse a processor beside data without a conversation that it renders."""
+    rows = data.dataset.datasets if isinstance(data.dataset, MixedRows) else [data.dataset]
+    if processor is not None and len(data.dataset) and not any(isinstance(one, ChatRows) for one in rows):
+        raise ValueError(
+            f"the {data.name} data hold ids, and processor= renders conversations. Give conversations, or "
+            "leave processor= out."
+        )
 
 
 def is_mixture(source: object) -> bool:

@@ -32,6 +32,15 @@ ROW_TRAINERS = frozenset({"DPOTrainer", "RewardTrainer", "GRPOTrainer"})
 _OF_ROWS = frozenset({"input_ids", "attention_mask", "labels", "fused_lm_head", "use_cache"})
 _KEPT = frozenset({"output_router_logits", "num_items_in_batch", "return_dict"})
 
+_BATCH_IS_PACK = "a pack is what a batch of per_device_train_batch_size rows holds"
+# Arguments of packed_trainer for other trainers, and why not here.
+_NOT_FOR_ROWS = {
+    "capacity": _BATCH_IS_PACK,
+    "data_kwargs": _BATCH_IS_PACK,
+    "router_balance": "TRL means its loss over pairs or groups, so that no weight of a step's tokens is known; "
+    "it adds the model's own balancing loss of each batch, by router_aux_loss_coef",
+}
+
 # Option: (whether a value is refused, why). All others mean what TRL says.
 REFUSED_FOR_ROWS: dict[str, str] = {
     "padding_free": "packs by itself, before packed_trainer does",
@@ -56,12 +65,9 @@ class PackedRowsMixin(TrainerBase):  # type: ignore[misc]
     ) -> None:
         flags(share_prefixes=share_prefixes)
         self._share_prefixes = share_prefixes
-        ours = sorted(kwargs.keys() & {"capacity", "data_kwargs"})
-        if ours:
-            raise TypeError(
-                f"{type(self).__name__} got {', '.join(ours)}, but a pack is what a batch of "
-                "per_device_train_batch_size rows holds. Leave it out."
-            )
+        for name, why in _NOT_FOR_ROWS.items():
+            if name in kwargs:
+                raise TypeError(f"{type(self).__name__} got {name}, but {why}. Leave it out.")
         super().__init__(*args, **kwargs)
         refuse_engines(self)
         self._refuse_what_rows_cannot()

@@ -145,6 +145,11 @@ def test_what_rows_do_not_say_is_declared_by_a_function() -> None:
     assert one.patches.tolist() == [6 * (i + 1) for i in one.spans.index]
     with pytest.raises(ValueError, match=r"Sequence 0: extras_cost\(sample\)"):
         plan(THDDataModule(given, capacity=64, extras_cost=lambda row: -1))
+    for many in (2**40, [[1, 2**20, 2**20]]):
+        with pytest.raises(
+            ValueError, match=r"extras_cost\(sample\) gives images .* Give patches, not pixels"
+        ):
+            plan(THDDataModule(given, capacity=64, extras_cost=lambda row, many=many: many))
 
 
 def test_a_mixture_of_images_and_text_counts_both() -> None:

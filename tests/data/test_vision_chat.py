@@ -229,6 +229,9 @@ def test_a_stream_renders_too(tmp_path: Path) -> None:
     rows = opened(records).dataset
     ids = [row.tolist() for batch in step.microbatches for row in batch.unpack(batch.input_ids)]
     assert sorted(ids) == sorted(rows[i]["input_ids"].tolist() for i in range(6))
+    records[0] = {"input_ids": [1, 2, 3]}
+    with pytest.raises(ValueError, match="is no conversation, which processor= renders"):
+        next(iter(data.train_steps()))
 
 
 @pytest.mark.parametrize(
@@ -241,7 +244,16 @@ def test_a_stream_renders_too(tmp_path: Path) -> None:
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
             "a place for an image beyond the 0",
         ),
-        ({"messages": [{"role": "user", "content": [{"type": "video", "video": "x"}]}]}, "of type 'video'"),
+        *(
+            (
+                {"messages": [{"role": "user", "content": [{"type": kind}]}]},
+                f"of type '{kind}', and only text",
+            )
+            for kind in ("video", "audio", "input_audio")
+        ),
+        (chat(0) | {"videos": ["a.mp4"]}, "the record holds 'videos', and only text and images are rendered"),
+        (chat(0) | {"audio": "a.wav"}, "the record holds 'audio', .* audio cannot be packed"),
+        ({"input_ids": [1, 2, 3]}, "the train data hold ids, and processor= renders conversations"),
         (
             {
                 "messages": [

@@ -233,6 +233,8 @@ def test_what_would_change_the_numbers_is_refused() -> None:
             trainer._refuse_what_rows_cannot()
     with pytest.raises(TypeError, match="PackedDPOTrainer got capacity, but a pack is what a batch of"):
         packed_trainer(trl.DPOTrainer)(model=None, args=None, capacity=64)
+    with pytest.raises(TypeError, match="PackedGRPOTrainer got router_balance, but TRL means its loss over"):
+        packed_trainer(trl.GRPOTrainer)(model=None, args=None, router_balance="sequence")
     tokenizer = make_tokenizer(PLAIN)
     model = model_of("reward", tokenizer, "sdpa")
     pack_rows(model)

@@ -16,10 +16,15 @@ from typing import Any
 from urllib.parse import unquote, urlparse
 
 from lightning_thd._imports import require
+from lightning_thd.batch.keys import names
 
 Message = dict[str, Any]
 _COLUMNS = ("images", "image")
 _SOURCES = ("image", "path", "url", "image_url")
+_ONLY_IMAGES = (
+    "{}, and only text and images are rendered. Give video as images of its frames, or in a dataset of your "
+    "own whose samples carry pixel_values_videos and video_grid_thw; audio cannot be packed."
+)
 _PLACE = re.compile(r"\s?<image>\n?")
 _DATA = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
 
@@ -30,6 +35,9 @@ def with_images(messages: list[Message], record: Mapping[str, Any]) -> tuple[lis
     Raises:
         ValueError: for video, audio and other parts, and for more or fewer images than places.
     """
+    for name in names("raw", "audio"):
+        if name not in _COLUMNS and record.get(name) is not None and record[name] != []:
+            raise ValueError(_ONLY_IMAGES.format(f"the record holds {name!r}"))
     waiting = list(_of_record(record))
     given, found, parted = len(waiting), list[Any](), list[Message]()
     for message in messages:
@@ -44,11 +52,7 @@ def with_images(messages: list[Message], record: Mapping[str, Any]) -> tuple[lis
                 parts.append(part)
                 continue
             if kind not in ("image", "image_url"):
-                raise ValueError(
-                    f"a message holds a part of type {kind!r}, and only text and images are rendered. "
-                    "Give video as frames that the processor took, in a dataset of your own; audio cannot be "
-                    "packed."
-                )
+                raise ValueError(_ONLY_IMAGES.format(f"a message holds a part of type {kind!r}"))
             source = next((part[name] for name in _SOURCES if part.get(name) is not None), None)
             if part.get("base64") is not None:
                 source = _decoded(part["base64"])

@@ -384,6 +384,7 @@ def stream_loader(
             "the sequences one by one, or open the rows as a dataset with a length."
         )
     opened = open_sources(stream, opener, host.ranks)
+    chat = None if opener.processor is None else VisionChat(opener.processor)
     steps = StreamedSteps(
         Settings(
             shards=opened.shards,
@@ -392,13 +393,14 @@ def stream_loader(
             make_sampler=partial(
                 Sampler,
                 tokenizer=load_tokenizer(opener.tokenizer),
-                chat=None if opener.processor is None else VisionChat(opener.processor),
+                chat=chat,
                 capacity=slots.usable // slots.multiple * slots.multiple,
                 oversize=settings.oversize,
                 drop_empty=settings.empty == "drop",
                 text_key=opener.text_key,
                 append_eos=opener.append_eos,
-                records=opener.records,
+                # rows of ids are refused where the processor would have nothing to render
+                records="messages" if chat is not None and isinstance(stream, Stream) else opener.records,
                 one_each=opener.packed != "off",
                 vocab_size=settings.vocab_size or vocab_size(host.model),
                 extras_cost=settings.extras_cost,

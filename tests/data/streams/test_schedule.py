@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_thd.data.streams.ranks import moved_bytes
-from lightning_thd.data.streams.schedule import POOL, Scheduling, Table, plan_steps
+from lightning_thd.data.streams.schedule import POOL, Scheduling, Table, plan_steps, work_of
 from lightning_thd.packing import Cost, Packs, Sequences
 from lightning_thd.packing.lengths import make_slots
+from tests.packing.test_media import COST, PATCHES
+from tests.packing.test_media import LENGTHS as IMAGE_LENGTHS
 
 
 def pool_of(lengths: list[int] | np.ndarray, dp: int) -> Table:
@@ -70,3 +72,17 @@ def test_only_what_changes_ranks_is_moved() -> None:
     assert moved_bytes(step) == 8 * int(step.table["length"][moves].sum())
     step.table["holder"] = step.targets()
     assert moved_bytes(step) == 0
+
+
+@pytest.mark.parametrize("step", [Sequences(128), Packs(16)])
+def test_images_of_a_stream_are_bounded_in_packs_and_even_over_ranks(step: Packs | Sequences) -> None:
+    pool, dp, most = pool_of(IMAGE_LENGTHS, 8), 8, 40_000
+    pool["patches"], pool["squares"] = PATCHES.T
+    how = Scheduling(step=step, slots=make_slots(16_384, None, most), cost=COST, dp=dp)
+    steps, _ = plan_steps(pool[:512], how, ended=False)
+    for planned in steps:
+        sums = np.add.reduceat(np.append(planned.table["patches"], 0), planned.offsets[:-1])
+        assert 0.3 * most < sums.max() <= most
+        work = planned.work(COST)
+        largest = work_of(planned.table, COST).max() * dp / work.sum()
+        assert work.max(0).sum() * dp / work.sum() <= max(1.05, 1.02 * largest)
