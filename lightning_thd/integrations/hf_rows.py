@@ -37,8 +37,8 @@ _BATCH_IS_PACK = "a pack is what a batch of per_device_train_batch_size rows hol
 _NOT_FOR_ROWS = {
     "capacity": _BATCH_IS_PACK,
     "data_kwargs": _BATCH_IS_PACK,
-    "router_balance": "TRL means its loss over pairs or groups, so that no weight of a step's tokens is known; "
-    "it adds the model's own balancing loss of each batch, by router_aux_loss_coef",
+    "router_balance": "TRL means its loss over pairs or groups, and no weight of a step's tokens is known; "
+    "it adds the model's own balancing loss of each batch (router_aux_loss_coef)",
 }
 
 # Option: (whether a value is refused, why). All others mean what TRL says.
