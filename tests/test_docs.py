@@ -53,7 +53,12 @@ def write_chats(folder: Path) -> None:
     (folder / "chats.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
+# These pages start several ranks or loggers, whose features have unmarked tests of their own.
+SLOW = {"hosts.md", "loggers.md", "clusters.md", "pipelines.md", "yaml.md"}
+MARKED = [pytest.param(page, marks=pytest.mark.slow) if page.name in SLOW else page for page in PAGES]
+
+
+@pytest.mark.parametrize("page", MARKED, ids=lambda page: page.relative_to(DOCS).as_posix())
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     write_chats(tmp_path)
     code = blocks(page)[1:] if page.name == "index.md" else blocks(page)

@@ -41,7 +41,13 @@ def smaller(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return smaller_examples(tmp_path_factory.mktemp("examples"))
 
 
-@pytest.mark.parametrize("name", [name for name, arguments in ARGUMENTS.items() if arguments is not None])
+SLOW = {"hybrid_mamba.py", "fabric_loop.py", "vision_language.py", "distillation.py", "fp8.py"}
+NAMES = [name for name, arguments in ARGUMENTS.items() if arguments is not None]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in NAMES]
+)
 def test_example_runs(name: str, smaller: Path, tmp_path: Path) -> None:
     arguments = [text.format(out=tmp_path) for text in ARGUMENTS[name] or []]
     run_python(smaller / name, *arguments, cwd=tmp_path, timeout_s=500)

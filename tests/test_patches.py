@@ -59,9 +59,9 @@ def test_what_is_replaced_while_models_are_built_is_in_the_table() -> None:
 
 def foreign_assignments(path: Path) -> Iterator[str]:
     """Name the assignments to attributes of imported foreign objects, through one local name at most."""
-    tree = ast.parse(path.read_text())
+    nodes = list(ast.walk(ast.parse(path.read_text())))
     foreign: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in FOREIGN:
             foreign |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.Import):
@@ -70,13 +70,13 @@ def foreign_assignments(path: Path) -> Iterator[str]:
                 for alias in node.names
                 if alias.name.partition(".")[0] in FOREIGN
             }
-    for node in ast.walk(tree):
+    for node in nodes:
         value = getattr(node, "value", None)
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(value, ast.Name | ast.Attribute):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             if first(value) in foreign:
                 foreign |= {target.id for target in targets if isinstance(target, ast.Name)}
-    for node in ast.walk(tree):
+    for node in nodes:
         for target in node.targets if isinstance(node, ast.Assign) else []:
             for one in target.elts if isinstance(target, ast.Tuple) else [target]:
                 if isinstance(one, ast.Attribute) and first(one) in foreign:

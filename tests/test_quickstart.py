@@ -116,6 +116,7 @@ def test_a_hundred_steps_halve_the_loss(tmp_path: Path) -> None:
     assert losses[-1] < losses[0] / 2
 
 
+@pytest.mark.slow  # tests/data reads such files
 def test_own_jsonl(smaller: Path, tmp_path: Path) -> None:
     file = tmp_path / "own.jsonl"
     file.write_text("".join(json.dumps({"body": text}) + "\n" for text in stdlib_documents()[:400]))

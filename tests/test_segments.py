@@ -259,7 +259,13 @@ def test_runs_on_the_meta_device(mask: MaskFamily) -> None:
     assert all(x.is_meta and x.dtype == torch.int32 for x in layout)
 
 
-@pytest.mark.parametrize("mask", FAMILIES)
+COMPILED = [
+    "causal_bottom_right",
+    *(pytest.param(mask, marks=pytest.mark.slow) for mask in ("causal", "padding")),
+]
+
+
+@pytest.mark.parametrize("mask", COMPILED)
 def test_compiles_without_a_break(mask: MaskFamily) -> None:
     @torch.compile(fullgraph=True, backend="aot_eager")
     def compiled(iq: Tensor, ikv: Tensor, pq: Tensor, pkv: Tensor) -> SegmentLayout:

@@ -139,10 +139,6 @@ def look_ahead() -> None:
         varlen_attention(q[at.own], k[at.own], v[at.own], made_anew, made_anew, 40, 40)
 
 
-def test_messages() -> None:
-    run_ranks(look_ahead, 2)
-
-
 def test_shards_kept_by_a_cycle_alone_refuse_nothing() -> None:
     q, k, v, _ = tensors(4, 2, 8)
     shard = ShardLayout([8, 40, 16], cp=2, rank=0)
@@ -196,6 +192,12 @@ def volume(layout: str, communication: str, heads: int, kv_heads: int) -> tuple[
     return counted[0], counted[1]
 
 
+def all_refusals() -> None:
+    look_ahead()
+    for communication in ("needed", "ring"):
+        refusals(communication)
+
+
 def refusals(communication: str) -> None:
     """Windows that look ahead, and a backend whose results cannot be merged."""
     q, k, v, _ = tensors(4, 2, 8)
@@ -211,9 +213,8 @@ def refusals(communication: str) -> None:
             varlen_attention(q[at.own], k[at.own], v[at.own], offsets, offsets, 40, 40, backend="te")
 
 
-@pytest.mark.parametrize("communication", ["needed", "ring"])
-def test_refusals(communication: str) -> None:
-    run_ranks(refusals, 2, communication)
+def test_refusals() -> None:
+    run_ranks(all_refusals, 2)
 
 
 def half_precision(communication: str, layout: str) -> float:
@@ -238,26 +239,29 @@ def half_precision(communication: str, layout: str) -> float:
     return max(a / b for a, b in zip(*errors, strict=True))
 
 
-@pytest.mark.parametrize(("layout", "communication"), [("dual_chunk", "ring"), ("striped", "needed")])
+@pytest.mark.parametrize(("layout", "communication"), [("striped", "needed")])
 def test_parts_in_half_precision_are_merged_in_single(layout: str, communication: str) -> None:
     # Parts are rounded to bf16 before they are merged in fp32: as many roundings again as the pack has.
     assert max(run_ranks(half_precision, 2, communication, layout)) < 2.0
 
 
-@pytest.mark.parametrize(
-    ("layout", "communication"), [way for way in WAYS if way[1] in ("all_gather", "ulysses")]
-)
-@pytest.mark.parametrize(("cp", "heads", "kv_heads"), [(2, 4, 2), (4, 4, 2), (4, 8, 4)])
-def test_bytes_are_those_of_the_formula(
-    layout: str, communication: str, cp: int, heads: int, kv_heads: int
-) -> None:
-    slots, head_size, element = sum(LENGTHS), 8, 8
-    if communication == "all_gather":
-        wanted = (cp - 1) * slots // cp * 2 * kv_heads * head_size * element
-    else:  # key-value heads fewer than ranks are sent once to each rank
-        each = 2 * heads + 2 * max(kv_heads, cp)
-        wanted = (cp - 1) * (slots // cp) * each * head_size * element // cp
-    assert run_ranks(volume, cp, layout, communication, heads, kv_heads) == [(wanted, wanted)] * cp
+SIZES = ((4, 2), (8, 4))  # query heads and key-value heads
+
+
+def volumes() -> dict[tuple[Any, ...], tuple[int, int]]:
+    ways = [way for way in WAYS if way[1] in ("all_gather", "ulysses")]
+    return {(*way, *heads): volume(*way, *heads) for way in ways for heads in SIZES}
+
+
+@pytest.mark.parametrize("cp", [pytest.param(2, marks=pytest.mark.slow), 4])
+def test_bytes_are_those_of_the_formula(cp: int) -> None:
+    shared = sum(LENGTHS) // cp * 8 * 8  # slots of 8 fp64 values
+    for found in run_ranks(volumes, cp):
+        for (_, communication, heads, kv_heads), received in found.items():
+            wanted = (cp - 1) * shared * 2 * kv_heads
+            if communication == "ulysses":  # key-value heads fewer than ranks are sent once to each rank
+                wanted = (cp - 1) * shared * (2 * heads + 2 * max(kv_heads, cp)) // cp
+            assert received == (wanted, wanted)
 
 
 def counted_bytes(layout: str, communication: str) -> tuple[int, int, int, int]:
@@ -271,14 +275,17 @@ def counted_bytes(layout: str, communication: str) -> tuple[int, int, int, int]:
     return forward, backward, said, int(counts[rank].sum()) * key_bytes
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_needed_exchange_receives_what_the_formula_says(layout: str) -> None:
-    found = run_ranks(counted_bytes, 4, layout, "needed")
-    for forward, _, said, wanted in found:
-        # The counter of collectives takes (P - 1) / P of what is received for others'; here all of it is.
-        assert forward * 4 == wanted * 3
-        assert said == 2 * wanted
-    assert sum(row[0] for row in found) == sum(row[1] for row in found)
+def all_counted_bytes() -> list[tuple[int, int, int, int]]:
+    return [counted_bytes(layout, "needed") for layout in LAYOUTS]
+
+
+def test_needed_exchange_receives_what_the_formula_says() -> None:
+    for found in zip(*run_ranks(all_counted_bytes, 4), strict=True):
+        for forward, _, said, wanted in found:
+            # The counter of collectives takes (P - 1) / P of what is received for others'; here all of it is.
+            assert forward * 4 == wanted * 3
+            assert said == 2 * wanted
+        assert sum(row[0] for row in found) == sum(row[1] for row in found)
 
 
 def breaks(offsets: Tensor) -> int:

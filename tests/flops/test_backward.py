@@ -122,9 +122,7 @@ def test_only_the_head(family: str) -> None:
     assert ours(model, family)[0] == torchs(model)
 
 
-@pytest.mark.parametrize(
-    "targets", [ALL_PROJECTIONS, ("down_proj",), ("o_proj",), ("q_proj", "k_proj", "v_proj")]
-)
+@pytest.mark.parametrize("targets", [ALL_PROJECTIONS, ("q_proj", "k_proj", "v_proj")])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_lora(targets: Sequence[str], checkpointing: bool) -> None:
     model = meta_model(small_config("llama"))
@@ -143,7 +141,7 @@ def test_lora_on_queries_and_values_alone_saves_a_product_only_without_a_fused_k
     assert ours(model, "llama")[0] == torchs(model) + keys_gradient
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "family",
     [*FAMILIES, "opt", "ernie4_5_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW[5:])],
@@ -168,7 +166,7 @@ def test_a_dropout_behind_the_last_product_makes_checkpointing_run_it_again() ->
     assert ours(model, "biogpt")[0] == torchs(model)
 
 
-@pytest.mark.parametrize("key", ["model.layers.", "model.layers.2.", "model.layers.1.self_attn.qkv"])
+@pytest.mark.parametrize("key", ["model.layers.1.self_attn.qkv"])
 def test_layers_of_a_tower_beside_the_decoder_are_not_taken_for_its_own(key: str) -> None:
     """Phi-4 multimodal keeps its image tower's layers among the embeddings."""
     model = meta_model(small_config("phi4_multimodal"))

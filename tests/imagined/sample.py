@@ -21,7 +21,7 @@ from tests.imagined.gpu import data, imagined_gpu
 SIZES = {"vocab_size": 260, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 CONFIG = Qwen3Config(**SIZES, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
 DATASET = [{"input_ids": list(f"document {i} ".encode()) * (1 + i % 9)} for i in range(200)]
-STEPS = 6
+STEPS = 4
 # bytes: ids and targets of 4 each, and offsets; three int64 a token before
 MOST_BYTES_A_TOKEN = 12
 

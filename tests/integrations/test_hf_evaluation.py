@@ -59,7 +59,7 @@ def evaluate(out: str) -> dict[str, Any]:
     return {"metrics": trainer.evaluate(), "predicted": trainer.predict(SAMPLES)}
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_metrics_equal_those_of_padded_rows(world: int, tmp_path: Path) -> None:
     model: Any = tiny_llama()
     model.set_attn_implementation("sdpa")

@@ -49,7 +49,7 @@ def refused(out: str, option: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("option", ["packing", "padding_free"])
+@pytest.mark.parametrize("option", ["packing", pytest.param("padding_free", marks=pytest.mark.slow)])
 def test_packing_twice_is_refused(option: str, tmp_path: Path) -> None:
     [message] = run_ranks(refused, 1, str(tmp_path), option)
     assert f"SFTConfig({option}=True) packs by itself" in message
@@ -113,7 +113,7 @@ def token_metrics(model: Any, samples: list[dict[str, Any]]) -> tuple[float, flo
     return entropy / count, right / count
 
 
-@pytest.mark.parametrize("kind", ["assistant", "completion", "all"])
+@pytest.mark.parametrize("kind", ["assistant", "completion", pytest.param("all", marks=pytest.mark.slow)])
 def test_sft_trainer_equals_the_hand_loop(kind: str, tmp_path: Path) -> None:
     [found] = run_ranks(train, 1, str(tmp_path), kind)
     samples = found["samples"]
