@@ -178,7 +178,7 @@ def _attend_shard(
         layout.refuse_unknown_offsets(at.cu_q, q.shape[0])
         return attend(q, k, v, at, sinks=sinks)
 
-    def merging() -> raw.RawKernel:  # of a kernel that returns the log-sum-exp
+    def merging() -> raw.RawKernel:  # its results are merged by the log-sum-exp
         return _RAW[choose(backend, describe(q, v, spec, sinks, needs_lse=True))]
 
     return context_parallel_attention(attend, merging, q, k, v, layout=shard, spec=spec, sinks=sinks)

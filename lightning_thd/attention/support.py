@@ -170,7 +170,7 @@ _FASTEST: dict[int, tuple[Kernel, ...]] = {
 }
 
 
-_SAID: set[tuple[str, ...]] = set()
+_SAID: set[str] = set()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,26 +220,17 @@ def choose(backend: Backend, request: Request) -> Kernel:
 
 
 def _say_slow(kernel: Kernel, request: Request) -> None:
-    """Print once what would be faster than a kernel that runs everywhere, and how to get it."""
-    reasons: dict[str, list[str]] = {}
-    for other in _FASTEST.get(request.capability or 0, _USUAL):
-        row = SUPPORT[other]
-        if row.slow or row.device != request.device:
-            continue
-        reason, absent = why_not(other, request), missing(other)
-        reasons.setdefault(reason or f"would run it, but {absent}", []).append(other)
-    lines = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
-    said = (kernel, *lines)
-    if said in _SAID:
+    """Print once that a kernel is slow, and who says how to get a faster one."""
+    if kernel in _SAID:
         return
-    _SAID.add(said)
-    faster = "; ".join(lines) or f"no faster kernel is known for {request.device}"
+    _SAID.add(kernel)
     advice = ""
     if request.device == "cuda" and request.dtype == torch.float32 and (request.capability or 0) >= 7:
         half = "bf16-mixed" if (request.capability or 0) >= 8 else "16-mixed"
         advice = f" This GPU multiplies faster with precision={half!r}."
     rank_zero_info(
-        f"Attention runs on backend={kernel!r}: exact, and slower than a flash kernel. {faster}.{advice}"
+        f"Attention runs on backend={kernel!r}: exact, and slower than a flash kernel. "
+        f"`lightning-thd doctor` says why the others do not run here.{advice}"
     )
 
 

@@ -31,6 +31,7 @@ class ExpertChoices:
     """Counts on the device how often real tokens choose each expert of each layer, by hooks of the routers.
 
     Only forward passes in training count. Compiled layers and CUDA graphs run no hooks, and count nothing.
+    ``last`` holds the choices ``[L, E]`` of the last interval, for a picture.
     """
 
     def __init__(self, module: nn.Module, group: Any = None) -> None:
@@ -41,6 +42,7 @@ class ExpertChoices:
         self.group, self.device = group, next((p.device for p in module.parameters()), torch.device("cpu"))
         self._experts = max((int(router.num_experts) for _, router in known), default=0)  # type: ignore[arg-type]
         self._counts: Tensor | None = None
+        self.last: npt.NDArray[np.int64] | None = None
         self._handles = [
             router.register_forward_hook(only_looking(functools.partial(self._see, at)))
             for at, (_, router) in enumerate(known)
@@ -75,33 +77,25 @@ class ExpertChoices:
             dist.all_reduce(found, group=self.group)
         return found
 
+    def close(self) -> dict[str, float]:
+        """Return the metrics of the choices since the last call; a collective and a read."""
+        counts = self.take().cpu().numpy()
+        if not counts.any():
+            return {}
+        self.last = counts
+        busiest = counts.max(axis=1) / np.maximum(counts.mean(axis=1), 1e-9)
+        return {"experts/imbalance": float(busiest.mean()), "experts/worst_layer": float(busiest.max())}
+
     def stop(self) -> None:
         """Remove the hooks."""
         while self._handles:
             self._handles.pop().remove()
 
 
-class ExpertLoad:
-    """The load of experts in an interval: its metrics, and ``last``, the counts ``[L, E]`` for a picture."""
-
-    def __init__(self, choices: ExpertChoices) -> None:
-        self.choices = choices
-        self.last: npt.NDArray[np.int64] | None = None
-
-    @classmethod
-    def of(cls, module: nn.Module, group: Any = None) -> ExpertLoad | None:
-        """Begin to count, or return None for a model without routers that transformers records."""
-        choices = ExpertChoices(module, group)
-        return cls(choices) if choices.names else None
-
-    def close(self) -> dict[str, float]:
-        """Return the metrics of the choices since the last call; a collective and a read."""
-        counts = self.choices.take().cpu().numpy()
-        if not counts.any():
-            return {}
-        self.last = counts
-        busiest = counts.max(axis=1) / np.maximum(counts.mean(axis=1), 1e-9)
-        return {"experts/imbalance": float(busiest.mean()), "experts/worst_layer": float(busiest.max())}
+def expert_load(module: nn.Module, group: Any = None) -> ExpertChoices | None:
+    """Begin to count, or return None for a model without routers that transformers records."""
+    choices = ExpertChoices(module, group)
+    return choices if choices.names else None
 
 
 class ExpertBias(Callback):

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from lightning_thd.callbacks.device_peak import LowPrecision, compute_dtype, low_precision, resolve_peak
-from lightning_thd.callbacks.experts import ExpertLoad
+from lightning_thd.callbacks.experts import ExpertChoices
 from lightning_thd.callbacks.seen import Dense, Rows, Seen, Shared, microbatches, resolve
 from lightning_thd.flops.model import COUNTS, FlopsModel, from_ints, num_ints
 from lightning_thd.flops.peaks import synchronize
@@ -136,7 +136,7 @@ class Meter:
         self.hardware = hardware or Hardware()
         self.model = model
         self.pad_id: int | None = None
-        self.experts: ExpertLoad | None = None
+        self.experts: ExpertChoices | None = None
         self.capacity = 0  # slots of a pack, which fill is a share of; 0 takes those of the batch
         self.untold = False
         self.padded = [0, 0]  # real tokens and slots of padded rows since this meter was made, over all ranks

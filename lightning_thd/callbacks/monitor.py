@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_thd._checks import described, flags, whole_number
-from lightning_thd.callbacks.experts import ExpertLoad
+from lightning_thd.callbacks.experts import expert_load
 from lightning_thd.callbacks.meter import Hardware, Meter, for_loggers
 from lightning_thd.callbacks.module_flops import ModuleFlops, Policy
 from lightning_thd.callbacks.pictures import Pictures, lay_out, show_load, warn_without_loggers
@@ -356,7 +356,7 @@ class THDThroughputMonitor(Callback):
         ids = (getattr(getattr(child, "config", None), "pad_token_id", None) for child in module.modules())
         self._meters[stage].pad_id = next((pad_id for pad_id in ids if isinstance(pad_id, int)), None)
         if stage == "train":
-            self._meters[stage].experts = ExpertLoad.of(module, group)
+            self._meters[stage].experts = expert_load(module, group)
         return self._meter(stage)
 
     def _meter(self, stage: str) -> Meter:
@@ -474,7 +474,7 @@ class THDThroughputMonitor(Callback):
 
     def _let_go(self) -> None:
         if "train" in self._meters and (load := self._meters["train"].experts) is not None:
-            load.choices.stop()
+            load.stop()
         if self._flops is not None:
             self._flops.stop()
         if self._saving is None:

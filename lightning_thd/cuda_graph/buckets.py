@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_thd._checks import host_ints, whole_number
-from lightning_thd.batch import IGNORE_INDEX, THDBatch
-from lightning_thd.seqlens import cu_seqlens_from_lengths, pad_cu_seqlens, position_ids_from_cu_seqlens
+from lightning_thd.batch import THDBatch
+from lightning_thd.seqlens import cu_seqlens_from_lengths, pad_cu_seqlens
 
 Ints = npt.NDArray[np.int64]
 Reason = Literal["num_sequences", "tokens", "max_seqlen", "extras"]
@@ -131,28 +131,6 @@ def real_lengths_of(batch: THDBatch, padded_lengths: Ints) -> Ints:
 def offsets_of(lengths: Ints) -> Tensor:
     """Return int32 offsets ``[S + 1]`` on the CPU: the lengths summed up from 0."""
     return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
-
-
-def pad_batch(batch: THDBatch, bucket: Bucket) -> THDBatch:
-    """Pad a batch eagerly to a bucket's T slots and S + 1 offsets, on its device; the tail has no targets."""
-    used, device = Layout.of_batch(batch).slots, batch.input_ids.device
-    lengths = padded_lengths_of(batch, bucket)
-    padded = offsets_of(lengths)
-    same = tuple(batch.padded_lengths[: len(batch.lengths)]) == batch.lengths
-    real = padded if same else offsets_of(real_lengths_of(batch, lengths))
-    positions = position_ids_from_cu_seqlens(padded, bucket.slots)[used:].to(device)
-    tail = positions.shape[0]
-    positions = positions.expand(*batch.position_ids.shape[:-1], tail)
-    return batch.replace(
-        input_ids=torch.nn.functional.pad(batch.input_ids[:used], (0, tail)),
-        targets=torch.nn.functional.pad(batch.targets[:used], (0, tail), value=IGNORE_INDEX),
-        position_ids=torch.cat([batch.position_ids[..., :used], positions], dim=-1),
-        cu_seqlens=real.to(device),
-        cu_seqlens_padded=padded.to(device),
-        padded_lengths=tuple(lengths.tolist()),
-        max_seqlen=bucket.max_seqlen,
-        max_targets=batch.max_targets,
-    )
 
 
 def dummy_batch(

@@ -28,6 +28,11 @@ from lightning_thd.parallel.context import partition
 from lightning_thd.parallel.shard import THDShard
 
 _FIELDS = ("input_ids", "targets", "position_ids", "cu_seqlens", "cu_seqlens_padded")
+# What the host knows of a batch, and a graph does not.
+_HIDDEN = (
+    *("lengths", "padded_lengths", "stats", "sequence_ids"),
+    *("sequence_shares", "sequence_scale", "token_scale", "microbatch", "set_name"),
+)
 _ADVICE = (
     "which the host knows and which changes from batch to batch; a captured step would go on with the value "
     "of the batch it was captured on. Use the tensors of the batch (cu_seqlens, targets, loss_scale), or "
@@ -51,16 +56,6 @@ class StaticBatch(THDBatch):
 
     __slots__ = ()
 
-    lengths = _refused("lengths")
-    padded_lengths = _refused("padded_lengths")
-    stats = _refused("stats")
-    sequence_ids = _refused("sequence_ids")
-    loss_tokens = _refused("loss_tokens")
-    sequence_shares = _refused("sequence_shares")
-    sequence_scale = _refused("sequence_scale")
-    token_scale = _refused("token_scale")
-    microbatch = _refused("microbatch")
-    set_name = _refused("set_name")
     max_targets = None  # changes from batch to batch
 
     @classmethod
@@ -77,11 +72,7 @@ class StaticBatch(THDBatch):
         tensors = {name: getattr(batch, name) for name in _FIELDS}
         watching = cls.build(max_seqlen=batch.max_seqlen, loss_scale=scale, **tensors)
         watching._set(extras=batch.extras, weights=batch.weights)
-        hidden = (
-            *("lengths", "padded_lengths", "stats", "sequence_ids"),
-            *("sequence_shares", "sequence_scale", "token_scale", "microbatch", "set_name"),
-        )
-        for name in hidden:
+        for name in _HIDDEN:
             THDBatch.__dict__[name].__set__(watching, getattr(batch, name))
         return watching
 
@@ -104,6 +95,10 @@ class StaticBatch(THDBatch):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.input_ids.shape[-1]} slots)"
+
+
+for _name in (*_HIDDEN, "loss_tokens"):
+    setattr(StaticBatch, _name, _refused(_name))
 
 
 class StaticShard(StaticBatch, THDShard):

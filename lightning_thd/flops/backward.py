@@ -165,7 +165,7 @@ def layers_of_module(layers: Sequence[Layer], module: nn.Module) -> tuple[tuple[
     groups = weights_by_layer(module, _active(module))
     rest = groups.get("", [])
     before = [weight for weight in rest if not any(key in weight.path for key in _FINAL_NORM)]
-    hooks = ("_require_grads_hook", "_require_grads_hooks")  # of enable_input_require_grads, for LoRA
+    hooks = ("_require_grads_hook", "_require_grads_hooks")  # set by enable_input_require_grads
     forced = any(getattr(child, name, None) for child in module.modules() for name in hooks)
     embedded = forced or any(weight.trained for weight in before)
     policy, checkpointed = checkpointing(module)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_thd._checks import choice, described
 from lightning_thd._imports import require
 from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.callbacks.experts import ExpertLoad
+from lightning_thd.callbacks.experts import expert_load
 from lightning_thd.callbacks.meter import Hardware, Meter, for_loggers
 from lightning_thd.callbacks.module_flops import find_model
 from lightning_thd.data import THDDataModule
@@ -277,8 +277,8 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
             )
             self._meter.model, self._metered = find_model(self.model), True
             if self._meter.experts is not None:
-                self._meter.experts.choices.stop()
-            self._meter.experts = ExpertLoad.of(self.model)
+                self._meter.experts.stop()
+            self._meter.experts = expert_load(self.model)
         return self._meter
 
     @property

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lightning_thd._checks import described, instance, whole_number
 from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.callbacks.experts import ExpertLoad
+from lightning_thd.callbacks.experts import expert_load
 from lightning_thd.callbacks.meter import Hardware, Meter, for_loggers
 from lightning_thd.callbacks.module_flops import find_model
 from lightning_thd.cuda_graph import GraphCosts, GraphedStep
@@ -187,7 +187,7 @@ class PackedLoop:
             model, engine.device, peak, engine.precision, group=shared.data_group, devices=engine.devices
         )
         self._meter = Meter("train", "training", clock, hardware, find_model(model))
-        self._meter.experts = ExpertLoad.of(model)
+        self._meter.experts = expert_load(model)
         self._meter.capacity = loader.capacity
 
     def __iter__(self) -> Iterator[Any]:

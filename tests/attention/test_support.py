@@ -161,9 +161,5 @@ def test_what_no_flash_kernel_takes_still_runs_and_is_said_once(
     request = replace(CUDA, **change)
     assert [choose("auto", request) for _ in range(2)] == [kernel, kernel]
     assert len(said) == 1
-    advice = (
-        "no faster kernel is known for mps"
-        if request.device == "mps"
-        else "flash2.*: would run it, but .*pip install|torch.*: .*"
-    )
-    assert re.search(rf"Attention runs on backend='{kernel}'.*({advice})", said[0])
+    assert f"Attention runs on backend='{kernel}'" in said[0]
+    assert ("precision=" in said[0]) == (request.device == "cuda" and request.dtype == torch.float32)

@@ -70,12 +70,14 @@ def test_the_reference_is_torchs_own(small: None) -> None:
             )
 
 
+@pytest.mark.slow
 def test_curves_in_both_precisions_stay_together(small: None, found: list[Result]) -> None:
     loss_curves.main(["--steps", "4"])
     assert [(row.precision, row.goal) for row in found] == [("bf16", "<= 1 %")]
     assert found[0].ours < 1
 
 
+@pytest.mark.slow
 def test_the_profile_names_its_parts(
     small: None, found: list[Result], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,6 +71,7 @@ def fit(folder: str, compiled: bool) -> tuple[list[float], list[str], int]:
     return losses, told, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow  # tests/test_module.py compiles layers too
 def test_the_losses_stay_and_it_is_said_once(tmp_path: Path) -> None:
     # In a process of its own: once a batch was cut for context parallelism, attention breaks graphs.
     (eager, _, none), (losses, told, graphs) = (

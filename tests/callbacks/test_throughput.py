@@ -220,13 +220,6 @@ def test_without_a_logger_the_values_are_in_the_bar_and_in_callback_metrics(tmp_
     assert run.callback_metrics["train/device/mfu"] == pytest.approx(flops_of(UNEQUAL[4:]) / PEAK)
 
 
-def test_the_bar_can_be_left_alone(tmp_path: Path) -> None:
-    clock = Clock()
-    run = trainer(tmp_path, monitor(clock, progress_bar=False))
-    run.fit(Module(clock), loader(UNEQUAL))
-    assert "MFU" not in run.progress_bar_metrics
-
-
 def test_no_logging_at_all_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_thd.callbacks.monitor._FLUSH_STEPS", 2)
     clock = Clock()
@@ -304,14 +297,6 @@ def test_a_flops_model_that_is_given_is_used(tmp_path: Path) -> None:
     assert row["train/device/hfu"] > 1.2 * row["train/device/mfu"]
 
 
-def test_conventions_are_settings(tmp_path: Path) -> None:
-    clock = Clock()
-    full = FlopsModel.from_config(CONFIG, causal="full", tokens="slots")
-    memory = fit(tmp_path, UNEQUAL, monitor(clock, causal="full", tokens="slots"), clock=clock)
-    expected = sum(full.training_flops(batch.stats).model for batch in UNEQUAL)
-    assert memory.rows[-1][1]["train/total_flops"] == expected
-
-
 def test_without_a_config_a_step_is_counted_once_per_shape_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -332,14 +317,6 @@ def test_an_unknown_family_is_counted_too_and_names_the_way_out(
         memory = fit(tmp_path, [UNEQUAL[0]] * 6, monitor(clock), clock=clock, config={"model_type": "nope"})
     assert "No FLOP count is known for model_type='nope'" in caplog.text
     assert "train/device/mfu" in memory.rows[-1][1]
-
-
-def test_padded_rows_count_as_dense_sequences(tmp_path: Path) -> None:
-    clock = Clock()
-    rows = torch.ones(3, 5, dtype=torch.long)
-    memory = fit(tmp_path, [rows] * 4, monitor(clock), clock=clock)
-    dense = SeqStats.from_cu_seqlens(None, shape=(3, 5))
-    assert memory.rows[-1][1]["train/total_flops"] == 4 * FLOPS.training_flops(dense).model
 
 
 def test_batches_that_tell_nothing_warn_once_and_are_no_error(tmp_path: Path) -> None:

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd._static import static_shapes
+from lightning_thd.batch import IGNORE_INDEX
 from lightning_thd.callbacks.cuda_graph import Bucket, GraphedStep, make_buckets
-from lightning_thd.cuda_graph.buckets import choose, pad_batch
+from lightning_thd.cuda_graph.buckets import Layout, choose, offsets_of, padded_lengths_of, real_lengths_of
 from lightning_thd.cuda_graph.recording import RecordingBackend
+from lightning_thd.seqlens import position_ids_from_cu_seqlens
 from tests.tiny import VOCAB, tiny_llama
 
 LONGEST = 24
@@ -26,6 +28,28 @@ def random_batch(seed: int, *, count: int | None = None, longest: int = LONGEST,
     lengths = rng.integers(1, longest + 1, count)
     samples = [{"input_ids": rng.integers(low, 60, int(n))} for n in lengths]
     return THDBatch.collate(samples)
+
+
+def pad_batch(batch: THDBatch, bucket: Bucket) -> THDBatch:
+    """Pad a batch eagerly to a bucket's T slots and S + 1 offsets, on its device; the tail has no targets."""
+    used, device = Layout.of_batch(batch).slots, batch.input_ids.device
+    lengths = padded_lengths_of(batch, bucket)
+    padded = offsets_of(lengths)
+    same = tuple(batch.padded_lengths[: len(batch.lengths)]) == batch.lengths
+    real = padded if same else offsets_of(real_lengths_of(batch, lengths))
+    positions = position_ids_from_cu_seqlens(padded, bucket.slots)[used:].to(device)
+    tail = positions.shape[0]
+    positions = positions.expand(*batch.position_ids.shape[:-1], tail)
+    return batch.replace(
+        input_ids=torch.nn.functional.pad(batch.input_ids[:used], (0, tail)),
+        targets=torch.nn.functional.pad(batch.targets[:used], (0, tail), value=IGNORE_INDEX),
+        position_ids=torch.cat([batch.position_ids[..., :used], positions], dim=-1),
+        cu_seqlens=real.to(device),
+        cu_seqlens_padded=padded.to(device),
+        padded_lengths=tuple(lengths.tolist()),
+        max_seqlen=bucket.max_seqlen,
+        max_targets=batch.max_targets,
+    )
 
 
 def gradients(module: nn.Module, loss: Tensor) -> list[Tensor]:

@@ -11,15 +11,11 @@ from lightning_thd import THDBatch
 from lightning_thd.alignment import Alignment
 from lightning_thd.callbacks.cuda_graph import Bucket, CaptureError, make_buckets
 from lightning_thd.cuda_graph.buckets import (
-    Layout,
     choose,
-    dummy_batch,
-    pad_batch,
-    padded_lengths_of,
-    real_lengths_of,
 )
 from lightning_thd.cuda_graph.static_batch import StaticInputs
 from lightning_thd.seqlens import check_cu_seqlens
+from tests.cuda_graph.support import pad_batch
 
 CPU = torch.device("cpu")
 
@@ -119,22 +115,6 @@ def test_the_cheapest_bucket_is_chosen_and_the_nearest_reason_given() -> None:
     assert choose(buckets, collate([17]))[1] == "max_seqlen"
     assert choose(buckets, collate([16, 16, 1]))[1] == "tokens"
     assert choose(buckets, collate([3]).replace(extras={"pixel_values": torch.ones(1)}))[1] == "extras"
-
-
-def test_worked_values_of_padded_and_real_lengths() -> None:
-    batch = collate([3, 2])
-    assert padded_lengths_of(batch, Bucket(slots=9, sequences=4, max_seqlen=4)).tolist() == [3, 2, 2, 2]
-    aligned = collate([3, 2], align=Alignment(sequence_multiple=4, total_multiple=4))
-    bucket = Bucket(slots=24, sequences=4, max_seqlen=8)
-    padded = padded_lengths_of(aligned, bucket, multiple=4)
-    assert padded.tolist() == [4, 4, 8, 8]
-    assert real_lengths_of(aligned, padded).tolist() == [3, 2, 8, 8]
-
-
-def test_dummy_batches_fill_their_layout() -> None:
-    batch = dummy_batch(Layout(10, 3, 4), CPU, axes=3)
-    assert batch.lengths == (4, 3, 3)
-    assert batch.position_ids.shape == (3, 10)
 
 
 @pytest.mark.parametrize(

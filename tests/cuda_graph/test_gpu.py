@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_thd import THDBatch, THDDataModule, causal_lm_loss
 from lightning_thd._static import static_shapes
 from lightning_thd.callbacks.cuda_graph import CUDAGraphCallback, GraphedStep, make_buckets
-from lightning_thd.cuda_graph.buckets import choose, pad_batch
-from tests.cuda_graph.support import GraphModule, random_batch, worst
+from lightning_thd.cuda_graph.buckets import choose
+from tests.cuda_graph.support import GraphModule, pad_batch, random_batch, worst
 from tests.tiny import checkpoint_activations, sequences
 
 pytestmark = [

@@ -206,27 +206,6 @@ def test_encoders_see_both_ways(family: str) -> None:
     assert trained.training_flops(stats).model == pytest.approx(model.training_flops(stats).model, rel=0.02)
 
 
-def test_gated_delta_product_with_one_step_is_a_gated_delta_net() -> None:
-    from lightning_thd.flops.families.parts import gated_delta, gated_delta_product
-
-    one = gated_delta_product(96, heads=4, qk_dim=10, v_dim=14, householders=1, kernel=4)
-    net = gated_delta(96, qk_heads=4, qk_dim=10, v_heads=4, v_dim=14, kernel=4)
-    assert [term.forward for term in one] == [term.forward for term in net]
-    two = gated_delta_product(96, heads=4, qk_dim=10, v_dim=14, householders=2, kernel=4)
-    assert two[0].forward - one[0].forward == 2 * 96 * (4 * 10 + 4 * 14 + 4)
-    assert two[2].forward == 14 * 4 * 10 * 14
-
-
-def test_gated_delta_net_2_projects_three_vectors_of_gates() -> None:
-    from lightning_thd.flops.families.parts import gated_delta, gated_delta2
-
-    sizes = {"qk_heads": 2, "qk_dim": 10, "v_heads": 4, "v_dim": 14, "kernel": 4}
-    two, one = gated_delta2(96, **sizes), gated_delta(96, **sizes)
-    # q, k, decay and erase over the keys; v, output gate and write over the values
-    assert two[0].forward == 2 * 96 * (4 * 2 * 10 + 3 * 4 * 14)
-    assert [term.forward for term in two[1:]] == [term.forward for term in one[1:]]
-
-
 def test_llama4_routes_where_transformers_computes_every_expert() -> None:
     config = small_config("llama4_text")
     by_op = counted(meta_model(config), TOTAL)

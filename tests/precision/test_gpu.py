@@ -15,10 +15,9 @@ from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd._imports import available
 from lightning_thd._static import static_shapes
 from lightning_thd.callbacks.cuda_graph import GraphedStep, make_buckets
-from lightning_thd.cuda_graph.buckets import pad_batch
 from lightning_thd.precision import FP8Precision, convert_linear, fp8_context
 from lightning_thd.precision.convert import recipe_of
-from tests.cuda_graph.support import gradients
+from tests.cuda_graph.support import gradients, pad_batch
 from tests.precision.runs import Module, fit, llama
 
 pytestmark = [

@@ -153,33 +153,12 @@ def gated_delta(
     return _delta_rule(hidden, value, hidden * (2 * qk + 2 * value + 2 * v_heads), conv, delta)
 
 
-def gated_delta2(
-    hidden: int, *, qk_heads: int, qk_dim: int, v_heads: int, v_dim: int, kernel: int
-) -> list[Term]:
-    """Return the terms of gated delta net 2: vectors of decay and erasure over keys, writing over values."""
-    qk, value = qk_heads * qk_dim, v_heads * v_dim
-    conv, delta = 2 * kernel * (2 * qk + value), 8 * v_heads * qk_dim * v_dim
-    projected = hidden * (4 * qk + 3 * value)  # q, k, decay, erase; v, output gate, write
-    return _delta_rule(hidden, value, projected, conv, delta)
-
-
 def kimi_delta(hidden: int, *, heads: int, head_dim: int, kernel: int) -> list[Term]:
     """Return the terms of Kimi delta attention: a gated delta net with a decay of rank ``head_dim``."""
     inner = heads * head_dim
     gates = 2 * (hidden * head_dim + head_dim * inner)
     projected = 3 * hidden * inner + gates + hidden * heads
     return _delta_rule(hidden, inner, projected, 2 * kernel * 3 * inner, 8 * heads * head_dim * head_dim)
-
-
-def gated_delta_product(
-    hidden: int, *, heads: int, qk_dim: int, v_dim: int, householders: int, kernel: int
-) -> list[Term]:
-    """Return the terms of a gated delta product: ``householders`` steps a token; 1 is a gated delta net."""
-    qk, value = heads * qk_dim, heads * v_dim
-    keys = householders * (qk + value)
-    projected = hidden * (qk + keys + value + (1 + householders) * heads)
-    delta = (6 * householders + 2) * heads * qk_dim * v_dim
-    return _delta_rule(hidden, value, projected, 2 * kernel * (qk + keys), delta)
 
 
 def short_conv(hidden: int, *, kernel: int) -> list[Term]:
