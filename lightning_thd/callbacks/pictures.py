@@ -85,23 +85,12 @@ class Pictures:
         if any(patches := self._patches[:PACKS]):
             shown[_PATCHES] = np.asarray(patches)
         histograms = {key: values for key, values in shown.items() if len(values)}
-        for logger in loggers:
-            if isinstance(logger, WandbLogger):
-                _to_wandb(logger, _DRAWN, figure, histograms, step)
-            elif isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_figure(_DRAWN, figure, step)
-                for key, values in histograms.items():
-                    logger.experiment.add_histogram(key, values, step)
+        _show(_DRAWN, figure, loggers, step, histograms)
 
 
 def show_load(counts: npt.NDArray[np.int64], loggers: Iterable[Logger], step: int) -> None:
     """Draw how often experts were chosen, ``[L, E]``, into loggers that take pictures; rank 0 has loggers."""
-    figure = draw_load(counts, width=_INCHES)
-    for logger in loggers:
-        if isinstance(logger, WandbLogger):
-            _to_wandb(logger, _LOAD, figure, {}, step)
-        elif isinstance(logger, TensorBoardLogger):
-            logger.experiment.add_figure(_LOAD, figure, step)
+    _show(_LOAD, draw_load(counts, width=_INCHES), loggers, step, {})
 
 
 def warn_without_loggers(loggers: Sequence[Logger]) -> None:
@@ -114,8 +103,14 @@ def warn_without_loggers(loggers: Sequence[Logger]) -> None:
         )
 
 
-def _to_wandb(logger: WandbLogger, name: str, figure: Any, histograms: dict[str, Any], step: int) -> None:
-    wandb = require("wandb", feature="WandbLogger")
-    shown = {name: wandb.Image(figure)}
-    shown |= {key: wandb.Histogram(values) for key, values in histograms.items()}
-    logger.log_metrics(shown, step=step)
+def _show(name: str, figure: Any, loggers: Iterable[Logger], step: int, histograms: dict[str, Any]) -> None:
+    for logger in loggers:
+        if isinstance(logger, WandbLogger):
+            wandb = require("wandb", feature="WandbLogger")
+            shown = {name: wandb.Image(figure)}
+            shown |= {key: wandb.Histogram(values) for key, values in histograms.items()}
+            logger.log_metrics(shown, step=step)
+        elif isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_figure(name, figure, step)
+            for key, values in histograms.items():
+                logger.experiment.add_histogram(key, values, step)

@@ -89,15 +89,15 @@ class FlopsModel:
         check_conventions(**{name: getattr(self, name) for name in _CHOICES})
         whole_number(self.merge, "merge", least=1, advice="It is the patches that become one token.")
         flags(embedding=self.embedding, router=self.router)
-        training, forward = _sum_terms(self, _training), _sum_terms(self, _forward)
-        tables = {"training": training, "forward": forward}
+        works: dict[str, Callable[[Layer, Term], int]] = {
+            "training": lambda layer, term: term.training,
+            "forward": lambda layer, term: term.forward,
+        }
+        tables = {work: _sum_terms(self, cost) for work, cost in works.items()}
         for policy, again in _RUN_AGAIN.items():
             tables[policy] = _sum_terms(self, partial(_again, again))
         members = {
-            name: {
-                "training": _sum_terms(self, _training, member=name),
-                "forward": _sum_terms(self, _forward, member=name),
-            }
+            name: {work: _sum_terms(self, cost, member=name) for work, cost in works.items()}
             for name in dict.fromkeys(layer.model for layer in self.layers if layer.model)
         }
         seen = {(basis, window) for _, basis, window in tables["forward"]}
@@ -280,14 +280,6 @@ def _sum_terms(model: FlopsModel, cost: Callable[[Layer, Term], int], *, member:
                 key = _COLUMN[term.kind], term.basis, term.window
                 table[key] = table.get(key, 0) + flops
     return table
-
-
-def _training(layer: Layer, term: Term) -> int:
-    return term.training
-
-
-def _forward(layer: Layer, term: Term) -> int:
-    return term.forward
 
 
 def _again(runs_again: Callable[[Term], bool], layer: Layer, term: Term) -> int:

@@ -43,14 +43,12 @@ def formulas() -> dict[Any, Any]:
         aten._grouped_mm: _grouped,
         aten._scaled_dot_product_flash_attention_for_cpu: _flash_cpu,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_cpu_backward,
-        aten.mv: _vector,
-        aten.dot: _vector,
-        aten.vdot: _vector,
-        aten.addmv: _added_vector,
+        **dict.fromkeys((aten.mv, aten.dot, aten.vdot), lambda a, b, **_: 2 * int(prod(a))),
+        aten.addmv: lambda c, a, b, **_: 2 * int(prod(a)),
     }
     elsewhere = (
         ("transformers", "grouped_mm_fallback", _grouped),
-        ("transformers", "grouped_mm_fallback_backward", _grouped_backward),
+        ("transformers", "grouped_mm_fallback_backward", lambda *args, **_: 2 * _grouped(*args)),
         ("lightning_thd", "varlen_attention_cpu", _varlen_cpu),
         ("lightning_thd", "varlen_attention_cpu_backward", _varlen_cpu_backward),
     )
@@ -75,10 +73,6 @@ def _grouped(a: _Shape, b: _Shape, *_: Any, out_shape: Any = None, **__: Any) ->
     return 2 * int(batch * a[-2] * a[-1] * b[-1])
 
 
-def _grouped_backward(a: _Shape, b: _Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    return 2 * _grouped(a, b)
-
-
 def _flash_cpu(query: _Shape, key: _Shape, value: _Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
     return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
 
@@ -87,14 +81,6 @@ def _flash_cpu_backward(
     grad: _Shape, query: _Shape, key: _Shape, value: _Shape, *_: Any, out_shape: Any = None, **__: Any
 ) -> int:
     return int(sdpa_backward_flop_count(grad, query, key, value))  # type: ignore[no-untyped-call]
-
-
-def _vector(a: _Shape, b: _Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    return 2 * int(prod(a))
-
-
-def _added_vector(c: _Shape, a: _Shape, b: _Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    return 2 * int(prod(a))
 
 
 def _varlen_cpu(q: Any, k: Any, v: Any, cu_q: Any, cu_kv: Any, *rest: Any, out_val: Any = None) -> int:

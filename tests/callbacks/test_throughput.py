@@ -356,7 +356,7 @@ def test_measuring_happens_once_and_is_logged(
         calls.append((device, dtype))
         return 5e9
 
-    monkeypatch.setattr("lightning_thd.callbacks.device_peak.measure_flops", measure)
+    monkeypatch.setattr("lightning_thd.callbacks.meter.measure_flops", measure)
     clock = Clock()
     with caplog.at_level(logging.INFO):
         memory = fit(

@@ -38,7 +38,7 @@ def test_steps_between_logs_never_wait_for_the_device(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 def test_a_measured_peak_is_within_the_vendors(tmp_path: Path, precision: Any) -> None:
-    from lightning_thd.callbacks.device_peak import compute_dtype
+    from lightning_thd.callbacks.meter import compute_dtype
     from lightning_thd.flops import measure_flops, peak_flops
 
     run = trainer(tmp_path, accelerator="gpu", precision=precision)

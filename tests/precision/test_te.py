@@ -323,18 +323,18 @@ def test_without_the_engine_the_way_to_install_it_is_said() -> None:
 
 
 def test_mfu_holds_the_share_in_fp8_against_its_own_peak(te: State, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_thd.callbacks import device_peak
+    from lightning_thd.callbacks import meter
     from lightning_thd.flops import FlopsModel, SeqStats
 
     model = llama(**WIDE)
     convert_linear(model, recipe="current")
-    monkeypatch.setattr(device_peak, "device_name", lambda _: "NVIDIA H100 80GB HBM3")
-    low = device_peak.low_precision(model, torch.device("cpu"), "auto")
+    monkeypatch.setattr(meter, "device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    low = meter.low_precision(model, torch.device("cpu"), "auto")
     assert low is not None
     assert low.share == 1.0
     assert low.ratio == pytest.approx(1979 / 989.4)
     flops = FlopsModel.from_config(model.config).training_flops(SeqStats.from_lengths([100]))
     seconds = flops.linear / 1979e12 + (flops.attention + flops.logits) / 989.4e12
     assert flops.model / low.peak(989.4e12, flops) == pytest.approx(seconds)
-    assert device_peak.low_precision(model, torch.device("cpu"), 1e12) is None
-    assert device_peak.low_precision(llama(), torch.device("cpu"), "auto") is None
+    assert meter.low_precision(model, torch.device("cpu"), 1e12) is None
+    assert meter.low_precision(llama(), torch.device("cpu"), "auto") is None
