@@ -149,6 +149,19 @@ def test_a_policy_run_twice_and_a_copy_that_is_never_run(tmp_path: Path) -> None
     assert found == pytest.approx(2 * by_hand(SMALL, PACK), rel=1e-9)
 
 
+def test_both_sides_in_one_call_and_a_reference_on_one_of_them(tmp_path: Path) -> None:
+    def joined(module: Any, batch: dict[str, THDBatch]) -> Tensor:
+        ids = torch.cat([batch["chosen"].input_ids, batch["rejected"].input_ids])[None]
+        with torch.no_grad():
+            reference = logits(module.reference, batch["chosen"]).mean()
+        return module.policy(input_ids=ids, use_cache=False).logits.mean() - reference
+
+    pair = {"chosen": pack(6, 2), "rejected": pack(6, 2)}
+    found = flops_of_step(tmp_path, joined, pair, policy=llama(), reference=llama())
+    expected = by_hand(SMALL, *pair.values()) + by_hand(SMALL, pair["chosen"], work="forward")
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
 def test_a_model_called_below_its_outermost_module(tmp_path: Path) -> None:
     def inner(module: Any, batch: THDBatch) -> Tensor:
         with torch.no_grad():
