@@ -122,7 +122,7 @@ class BoundAttention:
         _check_tensors(q, k, v, cu_seqlens_q, cu_seqlens_kv)
         if sinks is not None:
             _check_sinks(sinks, q)
-        spec = known_spec(q.shape[2], causal, window, scale, softcap)
+        spec = known_spec(q.shape[2], causal=causal, window=window, scale=scale, softcap=softcap)
         longest = _host_int(max_seqlen_q, "max_seqlen_q"), _host_int(max_seqlen_kv, "max_seqlen_kv")
         at = Offsets(cu_seqlens_q, cu_seqlens_kv, *longest)
         self._run = _bind(q, k, v, at, spec, sinks, keys)

@@ -44,14 +44,6 @@ class AttentionSpec:
         return self.left >= 0 or self.right > 0
 
 
-@lru_cache(maxsize=256, typed=True)
-def known_spec(
-    head_size: int, causal: bool, window: Window, scale: float | None, softcap: float | None
-) -> AttentionSpec:
-    """Return ``make_spec`` of hashable options, as the layers of a model have them, from a cache."""
-    return make_spec(head_size, causal=causal, window=window, scale=scale, softcap=softcap)
-
-
 def make_spec(
     head_size: int,
     *,
@@ -77,6 +69,10 @@ def make_spec(
             f"softcap={softcap} is negative or not finite; give a positive number, or None for no cap."
         )
     return AttentionSpec(left=left, right=right, scale=float(scale), softcap=float(softcap or 0.0))
+
+
+# Layers of a model call with the same few options.
+known_spec = lru_cache(maxsize=256, typed=True)(make_spec)
 
 
 def _window_sides(window: Window, *, causal: bool) -> tuple[int, int]:

@@ -108,7 +108,9 @@ class CUDAGraphCallback(L.Callback):
         """Replace ``training_step`` by one that replays graphs, or print why none are possible."""
         self._remove()
         self.step, self.plan, self._seen, self._idle = None, None, [], False
-        backend = self._make_backend()
+        known = {"cuda": CudaBackend, "recording": RecordingBackend}
+        chosen = self._backend_choice
+        backend = known[chosen]() if isinstance(chosen, str) else chosen
         reason = _unsupported(trainer, pl_module, backend)
         if reason is not None:
             self._stay_idle(reason)
@@ -196,13 +198,6 @@ class CUDAGraphCallback(L.Callback):
         if self.require:
             raise MisconfigurationException(f"CUDAGraphCallback(require=True), but {reason}.")
         rank_zero_info(f"CUDAGraphCallback is idle: {reason}. See docs/reference/messages.md#graphs.")
-
-    def _make_backend(self) -> Backend:
-        if self._backend_choice == "cuda":
-            return CudaBackend()
-        if self._backend_choice == "recording":
-            return RecordingBackend()
-        return self._backend_choice
 
     def _log(self, trainer: L.Trainer) -> None:
         if self.step is None:

@@ -34,7 +34,7 @@ from lightning_thd.cuda_graph.capture import (
 )
 from lightning_thd.cuda_graph.errors import CaptureError, as_capture_error
 from lightning_thd.cuda_graph.fingerprint import PLAIN, Fingerprint
-from lightning_thd.cuda_graph.guards import LoggedValue, guarded
+from lightning_thd.cuda_graph.guards import guarded
 from lightning_thd.cuda_graph.module_state import RandomUse, restored, sharded_by
 from lightning_thd.cuda_graph.pair import differentiable, differentiate
 from lightning_thd.parallel.agreement import all_agree
@@ -358,7 +358,13 @@ def prove(subject: Subject, step: CapturedStep, example: Example) -> None:
         )
     for ours, theirs in zip(logged, said, strict=True):
         _differs(ours.value, theirs.value, f"the step logs {ours.name!r}", bound)
-        _refuse_other_options(ours, theirs)
+        for name, value in theirs.kwargs.items():
+            kept = ours.kwargs.get(name)
+            if isinstance(value, PLAIN) and kept != value:
+                raise CaptureError(
+                    f"the step logs {ours.name!r} with {name}={value!r}, which depends on the batch; a "
+                    f"replay would log it with {name}={kept!r} always. Log it in on_train_batch_end."
+                )
 
 
 def small_layout(bucket: Bucket, multiple: int) -> Layout | None:
@@ -397,16 +403,6 @@ def _error(found: Tensor, wanted: Tensor) -> float:
     """Return the relative difference; 0 if there are no finite numbers."""
     error = float((found - wanted).norm() / wanted.norm().clamp_min(1e-30)) if wanted.numel() else 0.0
     return error if math.isfinite(error) else 0.0
-
-
-def _refuse_other_options(ours: LoggedValue, theirs: LoggedValue) -> None:
-    for name, value in theirs.kwargs.items():
-        kept = ours.kwargs.get(name)
-        if isinstance(value, PLAIN) and kept != value:
-            raise CaptureError(
-                f"the step logs {ours.name!r} with {name}={value!r}, which depends on the batch; a replay "
-                f"would log it with {name}={kept!r} always. Log it in on_train_batch_end."
-            )
 
 
 def _rounding(module: nn.Module, device: torch.device) -> float:

@@ -98,7 +98,8 @@ def lint_capture(module: nn.Module, batch: THDBatch, *, step: StepFunction | Non
     run = step or _default_step(module)
     with static_shapes(), reporting_to(report):
         _record(_copy(module), batch.to("cpu"), run, report)
-        _run_on_meta(_copy(module), batch, run, report)
+        with _attempt(report), without_saved_states(), _autocast_knows_meta():
+            _both_ways(_copy(module).to("meta"), batch.to("meta"), run)
     return LintReport(tuple(found.values()))
 
 
@@ -114,11 +115,6 @@ def _record(module: nn.Module, batch: THDBatch, run: StepFunction, report: Calla
         refuse_host_changes(module, before)
     with _attempt(report):
         use.refuse()
-
-
-def _run_on_meta(module: nn.Module, batch: THDBatch, run: StepFunction, report: Callable[..., None]) -> None:
-    with _attempt(report), without_saved_states(), _autocast_knows_meta():
-        _both_ways(module.to("meta"), batch.to("meta"), run)
 
 
 def _both_ways(module: nn.Module, batch: THDBatch, run: StepFunction) -> None:

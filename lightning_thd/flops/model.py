@@ -322,16 +322,11 @@ def join(members: Sequence[Member]) -> FlopsModel:
             f"{', '.join(one.name for one in members)} count under different conventions (causal, tokens, "
             f"embedding, router): {sorted(conventions)}. Build all of them with the same."
         )
-    policy = _policy(members)
+    trained = [one.model.recompute for one in members if one.training and one.model.recompute != "none"]
+    policy: Recompute = trained[0] if trained else "none"
     layers = [layer for one in members for layer in _scaled_layers(one, policy)]
     name = " + ".join(one.model.name for one in members)
     return replace(first.model, name=name, layers=tuple(layers), recompute=policy)
-
-
-def _policy(members: Sequence[Member]) -> Recompute:
-    """Return the checkpointing policy of the first trained model that has one."""
-    trained = [one.model for one in members if one.training and one.model.recompute != "none"]
-    return trained[0].recompute if trained else "none"
 
 
 def _scaled_layers(member: Member, policy: Recompute) -> list[Layer]:

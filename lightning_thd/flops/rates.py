@@ -83,7 +83,10 @@ def rates(
         totals["flops"] = float(flops.model)
     found = {f"device/{name}_per_sec": total / seconds / devices for name, total in totals.items()}
     if flops is not None:
-        found |= _utilization(flops, seconds * devices, peak)
+        found["device/tflops_per_gpu"] = flops.model / seconds / devices / 1e12
+        if peak is not None:
+            found["device/mfu"] = flops.model / seconds / devices / peak
+            found["device/hfu"] = flops.hardware / seconds / devices / peak
     if devices > 1:
         found |= {f"{name}_per_sec": total / seconds for name, total in totals.items()}
     return found
@@ -119,11 +122,3 @@ def check_peak(peak: object) -> None:
             f"peak={peak!r} is not a device's dense FLOP/s. Give a positive number, such as 989.4e12 for an "
             "H100 in bf16, 'measure' to time matmuls, or 'auto' to look the device up."
         )
-
-
-def _utilization(flops: FlopsBreakdown, device_seconds: float, peak: float | None) -> dict[str, float]:
-    found = {"device/tflops_per_gpu": flops.model / device_seconds / 1e12}
-    if peak is not None:
-        found["device/mfu"] = flops.model / device_seconds / peak
-        found["device/hfu"] = flops.hardware / device_seconds / peak
-    return found

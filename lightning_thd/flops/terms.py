@@ -120,7 +120,10 @@ def units(
     if basis == "token":
         return (stats.real_tokens if tokens == "real" else stats.slots), 1
     if basis == "pair":
-        twice = _twice_pairs(window, stats)
+        if window is None:
+            twice = stats.sum_squares + stats.real_tokens
+        else:
+            twice = 2 * sum(pairs for counted, pairs in stats.window_pairs if counted == window)
         square = twice if isinstance(window, Blocks) else twice - stats.real_tokens
         return {"half": (square, 2), "exact": (twice, 2), "full": (square, 1)}[causal]
     if basis == "patch_window_pair":
@@ -136,12 +139,6 @@ _COUNTS: dict[Basis, str] = {
     "patch_pair": "vision_squares",
     "merged_patch": "vision_patches",
 }
-
-
-def _twice_pairs(window: Window | None, stats: SeqStats) -> int:
-    if window is None:
-        return stats.sum_squares + stats.real_tokens
-    return 2 * sum(pairs for counted, pairs in stats.window_pairs if counted == window)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -93,7 +93,14 @@ def prepare_thd(
         scheduler = _StepScheduler(scheduler, prepared)
 
     def backward(loss: Tensor) -> None:
-        _refuse_accumulate(accelerator)
+        # Around a whole step, accumulate() would skip all but every k-th.
+        if not accelerator.sync_gradients:
+            raise ValueError(
+                "loop.backward() runs inside accelerator.accumulate(), but what the loader gives is a whole "
+                f"optimizer step: its {accelerator.gradient_accumulation_steps} packs a rank are accumulated "
+                "inside. Accelerate would skip optimizer steps and add up gradients of several. Leave "
+                "accumulate() out; gradient_accumulation_steps says how many packs a step has."
+            )
         # Accelerate divides by its accumulation steps; a step's microbatches are weighed already.
         accelerator.backward(loss * accelerator.gradient_accumulation_steps)
 
@@ -143,17 +150,6 @@ class _StepScheduler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.scheduler.load_state_dict(state)
-
-
-def _refuse_accumulate(accelerator: Any) -> None:
-    """Refuse ``accelerator.accumulate()`` around a whole step, of which it would skip all but every k-th."""
-    if not accelerator.sync_gradients:
-        raise ValueError(
-            "loop.backward() runs inside accelerator.accumulate(), but what the loader gives is a whole "
-            f"optimizer step: its {accelerator.gradient_accumulation_steps} packs a rank are accumulated "
-            "inside. Accelerate would skip optimizer steps and add up gradients of several. Leave "
-            "accumulate() out; gradient_accumulation_steps says how many packs a step has."
-        )
 
 
 def _refuse_fast_scheduler(accelerator: Any, scheduler: Any) -> None:
