@@ -159,7 +159,14 @@ def context_parallel_attention(
     way = choose_way(layout, sizes, spec)
     if way == "ulysses":
         traffic.count(sizes.ulysses_bytes(layout.local_slots, layout.cp), way)
-        return _over_heads(attend, q_NHD, k_NGD, v_NGE, layout, sinks)
+        assert layout.group is not None
+        wanted = _wanted_kv_heads(q_NHD.shape[1], k_NGD.shape[1], layout)
+        q = _in_order(rows_to_heads(q_NHD, layout.group), layout.restore)
+        k, v = (_in_order(rows_to_heads(x, layout.group, wanted), layout.restore) for x in (k_NGD, v_NGE))
+        longest, offsets = max(layout.padded_lengths), layout.pack_offsets
+        own = None if sinks is None else sinks.chunk(layout.cp)[layout.rank]
+        out = attend(q, k, v, Offsets(offsets, offsets, longest, longest), sinks=own)
+        return heads_to_rows(_in_order(out, layout.gathered), layout.group)
     if way == "ring":
         steps = needs.ring_steps(layout, causal=spec.causal, left=spec.left)
         traffic.count(sum(step.receive_count for step in steps) * sizes.key_bytes, way)
@@ -205,24 +212,6 @@ def _bring(
             received = exchange_rows(sent, plan.send_counts, plan.receive_counts, layout.group)
             rows = torch.cat([rows, received])
     return split(rows if index is None else rows.index_select(0, index), k_NGD, v_NGE)
-
-
-def _over_heads(
-    attend: PackAttention,
-    q_NHD: Tensor,
-    k_NGD: Tensor,
-    v_NGE: Tensor,
-    layout: ShardLayout,
-    sinks: Tensor | None,
-) -> Tensor:
-    assert layout.group is not None
-    wanted = _wanted_kv_heads(q_NHD.shape[1], k_NGD.shape[1], layout)
-    q = _in_order(rows_to_heads(q_NHD, layout.group), layout.restore)
-    k, v = (_in_order(rows_to_heads(x, layout.group, wanted), layout.restore) for x in (k_NGD, v_NGE))
-    longest = max(layout.padded_lengths)
-    own = None if sinks is None else sinks.chunk(layout.cp)[layout.rank]
-    out = attend(q, k, v, Offsets(layout.pack_offsets, layout.pack_offsets, longest, longest), sinks=own)
-    return heads_to_rows(_in_order(out, layout.gathered), layout.group)
 
 
 def _in_order(x: Tensor, index: Tensor | None) -> Tensor:

@@ -136,7 +136,19 @@ class _Work:
     def plan(self, *, by_keys: bool) -> Plan:
         """Return the calls of the forward, or of the backward, which is cut by keys."""
         if by_keys not in self._plans:
-            self._plans[by_keys] = _plan(self.cu_q, self.cu_kv, self.width, self.spec, by_keys=by_keys)
+            (heads, size), spec = self.width, self.spec
+            # A call of one sequence feeds as many threads as there are heads.
+            longest = GROUPED_ELEMENTS // (heads * size) if torch.get_num_threads() <= heads else SHORT
+            self._plans[by_keys] = make_plan(
+                self.cu_q,
+                self.cu_kv,
+                left=spec.left,
+                right=spec.right,
+                by_keys=by_keys,
+                max_cells=max(1, _SCORES // heads) if spec.softcap else None,
+                grouped=min(SHORT, longest),
+                width=heads * size,
+            )
         return self._plans[by_keys]
 
 
@@ -379,7 +391,11 @@ def _forward(work: _Work, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None)
         return (out, lse) if sinks is None else apply_sinks(out, lse, sinks)
     plan, spec = work.plan(by_keys=False), work.spec
     if plan.at_once is not None and q.shape[2] == v.shape[2] and q.dtype != torch.float16:
-        out, lse = _forward_at_once(plan.at_once, q, k, v, spec)
+        (call,) = plan.at_once.calls  # on views: no row is copied
+        given = (call.q.view(q), call.k.view(k), call.k.view(v))
+        causal = call.is_top_left(spec.left, spec.right)
+        parts = cpu_tiles.flash_forward(*given, causal=causal, mask=None, scale=spec.scale)
+        out, lse = (x.flatten(0, 1).contiguous() for x in parts)
         return (out, lse) if sinks is None else apply_sinks(out, lse, sinks)
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
@@ -418,7 +434,13 @@ def _backward(
         return _few_backward(work.few, by_q, by_k, work.spec.scale)
     plan, spec = work.plan(by_keys=True), work.spec
     if plan.at_once is not None and q.shape[2] == v.shape[2] and q.dtype == lse.dtype:
-        return _backward_at_once(plan.at_once, by_q, by_k, spec)
+        (call,) = plan.at_once.calls
+        grad, q, out, lse = (call.q.view(x) for x in by_q)
+        k, v = (call.k.view(x) for x in by_k)
+        causal = call.is_top_left(spec.left, spec.right)
+        grads = cpu_tiles.flash_backward(grad, q, k, v, out, lse, causal=causal, mask=None, scale=spec.scale)
+        dq, dk, dv = (x.flatten(0, 1).contiguous() for x in grads)
+        return dq, dk, dv
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, *by_k))
     for x, blanks in ((dq, plan.blank_q), (dk, plan.blank_k), (dv, plan.blank_k)):
         for start, stop in blanks:
@@ -433,30 +455,6 @@ def _backward(
                 [_heads(x, kv_heads) for x in by_k],
                 (_heads(dq, heads), _heads(dk, kv_heads), _heads(dv, kv_heads)),
             )
-    return dq, dk, dv
-
-
-def _forward_at_once(
-    piece: Piece, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
-) -> tuple[Tensor, Tensor]:
-    """Attend in sequences of equal length by one kernel call on views, without copying rows."""
-    (call,) = piece.calls
-    causal = call.is_top_left(spec.left, spec.right)
-    given = (call.q.view(q), call.k.view(k), call.k.view(v))
-    out, lse = cpu_tiles.flash_forward(*given, causal=causal, mask=None, scale=spec.scale)
-    return out.flatten(0, 1).contiguous(), lse.flatten(0, 1).contiguous()
-
-
-def _backward_at_once(
-    piece: Piece, by_q: tuple[Tensor, ...], by_k: tuple[Tensor, ...], spec: AttentionSpec
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of ``_forward_at_once`` by one kernel call on views."""
-    (call,) = piece.calls
-    grad, q, out, lse = (call.q.view(x) for x in by_q)
-    k, v = (call.k.view(x) for x in by_k)
-    causal = call.is_top_left(spec.left, spec.right)
-    grads = cpu_tiles.flash_backward(grad, q, k, v, out, lse, causal=causal, mask=None, scale=spec.scale)
-    dq, dk, dv = (x.flatten(0, 1).contiguous() for x in grads)
     return dq, dk, dv
 
 
@@ -560,29 +558,6 @@ class _Kernel:
         """Append zeros to the heads: they change neither scores nor the columns that are kept."""
         missing = max(self.head_size, self.value_size) - x.shape[-1]
         return x if missing == 0 or self.spec.softcap else pad(x, (0, missing))
-
-
-def _plan(
-    cu_q: tuple[int, ...],
-    cu_kv: tuple[int, ...],
-    width: Sequence[int],
-    spec: AttentionSpec,
-    *,
-    by_keys: bool,
-) -> Plan:
-    """Plan the calls for queries of ``width``: heads and head size."""
-    heads, size = width
-    one_sequence_is_enough = torch.get_num_threads() <= heads  # a call of one feeds as many threads as heads
-    return make_plan(
-        cu_q,
-        cu_kv,
-        left=spec.left,
-        right=spec.right,
-        by_keys=by_keys,
-        max_cells=max(1, _SCORES // heads) if spec.softcap else None,
-        grouped=min(SHORT, GROUPED_ELEMENTS // (heads * size)) if one_sequence_is_enough else SHORT,
-        width=heads * size,
-    )
 
 
 def _dense_rows(x: Tensor) -> Tensor:

@@ -48,19 +48,14 @@ def _sees_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _flash2() -> Any:
-    if 2 in _INTERFACES:
-        return _INTERFACES[2]
-    from flash_attn import flash_attn_interface
-
-    return flash_attn_interface
-
-
-def _flash3() -> Any:
-    if 3 in _INTERFACES:
-        return _INTERFACES[3]
-    import flash_attn_interface
-
+def _interface(version: int) -> Any:
+    """Import the interface of flash-attn 2 or 3, or return the prebuilt one."""
+    if version in _INTERFACES:
+        return _INTERFACES[version]
+    if version == 2:
+        from flash_attn import flash_attn_interface
+    else:
+        import flash_attn_interface
     return flash_attn_interface
 
 
@@ -73,7 +68,7 @@ class Flash2:
         self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
         """Call ``_flash_attn_varlen_forward``."""
-        run = _flash2()._wrapped_flash_attn_varlen_forward
+        run = _interface(2)._wrapped_flash_attn_varlen_forward
         out, lse, *_ = run(
             q,
             k,
@@ -98,7 +93,7 @@ class Flash2:
         self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Call ``_flash_attn_varlen_backward``, which writes into the gradients it is given."""
-        run = _flash2()._wrapped_flash_attn_varlen_backward
+        run = _interface(2)._wrapped_flash_attn_varlen_backward
         dq, dk, dv = empty_gradients(saved)
         run(
             grad,
@@ -132,7 +127,7 @@ class Flash3:
         self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
         """Call ``_flash_attn_forward``."""
-        run = _flash3()._flash_attn_forward
+        run = _interface(3)._flash_attn_forward
         options = _flash3_options(run, at, spec)
         out, lse, *_ = run(q, k, v, num_splits=1, **options)
         return out, lse.t()
@@ -141,7 +136,7 @@ class Flash3:
         self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Call ``_flash_attn_backward``, which writes into the gradients it is given."""
-        run = _flash3()._flash_attn_backward
+        run = _interface(3)._flash_attn_backward
         dq, dk, dv = empty_gradients(saved)
         run(
             grad,
