@@ -189,7 +189,7 @@ def describe(
 ) -> Request:
     """Collect the features of a call that decide which kernels can run it."""
     return Request(
-        device="cpu" if q.is_meta else q.device.type,
+        device=_device_type(q),
         dtype=q.dtype,
         head_size=q.shape[2],
         value_size=v.shape[2],
@@ -225,6 +225,11 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
     return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def _device_type(x: Tensor) -> str:
+    """Return the device type whose kernel is chosen: meta tensors use the CPU kernel, which infers shapes."""
+    return "cpu" if x.is_meta else x.device.type
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
