@@ -37,14 +37,10 @@ BIDIRECTIONAL: Final = "bidirectional"
 class Pack:
     """The boundaries of the sequences in one row of T slots.
 
-    Attributes:
-        cu_seqlens_q: int32 ``[S + 1]``, offsets in memory, last entry T.
-        cu_seqlens_k: the same for keys; ``cu_seqlens_q`` itself in self-attention.
-        cu_seqlens_real: int32 ``[S + 1]``, cumulative lengths without padding inside sequences; None if
-            there is none.
-        prefixes: what sequences share; offsets and ``lengths`` are then those of the leaves of their tree,
-            and keys are rows of ``prefixes.keys``. None if every sequence has its own slots.
-        cache: values computed once a batch and shared by all layers (seq_idx, plans of padded groups).
+    ``cu_seqlens_q``, int32 ``[S + 1]``, are offsets in memory, the last one T; ``cu_seqlens_k`` are the same
+    for keys. ``cu_seqlens_real`` are cumulative lengths without padding inside sequences, None if there is
+    none. If sequences share ``prefixes``, offsets and ``lengths`` are those of the leaves of their tree, and
+    keys are rows of ``prefixes.keys``. ``cache`` holds what all layers share and is computed once a batch.
     """
 
     __slots__ = (
@@ -188,13 +184,10 @@ class Pack:
 class Scope:
     """One entry of the stack of running models: the model, its pack, and the entry below.
 
-    Attributes:
-        pack: the pack, or None for plain rows of equal length.
-        outer: the entry below.
-        module: the model that pushed it; None for a batch that was announced before any model runs.
-        families: types of the configs that mean the language model; an inner model with another config (a
-            vision tower) does not work on the pack.
-        masks: the kinds of mask that the model has asked for so far, each once.
+    The pack is None for plain rows of equal length, and the model is None for a batch that was announced
+    before any model runs. ``families`` are the types of the configs that mean the language model; an inner
+    model with another config (a vision tower) does not work on the pack. ``masks`` are the kinds of mask that
+    the model has asked for so far, each once.
     """
 
     __slots__ = ("families", "masks", "module", "outer", "pack")
@@ -216,11 +209,9 @@ class Scope:
 
 
 class Caller:
-    """A running model without "thd", and what a model with "thd" inside it has reported.
+    """A running model without "thd", and the pack that a model inside it has worked on, once that has run.
 
-    Attributes:
-        labelled: class name of the model, this one or one around it, that was given labels for a loss.
-        pack: the pack that a model inside worked on, once it has run.
+    ``labelled`` is the class name of the model, this one or one around it, that was given labels for a loss.
     """
 
     __slots__ = ("labelled", "pack")
@@ -282,13 +273,10 @@ def scoped(scope: Scope) -> Generator[None]:
 
 @contextmanager
 def packed(batch: THDBatch) -> Generator[None]:
-    """Announce the sequences of ``batch`` to all layers of models called inside this context.
+    """Announce a batch, on the device of the model, to all layers of models called inside this context.
 
-    ``model(**batch.hf_kwargs())`` is right without it; with it, what the host knows is not read back from
-    the device (state-space layers need the lengths there).
-
-    Args:
-        batch: on the device of the model.
+    ``model(**batch.hf_kwargs())`` is right without it; with it, what the host knows is not read back from the
+    device (state-space layers need the lengths there).
     """
     check_batch(batch)
     with scoped(Scope(Pack.from_batch(batch), None)):
