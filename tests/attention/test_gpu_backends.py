@@ -137,6 +137,31 @@ def test_equals_dense(
         torch.testing.assert_close(a.double(), b.double(), rtol=3e-2, atol=6e-2)
 
 
+@pytest.mark.parametrize("backend", ["torch", "flash2", "flash3", "flash4", "te", "efficient", "portable"])
+@pytest.mark.parametrize("window", [None, 5])
+def test_gathered_keys(on_cuda: pytest.MonkeyPatch, backend: str, window: int | None) -> None:
+    """Sequences that share prefixes read keys by an index, whose rows' gradients add up."""
+    name = backend if backend == "portable" else install(on_cuda, backend)
+    on_cuda.setattr(entry, "choose", lambda _, request: choose(name, request))  # type: ignore[arg-type]
+    own, path = [4, 3, 5], [4, 6, 8]
+    keys = torch.tensor([*range(4), *(0, 1, 2, 4, 5, 6), *(0, 1, 2, *range(7, 12))])
+    torch.manual_seed(0)
+    q, k, v = (normal(1, 4, 12, 16) for _ in range(3))
+    spec = {"causal": True, "window": window, "scale": None, "softcap": None}
+    bound = entry.BoundAttention(q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1),
+                                 cu(own), cu(path), 5, 8, keys=keys, **spec)  # fmt: skip
+    out = bound(q, k, v)
+    rows = [x[0].transpose(0, 1) for x in (q, k, v)]
+    left = -1 if window is None else window - 1
+    expected, _ = dense_attention(rows[0], rows[1][keys], rows[2][keys], own, path, left=left, right=0)
+    torch.testing.assert_close(out[0].double(), expected, **TOLERANCE)
+    grad = torch.randn(out.shape).bfloat16()
+    got = torch.autograd.grad(out, (q, k, v), grad)
+    wanted = torch.autograd.grad(expected, (q, k, v), grad[0].double())
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a.double(), b.double(), rtol=3e-2, atol=6e-2)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_strided_inputs_and_expanded_gradients(on_cuda: pytest.MonkeyPatch, backend: str) -> None:
     name = install(on_cuda, backend)

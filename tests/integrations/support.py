@@ -20,17 +20,19 @@ def make_data(step: Packs | Sequences) -> THDDataModule:
     return THDDataModule(sequences(60, labels=True), capacity=CAPACITY, global_batch=step)
 
 
-def make_loop(engine: str, step: Any, accumulate: int = 1, **kwargs: Any) -> tuple[Any, PackedLoop]:
-    model = tiny_llama()
+def make_loop(
+    engine: str, step: Any, accumulate: int = 1, *, data: Any = None, **kwargs: Any
+) -> tuple[Any, PackedLoop]:
+    model, data = tiny_llama(), data or make_data(step)
     optimizer = torch.optim.SGD(model.parameters(), lr=TinyModule().lr, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     if engine == "accelerate":
         accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulate, **kwargs)
-        loop = prepare_thd(accelerator, model, make_data(step), optimizer, scheduler, peak=1e9)
+        loop = prepare_thd(accelerator, model, data, optimizer, scheduler, peak=1e9)
         return accelerator, loop
     fabric = L.Fabric(accelerator="cpu", devices=_world(), strategy="ddp" if _world() > 1 else "auto")
     fabric.launch()
-    loop = prepare_fabric(fabric, model, make_data(step), optimizer, accumulate=accumulate, peak=1e9)
+    loop = prepare_fabric(fabric, model, data, optimizer, accumulate=accumulate, peak=1e9)
     loop.scheduler = scheduler
     return fabric, loop
 

@@ -197,8 +197,10 @@ def test_losses_metrics_and_weights_are_those_of_padded_rows(kinds: list[str], t
     ("kinds", "options"),
     [
         (["dpo", "reward"], {"exact": True}),
-        pytest.param(["grpo"], {"exact": True, "max_steps": 10}, marks=pytest.mark.slow),
-        pytest.param(["dpo"], {"exact": True, "max_steps": 10, "world": 2}, marks=pytest.mark.slow),
+        *(
+            pytest.param(kinds, {"exact": True, "max_steps": 10, "world": world}, marks=pytest.mark.slow)
+            for kinds, world in ((["grpo", "dpo", "reward"], 1), (["dpo"], 2))
+        ),
     ],
 )
 def test_shared_prefixes_change_nothing(kinds: list[str], options: dict[str, Any], tmp_path: Path) -> None:

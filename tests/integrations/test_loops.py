@@ -15,13 +15,14 @@ from torch.distributed.fsdp import fully_shard
 from lightning_thd import FlopsModel, Packs, Sequences, THDDataModule
 from lightning_thd.integrations import PackedLoop, prepare_fabric, prepare_thd
 from lightning_thd.integrations.evaluation import evaluating
-from lightning_thd.packing import Cost
+from lightning_thd.packing import Cost, PackPlanner
 from lightning_thd.parallel.tensor import apply_tensor_parallel, model_plan
 from lightning_thd.strategies.norms import clip_by_norm
 from tests.integrations.support import CAPACITY, STEPS, by_hand, epochs, make_data, make_loop, run, same
+from tests.packing.test_prefixes import rows as prefixed
 from tests.ranks import run_ranks
 from tests.strategies.jobs import full_parameters
-from tests.tiny import TinyModule, largest_error, nll, sequences, tiny_llama
+from tests.tiny import TinyModule, largest_error, nll, sequences, tiny_llama, train_by_hand
 
 
 def run_engine(engine: str, step: Any, accumulate: int) -> Any:
@@ -38,6 +39,29 @@ def test_two_ranks_equal_the_hand_loop(engine: str, step: Any, accumulate: int) 
         assert same(params, wanted)
     means = [(a + b) / 2 for a, b in zip(ranks[0][1], ranks[1][1], strict=True)]
     assert means == pytest.approx(expected, rel=1e-12)
+
+
+def run_shared(engines: tuple[str, ...]) -> list[Any]:
+    made = [make_loop(engine, Sequences(48), data=shared_data())[1] for engine in engines]
+    return [run(loop, STEPS) for loop in made]
+
+
+def shared_data() -> THDDataModule:
+    return THDDataModule(prefixed(), capacity=64, global_batch=Sequences(48), share_prefixes=True)
+
+
+def test_shared_prefixes_on_two_ranks_equal_the_hand_loop() -> None:
+    """Every step has all sequences, so that the order of the plan does not matter."""
+    engines = ("accelerate", "fabric")
+    ranks = run_ranks(run_shared, 2, engines)
+    samples = prefixed()
+    planner = PackPlanner([len(s["input_ids"]) for s in samples], 64, global_batch=Sequences(48))
+    params, expected = train_by_hand(samples, planner, STEPS)
+    wanted = {name.removeprefix("model."): value for name, value in params.items()}
+    for i in range(len(engines)):
+        assert all(same(rank[i][0], wanted) for rank in ranks)
+        means = [(a + b) / 2 for a, b in zip(ranks[0][i][1], ranks[1][i][1], strict=True)]
+        assert means == pytest.approx(expected, rel=1e-9)
 
 
 def _save(engine: str, folder: str) -> Any:

@@ -14,8 +14,10 @@ pytest.importorskip("transformers")
 import transformers
 
 from lightning_thd.batch import THDBatch
+from lightning_thd.loss import causal_lm_loss
 from lightning_thd.models import packed, register_thd
 from tests.models.matrix import Result, assert_same, checkpoint, result_of
+from tests.wide import nothing_narrower
 
 register_thd()
 IMAGE, VIDEO, START, END = 60, 61, 62, 63
@@ -157,6 +159,51 @@ def test_one_changed_image_moves_no_other_sequence(name: str) -> None:
         after = model(**changed.hf_kwargs()).logits[0]
     assert not torch.equal(before[:first], after[:first])
     assert torch.equal(before[first:], after[first:])
+
+
+def rows_with_shared_images(model: Any) -> list[dict[str, Tensor]]:
+    """Draw answers to four prompts, of which two differ in a picture only, and one longer conversation."""
+    generator = torch.Generator().manual_seed(3)
+    prompts = [sample(grids, generator) for grids in ([(1, 4, 4), (1, 4, 8)], [(2, 4, 4)], [])]
+    other = torch.randn(prompts[0]["pixel_values"].shape, generator=generator)
+    prompts.append({**prompts[0], "pixel_values": other})
+    rows = [
+        {**prompt, "input_ids": torch.cat([prompt["input_ids"], torch.randint(3, 50, (2 + n,))])}
+        for prompt in prompts
+        for n in range(3)
+    ]
+    turn = sample([(1, 4, 4)], generator)
+    rows.append({key: torch.cat([rows[0][key], turn[key]]) for key in turn})
+    for row in rows:
+        ids, grids = row["input_ids"][None], row.get("image_grid_thw")
+        row["mm_token_type_ids"] = (ids[0] == IMAGE).int()
+        positions, _ = model.model.get_rope_index(ids, row["mm_token_type_ids"][None], image_grid_thw=grids)
+        row["position_ids"] = positions[:, 0]
+        row |= {key: value.double() for key, value in row.items() if value.is_floating_point()}
+    return rows
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_images_of_a_shared_prompt_run_through_the_tower_once(name: str) -> None:
+    model = build(name, "thd").double().train()
+    patches, found = list[int](), []
+    tower = model.model.visual.patch_embed
+    tower.register_forward_pre_hook(lambda _, given: patches.append(given[0].shape[0]))
+    rows = rows_with_shared_images(model)
+    with nothing_narrower():
+        for share in (False, True):
+            model.zero_grad()
+            batch = THDBatch.collate(rows, share_prefixes=share)
+            loss = causal_lm_loss(model, batch)
+            loss.backward()
+            gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            found.append([loss.detach(), *gradients])
+    # A conversation with one picture more than another shares none: they are in one tensor.
+    assert patches == [3 * (48 + 32 + 48) + 64, 48 + 32 + 48 + 64]
+    assert batch.stats.vision_patches == patches[1]
+    scale = max(float(x.abs().max()) for x in found[0])
+    for a, b in zip(*found, strict=True):
+        assert float((a - b).abs().max()) <= 1e-9 * scale
 
 
 def test_images_with_plain_positions_are_refused() -> None:
