@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,15 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
+import transformers
+from torch._dynamo.testing import CompileCounterWithBackend
+
 from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd.batch.prefixes import SharedBatch
 from lightning_thd.loss.causal_lm import causal_lm_logprobs, causal_lm_loss_and_stats
 from lightning_thd.loss.preference import sequence_sums
 from lightning_thd.models.mixers import has_mixers
-from tests.models.families import FAMILIES, build
+from tests.models.families import _MOE, FAMILIES, build
 from tests.models.matrix import checkpoint
 from tests.wide import nothing_narrower
 
@@ -138,6 +142,81 @@ def test_gradient_checkpointing_gathers_again(reentrant: bool) -> None:
         checkpoint(model, use_reentrant=reentrant)
         _, summed = measured(model, shared)
     assert largest_difference(summed, gradients) <= TOLERANCE
+
+
+CHUNKS = {
+    **_MOE, "head_dim": 8, "num_hidden_layers": 4, "attention_chunk_size": 5, "intermediate_size_mlp": 48,
+    "interleave_moe_layer_step": 2, "no_rope_layers": [1, 1, 1, 0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments"),
+    [
+        ("Llama4TextConfig", CHUNKS),
+        ("DeepseekV3Config", {**FAMILIES["deepseek_v3"].arguments, "first_k_dense_replace": 2}),
+        ("Qwen3MoeConfig", FAMILIES["qwen3_moe"].arguments),
+        ("GptOssConfig", FAMILIES["gpt_oss"].arguments),
+    ],
+    ids=["chunks", "mla", "experts", "sinks"],
+)
+def test_chunks_latent_attention_and_experts_are_exact_in_fp64(
+    config: str, arguments: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, config)(**arguments),
+        attn_implementation="thd",
+        experts_implementation="eager",  # which knows fp64
+    )
+    samples = tree(3)
+    with nothing_narrower():
+        model = model.double()
+        loss, gradients = measured(model, THDBatch.collate(samples))
+        same, summed = measured(model, THDBatch.collate(samples, share_prefixes=True))
+    assert abs(float(same - loss)) <= TOLERANCE
+    assert largest_difference(summed, gradients) <= TOLERANCE
+
+
+@pytest.mark.slow
+def test_compiled_layers_are_exact_and_their_graphs_bounded() -> None:
+    model = build("gemma3", "thd").double().train()
+    batches = [THDBatch.collate(tree(seed), share_prefixes=True) for seed in range(3, 8)]
+    eager = [measured(model, batch) for batch in batches]
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    for layer in model.model.layers:
+        layer.compile(backend=counter)
+    graphs = []
+    for batch, (loss, gradients) in zip(batches, eager, strict=True):
+        same, summed = measured(model, batch)
+        graphs.append(counter.frame_count)
+        assert abs(float(same - loss)) <= TOLERANCE
+        assert largest_difference(summed, gradients) <= TOLERANCE
+    assert 0 < graphs[-1] == graphs[2]
+
+
+def test_the_trees_hold_all_that_may_meet() -> None:
+    """Without this the tests above could pass on trees that share hardly anything."""
+    found = Counter[str]()
+    for seed in [sum(map(ord, name)) for name in QUICK]:
+        samples = tree(seed)
+        rows = [tuple(sample["input_ids"].tolist()) for sample in samples]
+        shared = THDBatch.collate(samples, share_prefixes=True).prefixes
+        begins = [[other for other in rows if other and row[: len(other)] == other != row] for row in rows]
+        labels = [np.asarray(sample.get("labels", sample["input_ids"])) for sample in samples]
+        found["nested turns"] += any(len(set(each)) >= 2 for each in begins)
+        found["duplicates"] += len(set(rows)) < len(rows)
+        found["a prefix of another"] += any(begins)
+        found["no prefix"] += any(  # its first token is that of no other
+            sum(other[0] == row[0] for other in rows) == 1 for row in rows
+        )
+        held = list(zip(labels, shared.prefix_lengths, strict=True))
+        found["labels inside"] += any((x[1:n] != -100).any() for x, n in held)
+        found["no labels inside"] += any(n > 1 and (x[1:n] == -100).any() for x, n in held)
+        found["weights"] += any("weights" in sample for sample in samples)
+    assert min(found.values()) >= 2, found
+    assert len(found) == 7
 
 
 def test_a_pad_at_the_end_and_fields_of_slots() -> None:
