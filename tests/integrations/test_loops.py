@@ -23,6 +23,7 @@ from tests.packing.test_prefixes import rows as prefixed
 from tests.ranks import run_ranks
 from tests.strategies.jobs import full_parameters
 from tests.tiny import TinyModule, largest_error, nll, sequences, tiny_llama, train_by_hand
+from tests.wide import nothing_narrower
 
 
 def run_engine(engine: str, step: Any, accumulate: int) -> Any:
@@ -42,8 +43,9 @@ def test_two_ranks_equal_the_hand_loop(engine: str, step: Any, accumulate: int) 
 
 
 def run_shared(engines: tuple[str, ...]) -> list[Any]:
-    made = [make_loop(engine, Sequences(48), data=shared_data())[1] for engine in engines]
-    return [run(loop, STEPS) for loop in made]
+    with nothing_narrower():
+        made = [make_loop(engine, Sequences(48), data=shared_data())[1] for engine in engines]
+        return [run(loop, STEPS) for loop in made]
 
 
 def shared_data() -> THDDataModule:
@@ -56,10 +58,13 @@ def test_shared_prefixes_on_two_ranks_equal_the_hand_loop() -> None:
     ranks = run_ranks(run_shared, 2, engines)
     samples = prefixed()
     planner = PackPlanner([len(s["input_ids"]) for s in samples], 64, global_batch=Sequences(48))
-    params, expected = train_by_hand(samples, planner, STEPS)
+    with nothing_narrower():
+        params, expected = train_by_hand(samples, planner, STEPS)
     wanted = {name.removeprefix("model."): value for name, value in params.items()}
     for i in range(len(engines)):
-        assert all(same(rank[i][0], wanted) for rank in ranks)
+        for rank in ranks:
+            found = {name.removeprefix("model."): value for name, value in rank[i][0].items()}
+            assert largest_error(found, wanted) < 1e-9
         means = [(a + b) / 2 for a, b in zip(ranks[0][i][1], ranks[1][i][1], strict=True)]
         assert means == pytest.approx(expected, rel=1e-9)
 
