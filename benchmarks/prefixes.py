@@ -1,17 +1,19 @@
 """Groups of answers to one prompt, with shared prefixes and without: time, memory, and the bound.
 
 ``python -m benchmarks.prefixes`` runs Qwen3 (hidden 256, 4 layers, heads of 64, vocabulary 260, fp32) forward
-and backward over groups of 2, 8 and 16 answers. A prompt is 1/4 to 16 times as long as an answer. Times are
-CPU seconds, the collation included; ``--quick`` runs only the groups with a goal. Memory is what autograd
-keeps between forward and backward. The bound is that of the FLOPs counted for distinct tokens and pairs.
-``--trl`` adds the padded log-probabilities of TRL's GRPO.
+and backward over groups of 2, 8 and 16 answers, with shared prefixes, as a pack without, and as TRL's padded
+log-probabilities (GRPO's). A prompt is 1/4 to 16 times as long as an answer. Times are CPU seconds, the
+collation included. Memory is what autograd keeps between forward and backward. The bound is that of the FLOPs
+counted for distinct tokens and pairs. ``--quick`` runs only the groups with a goal, without TRL.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -48,7 +50,7 @@ def group(size: int, prompt: int, answer: int, seed: int = 0) -> list[dict[str, 
     return [{"input_ids": row, "labels": np.where(np.arange(len(row)) < prompt, -100, row)} for row in rows]
 
 
-def kept_bytes(model: nn.Module, batch: THDBatch) -> int:
+def kept_bytes(model: nn.Module, run: Callable[[], Tensor]) -> int:
     """Return the bytes that autograd keeps for the backward pass, without the weights."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, Tensor] = {}
@@ -58,90 +60,110 @@ def kept_bytes(model: nn.Module, batch: THDBatch) -> int:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        loss = causal_lm_loss(model, batch)
+        loss = run()
     total = sum(x.untyped_storage().nbytes() for at, x in kept.items() if at not in weights)
     del loss
     return total
 
 
-def best(work: Callable[[bool], object], rounds: int) -> tuple[float, float]:
-    """Return the least CPU seconds of both ways, which take turns."""
-    found = [float("inf"), float("inf")]
+def best(ways: Sequence[Callable[[], object]], rounds: int, seconds: float) -> list[float]:
+    """Return the least CPU seconds of each way; they take turns, until ``seconds`` have passed."""
+    found, begun = [float("inf")] * len(ways), time.process_time()
     for number in range(rounds + 1):
-        for way in (0, 1):
+        for way, work in enumerate(ways):
             start = time.process_time()
-            work(bool(way))
+            work()
             if number:  # the first round warms up
                 found[way] = min(found[way], time.process_time() - start)
-    return found[0], found[1]
+        if number and time.process_time() - begun > seconds:
+            break
+    return found
 
 
-def measure(model: nn.Module, shape: tuple[int, int, int], rounds: int) -> None:
+def ways_of(
+    model: nn.Module, padded: nn.Module | None, samples: list[dict[str, Any]]
+) -> list[Callable[[], Tensor]]:
+    """Return the functions that compute the loss of the samples: unshared, shared, and TRL's."""
+
+    def packed(share: bool) -> Tensor:
+        return causal_lm_loss(model, THDBatch.collate(samples, share_prefixes=share))
+
+    def trl() -> Tensor:
+        assert padded is not None
+        ids, labels = (
+            torch.from_numpy(np.stack([x[key] for x in samples])) for key in ("input_ids", "labels")
+        )
+        output = padded(input_ids=ids, attention_mask=torch.ones_like(ids), labels=labels, fused_lm_head=True)
+        return -output.log_probs.sum() / (labels[:, 1:] != -100).sum()
+
+    return [partial(packed, share=False), partial(packed, share=True), *([] if padded is None else [trl])]
+
+
+def measure(
+    model: nn.Module, padded: nn.Module | None, shape: tuple[int, int, int], rounds: int, seconds: float
+) -> None:
+    """Print and keep the figures of a group; each of its two measurements takes some ``seconds``."""
     samples = group(*shape)
+    ways = ways_of(model, padded, samples)
+    losses = [way().detach() for way in ways]
+    assert all(torch.allclose(loss, losses[0], rtol=1e-4) for loss in losses), losses
 
-    def step(share: bool) -> None:
+    def step(way: Callable[[], Tensor]) -> None:
         model.zero_grad()
-        causal_lm_loss(model, THDBatch.collate(samples, share_prefixes=share)).backward()
+        way().backward()
 
     @torch.no_grad()
-    def forward(share: bool) -> None:
-        causal_lm_loss(model, THDBatch.collate(samples, share_prefixes=share))
+    def forward(way: Callable[[], Tensor]) -> None:
+        way()
 
     plain, shared = (THDBatch.collate(samples, share_prefixes=share) for share in (False, True))
     flops = FlopsModel.from_config(model.config)
     bound = flops.training_flops(plain.stats).model / flops.training_flops(shared.stats).model
-    times, passes = best(step, rounds), best(forward, rounds)
-    memory = kept_bytes(model, shared) / kept_bytes(model, plain)
-    print(
-        f"{shape[0]:>5} {shape[1]:>6} {shape[2]:>6} {times[0]:>9.2f} {times[1]:>9.2f} "
-        f"{times[0] / times[1]:>6.2f} {bound:>6.2f} {passes[0] / passes[1]:>8.2f} {memory:>7.2f}"
+    times, passes = (best([partial(run, way) for way in ways], rounds, seconds) for run in (step, forward))
+    memory = [kept_bytes(model if i < 2 else padded or model, way) for i, way in enumerate(ways)]
+    line = (
+        f"{shape[0]:>5} {shape[1]:>6} {shape[2]:>6} {times[1]:>8.2f} {memory[1] / 2**20:>7.0f} {bound:>6.2f}"
     )
+    for other in (0, 2)[: len(ways) - 1]:
+        line += f" | {times[other] / times[1]:>6.2f} {passes[other] / passes[1]:>8.2f}"
+        line += f" {memory[other] / memory[1]:>7.2f}"
+    print(line, flush=True)
     if shape in GOALS:
         wanted, most = GOALS[shape]
         what = f"prefixes, group {shape[0]}, prompt {shape[1]}, answer {shape[2]}"
         faster(f"{what}: a step", times[1], times[0], "CPU s", wanted, precision="fp32")
         if most is not None:
-            less(f"{what}: memory kept", memory, "of unshared", most, precision="fp32")
+            less(f"{what}: memory kept", memory[1] / memory[0], "of unshared", most, precision="fp32")
 
 
-def against_trl(rounds: int) -> None:
-    """Print the CPU seconds of GRPO's log-probabilities and gradients, padded and shared."""
+def padded_model() -> nn.Module | None:
+    """Return the same model with TRL's head for log-probabilities; None without TRL."""
+    if find_spec("trl") is None:
+        print("TRL is not installed and is left out")
+        return None
     from trl.trainer.utils import add_fused_lm_head
 
-    from lightning_thd.integrations.hf_rows import pack_rows
-
-    samples = group(8, 1024, 128)
-    ids = torch.from_numpy(np.stack([sample["input_ids"] for sample in samples]))
-    labels = torch.from_numpy(np.stack([sample["labels"] for sample in samples]))
-    models = [model_of(), model_of()]
-    for model, share in zip(models, (False, True), strict=True):
-        add_fused_lm_head(model)
-        if share:
-            pack_rows(model, share_prefixes=True)
-        else:
-            model.set_attn_implementation("sdpa")
-
-    def run(share: bool) -> None:
-        given = {"attention_mask": torch.ones_like(ids), "labels": labels, "fused_lm_head": True}
-        models[share](input_ids=ids, **given).log_probs.sum().backward()
-
-    padded, shared = best(run, rounds)
-    times = padded / shared
-    print(f"TRL, 8 answers of 128 to 1,024: padded {padded:.2f} s, shared {shared:.2f} s, {times:.2f}x")
+    model: Any = model_of()
+    add_fused_lm_head(model)
+    model.set_attn_implementation("sdpa")
+    return model
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--trl", action="store_true")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="at most; large groups take fewer")
+    parser.add_argument("--minutes", type=float, default=10.0, help="of CPU time for all groups, roughly")
     given = parser.parse_args(argv)
-    model = model_of()
-    print("group prompt answer  unshared    shared  times  bound  forward  memory")
-    for shape in [*GOALS, *([] if given.quick else FURTHER)]:
-        measure(model, shape, given.rounds)
-    if given.trl:
-        against_trl(given.rounds)
+    shapes = [*GOALS, *([] if given.quick else FURTHER)]
+    model, padded = model_of(), None if given.quick else padded_model()
+    print("Of the shared run: CPU s a step, MiB kept; then how many times as much the others take.")
+    of_others = " |  step x forward x  memory x"
+    print(
+        f"group prompt answer shared s     MiB  bound{of_others}{'' if given.quick else of_others + ' (TRL)'}"
+    )
+    for shape in shapes:
+        measure(model, padded, shape, given.rounds, 60 * given.minutes / len(shapes) / 2)
 
 
 if __name__ == "__main__":
