@@ -142,21 +142,20 @@ def best_fit(padded: IntArray, slots: Slots, patches: IntArray | None = None) ->
 
 def _fit_both(padded: IntArray, patches: IntArray, slots: Slots) -> Packing:
     """Pack by best fit in slots and patches, the sequence that takes the largest share of either first."""
-    capacity = np.array([slots.usable, slots.patches], np.int64)
-    sizes = np.stack([padded, patches], axis=1)
-    order = np.argsort(-(sizes / capacity).max(axis=1), kind="stable")
-    room = np.empty((len(sizes), 2), np.int64)  # left in each pack
-    owner, count = np.empty(len(sizes), np.int64), 0
-    for i in order.tolist():
-        left = room[:count] - sizes[i]
-        fits = (left >= 0).all(axis=1)
-        if fits.any():
-            shares = np.where(fits, (left / capacity).sum(axis=1), np.inf)
-            pack = int(shares.argmin())
-        else:
+    whole = 1 / slots.usable, 1 / slots.patches
+    order = np.argsort(-np.maximum(padded * whole[0], patches * whole[1]), kind="stable")
+    room, views = np.empty_like(padded), np.empty_like(padded)  # left in each pack
+    share = np.empty(len(padded))  # of both that is left
+    owner, count = np.empty(len(padded), np.int64), 0
+    for i, size, seen in zip(order.tolist(), padded[order].tolist(), patches[order].tolist(), strict=True):
+        fits = (room[:count] >= size) & (views[:count] >= seen)
+        pack = int(np.where(fits, share[:count], np.inf).argmin()) if count else 0
+        if pack == count or not fits[pack]:
             pack, count = count, count + 1
-            room[pack] = capacity
-        room[pack] -= sizes[i]
+            room[pack], views[pack] = slots.usable, slots.patches
+        room[pack] -= size
+        views[pack] -= seen
+        share[pack] = room[pack] * whole[0] + views[pack] * whole[1]
         owner[i] = pack
     members = np.lexsort((-padded, owner))
     sizes_of_packs = np.bincount(owner, minlength=count)
