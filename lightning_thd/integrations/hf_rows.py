@@ -143,10 +143,10 @@ def _run(model: Any, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
         )
     rows = given["input_ids"]
     mask = torch.ones_like(rows) if given.get("attention_mask") is None else given["attention_mask"]
-    batch = _packed(model, rows, mask, given.get("labels"))
+    told = {name: given[name] for name in _KEPT if given.get(name) is not None}
+    batch = _packed(model, rows, mask, given.get("labels"), told)
     if (measure := getattr(model, "_thd_throughput", None)) is not None:
         measure.count(model, batch)
-    told = {name: given[name] for name in _KEPT if given.get(name) is not None}
     if not given.get("fused_lm_head"):
         return run_as_pack(model, forward, batch, **told)
     shared = batch.prefixes if isinstance(batch, SharedBatch) else None
@@ -159,16 +159,18 @@ def _run(model: Any, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
             # TRL's rows [B, N - 1], 0 for tokens that nothing predicts
             output[name] = values.new_zeros(mask.shape).masked_scatter(mask.bool(), values)[:, :-1]
     if shared is not None:  # TRL's own mean is over rows of predictions, some of several tokens
-        scored = int((shared.token_rows < len(shared.targets)).sum())
-        output["loss"] = -output["log_probs"].sum() / max(1, scored)
+        scored = (shared.token_rows < len(shared.targets)).sum().clamp(min=1)
+        output["loss"] = -output["log_probs"].sum() / told.get("num_items_in_batch", scored)
     return output
 
 
-def _packed(model: Any, rows: Tensor, mask: Tensor, labels: Tensor | None) -> THDBatch:
+def _packed(model: Any, rows: Tensor, mask: Tensor, labels: Tensor | None, told: dict[str, Any]) -> THDBatch:
     """Pack padded rows; with shared prefixes, ids and labels are read once from the device."""
     if not model._thd_shares_prefixes:
         return THDBatch.from_padded(rows, mask, labels)
-    if getattr(model.config.get_text_config(), "output_router_logits", False):
+    if told.get(
+        "output_router_logits", getattr(model.config.get_text_config(), "output_router_logits", False)
+    ):
         raise ValueError(
             f"{type(model).__name__} balances its experts over the tokens of a batch "
             "(output_router_logits=True), and tokens of shared prefixes would count once. Set "

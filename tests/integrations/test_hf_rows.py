@@ -245,6 +245,24 @@ def test_what_would_change_the_numbers_is_refused() -> None:
         model(input_ids=ids, attention_mask=torch.ones(2, 4, dtype=torch.long), pixel_values=ids)
 
 
+def test_a_call_with_shared_prefixes_keeps_its_divisor_and_balances_no_experts() -> None:
+    from trl.trainer.utils import add_fused_lm_head
+
+    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0], [5, 6, 7, 0]])
+    labels = ids.where((ids != 0) & (ids != 5), -100)
+    given = {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels, "fused_lm_head": True}
+    models = [model_of("moe", make_tokenizer(PLAIN), "sdpa") for _ in range(2)]
+    for model, share in zip(models, (False, True), strict=True):
+        add_fused_lm_head(model)
+        pack_rows(model, share_prefixes=share)
+    for further in ({}, {"num_items_in_batch": torch.tensor(5)}):
+        plain, shared = (model(**given, **further) for model in models)
+        torch.testing.assert_close(shared.log_probs, plain.log_probs, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(shared.loss, plain.loss, rtol=1e-6, atol=0)
+    with pytest.raises(ValueError, match="balances its experts over the tokens of a batch"):
+        models[1](**given, output_router_logits=True)
+
+
 def test_other_calls_of_a_packed_model_see_padded_rows() -> None:
     tokenizer = make_tokenizer(PLAIN)
     plain, packing = (model_of("dpo", tokenizer, "sdpa").train() for _ in range(2))
