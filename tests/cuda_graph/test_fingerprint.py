@@ -269,6 +269,7 @@ def test_what_a_step_takes_from_around_it_is_watched(monkeypatch: pytest.MonkeyP
     assert step.stats.replays == 4
 
 
+@pytest.mark.slow  # autocast does so unmarked
 def test_other_modes_of_torch_capture_again() -> None:
     step = graphed(tiny_llama(torch.float64))
     for _ in range(2):

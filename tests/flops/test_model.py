@@ -258,11 +258,6 @@ def test_unknown_conventions_are_refused(field: str, value: str) -> None:
         FlopsModel.from_config(LLAMA2_7B, **settings)
 
 
-def test_an_unknown_recompute_policy_is_refused_late_as_well() -> None:
-    with pytest.raises(ValueError, match="recompute='some' is not one of 'none', 'full'"):
-        tiny(None).training_flops(SeqStats(), recompute="some")  # type: ignore[arg-type]
-
-
 def test_stats_with_a_window_on_a_model_without_one_are_refused() -> None:
     with pytest.raises(ValueError, match=r"count windows \[64\], but 'llama' has none"):
         FlopsModel.from_config(LLAMA2_7B).training_flops(SeqStats.from_lengths([8], windows=(64,)))

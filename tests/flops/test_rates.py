@@ -46,11 +46,6 @@ def test_no_model_and_no_peak_leave_their_keys_out() -> None:
     assert "device/mfu" not in throughput(STATS, seconds=1.0, model=MODEL)
 
 
-def test_forward_work_is_a_third() -> None:
-    training = throughput(STATS, seconds=1.0, model=MODEL)["device/flops_per_sec"]
-    assert throughput(STATS, seconds=1.0, model=MODEL, work="forward")["device/flops_per_sec"] == training / 3
-
-
 @pytest.mark.parametrize("seconds", [0, 0.0, -1.0, math.nan, math.inf])
 def test_no_time_is_refused(seconds: float) -> None:
     with pytest.raises(ValueError, match=r"seconds=.*: a rate needs time that has passed"):
@@ -66,11 +61,6 @@ def test_a_peak_of_zero_is_refused(peak: Any) -> None:
 def test_no_device_is_refused() -> None:
     with pytest.raises(ValueError, match="devices=0; wanted 1 or more"):
         throughput(STATS, seconds=1.0, devices=0)
-
-
-def test_an_empty_batch_has_no_ratios() -> None:
-    assert throughput(SeqStats(), seconds=1.0, model=MODEL)["device/flops_per_sec"] == 0
-    assert "packing/fill" not in throughput(SeqStats(), seconds=1.0, model=MODEL)
 
 
 def test_counts_survive_the_trip_through_integers() -> None:

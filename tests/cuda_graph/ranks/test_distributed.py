@@ -178,5 +178,6 @@ def recapture() -> tuple[int, int]:
     return step.stats.captures, step.stats.replays
 
 
+@pytest.mark.slow
 def test_a_rank_that_shares_no_model_captures_anew_alone() -> None:
     assert run_ranks(recapture, 2) == [(2, 4), (4, 3)]
