@@ -1,6 +1,6 @@
 """A call's features -> the backend that runs exactly this, or an error that lists what would.
 
-``SUPPORT`` is the one table; ``choose`` reads nothing but the table, so the table cannot be wrong in silence.
+``SUPPORT`` is the only table, and ``choose`` reads nothing else. So a wrong row shows at once.
 """
 
 from __future__ import annotations

@@ -59,17 +59,18 @@ _ROUND = 128
 class CUDAGraphCallback(L.Callback):
     """Replays forward and backward of ``training_step`` from CUDA graphs wherever a batch fits one.
 
-    Losses, gradients, hooks and logs stay what they are without it. A batch that fits no graph, and a step
-    that cannot be captured, run eagerly; which and why is logged as ``cuda_graph/hit_rate``,
-    ``cuda_graph/fallback_<reason>`` and ``cuda_graph/capture_time_s``. Where a replay is no faster, it is
-    switched off. ``lint_capture(module, batch)`` lists beforehand, without a GPU, what stands in the way.
+    Losses, gradients, hooks and logs are unchanged. A batch that fits no graph, and a step that cannot be
+    captured, run eagerly. The share of replays is logged as ``cuda_graph/hit_rate``, the reasons of the
+    others as ``cuda_graph/fallback_<reason>``, and the time as ``cuda_graph/capture_time_s``. A replay that
+    is measured to be no faster is switched off. ``lint_capture(module, batch)`` lists, without a GPU, what
+    prevents a capture.
 
     Args:
         max_sequences: sequences of each captured shape, one number or several; ``"auto"`` chooses one to
             three from the packs that the data module's planner will make (from the first 32 batches where
             there is none) and prints the table of :class:`GraphPlan` once.
-        costs: what ``"auto"`` reckons with; those of a launch-bound step when absent.
-        require: raise where graphs are not possible, in place of training without them.
+        costs: the times that ``"auto"`` uses; by default those of a launch-bound step.
+        require: raise an error if graphs are not possible, instead of training without them.
         backend: ``"cuda"``, or ``"recording"`` for tests on a CPU.
 
     Raises:

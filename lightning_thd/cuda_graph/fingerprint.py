@@ -1,9 +1,9 @@
 """A module and its step -> what their graphs have baked in, compared before every replay.
 
-A replay runs no Python: it goes on with the layers, hooks, numbers and addresses of the capture. So all that
-the step can read is compared before each: the memory of tensors, ``requires_grad``, train and eval, hooks,
-classes, and every attribute, global and enclosed name that occurs in code which the step can reach. What it
-can reach is found once, by names: from the step and the modules' ``forward`` to the functions they name.
+A replay runs no Python: it uses the layers, hooks, numbers and addresses of the capture. So everything that
+the step can read is compared before each replay: the memory of tensors, ``requires_grad``, train and eval,
+hooks, classes, and every attribute, global and enclosed name in code that the step can reach. That code is
+found once, by following names from the step and the modules' ``forward`` to the functions they name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A training step -> the same step, replayed from captured graphs wherever the batch fits one.
+"""A training step -> the same step, replayed from a captured graph if the batch fits one.
 
 For raw loops and Accelerate use it directly; ``CUDAGraphCallback`` puts it around ``training_step``.
 """
@@ -79,7 +79,7 @@ class GraphStats:
 
 
 class GraphedStep:
-    """Calls ``function(module, batch, *rest)``, from a captured graph where the batch fits a bucket.
+    """Calls ``function(module, batch, *rest)``, from a captured graph if the batch fits a bucket.
 
     All buckets are captured in the first call with gradients, on dummy batches. Whatever cannot be replayed
     exactly runs eagerly, and is counted in ``stats``. Shards of context parallelism are captured with their
@@ -91,7 +91,7 @@ class GraphedStep:
         module: what is trained.
         buckets: shapes to capture, see ``make_buckets``.
         backend: CUDA graphs by default.
-        require: raise :class:`CaptureError` where capture fails, in place of running eagerly.
+        require: raise :class:`CaptureError` if a capture fails, instead of running eagerly.
         clock: seconds, for the time spent on capturing.
     """
 

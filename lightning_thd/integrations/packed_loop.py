@@ -270,13 +270,14 @@ class PackedLoop:
     ) -> GraphedStep | None:
         """Capture CUDA graphs and replay them from now on for every microbatch that fits one.
 
-        What ``CUDAGraphCallback`` does under Lightning. Losses and gradients stay what they are; what fits no
-        graph runs eagerly, and hit rate and reasons are logged with the loop's other metrics.
+        This is what ``CUDAGraphCallback`` does under Lightning. Losses and gradients are unchanged. A
+        microbatch that fits no graph runs eagerly. Hit rate and reasons are logged with the loop's other
+        metrics.
 
         Args:
             max_sequences: sequences of each captured shape, one number or several; "auto" chooses them from
                 the packs the planner will make.
-            costs: what "auto" reckons with; those of a launch-bound step when absent.
+            costs: the times that "auto" uses; by default those of a launch-bound step.
             require: raise if graphs are not possible, instead of training without them.
             backend: CUDA graphs by default; a ``RecordingBackend`` for tests on a CPU.
 
