@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_thd._checks import described, flags
+from lightning_thd._checks import described, flags, instance
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch.collate import check_samples, lay_out, padded_fields
 from lightning_thd.batch.upload import PinnedBatch
@@ -476,3 +476,59 @@ def collate_checked(
 
         return lay_out_shared(samples, set_name=set_name, microbatch=microbatch, **how)
     return THDBatch(**lay_out(samples, **how), set_name=set_name, microbatch=microbatch)
+
+
+class THDStep(Immutable):
+    """All microbatches of one rank between two optimizer updates, for the strategies of this package.
+
+    Attributes:
+        microbatches: the same number on every rank; each carries the step's ``loss_scale``.
+    """
+
+    __slots__ = ("microbatches",)
+
+    microbatches: tuple[THDBatch, ...]
+
+    def __init__(self, microbatches: Sequence[THDBatch]) -> None:
+        if not isinstance(microbatches, Sequence) or not all(isinstance(b, THDBatch) for b in microbatches):
+            raise TypeError(f"A THDStep is made of {described(microbatches)}; wanted a list of THDBatch.")
+        if not microbatches:
+            raise ValueError("A THDStep needs at least one microbatch, got none.")
+        self._set(microbatches=tuple(microbatches))
+
+    def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> THDStep:
+        """Move every microbatch; see ``THDBatch.to``."""
+        return THDStep([batch.to(device, non_blocking=non_blocking) for batch in self.microbatches])
+
+    def pin_memory(self) -> THDStep:
+        """Return a copy in page-locked memory."""
+        return THDStep([batch.pin_memory() for batch in self.microbatches])
+
+    @property
+    def stats(self) -> SeqStats:
+        """Return the ``SeqStats`` of all microbatches added up."""
+        first, *rest = (batch.stats for batch in self.microbatches)
+        return sum(rest, start=first)
+
+    def __len__(self) -> int:
+        return len(self.microbatches)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        # The rank's share of the step's loss tokens, as Lightning's weight: see THDBatch.__iter__.
+        scale = self.microbatches[0].loss_scale
+        yield weighing_rows(len(self) / scale if scale else 0.0)
+
+    def __repr__(self) -> str:
+        return f"THDStep({len(self)} microbatches, {self.stats.real_tokens} real tokens)"
+
+
+def check_batch(batch: object) -> None:
+    """Raise TypeError for anything but a ``THDBatch``, with advice for a ``THDStep``."""
+    if isinstance(batch, THDStep):
+        raise TypeError(
+            f"batch is a THDStep of {len(batch)} microbatches; wanted one THDBatch. strategy='thd', "
+            "'thd_ddp' and 'thd_model_parallel' hand training_step one at a time where the step is the whole "
+            "batch, not inside a dict and not through a dataloader_iter. In a loop of your own run each of "
+            "step.microbatches, and take the mean of their losses."
+        )
+    instance(batch, "batch", THDBatch, advice="Pass THDBatch.collate(samples).")

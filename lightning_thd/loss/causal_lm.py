@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_thd._checks import flags, instance, real_number, whole_number
 from lightning_thd.batch import IGNORE_INDEX, THDBatch
 from lightning_thd.batch.prefixes import SharedBatch
-from lightning_thd.batch.thd_step import check_batch
+from lightning_thd.batch.thd_batch import check_batch
 from lightning_thd.loss.head import HeadOperands
 from lightning_thd.loss.head_call import HeadCall
 from lightning_thd.loss.linear_logprobs import LogProbs, linear_logprobs

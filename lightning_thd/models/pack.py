@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lightning_thd._static import STATIC
 from lightning_thd.batch import THDBatch
 from lightning_thd.batch.prefixes import Prefixes, SharedBatch
-from lightning_thd.batch.thd_step import check_batch
+from lightning_thd.batch.thd_batch import check_batch
 from lightning_thd.parallel.shard import THDShard
 from lightning_thd.seqlens import cu_seqlens_from_lengths, seq_idx_from_cu_seqlens
 

@@ -33,7 +33,8 @@ FloatArray = npt.NDArray[np.float64]
 MOST_MICROBATCHES = 2**24  # A step of more microbatches, over all ranks, is a mistake.
 _UNEVEN = 1.05  # A plan whose ranks wait for 5 % more than an even share is tried with one more microbatch.
 _EVEN_ENOUGH = 1.01  # A plan whose ranks wait for at most 1 % more than an even share is not improved.
-_EXCHANGES = 200  # At most 200 exchanges, of about 25 us each, improve a plan.
+_EXCHANGES = 200  # At most so many exchanges improve a plan, of about 25 us for 512 sequences.
+_COMPARED = 400_000  # Large steps get fewer: their exchanges look at so many sequences and bins in all.
 _LEAST_GAIN = 1e-9  # A smaller gain, in units of a microstep's heaviest bin, is rounding.
 
 
@@ -381,7 +382,7 @@ def exchange(
     given = [np.append(each, np.zeros(bins, np.int64)) for each, _ in bounds]
     place = np.append(owner, np.arange(bins))
     open_, changed = np.ones(num_microbatches, bool), False
-    for _ in range(_EXCHANGES):
+    for _ in range(min(_EXCHANGES, _COMPARED // len(place))):
         at = int(np.where(open_, heaviest - mean, -1.0).argmax())
         heavy = at * dp + int(steps[at].argmax())
         mine = np.flatnonzero(place[: len(owner)] == heavy)

@@ -19,8 +19,7 @@ from lightning_thd._checks import described, instance
 from lightning_thd.alignment import Layout
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.batch.prefixes import SharedBatch
-from lightning_thd.batch.thd_batch import rows_of_slots, weighing_rows
-from lightning_thd.batch.thd_step import check_batch
+from lightning_thd.batch.thd_batch import check_batch, rows_of_slots, weighing_rows
 from lightning_thd.parallel.context import traffic
 from lightning_thd.parallel.context.costs import CommCosts
 from lightning_thd.parallel.context.layout import Communication, ShardLayout, offsets_of

@@ -19,9 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 from tqdm import tqdm
 
@@ -80,7 +78,6 @@ class PackedRows(TorchDataset[dict[str, NDArray[np.integer]]]):
 def open_packed(
     rows: MapDataset,
     *,
-    num_workers: int = 0,
     progress: bool = False,
     key: Mapping[str, Any] | None = None,
     cache_dir: str | Path | None = None,
@@ -89,57 +86,37 @@ def open_packed(
     found = cached_arrays(
         "packed",
         None if key is None else {**key, "rows": len(rows)},
-        lambda: _find(rows, num_workers, progress),
+        lambda: _find(rows, progress),
         version=_VERSION,
         cache_dir=cache_dir,
     )
     return PackedRows(rows, **found)
 
 
-def _find(rows: MapDataset, num_workers: int, progress: bool) -> dict[str, IntArray]:
-    loader = DataLoader(
-        _Found(rows),
-        batch_size=None,
-        num_workers=num_workers,
-        collate_fn=_as_it_is,
-        # A generator of its own: the weights of a model built later do not depend on what the cache held.
-        generator=torch.Generator(),
-    )
-    shown = tqdm(loader, desc="Finding sequences in packs", disable=not progress or len(rows) < _BAR_FROM)
-    parts = [np.vstack([np.full((1, part.shape[1]), i), part]) for i, part in enumerate(shown)]
-    row, start, lengths, loss_tokens = np.concatenate([np.empty((4, 0), np.int64), *parts], axis=1)
-    return {"row": row, "start": start, "lengths": lengths, "loss_tokens": loss_tokens}
-
-
-def _as_it_is(found: Any) -> Any:
-    return found
-
-
-class _Found(TorchDataset[IntArray]):
-    def __init__(self, rows: MapDataset) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, i: int) -> IntArray:
-        row = self._rows[i]
+def _find(rows: MapDataset, progress: bool) -> dict[str, IntArray]:
+    """Find the row, first slot, length and loss tokens of every sequence."""
+    parts = [np.empty((4, 0), np.int64)]
+    numbers = range(len(rows))
+    shown = tqdm(numbers, desc="Finding sequences in packs", disable=not progress or len(rows) < _BAR_FROM)
+    for i in shown:
+        row = rows[i]
         if other := sorted(set(row) - _READ):
             raise ValueError(
                 f"Row {i} holds several sequences and carries {', '.join(other)}, of which nothing says what "
                 "belongs to which. Drop these columns, give the sequences one by one, or set packed='off'."
             )
         start, lengths = boundaries(row, i)
-        labels = row.get("labels")
-        if labels is None:
-            return np.stack([start, lengths, lengths - 1])
-        if len(labels) != len(row["input_ids"]):
-            raise ValueError(
-                f"Row {i} has {len(row['input_ids'])} input_ids but {len(labels)} labels. "
-                "Give one label a token, unshifted, with -100 where it is to be ignored."
-            )
-        inside = np.repeat(start - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())
-        return np.stack([start, lengths, count_targets(np.asarray(labels)[inside], lengths)])
+        labels, loss_tokens = row.get("labels"), lengths - 1
+        if labels is not None:
+            if len(labels) != len(row["input_ids"]):
+                raise ValueError(
+                    f"Row {i} has {len(row['input_ids'])} input_ids but {len(labels)} labels. "
+                    "Give one label a token, unshifted, with -100 where it is to be ignored."
+                )
+            inside = np.repeat(start - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())
+            loss_tokens = count_targets(np.asarray(labels)[inside], lengths)
+        parts.append(np.stack([np.full_like(start, i), start, lengths, loss_tokens]))
+    return dict(zip(("row", "start", "lengths", "loss_tokens"), np.concatenate(parts, axis=1), strict=True))
 
 
 def boundaries(row: Mapping[str, Any], i: int = 0) -> tuple[IntArray, IntArray]:

@@ -86,7 +86,6 @@ class Opener:
             return opened
         rows = open_packed(
             opened.dataset,
-            num_workers=self.num_workers,
             progress=self.progress,
             key=opened.key,
             cache_dir=self.cache_dir,

@@ -16,7 +16,7 @@ from lightning_thd.batch.media import COLUMNS, GRIDS
 from lightning_thd.batch.samples import MOST_ID, wrapped
 
 IntArray = NDArray[np.int64]
-_BLOCK = 1 << 20  # values that are looked at at a time
+Facts = tuple[IntArray, NDArray[np.bool_], IntArray]
 
 
 class ColumnRows(Dataset[dict[str, NDArray[Any]]]):
@@ -192,20 +192,19 @@ def count_columns(dataset: object) -> Counted | None:
     if any(name in table.column_names and not is_list(table, name) for name in ("labels", "attention_mask")):
         return None
     lengths = list_lengths(table, "input_ids")
-    ids = _Facts(table, "input_ids", lambda values: (values < 0) | (values > MOST_ID))
-    loss_tokens, wrong = np.maximum(lengths - 1, 0), ids.wrong
+    _, wrong, most_of = _facts(table, "input_ids", lambda values: (values < 0) | (values > MOST_ID))
+    loss_tokens = np.maximum(lengths - 1, 0)
     if "labels" in table.column_names:
-        labels = _Facts(
+        loss_tokens, bad, _ = _facts(
             table,
             "labels",
             lambda values: ((values < 0) & (values != IGNORE_INDEX)) | (values > MOST_ID) | wrapped(values),
         )
-        loss_tokens = labels.targets
-        wrong = wrong | labels.wrong | (list_lengths(table, "labels") != lengths)
+        wrong = wrong | bad | (list_lengths(table, "labels") != lengths)
     if "attention_mask" in table.column_names:
-        wrong = wrong | _Facts(table, "attention_mask", lambda values: values != 1).wrong
+        wrong = wrong | _facts(table, "attention_mask", lambda values: values != 1)[1]
         wrong |= list_lengths(table, "attention_mask") != lengths
-    most = visible(dataset, ids.most)
+    most = visible(dataset, most_of)
     at = int(most.argmax()) if len(most) else 0
     return Counted(
         visible(dataset, lengths),
@@ -249,36 +248,25 @@ def _depth(kind: Any) -> int:
     return 0 if pt.is_integer(kind) else -1
 
 
-class _Facts:
-    """Targets, faults and the largest value of every row of a column of lists, from one pass in blocks."""
-
-    def __init__(self, table: Any, name: str, refuse: Callable[[NDArray[Any]], NDArray[np.bool_]]) -> None:
-        self._refuse = refuse
-        total = table.num_rows
-        self.targets, self.wrong = np.zeros(total, np.int64), np.zeros(total, bool)
-        self.most = np.full(total, -1, np.int64)
-        first = 0
-        for values, lengths in lists(table, name):
-            ends = np.cumsum(lengths)
-            rows = np.flatnonzero(lengths)  # rows without a value begin no block
-            for start in range(0, len(values), _BLOCK):
-                part = values.slice(start, _BLOCK)
-                one, other = np.searchsorted(ends[rows], [start, start + len(part) - 1], side="right")
-                mine = rows[one : other + 1]
-                self._add(part, np.maximum(0, (ends - lengths)[mine] - start), first + mine, start)
-            pa = require("pyarrow", feature="reading Arrow columns")
-            firsts = _compute().fill_null(values.take(pa.array((ends - lengths)[rows])), 0)
-            self.targets[first + rows] -= np.asarray(firsts) != -100  # a first label is never a target
-            first += len(lengths)
-
-    def _add(self, part: Any, begins: IntArray, rows: IntArray, start: int) -> None:
-        """Add a block of values, in which the given rows begin."""
-        null = np.asarray(part.is_null()) if part.null_count else None
-        array = np.asarray(part.fill_null(0) if part.null_count else part)
-        bad = self._refuse(array) if null is None else self._refuse(array) | null
-        self.targets[rows] += np.add.reduceat(array != -100, begins, dtype=np.int64)
-        self.wrong[rows] |= np.logical_or.reduceat(bad, begins)
-        self.most[rows] = np.maximum(self.most[rows], np.maximum.reduceat(array, begins))
+def _facts(table: Any, name: str, refuse: Callable[[NDArray[Any]], NDArray[np.bool_]]) -> Facts:
+    """Return targets, faults and the largest value of every row of a column of lists."""
+    parts: list[Facts] = [(np.empty(0, np.int64), np.empty(0, bool), np.empty(0, np.int64))]
+    for values, lengths in lists(table, name):
+        total, rows = len(lengths), np.flatnonzero(lengths)
+        targets, wrong, most = np.zeros(total, np.int64), np.zeros(total, bool), np.full(total, -1, np.int64)
+        if len(rows):
+            begins = (np.cumsum(lengths) - lengths)[rows]
+            array = np.asarray(values.fill_null(0) if values.null_count else values)
+            bad, learned = refuse(array), array != IGNORE_INDEX
+            if values.null_count:
+                bad |= np.asarray(values.is_null())
+            learned[begins] = False  # a first label is never a target
+            targets[rows] = np.add.reduceat(learned, begins, dtype=np.int64)
+            wrong[rows] = np.logical_or.reduceat(bad, begins)
+            most[rows] = np.maximum.reduceat(array, begins)
+        parts.append((targets, wrong, most))
+    targets, wrong, most = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return targets, wrong, most
 
 
 def column_row(dataset: object, i: int) -> dict[str, Any] | None:
