@@ -80,7 +80,7 @@ class Made:
 
 
 class Steps(Protocol):
-    """What makes a loader's steps: ``PlannedSteps``, or ``StreamedSteps`` of a stream."""
+    """The interface of what makes a loader's steps: ``PlannedSteps``, or ``StreamedSteps`` for a stream."""
 
     kind: Kind
     per_step: int  # batches of a rank to a step
@@ -232,7 +232,7 @@ class THDLoader:
             began = time.perf_counter()
             try:
                 item: T | None = next(given, None)
-            except ConnectionError as err:  # torch names a socket only
+            except ConnectionError as err:  # torch's own message names only a socket
                 if "in DataLoader worker" in str(err):  # the data set's own
                     raise
                 raise RuntimeError(
@@ -261,7 +261,7 @@ class THDLoader:
                 self._given.popleft()
 
     def _take_back(self) -> None:
-        """Queue a stream's steps again that the Trainer has dropped; warn if planned steps come twice."""
+        """Queue again the steps of a stream that the Trainer has dropped; warn if planned steps come twice."""
         if self._open and self._progress is None and self._handed_out > 1 and not self._repeats:
             rank_zero_warn(
                 f"A loader of {len(self)} batches is iterated again after {self._handed_out} of epoch "

@@ -196,7 +196,7 @@ def check_whole_steps(step: Packs | Sequences | None, *, ranks: int, accumulate:
 
 
 def check_packs(step: Packs | Sequences | None, *, ranks: int, accumulate: int) -> None:
-    """Refuse a ``global_batch`` that ranks and accumulation do not add up to."""
+    """Refuse a ``global_batch`` that contradicts the number of ranks and the accumulation."""
     if isinstance(step, Packs) and step.n != ranks * accumulate:
         raise MisconfigurationException(
             f"global_batch={step} but {ranks} data-parallel ranks x accumulate_grad_batches={accumulate} "

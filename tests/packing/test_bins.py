@@ -96,3 +96,11 @@ def test_no_sequences_make_no_packs() -> None:
 def test_says_what_is_wrong(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pack_lengths(**arguments)
+
+
+def test_lengths_beyond_sixteen_bits_sort_as_well() -> None:
+    lengths = [70_000, 5, 1_000_000, 70_000, 6, 65_536, 131_072]
+    packs = pack_lengths(lengths, 1_000_000)
+    assert len(packs) == 2
+    assert packs[0].tolist() == [2]
+    assert packs[1].tolist() == [6, 0, 3, 5, 4, 1]

@@ -54,3 +54,7 @@ def test_another_schedule_is_another_plan() -> None:
 def test_says_what_is_wrong(schedule: list[float], rest: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan(schedule, **rest)
+
+
+def test_empty_sequences_stay_out() -> None:
+    assert packs_of(plan([0, 0, 1, 2], lengths=(4, 0, 3, 0), n=1), 0) == [[(0,)], [(2,)]]

@@ -2,7 +2,7 @@
 
 A template with ``{% generation %}`` around the assistant's words marks them itself. With any other the
 conversation is rendered once more up to each turn; that shows the assistant's part if the template is
-prefix-stable: what it wrote of a turn does not change when more turns follow. What is not is refused.
+prefix-stable: what it wrote of a turn does not change when more turns follow. Other templates are refused.
 """
 
 from __future__ import annotations

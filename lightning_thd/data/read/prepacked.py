@@ -6,10 +6,10 @@ A row is ``input_ids`` (and ``labels``) with one of these beside it, the first t
 - ``cu_seqlens``: offsets from 0, cumulative real lengths;
 - ``position_ids``: one a token, counting up from 0 in every sequence.
 
-Others that are there have to agree with it.
+If a row has several of them, they must agree.
 
 ``cu_seqlens_padded``, offsets in the row, says where each sequence begins when there is padding between them.
-What is left at the end of a row is padding; so is what ``attention_mask`` calls 0 there.
+The slots left at the end of a row are padding, and so are the last ones whose ``attention_mask`` is 0.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def counted_row(dataset: MapDataset, i: int) -> Mapping[str, Any]:
 
 
 def refuse_second_sequence(sample: Mapping[str, Any], i: int) -> None:
-    """Refuse a row that holds several sequences when row 0 held one."""
+    """Refuse a row of several sequences if row 0 holds one."""
     refuse_restart(
         sample,
         f"Sequence {i}",

@@ -98,7 +98,7 @@ class Intake:
         ]
 
     def open(self, number: int, round_: int, cursors: IntArray) -> None:
-        """Start to read a source, or its next pass; worker processes start in the calling thread."""
+        """Begin a pass over a source; worker processes start in the calling thread."""
         source, before = self._sources[number], self._readers[number]
         own = set(self._owners[number][self._wire.rank])
         order = shard_order(

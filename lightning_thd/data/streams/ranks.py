@@ -79,7 +79,7 @@ class Wire:
 
 @contextmanager
 def waiting(who: str, timeout_s: float) -> Iterator[None]:
-    """Say of a failed collective who waited for ranks that are gone."""
+    """Add to the error of a failed collective which rank waited, and for which others."""
     try:
         yield
     except RuntimeError as err:

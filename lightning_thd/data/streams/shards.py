@@ -256,7 +256,7 @@ class IterableShard:
                 yield row, record, None
 
     def _refuse_a_second_time(self, records: Any) -> None:
-        """Refuse an iterator that was read before: it would go on where it was left, under the first rows."""
+        """Refuse an iterator that was read before: its next records would be taken for the first rows."""
         if not is_iterator(records):
             return
         began = inspect.isgenerator(records) and inspect.getgeneratorstate(records) != inspect.GEN_CREATED
