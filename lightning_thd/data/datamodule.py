@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -156,40 +156,14 @@ class THDDataModule(LogsSources):
         pin_memory: bool | None = None,
         cache_dir: str | Path | None = None,
     ) -> None:
+        given = dict(locals())
         super().__init__()
-        self._settings = planning.DataSettings(
-            capacity=capacity,
-            global_batch=global_batch,
-            oversize=oversize,
-            empty=empty,
-            tail=tail,
-            window=window,
-            seed=seed,
-            schedule=schedule,
-            scheduler=scheduler,
-            cost=cost,
-            extras_cost=extras_cost,
-            max_patches=max_patches,
-            pad_to=pad_to,
-            mixing=mixing,
-            share_prefixes=share_prefixes,
-            vocab_size=vocab_size,
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor,
-            pin_memory=pin_memory,
-            opener=Opener(
-                tokenizer=tokenizer,
-                processor=processor,
-                text_key=text_key,
-                append_eos=append_eos,
-                records=records,
-                packed=packed,
-                on_error=on_error,
-                max_errors=max_errors,
-                cache_dir=cache_dir,
-                num_workers=num_workers,
-            ),
+        # The settings have the names of the arguments.
+        of_opener, of_module = (
+            {field.name: given[field.name] for field in fields(kind) if field.name in given}
+            for kind in (Opener, planning.DataSettings)
         )
+        self._settings = planning.DataSettings(**of_module, opener=Opener(**of_opener))
         self._stream = _as_stream(train, self._settings)
         if share_prefixes and self._stream is not None:
             raise ValueError(

@@ -261,7 +261,7 @@ class THDLoader:
                 self._given.popleft()
 
     def _take_back(self) -> None:
-        """Queue again the steps of a stream that the Trainer has dropped; warn if planned steps come twice."""
+        """Queue again a stream's steps that the Trainer has dropped; warn if planned steps come twice."""
         if self._open and self._progress is None and self._handed_out > 1 and not self._repeats:
             rank_zero_warn(
                 f"A loader of {len(self)} batches is iterated again after {self._handed_out} of epoch "

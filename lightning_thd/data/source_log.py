@@ -51,7 +51,7 @@ class SourceLog:
 
     Tokens and shares come from the plan, on the first process. Losses are those that ``causal_lm_loss`` sums
     anyway: added up on the device by source, and over the ranks once a log interval, when they are read.
-    Another loss reports its values by ``loss.log_token_losses``; without that, the keys of losses are left out.
+    Another loss reports its values by ``loss.log_token_losses``; else the keys of losses are left out.
     """
 
     def __init__(self, sources: Sources) -> None:

@@ -24,6 +24,7 @@ LOADS = {
     "parallel/messages.py pickle.loads": "a batch of this job's own reader, from rank to rank",
     "data/streams/samples.py pickle.loads": "extras of a sample, from rank to rank",
     "data/store/cache.py np.load": "allow_pickle=False",
+    "data/store/tokens.py np.load": "allow_pickle=False",
     "integrations/hf_data.py torch.load": "weights_only=True",
     "strategies/checkpoints.py torch.load": "weights_only as Lightning's Trainer asks",
 }

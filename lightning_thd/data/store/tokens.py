@@ -262,7 +262,7 @@ def _fill(place: Path, parts: Callable[[int], Iterable[Rows]], *, max_errors: in
     skipped: list[Skipped] = []
     kinds: dict[str, bool | None] = {"labels": None, "label": None}  # what all pieces have, or lack
     while (path := place / f"part{len(paths)}.npz").exists():
-        with np.load(path) as part:
+        with np.load(path, allow_pickle=False) as part:
             skipped += [Skipped(*entry) for entry in json.loads(str(part["skipped"]))]
             _refuse_mixed(kinds, part, part["lengths"])
         paths.append(path)
@@ -321,7 +321,7 @@ def _join(place: Path, paths: Sequence[Path], *, labelled: bool) -> int:
     """Lay the parts of a store end to end in its arrays; return the number of sequences."""
     found: dict[str, list[Any]] = {"lengths": [np.empty(0, np.int64)], "largest": []}
     for path in paths:
-        with np.load(path) as part:
+        with np.load(path, allow_pickle=False) as part:
             for name in set(part.files) - {"tokens", "labels", "skipped"}:
                 found.setdefault(name, []).append(part[name])
     firsts = np.cumsum([len(lengths) for lengths in found["lengths"]]).tolist()
@@ -340,7 +340,7 @@ def _join(place: Path, paths: Sequence[Path], *, labelled: bool) -> int:
             header = {"descr": kind.str, "fortran_order": False, "shape": (total,)}
             np.lib.format.write_array_header_1_0(out, header)
             for path in paths:
-                with np.load(path) as part:
+                with np.load(path, allow_pickle=False) as part:
                     if name in part:
                         part[name].astype(kind).tofile(out)
     return len(lengths)
