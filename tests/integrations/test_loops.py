@@ -45,7 +45,7 @@ def test_two_ranks_equal_the_hand_loop(engine: str, step: Any, accumulate: int) 
 def run_shared(engines: tuple[str, ...]) -> list[Any]:
     with nothing_narrower():
         made = [make_loop(engine, Sequences(48), data=shared_data())[1] for engine in engines]
-        return [run(loop, STEPS) for loop in made]
+        return [run(loop, 2) for loop in made]
 
 
 def shared_data() -> THDDataModule:
@@ -59,7 +59,7 @@ def test_shared_prefixes_on_two_ranks_equal_the_hand_loop() -> None:
     samples = prefixed()
     planner = PackPlanner([len(s["input_ids"]) for s in samples], 64, global_batch=Sequences(48))
     with nothing_narrower():
-        params, expected = train_by_hand(samples, planner, STEPS)
+        params, expected = train_by_hand(samples, planner, 2)
     wanted = {name.removeprefix("model."): value for name, value in params.items()}
     for i in range(len(engines)):
         for rank in ranks:

@@ -183,7 +183,9 @@ def rows_with_shared_images(model: Any) -> list[dict[str, Tensor]]:
     return rows
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=() if x == "qwen2_5_vl" else pytest.mark.slow) for x in FAMILIES]
+)
 def test_images_of_a_shared_prompt_run_through_the_tower_once(name: str) -> None:
     model = build(name, "thd").double().train()
     patches, found = list[int](), []
