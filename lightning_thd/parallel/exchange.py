@@ -54,14 +54,11 @@ def _scattered(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-def _traded(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(out, rows.contiguous(), group=group)
-    return out
-
-
-def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    out = rows.new_empty((sum(received), *rows.shape[1:]))
+def _exchanged(
+    rows: Tensor, group: dist.ProcessGroup, sent: list[int] | None = None, received: list[int] | None = None
+) -> Tensor:
+    """Send every rank its own rows, as many to each as the lists say, or equally many."""
+    out = rows.new_empty((rows.shape[0] if received is None else sum(received), *rows.shape[1:]))
     dist.all_to_all_single(
         out, rows.contiguous(), output_split_sizes=received, input_split_sizes=sent, group=group
     )
@@ -181,12 +178,12 @@ def rows_to_heads(x_NHD: Tensor, group: dist.ProcessGroup, heads: Tensor | None 
     ranks = group.size()
     wanted = x_NHD if heads is None else x_NHD.index_select(1, heads)
     sent = wanted.unflatten(1, (ranks, -1)).transpose(0, 1)  # type: ignore[no-untyped-call]
-    trade = partial(_traded, group=group)
+    trade = partial(_exchanged, group=group)
     return mapped(sent, trade, trade).flatten(0, 1)
 
 
 def heads_to_rows(x_PNhD: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Undo ``rows_to_heads``: ``[P * N, h, D]`` -> ``[N, P * h, D]``."""
     sent = x_PNhD.unflatten(0, (group.size(), -1))  # type: ignore[no-untyped-call]
-    trade = partial(_traded, group=group)
+    trade = partial(_exchanged, group=group)
     return mapped(sent, trade, trade).transpose(0, 1).flatten(1, 2)

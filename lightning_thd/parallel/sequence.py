@@ -42,7 +42,11 @@ def apply_sequence_parallel(model: Any, group: dist.ProcessGroup) -> None:
     for module in _embeddings(base, [embedding, last[0], *layers]):
         _keep_output(module, group)
     for layer in layers:
-        _check_layer(layer)
+        if own := [name for name, _ in layer.named_parameters(recurse=False)]:
+            raise ValueError(
+                f"sequence_parallel=True knows norms and blocks, but {type(layer).__name__} holds {own} "
+                "itself. Set sequence_parallel=False."
+            )
         for child in layer.children():
             if _is_norm(child):
                 sum_own_gradients(child, group)
@@ -85,15 +89,6 @@ def _embeddings(base: Any, known: list[nn.Module]) -> list[nn.Module]:
             )
         found.append(child)
     return found
-
-
-def _check_layer(layer: nn.Module) -> None:
-    own = [name for name, _ in layer.named_parameters(recurse=False)]
-    if own:
-        raise ValueError(
-            f"sequence_parallel=True knows norms and blocks, but {type(layer).__name__} holds {own} itself. "
-            "Set sequence_parallel=False."
-        )
 
 
 def _keep_output(module: Any, group: dist.ProcessGroup) -> None:

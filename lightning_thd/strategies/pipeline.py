@@ -59,19 +59,16 @@ class Pipeline:
         """The stages' group for objects, in CPU memory; making it is a collective of the stages."""
         return on_host(self.channel.down)
 
-    def _make_channel(self) -> Channel:
-        """Create one process group for activations and one for gradients; a collective of the job."""
+    def _make_channel(self, dtype: torch.dtype | None = None) -> Channel:
+        """Create one process group for activations and one for gradients; a collective of the job.
+
+        Routers of experts send ``dtype``; layers' activations have the dtype of the first message.
+        """
         timeout: timedelta | None = getattr(self._strategy, "_timeout", None)
         several = self._strategy.stages_per_rank > 1
         groups = (another_group(self._axes.sizes, timeout=timeout) for _ in range(4 if several else 2))
         down, up, *wraps = groups
-        return Channel(down=down, up=up, wraps=(wraps[0], wraps[1]) if several else None)
-
-    def _balance_channel(self) -> Channel:
-        """Create the process groups for the routers of experts; a collective of the job."""
-        channel = self._make_channel()
-        channel.fix_dtype(torch.float64)
-        return channel
+        return Channel(down=down, up=up, wraps=(wraps[0], wraps[1]) if several else None, fixed_dtype=dtype)
 
     def go_on(self, stage: Stage) -> None:
         """Take over the stage that an earlier fit has cut, with its groups, on which the weights lie."""
@@ -94,7 +91,7 @@ class Pipeline:
             self.channel,
             stages_per_rank=strategy.stages_per_rank,
             split=strategy.pipeline_split,
-            balance=self._balance_channel,
+            balance=lambda: self._make_channel(torch.float64),
             peers=None if (meshes := self._axes.meshes) is None else meshes.stage.get_group(),
         )
         self.stage.tied_names = names
@@ -216,7 +213,7 @@ class PipelineLoop(StepLoop):
             strategy._shards.draws.begin()
         self._running = PipelineStep(strategy, self._pipeline, self._run, step, rest)
         self._warn_of_bubble(self._running.schedule)
-        output = self._running.first()
+        output = self._running.forward(self._running.program[0])
         warn_of_extras(output, len(step))
         return output
 
@@ -228,7 +225,7 @@ class PipelineLoop(StepLoop):
             if op.forward:
                 step.forward(op)
                 continue
-            loss = first_loss if step.is_first(op) else step.take_loss(op)
+            loss = step.losses.pop((op.microbatch, op.chunk), first_loss)
             self._synchronise(step, op)
             result = backward(loss / len(step.step))
         self._losses = step.finish()
@@ -244,7 +241,8 @@ class PipelineLoop(StepLoop):
         What is no layer, an embedding or a head, waits for the rank's last pass of all.
         """
         stage, last = step.stage, op is step.program[-1]
-        ending = {id(m) for m in stage.modules_of(op.chunk)} if step.is_last_of_chunk(op) else set()
+        ends_chunk = op.microbatch == len(step.step) - 1
+        ending = {id(m) for m in stage.modules_of(op.chunk)} if ends_chunk else set()
         layers = {id(m) for chunk in range(stage.chunks) for m in stage.modules_of(chunk)}
         for child in self._strategy.model.modules():
             if isinstance(child, FSDPModule):
@@ -281,14 +279,10 @@ class PipelineStep:
         # Sequence-parallel ranks divide the slots of a message.
         self._slots_shared = strategy.sizes.tensor if strategy.sequence_parallel else 1
         self._logs = RecordedLogs(strategy._trainer, self.channel)
-        self._losses: dict[tuple[int, int], Tensor] = {}
+        self.losses: dict[tuple[int, int], Tensor] = {}  # by microbatch and chunk; Lightning has the first
         self._values: dict[int, Tensor] = {}
         self._graphs: dict[tuple[int, int], tuple[str, ...]] = {}
         self._started, self.channel.waited_s = time.perf_counter(), 0.0
-
-    def first(self) -> Any:
-        """Run the first pass and return what the user's ``training_step`` returned."""
-        return self.forward(self.program[0])
 
     def rest(self) -> Iterator[Op]:
         """Yield the passes after the first, receiving the next one's input while one runs."""
@@ -303,18 +297,6 @@ class PipelineStep:
             ids = self._batches[op.microbatch].input_ids
             self.stage.expect(op, ids.numel() // self._slots_shared, ids.device)
 
-    def is_first(self, op: Op) -> bool:
-        """Return whether a backward pass belongs to the forward pass whose loss Lightning holds."""
-        return (op.microbatch, op.chunk) == (self.program[0].microbatch, self.program[0].chunk)
-
-    def is_last_of_chunk(self, op: Op) -> bool:
-        """Return whether a backward pass is a chunk's last in this step."""
-        return op.microbatch == len(self.step) - 1
-
-    def take_loss(self, op: Op) -> Tensor:
-        """Return the loss of a forward pass and remove it."""
-        return self._losses.pop((op.microbatch, op.chunk))
-
     def forward(self, op: Op) -> Any:
         """Run a forward pass through one chunk of this rank."""
         stage, batch = self.stage, self._batches[op.microbatch]
@@ -328,7 +310,7 @@ class PipelineStep:
         if stage.holds_head:
             self._values[op.microbatch] = loss.detach()
         if op is not self.program[0]:
-            self._losses[op.microbatch, op.chunk] = loss
+            self.losses[op.microbatch, op.chunk] = loss
         return output
 
     def finish(self) -> list[Tensor]:

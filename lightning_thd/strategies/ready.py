@@ -73,8 +73,8 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
     Args:
         context_parallel_size: ranks that share the slots of a pack; the others read different data.
             ``dynamic`` chooses 1, 2, 4, ... ranks for every microbatch: long sequences are shared, short ones
-            stay whole. ``THDDataModule(capacity=...)`` then is what one rank holds, a pack of ``Packs(n)``
-            what the largest group does.
+            stay whole. ``THDDataModule(capacity=...)`` then is what one rank holds, and a pack of
+            ``Packs(n)`` is what the largest group holds.
         max_context_parallel_size: most ranks that share a sequence under ``dynamic``, a power of two.
         context_parallel_layout: ``dual_chunk`` gives ranks equal work; ``contiguous`` pads nothing between
             sequences; ``striped`` does both, with one kernel call a rank of the group; ``mixed`` cuts long
@@ -104,15 +104,8 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        check_degrees(context_parallel_size, max_context_parallel_size)
-        check_ways(context_parallel_layout, context_parallel_communication, context_parallel_costs)
-        flags(broadcast_data=broadcast_data, check_plans=check_plans)
-        self.context_parallel_size = context_parallel_size
-        self.max_context_parallel_size = max_context_parallel_size
-        self.context_parallel_layout = context_parallel_layout
-        self.context_parallel_communication = context_parallel_communication
-        self.context_parallel_costs = context_parallel_costs
-        self.broadcast_data, self.check_plans = broadcast_data, check_plans
+        _share_packs(self, context_parallel_size, max_context_parallel_size, broadcast_data, check_plans)
+        _choose_ways(self, context_parallel_layout, context_parallel_communication, context_parallel_costs)
 
     def configure_ddp(self) -> None:
         """Wrap the model in DDP, which then tolerates a vision tower unused on ranks whose packs are text."""
@@ -205,8 +198,6 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
             instance(process_group_backend, "process_group_backend", str, advice="Pass 'nccl' or 'gloo'.")
         flags(
             sequence_parallel=sequence_parallel,
-            broadcast_data=broadcast_data,
-            check_plans=check_plans,
             save_distributed_checkpoint=save_distributed_checkpoint,
             asynchronous_checkpoints=asynchronous_checkpoints,
         )
@@ -222,16 +213,11 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
         self.pipeline_split = pipeline_split
         self.data_parallel_size = data_parallel_size
         self.data_parallel_replicas = data_parallel_replicas
-        check_degrees(context_parallel_size, max_context_parallel_size)
-        check_ways(context_parallel_layout, context_parallel_communication, context_parallel_costs)
-        self.context_parallel_size = context_parallel_size
-        self.max_context_parallel_size = max_context_parallel_size
+        _share_packs(self, context_parallel_size, max_context_parallel_size, broadcast_data, check_plans)
+        _choose_ways(self, context_parallel_layout, context_parallel_communication, context_parallel_costs)
         self.tensor_parallel_size = tensor_parallel_size
         self.tensor_parallel_plan = tensor_parallel_plan
         self.sequence_parallel = sequence_parallel and tensor_parallel_size > 1
-        self.context_parallel_layout = context_parallel_layout
-        self.context_parallel_communication = context_parallel_communication
-        self.context_parallel_costs = context_parallel_costs
         if not isinstance(reshard_after_forward, bool) and (
             not isinstance(reshard_after_forward, str) or reshard_after_forward != "auto"
         ):
@@ -239,7 +225,6 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
                 f"reshard_after_forward={reshard_after_forward!r} is not one of True, False, 'auto'."
             )
         self.reshard_after_forward = reshard_after_forward
-        self.broadcast_data, self.check_plans = broadcast_data, check_plans
         self.asynchronous_checkpoints = asynchronous_checkpoints
 
     def save_pretrained(self, folder: str | Path, model: nn.Module | None = None) -> None:
@@ -277,6 +262,21 @@ def register_strategies() -> None:
     for strategy in (THDSingleDeviceStrategy, THDDDPStrategy, THDModelParallelStrategy):
         if strategy.strategy_name not in StrategyRegistry:
             StrategyRegistry.register(strategy.strategy_name, strategy, description=strategy.__doc__ or "")
+
+
+def _share_packs(strategy: Any, size: Any, largest: int | None, broadcast: bool, compare: bool) -> None:
+    """Check and keep how many ranks share a pack, whether one reads for all, and whether they compare."""
+    check_degrees(size, largest)
+    flags(broadcast_data=broadcast, check_plans=compare)
+    strategy.context_parallel_size, strategy.max_context_parallel_size = size, largest
+    strategy.broadcast_data, strategy.check_plans = broadcast, compare
+
+
+def _choose_ways(strategy: Any, layout: Any, communication: Any, costs: Any) -> None:
+    """Check and keep how packs are cut, and how attention exchanges its keys."""
+    check_ways(layout, communication, costs)
+    strategy.context_parallel_layout, strategy.context_parallel_communication = layout, communication
+    strategy.context_parallel_costs = costs
 
 
 def _check_pipeline(

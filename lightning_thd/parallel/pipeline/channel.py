@@ -34,6 +34,7 @@ class Channel:
         wraps: two more groups, down and up, for messages between the last rank and the first with several
             stages a rank: on one NCCL communicator, messages both ways between two ranks would wait for
             each other.
+        fixed_dtype: of messages; None if later ranks learn it from the first message.
         messages: activations and gradients that this rank has sent.
         waited_s: seconds this rank has waited for messages; 0 on devices that the CPU does not wait for.
     """
@@ -41,9 +42,9 @@ class Channel:
     down: dist.ProcessGroup
     up: dist.ProcessGroup
     wraps: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+    fixed_dtype: torch.dtype | None = None
     messages: int = 0
     waited_s: float = 0.0
-    _dtype: torch.dtype | None = None
     _sent: deque[tuple[Any, Tensor]] = field(default_factory=deque)
     _posted: dict[Direction, deque[tuple[Any, Tensor]]] = field(
         default_factory=lambda: {"down": deque(), "up": deque()}
@@ -89,10 +90,6 @@ class Channel:
         assert buffer.shape == shape, f"expected {tuple(shape)} {direction}, posted {tuple(buffer.shape)}"
         return buffer
 
-    def fix_dtype(self, dtype: torch.dtype) -> None:
-        """Set the dtype of messages on all ranks, instead of learning it from the first message."""
-        self._dtype = dtype
-
     def finish(self) -> None:
         """Wait until every message of this rank has been sent."""
         while self._sent:
@@ -106,24 +103,24 @@ class Channel:
 
     def dtype(self, device: torch.device) -> torch.dtype:
         """Return the dtype of hidden states; a rank's first call waits for the stage before to send it."""
-        if self._dtype is None:
+        if self.fixed_dtype is None:
             code = torch.empty(1, dtype=torch.int64, device=device)
             dist.recv(code, self._peer("down", -1), group=self.down)
-            self._dtype = _DTYPES[int(code)]
+            self.fixed_dtype = _DTYPES[int(code)]
             if self.rank + 1 < self.ranks:
                 dist.send(code, self._peer("down", 1), group=self.down)
-        return self._dtype
+        return self.fixed_dtype
 
     def _tell_dtype(self, tensor: Tensor) -> None:
         """Send the dtype of hidden states to later ranks, ahead of the first message."""
-        if self._dtype is None:
-            self._dtype = tensor.dtype
+        if self.fixed_dtype is None:
+            self.fixed_dtype = tensor.dtype
             code = torch.tensor([_DTYPES.index(tensor.dtype)], device=tensor.device)
             dist.send(code, self._peer("down", 1), group=self.down)
-        elif tensor.dtype != self._dtype:
+        elif tensor.dtype != self.fixed_dtype:
             raise ValueError(
-                f"A pipeline stage ends in {tensor.dtype}, but the first one ended in {self._dtype}. Use one "
-                "precision for all layers, or pipeline_parallel_size=1."
+                f"A pipeline stage ends in {tensor.dtype}, but the first one ended in {self.fixed_dtype}. "
+                "Use one precision for all layers, or pipeline_parallel_size=1."
             )
 
     def _group(self, direction: Direction, *, wraps: bool) -> dist.ProcessGroup:

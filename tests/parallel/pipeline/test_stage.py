@@ -34,9 +34,7 @@ def batches(n: int) -> list[THDBatch]:
 
 
 def another_channel() -> Channel:
-    channel = Channel(down=dist.new_group(), up=dist.new_group())
-    channel.fix_dtype(torch.float64)
-    return channel
+    return Channel(down=dist.new_group(), up=dist.new_group(), fixed_dtype=torch.float64)
 
 
 def run_stage(family: str, chunks: int, n: int) -> dict[str, Any]:
