@@ -5,15 +5,25 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser whose errors are one line, and name the nearest option for one that does not exist."""
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Parse arguments after all options in them are known."""
+        args = sys.argv[1:] if args is None else list(args)
+        known = [option for action in self._actions for option in action.option_strings]
+        for given in (text.partition("=")[0] for text in args if text.startswith("--") and text != "--"):
+            if not any(option.startswith(given) for option in known):
+                self.error(f"there is no option {given}{nearest(given, known)}")
+        return super().parse_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2 and one line."""

@@ -183,7 +183,7 @@ def test_a_later_run_continues_the_series(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["doctor", "--jsn=1"], "unrecognized arguments: --jsn=1"),
+        (["plan", "x", "--capcity", "8"], "there is no option --capcity; did you mean --capacity?"),
         (["plan", "x"], "the following arguments are required: --capacity"),
         (["plan", "nowhere/here", "--capacity", "8"], "nowhere/here does not exist"),
         (["peaks", "H1000"], "no peak is known for 'H1000'; did you mean h100?"),
@@ -200,6 +200,16 @@ def test_wrong_input_is_one_line(
     assert said.count("\n") == 1
 
 
-def test_a_mistyped_command_names_the_nearest() -> None:
+def test_a_mistyped_command_or_training_option_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match="no command 'pln'. Did you mean plan?"):
         main(["pln"])
+    monkeypatch.setattr("sys.argv", ["lightning-thd"])
+    with pytest.raises(SystemExit, match="no option --trainer.max_stpes; did you mean --trainer.max_steps?"):
+        main(["fit", "--trainer.max_stpes", "3", "--data.capacity", "8"])
+
+
+def test_a_shell_completes_commands_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["completion", "fish"])
+    script = capsys.readouterr().out
+    for word in ("graph-plan", "capacity", "validate", "theme"):
+        assert word in script
