@@ -118,18 +118,6 @@ class Prefixes(Immutable):
         return blank.index_add(0, self.token_rows, tokens)[:-1]
 
 
-def token_targets(batch: THDBatch) -> Tensor:
-    """Return the target of each token of the sequences laid end to end: the batch's own, or ``[N]``."""
-    if not isinstance(batch, SharedBatch):
-        return batch.targets
-    return batch.prefixes.of_tokens(batch.prefixes.targets, IGNORE_INDEX)
-
-
-def token_offsets(batch: THDBatch) -> Tensor:
-    """Return the offsets of the sequences among the entries of ``token_targets``, int32 ``[S + 1]``."""
-    return batch.prefixes.offsets if isinstance(batch, SharedBatch) else batch.cu_seqlens_padded
-
-
 def _refused(name: str, instead: str) -> property:
     def read(_: SharedBatch) -> Any:
         raise ValueError(
@@ -175,6 +163,16 @@ class SharedBatch(THDBatch):
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in (*_KEPT, "prefixes")}
+
+    @property
+    def token_targets(self) -> Tensor:
+        """Return the target of each token of the sequences laid end to end, ``[N]``."""
+        return self.prefixes.of_tokens(self.prefixes.targets, IGNORE_INDEX)
+
+    @property
+    def token_offsets(self) -> Tensor:
+        """Return the offsets of the sequences among ``token_targets``, int32 ``[S + 1]``."""
+        return self.prefixes.offsets
 
     @property
     def predictions(self) -> Predictions:

@@ -292,6 +292,16 @@ class THDBatch(_Pinned):
         """
         return cls(**padded_fields(input_ids, attention_mask, labels))
 
+    @property
+    def token_targets(self) -> Tensor:
+        """Return ``targets``; of a batch with shared prefixes, the target of each token of its sequences."""
+        return self.targets
+
+    @property
+    def token_offsets(self) -> Tensor:
+        """Return the offsets of the sequences among ``token_targets``, int32 ``[S + 1]``."""
+        return self.cu_seqlens_padded
+
     def replace(self, **changes: Any) -> THDBatch:
         """Return a copy with some fields changed; fields that derive from them are not updated.
 

@@ -28,7 +28,6 @@ from torch.utils.data import Dataset as TorchDataset
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.batch.collate import sequence_labels
-from lightning_thd.batch.prefixes import token_targets
 from lightning_thd.batch.samples import sequence_label
 from lightning_thd.batch.thd_batch import collate_checked
 from lightning_thd.data.sets import MixedRows
@@ -457,13 +456,13 @@ class BatchMaker:
         )
         if not samples and sequence_label(first := self.dataset[0], "Sequence 0"):
             batch = batch.replace(extras={"labels": sequence_labels([first])[:0]})
-        largest = max(int(batch.input_ids.max()), int(token_targets(batch).max()))
+        largest = max(int(batch.input_ids.max()), int(batch.token_targets.max()))
         if self.vocab_size is not None and largest >= self.vocab_size:
             self._refuse(batch)
         return batch
 
     def _refuse(self, batch: THDBatch) -> None:
-        for what, row in (("token id", batch.input_ids), ("label", token_targets(batch))):
+        for what, row in (("token id", batch.input_ids), ("label", batch.token_targets)):
             for i, ids in zip(batch.sequence_ids, batch.unpack(row), strict=True):
                 if int(ids.max()) >= (self.vocab_size or 0):
                     raise ValueError(

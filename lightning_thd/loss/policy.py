@@ -31,7 +31,6 @@ from torch import Tensor
 
 from lightning_thd._checks import instance, real_number, whole_number
 from lightning_thd.batch import IGNORE_INDEX
-from lightning_thd.batch.prefixes import token_targets
 from lightning_thd.loss.rollouts import PackedRollouts
 
 GRPOKind = Literal["grpo", "dr_grpo", "token_mean"]
@@ -276,7 +275,7 @@ def _slots(
 
 def _given(rollouts: PackedRollouts, factors: Tensor | None = None, **values: Tensor) -> dict[str, Tensor]:
     """Check values of slots, and set those that do not count, or have a factor of 0, to 0."""
-    counts = token_targets(rollouts.batch) != IGNORE_INDEX
+    counts = rollouts.batch.token_targets != IGNORE_INDEX
     if isinstance(factors, Tensor) and factors.shape == counts.shape:
         counts = counts & (factors != 0)
     for name, value in values.items():

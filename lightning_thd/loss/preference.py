@@ -29,7 +29,6 @@ from torch.nn.functional import logsigmoid
 
 from lightning_thd._checks import instance, real_number
 from lightning_thd.batch import IGNORE_INDEX, THDBatch
-from lightning_thd.batch.prefixes import token_offsets, token_targets
 from lightning_thd.loss.rollouts import segment_sums, sum_over_group
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
@@ -65,7 +64,7 @@ def sequence_sums(values: Tensor, batch: THDBatch, *, group: dist.ProcessGroup |
         ValueError: for another number of slots.
     """
     instance(batch, "batch", THDBatch, advice="Pass the pack.")
-    targets = token_targets(batch)
+    targets = batch.token_targets
     if not values.is_floating_point() or values.device != targets.device:
         raise ValueError(
             f"values is {values.dtype} on {values.device}, wanted floats on {targets.device}. Pass "
@@ -73,7 +72,7 @@ def sequence_sums(values: Tensor, batch: THDBatch, *, group: dist.ProcessGroup |
         )
     if values.shape != targets.shape:
         raise ValueError(f"values is {list(values.shape)}, wanted one a slot: {list(targets.shape)}.")
-    sequence = seq_idx_from_cu_seqlens(token_offsets(batch), values.shape[0]).flatten().long()
+    sequence = seq_idx_from_cu_seqlens(batch.token_offsets, values.shape[0]).flatten().long()
     counted = torch.where(targets != IGNORE_INDEX, values, 0.0)
     total = segment_sums(counted, sequence, len(batch.lengths))
     return total if group is None else sum_over_group(total, group)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch
-from lightning_thd.batch.prefixes import SharedBatch, token_targets
+from lightning_thd.batch.prefixes import SharedBatch
 from lightning_thd.loss.causal_lm import causal_lm_logprobs
 from lightning_thd.loss.linear_logprobs import LogProbs
 from lightning_thd.parallel.exchange import mapped, reduced
@@ -116,7 +116,7 @@ class PackedRollouts:
     @property
     def rows(self) -> Tensor:
         """Return the slots that predict a response token, int64 ``[R]``."""
-        return (token_targets(self.batch) != -100).nonzero().squeeze(1)
+        return (self.batch.token_targets != -100).nonzero().squeeze(1)
 
     def pack(self, values: Tensor, *, of: Of = "prediction", fill: float = 0.0) -> Tensor:
         """Gather padded values ``[B, N, ...]`` into the slots of the pack, ``[T, ...]``; differentiable.
@@ -174,7 +174,7 @@ class PackedRollouts:
         other slots of the same rows. The gradient over it is that of the sum of all ranks' losses, so that
         their mean (DDP, FSDP) is right.
         """
-        counted = torch.where(token_targets(self.batch) != -100, values, 0.0)
+        counted = torch.where(self.batch.token_targets != -100, values, 0.0)
         total = segment_sums(counted, self.row, self.shape[0])
         return total if group is None else sum_over_group(total, group)
 

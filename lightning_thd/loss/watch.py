@@ -17,7 +17,6 @@ from torch import Tensor
 from lightning_thd._checks import instance
 from lightning_thd._static import shapes_are_static
 from lightning_thd.batch import IGNORE_INDEX, THDBatch
-from lightning_thd.batch.prefixes import token_targets
 
 
 class SlotLosses(NamedTuple):
@@ -89,7 +88,7 @@ def log_token_losses(batch: THDBatch, losses: Tensor, weights: Tensor | None = N
     mean, 1 by default.
     """
     instance(batch, "batch", THDBatch, advice="Pass the batch that training_step was given.")
-    targets = token_targets(batch)
+    targets = batch.token_targets
     for name, values in (("losses", losses), ("weights", weights)):
         if values is None and name == "weights":
             continue

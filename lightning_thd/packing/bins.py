@@ -145,7 +145,7 @@ def _fit_both(padded: IntArray, patches: IntArray, slots: Slots) -> Packing:
     whole = 1 / slots.usable, 1 / slots.patches
     order = np.argsort(-np.maximum(padded * whole[0], patches * whole[1]), kind="stable")
     room, views = np.empty_like(padded), np.empty_like(padded)  # left in each pack
-    share = np.empty(len(padded))  # the tighter of the two shares
+    share = np.empty(len(padded))  # free slots and free patches, each as a share of a pack, added
     owner, count = np.empty(len(padded), np.int64), 0
     for i, size, seen in zip(order.tolist(), padded[order].tolist(), patches[order].tolist(), strict=True):
         fits = (room[:count] >= size) & (views[:count] >= seen)

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.batch.prefixes import token_offsets, token_targets
 from lightning_thd.parallel.across_ranks import gather_ints
 from lightning_thd.parallel.mesh import AxisSizes
 
@@ -35,7 +34,7 @@ def digests(batch: THDBatch | THDStep) -> tuple[int, int]:
     everything = hashlib.sha256()
     for one in own:
         everything.update(repr((one.sequence_ids, one.lengths)).encode())
-        for row in (one.input_ids, token_targets(one), token_offsets(one)):
+        for row in (one.input_ids, one.token_targets, one.token_offsets):
             everything.update(row.cpu().numpy().tobytes())
     # Evaluation scales every batch by its own tokens; a step has one scale for all.
     shared = [len(own), *(one.loss_scale for one in own[:1])] if isinstance(batch, THDStep) else [1]

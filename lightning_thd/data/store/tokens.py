@@ -273,7 +273,10 @@ def _fill(place: Path, parts: Callable[[int], Iterable[Rows]], *, max_errors: in
         _refuse_more(skipped, max_errors)
         values = _part_of(rows)
         _refuse_mixed(kinds, values, rows.lengths)
-        np.savez(place / "unfinished.npz", **values)
+        with (place / "unfinished.npz").open("wb") as out:
+            np.savez(out, **values)
+            out.flush()
+            os.fsync(out.fileno())  # a part that has its name is whole, after a power cut too
         paths.append(place / f"part{len(paths)}.npz")
         os.replace(place / "unfinished.npz", paths[-1])
     sequences = _join(place, paths, labelled=bool(kinds["labels"]))
