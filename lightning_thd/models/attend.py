@@ -5,6 +5,7 @@ Legend: B rows (1 for a pack), T slots, H query heads, G key-value heads, D head
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from lightning_thd.attention.kernels.portable import know_offsets
 from lightning_thd.models.masks import hides_nothing, shows_all, stands_for_every_key, told_limit
 from lightning_thd.models.pack import CAUSAL, NOTES, STATE, Pack, Scope, current_pack, current_scope
 from lightning_thd.parallel.context import layout
-from lightning_thd.seqlens import seq_idx_from_cu_seqlens
+from lightning_thd.seqlens import cu_seqlens_from_lengths, seq_idx_from_cu_seqlens
 
 _UNSET: Final = -1  # `sliding_window` not passed, which is not the same as passed as None
 # Arguments that transformers hands down to every attention and that none of its own implementations reads to
@@ -264,12 +265,34 @@ def _in_chunks(module: nn.Module, bounds: _Boundaries, chunk: int, slots: int) -
         )
     pack = current_pack()
     if pack is not None and bounds.keys is not None:
-        pack.refuse_prefixes(module, f"attends in chunks of {chunk}, at whose ends prefixes may be cut")
+        shared: _Boundaries = _shared_in_chunks(pack, chunk)
+        return shared
     known = {} if pack is None or pack.cu_seqlens_q is not bounds.cu_seqlens_q else pack.cache
     if ("chunks", chunk) not in known:
         known["chunks", chunk] = chunk_offsets(bounds.cu_seqlens_q, slots, chunk)
     offsets, longest = known["chunks", chunk], min(chunk, bounds.max_length_q)
     return _Boundaries(offsets, offsets, longest, longest)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _shared_in_chunks(pack: Pack, chunk: int) -> _Boundaries:
+    """Cut the paths of shared prefixes at multiples of ``chunk``; a query sees its own chunk of its path."""
+    prefixes = pack.prefixes
+    assert prefixes is not None
+    if ("chunks", chunk) not in pack.cache:
+        pieces = list[tuple[int, int, int]]()  # queries, and the first and last + 1 of their keys
+        start = 0
+        for own, path in zip(prefixes.query_lengths, prefixes.key_lengths, strict=True):
+            cuts = [path - own, *range((path - own) // chunk * chunk + chunk, path, chunk), path]
+            pieces += [(b - a, start + a // chunk * chunk, start + b) for a, b in pairwise(cuts)]
+            start += path
+        q_lengths, k_lengths = [own for own, _, _ in pieces], [b - a for _, a, b in pieces]
+        seen = torch.cat([torch.arange(a, b) for _, a, b in pieces]).to(prefixes.keys.device)
+        cu_q, cu_k = (cu_seqlens_from_lengths(each).to(seen.device) for each in (q_lengths, k_lengths))
+        keys = prefixes.keys.index_select(0, seen)
+        pack.cache["chunks", chunk] = _Boundaries(cu_q, cu_k, max(q_lengths), max(k_lengths), keys)
+    found: _Boundaries = pack.cache["chunks", chunk]
+    return found
 
 
 def chunk_offsets(cu_seqlens: Tensor, slots: int, chunk: int) -> Tensor:

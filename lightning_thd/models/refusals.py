@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import re
 import sys
@@ -82,6 +81,8 @@ _POSITION_TABLE = re.compile(r"Position\w*Embedding")
 # benchmarks.families found these with 5.15.0 (2026-11-22): moshi's logits differ by 1.1, longcat_flash's
 # experts get no gradients. Both are exact with 5.23; releases between were not measured.
 _EXACT_FROM: Final = {"moshi": (5, 23), "longcat_flash": (5, 23)}
+# What `_asks_for_attention` has found; torch.compile warns of a functools.cache that it traces.
+_ASKS: dict[str, bool] = {}
 
 
 class _Found(NamedTuple):
@@ -168,10 +169,11 @@ def _is_cut_by_tensor_parallelism(weight: Any) -> bool:
     )
 
 
-@functools.cache
 def _asks_for_attention(name: str) -> bool:
     """Return whether a modeling file, by the name of its module, asks transformers' attention table."""
-    return ".modeling_" in name and "get_interface(" in _source(name)
+    if name not in _ASKS:
+        _ASKS[name] = ".modeling_" in name and "get_interface(" in _source(name)
+    return _ASKS[name]
 
 
 def _language_modules(model: Any) -> Iterator[_Found]:
