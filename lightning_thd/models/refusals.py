@@ -204,12 +204,12 @@ def note_construction(model: Any) -> None:
     ]
     kept = ["layer_types", *(("sliding_window", "local_attention") if any(windows) else ())]
     if windows:  # else layers are still to be built, or keep nothing
-        model.__dict__.setdefault(NOTES[1], (kept, _read_late(model.config, kept)))
+        model.__dict__.setdefault(NOTES[1], (kept, copy.deepcopy(_read_late(model.config, kept))))
 
 
 def _read_late(config: Any, names: list[str]) -> list[Any]:
-    """Return copies of these values of a config and of the configs inside it."""
-    found: list[Any] = [copy.copy(getattr(config, name, None)) for name in names]
+    """Return these values of a config and of the configs inside it."""
+    found: list[Any] = [getattr(config, name, None) for name in names]
     inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
     return found + [_read_late(part, names) for part in inner if hasattr(part, "sub_configs")]
 
