@@ -189,7 +189,7 @@ class Job:
 
         model = self.make_model()
         arguments = TrainingArguments(
-            output_dir=str((self.out or Path("unused")) / "trainer"),
+            output_dir=str((self.out or Path("runs")) / "trainer"),
             max_steps=self.steps,
             gradient_accumulation_steps=self.accumulate,
             max_grad_norm=CLIP,
