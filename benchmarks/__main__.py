@@ -62,7 +62,7 @@ NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One benchmark that ran: its results, its seconds, the cores others kept busy, and when (UTC)."""
+    """One benchmark that ran: its results, its seconds, the cores others kept busy, when (UTC), and where."""
 
     name: str
     results: list[Result]
@@ -70,6 +70,7 @@ class Run:
     others: float
     failed: bool = False
     when: str = ""
+    machine: str = ""
 
 
 def run(name: str) -> Run:
@@ -81,7 +82,7 @@ def run(name: str) -> Run:
         failed = subprocess.run(command, check=False).returncode != 0
         rows = [] if failed else [Result(**row) for row in json.loads(file.read_text())]
     now = f"{datetime.now(UTC):%Y-%m-%d %H:%M}"
-    done = Run(name, rows, time.perf_counter() - begun, load.others(), failed, now)
+    done = Run(name, rows, time.perf_counter() - begun, load.others(), failed, now, machine())
     print(f"----- {name}: {done.seconds:.0f} s, others kept {done.others:.2f} cores busy", flush=True)
     return done
 
@@ -113,7 +114,7 @@ def report(runs: list[Run], *, loaded: bool) -> str:
         "# Results",
         "",
         f"Written by `python -m benchmarks{' --loaded' if loaded else ''}` on {datetime.now(UTC):%Y-%m-%d} "
-        f"in {seconds / 60:.0f} minutes: {machine()}. Others kept {others:.2f} cores busy meanwhile. "
+        f"in {seconds / 60:.0f} minutes. Others kept {others:.2f} cores busy meanwhile. "
         f"{len(rows) - len(missed)} of {len(rows)} goals are met.",
         "",
     ]
@@ -130,9 +131,12 @@ def report(runs: list[Run], *, loaded: bool) -> str:
         "median of the rounds' own. Spread is half the distance between the quartiles of our rounds. "
         f'Precision is that of the products measured, "{results.HOST}" where there are none.',
         "",
-        "| benchmark | seconds | cores busy with others | ended (UTC) |",
-        "| --- | ---: | ---: | --- |",
-        *(f"| {one.name} | {one.seconds:.0f} | {one.others:.2f} | {one.when} |" for one in runs),
+        "| benchmark | seconds | cores busy with others | ended (UTC) | on |",
+        "| --- | ---: | ---: | --- | --- |",
+        *(
+            f"| {one.name} | {one.seconds:.0f} | {one.others:.2f} | {one.when} | {one.machine} |"
+            for one in runs
+        ),
         *(f"\n`benchmarks.{one.name}` ended with an error and is missing." for one in runs if one.failed),
     ]
     gpu = HERE / "gpu.json"

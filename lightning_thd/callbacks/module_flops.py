@@ -110,6 +110,12 @@ class ModuleFlops:
         self._stop_watch()
         return False
 
+    @property
+    def outdated(self) -> bool:
+        """Return whether weights were frozen or unfrozen since the models were made, on every rank alike."""
+        staged = any(True for _ in stages_in(self._module))  # whose ranks hold different weights
+        return not staged and _training_signature(self._module) != self._signature
+
     def follow(self) -> None:
         """Rebuild the FLOPs models if weights were frozen or unfrozen since the last call."""
         signature = _training_signature(self._module)

@@ -263,6 +263,9 @@ class THDThroughputMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Start the clock at the first batch, and after whatever paused it."""
+        if batch_idx == 0 and self._flops is not None and self._flops.outdated:
+            self._meter("train").reduce(whole=True)  # callbacks freeze weights between epochs
+            self._flops.follow()
         self._meters["train"].resume()
         if self._flops is not None:
             self._flops.begin("train", batch)

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, Sampler, get_worker_info
@@ -108,6 +109,7 @@ class THDLoader:
         self.tokens: deque[npt.NDArray[np.int64]] = deque(maxlen=_REMEMBERED)
         self._given: deque[tuple[int, Position, Made]] = deque()  # not finished, as in _states
         self._again: deque[Made] = deque()  # steps that were handed out and not run
+        self._indices: list[list[int]] = []  # each batch's sequences in an evaluation set
         self._place(Position())
 
     def _place(self, at: Position) -> None:
@@ -118,9 +120,9 @@ class THDLoader:
         self._begun_at = 0 if self._progress is None else self._progress.total()
 
     @property
-    def batch_sampler(self) -> _EpochTarget:
-        """Return an object whose ``sampler`` has ``set_epoch``, which Lightning calls for every epoch."""
-        return _EpochTarget(self)
+    def batch_sampler(self) -> _SamplerForLightning:
+        """Return what Lightning takes for the sampler of the batches."""
+        return _SamplerForLightning(self, self._indices)
 
     @property
     def planner(self) -> Planner | None:
@@ -191,6 +193,7 @@ class THDLoader:
         self._states.clear()
         self._handed_out, handed, self._open = 0, 0.0, True
         self._begun_at = 0 if self._progress is None else self._progress.total()
+        self._indices.clear()
         limit = None if self._progress is None else self._progress.limit(self._length(at.epoch))
         left = math.inf if limit is None else limit - at.step * self.per_step
         source = self._timed(self.source.steps(at, limit))
@@ -208,6 +211,8 @@ class THDLoader:
                 if self._progress is not None:
                     self._progress.refuse_other_accumulation()
                 self._handed_out += 1
+                if self.source.kind == "eval" and isinstance(batch, THDBatch):
+                    self._indices.append(list(batch.sequence_ids))
                 yield batch
         self._open = False
         if not self.source.goes_on:
@@ -301,11 +306,14 @@ class THDLoader:
             self._begun_at = self._progress.total()
 
 
-@dataclass(frozen=True, slots=True)
-class _EpochTarget:
-    """Holds the loader as its ``sampler``, so that Lightning finds ``set_epoch`` and replaces nothing."""
+class _SamplerForLightning(_IndexBatchSamplerWrapper):
+    """Holds the loader as its ``sampler``, so that Lightning finds ``set_epoch`` and replaces nothing.
 
-    sampler: THDLoader
+    ``BasePredictionWriter`` finds the indices of each batch's sequences here.
+    """
+
+    def __init__(self, loader: THDLoader, indices: list[list[int]]) -> None:
+        self.sampler, self.seen_batch_indices = loader, indices
 
 
 _STOP_S = 30.0  # A process that ends waits so many seconds for calls that other ranks take part in.

@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_thd._find import model_config
@@ -167,6 +168,12 @@ def check_trainer(trainer: L.Trainer | None, step: Packs | Sequences | None) -> 
             "See docs/reference/messages.md#steps."
         )
     host = host_of(trainer)
+    recipe = _recipe(host.model)
+    if recipe is not None and recipe.engine == "te" and not hasattr(trainer.precision_plugin, "recipe"):
+        rank_zero_warn(
+            "The model was converted to Transformer Engine's FP8, and this Trainer has no FP8Precision: its "
+            "layers multiply in high precision outside fp8_context(model). Pass plugins=FP8Precision(...)."
+        )
     if host.whole_steps:
         ranks = 1 if host.sharing is not None else host.ranks  # a plan of degrees needs no whole packs
         check_whole_steps(step, ranks=ranks, accumulate=host.accumulate)

@@ -151,6 +151,7 @@ class Rows:
 
     def __init__(self, preprocess: Preprocess | None, *, inputs: bool) -> None:
         self._preprocess, self._inputs = preprocess, inputs
+        self._per_token: Any = None  # whether parts of the predictions are, since the first pack
         self._rows: list[tuple[int, Any, Any, Any]] = []
 
     def add(self, model: nn.Module, batch: THDBatch) -> None:
@@ -158,9 +159,14 @@ class Rows:
         logits = _rows(batch, model(**batch.hf_kwargs()).logits[0])
         labels = torch.full_like(_rows(batch, batch.targets), _PAD)
         labels[:, 1:] = _rows(batch, batch.targets)[:, :-1]  # nothing predicts a first token
-        kept = logits if self._preprocess is None else self._preprocess(logits, labels)
+        kept = logits
+        if self._preprocess is not None:
+            kept = self._preprocess(logits, labels)
+            if self._per_token is None:
+                wider = self._preprocess(*(_one_more(values) for values in (logits, labels)))
+                self._per_token = _grown(kept, wider)
         ids = _rows(batch, batch.input_ids) if self._inputs else None
-        columns = [_split(column, batch) for column in (kept, labels, ids)]
+        columns = [_split(kept, batch, self._per_token), *(_split(x, batch) for x in (labels, ids))]
         self._rows.extend(zip(batch.sequence_ids, *columns, strict=True))
 
     def gather(self) -> tuple[Any, Any, Any]:
@@ -179,18 +185,30 @@ def _rows(batch: THDBatch, values: Tensor) -> Tensor:
     return nn.utils.rnn.pad_sequence(batch.unpack(values), batch_first=True, padding_value=_PAD)
 
 
-def _split(column: Any, batch: THDBatch) -> list[Any]:
-    """Split a pack's values into one array a sequence, without padding."""
+def _one_more(values: Tensor) -> Tensor:
+    """Pad rows ``[S, N, ...]`` by another column."""
+    return torch.cat([values, torch.full_like(values[:, :1], _PAD)], dim=1)
+
+
+def _grown(column: Any, wider: Any) -> Any:
+    """Return whether values that were made of one column more have one more: a value for every token."""
+    if isinstance(column, tuple | list):
+        return [_grown(*parts) for parts in zip(column, wider, strict=True)]
+    return column.ndim > 1 and wider.shape[1] == column.shape[1] + 1
+
+
+def _split(column: Any, batch: THDBatch, per_token: Any = None) -> list[Any]:
+    """Split a pack's values into one array a sequence; those of each token (also None) lose their padding."""
     if column is None:
         return [None] * len(batch.lengths)
     if isinstance(column, tuple | list):
-        return list(zip(*(_split(part, batch) for part in column), strict=True))
-    longest = max(batch.lengths)
-    found = []
-    for row, length in zip(column.detach().cpu(), batch.lengths, strict=True):
-        values = row.float() if row.dtype == torch.bfloat16 else row
-        found.append((values[:length] if row.ndim and row.shape[0] == longest else values).numpy())
-    return found
+        flags = per_token or [None] * len(column)
+        parts = (_split(part, batch, of_token) for part, of_token in zip(column, flags, strict=True))
+        return list(zip(*parts, strict=True))
+    rows = column.detach().cpu()
+    rows = rows.float() if rows.dtype == torch.bfloat16 else rows
+    each = batch.lengths if per_token is not False else [None] * len(batch.lengths)
+    return [row[:length].numpy() for row, length in zip(rows, each, strict=True)]
 
 
 def _stack(rows: list[Any]) -> Any:

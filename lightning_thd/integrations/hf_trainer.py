@@ -33,7 +33,13 @@ from lightning_thd.integrations.hf_evaluation import EvaluationMixin
 from lightning_thd.integrations.hf_options import refuse_engines, refuse_options, refuse_trainer
 from lightning_thd.integrations.hf_rows import ROW_TRAINERS, PackedRowsMixin
 from lightning_thd.integrations.packed_loop import sum_over_packs
-from lightning_thd.loss import TokenStats, causal_lm_logprobs, causal_lm_loss, causal_lm_loss_and_stats
+from lightning_thd.loss import (
+    TokenStats,
+    causal_lm_logprobs,
+    causal_lm_loss,
+    causal_lm_loss_and_stats,
+    dft_loss,
+)
 from lightning_thd.loss.router_balance import RouterBalance
 from lightning_thd.models.announce import NAME
 from lightning_thd.packing import Sequences
@@ -172,7 +178,7 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
         how: Any = {"label_smoothing": float(self.args.label_smoothing_factor)}
         how["router_balance"] = self._router_balance
         if getattr(self.args, "loss_type", None) == "dft":
-            loss, stats = dft_loss(model, batch)
+            loss, stats = _dft_loss_and_stats(model, batch)
         elif self._watches:
             loss, stats = causal_lm_loss_and_stats(model, batch, **how)
         else:
@@ -327,12 +333,9 @@ def packs_of(inputs: dict[str, THDBatch | THDStep]) -> tuple[THDBatch, ...]:
     return batch.microbatches if isinstance(batch, THDStep) else (batch,)
 
 
-def dft_loss(model: nn.Module, batch: THDBatch) -> tuple[Tensor, TokenStats]:
-    """Compute the loss of dynamic fine-tuning (arXiv:2508.05629): each token weighs its probability."""
+def _dft_loss_and_stats(model: nn.Module, batch: THDBatch) -> tuple[Tensor, TokenStats]:
     found = causal_lm_logprobs(model, batch, top_k=1)
-    known = batch.targets != -100
-    weights = known * (1.0 if batch.weights is None else batch.weights)
-    loss = -(found.logp * found.logp.detach().exp() * weights).sum() * batch.loss_scale
+    known, loss = batch.targets != -100, dft_loss(found.logp, batch)
     entropy = found.entropy.detach().masked_fill(~known, 0.0).sum()
     right = ((found.top.tokens[:, 0] == batch.targets) & known).sum()
     return loss, TokenStats(entropy, right.to(entropy.dtype), known.sum().to(entropy.dtype))

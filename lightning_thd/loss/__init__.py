@@ -8,6 +8,7 @@ from lightning_thd.loss.causal_lm import (
     causal_lm_logprobs,
     causal_lm_loss,
     causal_lm_loss_and_stats,
+    dft_loss,
     mtp_targets,
 )
 from lightning_thd.loss.distillation import fused_linear_distillation
@@ -26,6 +27,7 @@ __all__ = [
     "causal_lm_logprobs",
     "causal_lm_loss",
     "causal_lm_loss_and_stats",
+    "dft_loss",
     "fused_linear_cross_entropy",
     "fused_linear_distillation",
     "fused_linear_logprobs",

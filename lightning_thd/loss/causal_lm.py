@@ -304,6 +304,33 @@ def causal_lm_logprobs(
     return results
 
 
+def dft_loss(logp: Tensor, batch: THDBatch) -> Tensor:
+    """Compute the loss of dynamic fine-tuning: each token's loss weighs the token's probability.
+
+    arXiv:2508.05629, equation 9: ``-p.detach() log p``. The sum over all targets is multiplied by
+    ``batch.loss_scale``, and each target by its weight, as in ``causal_lm_loss``. A target of probability
+    1/2 adds 0.347.
+
+    Args:
+        logp: floats ``[T]``, as ``causal_lm_logprobs(model, batch).logp``.
+        batch: the microbatch.
+
+    Returns:
+        The loss, ``[]``.
+
+    Raises:
+        ValueError: for log-probabilities that are not one a slot of the batch.
+    """
+    known = batch.token_targets != IGNORE_INDEX
+    if logp.shape != known.shape:
+        raise ValueError(
+            f"logp is {list(logp.shape)}, wanted one a slot, {list(known.shape)}. Pass "
+            "causal_lm_logprobs(model, batch).logp."
+        )
+    losses = torch.where(known, -logp * logp.detach().exp(), 0.0)
+    return (losses if batch.weights is None else losses * batch.weights).sum() * batch.loss_scale
+
+
 def loss_weights(
     batch: THDBatch,
     reduction: Reduction,

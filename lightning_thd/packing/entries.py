@@ -16,6 +16,7 @@ import numpy.typing as npt
 from lightning_thd._checks import host_ints
 from lightning_thd.packing.cost import Media
 from lightning_thd.packing.lengths import UNBOUNDED, too_many_patches
+from lightning_thd.packing.permutation import permute, spread
 from lightning_thd.packing.plan import Spans
 
 Oversize = Literal["error", "drop", "truncate", "split", "own_pack"]
@@ -125,10 +126,17 @@ class Entries:
     left_out: IntArray
     counts: dict[str, int]
     media: Media | None = None
+    evenly: bool = False  # whether a step or window takes entries at equal distances
 
     def patches(self, spans: Spans) -> IntArray | None:
         """Return the image patches of each piece, int64 ``[S]``; None for a data set of text."""
         return None if self.media is None else self.media(spans.index)[:, 0]
+
+    def drawn(self, positions: IntArray, size: int, key: int) -> IntArray:
+        """Return the dataset indices at positions of a shuffle, of which a step or window takes ``size``."""
+        if self.evenly:
+            return self.indices(spread(positions, self.total, size, key=key))
+        return self.indices(permute(positions, self.total, key=key))
 
     def indices(self, entries: IntArray) -> IntArray:
         """Return the dataset indices of entries, skipping sequences that are left out."""
@@ -172,6 +180,7 @@ def make_entries(
     oversize: Oversize,
     media: Media | None = None,
     most_patches: int = UNBOUNDED,
+    evenly: bool = False,
 ) -> Entries:
     """Apply the oversize policy to lengths of known extremes, and count what it does."""
     bounded = media is not None and most_patches < UNBOUNDED
@@ -208,6 +217,7 @@ def make_entries(
         left_out=gone,
         counts=counts,
         media=media,
+        evenly=evenly,
     )
 
 

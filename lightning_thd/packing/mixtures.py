@@ -371,7 +371,9 @@ class MixturePlanner(Resumable):
         if planner is None:
             drawn = _EpochLengths(self._lengths, self.mixture, epoch)
             media = None if self._media is None else partial(_media_of, self._media, self.mixture, epoch)
-            planner = PackPlanner(cast("Any", drawn), self._capacity, patches=media, **self._settings)
+            planner = PackPlanner(
+                cast("Any", drawn), self._capacity, patches=media, evenly=True, **self._settings
+            )
             kept = list(self._planners.items())[-(_KEEP - 1) :]
             self._planners = {**dict(kept), epoch: planner}
         return planner

@@ -56,6 +56,23 @@ def permute(positions: npt.ArrayLike, total: int, *, key: int) -> IntArray:
     return values.astype(np.int64)
 
 
+def spread(positions: IntArray, total: int, size: int, *, key: int) -> IntArray:
+    """Return the entries at positions ``[K]``, so that ``size`` positions from a multiple of it lie even.
+
+    Such a group takes entries at equal distances, another group the entries next to them, and the last one,
+    where it is smaller, its own before all others. A run of ``c`` entries has ``c * size / total`` of each
+    group, rounded up or down. The key decides the order of the groups.
+    """
+    groups, rest = divmod(total, size)
+    number, place = np.divmod(positions, size)
+    last = np.arange(1, 2 * rest, 2) * total // (2 * max(rest, 1))
+    found = last[np.minimum(place, rest - 1)] if rest else np.empty(len(positions), np.int64)
+    whole = number < groups
+    ranks = place[whole] * groups + permute(number[whole], groups, key=key)
+    found[whole] = ranks + np.searchsorted(last - np.arange(rest), ranks, side="right")
+    return found
+
+
 def shuffled(total: int, *, key: int) -> IntArray:
     """Shuffle ``range(total)`` by sorting keyed 64-bit hashes: uniform, but with O(n) memory."""
     return np.argsort(keyed_hashes(np.arange(total, dtype=np.uint64), key), kind="stable")

@@ -33,7 +33,7 @@ from lightning_thd.packing.entries import (
     summarize,
 )
 from lightning_thd.packing.lengths import MOST_RANKS, make_slots
-from lightning_thd.packing.permutation import derive_key, permute
+from lightning_thd.packing.permutation import derive_key
 from lightning_thd.packing.plan import FloatArray, Packs, Sequences, Spans, StepPlan, Weigh
 from lightning_thd.packing.windows import ScheduledPacks, WindowedPacks, make_windows, open_schedule
 
@@ -203,6 +203,9 @@ class PackPlanner(Resumable):
             function from an array of positions to int64 ``[S, 2]``; None for text.
         max_patches: most patches of a pack; None sets no bound. ``oversize`` applies to a sequence above it,
             which can be dropped or have its own pack, but not be cut.
+        evenly: each step of ``Sequences(n)`` and each window of ``Packs(n)`` takes sequences at equal
+            distances in the data set, so that every part of it has its share of them to within one sequence.
+            Mixtures are planned so.
 
     Raises:
         ValueError: for whatever cannot be planned, and what to change.
@@ -227,6 +230,7 @@ class PackPlanner(Resumable):
         num_workers: int = 0,
         patches: npt.ArrayLike | Media | None = None,
         max_patches: int | None = None,
+        evenly: bool = False,
     ) -> None:
         choice(oversize, "oversize", *get_args(Oversize))
         choice(tail, "tail", *get_args(Tail))
@@ -242,7 +246,13 @@ class PackPlanner(Resumable):
         media = open_media(patches, len(opened))
         limit = self.slots.usable // self.slots.multiple * self.slots.multiple
         self.entries = make_entries(
-            opened, summary, limit=limit, oversize=oversize, media=media, most_patches=self.slots.patches
+            opened,
+            summary,
+            limit=limit,
+            oversize=oversize,
+            media=media,
+            most_patches=self.slots.patches,
+            evenly=evenly,
         )
         self.global_batch = global_batch
         self.cost = Cost() if cost is None else cost
@@ -276,6 +286,8 @@ class PackPlanner(Resumable):
             "scheduler": scheduler and getattr(scheduler, "__qualname__", type(scheduler).__qualname__),
             "schedule": self._packs.digest() if isinstance(self._packs, ScheduledPacks) else None,
         }
+        if evenly:
+            self.settings["evenly"] = True
         if media is not None:
             self.settings |= {
                 "patches": media_digest(media, len(opened)),
@@ -353,8 +365,7 @@ class PackPlanner(Resumable):
         """Return the sequences of a step, in the order of the epoch's permutation."""
         n, total = self.global_batch.n, self.entries.total
         positions = np.arange(k * n, min((k + 1) * n, total))
-        chosen = permute(positions, total, key=derive_key(self.seed, _ENTRIES, epoch))
-        return self.entries.spans(self.entries.indices(chosen))
+        return self.entries.spans(self.entries.drawn(positions, n, derive_key(self.seed, _ENTRIES, epoch)))
 
     def _work(self, spans: Spans) -> FloatArray:
         media = self.entries.media

@@ -118,7 +118,7 @@ def make_windows(
 def window_members(entries: Entries, window: int, seed: int, first: int, last: int) -> IntArray:
     """Return the dataset indices in the windows ``first`` to ``last``, window after window."""
     positions = np.arange(first * window, min(last * window, entries.total))
-    return entries.indices(permute(positions, entries.total, key=derive_key(seed, _MEMBERS)))
+    return entries.drawn(positions, window, derive_key(seed, _MEMBERS))
 
 
 def count_windows(

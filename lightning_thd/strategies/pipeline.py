@@ -23,7 +23,14 @@ from lightning_thd.batch.upload import uploaded
 from lightning_thd.parallel.mesh import another_group
 from lightning_thd.parallel.messages import on_host
 from lightning_thd.parallel.pipeline import Op, Schedule, expected_bubble, make_schedule
-from lightning_thd.parallel.pipeline.channel import Channel, copy_tied, share_freezing, share_group, sum_tied
+from lightning_thd.parallel.pipeline.channel import (
+    Channel,
+    copy_tied,
+    share_freezing,
+    share_group,
+    sum_tied,
+    trained_at_ends,
+)
 from lightning_thd.parallel.pipeline.cut import cut_model, language_model_of, stages_in, tied_names
 from lightning_thd.parallel.pipeline.schedule import best_order
 from lightning_thd.parallel.pipeline.stage import Stage
@@ -53,6 +60,7 @@ class Pipeline:
         self.stage: Stage | None = None
         self.waited = self.expected_wait = 0.0
         self.compared = False  # whether the stages have compared how they make the loss
+        self._tied_frozen = False  # whether the weight that embedding and head share was frozen at the start
 
     @cached_property
     def host_group(self) -> dist.ProcessGroup:
@@ -109,7 +117,19 @@ class Pipeline:
     def share_freezing(self) -> None:
         """Agree on whether a tied weight is trained: hooks may have frozen it by its name on one stage."""
         if self.stage is not None and self.stage.tied_names:
-            share_freezing(self.stage.tied, self.channel)
+            self._tied_frozen = share_freezing(self.stage.tied, self.channel)
+
+    def check_thawed(self) -> None:
+        """Refuse a frozen tied weight that was thawed by its name on one of its two stages only."""
+        if self.stage is None or not self._tied_frozen:
+            return
+        first, last = trained_at_ends(self.stage.tied, self.channel)
+        if first != last:
+            raise MisconfigurationException(
+                "The weight that embedding and head share was frozen at the start, and is trained by now on "
+                f"the {'first' if first else 'last'} pipeline stage only, so that its copies would differ. "
+                "Thaw it on both: the embedding's on the first stage, the head's on the last."
+            )
 
     def make_optimizers(self, base: Callable[[L.Trainer], None], trainer: L.Trainer) -> None:
         """Make the optimizers, and put a tied weight into the same group on both of its stages."""
@@ -211,6 +231,7 @@ class PipelineLoop(StepLoop):
         step = batch if isinstance(batch, THDStep) else THDStep([batch])
         if strategy._shards.draws is not None:
             strategy._shards.draws.begin()
+        self._pipeline.check_thawed()
         self._running = PipelineStep(strategy, self._pipeline, self._run, step, rest)
         self._warn_of_bubble(self._running.schedule)
         output = self._running.forward(self._running.program[0])

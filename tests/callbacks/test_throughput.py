@@ -288,6 +288,31 @@ def test_frozen_weights_are_seen_and_thawed_ones_too(tmp_path: Path) -> None:
     assert last == pytest.approx(3 * forward.model * 2)
 
 
+def test_weights_thawed_at_an_epoch_count_from_there(tmp_path: Path) -> None:
+    """One interval holds an epoch with frozen weights and one without."""
+    clock = Clock()
+    from lightning.pytorch.callbacks import BaseFinetuning
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    module = Module(clock)
+    module.model.config = None
+    module.llama = LlamaForCausalLM(LlamaConfig(**{**CONFIG, "head_dim": 8}))
+
+    class Thaw(BaseFinetuning):
+        def freeze_before_training(self, pl_module: Any) -> None:
+            pl_module.llama.requires_grad_(False)
+
+        def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 1:
+                pl_module.llama.requires_grad_(True)
+
+    options: dict[str, Any] = {"clock": clock, "module": module, "max_epochs": 2, "max_steps": -1}
+    measured = monitor(clock, every_n_steps=4)
+    memory = fit(tmp_path, [UNEQUAL[0]] * 2, measured, Thaw(), **options)
+    forward = FLOPS.forward_flops(UNEQUAL[0].stats).model
+    assert memory.rows[-1][1]["train/total_flops"] == pytest.approx(2 * forward + 2 * 3 * forward)
+
+
 def test_a_flops_model_that_is_given_is_used(tmp_path: Path) -> None:
     clock = Clock()
     given = FlopsModel.from_config(CONFIG, causal="full", tokens="slots", recompute="full")

@@ -10,15 +10,16 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_thd import Packs, Sequences, THDBatch, THDDataModule
 from lightning_thd.data.streams import Stream
+from lightning_thd.module import CausalLMModule
 from tests.data.support import CAPACITY, make_trainer
-from tests.tiny import TinyModule, largest_error, sequences
+from tests.tiny import TinyModule, largest_error, sequences, tiny_llama
 
 SAMPLES = sequences(40)
 
@@ -38,6 +39,27 @@ class Part(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.rows)
+
+
+class Indices(BasePredictionWriter):
+    """Keeps the indices that Lightning hands to writers of predictions."""
+
+    def write_on_batch_end(
+        self, trainer: Any, module: Any, prediction: Any, indices: Any, *args: Any
+    ) -> None:
+        assert indices == [i for i, _ in prediction]
+        self.of_batches = [*getattr(self, "of_batches", []), *indices]
+
+    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
+        self.of_epoch = [i for batch in indices[0] for i in batch]
+
+
+def test_writers_of_predictions_get_the_indices_of_each_packs_sequences() -> None:
+    writer = Indices("batch_and_epoch")
+    data = THDDataModule(SAMPLES, capacity=CAPACITY, predict=SAMPLES)
+    make_trainer(callbacks=[writer]).predict(CausalLMModule(tiny_llama), data)
+    assert sorted(writer.of_batches) == list(range(len(SAMPLES)))
+    assert writer.of_epoch == writer.of_batches
 
 
 class SavesAt(L.Callback):

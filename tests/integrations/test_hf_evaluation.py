@@ -101,6 +101,28 @@ def test_logits_come_back_a_row_a_sequence(tmp_path: Path) -> None:
         assert (row[len(ids) :] == -100).all()
 
 
+def top_tokens(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One row of sums a sequence, as long as its longest sequence is, and one token a slot."""
+    return logits.masked_fill(labels[..., None] == -100, 0).sum(1)[:, :CAPACITY], logits.argmax(-1)
+
+
+def test_a_row_a_sequence_that_is_as_long_as_the_longest_stays_whole(tmp_path: Path) -> None:
+    samples = [
+        {"input_ids": [5] * CAPACITY, "labels": [5] * CAPACITY},
+        {"input_ids": [3, 4], "labels": [3, 4]},
+    ]
+    trainer = packed_trainer()(
+        model=tiny_llama(),
+        args=arguments(str(tmp_path)),
+        preprocess_logits_for_metrics=top_tokens,
+        capacity=2 * CAPACITY,
+    )
+    rows, tokens = trainer.predict(samples).predictions
+    assert rows.shape == tokens.shape == (2, CAPACITY)
+    assert (rows != -100).all()
+    assert (tokens[1, 2:] == -100).all()
+
+
 def train(out: str) -> dict[str, Any]:
     trainer = packed_trainer()(
         model=tiny_llama(),

@@ -14,6 +14,7 @@ from lightning_thd.loss import (
     causal_lm_logprobs,
     causal_lm_loss,
     causal_lm_loss_and_stats,
+    dft_loss,
     fused_linear_cross_entropy,
     fused_linear_distillation,
     fused_linear_logprobs,
@@ -250,6 +251,9 @@ TABLE = {
     "loss.causal_lm_logprobs": Entry(
         causal_lm_logprobs,
         lambda rng: {"model": MODEL, "batch": BATCH, "temperature": 0.5, "entropy": True, "top_k": 2},
+    ),
+    "loss.dft_loss": Entry(
+        dft_loss, lambda _: {"logp": -torch.rand(BATCH.token_targets.shape), "batch": BATCH}
     ),
     "loss.log_token_losses": Entry(log_token_losses, _token_losses),
     "loss.PackedRollouts": Entry(

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_thd.batch import THDBatch
-from lightning_thd.loss import causal_lm_logprobs, causal_lm_loss, mtp_targets
+from lightning_thd.loss import causal_lm_logprobs, causal_lm_loss, dft_loss, mtp_targets
 from lightning_thd.models import register_thd
 from tests.loss.families import VOCAB, build, names
 from tests.loss.support import gradients, make_batch, oracle
 from tests.ranks import run_ranks
+from tests.tiny import tiny_llama
 
 pytest.importorskip("transformers")
 register_thd()
@@ -202,3 +203,21 @@ def sharded_targets() -> bool:
 
 def test_further_targets_of_context_parallel_shards() -> None:
     assert all(run_ranks(sharded_targets, 2))
+
+
+@pytest.mark.parametrize("share_prefixes", [False, True])
+def test_dft_weighs_each_tokens_loss_by_its_probability(share_prefixes: bool) -> None:
+    model, rows = tiny_llama(), [[5, 6, 7, 8, 9], [5, 6, 7, 1], [2, 3]]
+    samples = [{"input_ids": row, "weights": 0.5 + i} for i, row in enumerate(rows)]
+    batch = THDBatch.collate(samples, share_prefixes=share_prefixes)
+    found = dft_loss(causal_lm_logprobs(model, batch).logp, batch)
+    wanted = torch.zeros((), dtype=torch.float64)
+    for i, row in enumerate(rows):
+        logp = model(input_ids=torch.tensor([row]), use_cache=False).logits[0, :-1].log_softmax(-1)
+        picked = logp.gather(-1, torch.tensor(row[1:])[:, None])[:, 0]
+        wanted = wanted - (0.5 + i) * (picked * picked.detach().exp()).sum()
+    wanted = wanted / sum((0.5 + i) * (len(row) - 1) for i, row in enumerate(rows))
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=0)
+    head = model.lm_head.weight  # below it Llama's norms round gradients to fp32
+    [one], [other] = (torch.autograd.grad(loss, [head]) for loss in (found, wanted))
+    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)

@@ -21,7 +21,7 @@ from benchmarks.families import build as tiny
 from benchmarks.families import samples
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch
-from lightning_thd.models import refusals, register, register_thd
+from lightning_thd.models import register, register_thd
 from lightning_thd.models.refusals import refuse_early_release, refuse_unknown_layers
 from lightning_thd.parallel import THDShard, shard_batch
 from tests.models import matrix
@@ -252,16 +252,3 @@ def test_an_ignored_label_of_another_number_stays_ignored() -> None:
     targets = torch.tensor([*labels[1:7], 9, *labels[8:], 9])
     wanted = F.cross_entropy(model(**batch.hf_kwargs()).logits[0].float(), targets, ignore_index=9)
     torch.testing.assert_close(got, wanted)
-
-
-def test_dora_on_a_weight_cut_over_ranks_is_refused() -> None:
-    module = nn.Module()
-    module.lora_magnitude_vector = nn.ModuleDict({"default": nn.Identity()})
-    shard = SimpleNamespace(is_replicate=lambda: False)
-    mesh = SimpleNamespace(mesh_dim_names=("tp",))
-    module.base_layer = SimpleNamespace(weight=SimpleNamespace(placements=(shard,), device_mesh=mesh))
-    found = refusals._Found("q_proj", module, module)
-    with pytest.raises(ValueError, match=r"q_proj \(Module\) is a DoRA layer .* Use plain LoRA"):
-        refusals._refuse_layer(found)
-    mesh.mesh_dim_names = ("fsdp",)
-    refusals._refuse_layer(found)

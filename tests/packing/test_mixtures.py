@@ -71,6 +71,31 @@ def test_epochs_hold_their_draws_whatever_the_ranks(step: Packs | Sequences) -> 
         )
 
 
+@settings(max_examples=20, deadline=None)
+@given(sizes=SIZES, n=st.integers(1, 30), epoch=st.integers(0, 2), data=st.data())
+def test_each_step_follows_the_shares_to_within_one_sequence(
+    sizes: dict[str, int], n: int, epoch: int, data: Any
+) -> None:
+    weights = {name: data.draw(st.floats(0.5, 2.0)) for name in sizes}
+    mixture = make_mixture({name: np.full(size, 3) for name, size in sizes.items()}, weights)
+    made = MixturePlanner(np.full(sum(sizes.values()), 3), 32, mixture=mixture, global_batch=Sequences(n))
+    shares = mixture.counts / mixture.total
+    for k in range(made.num_steps(epoch)):
+        index = made.step(epoch, k).spans.index
+        found = np.bincount(mixture.source_of(index), minlength=len(sizes))
+        # An epoch whose sequences no step divides leaves some to its last, which moves the shares a little.
+        assert np.abs(found - len(index) * shares).max() <= 1 + 1 / max(1, mixture.total // n)
+
+
+def test_each_window_of_packs_follows_the_shares() -> None:
+    lengths = {"a": np.full(3000, 5), "b": np.full(900, 5)}
+    mixture = make_mixture(lengths, {"a": 0.9, "b": 0.1})
+    made = MixturePlanner(np.full(3900, 5), 50, mixture=mixture, global_batch=Packs(10), window=100)
+    for k in range(mixture.total // 100):  # ten packs of ten sequences are a window
+        found = np.bincount(mixture.source_of(made.step(0, k).spans.index), minlength=2)
+        assert found[1] == pytest.approx(10, abs=1)
+
+
 def test_a_plan_is_a_pure_function_of_epoch_and_step() -> None:
     one, other = planner(Packs(2)), planner(Packs(2))
     for epoch, k in ((2, 5), (0, 3), (1, 0), (2, 5)):

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_thd.packing.permutation import derive_key, permute, shuffled
+from lightning_thd.packing.permutation import derive_key, permute, shuffled, spread
 
 
 @pytest.mark.parametrize("total", [1, 2, 3, 100, 4096, 4097, 4099, 65_536, 65_537, 300_007])
@@ -19,6 +19,20 @@ def test_any_position_alone_gives_the_same(total: int, key: int, data: st.DataOb
     assert together.tolist() == [int(permute([p], total, key=key)[0]) for p in positions]
     assert len(set(together.tolist())) == len(set(positions))
     assert ((together >= 0) & (together < total)).all()
+
+
+@given(st.integers(1, 5000), st.integers(1, 300), st.integers(0, 2**64 - 1))
+def test_groups_that_are_spread_take_equal_shares_of_every_run(total: int, size: int, key: int) -> None:
+    found = spread(np.arange(total), total, size, key=key)
+    assert np.array_equal(np.sort(found), np.arange(total))
+    for start in range(0, total, size):
+        group = np.sort(found[start : start + size])
+        assert np.array_equal(
+            np.sort(spread(np.arange(start, start + len(group)), total, size, key=key)), group
+        )
+        for end in (total // 3, total // 2):  # sequences 0 to end
+            wanted = len(group) * end / total
+            assert abs((group < end).sum() - wanted) <= 1 + 1 / max(1, total // size)
 
 
 def test_plans_outlive_releases() -> None:

@@ -145,6 +145,13 @@ def test_validation_runs_in_the_region_without_the_group(tmp_path: Path, te: Sta
     assert len(evaluation) >= 2
 
 
+def test_a_converted_model_without_the_plugin_is_told_of(tmp_path: Path, te: State) -> None:
+    module = Module(llama())
+    convert_linear(module.model, recipe="current")
+    with pytest.warns(UserWarning, match=r"has no FP8Precision: its layers multiply in high precision"):
+        fit(tmp_path, module, None, steps=1)
+
+
 def test_checkpointed_layers_run_again_in_the_region(tmp_path: Path, te: State) -> None:
     model = llama()
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable

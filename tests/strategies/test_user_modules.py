@@ -172,3 +172,28 @@ def test_tensor_parallel_ranks_drop_the_same_activations(axes: dict[str, int]) -
     assert all(not torch.equal(a, b) for i, a in enumerate(masks) for b in masks[:i])
     for params, _ in ranks[1:]:
         assert all(torch.equal(params[name], value) for name, value in ranks[0][0].items())
+
+
+class DoRA(Plain):
+    """Has adapters with a norm of each row of weights, which tensor parallelism cuts."""
+
+    def __init__(self) -> None:
+        import peft
+
+        super().__init__()
+        config = peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True)
+        self.model = peft.get_peft_model(self.model, config).double()
+
+
+def fit_dora() -> str:
+    try:
+        make_trainer(Layout(tp=2), max_steps=1).fit(DoRA(), data(STEP))
+    except ValueError as err:
+        return str(err)
+    return ""
+
+
+def test_dora_under_tensor_parallelism_is_refused_by_name() -> None:
+    pytest.importorskip("peft")
+    for message in run_ranks(fit_dora, 2):
+        assert "is a DoRA layer whose weight tensor parallelism has cut over ranks" in message

@@ -232,12 +232,19 @@ def share_group(weight: nn.Parameter | None, optimizers: Sequence[Optimizer], ch
             optimizers[wanted[0]].param_groups[wanted[1]]["params"].append(weight)
 
 
-def share_freezing(weight: nn.Parameter | None, channel: Channel) -> None:
-    """Freeze both copies of a tied weight if one is frozen; all stages call it."""
-    found: list[Any] = [None] * channel.ranks
-    dist.all_gather_object(found, weight is None or weight.requires_grad, group=channel.down)
-    if weight is not None and not all(found):
+def share_freezing(weight: nn.Parameter | None, channel: Channel) -> bool:
+    """Freeze both copies of a tied weight if one is frozen, and return whether; all stages call it."""
+    trained = trained_at_ends(weight, channel)
+    if weight is not None and not all(trained):
         weight.requires_grad_(False)
+    return not all(trained)
+
+
+def trained_at_ends(weight: nn.Parameter | None, channel: Channel) -> tuple[bool, bool]:
+    """Return whether the first and the last stage train their copies of a tied weight; all stages call it."""
+    found: list[Any] = [None] * channel.ranks
+    dist.all_gather_object(found, weight is not None and weight.requires_grad, group=channel.down)
+    return found[0], found[-1]
 
 
 def _place(weight: nn.Parameter | None, optimizers: Sequence[Optimizer]) -> tuple[int, int] | None:
