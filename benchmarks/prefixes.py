@@ -56,8 +56,10 @@ def kept_bytes(model: nn.Module, run: Callable[[], Tensor]) -> int:
     kept: dict[int, Tensor] = {}
 
     def keep(x: Tensor) -> Tensor:
-        kept.setdefault(x.untyped_storage().data_ptr(), x)
-        return x
+        # A graph that holds a tensor of its own is never freed, so it gets a detached one.
+        detached = x.detach()
+        kept.setdefault(x.untyped_storage().data_ptr(), detached)
+        return detached
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         loss = run()
