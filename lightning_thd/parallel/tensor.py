@@ -114,7 +114,7 @@ class _Shards:
 
 
 @contextlib.contextmanager
-def parameters_as(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Generator[None]:
+def parameters_as(module: nn.Module, change: Callable[[Tensor], Tensor | None]) -> Generator[None]:
     """Replace a module's own parameters by ``change(parameter)`` inside this context."""
     own = {name: value for name, value in module._parameters.items() if value is not None}
     parameters: dict[str, Any] = module._parameters
@@ -159,11 +159,12 @@ def _cut_columns(module: nn.Module, shards: _Shards) -> None:
 
 def _rowwise(module: Any, shards: _Shards) -> None:
     shards.cut(module, "weight", 1)
-    group = shards.group
+    forward, group = module.forward, shards.group
 
     def rowwise_forward(x: Tensor) -> Tensor:
-        out = sum_ranks(torch.nn.functional.linear(x, local(module.weight)), group)
         bias = module._parameters.get("bias")
+        with parameters_as(module, lambda own: None if own is bias else local(own)):
+            out = sum_ranks(forward(x), group)
         return out if bias is None else out + bias
 
     module.forward = rowwise_forward
@@ -268,6 +269,14 @@ def _require_divided(what: str, number: int, ranks: int, advice: str) -> None:
         )
 
 
+def _is_product(module: nn.Module) -> bool:
+    """Return whether a module multiplies by its weight and adds its bias, perhaps in FP8, and no more."""
+    kind = type(module)
+    return isinstance(module, nn.Linear) and (
+        kind.forward is nn.Linear.forward or kind.__name__ == "Float8Linear"
+    )
+
+
 def _check_linear(dim: int) -> Callable[[str, nn.Module, int], None]:
     def check(name: str, module: nn.Module, ranks: int) -> None:
         weight = getattr(module, "weight", None)
@@ -275,6 +284,12 @@ def _check_linear(dim: int) -> Callable[[str, nn.Module, int], None]:
             raise ValueError(
                 f"{name} is a {type(module).__name__}, but the tensor-parallel plan cuts it as an nn.Linear. "
                 "Take it out of the plan."
+            )
+        if not _is_product(module):
+            raise ValueError(
+                f"{name} is a {type(module).__name__}, whose forward may do more than a product with its "
+                "weight, and the tensor-parallel plan cuts it as an nn.Linear. Take it out of the plan, or "
+                "set tensor_parallel_size=1."
             )
         features, side = weight.shape[dim], "output" if dim == 0 else "input"
         pad = f"pad the vocabulary: model.resize_token_embeddings(pad_to_multiple_of={ranks})."
@@ -286,10 +301,10 @@ def _check_linear(dim: int) -> Callable[[str, nn.Module, int], None]:
 
 
 def _check_embedding(name: str, module: nn.Module, ranks: int) -> None:
-    if not isinstance(module, nn.Embedding) or module.max_norm is not None:
+    if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.scale_grad_by_freq:
         raise ValueError(
             f"{name} is a {type(module).__name__}, but the tensor-parallel plan cuts it as an nn.Embedding "
-            "without max_norm. Take it out of the plan."
+            "without max_norm and scale_grad_by_freq. Take it out of the plan."
         )
     advice = f"Pad the vocabulary: model.resize_token_embeddings(pad_to_multiple_of={ranks})."
     _require_divided(f"{name} has {module.num_embeddings} rows", module.num_embeddings, ranks, advice)
@@ -392,7 +407,7 @@ def _own_plan(model: nn.Module, theirs: Mapping[str, str], ranks: int) -> dict[s
     vocabulary: dict[str | None, str] = {embedding: "embedding_rowwise", head: "colwise_gather_output"}
     for part, style in vocabulary.items():
         module: Any = modules.get(part or "")
-        if isinstance(module, nn.Embedding | nn.Linear) and module.weight.shape[0] % ranks == 0:
+        if (isinstance(module, nn.Embedding) or _is_product(module)) and module.weight.shape[0] % ranks == 0:
             plan[str(part)] = style
     return plan
 
@@ -403,7 +418,7 @@ def _styles(block: nn.Module, ranks: int, *, cut_heads: bool) -> dict[str, str]:
     convolves = any(isinstance(child, nn.Conv1d) for child in children.values())
     if convolves or set(block._parameters) - {"sinks"}:
         return {}
-    found = {name: child for name, child in children.items() if isinstance(child, nn.Linear)}
+    found: dict[str, Any] = {name: child for name, child in children.items() if _is_product(child)}
     plain = not any(True for name, child in children.items() if name not in found for _ in child.parameters())
     products = set(found) in _PRODUCTS and plain
     heads = cut_heads and {"q_proj", "k_proj", "v_proj"} <= set(found) and plain

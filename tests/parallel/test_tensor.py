@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd.parallel.sequence import apply_sequence_parallel, check_slots
 from lightning_thd.parallel.tensor import apply_tensor_parallel, check_heads, model_plan
+from lightning_thd.precision import convert_linear
 from tests.ranks import run_ranks
 from tests.strategies.jobs import family_model
 from tests.tiny import largest_error
@@ -69,9 +70,37 @@ def test_outputs_and_gradients(ranks: int) -> None:
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+def rounding_in_fp8() -> float:
+    """Return how far a layer in emulated FP8, cut by inputs if there are ranks, is from one in fp32."""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(64, 32)), torch.randn(16, 64)
+    plain = net(x)
+    convert_linear(net, recipe="tensorwise", engine="torchao", emulate=True)
+    if dist.is_initialized():
+        apply_tensor_parallel(net, {"0": "rowwise_split_input"}, init_device_mesh("cpu", (2,)))
+    return float((net(x) - plain).norm() / plain.norm())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torchao", "ignore::UserWarning")  # torchao's own
+def test_layers_in_fp8_stay_in_fp8() -> None:
+    pytest.importorskip("torchao")
+    wanted = rounding_in_fp8()
+    for found in run_ranks(rounding_in_fp8, 2):
+        assert wanted / 2 < found < 2 * wanted
+
+
+class Scaled(nn.Linear):
+    """A layer that does more than a product, as layers of adapters and of quantisation in training do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 1.5
+
+
 def messages() -> list[str]:
     mesh = init_device_mesh("cpu", (2,))
-    odd, tied, clipped = Net(), Net(), Net()
+    odd, tied, clipped, scaled, counting = Net(), Net(), Net(), Net(), Net()
+    scaled.down = Scaled(16, 8)
+    counting.embed.scale_grad_by_freq = True
     odd.up = nn.Linear(8, 15)
     odd.embed = nn.Embedding(13, 8)
     tied.head.weight = tied.embed.weight
@@ -85,6 +114,8 @@ def messages() -> list[str]:
         (clipped, {"embed": "embedding_rowwise"}),
         (tied, {"head": "colwise_gather_output"}),
         (Net(), {"up": "moe_tp_experts"}),
+        (scaled, {"down": "rowwise"}),
+        (counting, {"embed": "embedding_rowwise"}),
     ]
     found = []
     for model, plan in cases:
@@ -101,9 +132,11 @@ def test_messages() -> None:
         "norm is a LayerNorm, but the tensor-parallel plan cuts it as an nn.Linear",
         "up has 15 output features, which 2 tensor-parallel ranks do not divide; wanted a multiple of 2",
         "embed has 13 rows, which 2 tensor-parallel ranks do not divide; wanted a multiple of 2. Pad",
-        "embed is a Embedding, but the tensor-parallel plan cuts it as an nn.Embedding without max_norm",
+        "embed is a Embedding, but the tensor-parallel plan cuts it as an nn.Embedding without max_norm and",
         "embed.weight is tied to a weight that the tensor-parallel plan cuts, but is not in the plan",
         "up (Linear) does not keep its experts as parameters [num_experts, ...]",
+        "down is a Scaled, whose forward may do more than a product with its weight",
+        "nn.Embedding without max_norm and scale_grad_by_freq. Take it out of the plan",
     ]
     for found in run_ranks(messages, 2):
         for message, part in zip(found, wanted, strict=True):
