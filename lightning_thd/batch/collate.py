@@ -21,6 +21,7 @@ from lightning_thd.alignment import Alignment
 from lightning_thd.batch.keys import COLLATED, IGNORE_INDEX, TYPES, inputs
 from lightning_thd.batch.media import counted
 from lightning_thd.batch.samples import (
+    MOST_ID,
     check_sample,
     refuse_shifted,
     refuse_wrapped,
@@ -31,17 +32,45 @@ from lightning_thd.seqlens import INT32_MAX, position_ids_from_cu_seqlens
 from lightning_thd.stats import SeqStats, Vision, Window
 
 Sample = Mapping[str, Any]
+_PLAIN = {"input_ids", "labels"}
 
 
 def check_samples(samples: object) -> list[dict[str, Any]]:
     """Check samples one by one, and their labels together; return them with rows as arrays."""
     if not isinstance(samples, Sequence) or isinstance(samples, str | bytes):
         raise TypeError(f"samples is {described(samples)}; wanted a list of dicts. Pass [sample, ...].")
-    checked = [check_sample(sample, f"Sample {i}") for i, sample in enumerate(samples)]
-    rows = [(one["input_ids"], one.get("labels", one["input_ids"])) for one in checked]
-    if any("labels" in one for one in checked):
-        refuse_shifted(rows, "The samples")
-    return checked
+    plain = _plain_rows(samples)
+    if plain is None:
+        samples = [check_sample(sample, f"Sample {i}") for i, sample in enumerate(samples)]
+        plain = [(one["input_ids"], one.get("labels", one["input_ids"])) for one in samples]
+    if any("labels" in one for one in samples):
+        refuse_shifted(plain, "The samples")
+    return list(samples)
+
+
+def _plain_rows(samples: Sequence[Any]) -> list[tuple[NDArray[Any], NDArray[Any]]] | None:
+    """Return ids and labels of samples that have nothing else, all right and in arrays; None for others.
+
+    Their values are compared together, in a tenth of the time of ``check_sample`` for each.
+    """
+    rows = []
+    for one in samples:
+        if type(one) is not dict or not one.keys() <= _PLAIN or "input_ids" not in one:
+            return None
+        ids, labels = one["input_ids"], one.get("labels", one["input_ids"])
+        if not (type(ids) is type(labels) is np.ndarray) or not ids.dtype.kind == labels.dtype.kind == "i":
+            return None
+        if ids.ndim != 1 or not ids.size or labels.shape != ids.shape:
+            return None
+        rows.append((ids, labels))
+    if not rows:
+        return rows
+    every = np.concatenate([ids for ids, _ in rows])
+    wrong = every.min() < 0 or every.max() > MOST_ID
+    if not wrong and any(labels is not ids for ids, labels in rows):
+        every = np.concatenate([labels for _, labels in rows])
+        wrong = every.max() > MOST_ID or bool(((every < 0) & (every != IGNORE_INDEX)).any())
+    return None if wrong else rows
 
 
 def lay_out(
