@@ -103,6 +103,13 @@ def test_every_example_is_in_the_gallery() -> None:
     assert missing == []
 
 
+def test_the_gallery_includes_the_code_that_it_names() -> None:
+    gallery = (DOCS / "examples.md").read_text()
+    folded = re.findall(r'^\?\?\? example "([^"]+)"\n    ```\w+\n(.*?)    ```$', gallery, re.M | re.S)
+    assert len(folded) == gallery.count("???") > 0
+    assert [file for file, code in folded if code != f'    --8<-- "{file}"\n'] == []
+
+
 def test_benchmarks_open_with_ten_rows_and_fold_the_rest() -> None:
     import runpy
 

@@ -67,7 +67,7 @@ class CUDAGraphCallback(L.Callback):
 
     Args:
         max_sequences: sequences of each captured shape, one number or several; ``"auto"`` chooses one to
-            three from the packs that the data module's planner will make (from the first 32 batches where
+            three from the packs that the data module's planner will make (from the first 32 batches if
             there is none) and prints the table of :class:`GraphPlan` once.
         costs: the times that ``"auto"`` uses; by default those of a launch-bound step.
         require: raise an error if graphs are not possible, instead of training without them.

@@ -65,20 +65,20 @@ def _evaluation_hooks(stage: str) -> Any:
 class THDThroughputMonitor(Callback):
     """Logs FLOP/s, MFU, HFU, tokens/s and packing quality, from the real lengths of the sequences.
 
-    Every rank counts its own microbatches; one collective and one device read an interval turn the counts
-    into metrics, under the names of Lightning's ``ThroughputMonitor`` and more: see docs/reference/keys.md.
+    Every rank counts its own microbatches. Once an interval, one collective and one device read turn the
+    counts into metrics, under the names of Lightning's ``ThroughputMonitor`` and more: see
+    docs/reference/keys.md.
     It works without packs too: padded rows count their real tokens, by the ``attention_mask``,
-    ``position_ids``, ``lengths`` or -100 labels beside the ids, and a line at the end says what packing would
-    save. Validation, checkpoints, compilation, and the first ``warmup_steps`` are no part
-    of the rates.
+    ``position_ids``, ``lengths`` or -100 labels beside the ids, and a message at the end says what packing
+    would save. Validation, checkpoints, compilation and the first ``warmup_steps`` do not count in the rates.
 
     Args:
         peak: dense FLOP/s of one device; "auto" looks the device up, "measure" times matmuls once.
-        flops_model: counts FLOPs; None reads the transformers config of the model, or counts a step with
-            torch's FLOP counter where there is none.
+        flops_model: counts FLOPs; None reads the transformers config of the model. If there is none, torch's
+            FLOP counter counts a step.
         causal: pairs of a causal layer: "half" of the square, "exact", or the "full" square.
         tokens: FLOPs of "real" tokens, or of "slots" with the padding.
-        recompute: activation checkpointing, for HFU; "auto" reads it off the model.
+        recompute: activation checkpointing, for HFU; "auto" finds it in the model.
         every_n_steps: optimizer steps between two logs; None is the Trainer's ``log_every_n_steps``.
         warmup_steps: optimizer steps at the start that are left out of the rates.
         progress_bar: show tokens/s, TFLOP/s and MFU in the progress bar.

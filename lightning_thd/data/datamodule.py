@@ -33,7 +33,7 @@ _STAGES = {"fit": ("train", "val"), "validate": ("val",)}
 
 
 class THDDataModule(LogsSources):
-    """Packs sequences of any length into batches of at most ``capacity`` tokens, in the batch.
+    """Packs sequences of any length into batches of at most ``capacity`` tokens.
 
     ``THDDataModule(dataset, capacity=8_192)`` works under any Lightning strategy.
 
@@ -43,33 +43,34 @@ class THDDataModule(LogsSources):
             them: ``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``, ``.arrow``, ``.feather`` files,
             also ``.gz``, ``.zst``, ``.bz2`` or ``.xz``, text files, a folder of such, or one that
             ``datasets.Dataset.save_to_disk`` or ``TokenStore.save`` wrote. In place
-            of ids, records may hold text, ``prompt`` and ``completion``, or a conversation: these are
-            tokenised once, with loss only on what the assistant says, if there is one. A dict ``{name:
-            (source, weight)}`` is a mixture. An ``IterableDataset``, a function that begins an iterator, or
-            a ``data.streams.Stream``: read once, front to back; a mixture with one of these streams all its
-            sources.
+            of ids, records may hold text, ``prompt`` and ``completion``, or a conversation. They are
+            tokenised once, and only the completion or the assistant's turns have a loss. A dict ``{name:
+            (source, weight)}`` is a mixture. An ``IterableDataset``, a function that begins an iterator, or a
+            ``data.streams.Stream`` is read once, front to back. If one source of a mixture is such a stream,
+            all are read as streams.
         capacity: most tokens of a pack.
         global_batch: ``Packs(n)``, n packs to an optimizer step, or ``Sequences(n)``, exactly n sequences
-            to a step in as many microbatches as they need (needs one of our strategies). Default: one pack a
-            rank a batch, ``Packs(ranks * accumulate_grad_batches)``.
+            to a step in as many microbatches as they need (needs one of our strategies). Default: one pack
+            for each rank and batch, ``Packs(ranks * accumulate_grad_batches)``.
         val: as ``train``; every sequence is used once, in packs of the dataset's own order. A dict
-            ``{name: source}`` makes a loader each, and so a metric each: every batch has its ``set_name``.
+            ``{name: source}`` makes one loader for each set, whose batches carry its name in ``set_name``.
         test: as ``val``.
-        predict: as ``val``; ``batch.unpack(output)`` and ``batch.sequence_ids`` give predictions a sequence.
+        predict: as ``val``; ``batch.unpack(output)`` and ``batch.sequence_ids`` give the predictions of each
+            sequence.
         tokenizer: ``str -> ids`` for text, or the name of a Hugging Face tokenizer; UTF-8 bytes by default.
             Conversations need a Hugging Face tokenizer with a chat template.
-        processor: of Qwen2-VL, Qwen2.5-VL, Qwen3-VL or Llava (or the folder it was saved in), for
-            conversations with images: its chat template renders them, and images, named by paths beside
-            the file, bytes or columns, are decoded when their batch is made, in the workers.
+        processor: that of Qwen2-VL, Qwen2.5-VL, Qwen3-VL or Llava, or the folder it was saved in, for
+            conversations with images. Its chat template renders them. Images are paths beside the file,
+            bytes or columns, and a worker decodes them when it makes their batch.
         text_key: the key of the text in a JSONL object or a row.
-        append_eos: end documents and completions with the tokenizer's EOS where it does not do so.
-        records: the kind of records that their keys do not show: ``"text"``, ``"ids"``, ``"prompt"``,
+        append_eos: end documents and completions with the tokenizer's EOS if it does not do so itself.
+        records: the kind of the records, if their keys do not show it: ``"text"``, ``"ids"``, ``"prompt"``,
             ``"messages"``, ``"sharegpt"`` or ``"alpaca"``.
-        packed: what rows become that were packed before and carry ``lengths``, ``cu_seqlens`` or
-            ``position_ids``: ``"sequences"`` takes them apart and plans the sequences again, which shuffles
-            them, fits any capacity and balances the ranks; ``"packs"`` keeps each row as a ready pack, in
-            the order given, for ``Packs(n)``; ``"off"`` takes a row for one sequence; ``"auto"`` is
-            ``"sequences"`` where the first row carries such a key and ``"off"`` elsewhere.
+        packed: how to read rows that were packed before and carry ``lengths``, ``cu_seqlens`` or
+            ``position_ids``. ``"sequences"`` takes them apart and plans the sequences again, which shuffles
+            them, fits any capacity and balances the ranks. ``"packs"`` keeps each row as a ready pack, in
+            the order given, for ``Packs(n)``. ``"off"`` takes a row for one sequence. ``"auto"`` is
+            ``"sequences"`` if the first row carries such a key, else ``"off"``.
         oversize: what becomes of a training sequence longer than ``capacity``: ``error``, ``drop``,
             ``truncate``, ``split`` or ``own_pack``. Validation, test and prediction use ``own_pack`` in place
             of ``error``, so that nothing is lost there.
@@ -77,23 +78,23 @@ class THDDataModule(LogsSources):
         on_error: what becomes of a record that cannot be read or tokenised, and of a row with nulls,
             negative ids or labels that do not fit: ``raise``, naming file and line, or ``skip``; those are
             counted, and listed in ``skipped.jsonl`` beside the tokens in the cache. ``Stream`` has its own.
-        max_errors: most that may be skipped of a source; None sets no bound.
+        max_errors: most records of a source that may be skipped; None sets no bound.
         tail: the last, incomplete step of an epoch: ``pad`` with emptier packs, or ``drop``.
         window: sequences that are packed together; larger packs better, smaller shuffles better.
         seed: decides the order of every epoch.
         schedule: a ready-made plan for training with ``Packs(n)``: the number of the microbatch of each
             sequence, ints ``[N]``.
         scheduler: a function in place of ``packing.balance``, for ``Sequences(n)``.
-        cost: work of a sequence by its length and its images, which the ranks get equal shares of; by
-            default that of the model and its vision tower, where its transformers config is found.
+        cost: the work of a sequence, by its length and its images, of which ranks get equal shares. By
+            default it is that of the model and its vision tower if its transformers config is found.
         extras_cost: a function from a row to the patches of its images (an int, or frames, rows and columns
-            of patches of each, ``[N, 3]``), for rows that do not say them. ``image_grid_thw``,
+            of patches of each, ``[N, 3]``), for rows that do not give them. ``image_grid_thw``,
             ``video_grid_thw`` and the sizes of ``pixel_values`` are found without it.
         max_patches: most image patches of a pack, which bounds the memory that a vision tower needs. A
             sequence above it is refused, or treated as ``oversize`` says: it is never cut.
         pad_to: fill every pack to this many slots; by default packs differ in size.
         mixing: how the sources of a mixture make an epoch, see ``packing.mixtures.Mixing``.
-        share_prefixes: compute what sequences of a pack begin with in common once. Sequences that begin alike
+        share_prefixes: compute the common beginning of sequences in a pack once. Sequences that begin alike
             are planned into one pack, which holds at most ``capacity`` distinct tokens; a group above it is
             cut, and its prefix computed again. Reads all ids at setup.
         vocab_size: ids are checked against it; found in the model's config when absent.
@@ -102,12 +103,12 @@ class THDDataModule(LogsSources):
         pin_memory: page-lock batches; by default when training on a GPU.
         cache_dir: where tokenised text and counts are kept; ``~/.cache/lightning_thd`` by default. Datasets
             with a ``fingerprint``, Hugging Face datasets and files are counted once; other objects again in
-            every run. Files are known by their content. Of several processes that want the same, one prepares
-            it, and a killed one is taken up where it stopped.
+            every run. Files are known by their content. If several processes need the same cache, one
+            prepares it. After a kill, the next run continues where it stopped.
 
     Raises:
-        TypeError: for sources and samples that are none.
-        ValueError: for values that cannot be, data that does not fit its policy, ids outside the vocabulary.
+        TypeError: for objects that are no source or sample.
+        ValueError: for invalid values, data that a policy refuses, and ids outside the vocabulary.
         CacheError: when the cache cannot be written.
         MisconfigurationException: for a Trainer whose accumulation, ranks or strategy contradict
             ``global_batch``.

@@ -112,7 +112,7 @@ def causal_lm_loss(
         batch: the microbatch, on the model's device.
         reduction: "tokens" or "sequences".
         weights: floats ``[T]``, a further factor of each slot's loss, without gradient; no part of the
-            divisor, which only the data decides. Of shared prefixes ``[N]``, one for each token of a
+            divisor, which only the data decides. With shared prefixes ``[N]``, one for each token of a
             sequence.
         class_weights: floats ``[V]``, a further factor by target, without gradient; no part of the divisor.
         label_smoothing: share of a target's mass spread over the vocabulary.

@@ -40,7 +40,7 @@ from lightning_thd.models.pack import STATE, announced
 from lightning_thd.parallel.pipeline.stage import STAGE, Stage
 
 _ATTRIBUTE = "_thd_head_call"
-# Gives an operand's values: the head's operands, the number of earlier calls of the head, the logit map.
+# (the head's operands, the number of earlier calls of the head, the logit map) -> the values of the slots
 Values = Callable[[HeadOperands, int, LogitMap], Tensor]
 
 
@@ -70,7 +70,7 @@ class HeadCall:
         self._record: Record | None = None  # the operations that made ``logit_map``
         self._job: _Job | None = None
         self.experts: Experts | None = None
-        self._hooks: list[Any] | None = None  # those that were looked at
+        self._hooks: list[Any] | None = None  # those that were checked already
         self.choices: Tensor | None = None  # router_balance="step" keeps the step's [E] here
         self._config: Any = None  # the model's, of which ``config`` is the language model's part
         self.config: Any = None
@@ -110,8 +110,9 @@ class HeadCall:
     ) -> dict[str, Tensor]:
         """Call the model on a batch with its head replaced, and return what the head computed.
 
-        The model is called again when it does something to its logits that its config does not say. The next
-        calls know. ``model`` is what the user holds, wrappers included. ``values`` gives ``[n]`` from the
+        If the model does something to its logits that its config does not say, it is called a second time,
+        with the logit map that the first call recorded; later calls use that map from the start. ``model`` is
+        what the user holds, wrappers included. ``values`` gives ``[n]`` from the
         head's operands, how many times the head was called before, and what the model does to its logits;
         ``size`` is n, for pipeline stages that have no head. Returns ``{"values": [n], "value_1": ...,
         "aux_loss": []}``.
@@ -245,7 +246,7 @@ class HeadCall:
 
 
 def _refuse_logit_hooks(model: nn.Module, head: nn.Module) -> None:
-    """Refuse hooks of users that ask for the logits of a model, or for the gradients of its head's."""
+    """Refuse hooks of users that ask for the logits of a model, or for gradients at its head."""
     asking = [code for code in _codes(model._forward_hooks) if "logits" in _words(code)]
     asking += _codes(head._backward_hooks) + _codes(head._backward_pre_hooks)
     for code in asking:

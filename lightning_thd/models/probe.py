@@ -71,10 +71,10 @@ def check_packing(
 ) -> PackingReport:
     """Check whether any sequence of a pack sees another one in a model.
 
-    The model is put in ``eval()`` meanwhile; parameters and their gradients stay as they are, and those that
-    are zero throughout hold small noise until it is done, since a layer whose output is multiplied by zero
-    shows nothing. Batch norms that would average over the pack in training count as a leak. It takes about
-    three forwards a sequence of ``sum(lengths)`` tokens, and two backwards with ``grad``.
+    The model is put in ``eval()`` meanwhile. Parameters and their gradients are unchanged afterwards. During
+    the check, parameters that are all zero hold small noise, because a layer whose output is multiplied by
+    zero shows no leak. Batch norms that would average over the pack in training count as a leak. It takes
+    about three forwards a sequence of ``sum(lengths)`` tokens, and two backwards with ``grad``.
 
     Args:
         model: a Hugging Face causal LM, or any model that ``forward`` can call.
@@ -87,10 +87,11 @@ def check_packing(
         tolerance: what packed and alone may differ by, relative to the largest logit; None: by the dtype.
         raise_on_leak: raise rather than return a report that is not ok.
         seed: of the random tokens.
-        thorough: compare with stock eager attention, look for later tokens, and for a trailing pad in the
-            gradients, with a sequence beyond every window, chunk and rope limit within 1,024 tokens when
-            ``lengths`` is left out. Larger limits are 9 meanwhile, for packed and stock runs alike. Three
-            more forwards a sequence, and four backwards with ``grad``.
+        thorough: compare with stock eager attention, and check that no token sees a later one and that a
+            trailing pad changes no gradient. If ``lengths`` is left out, a sequence is added that is longer
+            than every window, chunk and rope limit within 1,024 tokens. Larger limits are set to 9 during
+            the check, for packed and stock runs alike. Takes three more forwards a sequence, and four
+            backwards with ``grad``.
 
     Returns:
         The report; as text, a table. A model in half precision that differs without a leak is measured once

@@ -1,4 +1,4 @@
-"""Tensors of one rank -> those its queries, heads or layers need of other ranks, differentiably.
+"""Tensors of one rank -> those that its queries, heads or layers need from other ranks, differentiably.
 
 Every function here is a collective: all ranks of ``group`` call it, in the same order. Gradients are those
 of the sum of all ranks' losses.
@@ -23,7 +23,7 @@ Map = Callable[[Tensor], Tensor]
 
 
 class _Both(torch.autograd.Function):
-    """Maps a tensor, and its gradient by another map."""
+    """Applies one map to a tensor and another map to its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Map, back: Map) -> Tensor:
@@ -36,7 +36,7 @@ class _Both(torch.autograd.Function):
 
 
 def mapped(x: Tensor, there: Map, back: Map) -> Tensor:
-    """Return ``there(x)``, whose gradient is ``back`` of its own."""
+    """Return ``there(x)``; ``back`` maps the gradient of the result to the gradient of ``x``."""
     out: Tensor = _Both.apply(x, there, back)  # type: ignore[no-untyped-call]
     return out
 
@@ -109,9 +109,9 @@ def _own_part(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 
 def gather_same(x: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
-    """Gather the ranks' parts along ``dim`` for work that all ranks do alike; backward keeps the own part.
+    """Gather the ranks' parts along ``dim``, for work that is the same on all ranks.
 
-    Each rank's gradient is its own part of the whole gradient, which is the same everywhere.
+    All ranks then have the same gradient, and the backward pass keeps this rank's part of it.
     """
     own = partial(_own_part, group=group, dim=dim)
     return mapped(x, partial(_gather_dim, group=group, dim=dim), own)
@@ -133,7 +133,7 @@ def all_gather_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send every rank its own number of rows, rank 0's first, and receive; gradients travel back likewise."""
+    """Send ``sent[i]`` rows to rank i, rank 0's first, receive ``received[i]``; gradients travel back."""
     there = partial(_exchanged, sent=sent, received=received, group=group)
     return mapped(rows, there, partial(_exchanged, sent=received, received=sent, group=group))
 
@@ -150,10 +150,7 @@ def sum_all_gradients(tensors: tuple[Tensor, ...], group: dist.ProcessGroup) -> 
 
 
 def keep_path(out: Tensor, *inputs: Tensor) -> Tensor:
-    """Tie ``inputs`` to ``out`` with a zero gradient, so that their collectives run backward on every rank.
-
-    The collectives of the backward pass that hang on ``inputs`` then run on every rank or on none.
-    """
+    """Tie ``inputs`` to ``out`` by a zero gradient, so that their collectives run backward on every rank."""
     kept: Tensor = _KeepPath.apply(out, *inputs)  # type: ignore[no-untyped-call]
     return kept
 

@@ -81,7 +81,7 @@ def resolve_sizes(
 
 
 def check_sizes(*, data: object, replicas: object = 1, **others: object) -> None:
-    """Refuse what is no number of ranks."""
+    """Raise ValueError for a size that is not a number of ranks."""
     for name, size in {**others, "data": 1 if data == "auto" else data}.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(

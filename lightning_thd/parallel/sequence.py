@@ -1,8 +1,8 @@
 """A tensor-parallel model -> one whose ranks divide the slots between attention and feed-forward blocks.
 
 Norms, residuals and dropout then work on T / tp slots, which saves their memory. Every block of a layer that
-is not a norm gathers its input and keeps its own slots of the output, so whatever it does inside is as
-without sequence parallelism.
+is not a norm gathers its input and keeps its own slots of the output. Inside, it works as without sequence
+parallelism.
 
 Legend: T slots of a context-parallel shard, or of the pack; N = T / tp.
 """
@@ -22,7 +22,7 @@ from lightning_thd.parallel.tensor import sum_own_gradients
 
 
 def apply_sequence_parallel(model: Any, group: dist.ProcessGroup) -> None:
-    """Divide the slots between blocks among the tensor-parallel ranks, in place."""
+    """Change a model in place: between its blocks, each tensor-parallel rank holds a part of the slots."""
     if towers_of(model):
         raise ValueError(
             f"sequence_parallel=True, but {type(model).__name__} puts what its tower sees between the "
@@ -75,7 +75,7 @@ def _holder(model: nn.Module, layers: list[nn.Module]) -> nn.Module | None:
 
 
 def _embeddings(base: Any, known: list[nn.Module]) -> list[nn.Module]:
-    """Return the tables beside the layers whose rows are added up, those of tokens and of positions."""
+    """Return the embeddings beside the layers: those of tokens, and of positions if there are any."""
     inside = {id(part) for module in known for part in module.modules()}
     found = [known[0]]
     for name, child in base.named_children():
@@ -113,7 +113,7 @@ def check_slots(slots: int, ranks: int) -> None:
 
 
 def _gather_output(module: Any, group: dist.ProcessGroup, wanted: Callable[[], bool]) -> None:
-    """Gather all slots after a module, or return a tensor of that shape where values are not needed."""
+    """Gather all slots after a module, or return a tensor of that shape if its values are not needed."""
     forward = module.forward
 
     def gathering_forward(x: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ def _gather_and_keep(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def _slots_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return this rank's slots, those of a block's hidden states; other states it takes have as many."""
+    """Return how many slots this rank has, from the hidden states that a block is called with."""
     named = (kwargs.get(name) for name in ("hidden_states", "x", "input"))
     for value in (*args, *named):
         if _is_hidden(value):

@@ -1,7 +1,7 @@
 """A ``THDBatch`` -> the ``THDShard`` that one context-parallel rank holds of it.
 
-Tensors are the shard's. Lengths, stats and sequence_ids stay those of the whole pack, which its ranks count
-once together. Targets and positions were made before the cut.
+The tensors are the shard's. Lengths, stats and sequence_ids are those of the whole pack, which all its ranks
+together count once. Targets and positions were made before the cut.
 
 Legend: T slots in a pack, N = T / cp slots of a shard.
 """

@@ -58,7 +58,7 @@ def _all_reduced(tensor: Tensor, group: Any, reduce_op: str) -> Tensor:
 
 
 class THDStrategyMixin(Strategy):
-    """Runs steps of varying microbatches: put it before a Lightning strategy in the bases of your own.
+    """Runs steps of any number of microbatches on a Lightning strategy, which comes after it in the bases.
 
     ``class MyStrategy(THDStrategyMixin, DDPStrategy)`` runs ``Sequences(n)``. Batches of any other type are
     left to the base strategy. Gradients are synchronised in the last microbatch only, ``outputs["loss"]`` is
@@ -70,11 +70,11 @@ class THDStrategyMixin(Strategy):
 
     Attributes:
         data_parallel_size: groups that read different data; ``auto`` takes what the other axes leave, and
-            None also lets a ``ModelParallelStrategy`` say it by its own arguments.
+            None also allows a ``ModelParallelStrategy`` to give it by its own arguments.
 
     The other attributes are the arguments of ``THDModelParallelStrategy`` and ``THDDDPStrategy`` of the same
-    names. ``asynchronous_checkpoints`` is also what Lightning's ``AsyncCheckpointIO`` among the Trainer's
-    plugins asks for.
+    names. Lightning's ``AsyncCheckpointIO`` among the Trainer's plugins sets ``asynchronous_checkpoints``
+    too.
 
     Raises:
         TypeError: when a class puts it on a strategy that runs steps by itself: DeepSpeed, XLA.

@@ -80,8 +80,9 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
             sequences; ``striped`` does both, with one kernel call a rank of the group; ``mixed`` cuts long
             sequences as ``dual_chunk`` and keeps short ones whole, so that few keys travel.
         context_parallel_communication: what attention exchanges: ``all_gather`` all keys and values,
-            ``needed`` those that some query sees, ``ring`` these one rank after the other, ``ulysses`` rows
-            for heads; ``auto`` takes what ``context_parallel_costs`` make the cheapest, layer by layer.
+            ``needed`` those that some query sees, ``ring`` these one rank after the other, ``ulysses`` some
+            rows of all heads for all rows of some heads. ``auto`` takes the cheapest for each layer by
+            ``context_parallel_costs``.
         context_parallel_costs: bandwidth, latency and FLOP rate; None is those of one node of H100s, and
             ``measure`` times the link when the job starts.
         broadcast_data: one rank reads for all that share its data.
@@ -119,7 +120,7 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
     """``Trainer(strategy="thd_model_parallel")``: the strategy shards the model that the user built.
 
     Weights are cut over the tensor-parallel ranks by the model's own plan, and sharded by FSDP2 over all
-    others. Rank 0's initial weights are everybody's. Build the model in ``__init__`` or ``configure_model``;
+    others. All ranks begin with rank 0's weights. Build the model in ``__init__`` or ``configure_model``;
     one that is sharded there already is left as it is. ``context_parallel_size``,
     ``max_context_parallel_size``, ``context_parallel_layout``, ``context_parallel_communication``,
     ``context_parallel_costs``, ``broadcast_data`` and ``check_plans`` are those of ``THDDDPStrategy``.
@@ -143,7 +144,8 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
             is whole, and the one before it stays until then. ``wait_for_checkpoint()`` waits for it.
         process_group_backend: of ``torch.distributed``.
         timeout: of its collectives; a rank that dies ends the job after it at the latest.
-        pipeline_parallel_size: ranks that share the layers of a model; see ``docs`` on what a step must be.
+        pipeline_parallel_size: ranks that share the layers of a model; docs/guides/pipelines.md says
+            what a step may do.
         pipeline_schedule: ``1f1b``, or ``interleaved`` with several stages a rank and a smaller bubble.
         stages_per_rank: stages of each rank, above 1 only for ``interleaved``.
         pipeline_split: ``auto`` by FLOPs and memory, or the number of layers of each stage.

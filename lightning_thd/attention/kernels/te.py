@@ -18,7 +18,7 @@ from lightning_thd._imports import require
 from lightning_thd.attention.spec import AttentionSpec, Offsets
 
 _CHOOSES = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
-# Lengths of the longest sequence differ from batch to batch; what is older than this many calls is of no use.
+# The longest sequence differs from batch to batch, so all choices are forgotten when there are this many.
 _MOST_CHOICES = 256
 _CHOICES: dict[tuple[Any, ...], dict[str, Any]] = {}
 
@@ -33,7 +33,7 @@ def attend(
     *,
     self_attention: bool = True,
 ) -> Tensor:
-    """Attend to ``[Tq, H, D]``, ``[Tkv, G, D]`` and ``[Tkv, G, E]``; ``[Tq, H, E]``."""
+    """Attend from queries ``[Tq, H, D]`` to ``[Tkv, G, D]`` and ``[Tkv, G, E]``; return ``[Tq, H, E]``."""
     attention = _module(
         q.shape[1],
         k.shape[1],
@@ -67,7 +67,7 @@ def attend(
 
 
 def window_of(spec: AttentionSpec, at: Offsets) -> tuple[int, int]:
-    """Return a window in Transformer Engine's form: with causality, both sides open, or both closed."""
+    """Return the window as Transformer Engine takes it: causal, or both sides open, or both bounded."""
     left, right = spec.left, spec.right
     if spec.causal or (left < 0 and right < 0):
         return left, right

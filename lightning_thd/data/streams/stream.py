@@ -40,7 +40,7 @@ _AHEAD = 2  # Two steps are made while one runs.
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """Training data that can only be iterated: read once from front to back, each rank its own shards.
+    """Training data that can only be iterated: each rank reads its own part once, from front to back.
 
     ``THDDataModule(Stream("shards/*.jsonl.gz", shuffle_buffer=1_000), capacity=8_192)``. An
     ``IterableDataset`` or a generator function given to ``THDDataModule`` is ``Stream(source=...)``.
@@ -48,17 +48,17 @@ class Stream:
     Attributes:
         source: a path, folder or glob of ``.jsonl`` (also compressed), ``.parquet``, ``.arrow`` or
             ``.feather`` files, or a list of them, local or through fsspec; a Hugging Face or torch
-            ``IterableDataset``; a function that begins an iterator, ``make()`` or ``make(part, parts)``. One
-            that is not in parts is read by one rank for all, and must not split itself by rank.
-        window: sequences each rank keeps at hand to choose from: more fill packs and share work better, and
-            take memory.
-        shuffle_buffer: sequences each rank keeps at hand to draw steps from at random; 0 keeps their order.
-        steps_per_epoch: optimizer steps of an epoch; None ends it with the shards. Endless streams need one,
+            ``IterableDataset``; a function that begins an iterator, ``make()`` or ``make(part, parts)``. A
+            source that is not in parts is read by one rank for all, and must not split itself by rank.
+        window: sequences that each rank holds in memory to choose from; more of them fill packs and balance
+            work better.
+        shuffle_buffer: sequences that each rank holds to draw steps from at random; 0 keeps their order.
+        steps_per_epoch: optimizer steps of an epoch; None ends it with the data. Endless streams need one,
             or a Trainer with ``max_steps``.
         on_error: ``"raise"`` for a record that cannot be used, or ``"skip"`` and count it; None takes
             ``on_error`` and ``max_errors`` of the data module.
         max_errors: most records that are skipped, of the whole job; None for no limit.
-        timeout_s: seconds until a rank, or a worker, that gives nothing ends the job.
+        timeout_s: seconds after which a rank, or a worker, that yields nothing ends the job.
     """
 
     source: Any = field(kw_only=False)

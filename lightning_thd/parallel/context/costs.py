@@ -1,6 +1,6 @@
 """Sizes of a layer and the needs of a batch -> what each way of communicating costs, in bytes and seconds.
 
-Every rank computes the same from what the host knows, so all of a group choose alike.
+Every rank computes the same costs from values on the host, so all ranks of a group make the same choice.
 
 Legend: N slots of a shard, H query heads, G key-value heads, D head size, E value head size.
 """
@@ -26,11 +26,11 @@ class CommCosts:
     nodes pass the bandwidth of one GPU: 50 GB/s with 400 Gb/s InfiniBand.
 
     Attributes:
-        bandwidth_bytes_per_s: what a rank receives from its group.
-        latency_s: of one collective.
-        flops_per_s: of the attention kernel.
-        gathered_bytes: most bytes of keys and values that a rank may hold of others at once; above it the
-            ring is taken. None is no limit.
+        bandwidth_bytes_per_s: bytes that a rank receives from its group in a second.
+        latency_s: seconds of one collective.
+        flops_per_s: speed of the attention kernel.
+        gathered_bytes: most bytes of other ranks' keys and values that a rank may hold at once. If every
+            other exchange needs more, attention uses the ring. None sets no limit.
     """
 
     bandwidth_bytes_per_s: float = 450e9
@@ -140,11 +140,11 @@ class Choice:
     """A way of communicating, with its cost for one layer's forward pass.
 
     Attributes:
-        name: of the way.
-        received_bytes: of the rank that receives or sends most.
+        name: ``ulysses``, ``needed``, ``all_gather`` or ``ring``.
+        received_bytes: bytes of the rank that receives or sends most.
         exchange_s: seconds of the exchange.
         kernel_s: seconds of the rank whose kernel has most work.
-        held_bytes: keys and values of other ranks that a rank holds at once.
+        held_bytes: bytes of other ranks' keys and values that a rank holds at once.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """A whole model -> this rank's part of it, in place, before any weight is materialised or moved.
 
-The embedding stays on the first stage, the head and what comes behind the layers on the last; other ranks get
-stand-ins without parameters, and the names of everything that stays are those of the whole model.
+The embedding stays on the first stage. The head, and modules that run after the layers, stay on the last. The
+other ranks get stand-ins without parameters. What stays keeps its name.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def cut_model(
     balance: Callable[[], Channel] | None = None,
     peers: dist.ProcessGroup | None = None,
 ) -> Stage:
-    """Keep this rank's layers of a model, the others replaced by stand-ins, in place; return the stage.
+    """Replace all layers but this rank's by stand-ins, in place, and return the stage.
 
     ``balance`` creates another channel, for the routers of experts; ``peers`` hold the same layers.
     """
@@ -100,7 +100,7 @@ def language_model_of(model: nn.Module) -> Any:
 
 
 def decoder_stack(inner: Any) -> tuple[str, nn.Module, nn.ModuleList]:
-    """Return the list of decoder layers in a model, after its name and the module that holds it."""
+    """Return the name of a model's list of decoder layers, the module that holds the list, and the list."""
     wanted: int = getattr(inner.config.get_text_config(decoder=True), "num_hidden_layers", 0)
     lists = {name: m for name, m in inner.named_modules() if isinstance(m, nn.ModuleList)}
     found = {name: m for name, m in lists.items() if len(m) == wanted and any(True for _ in m.parameters())}
@@ -120,8 +120,8 @@ def _around(
 ) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
     """Return the modules with parameters that are registered before and behind the layers, by name.
 
-    A module that runs elsewhere is noticed: an embedding gives NaN on other stages, and what should run
-    behind the layers raises if it runs before them.
+    If a module runs at another place than it is registered, an error shows it: an embedding gives NaN on
+    other stages, and a module behind the layers raises if it runs before them.
     """
     head, seen_layers = inner.get_output_embeddings(), False
     before: dict[str, nn.Module] = {}
@@ -203,7 +203,7 @@ def plan_split(
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return the head's name of a tied weight mapped to the embedding's, before the cut, if it is tied."""
+    """Map the head's name of a tied weight to the embedding's; empty if none is tied. Call before the cut."""
     inner = language_model_of(model)
     ends = (inner.get_output_embeddings(), inner.get_input_embeddings())
     weights = [getattr(end, "weight", None) for end in ends]
@@ -239,7 +239,7 @@ def _run_only_where(module: Any, here: Any, instead: nn.Module) -> None:
 
 
 def _require_behind(name: str, owner: nn.Module, stage: Stage) -> None:
-    """Make a module taken for one behind the layers raise, on every stage, if it runs before them."""
+    """Make a module that should run after the layers raise, on every stage, if it runs before them."""
     module: Any = owner._modules[name]
 
     def check(module: nn.Module, args: Any) -> None:

@@ -99,7 +99,7 @@ class Timed(NamedTuple):
 
 
 def timeline(schedule: Schedule, work: Work) -> list[list[Timed]] | None:
-    """Simulate a step; return when passes start and end, None where ranks wait for each other for ever."""
+    """Simulate a step; return when passes start and end, or None if ranks wait for each other for ever."""
     p, last = schedule.ranks, schedule.ranks * schedule.chunks - 1
     done: dict[tuple[bool, int, int], float] = {}
     lines: list[list[Timed]] = [[] for _ in range(p)]
