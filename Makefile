@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STEPS ?= 100
+# Every test that starts a process would compile the package again, in 0.7 s, where this variable is set.
+export PYTHONDONTWRITEBYTECODE =
 # make quickstart PRECISION=bf16-mixed COMPILE=1
 PRECISION ?=
 COMPILE ?=
