@@ -225,8 +225,9 @@ class SeqStats:
     ) -> SeqStats:
         """Count a batch from cumulative lengths as data pipelines hand them out, padded tails included.
 
-        The unpadded offsets win. What follows ``argmin``, repeats the last offset, or is a tail of -1 or 0
-        is no sequence. Fewer than two offsets mean that nothing is packed: every row is one sequence.
+        Unpadded offsets are used if they are given. Offsets after ``argmin``, repeats of the last offset,
+        and a tail of -1 or 0 are no sequences. Fewer than two offsets mean that nothing is packed: every row
+        is one sequence.
 
         Args:
             cu_seqlens: ``[S + 1]``, or ``[rows, S + 1]`` where every row starts from 0; None when dense.

@@ -53,7 +53,7 @@ def group_of_operands(
     """Return the tensor-parallel group of a distributed weight passed to a fused loss.
 
     Ranks of tensor parallelism hold the same tokens, ranks of FSDP do not. A mesh does not show which of
-    both it is, and a sum over the wrong ranks would go unnoticed. So either the hidden states must be
+    the two it is, and a sum over the wrong ranks would go unnoticed. So either the hidden states must be
     distributed too, or the group was named, or the mesh axis is called tensor parallel.
     """
     own = vocabulary_group(weight)

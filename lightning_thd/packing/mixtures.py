@@ -44,16 +44,16 @@ class Mixing:
     Attributes:
         temperature: weights become ``weight ** (1 / temperature)`` before they are made shares: 1 keeps them,
             a large one makes the sources equal.
-        epoch: sequences of an epoch: ``"longest"``, as many as use every source whole at least once,
-            ``"shortest"``, as many as use no sequence twice, or a number.
+        epoch: the number of sequences in an epoch. ``"longest"`` uses every source completely at least once,
+            and ``"shortest"`` uses no sequence twice.
         passes: passes over each source in an epoch, by its name, in place of weights: 2 uses every
             sequence of it twice, 0.5 half of them, the other half in the next epoch.
-        dry: only for streams, whose sizes are not known: what happens when a source runs dry. ``"restart"``
-            (what None means) reads it again, so that its share holds, and ends the epoch once every source
-            was used whole; ``"stop"`` ends the epoch with it, and the others go on in the next where they
-            are; ``"rest"`` leaves the rest of the epoch to the others, by their shares.
-        shares: what weights are shares of, ``"sequences"`` or ``"tokens"``. Of tokens they hold over whole
-            passes, and on average within one; streams, whose lengths are not known, take sequences only.
+        dry: only for streams, whose sizes are not known: what happens when a source runs dry. ``"restart"``,
+            the default, reads it again, so that its share holds, and ends the epoch once every source was
+            used completely. ``"stop"`` ends the epoch, and the other sources continue in the next one where
+            they were. ``"rest"`` continues the epoch with the other sources, by their shares.
+        shares: what weights are shares of, ``"sequences"`` or ``"tokens"``. Shares of tokens hold over whole
+            passes, and on average within a pass. Streams, whose lengths are not known, take sequences only.
     """
 
     temperature: float = 1.0

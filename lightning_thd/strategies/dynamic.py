@@ -92,7 +92,7 @@ def sharing_of(strategy: Any) -> Sharing:
             tp=strategy.sizes.tensor,
             sequence_parallel=strategy.sequence_parallel,
             exchange=exchange_costs(strategy.lightning_module, known, largest),
-            # DDP sums gradients once a step; what shards weights gathers them in every microbatch, or once.
+            # DDP sums gradients once a step; sharded weights are gathered in every microbatch, or once.
             waits="step" if isinstance(strategy, DDPStrategy) or gathers_once(strategy) else "microbatch",
             together=strategy.sizes.data // replicas if replicas > 1 else None,
         )

@@ -2,9 +2,9 @@
 
 Each is driven through its forward that returns the log-sum-exp and its backward that takes it, so that sinks
 and context parallelism work the same on all three. Signatures: flash-attn 2.8, hopper/flash_attn_interface.py
-of its 2.8.3 tag and of main, and flash-attn-4 4.0.0b36. Functions import them, because torch.compile follows
-imports there; ``support`` has checked that they succeed. Where versions 2 and 3 are not installed, prebuilt
-ones come through the package ``kernels``; their interfaces are those of the packages.
+of its 2.8.3 tag and of main, and flash-attn-4 4.0.0b36. They are imported inside functions, because
+torch.compile follows imports there; ``support`` has checked that they succeed. If versions 2 and 3 are not
+installed, prebuilt ones come through the package ``kernels``; their interfaces are those of the packages.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def _names_of(function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """List a function's parameters, and those without a default that callers here leave out."""
     parameters = inspect.signature(getattr(function, "_init_fn", function)).parameters
     ours = {"q", "k", "v", "out", "dout", "softmax_lse", "dq", "dk", "dv"}
-    if "dout" not in parameters:  # out is where a forward writes, if it is told
+    if "dout" not in parameters:  # out is the tensor that a forward writes to, if one is passed
         ours.remove("out")
     required = [n for n, p in parameters.items() if p.default is inspect.Parameter.empty and n not in ours]
     return tuple(parameters), tuple(required)
