@@ -120,7 +120,7 @@ class THDBatch(_Pinned):
         stats: what the batch contains, in host integers.
         sequence_ids: dataset index of every sequence in ``lengths``.
         loss_scale: data-parallel ranks x microbatches / loss tokens of the whole step, or their weight. For a
-            batch collated by itself 1 / its loss tokens, so that ``sum * loss_scale`` is the mean.
+            batch collated by itself it is 1 / its loss tokens, so that ``sum * loss_scale`` is the mean.
         extras: further model inputs, ``pixel_values`` and the like.
         weights: fp32 ``[T]``, what each slot's target counts; None if no sample has weights.
         sequence_shares: of every sequence in ``lengths``, its weight / the weight of all its loss tokens,

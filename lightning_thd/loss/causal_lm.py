@@ -268,8 +268,8 @@ def causal_lm_logprobs(
 
     Returns:
         Three tensors ``[T]``, 0 where there is no target; fp32 (fp64 for an fp64 model). Entry i belongs to
-        ``batch.targets[i]``, the token after slot i; ``PackedRollouts`` puts it in that token's place. Of
-        sequences that share prefixes they have an entry for each token of every sequence, ``[N]``.
+        ``batch.targets[i]``, the token after slot i; ``PackedRollouts`` puts it in that token's place. With
+        shared prefixes they have an entry for each token of every sequence, ``[N]``.
 
     Raises:
         ValueError: as ``causal_lm_loss``, and for a temperature that is not a number above 0.

@@ -67,8 +67,8 @@ class PackedRollouts:
                 when absent.
             align: what lengths and the total must be multiples of.
             pad_to: slots of the pack.
-            share_prefixes: compute what rows begin with in common once, as ``THDBatch.collate`` does. Values
-                of slots then are values of the N tokens of all rows, in their order, wherever ``[T]`` stands.
+            share_prefixes: compute the common beginning of rows once, as ``THDBatch.collate`` does. Wherever
+                ``[T]`` stands, values then have ``[N]``, one for each token of all rows in order.
 
         Returns:
             The pack on the device of ``input_ids``. Rows ``[[5, 6, 0], [0, 7, 8]]`` with mask
@@ -121,8 +121,8 @@ class PackedRollouts:
     def pack(self, values: Tensor, *, of: Of = "prediction", fill: float = 0.0) -> Tensor:
         """Gather padded values ``[B, N, ...]`` into the slots of the pack, ``[T, ...]``; differentiable.
 
-        ``values[b, n]`` belongs to ``input_ids[b, n]``: advantages, old log-probabilities, rewards. With
-        ``of`` the word "prediction" it goes into the slot that predicts that token, with "token" into its
+        ``values[b, n]`` belongs to ``input_ids[b, n]``: advantages, old log-probabilities, rewards.
+        ``of="prediction"`` puts it into the slot that predicts that token, ``of="token"`` into the token's
         own; ``fill`` is for slots that predict or hold nothing. For the rows of ``from_padded``, ``[[1, 2,
         0], [0, 3, 4]]`` becomes ``[2, fill, 4, fill]`` of predictions and ``[1, 2, 3, 4]`` of tokens.
         """
@@ -146,8 +146,8 @@ class PackedRollouts:
     ) -> Tensor:
         """Scatter values of slots, ``[T, ...]`` or ``[1, T, ...]``, to rows ``[B, N, ...]``; differentiable.
 
-        With ``of`` the word "prediction" slot t's value goes to the place of the token it predicts, with
-        "token" to its own; ``fill`` is for everything else, as the first token of a row. ``group`` are
+        ``of="prediction"`` puts slot t's value at the place of the token it predicts, ``of="token"`` at that
+        of its own token; ``fill`` is for all other places, such as the first token of a row. ``group`` are
         context-parallel ranks, each with other slots; every rank gets all rows, with ``fill`` 0. Slots ``[1,
         2, 3, 4]`` of the rows of ``from_padded`` become ``[[0, 1, 0], [0, 0, 3]]`` of predictions.
         """

@@ -185,7 +185,8 @@ class PackPlanner(Resumable):
         align: what padded lengths and totals must be multiples of; the padding counts against the capacity.
         cost: work of a sequence by its length and patches; the default is that of a text model with hidden
             size 4096.
-        window: sequences packed together with ``Packs(n)``. More fill packs better and cost memory and time.
+        window: sequences packed together with ``Packs(n)``. A larger one fills packs better and costs memory
+            and time.
         oversize: what to do with a sequence that does not fit a pack: ``error``, ``drop`` it, ``truncate``
             it, ``split`` it in pieces, or let it have its ``own_pack`` above the capacity.
         tail: the last step of an epoch that has too few packs or sequences: ``pad`` runs it with what is
