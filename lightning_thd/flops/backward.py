@@ -48,18 +48,13 @@ _SECOND_NORM = ("post_attention", "pre_feedforward", "ln_2", "norm2", "ffn_norm"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weight:
-    """One parameter of a layer: its size, whether it is trained, and when it runs in its layer.
-
-    ``macs`` are multiply-adds a token, 0 for what is no matmul. ``stage`` is its order in a layer: 0 into the
-    mixer, 1 out of it, 2 into the MLP, 3 out of it; norms between. ``adapter`` is "A" or "B" of a low-rank
-    pair.
-    """
+    """One parameter of a layer: its size, whether it is trained, and when it runs in its layer."""
 
     path: str
-    macs: int
+    macs: int  # multiply-adds a token, 0 for what is no matmul
     trained: bool
-    stage: float
-    adapter: str = ""
+    stage: float  # 0 into the mixer, 1 out of it, 2 into the MLP, 3 out of it; norms between
+    adapter: str = ""  # "A" or "B" of a low-rank pair
     router: bool = False
 
 
@@ -162,7 +157,7 @@ _FINAL_NORM = ("norm", "ln_f", "ln_out")
 
 def layers_of_module(layers: Sequence[Layer], module: nn.Module) -> tuple[tuple[Layer, ...], Recompute]:
     """Return the layers as ``module`` trains them, with adapters, and its checkpointing policy."""
-    groups = weights_by_layer(module, _active(module))
+    groups = weights_by_layer(module, share_of_experts(module))
     rest = groups.get("", [])
     before = [weight for weight in rest if not any(key in weight.path for key in _FINAL_NORM)]
     hooks = ("_require_grads_hook", "_require_grads_hooks")  # set by enable_input_require_grads
@@ -313,7 +308,7 @@ def _adapter_terms(layer: Layer, adapters: list[Weight], upstream: bool, first: 
         )
 
 
-def _active(module: nn.Module) -> float:
+def share_of_experts(module: nn.Module) -> float:
     """Return the share of the routed experts that a token goes through, from the module's config."""
     for child in module.modules():
         config = getattr(child, "config", None)

@@ -295,15 +295,12 @@ def check_conventions(**given: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """One of the models that a step runs, by its path, and how often a token passes through it.
-
-    ``training`` passes are forward and backward, ``forward`` passes run under ``no_grad``.
-    """
+    """One of the models that a step runs, by its path, and how often a token passes through it."""
 
     name: str
     model: FlopsModel
-    training: float = 1.0
-    forward: float = 0.0
+    training: float = 1.0  # passes forward and backward
+    forward: float = 0.0  # passes under ``no_grad``
 
 
 def join(members: Sequence[Member]) -> FlopsModel:

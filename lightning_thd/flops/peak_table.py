@@ -15,31 +15,19 @@ Printed: TypeAlias = Literal["dense", "sparse"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
-    """One row: dense TFLOP/s by dtype, None if the device has no such unit or the vendor prints none.
+    """One row: dense TFLOP/s by dtype, None if the device has no such unit or the vendor prints none."""
 
-    Attributes:
-        name: the words of the device name that distinguish it, in lower case.
-        bf16: bfloat16 with 32-bit accumulation.
-        fp16: float16 with 32-bit accumulation.
-        tf32: float32 through tensor cores.
-        fp32: float32.
-        fp8: 8-bit float.
-        fp4: 4-bit float.
-        source: where the figures are printed.
-        printed: whether the vendor's tensor figures are "dense", or "sparse" and halved here.
-        memory: GB that boards of this row have, where others under the same number are another chip; a name
-            that states no size, or has none here, is not asked.
-    """
-
-    name: str
-    bf16: float | None = None
-    fp16: float | None = None
-    tf32: float | None = None
+    name: str  # the words of the device name that distinguish it, in lower case
+    bf16: float | None = None  # with 32-bit accumulation
+    fp16: float | None = None  # with 32-bit accumulation
+    tf32: float | None = None  # float32 through tensor cores
     fp32: float | None = None
     fp8: float | None = None
     fp4: float | None = None
-    source: str
-    printed: Printed = "dense"
+    source: str  # where the figures are printed
+    printed: Printed = "dense"  # whether the vendor's tensor figures are dense, or sparse and halved here
+    # GB that boards of this row have, where others under the same number are another chip. A name that states
+    # no size, or has none here, is not asked.
     memory: tuple[int, ...] = ()
 
 

@@ -31,29 +31,17 @@ Recompute: TypeAlias = Literal["none", "full", "early_stop", "selective"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Term:
-    """FLOPs per unit of one count.
+    """FLOPs per unit of one count."""
 
-    Attributes:
-        name: of the part, for the table.
-        kind: which column of the breakdown it belongs to.
-        basis: the count it multiplies.
-        forward: FLOPs per unit in the forward pass.
-        input_grad: FLOPs per unit of the gradient with respect to the activations.
-        weight_grad: FLOPs per unit of the gradient with respect to the weights.
-        window: for ``basis="pair"`` the window of the layer; for ``"patch_window_pair"`` its edge in patches.
-        last: nothing of the layer runs after it, so torch's checkpointing need not run it again.
-        again: FLOPs per unit that a checkpointed layer runs again; None for those of the forward pass.
-    """
-
-    name: str
-    kind: Kind
-    basis: Basis
-    forward: int
-    input_grad: int
-    weight_grad: int
-    window: Window | None = None
-    last: bool = False
-    again: int | None = None
+    name: str  # of the part, for the table
+    kind: Kind  # the column of the breakdown that it belongs to
+    basis: Basis  # the count it multiplies
+    forward: int  # FLOPs per unit in the forward pass
+    input_grad: int  # FLOPs per unit of the gradient with respect to the activations
+    weight_grad: int  # FLOPs per unit of the gradient with respect to the weights
+    window: Window | None = None  # of the layer; for ``basis="patch_window_pair"`` its edge in patches
+    last: bool = False  # nothing of the layer runs after it, so torch's checkpointing need not run it again
+    again: int | None = None  # FLOPs per unit that a checkpointed layer runs again; None for the forward's
 
     @property
     def recomputed(self) -> int:
@@ -68,19 +56,17 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
-    """Terms that run, are recomputed, or are skipped by the backward pass as one.
+    """Terms that run, are recomputed, or are skipped by the backward pass as one."""
 
-    Attributes:
-        path: module path as ``named_modules`` gives it without the model's own prefix: ``"layers.0"``.
-        terms: what the layer computes.
-        recomputable: whether activation checkpointing wraps layers of this kind.
-        model: name of the model it belongs to; empty if there is only one.
-    """
-
-    path: str
+    path: str  # as ``named_modules`` gives it, without the model's own prefix: ``"layers.0"``
     terms: tuple[Term, ...]
-    recomputable: bool = True
-    model: str = ""
+    recomputable: bool = True  # activation checkpointing wraps layers of this kind
+    model: str = ""  # name of the model it belongs to; empty if there is only one
+
+
+def lone(path: str, term: Term) -> Layer:
+    """Return a layer of one term, which activation checkpointing does not wrap."""
+    return Layer(path=path, terms=(term,), recomputable=False)
 
 
 def matmul(

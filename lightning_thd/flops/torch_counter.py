@@ -112,15 +112,12 @@ _ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "v
 
 
 class StepCounter(FlopCounterMode):
-    """A FLOP counter with formulas that torch's lacks, which lists operators of ``unknown`` cost.
-
-    ``attention`` holds the FLOPs of attention by operator, rows and length of the queries.
-    """
+    """A FLOP counter with formulas that torch's lacks, which lists operators of ``unknown`` cost."""
 
     def __init__(self) -> None:
         super().__init__(display=False, custom_mapping=formulas())
         self.unknown: set[str] = set()
-        self.attention: dict[tuple[str, int, int], int] = defaultdict(int)
+        self.attention: dict[tuple[str, int, int], int] = defaultdict(int)  # by operator, rows and length
 
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
         if func_packet in self.flop_registry:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.batch import THDStep
+from lightning_thd.data.trainer_link import alignment_of
 from lightning_thd.flops.backward import checkpointing
 from lightning_thd.parallel.shard import THDShard
 from lightning_thd.precision import engines
@@ -32,33 +32,6 @@ from lightning_thd.precision.convert import (
 )
 from lightning_thd.precision.engines import is_converted
 from lightning_thd.precision.recipes import check_device, resolve
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParallelLayout:
-    """The parallel sizes and groups of a strategy that FP8 depends on; ``group`` shares statistics."""
-
-    cp: int = 1
-    tp: int = 1
-    sequence_parallel: bool = False
-    context_layout: Layout = "dual_chunk"
-    group: Any = None
-
-
-def layout_of(strategy: Any) -> ParallelLayout:
-    """Return a strategy's layout; the ranks of Lightning's own strategies hold different packs."""
-    cp = getattr(strategy, "context_parallel_size", 1)
-    if not isinstance(cp, int):
-        cp = int(getattr(strategy, "max_context_parallel_size", 1) or 1)
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return ParallelLayout(
-        cp=cp,
-        tp=int(getattr(strategy, "tensor_parallel_size", 1) or 1),
-        sequence_parallel=bool(getattr(strategy, "sequence_parallel", False)),
-        context_layout=getattr(strategy, "context_parallel_layout", "dual_chunk"),
-        # data, context and tensor ranks together are the job: there is no axis of other layers in it
-        group=dist.group.WORLD if several else None,
-    )
 
 
 class FP8Precision(Precision):
@@ -98,7 +71,8 @@ class FP8Precision(Precision):
         self.convert = convert
         self.min_features = min_features
         self.converted: Converted | None = None
-        self._layout = ParallelLayout()
+        self._rules: Alignment | None = self.alignment()  # of packs
+        self._group: Any = None  # the ranks that share statistics
         self._device_type = "cuda"
         self._recomputes = False
 
@@ -119,7 +93,10 @@ class FP8Precision(Precision):
         check_strategy(strategy, self.recipe)
         if self._is_converted(module):
             return module
-        self._layout = layout_of(strategy)
+        self._rules = alignment_of(strategy, self)
+        # Data, context and tensor ranks together are the job: there is no axis of other layers in it.
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self._group = dist.group.WORLD if several else None
         device = _device(strategy, module)
         check_device(self.recipe, device)
         check_weights(module)
@@ -141,7 +118,7 @@ class FP8Precision(Precision):
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the FP8 region of a training step, with statistics shared over the step's ranks."""
-        return self._region(self._layout.group)
+        return self._region(self._group)
 
     @contextmanager
     def val_step_context(self) -> Iterator[None]:
@@ -222,12 +199,11 @@ class FP8Precision(Precision):
 
     def _check_batch(self, data: Any) -> None:
         """Check a batch's packs on the host, before a kernel fails without naming rule or remedy."""
-        layout = self._layout
-        rules = self.alignment(layout.cp, layout.tp, layout.sequence_parallel, layout=layout.context_layout)
         for batch in data.microbatches if isinstance(data, THDStep) else [data]:
             ids = batch.get("input_ids") if isinstance(batch, Mapping) else getattr(batch, "input_ids", None)
             if isinstance(ids, Tensor) and not isinstance(batch, THDShard):
-                rules.check(ids.numel())
+                assert self._rules is not None
+                self._rules.check(ids.numel())
 
 
 def _device(strategy: Any, module: nn.Module) -> torch.device:

@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from lightning_thd._checks import instance
-from lightning_thd.flops.backward import weights_by_layer
-from lightning_thd.flops.families.layers import active_share
-from lightning_thd.flops.families.sizes import Sizes
+from lightning_thd.flops.backward import share_of_experts, weights_by_layer
 from lightning_thd.flops.model import FlopsModel
 from lightning_thd.precision.convert import product_reason, recipe_of
 from lightning_thd.precision.engines import is_converted
@@ -78,7 +76,7 @@ def fp8_share(model: nn.Module) -> float:
     recipe = recipe_of(model)
     if recipe is None:
         return 0.0
-    active = _active(model)
+    active = share_of_experts(model)
     low = sum(
         sizes[0] * sizes[1] * (active if ".experts." in f".{name}." else 1.0)
         for name, child in model.named_modules()
@@ -99,15 +97,6 @@ def _linear_macs(model: nn.Module, active: float) -> float:
         return sum(one.macs for path, weights in groups.items() if path != "lm_head" for one in weights)
     terms = [term for layer in flops.layers for term in layer.terms]
     return sum(term.forward for term in terms if term.basis == "token" and term.kind == "linear") / 2
-
-
-def _active(model: nn.Module) -> float:
-    for child in model.modules():
-        config = getattr(child, "config", None)
-        if getattr(config, "model_type", None):
-            sizes = Sizes(config)
-            return active_share(sizes.sub("text_config") or sizes)
-    return 1.0
 
 
 def _sizes(child: nn.Module) -> tuple[int, int]:

@@ -15,9 +15,9 @@ from lightning_thd.flops.families import parts
 from lightning_thd.flops.families.layers import expert_layers, mixer, moe
 from lightning_thd.flops.families.sizes import Sizes, completed
 from lightning_thd.flops.families.special import deepseek_v4, gemma3n, gemma4, tower
-from lightning_thd.flops.terms import Layer, Term, matmul
+from lightning_thd.flops.terms import Layer, Term, lone, matmul
 
-Read = Callable[[Sizes], list[Layer]]
+Read = Callable[[Sizes], list[Layer]]  # gives the layers between embedding and logits
 
 
 def read_config(
@@ -41,7 +41,9 @@ def read_config(
             f"Known: {', '.join(sorted({*_FAMILIES, *_REGISTERED}))}."
         )
     _refuse_unknown_masks(text)
-    layers = read(text)
+    table = text.size("vocab_size") * text.token_width
+    embedding = lone("embed_tokens", matmul("embedding", table, kind="embedding"))
+    layers = [embedding, *read(text), lone("lm_head", matmul("logits", table, kind="logits"))]
     vision, merge, patch = tower(sizes)
     return sizes.model_type, (*vision, *layers, *_prediction(layers, text, mtp_layers)), merge, patch
 
@@ -68,9 +70,9 @@ _REGISTERED: dict[str, Callable[[Any], Sequence[Layer]]] = {}
 
 
 def _decoder(sizes: Sizes, *, gated: bool = True) -> list[Layer]:
-    """Return embedding, decoder layers (a mixer, then an MLP or experts), and logits."""
+    """Return decoder layers, each a mixer, then an MLP or experts."""
     sparse = expert_layers(sizes)
-    layers = [_embedding(sizes), *_between_widths(sizes, "project_in")]
+    layers = _between_widths(sizes, "project_in")
     for index in range(sizes.num_layers):
         feed_forward = (
             moe(sizes, index, gated=gated)
@@ -81,7 +83,7 @@ def _decoder(sizes: Sizes, *, gated: bool = True) -> list[Layer]:
         if _something_follows(sizes):
             terms = tuple(replace(term, last=False) for term in terms)
         layers.append(Layer(path=f"layers.{index}", terms=terms))
-    return [*layers, *_between_widths(sizes, "project_out"), _logits(sizes)]
+    return [*layers, *_between_widths(sizes, "project_out")]
 
 
 def _something_follows(sizes: Sizes) -> bool:
@@ -91,17 +93,11 @@ def _something_follows(sizes: Sizes) -> bool:
     return sizes.model_type in _NORM_AFTER or dropout > 0
 
 
-def _own_layers(layers: Read) -> Read:
-    """Return a reader that puts ``layers`` between embedding and logits."""
-    return lambda sizes: [_embedding(sizes), *layers(sizes), _logits(sizes)]
-
-
 def _mixers_only(sizes: Sizes) -> list[Layer]:
     """Return Mamba's layers, each a mixer and nothing else."""
-    layers = [
+    return [
         Layer(path=f"layers.{index}", terms=_ends(mixer(sizes, index))) for index in range(sizes.num_layers)
     ]
-    return [_embedding(sizes), *layers, _logits(sizes)]
 
 
 def _one_part_a_layer(sizes: Sizes) -> list[Layer]:
@@ -115,7 +111,7 @@ def _one_part_a_layer(sizes: Sizes) -> list[Layer]:
         else:
             terms = _ends(mixer(sizes, index))
         layers.append(Layer(path=f"layers.{index}", terms=terms))
-    return [_embedding(sizes), *layers, _logits(sizes)]
+    return layers
 
 
 def _zamba2(sizes: Sizes) -> list[Layer]:
@@ -134,19 +130,19 @@ def _zamba2(sizes: Sizes) -> list[Layer]:
                 shared.append(matmul("qkv_adapter", 3 * 2 * 2 * hidden * rank))
             terms = (*shared, *parts.mlp(hidden, inner, last=False), adapter, joint, *terms)
         layers.append(Layer(path=f"layers.{index}", terms=terms))
-    return [_embedding(sizes), *layers, _logits(sizes)]
+    return layers
 
 
 def _mllama(sizes: Sizes) -> list[Layer]:
     """Return the text layers of Llama 3.2 Vision, some of which attend to the image instead."""
     crossing = set(sizes.get("cross_attention_layers", default=()))
-    layers = [_embedding(sizes)]
+    layers = []
     shape = sizes.hidden, sizes.heads, sizes.kv_heads, sizes.head_dim
     for index in range(sizes.num_layers):
         attends = parts.cross_attention(*shape) if index in crossing else parts.attention(*shape)
         terms = (*attends, *parts.mlp(sizes.hidden, sizes.inner))
         layers.append(Layer(path=f"layers.{index}", terms=terms))
-    return [*layers, _logits(sizes)]
+    return layers
 
 
 def _encoder(sizes: Sizes) -> list[Layer]:
@@ -154,9 +150,7 @@ def _encoder(sizes: Sizes) -> list[Layer]:
     attends = parts.attention(sizes.hidden, sizes.heads, sizes.heads, sizes.head_dim, both_ways=True)
     terms = (*attends, *parts.mlp(sizes.hidden, sizes.inner, gated=False, last=False))
     layers = [Layer(path=f"layers.{index}", terms=terms) for index in range(sizes.num_layers)]
-    transform = matmul("transform", sizes.hidden * sizes.hidden, kind="logits")
-    head = Layer(path="transform", terms=(transform,), recomputable=False)
-    return [_embedding(sizes), *layers, head, _logits(sizes)]
+    return [*layers, lone("transform", matmul("transform", sizes.hidden * sizes.hidden, kind="logits"))]
 
 
 def _ends(terms: list[Term]) -> tuple[Term, ...]:
@@ -180,18 +174,7 @@ def _between_widths(sizes: Sizes, path: str) -> list[Layer]:
     """Return the projection between an embedding of another width and the layers (OPT-350m), if any."""
     if sizes.token_width == sizes.hidden:
         return []
-    terms = (matmul(path, sizes.token_width * sizes.hidden),)
-    return [Layer(path=path, terms=terms, recomputable=False)]
-
-
-def _embedding(sizes: Sizes) -> Layer:
-    term = matmul("embedding", sizes.size("vocab_size") * sizes.token_width, kind="embedding")
-    return Layer(path="embed_tokens", terms=(term,), recomputable=False)
-
-
-def _logits(sizes: Sizes) -> Layer:
-    term = matmul("logits", sizes.size("vocab_size") * sizes.token_width, kind="logits")
-    return Layer(path="lm_head", terms=(term,), recomputable=False)
+    return [lone(path, matmul(path, sizes.token_width * sizes.hidden))]
 
 
 def _prediction(layers: list[Layer], sizes: Sizes, count: int) -> list[Layer]:
@@ -232,9 +215,9 @@ _FAMILIES: Mapping[str, Read] = {
     **dict.fromkeys(f"{_DENSE} {_EXPERTS} {_HYBRID}".split(), _decoder),
     **dict.fromkeys(_UNGATED.split(), partial(_decoder, gated=False)),
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), _mixers_only),
-    "deepseek_v4": _own_layers(deepseek_v4),
-    "gemma3n_text": _own_layers(gemma3n),
-    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), _own_layers(gemma4)),
+    "deepseek_v4": deepseek_v4,
+    "gemma3n_text": gemma3n,
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), gemma4),
     "nemotron_h": _one_part_a_layer,
     "zamba2": _zamba2,
     "mllama_text_model": _mllama,

@@ -18,7 +18,7 @@ from typing import Any
 from lightning_thd.flops.families import parts
 from lightning_thd.flops.families.layers import active_experts, window_of
 from lightning_thd.flops.families.sizes import Sizes
-from lightning_thd.flops.terms import Basis, Layer, Term, matmul, recurrence, scores
+from lightning_thd.flops.terms import Layer, Term, lone, matmul, recurrence, scores
 from lightning_thd.stats import Blocks
 
 _SPARSE, _HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
@@ -44,8 +44,7 @@ def deepseek_v4(sizes: Sizes) -> list[Layer]:
             *_streams(sizes.hidden, streams, last=True),
         ]
         layers.append(Layer(path=f"layers.{index}", terms=tuple(terms)))
-    joined = matmul("streams", streams * streams * sizes.hidden)
-    return [*layers, Layer(path="hc_head", terms=(joined,), recomputable=False)]
+    return [*layers, lone("hc_head", matmul("streams", streams * streams * sizes.hidden))]
 
 
 def _streams(hidden: int, streams: int, *, last: bool = False) -> list[Term]:
@@ -107,12 +106,8 @@ def gemma3n(sizes: Sizes) -> list[Layer]:
     """Return Gemma 3n's layers between embedding and logits: n streams, of which a layer computes one."""
     hidden, streams = sizes.hidden, sizes.size("altup_num_inputs")
     inner = sizes.get("intermediate_size")
-    entry = Layer(
-        path="altup_projections",
-        terms=(matmul("altup_in", (streams - 1) * hidden * hidden),),
-        recomputable=False,
-    )
-    layers = [*_own_inputs(sizes), entry]
+    widened = (streams - 1) * hidden * hidden
+    layers = [*_own_inputs(sizes), lone("altup_projections", matmul("altup_in", widened))]
     for index in range(sizes.num_layers):
         terms = [
             *_altup(hidden, streams),
@@ -122,12 +117,7 @@ def gemma3n(sizes: Sizes) -> list[Layer]:
             *_own_input(sizes),
         ]
         layers.append(Layer(path=f"layers.{index}", terms=tuple(terms)))
-    out = Layer(
-        path="altup_unembed_projections",
-        terms=(matmul("altup_out", (streams - 1) * hidden * hidden),),
-        recomputable=False,
-    )
-    return [*layers, out]
+    return [*layers, lone("altup_unembed_projections", matmul("altup_out", widened))]
 
 
 def gemma4(sizes: Sizes) -> list[Layer]:
@@ -157,7 +147,7 @@ def _own_inputs(sizes: Sizes) -> list[Layer]:
     if not width:
         return []
     term = matmul("own_inputs", sizes.hidden * sizes.num_layers * width)
-    return [Layer(path="per_layer_model_projection", terms=(term,), recomputable=False)]
+    return [lone("per_layer_model_projection", term)]
 
 
 def _own_input(sizes: Sizes) -> list[Term]:
@@ -228,27 +218,29 @@ def tower(config: Sizes) -> tuple[list[Layer], int, int | None]:
         return _clip(config, sizes)
     if sizes is None or config.model_type not in _TOWERS:
         return [], 4, None
-    hidden = sizes.size("embed_dim") if config.model_type == "qwen2_vl" else sizes.hidden
+    older = config.model_type == "qwen2_vl"
+    hidden = sizes.size("embed_dim") if older else sizes.hidden
     patch = sizes.size("patch_size") ** 2 * sizes.size("temporal_patch_size", default=2)
     channels = sizes.size("in_channels", "in_chans", default=3)
     embed = matmul("patch_embed", channels * patch * hidden, kind="vision", basis="patch")
-    embed = replace(embed, input_grad=0)  # pixels take no gradient
-    layers = [Layer(path="visual.patch_embed", terms=(embed,), recomputable=False)]
-    layers += [
-        Layer(
-            path=f"visual.blocks.{index}", terms=tuple(_vision_block(config.model_type, sizes, hidden, index))
-        )
-        for index in range(sizes.size("depth"))
-    ]
+    layers = [lone("visual.patch_embed", replace(embed, input_grad=0))]  # pixels take no gradient
+    heads, gated, whole = sizes.size("num_heads"), config.model_type == "qwen2_5_vl", sizes.size("depth")
+    older = config.model_type == "qwen2_vl"
+    inner = int(hidden * sizes.get("mlp_ratio", default=4)) if older else sizes.size("intermediate_size")
+    for index in range(whole):
+        window = None
+        if gated and index not in sizes.get("fullatt_block_indexes", default=()):
+            window = sizes.size("window_size") // sizes.size("patch_size")
+        terms = _vision_block(hidden, heads, inner, gated=gated, window=window)
+        layers.append(Layer(path=f"visual.blocks.{index}", terms=terms))
     merge = sizes.size("spatial_merge_size") ** 2
     wide = hidden * merge
-    out = sizes.size("hidden_size" if config.model_type == "qwen2_vl" else "out_hidden_size")
+    out = sizes.size("hidden_size" if older else "out_hidden_size")
     projectors = 1 + len(sizes.get("deepstack_visual_indexes", default=()))
     projector = matmul(
         "projector", projectors * (wide * wide + wide * out), kind="vision", basis="merged_patch"
     )
-    merger = Layer(path="visual.merger", terms=(projector,), recomputable=False)
-    return [*layers, merger], merge, sizes.size("patch_size")
+    return [*layers, lone("visual.merger", projector)], merge, sizes.size("patch_size")
 
 
 def _clip(config: Sizes, sizes: Sizes) -> tuple[list[Layer], int, int | None]:
@@ -257,58 +249,40 @@ def _clip(config: Sizes, sizes: Sizes) -> tuple[list[Layer], int, int | None]:
     patches = (sizes.size("image_size", default=224) // patch) ** 2
     tokens = Fraction(patches + 1, patches)  # the class token's share of the work goes to the patches
     embed = matmul("patch_embed", 3 * patch**2 * hidden, kind="vision", basis="patch")
-    block = [
-        _times(matmul("vision_qkv", 3 * hidden * hidden, kind="vision", basis="patch"), tokens),
-        _times(
-            scores(
-                *(heads, hidden // heads, hidden // heads),
-                basis="patch_pair",
-                kind="vision",
-                name="vision_attention",
-            ),
-            tokens**2,
-        ),
-        _times(matmul("vision_out", hidden * hidden, kind="vision", basis="patch"), tokens),
-        *(
-            _times(term, tokens)
-            for term in parts.mlp(
-                hidden, sizes.inner, gated=False, name="vision_mlp", kind="vision", basis="patch"
-            )
-        ),
-    ]
+    block = _vision_block(hidden, heads, sizes.inner, tokens=tokens)
     chosen = config.get("vision_feature_layer", default=-2)
     text = (config.sub("text_config") or config).hidden
     wide = hidden * (1 if isinstance(chosen, int) else len(chosen))
     projector = matmul("projector", wide * text + text * text, kind="vision", basis="patch")
     layers = [
-        Layer(path="visual.patch_embed", terms=(replace(embed, input_grad=0),), recomputable=False),
-        *(Layer(path=f"visual.blocks.{index}", terms=tuple(block)) for index in range(sizes.num_layers)),
-        Layer(path="visual.merger", terms=(projector,), recomputable=False),
+        lone("visual.patch_embed", replace(embed, input_grad=0)),
+        *(Layer(path=f"visual.blocks.{index}", terms=block) for index in range(sizes.num_layers)),
+        lone("visual.merger", projector),
     ]
     return layers, 1, patch
+
+
+def _vision_block(
+    hidden: int,
+    heads: int,
+    inner: int,
+    *,
+    gated: bool = False,
+    window: int | None = None,
+    tokens: Fraction = Fraction(1),  # for each patch
+) -> tuple[Term, ...]:
+    """Return the terms of a tower's block: attention between the patches of a frame or window, and an MLP."""
+    of: Any = {"kind": "vision", "basis": "patch_pair" if window is None else "patch_window_pair"}
+    pairs = scores(heads, hidden // heads, hidden // heads, window=window, name="vision_attention", **of)
+    terms = [
+        matmul("vision_qkv", 3 * hidden * hidden, kind="vision", basis="patch"),
+        matmul("vision_out", hidden * hidden, kind="vision", basis="patch"),
+        *parts.mlp(hidden, inner, gated=gated, name="vision_mlp", kind="vision", basis="patch"),
+    ]
+    return (_times(pairs, tokens**2), *(_times(term, tokens) for term in terms))
 
 
 def _times(term: Term, factor: Fraction) -> Term:
     costs = (term.forward, term.input_grad, term.weight_grad)
     forward, input_grad, weight_grad = (round(cost * factor) for cost in costs)
     return replace(term, forward=forward, input_grad=input_grad, weight_grad=weight_grad)
-
-
-def _vision_block(family: str, sizes: Sizes, hidden: int, index: int) -> list[Term]:
-    heads = sizes.size("num_heads")
-    head_dim = hidden // heads
-    window = None
-    basis: Basis = "patch_pair"
-    if family == "qwen2_5_vl" and index not in sizes.get("fullatt_block_indexes", default=()):
-        basis, window = "patch_window_pair", sizes.size("window_size") // sizes.size("patch_size")
-    if family == "qwen2_vl":
-        inner = int(hidden * sizes.get("mlp_ratio", default=4))
-    else:
-        inner = sizes.size("intermediate_size")
-    gated = family == "qwen2_5_vl"
-    return [
-        matmul("vision_qkv", 3 * hidden * hidden, kind="vision", basis="patch"),
-        scores(heads, head_dim, head_dim, window=window, basis=basis, kind="vision", name="vision_attention"),
-        matmul("vision_out", hidden * hidden, kind="vision", basis="patch"),
-        *parts.mlp(hidden, inner, gated=gated, name="vision_mlp", kind="vision", basis="patch"),
-    ]
