@@ -104,29 +104,16 @@ def balance(
 
 
 def balanced_bins(
-    lengths: IntArray,
+    lengths: IntArray,  # a sequence above the capacity gets a bin of its own
     work: FloatArray,
     slots: Slots,
     *,
     dp: int,
-    num_microbatches: int | None = None,
-    given: Packing | None = None,
+    num_microbatches: int | None = None,  # of each rank; None takes the fewest that best fit needs
+    given: Packing | None = None,  # packs that are known to be few enough, to fall back to
     patches: IntArray | None = None,
 ) -> tuple[IntArray, IntArray]:
-    """Share sequences out over bins of equal work, ordered by rank and then microbatch.
-
-    Args:
-        lengths: int64 ``[S]``, slots of each sequence; one above the capacity gets a bin of its own.
-        work: float64 ``[S]``, work of each sequence.
-        slots: what a pack offers.
-        dp: data-parallel ranks.
-        num_microbatches: microbatches of each rank; None takes the fewest that best fit needs.
-        given: packs that are known to be few enough, to fall back to; None computes them.
-        patches: int64 ``[S]``, image patches of each sequence; None for text.
-
-    Returns:
-        int64 ``[S]`` positions and int64 ``[bins + 1]`` offsets of the bins in them.
-    """
+    """Share sequences out over bins of equal work, by rank and microbatch: positions ``[S]``, offsets."""
     sizes, seen = lengths, bounded(patches, slots)
     over = lengths > slots.usable if seen is None else (lengths > slots.usable) | (seen.patches > seen.most)
     if over.any():  # fills a bin, so that nothing joins it
@@ -200,11 +187,7 @@ class _Step:
         return waiting(self.bin_work(owner, count), self.dp)
 
     def spread(self, count: int) -> tuple[IntArray | None, bool]:
-        """Place the most work first, in bins of one level and, if that is uneven, of several levels.
-
-        Returns:
-            The bin of each sequence, or None if one fits nowhere, and whether that is even enough.
-        """
+        """Place the most work first; return the bins, None if a sequence fits nowhere, and if it is even."""
         items = _items(self.lengths, self.work, self.seen)
         room = self.capacity, UNBOUNDED if self.seen is None else self.seen.most
         best, least = None, np.inf
@@ -241,10 +224,8 @@ class _Step:
 
 
 def _levels(items: list[_Item], dp: int, num_microbatches: int) -> FloatArray:
-    """Return how far below the heaviest bin each is to be filled, float64 ``[bins]``.
-
-    The largest sequences set the levels of the first microsteps, and the rest of the work is shared equally.
-    """
+    """Return how far below the heaviest bin each is to be filled, float64 ``[bins]``."""
+    # The largest sequences set the levels of the first microsteps. The rest of the work is shared equally.
     below, left, highest = np.zeros(dp * num_microbatches), sum(item[0] for item in items), 0.0
     for step in range(num_microbatches):
         mean = left / (dp * (num_microbatches - step))
@@ -373,23 +354,10 @@ def fill_microsteps(
     *,
     dp: int,
     num_microbatches: int,
-    enough: float,
+    enough: float,  # the first plan that waits for no more work than this is taken
     seen: Seen | None = None,
 ) -> IntArray | None:
-    """Fill microstep after microstep by best fit in work, the heaviest first.
-
-    Args:
-        lengths: int64 ``[S]``, slots, at most ``capacity``.
-        work: float64 ``[S]``.
-        capacity: most slots of a bin.
-        dp: bins of a microstep.
-        num_microbatches: microsteps.
-        enough: stop at the first plan that waits for no more work than this.
-        seen: image patches, at most ``seen.most`` a sequence; None for text.
-
-    Returns:
-        int64 ``[S]``, the bin of each sequence, of the best level tried; None when none holds everything.
-    """
+    """Fill microsteps by best fit in work, the heaviest first; None when no level tried holds everything."""
     items = _items(lengths, work, seen)
     room = capacity, UNBOUNDED if seen is None else seen.most
     search = _Search(room=room, dp=dp, groups=num_microbatches)
@@ -423,12 +391,9 @@ def exchange(
     num_microbatches: int,
     seen: Seen | None = None,
 ) -> None:
-    """Exchange sequences of heaviest bins for lighter ones, or for none, so that microsteps wait for less.
-
-    Each exchange takes work off the heaviest bin of a microstep, the one that is furthest above its mean
-    first, and gives it to the bin that it leaves furthest below the heaviest of its own microstep. ``owner``,
-    int64 ``[S]``, the bin of each sequence, is changed in place.
-    """
+    """Exchange sequences of heaviest bins for lighter ones, or for none; ``owner`` is changed in place."""
+    # Each exchange takes work off the heaviest bin of a microstep, the one that is furthest above its mean
+    # first, and gives it to the bin that it leaves furthest below the heaviest of its own microstep.
     bins = dp * num_microbatches
     loads = np.bincount(owner, weights=work, minlength=bins).astype(np.float64)
     bounds = [(lengths, capacity)] if seen is None else [(lengths, capacity), (seen.patches, seen.most)]
@@ -482,21 +447,13 @@ def waiting(totals: FloatArray, dp: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Partial:
-    """A partly filled plan: the microsteps filled so far.
+    """A partly filled plan: the microsteps filled so far."""
 
-    Attributes:
-        owner: the bin of each position.
-        left: items in no bin yet.
-        total: their work.
-        group: microsteps planned.
-        waits: work waited for in them.
-    """
-
-    owner: list[int]
-    left: list[_Item]
-    total: float
-    group: int
-    waits: float
+    owner: list[int]  # the bin of each position
+    left: list[_Item]  # items in no bin yet
+    total: float  # their work
+    group: int  # microsteps planned
+    waits: float  # work waited for in them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,15 +27,10 @@ _Placement = tuple[int, int, int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Packing:
-    """Which sequences share a pack: pack ``i`` holds ``indices[offsets[i]:offsets[i + 1]]``.
+    """Which sequences share a pack: pack ``i`` holds ``indices[offsets[i]:offsets[i + 1]]``."""
 
-    Attributes:
-        indices: int64 ``[S]``, positions in the lengths that were packed, each exactly once.
-        offsets: int64 ``[P + 1]``, first entry 0, last entry S.
-    """
-
-    indices: IntArray
-    offsets: IntArray
+    indices: IntArray  # int64 ``[S]``, positions in the lengths that were packed, each exactly once
+    offsets: IntArray  # int64 ``[P + 1]``, first entry 0, last entry S
 
     def __post_init__(self) -> None:
         indices, offsets = host_ints(self.indices, "indices"), host_ints(self.offsets, "offsets")

@@ -28,18 +28,12 @@ class Cost:
     It is ``linear * s + quadratic * s**2``, and for each frame ``patch * p + patch_pair * p**2``. The default
     is a dense transformer of hidden size 4096 (12 h^2 weights a layer, causal attention): 12 h tokens of
     linear work for each s of attention, so that attention is a fifth of the work at 12k tokens.
-
-    Attributes:
-        linear: work of a token.
-        quadratic: work of a pair of tokens.
-        patch: work of a patch of an image or of a frame of a video.
-        patch_pair: work of a pair of patches of one frame.
     """
 
-    linear: float = 12 * 4096
-    quadratic: float = 1.0
-    patch: float = 0.0
-    patch_pair: float = 0.0
+    linear: float = 12 * 4096  # work of a token
+    quadratic: float = 1.0  # work of a pair of tokens
+    patch: float = 0.0  # work of a patch of an image or of a frame of a video
+    patch_pair: float = 0.0  # work of a pair of patches of one frame
 
     def __post_init__(self) -> None:
         values = [getattr(self, name) for name in _NAMES]

@@ -624,10 +624,8 @@ class _Nest:
         return max(1, int((used + packs).max()))
 
     def _fill_in(self, short: IntArray, count: int) -> bool:
-        """Fill single ranks in given microbatches; return False, with nothing changed, if one fits nowhere.
-
-        Ranks without the slots for one sequence wait until a later sequence, which is shorter, fits them.
-        """
+        """Fill single ranks in given microbatches; False, with nothing changed, if one fits nowhere."""
+        # Ranks without the slots for one sequence wait until a later sequence, which is shorter, fits them.
         room = self.tables.room[0]
         free = [[room] * (count - used) for used in self.used]
         heap = [(done, rank) for rank, done in enumerate(self.work)]

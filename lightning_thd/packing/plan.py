@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -106,11 +107,37 @@ class StepPlan:
     patches: IntArray  # int64 ``[S]``, the image patches of each piece
     real_tokens: int  # tokens of all pieces
     sequences: int  # sequences in the step, a split one counted once
-    truncated: int  # sequences of the step that lost their end
-    truncated_tokens: int  # tokens they lost
-    split: int  # sequences of the step that were cut in several pieces
-    own_pack: int  # sequences longer than the capacity that got a microbatch of their own
+    truncated: int = 0  # sequences of the step that lost their end
+    truncated_tokens: int = 0  # tokens they lost
+    split: int = 0  # sequences of the step that were cut in several pieces
+    own_pack: int = 0  # sequences longer than the capacity that got a microbatch of their own
     weigh: Weigh | None = None  # gives the weights of spans; None when the planner was given no loss tokens
+
+    @classmethod
+    def of(
+        cls,
+        place: tuple[int, int, int],  # epoch, step and data-parallel ranks
+        spans: Spans,
+        offsets: IntArray,
+        span_work: FloatArray,
+        **known: Any,
+    ) -> StepPlan:
+        """Describe a step by its pieces and their work, from which its other sums follow."""
+        epoch, step, dp = place
+        sums = np.concatenate([[0.0], np.cumsum(span_work)])
+        return cls(
+            epoch=epoch,
+            step=step,
+            dp=dp,
+            num_microbatches=(len(offsets) - 1) // dp,
+            spans=spans,
+            offsets=offsets,
+            work=np.diff(sums[offsets]).reshape(dp, -1),
+            span_work=span_work,
+            real_tokens=int(spans.lengths.sum()),
+            sequences=int((spans.start == 0).sum()),
+            **known,
+        )
 
     @cached_property
     def weights(self) -> FloatArray | None:

@@ -396,33 +396,16 @@ class PackPlanner(Resumable):
         return spans, seated(np.arange(len(spans)), offsets, totals, dp)
 
     def _describe(self, epoch: int, k: int, dp: int, spans: Spans, offsets: IntArray) -> StepPlan:
-        oversize, own = self.entries.oversize, self._work(spans)
-        patches = None if self.entries.media is None else self.entries.patches(spans)
-        work = np.concatenate([[0.0], np.cumsum(own)])
-        whole = spans.start == 0
-        num_long = lost = 0
+        oversize, patches = self.entries.oversize, self.entries.patches(spans)
+        known: dict[str, Any] = {"weigh": self.weigh}
+        known["patches"] = np.zeros(len(spans), np.int64) if patches is None else patches
         if oversize in ("truncate", "split", "own_pack"):
             over = read_lengths(self.entries.lengths, spans.index) - self.entries.limit
-            long = whole & (over > 0)
-            num_long, lost = int(long.sum()), int(over[long].sum())
-        return StepPlan(
-            epoch=epoch,
-            step=k,
-            dp=dp,
-            num_microbatches=(len(offsets) - 1) // dp,
-            spans=spans,
-            offsets=offsets,
-            work=(work[offsets[1:]] - work[offsets[:-1]]).reshape(dp, -1),
-            span_work=own,
-            patches=np.zeros(len(spans), np.int64) if patches is None else patches,
-            real_tokens=int(spans.lengths.sum()),
-            sequences=int(whole.sum()),
-            truncated=num_long if oversize == "truncate" else 0,
-            truncated_tokens=lost if oversize == "truncate" else 0,
-            split=num_long if oversize == "split" else 0,
-            own_pack=num_long if oversize == "own_pack" else 0,
-            weigh=self.weigh,
-        )
+            long = (spans.start == 0) & (over > 0)
+            known["truncated" if oversize == "truncate" else oversize] = int(long.sum())
+            if oversize == "truncate":
+                known["truncated_tokens"] = int(over[long].sum())
+        return StepPlan.of((epoch, k, dp), spans, offsets, self._work(spans), **known)
 
     def _check_request(self, epoch: int, k: int, dp: int) -> None:
         if type(dp) is not int or dp != 1:

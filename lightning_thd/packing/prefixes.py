@@ -37,31 +37,16 @@ _GROUPS = 7  # The stream of random numbers that orders the groups of an epoch.
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Groups:
-    """Groups of sequences that are planned together.
+    """Groups of sequences that are planned together."""
 
-    Attributes:
-        rows: int64 ``[S]``, the sequences, group after group.
-        offsets: int64 ``[G + 1]``, where each group begins in ``rows``.
-        shared: int64 ``[S]``, first tokens of each that the one before it in its group has.
-        repeated: prefixes that are computed once more, because their tree is above the capacity.
-    """
-
-    rows: IntArray
-    offsets: IntArray
-    shared: IntArray
-    repeated: int
+    rows: IntArray  # int64 ``[S]``, the sequences, group after group
+    offsets: IntArray  # int64 ``[G + 1]``, where each group begins in ``rows``
+    shared: IntArray  # int64 ``[S]``, first tokens of each that the one before it in its group has
+    repeated: int  # prefixes that are computed once more, because their tree is above the capacity
 
 
 def group_prefixes(ids: Callable[[int], bytes], width: int, rows: IntArray, limit: int, seed: int) -> Groups:
-    """Group sequences by what they begin with, each group of at most ``limit`` distinct tokens.
-
-    Args:
-        ids: gives the bytes of a sequence's tokens, ``width`` bytes each.
-        width: see there.
-        rows: sequences to group.
-        limit: most distinct tokens of a group; a longer sequence is a group by itself.
-        seed: orders the branches of a tree that is cut.
-    """
+    """Group sequences by their first tokens, of ``width`` bytes, up to ``limit`` distinct ones a group."""
     texts = {row: ids(row) for row in rows.tolist()}
     order = sorted(texts, key=texts.__getitem__)
     lengths = np.array([len(texts[row]) // width for row in order], np.int64)
@@ -133,17 +118,8 @@ class _Cut:
 class PrefixPlanner(PackPlanner):
     """Plans groups of sequences that begin alike; arguments are those of ``PackPlanner``.
 
-    A pack holds at most ``capacity`` distinct tokens. ``Sequences(n)`` takes exactly n sequences, so that the
-    last group of a step may go on in the next one.
-
-    Args:
-        lengths: tokens of each sequence.
-        capacity: slots of a pack.
-        ids: gives the bytes of a sequence's tokens, 4 each; sequences that cannot share have others.
-        global_batch: ``Packs(n)`` or ``Sequences(n)``.
-        loss_tokens: as for ``PackPlanner``.
-        oversize: "error", "drop" or "own_pack".
-        settings: the other arguments of ``PackPlanner``.
+    ``ids`` gives the bytes of a sequence's tokens, 4 each. A pack holds at most ``capacity`` distinct tokens.
+    ``Sequences(n)`` takes exactly n sequences, so that the last group of a step may go on in the next one.
     """
 
     def __init__(
@@ -216,7 +192,8 @@ class PrefixPlanner(PackPlanner):
         if isinstance(self.global_batch, Packs):
             plan = super().step(epoch, k, dp)
             firsts = self.groups.offsets[plan.spans.index]
-            return self._of_rows(plan, plan.offsets, firsts, self.groups.offsets[plan.spans.index + 1])
+            stops = self.groups.offsets[plan.spans.index + 1]
+            return self._of_rows((epoch, k, dp), plan.offsets, firsts, stops, own_pack=plan.own_pack)
         self._check_sequences(epoch, k, dp)
         firsts, stops = self._slice(epoch, k)
         before = np.concatenate([[0], np.cumsum(self._row_lengths - self.groups.shared)])
@@ -258,10 +235,11 @@ class PrefixPlanner(PackPlanner):
 
     def _of_rows(
         self,
-        plan: StepPlan | tuple[int, int, int],
+        place: tuple[int, int, int],
         offsets: IntArray,
         firsts: IntArray,
         stops: IntArray,
+        own_pack: int = 0,
     ) -> StepPlan:
         """Return the plan of the rows ``firsts`` to ``stops``, bins of which begin at ``offsets``."""
         counts = stops - firsts
@@ -272,26 +250,7 @@ class PrefixPlanner(PackPlanner):
         work[heads] += self.cost(self.groups.shared[firsts[counts > 0]])
         lengths = self._row_lengths[places]
         zeros = np.zeros(len(places), np.int64)
-        bounds = before[offsets]
-        total = np.concatenate([[0.0], np.cumsum(work)])
-        epoch, step, dp = plan if isinstance(plan, tuple) else (plan.epoch, plan.step, plan.dp)
-        return StepPlan(
-            epoch=epoch,
-            step=step,
-            dp=dp,
-            num_microbatches=(len(offsets) - 1) // dp,
-            spans=Spans(
-                index=self.groups.rows[places], start=zeros, stop=lengths, continued=zeros.astype(bool)
-            ),
-            offsets=bounds,
-            work=(total[bounds[1:]] - total[bounds[:-1]]).reshape(dp, -1),
-            span_work=work,
-            patches=zeros,
-            real_tokens=int(lengths.sum()),
-            sequences=len(places),
-            truncated=0,
-            truncated_tokens=0,
-            split=0,
-            own_pack=0 if isinstance(plan, tuple) else plan.own_pack,
-            weigh=self.weigh,
-        )
+        index, continued = self.groups.rows[places], zeros.astype(bool)
+        spans = Spans(index=index, start=zeros, stop=lengths, continued=continued)
+        known = {"patches": zeros, "own_pack": own_pack, "weigh": self.weigh}
+        return StepPlan.of(place, spans, before[offsets], work, **known)

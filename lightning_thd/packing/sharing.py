@@ -24,11 +24,10 @@ __all__ = ["SharedBins", "Sharing", "Waits", "check_tiling", "share_out"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SharedStepPlan(StepPlan):
-    """One optimizer step in which every microbatch has a degree of its own.
+    """One optimizer step in which every microbatch has a degree of its own."""
 
-    All ranks of a group have the same spans: those of the pack that they share. ``work`` is that of one rank,
-    its exchange included. ``spans`` holds the spans of a shared pack once for each of its ranks.
-    """
+    # All ranks of a group have the same spans, those of the pack that they share; ``spans`` holds them once
+    # for each rank. ``work`` is that of one rank, its exchange included.
 
     # int64 ``[dp, num_microbatches]``, ranks that share the microbatch; a group of c ranks begins at a
     # multiple of c
@@ -63,21 +62,19 @@ class SharedStepPlan(StepPlan):
 
 
 class SharedPlanner(PackPlanner):
-    """Plans the steps of every epoch, with degrees, ranks and microbatches planned together.
+    """Plans the steps of every epoch, with degrees, ranks and microbatches planned together."""
 
-    ``capacity`` is that of one rank. With ``Packs(n)`` a step holds the sequences of n packs of a largest
-    group, so that steps hold about as many tokens each; these sequences are shared out again. ``options`` are
-    those of ``PackPlanner``.
-    """
+    # With Packs(n) a step holds the sequences of n packs of a largest group, so that steps hold about as many
+    # tokens each. These sequences are shared out again.
 
     def __init__(
         self,
         lengths: Lengths,
-        capacity: int,
+        capacity: int,  # of one rank
         *,
         global_batch: Packs | Sequences,
         sharing: Sharing,
-        **options: Any,
+        **options: Any,  # those of ``PackPlanner``
     ) -> None:
         for name in ("align", "scheduler", "schedule", "patches", "max_patches"):
             if options.pop(name, None) is not None:
