@@ -46,17 +46,11 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Bucket:
-    """A fixed shape (slots, sequences, longest sequence) that steps are captured for.
+    """A fixed shape that steps are captured for."""
 
-    Attributes:
-        slots: T, every batch is padded to.
-        sequences: S, entries of cu_seqlens less one.
-        max_seqlen: longest sequence the kernels are built for, dummies of the tail included.
-    """
-
-    slots: int
-    sequences: int
-    max_seqlen: int
+    slots: int  # T, which every batch is padded to
+    sequences: int  # S, entries of cu_seqlens less one
+    max_seqlen: int  # longest sequence the kernels are built for, dummies of the tail included
 
     def __post_init__(self) -> None:
         for name in ("slots", "sequences", "max_seqlen"):

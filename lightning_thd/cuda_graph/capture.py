@@ -124,12 +124,14 @@ def capture_step(subject: Subject, bucket: Bucket, example: Example, shared: Sha
     refuse_sums_over_slots(module)
     refuse_fp8(module)
     parameters: list[Tensor] = [x for x in module.parameters() if x.requires_grad]
-    inputs = StaticInputs(
+    make_inputs = functools.partial(
+        StaticInputs,
         bucket,
         example.device,
         axes=None if batch.position_ids.ndim == 1 else batch.position_ids.shape[0],
         scale_dtype=torch.float64 if any(x.dtype == torch.float64 for x in parameters) else torch.float32,
         cut=Cut.of(batch),
+        asked={},
     )
     hidden = tuple(HostValue(f"argument {i + 2} of the step (batch_idx)") for i in range(len(example.rest)))
     stand_ins = StandIns(module, parameters)
@@ -144,8 +146,10 @@ def capture_step(subject: Subject, bucket: Bucket, example: Example, shared: Sha
         return output, [part for slots in found[-1:] for part in (slots.losses, slots.weights)]
 
     with restored(module), static_shapes(), _uncached_autocast(example.device):
-        runs = _warm_up(backend, run, module, inputs, stand_ins.leaves)
+        runs = _warm_up(backend, run, module, make_inputs, stand_ins.leaves)
         refuse_fp8(module)
+        inputs = make_inputs()
+        inputs.fill(inputs.dummy())
         with guarded(module) as logged, without_saved_states(), written_by(module) as written, inputs.known():
             pair = GraphPair(
                 backend,
@@ -162,30 +166,24 @@ def _warm_up(
     backend: Backend,
     run: Callable[[StaticBatch], Any],
     module: nn.Module,
-    inputs: StaticInputs,
+    make_inputs: Callable[[], StaticInputs],
     leaves: list[Tensor],
 ) -> list[list[LoggedValue]]:
-    """Run forward and backward a few times, then ready ``inputs`` for capture; return what each run logged.
-
-    Each run has buffers of its own, as kernels may cache by the identity of a tensor.
-    """
+    """Run forward and backward a few times, each on buffers of its own; return what each run logged."""
     runs = []
     before = host_state(module)
     for i in range(backend.warm_ups):
         if i == 1:  # the first run may build tables and fill caches
             before = host_state(module)
         use = RandomUse()
-        own = inputs.again()
+        own = make_inputs()  # as kernels may cache by the identity of a tensor
         own.fill(own.dummy())
         last = i == backend.warm_ups - 1
         with guarded(module) as logged, without_saved_states(use), use, own.known():
             backend.warm_up(functools.partial(_forward_backward, run, own.batch, leaves), last=last)
         use.refuse()
-        own.learned()
         runs.append(logged)
     refuse_host_changes(module, before)
-    inputs.prepare()
-    inputs.fill(inputs.dummy())
     return runs
 
 

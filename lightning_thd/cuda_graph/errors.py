@@ -27,12 +27,7 @@ _MACHINERY = (
 
 
 class CaptureError(RuntimeError):
-    """A step that cannot be captured, and why.
-
-    Args:
-        message: what the step does, and what to do instead.
-        where: ``file:line in function``, when the line that does it is known.
-    """
+    """A step that cannot be captured, and why; ``where`` is ``file:line in function``, or None."""
 
     def __init__(self, message: str, where: str | None = None) -> None:
         super().__init__(message if where is None else f"{where}: {message}")

@@ -294,12 +294,9 @@ def _restore_forward(module: Any, before: Any) -> None:
 
 
 def _compare(subject: Subject, step: CapturedStep, example: Example) -> tuple[float, float] | None:
-    """Return seconds of forward and backward, eager and replayed; None if the backend's times mean nothing.
-
-    The layout is the example's if the bucket would serve it, else the bucket's own size.
-    """
+    """Return seconds of forward and backward, eager and replayed; None if the times mean nothing."""
     backend, bucket, layout = subject.backend, step.inputs.bucket, Layout.of_batch(example.batch)
-    if bucket.misfit(layout) is not None:
+    if bucket.misfit(layout) is not None:  # the bucket would not serve the example
         layout = Layout(bucket.slots, bucket.sequences, bucket.max_seqlen)
     batch = step.inputs.dummy(layout)
 

@@ -31,11 +31,8 @@ def differentiable(output: Any) -> list[Tensor]:
 def differentiate(
     outputs: Sequence[Tensor], leaves: Sequence[Tensor], grad_outputs: Sequence[Tensor] | None = None
 ) -> tuple[Tensor | None, ...]:
-    """Compute gradients, None for a leaf that no output depends on, with autocast off as ``backward()`` does.
-
-    Under autocast the backward of an operator that ran in fp32 would be cast again, and its gradient would
-    differ from that of an eager step.
-    """
+    """Compute gradients, None for a leaf no output depends on, with autocast off as in ``backward()``."""
+    # Under autocast the backward of an operator that ran in fp32 would be cast again.
     starts = [torch.ones_like(x) for x in outputs] if grad_outputs is None else grad_outputs
     with torch.autocast(outputs[0].device.type, enabled=False):
         return torch.autograd.grad(outputs, leaves, starts, allow_unused=True)

@@ -75,14 +75,11 @@ def _finished(result: Any) -> Any:
 
 
 class Recording:
-    """The operators of a step in order, with the tensors they work on.
-
-    ``poison`` fills every result with NaN before a replay, so that a slot nobody writes shows.
-    """
+    """The operators of a step in order, with the tensors they work on."""
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
-        self.poison = False
+        self.poison = False  # fills every result with NaN before a replay, so that a slot nobody writes shows
 
     def replay(self) -> None:
         """Run every operator again; random ones draw from the generator's present state."""
@@ -96,8 +93,8 @@ class Recording:
 
 def record(function: Callable[[], R], report: Report) -> tuple[Recording, R]:
     """Run a function and keep its operators; ``report`` gets every problem and its line."""
-    tape, busy = Recording(), _Busy()
-    with _Operators(tape, busy, report), _Functions(busy, report):
+    tape = Recording()
+    with _Operators(tape, report) as operators, _Functions(operators, report):
         return tape, function()
 
 
@@ -138,23 +135,16 @@ class RecordingBackend:
         """Do nothing, as recordings share no memory."""
 
 
-class _Busy:
-    """Counts the operators that are running: what a kernel calls in Python is not recorded."""
-
-    def __init__(self) -> None:
-        self.depth = 0
-
-
 class _Functions(TorchFunctionMode):
-    def __init__(self, busy: _Busy, report: Report) -> None:
+    def __init__(self, operators: _Operators, report: Report) -> None:
         super().__init__()
-        self._busy, self._report = busy, report
+        self._operators, self._report = operators, report
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not self._busy.depth:
+        if not self._operators.running:  # what a kernel calls in Python is not recorded
             problem = function_problem(func, args, kwargs)
             if problem is not None:
                 self._report(problem, calling_line())
@@ -162,9 +152,10 @@ class _Functions(TorchFunctionMode):
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, tape: Recording, busy: _Busy, report: Report) -> None:
+    def __init__(self, tape: Recording, report: Report) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tape, self._busy, self._report = tape, busy, report
+        self._tape, self._report = tape, report
+        self.running = 0  # operators
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -173,11 +164,11 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         problem = operator_problem(func, args, kwargs)
         if problem is not None:
             self._report(problem, calling_line())
-        self._busy.depth += 1
+        self.running += 1
         try:
             result = func(*args, **kwargs)
         finally:
-            self._busy.depth -= 1
+            self.running -= 1
         call = _call(func, args, kwargs, result)
         if call is not None:
             self._tape.calls.append(call)

@@ -112,32 +112,27 @@ class StaticShard(StaticBatch, THDShard):
 
 
 class StaticInputs:
-    """The fixed buffers of one bucket, and ``batch``, which is made of them; ``axes`` are M-RoPE's, or None.
-
-    ``scale_dtype`` is fp32, as a Python number is rounded to the tensor it multiplies, and fp64 for fp64
-    models.
-    """
+    """The fixed buffers of one bucket, and ``batch``, which is made of them."""
 
     def __init__(
         self,
         bucket: Bucket,
         device: torch.device,
         *,
-        axes: int | None,
-        scale_dtype: torch.dtype,
+        axes: int | None,  # those of M-RoPE, or None
+        scale_dtype: torch.dtype,  # fp32 as that of a Python number, fp64 for fp64 models
         cut: Cut | None = None,
-        asked: dict[Any, Any] | None = None,
+        asked: dict[Any, Any] | None = None,  # what attention has asked other buffers of these shapes for
     ) -> None:
         self.bucket, self.axes, self.cut = bucket, axes, cut
-        self._device, self._scale_dtype = device, scale_dtype
-        self._asked: dict[Any, Any] = {} if asked is None else asked
+        self._device = device
         self._slots = slots = bucket.slots // (1 if cut is None else cut.cp)
         self._arange = torch.arange(slots, device=device)
         offsets = torch.zeros(bucket.sequences + 1, dtype=torch.int32, device=device)
         fields: dict[str, Any] = {"cu_seqlens_padded": offsets.clone()}
         self.layout: StaticShardLayout | None = None
         if cut is not None:
-            self.layout = StaticShardLayout(bucket, cut, device, self._asked)
+            self.layout = StaticShardLayout(bucket, cut, device, {} if asked is None else asked)
             fields = {"cu_seqlens_padded": self.layout.offsets(), "layout": self.layout}
         self.batch = (StaticBatch if cut is None else StaticShard).build(
             input_ids=torch.zeros(slots, dtype=torch.int64, device=device),
@@ -151,30 +146,9 @@ class StaticInputs:
             **fields,
         )
 
-    def again(self) -> StaticInputs:
-        """Return new buffers of the same shapes, for kernels that cache by the identity of a tensor."""
-        return StaticInputs(
-            self.bucket,
-            self._device,
-            axes=self.axes,
-            scale_dtype=self._scale_dtype,
-            cut=self.cut,
-            asked=self._asked,
-        )
-
     def known(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which attention finds the shard layout, if any, of these buffers."""
         return contextlib.nullcontext() if self.layout is None else self.layout.known()
-
-    def learned(self) -> None:
-        """Share cached values that do not depend on lengths with other buffers of the same shapes."""
-        if self.layout is not None:
-            self.layout.learn()
-
-    def prepare(self) -> None:
-        """Build the index buffers that earlier runs asked for, as a capture can allocate none."""
-        if self.layout is not None:
-            self.layout.prepare()
 
     def dummy(self, layout: Layout | None = None) -> THDBatch:
         """Return a dummy batch of a layout, by default the bucket's own."""

@@ -105,6 +105,8 @@ class StaticShardLayout(ShardLayout):
         known_layouts[self.cu_seqlens.data_ptr()] = self
         try:
             yield
+            # These do not depend on lengths, so that other layouts of this bucket share them.
+            self._asked.update({key: x for key, x in self.cache.items() if key[0] == "kv_heads"})
         finally:
             known_layouts.pop(self.cu_seqlens.data_ptr(), None)
 
@@ -113,10 +115,6 @@ class StaticShardLayout(ShardLayout):
         self.cache.update(self._asked)
         if _CALL in self._asked:
             self.cache[_CALL] = self._make_static_call()
-
-    def learn(self) -> None:
-        """Share cached values that do not depend on lengths with other layouts of this bucket."""
-        self._asked.update({key: x for key, x in self.cache.items() if key[0] == "kv_heads"})
 
     @property
     def fixed(self) -> bool:
