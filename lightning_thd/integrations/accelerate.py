@@ -70,7 +70,7 @@ def prepare_thd(
             from ``loop.backward`` inside ``accelerator.accumulate()``, which would leave out steps.
         TypeError: for what is no model, optimizer or scheduler.
     """
-    require("accelerate", feature="prepare_thd")
+    schedulers = require("accelerate.scheduler", feature="prepare_thd")
     _refuse_parallelism(accelerator)
     instance(model, "model", nn.Module, advice="Pass the model itself.")
     if scheduler is not None and not callable(getattr(scheduler, "step", None)):
@@ -90,7 +90,8 @@ def prepare_thd(
     model, *prepared = accelerator.prepare(model, *optimizers)
     optimizer = prepared if isinstance(optimizer, list | tuple) else prepared[0]
     if scheduler is not None:
-        scheduler = _StepScheduler(scheduler, prepared)
+        # With split_batches it steps once an optimizer step, whatever the number of processes.
+        scheduler = schedulers.AcceleratedScheduler(scheduler, prepared, split_batches=True)
 
     def backward(loss: Tensor) -> None:
         # Around a whole step, accumulate() would skip all but every k-th.
@@ -127,29 +128,6 @@ def prepare_thd(
     if scheduler is not None:
         accelerator.register_for_checkpointing(scheduler)
     return loop
-
-
-class _StepScheduler:
-    """Steps a scheduler once for every optimizer step taken, whatever the number of processes."""
-
-    def __init__(self, scheduler: Any, optimizers: list[Any]) -> None:
-        self.scheduler, self._optimizers = scheduler, optimizers
-
-    def step(self, *args: Any) -> None:
-        # A GradScaler that found an overflow skips the optimizer's step.
-        if not any(getattr(each, "step_was_skipped", False) for each in self._optimizers):
-            self.scheduler.step(*args)
-
-    def get_last_lr(self) -> list[float]:
-        rates: list[float] = self.scheduler.get_last_lr()
-        return rates
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.scheduler.state_dict()
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.scheduler.load_state_dict(state)
 
 
 def _refuse_fast_scheduler(accelerator: Any, scheduler: Any) -> None:

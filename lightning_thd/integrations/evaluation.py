@@ -52,20 +52,16 @@ def evaluating(model: nn.Module) -> Generator[None]:
 def mean_loss(
     loss_fn: LossFn,
     model: nn.Module,
-    batches: Iterable[THDBatch],
+    batches: Iterable[THDBatch],  # this rank's, with every sequence once over all ranks
     *,
     device: torch.device,
     group: Any = None,
-    seen: Callable[[THDBatch], None] = lambda batch: None,
-    cut: Callable[[THDBatch], THDBatch] = lambda batch: batch,
+    seen: Callable[[THDBatch], None] = lambda batch: None,  # called with a batch before it runs
+    cut: Callable[[THDBatch], THDBatch] = lambda batch: batch,  # keeps this rank's part of a batch
 ) -> tuple[float, int]:
-    """Return the mean loss over all loss tokens of a set, by their weights, and their number; a collective.
-
-    ``loss_fn`` must be linear in ``batch.loss_scale``; ``reduction="sequences"`` is not, and raises.
-    ``batches`` are this rank's, with every sequence once over all ranks. ``seen`` is called with every batch
-    on the device before it runs. ``cut`` keeps this rank's part of a batch. Without a loss token the mean is
-    NaN: 0 would be the best loss.
-    """
+    """Return the mean loss over all loss tokens of a set, by weight, and their number; a collective."""
+    # A loss that is not linear in batch.loss_scale, as with reduction="sequences", raises. Without a loss
+    # token the mean is NaN: 0 would be the best loss.
     total = torch.zeros(3, dtype=torch.float64)
     with evaluating(model):
         for batch in batches:

@@ -298,10 +298,7 @@ def _write(path: Path, state: dict[str, Any]) -> None:
 
 
 class StreamedPacks:
-    """An iterable of a stream's packs for Trainer: one a batch, or all of a step with ``Sequences(n)``.
-
-    ``begin`` is called once, when the first pack is asked for.
-    """
+    """An iterable of a stream's packs for Trainer; ``begin`` is called when the first pack is asked for."""
 
     def __init__(self, loader: THDLoader, begin: Callable[[], None]) -> None:
         self.loader, self._begin = loader, begin

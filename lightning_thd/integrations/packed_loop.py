@@ -50,16 +50,12 @@ from lightning_thd.strategies.guards import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shared:
-    """The packs a rank of a loop reads: its place among ``ranks`` with different data, and its part of each.
-
-    ``size`` ranks, those of ``group``, share a pack; 1 leaves batches whole. ``data_group`` holds one rank of
-    each pack; None is the world.
-    """
+    """The packs a rank of a loop reads: its place among ranks with different data, and its part of each."""
 
     rank: int
     ranks: int
-    data_group: dist.ProcessGroup | None = None
-    size: int = 1
+    data_group: dist.ProcessGroup | None = None  # one rank of each pack; None is the world
+    size: int = 1  # ranks that share a pack, those of ``group``; 1 leaves batches whole
     group: dist.ProcessGroup | None = field(default=None, repr=False)
     layout: Layout = "dual_chunk"
     communication: Communication = "auto"
@@ -79,16 +75,13 @@ class Shared:
 def share_packs(
     model: nn.Module,
     *,
-    data: tuple[int, int, dist.ProcessGroup | None],
+    data: tuple[int, int, dist.ProcessGroup | None],  # of ``data_rank``
     device: torch.device,
     size: int,
     layout: Layout,
     communication: Communication,
 ) -> Shared:
-    """Group neighbouring ranks to share packs by context parallelism; a collective of the world.
-
-    ``data`` is this rank's index among the ranks that read different data, their number and their group.
-    """
+    """Group neighbouring ranks to share packs by context parallelism; a collective of the world."""
     rank, ranks, group = data
     advice = "It is a number of ranks; 'dynamic' needs THDDDPStrategy or THDModelParallelStrategy."
     size = whole_number(size, "context_parallel_size", least=1, advice=advice)
@@ -127,19 +120,15 @@ def share_packs(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Engine:
-    """The functions and sizes that Accelerate or Fabric provides to a ``PackedLoop``.
+    """The functions and sizes that Accelerate or Fabric provides to a ``PackedLoop``."""
 
-    ``backward`` does not divide the loss, ``no_sync`` leaves gradients to this rank, ``devices`` are the
-    job's, and ``precision`` has Lightning's name, such as "bf16-mixed".
-    """
-
-    backward: Callable[[Tensor], None]
-    no_sync: Callable[[nn.Module], AbstractContextManager[Any]]
+    backward: Callable[[Tensor], None]  # does not divide the loss
+    no_sync: Callable[[nn.Module], AbstractContextManager[Any]]  # leaves gradients to this rank
     log: Callable[[dict[str, float], int], None]
     device: torch.device
-    devices: int
+    devices: int  # of the job
     shared: Shared
-    precision: str
+    precision: str  # under Lightning's name, such as "bf16-mixed"
 
 
 class PackedLoop:
