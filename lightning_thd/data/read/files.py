@@ -58,15 +58,12 @@ Paths = str | Path | Sequence[str | Path]
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file on this machine: its unpacked path, the user's name for it, its suffix and a content hash.
+    """A file on this machine."""
 
-    The suffix is that of the content in lower case, ``.jsonl`` for ``a.JSONL.gz``.
-    """
-
-    path: Path
-    name: str
-    suffix: str
-    content: str
+    path: Path  # of the unpacked content
+    name: str  # the user's name for it
+    suffix: str  # of the content in lower case, ``.jsonl`` for ``a.JSONL.gz``
+    content: str  # a hash
 
 
 def suffix_of(name: str) -> str:

@@ -30,11 +30,7 @@ _DATA = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
 
 
 def with_images(messages: list[Message], record: Mapping[str, Any]) -> tuple[list[Message], list[Any]]:
-    """Return messages whose content is a list of parts, and the source of each image in their order.
-
-    Raises:
-        ValueError: for video, audio and other parts, and for more or fewer images than places.
-    """
+    """Return messages whose content is a list of parts, and the source of each image in their order."""
     for name in names("raw", "audio"):
         if name not in _COLUMNS and record.get(name) is not None and record[name] != []:
             raise ValueError(_ONLY_IMAGES.format(f"the record holds {name!r}"))
@@ -101,13 +97,7 @@ def _parts(content: str | list[Any], *, split: bool) -> Iterator[dict[str, Any]]
 
 
 def open_image(source: Any, folder: Path | None) -> Any:
-    """Open an image with Pillow without decoding its pixels.
-
-    Args:
-        source: a path, ``file://`` address, data URL or base64, bytes, ``{"bytes", "path"}`` as columns of
-            images hold, or a Pillow image.
-        folder: where paths that are not absolute begin.
-    """
+    """Open an image with Pillow without decoding its pixels; relative paths begin in ``folder``."""
     pillow = require("PIL.Image", feature="images in conversations")
     if isinstance(source, Mapping):
         source = source.get("bytes") if source.get("bytes") is not None else source.get("path")

@@ -41,11 +41,7 @@ _REFUSED = {
 
 
 class VisionChat:
-    """Renders conversations with images by a processor of transformers.
-
-    Args:
-        processor: of Qwen2-VL, Qwen2.5-VL, Qwen3-VL or Llava, or the folder that one was saved in.
-    """
+    """Renders conversations with images by a processor of transformers, or the folder of a saved one."""
 
     def __init__(self, processor: Any) -> None:
         if isinstance(processor, str | Path):
@@ -82,16 +78,7 @@ class VisionChat:
     def sample(
         self, record: Mapping[str, Any], folder: Path | None, *, pixels: bool = True
     ) -> dict[str, Any]:
-        """Render a record; without ``pixels`` its images are not decoded, and only their sizes are given.
-
-        Args:
-            record: a conversation, its images in its content or under ``images``.
-            folder: where paths of images begin.
-            pixels: decode the images.
-
-        Raises:
-            ValueError: for records that are no conversations, and images that are missing or damaged.
-        """
+        """Render a record; without ``pixels`` its images are not decoded, and only their sizes are given."""
         kind = kind_of(dict(record), "text")
         if kind not in CONVERSATIONS:
             raise ValueError(

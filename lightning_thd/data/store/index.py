@@ -167,10 +167,7 @@ class SequenceIndex:
         return {k: np.array(x) if type(x) is np.ndarray else _copied(x) for k, x in sample.items()}
 
     def _cut(self, sample: dict[str, Any], i: int, start: int, stop: int, continued: bool) -> None:
-        """Cut a sample to tokens ``start`` to ``stop``.
-
-        If the sequence goes on, the last token keeps the next label as its target.
-        """
+        """Cut a sample to tokens; where the sequence goes on, the last one's target is the next label."""
         found = len(sample["input_ids"])
         refuse_cut(sample, i, found)
         if "label" in sample and not _is_truncated(start, continued):
@@ -205,16 +202,13 @@ class SequenceIndex:
             )
 
     def loss_weights(self, dataset: MapDataset, spans: Spans) -> NDArray[np.float64]:
-        """Return each span's loss-token weight and its share of its sequence's weight, float64 ``[2, S]``.
-
-        Sequences that were cut are read again.
-        """
+        """Return each span's loss-token weight and its share of its sequence's weight, float64 ``[2, S]``."""
         at = spans.index
         of_sequence = (self.weights if len(self.weights) else self.loss_tokens)[at].astype(np.float64)
         sequence = self.sequence_weights[at] if len(self.weights) else np.ones(len(at))
         own = of_sequence.copy()
         cut = spans.lengths != self.lengths[at]
-        for k in np.flatnonzero(cut):
+        for k in np.flatnonzero(cut):  # these are read again
             i, start, stop = int(at[k]), int(spans.start[k]), int(spans.stop[k])
             continued = bool(spans.continued[k])
             if not len(self.weights) and self.loss_tokens[i] == self.lengths[i] - 1:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -82,9 +83,7 @@ class Intake:
         self.exhausted = np.zeros((len(sources), wire.ranks), bool)
         self.marks: dict[int, list[Mark]] = {}  # the states of shards that have one, in order
         self.counts = dict.fromkeys(("bad", "tail_dropped", *POLICIES), 0)
-        self._bad = np.zeros(len(sources), np.int64)  # in rounds that are over
-        self._policies = dict.fromkeys(POLICIES, 0)  # likewise, of this rank
-        self._own_bad = np.zeros(len(sources), np.int64)  # likewise, of this rank
+        self._tallies = [Tally() for _ in sources]  # of this rank
         self._readers: list[Reader | None] = [None] * len(sources)
         self._taken = [0] * len(sources)  # by this rank in the present round
         self._header = header_type(len(sources))
@@ -117,13 +116,10 @@ class Intake:
         )
         workers = self._settings.num_workers
         if before is not None:
-            self._own_bad[number] += len(before.bad)
-            for name, count in before.counts.items():
-                self._policies[name] += count
             workers = workers if self._taken[number] >= _WORKERS_FROM or len(self._sources) == 1 else 0
         starts = {i: int(cursors[i]) for i in own}
         self._readers[number] = Reader(
-            reading, starts, num_workers=workers, timeout_s=self._settings.timeout_s
+            reading, starts, self._tallies[number], num_workers=workers, timeout_s=self._settings.timeout_s
         )
         self._taken[number] = 0
         self.exhausted[number] = False
@@ -224,9 +220,9 @@ class Intake:
         header["marks"] = sum(len(reader.marks) for reader in self._open_readers)
         for number, reader in enumerate(self._readers):
             header["exhausted"][0, number] = reader is None or reader.exhausted
-            header["bad"][0, number] = self._own_bad[number] + (0 if reader is None else len(reader.bad))
+            header["bad"][0, number] = self._tallies[number].bad
         for name in POLICIES:
-            header[name] = self._policies[name] + sum(reader.counts[name] for reader in self._open_readers)
+            header[name] = sum(tally.counts[name] for tally in self._tallies)
         return header
 
     def _count(self, headers: Table) -> None:
@@ -237,8 +233,7 @@ class Intake:
             self.counts[name] = int(headers[name].sum())
         for number, source in enumerate(self._sources):
             if source.max_errors is not None and bad[number] > source.max_errors:
-                reader = self._readers[number]
-                texts = self._wire.objects("; ".join(reader.bad[-3:]) if reader is not None else "")
+                texts = self._wire.objects("; ".join(self._tallies[number].last))
                 of = f" of {source.name!r}" if source.name else ""
                 raise ValueError(
                     f"{bad[number]} records{of} could not be used, more than max_errors={source.max_errors}. "
@@ -360,17 +355,30 @@ class _Rows(IterableDataset[Read]):
             yield from self._reading.rows(number, self._starts[number])
 
 
+@dataclass(slots=True)
+class Tally:
+    """What a rank has left out or changed of one source so far."""
+
+    bad: int = 0
+    last: deque[str] = field(default_factory=lambda: deque(maxlen=3))  # the places and faults of bad records
+    counts: Counter[str] = field(default_factory=Counter)  # by policy
+
+
 class Reader:
     """Reads the shards of a rank in order, in this process or in workers, and counts what is left out."""
 
     def __init__(
-        self, reading: Reading, starts: dict[int, int], *, num_workers: int = 0, timeout_s: float = 600.0
+        self,
+        reading: Reading,
+        starts: dict[int, int],
+        tally: Tally,
+        *,
+        num_workers: int = 0,
+        timeout_s: float = 600.0,
     ) -> None:
-        self._reading = reading
+        self._reading, self._tally = reading, tally
         self.exhausted = False
-        self.bad: list[str] = []
         self.marks: dict[int, list[Mark]] = {}  # that were met since they were asked for last
-        self.counts = dict.fromkeys(reading.sampler.counts, 0)
         rows = _Rows(reading, starts)
         self._rows: Iterator[Read]
         if num_workers and reading.own:
@@ -394,13 +402,13 @@ class Reader:
                 break
             if read.mark is not None:
                 self.marks.setdefault(read.shard, []).append(read.mark)
-            for name, more in read.counts.items():
-                self.counts[name] += more
+            self._tally.counts.update(read.counts)
             if read.bad is not None:
                 place = f"{self._reading.place(read)}: {read.bad}"
                 if self._reading.on_error == "raise":
                     raise ValueError(f"{place} To leave such records out, pass on_error='skip'.")
-                self.bad.append(place)
+                self._tally.bad += 1
+                self._tally.last.append(place)
             elif read.sample is not None:
                 taken.append(read)
         return taken
@@ -418,8 +426,8 @@ class Reader:
                     f"Shard {self._reading.shards[number].name} held {len(rows)} sequences when the "
                     f"checkpoint was written that it gives {len(reads)} of now. Restore it, or start over."
                 )
-            for name, more in ((name, more) for read in reads for name, more in read.counts.items()):
-                self.counts[name] += more
+            for read in reads:
+                self._tally.counts.update(read.counts)
             found += [replace(read, round=of) for read in reads if read.sample for of in rows[read.row]]
         return found
 
