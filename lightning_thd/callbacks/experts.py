@@ -28,11 +28,9 @@ _BIAS = "e_score_correction_bias"
 
 
 class ExpertChoices:
-    """Counts on the device how often real tokens choose each expert of each layer, by hooks of the routers.
+    """Counts on the device how often real tokens choose each expert of each layer, by hooks of routers."""
 
-    Only forward passes in training count. Compiled layers and CUDA graphs run no hooks, and count nothing.
-    ``last`` holds the choices ``[L, E]`` of the last interval, for a picture.
-    """
+    # Only forward passes in training count. Compiled layers and CUDA graphs run no hooks, and count nothing.
 
     def __init__(self, module: nn.Module, group: Any = None) -> None:
         kinds = tuple(kind for kind, _ in routers_of(module))
@@ -42,7 +40,7 @@ class ExpertChoices:
         self.group, self.device = group, next((p.device for p in module.parameters()), torch.device("cpu"))
         self._experts = max((int(router.num_experts) for _, router in known), default=0)  # type: ignore[arg-type]
         self._counts: Tensor | None = None
-        self.last: npt.NDArray[np.int64] | None = None
+        self.last: npt.NDArray[np.int64] | None = None  # choices ``[L, E]`` of the last interval
         self._handles = [
             router.register_forward_hook(only_looking(functools.partial(self._see, at)))
             for at, (_, router) in enumerate(known)

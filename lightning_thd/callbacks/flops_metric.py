@@ -47,11 +47,7 @@ class THDFlops(Metric):
         self.add_state("counts", torch.zeros(num_ints(model), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, stats: SeqStats) -> None:
-        """Count one microbatch, or the sum of several, given as ``SeqStats``.
-
-        Args:
-            stats: counted with ``model.windows``.
-        """
+        """Count one microbatch, or the sum of several, given as ``SeqStats`` with ``model.windows``."""
         count(self.model, stats, work=self.work)  # refuses stats of another model before they are mixed in
         self.counts += torch.tensor(to_ints(stats, self.model), dtype=torch.int64, device=self.counts.device)
 

@@ -63,16 +63,12 @@ class LowPrecision:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """The devices that a run is measured on: this rank's, and the number of ranks and devices of the job.
-
-    ``peak`` is the dense FLOP/s of this rank's device, None if unknown, and the bf16 peak with ``low``, the
-    share that runs in FP8 or FP4. ``group`` holds the ranks with different sequences; None is the world.
-    """
+    """The devices that a run is measured on: this rank's, and the number of ranks and devices of the job."""
 
     device: torch.device = _CPU
-    peak: float | None = None
-    low: LowPrecision | None = None
-    group: Any = None
+    peak: float | None = None  # dense FLOP/s of this rank's device, in bf16 where ``low`` is given
+    low: LowPrecision | None = None  # the share that runs in FP8 or FP4
+    group: Any = None  # the ranks with different sequences; None is the world
     ranks: int = 1
     devices: int = 1
 
@@ -88,14 +84,7 @@ class Hardware:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """The counts of all ranks between two reductions; what is left out of the rates is counted apart.
-
-    ``peak`` is the mean dense FLOP/s of a device, None when a rank does not know its own. ``heaviest`` is the
-    work of the most loaded rank and ``mean`` that of a mean rank, each summed over the steps. ``untold`` are
-    slots of rows whose padding nothing shows, counted as if they were full. ``padded_real`` and
-    ``padded_slots`` are those of the rows that show it. ``room`` is the capacity of the packs, and the slots
-    of padded rows.
-    """
+    """The counts of all ranks between two reductions; what is left out of the rates is counted apart."""
 
     measured: SeqStats
     microbatches: int
@@ -104,13 +93,13 @@ class Interval:
     left_out_microbatches: int
     left_out_flops: FlopsBreakdown | None
     seconds: float
-    peak: float | None
-    heaviest: float
-    mean: float
-    untold: int = 0
-    padded_real: int = 0
-    padded_slots: int = 0
-    room: int = 0
+    peak: float | None  # mean dense FLOP/s of a device, None when a rank does not know its own
+    heaviest: float  # work of the most loaded rank, summed over the steps
+    mean: float  # work of a mean rank, likewise
+    untold: int = 0  # slots of rows whose padding nothing shows, counted as if they were full
+    padded_real: int = 0  # real tokens of the rows that show it
+    padded_slots: int = 0  # slots of these rows
+    room: int = 0  # the capacity of the packs, and the slots of padded rows
 
     @property
     def everything(self) -> SeqStats:

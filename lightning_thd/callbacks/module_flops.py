@@ -191,10 +191,7 @@ class _Count:
 
 
 class _Calls:
-    """Counts the calls of a model by forward hooks, until ``stop``.
-
-    The calls of its first layer count if the model itself was never called, but something inside it was.
-    """
+    """Counts the calls of a model, or else those of its first layer, by forward hooks, until ``stop``."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

@@ -22,15 +22,11 @@ _LENGTHS = ("lengths", "seq_lengths", "length")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Padded rows of ``shape`` (B, N) whose real lengths are on the device, one of ``counts`` each.
+    """Padded rows whose real lengths are on the device."""
 
-    A first count of -1 means that nothing tells the lengths. ``by_length``: ``counts[n]`` is the number of
-    sequences of n tokens instead.
-    """
-
-    shape: tuple[int, int]
-    counts: Tensor
-    by_length: bool = False
+    shape: tuple[int, int]  # (B, N)
+    counts: Tensor  # the length of each row; a first one of -1 means that nothing tells the lengths
+    by_length: bool = False  # ``counts[n]`` is the number of sequences of n tokens instead
 
     def lengths(self, counts: np.ndarray[Any, Any]) -> tuple[int, ...] | Dense:
         """Return the lengths that the counts, now on the host, stand for."""
@@ -48,13 +44,9 @@ class Dense(tuple[int, ...]):
 
 
 class Shared(tuple[int, ...]):
-    """The lengths of sequences that share prefixes, in the order of their slots.
+    """The lengths of sequences that share prefixes, in the order of their slots."""
 
-    Attributes:
-        held: of each, its first tokens that one before it holds.
-    """
-
-    held: tuple[int, ...]
+    held: tuple[int, ...]  # of each, its first tokens that one before it holds
 
     @classmethod
     def of(cls, batch: SharedBatch) -> Shared:
@@ -138,10 +130,8 @@ def _tensors(members: Sequence[Any]) -> list[Seen]:
 
 
 def _hides_padding(mask: Tensor, ids: Tensor) -> Tensor:
-    """Return whether a tensor is a mask: zeros and ones, some in each row, that hide one and the same id.
-
-    Token types and labels lie in tuples too: what their zeros would hide are different tokens.
-    """
+    """Return whether a tensor is a mask: zeros and ones, some in each row, that hide one and the same id."""
+    # Token types and labels lie in tuples too: what their zeros would hide are different tokens.
     real = mask == 1
     largest = torch.iinfo(ids.dtype).max
     hidden_low, hidden_high = torch.where(real, largest, ids).amin(), torch.where(real, -1, ids).amax()

@@ -33,30 +33,23 @@ _LOST = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expected:
-    """What ``lightning-thd plan`` expects of training on a data set, from the packs of some steps.
+    """What ``lightning-thd plan`` expects of training on a data set, from the packs of some steps."""
 
-    ``steps`` are those of an epoch, ``lengths`` are shortest, median and longest, ``padded_fill`` is the fill
-    of padded batches, ``imbalance`` the slowest rank's work over the mean, ``tokens_per_s`` the speed of one
-    device at the assumed MFU, and ``documents`` those of the data set. ``patches`` are those of all images,
-    ``most_patches`` of one pack, and ``vision`` is the vision tower's share of the work. ``distinct`` are the
-    tokens that are computed if prefixes are shared, else ``tokens``.
-    """
-
-    steps: int
+    steps: int  # of an epoch
     packs: int
     sequences: int
     tokens: int
-    lengths: tuple[int, int, int]
+    lengths: tuple[int, int, int]  # shortest, median and longest
     fill: float
-    padded_fill: float
-    imbalance: float
-    tokens_per_s: float | None
+    padded_fill: float  # of padded batches
+    imbalance: float  # the slowest rank's work over the mean
+    tokens_per_s: float | None  # of one device at the assumed MFU
     lost: dict[str, int]
-    distinct: int
-    documents: int = 0
-    patches: int = 0
-    most_patches: int = 0
-    vision: float | None = None
+    distinct: int  # tokens that are computed if prefixes are shared, else ``tokens``
+    documents: int = 0  # of the data set
+    patches: int = 0  # of all images
+    most_patches: int = 0  # of one pack
+    vision: float | None = None  # the vision tower's share of the work
 
     def table(self) -> Table:
         """Build the table that ``lightning-thd plan`` prints."""
@@ -123,10 +116,7 @@ def plan(arguments: Sequence[str]) -> None:
 
 
 def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]], list[list[int]]]:
-    """Plan an epoch's first steps; return what to expect, and the lengths in each pack looked at.
-
-    The third value is, of each of these sequences, its first tokens that another one in the pack holds.
-    """
+    """Plan an epoch's first steps; return what to expect, each pack's lengths, and how many are shared."""
     model = None if given.model is None else FlopsModel.from_config(load_config(given.model))
     peak = _peak(given.device, given.mfu, model)
     cost = Cost() if model is None else Cost.from_flops(model, longest=given.capacity)
