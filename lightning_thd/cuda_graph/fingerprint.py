@@ -176,50 +176,45 @@ class Fingerprint:
 
     def change(self) -> str | None:
         """Return the first thing that has changed since the fingerprint was taken, or None."""
+        return next(self._changes(), None)
+
+    def _changes(self) -> Iterator[str]:
         for held, name, tensor, where, wanted in self._tensors:
             if held.get(name) is not tensor or _addresses(tensor) != where:
-                return f"{name} moved to other memory"
+                yield f"{name} moved to other memory"
             if tensor.requires_grad != wanted:
-                return f"{name}.requires_grad changed"
+                yield f"{name}.requires_grad changed"
         for child, kind in zip(self._children, self._kinds, strict=True):
             if type(child) is not kind:
-                return f"a {kind.__name__} became a {type(child).__name__}"
-        return self._changed_table() or self._changed_value() or self._changed_inside()
-
-    def _changed_table(self) -> str | None:
+                yield f"a {kind.__name__} became a {type(child).__name__}"
         sizes, members = self._members_now()  # without a loop in Python: this runs every step
         if sizes != self._members[0] or not all(map(is_, members, self._members[1])):
             for (held, text), before in zip(self._tables, self._working, strict=True):
-                found = _working(held)
-                if len(found) != len(before) or not all(map(is_, found, before)):
-                    return text
+                if not _are_same(is_, _working(held), before):
+                    yield text
             self._members = sizes, members  # hooks that only look have come or gone
-        return None
+        for space, size, absent, prefix in self._absent:
+            if len(space) != size and (new := [name for name in space if name in absent]):
+                yield f"the attribute {prefix}{new[0]}, which the step reads, is new"
+        if not all(map(is_, map(_get, self._spaces, self._keys), self._held)):
+            for space, name, value, text in self._values:
+                if not _is_same(space.get(name, ABSENT), value):
+                    yield text
+        for value_of, names, before, text in self._insides.values():
+            if not _are_same(_is_same, _flat(value_of(), names), before):
+                yield text
 
     def _members_now(self) -> tuple[list[int], list[Any]]:
         tables = [held for held, _ in self._tables]
         return [*map(len, tables)], [*chain.from_iterable(held.values() for held in tables)]
 
-    def _changed_value(self) -> str | None:
-        for held, size, absent, prefix in self._absent:
-            if len(held) != size and (new := [name for name in held if name in absent]):
-                return f"the attribute {prefix}{new[0]}, which the step reads, is new"
-        if not all(map(is_, map(_get, self._spaces, self._keys), self._held)):
-            for space, name, value, text in self._values:
-                if not _is_same(space.get(name, ABSENT), value):
-                    return text
-        return None
-
-    def _changed_inside(self) -> str | None:
-        for value_of, names, before, text in self._insides.values():
-            now = _flat(value_of(), names)
-            if len(now) != len(before) or not all(map(_is_same, now, before)):
-                return text
-        return None
-
 
 def _working(held: Mapping[Any, Any]) -> list[Any]:
     return [member for member in held.values() if not getattr(member, _LOOKS, False)]
+
+
+def _are_same(same: Callable[[Any, Any], bool], now: list[Any], before: list[Any]) -> bool:
+    return len(now) == len(before) and all(map(same, now, before))
 
 
 def _is_same(now: Any, before: Any) -> bool:

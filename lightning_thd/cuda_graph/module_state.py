@@ -55,8 +55,11 @@ def refuse_host_changes(module: nn.Module, before: dict[tuple[int, str], Any]) -
 @contextlib.contextmanager
 def restored(module: nn.Module) -> Iterator[None]:
     """Restore random states and the values of buffers when this context ends."""
-    held = [(child._buffers, name) for child in module.modules() for name in child._buffers]
-    buffers = [(owner, name, owner[name], _cloned(owner[name])) for owner, name in held]
+    buffers = [
+        (child._buffers, name, x, None if x is None else x.clone())
+        for child in module.modules()
+        for name, x in child._buffers.items()
+    ]
     devices = sorted({x.device.index or 0 for x in module.parameters() if x.is_cuda})
     with torch.random.fork_rng(devices=devices):
         try:
@@ -67,10 +70,6 @@ def restored(module: nn.Module) -> Iterator[None]:
                     owner[name] = buffer
                     if buffer is not None and value is not None:
                         buffer.copy_(value)
-
-
-def _cloned(buffer: Tensor | None) -> Tensor | None:
-    return None if buffer is None else buffer.clone()
 
 
 def refuse_sums_over_slots(module: nn.Module) -> None:
@@ -85,7 +84,11 @@ def refuse_sums_over_slots(module: nn.Module) -> None:
 
 def refuse_fp8(module: nn.Module) -> None:
     """Refuse Transformer Engine's low precision: warm-up on dummy tokens would enter its scaling history."""
-    layers = [child for child in module.modules() if _is_te(child)]
+    layers = [
+        child
+        for child in module.modules()
+        if "TransformerEngineBaseModule" in [cls.__name__ for cls in type(child).__mro__]
+    ]
     engines = [sys.modules.get(f"transformer_engine.pytorch.{name}") for name in ("quantization", "fp8")]
     states: list[Any] = [getattr(engine, "FP8GlobalStateManager", None) for engine in engines]
     about_to = bool(layers) and any(state is not None and state.is_fp8_enabled() for state in states)
@@ -99,10 +102,6 @@ def refuse_fp8(module: nn.Module) -> None:
             "the module, which warm-up on dummy tokens would change and a replay would not write. Train "
             "in bf16 to have graphs, or with FP8Precision('current'), whose scales have no history."
         )
-
-
-def _is_te(module: nn.Module) -> bool:
-    return any(cls.__name__ == "TransformerEngineBaseModule" for cls in type(module).__mro__)
 
 
 def sharded_by(module: nn.Module) -> str | None:
@@ -122,7 +121,8 @@ class RandomUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags and not _drops_nothing(func, args):
+        drops_nothing = func is torch.ops.aten.native_dropout.default and not (args[1] and args[2])
+        if torch.Tag.nondeterministic_seeded in func.tags and not drops_nothing:
             self.draws = True
         return func(*args, **(kwargs or {}))
 
@@ -133,10 +133,6 @@ class RandomUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "activation checkpointing saves random states (preserve_rng_state=True) in a step with "
                 "dropout, and a graph cannot restore them. Set dropout to 0, or switch checkpointing off."
             )
-
-
-def _drops_nothing(func: Any, args: tuple[Any, ...]) -> bool:
-    return func is torch.ops.aten.native_dropout.default and not (args[1] and args[2])
 
 
 @contextlib.contextmanager

@@ -84,8 +84,11 @@ class StaticShardLayout(ShardLayout):
     """
 
     def __init__(self, bucket: Bucket, cut: Cut, device: torch.device, asked: dict[Any, Any]) -> None:
+        # Filled with its longest sequences, for limits that kernels are built for.
+        whole, rest = divmod(bucket.slots, bucket.max_seqlen)
+        lengths = [bucket.max_seqlen] * whole + [rest] * bool(rest)
         super().__init__(
-            _longest_first(bucket),
+            lengths + [0] * (bucket.sequences - len(lengths)),
             cp=cut.cp,
             rank=cut.rank,
             group=cut.group,
@@ -114,7 +117,11 @@ class StaticShardLayout(ShardLayout):
         """Build the tensors that attention has asked other layouts of this bucket for."""
         self.cache.update(self._asked)
         if _CALL in self._asked:
-            self.cache[_CALL] = self._make_static_call()
+            restore = partition.restore_indices(self.padded_lengths, cp=self.cp, layout=self.layout)
+            tensors = self._call_of(np.asarray(self.padded_lengths, dtype=np.int64), restore)
+            index, cu_q, cu_kv = (x.to(self.device, non_blocking=True) for x in tensors)
+            longest = self._bucket.max_seqlen
+            self.cache[_CALL] = Call(index, cu_q, cu_kv, max(1, longest // (2 * self.cp)), longest)
 
     @property
     def fixed(self) -> bool:
@@ -164,22 +171,8 @@ class StaticShardLayout(ShardLayout):
             pairs += list(zip(call[:3], new, strict=True))
         return pairs
 
-    def _make_static_call(self) -> Call:
-        restore = partition.restore_indices(self.padded_lengths, cp=self.cp, layout=self.layout)
-        tensors = self._call_of(np.asarray(self.padded_lengths, dtype=np.int64), restore)
-        index, cu_q, cu_kv = (x.to(self.device, non_blocking=True) for x in tensors)
-        longest = self._bucket.max_seqlen
-        return Call(index, cu_q, cu_kv, max(1, longest // (2 * self.cp)), longest)
-
     def _call_of(self, padded_lengths: Ints, restore: Ints) -> tuple[Tensor, Tensor, Tensor]:
         plan = partition.plan_keys(padded_lengths.tolist(), cp=self.cp, rank=self.rank, layout=self.layout)
         spare = 2 * self._bucket.sequences - len(plan.q_lengths)  # two calls a sequence, none for empty ones
         q, kv = (np.pad(x, (0, spare)) for x in (plan.q_lengths, plan.kv_lengths))
         return torch.from_numpy(restore[plan.kv_slots]), offsets_of(q), offsets_of(kv)
-
-
-def _longest_first(bucket: Bucket) -> list[int]:
-    """Return lengths that fill a bucket with its longest sequences, for limits that kernels are built for."""
-    whole, rest = divmod(bucket.slots, bucket.max_seqlen)
-    lengths = [bucket.max_seqlen] * whole + [rest] * bool(rest)
-    return lengths + [0] * (bucket.sequences - len(lengths))
