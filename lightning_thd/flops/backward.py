@@ -225,70 +225,40 @@ def _backward(layer: Layer, weights: list[Weight], upstream: bool) -> tuple[Laye
     """Return a layer with its own backward, and whether the layers after it need input gradients."""
     first = min((weight.stage for weight in weights if weight.trained), default=float("inf"))
     runs = upstream or first < float("inf")
-    exact = _adds_up(layer, weights)
+    products = [term for term in layer.terms if _has_weight(term)]
+    own, adapters = ([w for w in weights if bool(w.adapter) is added] for added in (False, True))
+    # The matmul weights found in the module are those that the config implies.
+    exact = len({term.basis for term in products}) == 1 and (
+        sum(2 * weight.macs for weight in own) == sum(term.forward for term in products)
+    )
     terms = []
     for term in layer.terms:
+        inputs, learned = term.input_grad, term.weight_grad
         if term.kind == "router":
-            terms.append(_router(term, weights, upstream or first < 2))
-        elif _has_weight(term) and not exact:
-            terms.append(_scaled(term, weights, runs))
-        else:
-            terms.append(_plain(term, upstream or first < 1))
-    adapters = [weight for weight in weights if weight.adapter]
-    if any(weight.stage == 3 for weight in adapters):  # the layer now ends with the adapter's second matmul
-        terms = [replace(term, last=False) for term in terms]
+            inputs = inputs if upstream or first < 2 else 0
+            learned = learned if any(weight.router and weight.trained for weight in weights) else 0
+        elif _has_weight(term) and exact:  # counted by weight below
+            inputs = learned = 0
+        elif _has_weight(term):  # names are unknown: by the share of trained parameters
+            share = [(max(weight.macs, 1), weight.trained) for weight in weights]
+            inputs = inputs if runs else 0
+            learned = learned * sum(macs for macs, on in share if on) // sum(macs for macs, _ in share)
+        elif term.kind != "embedding":
+            inputs = inputs if upstream or first < 1 else 0
+        # A layer whose last product has an adapter ends with the adapter's second matmul.
+        last = term.last and all(weight.stage != 3 for weight in adapters)
+        terms.append(replace(term, input_grad=inputs, weight_grad=learned, last=last))
     terms += _adapter_terms(layer, adapters, upstream, first)
     if exact:
-        terms.append(_gradients(layer, [w for w in weights if not w.adapter], upstream, first))
+        reached = sum(2 * weight.macs for weight in own if upstream or first < weight.stage)
+        trained = sum(2 * weight.macs for weight in own if weight.trained)
+        grads = {"forward": 0, "input_grad": reached, "weight_grad": trained}
+        terms.append(replace(products[0], name="backward", last=False, **grads))
     return replace(layer, terms=tuple(terms), recomputable=layer.recomputable and runs), runs
 
 
 def _has_weight(term: Term) -> bool:
     return term.weight_grad > 0 and term.kind not in ("embedding", "router")
-
-
-def _adds_up(layer: Layer, weights: list[Weight]) -> bool:
-    """Return whether the matmul weights found in the module are those that the config implies."""
-    bases = {term.basis for term in layer.terms if _has_weight(term)}
-    if len(bases) != 1:
-        return False
-    here = sum(2 * weight.macs for weight in weights if not weight.adapter)
-    return here == sum(term.forward for term in layer.terms if _has_weight(term))
-
-
-def _plain(term: Term, input_grad: bool) -> Term:
-    """Return a term without its weights' gradients, which are counted apart, or without input gradient."""
-    if _has_weight(term):
-        return replace(term, input_grad=0, weight_grad=0)
-    return term if input_grad or term.kind == "embedding" else replace(term, input_grad=0)
-
-
-def _router(term: Term, weights: list[Weight], input_grad: bool) -> Term:
-    trained = any(weight.router and weight.trained for weight in weights)
-    return replace(
-        term,
-        input_grad=term.input_grad if input_grad else 0,
-        weight_grad=term.weight_grad if trained else 0,
-    )
-
-
-def _scaled(term: Term, weights: list[Weight], runs: bool) -> Term:
-    """Scale a term's weight gradient by the share of trained parameters, where names are unknown."""
-    total = sum(max(weight.macs, 1) for weight in weights)
-    trained = sum(max(weight.macs, 1) for weight in weights if weight.trained)
-    return replace(
-        term,
-        input_grad=term.input_grad if runs else 0,
-        weight_grad=term.weight_grad * trained // total,
-    )
-
-
-def _gradients(layer: Layer, weights: list[Weight], upstream: bool, first: float) -> Term:
-    """Return one term for the backward of all matmuls of a layer."""
-    trained = sum(2 * weight.macs for weight in weights if weight.trained)
-    reached = sum(2 * weight.macs for weight in weights if upstream or first < weight.stage)
-    model = next(term for term in layer.terms if _has_weight(term))
-    return replace(model, name="backward", forward=0, input_grad=reached, weight_grad=trained, last=False)
 
 
 def _adapter_terms(layer: Layer, adapters: list[Weight], upstream: bool, first: float) -> Iterator[Term]:
