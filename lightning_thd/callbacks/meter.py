@@ -82,16 +82,27 @@ class Hardware:
         return cls(device=device, peak=found, low=low, ranks=group_size(job.get("group")), **job)
 
 
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """The counts of some microbatches of all ranks, and their FLOPs, None if unknown."""
+
+    stats: SeqStats
+    microbatches: int
+    flops: FlopsBreakdown | None
+
+    def __add__(self, other: Counted) -> Counted:
+        if not other.microbatches:
+            return self
+        flops = None if self.flops is None or other.flops is None else self.flops + other.flops
+        return Counted(self.stats + other.stats, self.microbatches + other.microbatches, flops)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
     """The counts of all ranks between two reductions; what is left out of the rates is counted apart."""
 
-    measured: SeqStats
-    microbatches: int
-    flops: FlopsBreakdown | None
-    left_out: SeqStats
-    left_out_microbatches: int
-    left_out_flops: FlopsBreakdown | None
+    measured: Counted
+    left_out: Counted
     seconds: float
     peak: float | None  # mean dense FLOP/s of a device, None when a rank does not know its own
     heaviest: float  # work of the most loaded rank, summed over the steps
@@ -101,26 +112,10 @@ class Interval:
     padded_slots: int = 0  # slots of these rows
     room: int = 0  # the capacity of the packs, and the slots of padded rows
 
-    @property
-    def everything(self) -> SeqStats:
-        """Return the counts of the whole interval."""
-        return self.measured + self.left_out if self.left_out_microbatches else self.measured
-
-    @property
-    def all_flops(self) -> FlopsBreakdown | None:
-        """Return the FLOPs of the whole interval."""
-        found: FlopsBreakdown | None = _add(self.flops, self.left_out_flops)
-        return found
-
     def __add__(self, other: Interval) -> Interval:
-        sums: Any = {
-            each.name: _add(getattr(self, each.name), getattr(other, each.name)) for each in fields(self)
-        }
-        return Interval(**{**sums, "peak": other.peak})
-
-
-def _add(one: Any, other: Any) -> Any:
-    return None if one is None or other is None else one + other
+        names = [each.name for each in fields(self) if each.name != "peak"]
+        sums: Any = {name: getattr(self, name) + getattr(other, name) for name in names}
+        return Interval(**sums, peak=other.peak)
 
 
 class Meter:
@@ -201,14 +196,15 @@ class Meter:
         if hardware.ranks == 1:
             synchronize(hardware.device)  # with several ranks the read has waited already
         found = interval(rows, self.model, self.work, self._lap(whole=whole))
+        everything = found.measured + found.left_out
         self.totals["time"] += found.seconds
-        self.totals["batches"] += found.microbatches + found.left_out_microbatches
-        self.totals["samples"] += found.everything.sequences
-        self.totals["lengths"] += found.everything.slots
+        self.totals["batches"] += everything.microbatches
+        self.totals["samples"] += everything.stats.sequences
+        self.totals["lengths"] += everything.stats.slots
         self.untold = self.untold or found.untold > 0
         self.padded = [self.padded[0] + found.padded_real, self.padded[1] + found.padded_slots]
         self._interval = found if self._interval is None else self._interval + found
-        if (flops := found.all_flops) is not None:
+        if (flops := everything.flops) is not None:
             before = self._total_flops or dict.fromkeys(COLUMNS, 0.0)
             self._total_flops = {name: total + getattr(flops, name) for name, total in before.items()}
 
@@ -217,23 +213,23 @@ class Meter:
         self.reduce()
         loads = {} if self.experts is None else self.experts.close()
         found, self._interval = self._interval, None
-        if found is None or not found.microbatches + found.left_out_microbatches:
+        everything = None if found is None else found.measured + found.left_out
+        if found is None or everything is None or not everything.microbatches:
             return {}
-        metrics = packing(found.everything, found.all_flops)
+        metrics = packing(everything.stats, everything.flops)
         if found.room:
-            metrics["packing/fill"] = found.everything.real_tokens / found.room
+            metrics["packing/fill"] = everything.stats.real_tokens / found.room
         metrics["packing/imbalance"] = found.heaviest / found.mean if found.mean else 1.0
-        stats, flops, seconds, number = found.measured, found.flops, found.seconds, found.microbatches
-        if last and not self._rated and not number:
-            stats, flops, number = found.everything, found.all_flops, found.left_out_microbatches
-            seconds = self._left_out_seconds
+        rated, seconds = found.measured, found.seconds
+        if last and not self._rated and not rated.microbatches:
+            rated, seconds = everything, self._left_out_seconds
             self.totals["time"] += seconds
-        if number and seconds > 0:
+        if rated.microbatches and seconds > 0:
             peak, low = found.peak, self.hardware.low
-            if peak is not None and flops is not None and low is not None:
-                peak = low.peak(peak, flops)
-            devices = self.hardware.devices
-            metrics |= rates(stats, flops, seconds=seconds, microbatches=number, devices=devices, peak=peak)
+            if peak is not None and rated.flops is not None and low is not None:
+                peak = low.peak(peak, rated.flops)
+            job: Any = {"seconds": seconds, "devices": self.hardware.devices, "peak": peak}
+            metrics |= rates(rated.stats, rated.flops, microbatches=rated.microbatches, **job)
             self._rated = True
         if found.untold:
             for key in _OF_REAL_TOKENS:
@@ -325,12 +321,8 @@ def interval(rows: list[list[int]], model: FlopsModel | None, work: Work, second
     works = np.array([row[2 * counts + 8 :] for row in rows], dtype=np.int64).view(np.float64)
     measured, left_out = from_ints(totals[:counts], model), from_ints(totals[counts : 2 * counts], model)
     return Interval(
-        measured=measured,
-        microbatches=number,
-        flops=_flops(model, measured, work),
-        left_out=left_out,
-        left_out_microbatches=left_out_number,
-        left_out_flops=_flops(model, left_out, work),
+        measured=Counted(measured, number, _flops(model, measured, work)),
+        left_out=Counted(left_out, left_out_number, _flops(model, left_out, work)),
         seconds=_seconds_by_rate(rows, counts) or seconds,
         peak=sum(peaks) / len(rows) if all(peaks) else None,
         heaviest=float(works.max(axis=0).sum()),
