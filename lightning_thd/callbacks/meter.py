@@ -21,12 +21,12 @@ from torch import nn
 
 from lightning_thd.callbacks.experts import ExpertChoices
 from lightning_thd.callbacks.seen import Dense, Rows, Seen, Shared, microbatches, resolve
+from lightning_thd.data.trainer_link import recipe_of
 from lightning_thd.flops.model import COUNTS, FlopsModel, from_ints, num_ints
 from lightning_thd.flops.peaks import device_name, measure_flops, peak_flops, synchronize
 from lightning_thd.flops.rates import Work, count, packing, rates
 from lightning_thd.flops.terms import COLUMNS, FlopsBreakdown
 from lightning_thd.parallel.across_ranks import communication_device, gather_ints, group_size
-from lightning_thd.precision.convert import recipe_of
 from lightning_thd.precision.report import fp8_share
 from lightning_thd.stats import IntArray, SeqStats, Window, window_pairs
 

@@ -41,7 +41,7 @@ from lightning_thd.data.store.index import (
 from lightning_thd.data.trainer_link import Progress
 from lightning_thd.packing import PackPlanner, Spans, StepPlan
 from lightning_thd.packing.mixtures import MixturePlanner
-from lightning_thd.packing.sharing import SharedPlanner, SharedStepPlan, Sharing
+from lightning_thd.packing.sharing import SharedPlanner, SharedStepPlan
 from lightning_thd.parallel.context.shared_step import SharedStep, digest_of
 from lightning_thd.stats import Vision, Window
 
@@ -583,24 +583,14 @@ class Batches(TorchDataset[Batch]):
         known = plan.scales(run)
         assert known is not None, "a planner of training data knows its loss tokens"
         scales = (*known, plan.token_scale(run))
-        if isinstance(plan, SharedStepPlan):
-            assert isinstance(self._planner, SharedPlanner)
-            return _shared_step(plan, scales, self._maker, self._planner.sharing, self._rank)
         own = plan.microbatches(self._rank)
+        if isinstance(plan, SharedStepPlan):  # packs shared with other ranks are read whole
+            assert isinstance(self._planner, SharedPlanner)
+            degrees, batches = plan.degrees[self._rank].tolist(), []
+            for at, (spans, degree) in enumerate(zip(own, degrees, strict=True)):
+                maker = replace(self._maker, align=self._planner.sharing.align(degree))
+                batches.append(maker.batch(spans, tuple(scale / degree for scale in scales), at))
+            return SharedStep(batches, degrees, digest_of(plan.degrees))
         if self._kind == "step":
             return THDStep([self._maker.batch(spans, scales, at) for at, spans in enumerate(own)])
         return self._maker.batch(own[micro], scales, micro)
-
-
-def _shared_step(
-    plan: SharedStepPlan, scales: tuple[float, float, float], maker: BatchMaker, sharing: Sharing, rank: int
-) -> SharedStep:
-    """Read and collate one rank's packs of a step; packs shared with other ranks are read whole."""
-    degrees = plan.degrees[rank].tolist()
-    batches = [
-        replace(maker, align=sharing.align(degree)).batch(
-            spans, (scales[0] / degree, scales[1] / degree, scales[2] / degree), at
-        )
-        for at, (spans, degree) in enumerate(zip(plan.microbatches(rank), degrees, strict=True))
-    ]
-    return SharedStep(batches, degrees, digest_of(plan.degrees))

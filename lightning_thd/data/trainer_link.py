@@ -72,7 +72,7 @@ def alignment_of(strategy: Any, precision: Any, module: nn.Module | None = None)
     asked: Alignment | None = getattr(strategy, "alignment", None)
     rule = getattr(precision, "alignment", None)
     if not callable(rule):
-        rule = getattr(_recipe(module), "alignment", None)
+        rule = getattr(recipe_of(module), "alignment", None)
     if rule is None:
         return asked
     cp = getattr(strategy, "context_parallel_size", 1)
@@ -87,12 +87,12 @@ def alignment_of(strategy: Any, precision: Any, module: nn.Module | None = None)
 
 def model_alignment(module: nn.Module | None) -> Alignment | None:
     """Return the alignment that a model converted to FP8 needs, in a loop without a precision plugin."""
-    recipe = _recipe(module)
+    recipe = recipe_of(module)
     return None if recipe is None else cast("Alignment", recipe.alignment())
 
 
-def _recipe(module: nn.Module | None) -> Any | None:
-    """Return the FP8 recipe that a model was converted with, or None."""
+def recipe_of(module: nn.Module | None) -> Any | None:
+    """Return the FP8 recipe that a model, or a layer inside it, was converted with, or None."""
     for child in module.modules() if module is not None else ():
         if (recipe := child.__dict__.get("_thd_fp8")) is not None:
             return recipe
@@ -168,7 +168,7 @@ def check_trainer(trainer: L.Trainer | None, step: Packs | Sequences | None) -> 
             "See docs/reference/messages.md#steps."
         )
     host = host_of(trainer)
-    recipe = _recipe(host.model)
+    recipe = recipe_of(host.model)
     if recipe is not None and recipe.engine == "te" and not hasattr(trainer.precision_plugin, "recipe"):
         rank_zero_warn(
             "The model was converted to Transformer Engine's FP8, and this Trainer has no FP8Precision: its "

@@ -252,7 +252,7 @@ def _backward(layer: Layer, weights: list[Weight], upstream: bool) -> tuple[Laye
     if exact:
         reached = sum(2 * weight.macs for weight in own if upstream or first < weight.stage)
         trained = sum(2 * weight.macs for weight in own if weight.trained)
-        grads = {"forward": 0, "input_grad": reached, "weight_grad": trained}
+        grads: Any = {"forward": 0, "input_grad": reached, "weight_grad": trained}
         terms.append(replace(products[0], name="backward", last=False, **grads))
     return replace(layer, terms=tuple(terms), recomputable=layer.recomputable and runs), runs
 

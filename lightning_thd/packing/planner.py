@@ -415,7 +415,7 @@ class PackPlanner(Resumable):
             raise NoSuchStep(
                 f"Step {k!r} of epoch {epoch!r} was asked of epochs of {len(self)} steps. Both count from 0."
             )
-        if self._packs is not None and self.global_batch.n % dp:
+        if isinstance(self.global_batch, Packs) and self.global_batch.n % dp:
             raise ValueError(
                 f"{self.global_batch} cannot be shared by dp={dp} ranks, each with the same number of packs. "
                 f"Use Packs({-(-self.global_batch.n // dp) * dp}), or Sequences(n), which takes any number "

@@ -194,7 +194,7 @@ class PrefixPlanner(PackPlanner):
             firsts = self.groups.offsets[plan.spans.index]
             stops = self.groups.offsets[plan.spans.index + 1]
             return self._of_rows((epoch, k, dp), plan.offsets, firsts, stops, own_pack=plan.own_pack)
-        self._check_sequences(epoch, k, dp)
+        self._check_request(epoch, k, dp)
         firsts, stops = self._slice(epoch, k)
         before = np.concatenate([[0], np.cumsum(self._row_lengths - self.groups.shared)])
         shared = self.groups.shared[firsts]  # the first sequence of a cut group computes its prefix
@@ -212,13 +212,6 @@ class PrefixPlanner(PackPlanner):
 
     def _work(self, spans: Spans) -> npt.NDArray[np.float64]:
         return self._group_work[spans.index]
-
-    def _check_sequences(self, epoch: int, k: int, dp: int) -> None:
-        packs, self._packs = self._packs, None  # whose number need not divide among the ranks
-        try:
-            self._check_request(epoch, k, dp)
-        finally:
-            self._packs = packs
 
     def _slice(self, epoch: int, k: int) -> tuple[IntArray, IntArray]:
         """Return the ranges of rows, a group or a part of one each, that step k takes of an epoch's order."""

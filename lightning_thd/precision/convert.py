@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_thd._checks import instance, whole_number
+from lightning_thd.data.trainer_link import recipe_of
 from lightning_thd.flops.backward import checkpointing
 from lightning_thd.precision import engines
 from lightning_thd.precision.engines import is_converted
@@ -158,15 +159,6 @@ def in_low_precision(
             return loss_fn(called, batch)
 
     return run
-
-
-def recipe_of(model: nn.Module) -> Recipe | None:
-    """Return the recipe that a model, or a layer inside it, was converted with, or None."""
-    for child in model.modules():
-        if (found := child.__dict__.get(_MARK)) is not None:
-            recipe: Recipe = found
-            return recipe
-    return None
 
 
 def _reason(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.batch import THDStep
-from lightning_thd.data.trainer_link import alignment_of
+from lightning_thd.data.trainer_link import alignment_of, recipe_of
 from lightning_thd.flops.backward import checkpointing
 from lightning_thd.parallel.shard import THDShard
 from lightning_thd.precision import engines
@@ -27,7 +27,6 @@ from lightning_thd.precision.convert import (
     check_selection,
     check_strategy,
     check_weights,
-    recipe_of,
     replace_layers,
 )
 from lightning_thd.precision.engines import is_converted

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from lightning_thd._checks import instance
+from lightning_thd.data.trainer_link import recipe_of
 from lightning_thd.flops.backward import share_of_experts, weights_by_layer
 from lightning_thd.flops.model import FlopsModel
-from lightning_thd.precision.convert import product_reason, recipe_of
+from lightning_thd.precision.convert import product_reason
 from lightning_thd.precision.engines import is_converted
 
 

@@ -119,7 +119,9 @@ class Encoder:
         good: list[tuple[str | Line, str, Number | None]] = []
         for place, record in given:
             try:
-                good.append((place, self._text(record), _label_of(record)))
+                if isinstance(record, Bad):
+                    raise ValueError(record.reason)
+                good.append((place, text_of(record, self.text_key), _label_of(record)))
             except ValueError as err:
                 self._leave_out(place, err, skipped)
         try:
@@ -133,11 +135,6 @@ class Encoder:
                 except Exception as err:
                     self._leave_out(place, err, skipped)
             return rows
-
-    def _text(self, record: Record) -> str:
-        if isinstance(record, Bad):
-            raise ValueError(record.reason)
-        return text_of(record, self.text_key)
 
     def _batch(self, texts: list[str]) -> list[Ids]:
         if not is_hugging_face(self.tokenizer):

@@ -250,9 +250,19 @@ def _local(name: str, cache_dir: str | Path | None) -> SourceFile:
         )
     path = Path(name)
     if "://" in name:
-        filesystem, inside = require("fsspec", feature=f"reading {name}").core.url_to_fs(name)
-        key = {"address": name, "info": filesystem.info(inside)}
-        path = _kept(key, name, cache_dir, lambda out: _fetch(name, out))
+        fsspec = require("fsspec", feature=f"reading {name}")
+        filesystem, inside = fsspec.core.url_to_fs(name)
+
+        def fetch(out: BinaryIO) -> None:
+            try:
+                with fsspec.open(name, "rb") as file:
+                    shutil.copyfileobj(file, out, 1 << 22)
+            except OSError as err:
+                raise ValueError(
+                    f"{name} cannot be read ({err}). Check the address and the credentials."
+                ) from err
+
+        path = _kept({"address": name, "info": filesystem.info(inside)}, name, cache_dir, fetch)
     content = content_of(path)
     if path.suffix.lower() in PACKED:
         packed = path
@@ -276,15 +286,6 @@ def _kept(
     if not place.is_file():
         build_once(place.parent, build)
     return place
-
-
-def _fetch(address: str, out: BinaryIO) -> None:
-    fsspec = require("fsspec", feature=f"reading {address}")
-    try:
-        with fsspec.open(address, "rb") as file:
-            shutil.copyfileobj(file, out, 1 << 22)
-    except OSError as err:
-        raise ValueError(f"{address} cannot be read ({err}). Check the address and the credentials.") from err
 
 
 def _unpack(path: Path, name: str, out: BinaryIO) -> None:

@@ -40,7 +40,11 @@ def read_config(
             f"FlopsModel.register({sizes.model_type!r}, builder), or count with FlopsModel.from_module. "
             f"Known: {', '.join(sorted({*_FAMILIES, *_REGISTERED}))}."
         )
-    _refuse_unknown_masks(text)
+    if text.get("use_bidirectional_attention") in (True, "all"):  # windows cut on both sides
+        raise ValueError(
+            f"model_type={text.model_type!r} with use_bidirectional_attention sees both ways, for which no "
+            f"FLOP count is known. Register one: FlopsModel.register({text.model_type!r}, builder)."
+        )
     table = text.size("vocab_size") * text.token_width
     embedding = lone("embed_tokens", matmul("embedding", table, kind="embedding"))
     layers = [embedding, *read(text), lone("lm_head", matmul("logits", table, kind="logits"))]
@@ -55,15 +59,6 @@ def register(model_type: str, builder: Callable[[Any], Sequence[Layer]]) -> None
             f"register({model_type!r}, {builder!r}) wants a model_type and a function from config to layers."
         )
     _REGISTERED[model_type] = builder
-
-
-def _refuse_unknown_masks(sizes: Sizes) -> None:
-    """Refuse configs that make a causal family see both ways, through windows cut on both sides."""
-    if sizes.get("use_bidirectional_attention") in (True, "all"):
-        raise ValueError(
-            f"model_type={sizes.model_type!r} with use_bidirectional_attention sees both ways, for which no "
-            f"FLOP count is known. Register one: FlopsModel.register({sizes.model_type!r}, builder)."
-        )
 
 
 _REGISTERED: dict[str, Callable[[Any], Sequence[Layer]]] = {}
