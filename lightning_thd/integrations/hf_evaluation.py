@@ -151,23 +151,24 @@ class Rows:
 
     def __init__(self, preprocess: Preprocess | None, *, inputs: bool) -> None:
         self._preprocess, self._inputs = preprocess, inputs
-        self._per_token: Any = None  # whether parts of the predictions are, since the first pack
         self._rows: list[tuple[int, Any, Any, Any]] = []
 
     def add(self, model: nn.Module, batch: THDBatch) -> None:
-        """Run the model on a pack and store the results of its sequences in CPU memory."""
-        logits = _rows(batch, model(**batch.hf_kwargs()).logits[0])
-        labels = torch.full_like(_rows(batch, batch.targets), _PAD)
-        labels[:, 1:] = _rows(batch, batch.targets)[:, :-1]  # nothing predicts a first token
-        kept = logits
-        if self._preprocess is not None:
-            kept = self._preprocess(logits, labels)
-            if self._per_token is None:
-                wider = self._preprocess(*(_one_more(values) for values in (logits, labels)))
-                self._per_token = _grown(kept, wider)
-        ids = _rows(batch, batch.input_ids) if self._inputs else None
-        columns = [_split(kept, batch, self._per_token), *(_split(x, batch) for x in (labels, ids))]
-        self._rows.extend(zip(batch.sequence_ids, *columns, strict=True))
+        """Run the model on a pack and store the results of its sequences, each alone, in CPU memory."""
+        of_pack = (model(**batch.hf_kwargs()).logits[0], batch.targets, batch.input_ids)
+        columns = zip(batch.sequence_ids, *map(batch.unpack, of_pack), strict=True)
+        for number, logits, targets, ids in columns:
+            labels = torch.nn.functional.pad(
+                targets[:-1], (1, 0), value=_PAD
+            )  # nothing predicts a first token
+            kept = logits[None] if self._preprocess is None else self._preprocess(logits[None], labels[None])
+            row = (
+                number,
+                _on_host(kept),
+                _on_host(labels[None]),
+                _on_host(ids[None]) if self._inputs else None,
+            )
+            self._rows.append(row)
 
     def gather(self) -> tuple[Any, Any, Any]:
         """Return predictions, labels and inputs ``[S, N, ...]`` of all ranks as arrays, padded with -100."""
@@ -181,34 +182,12 @@ class Rows:
         return _stack(predictions), _stack(labels), _stack(inputs) if self._inputs else None
 
 
-def _rows(batch: THDBatch, values: Tensor) -> Tensor:
-    return nn.utils.rnn.pad_sequence(batch.unpack(values), batch_first=True, padding_value=_PAD)
-
-
-def _one_more(values: Tensor) -> Tensor:
-    """Pad rows ``[S, N, ...]`` by another column."""
-    return torch.cat([values, torch.full_like(values[:, :1], _PAD)], dim=1)
-
-
-def _grown(column: Any, wider: Any) -> Any:
-    """Return whether values that were made of one column more have one more: a value for every token."""
-    if isinstance(column, tuple | list):
-        return [_grown(*parts) for parts in zip(column, wider, strict=True)]
-    return column.ndim > 1 and wider.shape[1] == column.shape[1] + 1
-
-
-def _split(column: Any, batch: THDBatch, per_token: Any = None) -> list[Any]:
-    """Split a pack's values into one array a sequence; those of each token (also None) lose their padding."""
-    if column is None:
-        return [None] * len(batch.lengths)
-    if isinstance(column, tuple | list):
-        flags = per_token or [None] * len(column)
-        parts = (_split(part, batch, of_token) for part, of_token in zip(column, flags, strict=True))
-        return list(zip(*parts, strict=True))
-    rows = column.detach().cpu()
-    rows = rows.float() if rows.dtype == torch.bfloat16 else rows
-    each = batch.lengths if per_token is not False else [None] * len(batch.lengths)
-    return [row[:length].numpy() for row, length in zip(rows, each, strict=True)]
+def _on_host(values: Any) -> Any:
+    """Return the only row of a tensor, or of each tensor of a tuple, as an array."""
+    if isinstance(values, tuple | list):
+        return tuple(map(_on_host, values))
+    row = values[0].detach().cpu()
+    return (row.float() if row.dtype == torch.bfloat16 else row).numpy()
 
 
 def _stack(rows: list[Any]) -> Any:
