@@ -58,11 +58,18 @@ class Expected:
             ("packs looked at", f"{self.packs:,}"),
             ("sequences in them", f"{self.sequences:,}"),
             ("tokens in them", f"{self.tokens:,}"),
-            *self._shared(),
+        ]
+        if self.distinct != self.tokens:
+            distinct = f"{self.distinct:,} ({self.distinct / self.tokens:.1%})"
+            rows.append(("distinct tokens, computed", distinct))
+        saved = "-"
+        if self.tokens:
+            saved = f"{1 - self.padded_fill * self.distinct / (self.fill * self.tokens):.1%}"
+        rows += [
             ("shortest / median / longest", " / ".join(f"{n:,}" for n in self.lengths)),
             ("fill of packs", f"{self.fill:.1%}"),
             ("fill of padded batches of 8", f"{self.padded_fill:.1%}"),
-            ("slots saved by packing", self._saved()),
+            ("slots saved by packing", saved),
             ("slowest rank / mean work", f"{self.imbalance:.3f}"),
         ]
         if self.patches:
@@ -73,17 +80,6 @@ class Expected:
             rows.append(("tokens/s of one device", f"{self.tokens_per_s:,.0f}"))
         rows += [(_LOST.get(name, name.replace("_", " ")), f"{n:,}") for name, n in self.lost.items() if n]
         return Table(columns=("", ""), rows=rows)
-
-    def _shared(self) -> list[tuple[str, str]]:
-        if self.distinct == self.tokens:
-            return []
-        return [("distinct tokens, computed", f"{self.distinct:,} ({self.distinct / self.tokens:.1%})")]
-
-    def _saved(self) -> str:
-        """Return the share of padded slots that packs do without."""
-        if not self.tokens:
-            return "-"
-        return f"{1 - self.padded_fill * self.distinct / (self.fill * self.tokens):.1%}"
 
 
 def plan(arguments: Sequence[str]) -> None:

@@ -39,10 +39,12 @@ _PRODUCTS = (  # operators of aten that have no formula
 def formulas() -> dict[Any, Any]:
     """Return FLOP formulas for ``FlopCounterMode`` of the operators that exist in this process."""
     aten: Any = torch.ops.aten
+    forward: Any = sdpa_flop_count
+    backward: Any = sdpa_backward_flop_count
     found = {
         aten._grouped_mm: _grouped,
-        aten._scaled_dot_product_flash_attention_for_cpu: _flash_cpu,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_cpu_backward,
+        aten._scaled_dot_product_flash_attention_for_cpu: lambda *qkv, **_: forward(*qkv[:3]),
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda *of, **_: backward(*of[:4]),
         **dict.fromkeys((aten.mv, aten.dot, aten.vdot), lambda a, b, **_: 2 * int(prod(a))),
         aten.addmv: lambda c, a, b, **_: 2 * int(prod(a)),
     }
@@ -71,16 +73,6 @@ def _grouped(a: _Shape, b: _Shape, *_: Any, out_shape: Any = None, **__: Any) ->
     """Return the FLOPs of a grouped matmul, in which every row meets one matrix."""
     batch = a[0] if len(a) == 3 and len(b) == 3 else 1
     return 2 * int(batch * a[-2] * a[-1] * b[-1])
-
-
-def _flash_cpu(query: _Shape, key: _Shape, value: _Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
-
-
-def _flash_cpu_backward(
-    grad: _Shape, query: _Shape, key: _Shape, value: _Shape, *_: Any, out_shape: Any = None, **__: Any
-) -> int:
-    return int(sdpa_backward_flop_count(grad, query, key, value))  # type: ignore[no-untyped-call]
 
 
 def _varlen_cpu(q: Any, k: Any, v: Any, cu_q: Any, cu_kv: Any, *rest: Any, out_val: Any = None) -> int:

@@ -208,17 +208,12 @@ def _attention(model: nn.Module, name: str) -> Generator[None]:
             f"{type(model).__name__} was called on padded rows for something else than log-probabilities, "
             "with gradients and gradient checkpointing. Call it under torch.no_grad()."
         )
-    configs = {id(config): config for module in model.modules() for config in _configs(module)}
-    chosen = [config for config in configs.values() if config._attn_implementation == NAME]
-    for config in chosen:
+    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    chosen = [config for config in configs if getattr(config, "_attn_implementation", None) == NAME]
+    for config in chosen:  # several modules may share one
         config._attn_implementation_internal = name  # the public name would switch towers too
     try:
         yield
     finally:
         for config in chosen:
             config._attn_implementation_internal = NAME
-
-
-def _configs(module: nn.Module) -> list[Any]:
-    config: Any = getattr(module, "config", None)
-    return [config] if hasattr(config, "_attn_implementation") else []

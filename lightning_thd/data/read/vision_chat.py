@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_thd._checks import refuse_missing
@@ -149,11 +148,7 @@ class VisionChat:
                 f"the image processor made grids {seen['image_grid_thw'].tolist()}, and {grids} were counted "
                 "from the sizes of the images. Use a processor whose images are resized by smart_resize."
             )
-        return found | {"pixel_values": _as_tensor(seen["pixel_values"])}
-
-
-def _as_tensor(value: Any) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
+        return found | {"pixel_values": torch.as_tensor(np.asarray(seen["pixel_values"]))}
 
 
 def image_positions(
