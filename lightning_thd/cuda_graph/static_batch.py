@@ -57,6 +57,7 @@ class StaticBatch(THDBatch):
     __slots__ = ()
 
     max_targets = None  # changes from batch to batch
+    _kept: tuple[str, ...] = (*_FIELDS, "max_seqlen", "loss_scale", "extras", "weights")
 
     @classmethod
     def build(cls, *, max_seqlen: int, loss_scale: Tensor, **fields: Any) -> StaticBatch:
@@ -78,16 +79,11 @@ class StaticBatch(THDBatch):
 
     def replace(self, **changes: object) -> Any:
         """Return a copy with some tensors changed."""
-        names = (*_FIELDS, "max_seqlen", "loss_scale", "extras", "weights", *self._further)
         copy = object.__new__(type(self))
-        copy._set(**{name: getattr(self, name) for name in names})
+        copy._set(**{name: getattr(self, name) for name in self._kept})
         changes.pop("max_targets", None)  # None for all static batches
         copy._set(**changes)
         return copy
-
-    @property
-    def _further(self) -> tuple[str, ...]:
-        return ()
 
     def _real_offsets(self) -> Tensor | None:
         """Return the offsets buffer, since padding of sequences changes from replay to replay."""
@@ -106,9 +102,7 @@ class StaticShard(StaticBatch, THDShard):
 
     __slots__ = ()
 
-    @property
-    def _further(self) -> tuple[str, ...]:
-        return ("layout",)
+    _kept = (*StaticBatch._kept, "layout")
 
 
 class StaticInputs:
