@@ -224,10 +224,9 @@ def tower(config: Sizes) -> tuple[list[Layer], int, int | None]:
     channels = sizes.size("in_channels", "in_chans", default=3)
     embed = matmul("patch_embed", channels * patch * hidden, kind="vision", basis="patch")
     layers = [lone("visual.patch_embed", replace(embed, input_grad=0))]  # pixels take no gradient
-    heads, gated, whole = sizes.size("num_heads"), config.model_type == "qwen2_5_vl", sizes.size("depth")
-    older = config.model_type == "qwen2_vl"
+    heads, gated = sizes.size("num_heads"), config.model_type == "qwen2_5_vl"
     inner = int(hidden * sizes.get("mlp_ratio", default=4)) if older else sizes.size("intermediate_size")
-    for index in range(whole):
+    for index in range(sizes.size("depth")):
         window = None
         if gated and index not in sizes.get("fullatt_block_indexes", default=()):
             window = sizes.size("window_size") // sizes.size("patch_size")
