@@ -46,7 +46,7 @@ class Dense(tuple[int, ...]):
 class Shared(tuple[int, ...]):
     """The lengths of sequences that share prefixes, in the order of their slots."""
 
-    held: tuple[int, ...]  # of each, its first tokens that one before it holds
+    held: tuple[int, ...]  # the first tokens of each that one before it holds
 
     @classmethod
     def of(cls, batch: SharedBatch) -> Shared:

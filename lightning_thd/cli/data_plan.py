@@ -35,20 +35,20 @@ _LOST = {
 class Expected:
     """What ``lightning-thd plan`` expects of training on a data set, from the packs of some steps."""
 
-    steps: int  # of an epoch
+    steps: int  # steps of an epoch
     packs: int
     sequences: int
     tokens: int
     lengths: tuple[int, int, int]  # shortest, median and longest
     fill: float
-    padded_fill: float  # of padded batches
+    padded_fill: float  # fill of padded batches
     imbalance: float  # the slowest rank's work over the mean
-    tokens_per_s: float | None  # of one device at the assumed MFU
+    tokens_per_s: float | None  # speed of one device at the assumed MFU
     lost: dict[str, int]
     distinct: int  # tokens that are computed if prefixes are shared, else ``tokens``
-    documents: int = 0  # of the data set
-    patches: int = 0  # of all images
-    most_patches: int = 0  # of one pack
+    documents: int = 0  # documents of the data set
+    patches: int = 0  # patches of all images
+    most_patches: int = 0  # patches of one pack
     vision: float | None = None  # the vision tower's share of the work
 
     def table(self) -> Table:

@@ -33,13 +33,13 @@ Recompute: TypeAlias = Literal["none", "full", "early_stop", "selective"]
 class Term:
     """FLOPs per unit of one count."""
 
-    name: str  # of the part, for the table
+    name: str  # the part's name in the table
     kind: Kind  # the column of the breakdown that it belongs to
     basis: Basis  # the count it multiplies
     forward: int  # FLOPs per unit in the forward pass
     input_grad: int  # FLOPs per unit of the gradient with respect to the activations
     weight_grad: int  # FLOPs per unit of the gradient with respect to the weights
-    window: Window | None = None  # of the layer; for ``basis="patch_window_pair"`` its edge in patches
+    window: Window | None = None  # the layer's; for ``basis="patch_window_pair"`` its edge in patches
     last: bool = False  # nothing of the layer runs after it, so torch's checkpointing need not run it again
     again: int | None = None  # FLOPs per unit that a checkpointed layer runs again; None for the forward's
 

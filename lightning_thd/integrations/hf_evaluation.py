@@ -154,7 +154,7 @@ class Rows:
         self._rows: list[tuple[int, Any, Any, Any]] = []
 
     def add(self, model: nn.Module, batch: THDBatch) -> None:
-        """Run the model on a pack and store the results of its sequences, each alone, in CPU memory."""
+        """Run the model on a pack and store the results of each sequence by itself in CPU memory."""
         of_pack = (model(**batch.hf_kwargs()).logits[0], batch.targets, batch.input_ids)
         columns = zip(batch.sequence_ids, *map(batch.unpack, of_pack), strict=True)
         for number, logits, targets, ids in columns:

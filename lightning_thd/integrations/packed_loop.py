@@ -75,7 +75,7 @@ class Shared:
 def share_packs(
     model: nn.Module,
     *,
-    data: tuple[int, int, dist.ProcessGroup | None],  # of ``data_rank``
+    data: tuple[int, int, dist.ProcessGroup | None],  # what ``data_rank`` returns
     device: torch.device,
     size: int,
     layout: Layout,
@@ -126,7 +126,7 @@ class Engine:
     no_sync: Callable[[nn.Module], AbstractContextManager[Any]]  # leaves gradients to this rank
     log: Callable[[dict[str, float], int], None]
     device: torch.device
-    devices: int  # of the job
+    devices: int  # devices of the whole job
     shared: Shared
     precision: str  # under Lightning's name, such as "bf16-mixed"
 

@@ -109,7 +109,7 @@ def balanced_bins(
     slots: Slots,
     *,
     dp: int,
-    num_microbatches: int | None = None,  # of each rank; None takes the fewest that best fit needs
+    num_microbatches: int | None = None,  # None takes the fewest that best fit needs
     given: Packing | None = None,  # packs that are known to be few enough, to fall back to
     patches: IntArray | None = None,
 ) -> tuple[IntArray, IntArray]:

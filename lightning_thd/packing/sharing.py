@@ -70,7 +70,7 @@ class SharedPlanner(PackPlanner):
     def __init__(
         self,
         lengths: Lengths,
-        capacity: int,  # of one rank
+        capacity: int,  # slots of one rank
         *,
         global_batch: Packs | Sequences,
         sharing: Sharing,

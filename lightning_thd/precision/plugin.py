@@ -70,7 +70,7 @@ class FP8Precision(Precision):
         self.convert = convert
         self.min_features = min_features
         self.converted: Converted | None = None
-        self._rules: Alignment | None = self.alignment()  # of packs
+        self._rules: Alignment | None = self.alignment()  # what packs must be multiples of
         self._group: Any = None  # the ranks that share statistics
         self._device_type = "cuda"
         self._recomputes = False

@@ -45,8 +45,8 @@ def test_an_interval_is_the_sum_of_its_microbatches(
         rows.append(meter.flush())
     found = interval(rows, MODEL, work, 1.0)
     expected = [SeqStats.from_lengths(lengths, windows=MODEL.windows) for lengths in batches]
-    assert found.measured == sum(expected * 3, start=SeqStats())
-    assert found.microbatches == 3 * len(batches)
+    assert found.measured.stats == sum(expected * 3, start=SeqStats())
+    assert found.measured.microbatches == 3 * len(batches)
     assert found.peak == 2.5
     costs = [MODEL.training_flops(stats).hardware for stats in expected]
     if work == "forward":
@@ -92,7 +92,7 @@ def test_a_rank_that_left_steps_out_lends_its_own_rate() -> None:
                 meter.leave_out()
         rows.append(meter.flush())
     found = interval(rows, None, "training", 1.0)
-    assert found.measured.real_tokens / found.seconds == pytest.approx(16)
+    assert found.measured.stats.real_tokens / found.seconds == pytest.approx(16)
 
 
 def test_what_batches_tell() -> None:

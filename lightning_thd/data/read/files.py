@@ -60,9 +60,9 @@ Paths = str | Path | Sequence[str | Path]
 class SourceFile:
     """A file on this machine."""
 
-    path: Path  # of the unpacked content
+    path: Path  # where the unpacked content is
     name: str  # the user's name for it
-    suffix: str  # of the content in lower case, ``.jsonl`` for ``a.JSONL.gz``
+    suffix: str  # the content's, in lower case, ``.jsonl`` for ``a.JSONL.gz``
     content: str  # a hash
 
 

@@ -83,7 +83,7 @@ class Intake:
         self.exhausted = np.zeros((len(sources), wire.ranks), bool)
         self.marks: dict[int, list[Mark]] = {}  # the states of shards that have one, in order
         self.counts = dict.fromkeys(("bad", "tail_dropped", *POLICIES), 0)
-        self._tallies = [Tally() for _ in sources]  # of this rank
+        self._tallies = [Tally() for _ in sources]  # this rank's
         self._readers: list[Reader | None] = [None] * len(sources)
         self._taken = [0] * len(sources)  # by this rank in the present round
         self._header = header_type(len(sources))
