@@ -231,10 +231,7 @@ class GraphedStep:
             for step in self._graphs.values():
                 prove(subject, step, example)
         except Exception as error:  # whatever stops a capture, training goes on
-            found = as_capture_error(error)
-            return CaptureError(
-                found.message, found.where
-            )  # without a traceback, which keeps the batch alive
+            return _without_traceback(error)
         return None
 
     def _find_slower(self, example: Example, *, together: bool) -> None:
@@ -310,6 +307,12 @@ def _compare(subject: Subject, step: CapturedStep, example: Example) -> tuple[fl
         eager_s = backend.time_s(lambda: both_ways(subject(batch, *example.rest)))
         replay_s = None if eager_s is None else backend.time_s(lambda: both_ways(step.run(batch)))
     return None if eager_s is None or replay_s is None else (eager_s, replay_s)
+
+
+def _without_traceback(error: Exception) -> CaptureError:
+    """Return the error without its traceback, which would keep the batch alive."""
+    found = as_capture_error(error)  # in a frame that the traceback does not hold
+    return CaptureError(found.message, found.where)
 
 
 def _modes(example: Example) -> tuple[Any, ...]:
