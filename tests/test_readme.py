@@ -83,7 +83,8 @@ def run_block(block: str, folder: str) -> list[str]:
     os.chdir(folder)
     names = _names()
     before = set(names)
-    exec(compile(block, "README.md", "exec"), names)  # it is ours
+    fewer = block.replace("Sequences(512)", "Sequences(32)")
+    exec(compile(fewer, "README.md", "exec"), names)  # it is ours
     trainer = names.get("trainer")
     if trainer is not None and trainer.global_step == 0:
         trainer.fit(names["module"], names["THDDataModule"](names["dataset"][:60], capacity=64))

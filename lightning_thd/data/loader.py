@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import islice
 from queue import SimpleQueue
 from threading import Thread
@@ -526,14 +526,11 @@ class PlannedSteps:
         """Yield the keys of the batches of an epoch, from a position on."""
         stop = self.length(at.epoch)
         stop = stop if limit is None else min(stop, limit)
-        epoch = 0 if self.fixed_order else at.epoch
-        for batch in range(at.step * self.per_step, stop):
-            step, micro = divmod(batch, self.per_step)
-            yield epoch, step, micro, min(self.per_step, stop - step * self.per_step)
+        return _keys(0 if self.fixed_order else at.epoch, at.step, stop, self.per_step)
 
     def steps(self, at: Position, limit: int | None) -> Iterator[Made]:
         """Make the steps of an epoch; the batches of one are read when they are asked for."""
-        self._keys.left = partial(self.keys, at, limit)
+        self._keys.left = self.keys(at, limit)
         batches, count = iter(self.loader), self._num_steps(at.epoch)
         stop = count if limit is None else min(count, -(-limit // self.per_step))
         for step in range(at.step, stop):
@@ -556,14 +553,24 @@ class PlannedSteps:
         return Position(epoch=epoch, step=step, ended=bool(state.get("ended")))
 
 
+def _keys(epoch: int, first: int, stop: int, per_step: int) -> Iterator[Key]:
+    """Yield the keys of an epoch's batches from a step on.
+
+    It holds no loader: workers of a loader that is part of a cycle take ten seconds to end.
+    """
+    for batch in range(first * per_step, stop):
+        step, micro = divmod(batch, per_step)
+        yield epoch, step, micro, min(per_step, stop - step * per_step)
+
+
 class _Keys(Sampler[Key]):
     """Gives a DataLoader the keys of the batches that are left of an epoch."""
 
     def __init__(self) -> None:
-        self.left: Callable[[], Iterator[Key]] = partial(iter, ())
+        self.left: Iterator[Key] = iter(())
 
     def __iter__(self) -> Iterator[Key]:
-        return self.left()
+        return self.left
 
 
 class Batches(TorchDataset[Batch]):

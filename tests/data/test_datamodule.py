@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def test_an_epoch_uses_every_sequence_once_and_the_next_one_in_another_order() -
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_loaders_work_without_a_trainer(num_workers: int) -> None:
-    samples = sequences(60, labels=True)
+    samples, before = sequences(60, labels=True), set(mp.active_children())
     data = THDDataModule(samples, capacity=CAPACITY, num_workers=num_workers, seed=3)
     data.setup("fit")
     loader = data.train_dataloader()
@@ -44,6 +45,8 @@ def test_loaders_work_without_a_trainer(num_workers: int) -> None:
         assert isinstance(batch, THDBatch)
         for i, ids in zip(batch.sequence_ids, batch.unpack(batch.input_ids), strict=True):
             assert ids.tolist() == samples[i]["input_ids"].tolist()
+    del loader, data
+    assert set(mp.active_children()) <= before  # workers end with their loader, not when garbage is collected
     again = THDDataModule(samples, capacity=CAPACITY, seed=3)
     again.setup("fit")
     assert [b.sequence_ids for b in again.train_dataloader() if isinstance(b, THDBatch)] == [

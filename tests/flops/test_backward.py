@@ -76,8 +76,8 @@ CHANGES: dict[str, Change] = {
 }
 _SLOW = ("qwen3", "gemma", "phi3", "qwen2_moe", "glm4_moe", "glm4", "seed_oss", "gpt_neox", "falcon")
 FAMILIES = (
-    *("llama", "deepseek_v3", "mixtral"),
-    *(pytest.param(family, marks=pytest.mark.slow) for family in ("gpt2", "olmo2", *_SLOW[:5])),
+    *("llama", "deepseek_v3"),
+    *(pytest.param(family, marks=pytest.mark.slow) for family in ("mixtral", "gpt2", "olmo2", *_SLOW[:5])),
 )
 
 

@@ -196,7 +196,7 @@ def test_losses_metrics_and_weights_are_those_of_padded_rows(kinds: list[str], t
 @pytest.mark.parametrize(
     ("kinds", "options"),
     [
-        (["dpo", "reward"], {"exact": True}),
+        (["dpo"], {"exact": True}),
         *(
             pytest.param(kinds, {"exact": True, "max_steps": 10, "world": world}, marks=pytest.mark.slow)
             for kinds, world in ((["grpo", "dpo", "reward"], 1), (["dpo"], 2))

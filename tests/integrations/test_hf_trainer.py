@@ -210,25 +210,23 @@ def test_the_class_keeps_its_base() -> None:
     assert packed_trainer().__name__ == "PackedTrainer"
 
 
-@pytest.mark.parametrize(
-    ("further", "message"),
-    [
-        ({"attention_mask": [1, 1, 1, 0]}, "4 input_ids and an attention_mask .* that is not all ones"),
-        ({"position_ids": [0, 1, 0, 1]}, "Row 1 .* position_ids that do not count from 0 to 3"),
-        ({"position_ids": [[0, 1, 2, 3]] * 3}, "Row 1 .* position_ids that do not count from 0 to 3"),
-        ({"token_type_ids": [0, 1, 1, 0]}, "Row 1 .* has token_type_ids, which the model takes"),
-        ({"inputs_embeds": [[0.0]] * 4}, "Row 1 .* has inputs_embeds, which the model takes"),
-    ],
-)
-def test_columns_that_the_model_would_get_from_trainer_are_not_left_out_silently(
-    tmp_path: Path, further: dict[str, Any], message: str
-) -> None:
-    rows = [{"input_ids": [5, 6, 7, 8]}, {"input_ids": [5, 6, 7, 8], **further}]
+COLUMNS: list[tuple[dict[str, Any], str]] = [
+    ({"attention_mask": [1, 1, 1, 0]}, "4 input_ids and an attention_mask .* that is not all ones"),
+    ({"position_ids": [0, 1, 0, 1]}, "Row 1 .* position_ids that do not count from 0 to 3"),
+    ({"position_ids": [[0, 1, 2, 3]] * 3}, "Row 1 .* position_ids that do not count from 0 to 3"),
+    ({"token_type_ids": [0, 1, 1, 0]}, "Row 1 .* has token_type_ids, which the model takes"),
+    ({"inputs_embeds": [[0.0]] * 4}, "Row 1 .* has inputs_embeds, which the model takes"),
+]
+
+
+def test_columns_that_the_model_would_get_from_trainer_are_not_left_out_silently(tmp_path: Path) -> None:
     trainer = make_trainer(str(tmp_path), 1)
-    trainer.train_dataset = trainer.eval_dataset = rows
-    for run in (trainer.evaluate, trainer.train):
-        with pytest.raises(ValueError, match=message):
-            run()
+    for further, message in COLUMNS:
+        rows = [{"input_ids": [5, 6, 7, 8]}, {"input_ids": [5, 6, 7, 8], **further}]
+        trainer.train_dataset = trainer.eval_dataset = rows
+        for run in (trainer.evaluate, trainer.train):
+            with pytest.raises(ValueError, match=message):
+                run()
 
 
 def test_columns_that_say_nothing_more_are_left_out(tmp_path: Path) -> None:

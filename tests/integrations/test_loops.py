@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,27 +27,32 @@ from tests.strategies.jobs import full_parameters
 from tests.tiny import TinyModule, largest_error, nll, sequences, tiny_llama, train_by_hand
 from tests.wide import nothing_narrower
 
+ENGINES = ("accelerate", "fabric")
+
 
 def run_engine(engine: str, step: Any, accumulate: int) -> Any:
     _, loop = make_loop(engine, step, accumulate)
     return run(loop, STEPS)
 
 
-@pytest.mark.parametrize("engine", ["accelerate", "fabric"])
+def in_both(fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run both engines on the same ranks, which take longer to start than to train."""
+    return [fn(engine, *args) for engine in ENGINES]
+
+
 @pytest.mark.parametrize(("step", "accumulate"), [(Packs(4), 2), (Sequences(12), 1)])
-def test_two_ranks_equal_the_hand_loop(engine: str, step: Any, accumulate: int) -> None:
-    ranks = run_ranks(run_engine, 2, engine, step, accumulate)
+def test_two_ranks_equal_the_hand_loop(step: Any, accumulate: int) -> None:
     wanted, expected = by_hand(step, 2)
-    for params, _, _ in ranks:
-        assert same(params, wanted)
-    means = [(a + b) / 2 for a, b in zip(ranks[0][1], ranks[1][1], strict=True)]
-    assert means == pytest.approx(expected, rel=1e-12)
+    for ranks in zip(*run_ranks(in_both, 2, run_engine, step, accumulate), strict=True):
+        for params, _, _ in ranks:
+            assert same(params, wanted)
+        means = [(a + b) / 2 for a, b in zip(ranks[0][1], ranks[1][1], strict=True)]
+        assert means == pytest.approx(expected, rel=1e-12)
 
 
-def run_shared(engines: tuple[str, ...]) -> list[Any]:
+def run_shared(engine: str) -> Any:
     with nothing_narrower():
-        made = [make_loop(engine, Sequences(48), data=shared_data())[1] for engine in engines]
-        return [run(loop, 2) for loop in made]
+        return run(make_loop(engine, Sequences(48), data=shared_data())[1], 2)
 
 
 def shared_data() -> THDDataModule:
@@ -54,18 +61,17 @@ def shared_data() -> THDDataModule:
 
 def test_shared_prefixes_on_two_ranks_equal_the_hand_loop() -> None:
     """Every step has all sequences, so that the order of the plan does not matter."""
-    engines = ("accelerate", "fabric")
-    ranks = run_ranks(run_shared, 2, engines)
+    found = run_ranks(in_both, 2, run_shared)
     samples = prefixed()
     planner = PackPlanner([len(s["input_ids"]) for s in samples], 64, global_batch=Sequences(48))
     with nothing_narrower():
         params, expected = train_by_hand(samples, planner, 2)
     wanted = {name.removeprefix("model."): value for name, value in params.items()}
-    for i in range(len(engines)):
+    for ranks in zip(*found, strict=True):
         for rank in ranks:
-            found = {name.removeprefix("model."): value for name, value in rank[i][0].items()}
-            assert largest_error(found, wanted) < 1e-9
-        means = [(a + b) / 2 for a, b in zip(ranks[0][i][1], ranks[1][i][1], strict=True)]
+            own = {name.removeprefix("model."): value for name, value in rank[0].items()}
+            assert largest_error(own, wanted) < 1e-9
+        means = [(a + b) / 2 for a, b in zip(ranks[0][1], ranks[1][1], strict=True)]
         assert means == pytest.approx(expected, rel=1e-9)
 
 
@@ -74,7 +80,7 @@ def _save(engine: str, folder: str) -> Any:
     batches = epochs(loop)
     run(loop, 2, batches)
     if engine == "accelerate":
-        owner.save_state(folder)
+        owner.save_state(f"{folder}/a")
     else:
         owner.save(Path(folder) / "f.ckpt", _fabric_state(loop))
     return run(loop, 2, batches)
@@ -83,7 +89,7 @@ def _save(engine: str, folder: str) -> Any:
 def _resume(engine: str, folder: str) -> Any:
     owner, loop = make_loop(engine, Sequences(12))
     if engine == "accelerate":
-        owner.load_state(folder)
+        owner.load_state(f"{folder}/a")
     else:
         owner.load(Path(folder) / "f.ckpt", _fabric_state(loop))
     return (*run(loop, 2), loop.global_step)
@@ -99,18 +105,16 @@ def _fabric_state(loop: PackedLoop) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("engine", ["accelerate", "fabric"])
 @pytest.mark.filterwarnings("ignore")  # torch.save of a scheduler warns; resuming is what counts
-def test_saved_on_two_ranks_and_resumed_on_one_goes_on_with_the_same_sequences(
-    engine: str, tmp_path: Path
-) -> None:
-    before = run_ranks(_save, 2, engine, str(tmp_path))
-    [(params, _, seen, global_step)] = run_ranks(_resume, 1, engine, str(tmp_path))
-    assert global_step == 4
-    assert largest_error(params, before[0][0]) < 1e-12
-    for k, step in enumerate(seen):
-        both = [i for rank in before for ids in rank[2][k] for i in ids]
-        assert sorted(i for ids in step for i in ids) == sorted(both)
+def test_saved_on_two_ranks_and_resumed_on_one_goes_on_with_the_same_sequences(tmp_path: Path) -> None:
+    saved = zip(*run_ranks(in_both, 2, _save, str(tmp_path)), strict=True)
+    [resumed] = run_ranks(in_both, 1, _resume, str(tmp_path))
+    for before, (params, _, seen, global_step) in zip(saved, resumed, strict=True):
+        assert global_step == 4
+        assert largest_error(params, before[0][0]) < 1e-12
+        for k, step in enumerate(seen):
+            both = [i for rank in before for ids in rank[2][k] for i in ids]
+            assert sorted(i for ids in step for i in ids) == sorted(both)
 
 
 def _all_refused() -> dict[str, str]:
@@ -174,10 +178,9 @@ def _costs(engine: str) -> tuple[Any, Any]:
     return planner.cost, wanted
 
 
-@pytest.mark.parametrize("engine", ["accelerate", "fabric"])
-def test_ranks_are_balanced_by_the_flops_of_the_model(engine: str) -> None:
-    [(found, wanted)] = run_ranks(_costs, 1, engine)
-    assert found == wanted
+def test_ranks_are_balanced_by_the_flops_of_the_model() -> None:
+    [ours] = run_ranks(in_both, 1, _costs)
+    assert all(found == wanted for found, wanted in ours)
 
 
 def _cut(model: Any, mesh: Any) -> Any:
@@ -219,18 +222,19 @@ def _model_parallel(dp: int, tp: int, kind: str) -> Any:
     return full_parameters(bare), losses
 
 
-@pytest.mark.parametrize(("dp", "tp", "kind"), [(1, 2, "function"), (2, 1, "prepared")])
-def test_fabric_model_parallel_equals_the_hand_loop(dp: int, tp: int, kind: str) -> None:
-    ranks = run_ranks(_model_parallel, dp * tp, dp, tp, kind)
-    wanted, expected = by_hand(Sequences(12), dp)
-    for params, _ in ranks:
-        assert largest_error({n.removeprefix("model."): p for n, p in params.items()}, wanted) < 1e-12
-    means = [sum(rank[1][k] for rank in ranks) / len(ranks) for k in range(STEPS)]
-    assert means == pytest.approx(expected, rel=1e-12)
+def _every_model_parallel() -> list[Any]:
+    return [_model_parallel(*how) for how in ((1, 2, "function"), (2, 1, "prepared"), (1, 2, "stale"))]
 
 
-def test_an_optimizer_of_replaced_parameters_is_refused() -> None:
-    for found in run_ranks(_model_parallel, 2, 1, 2, "stale"):
+def test_fabric_model_parallel_equals_the_hand_loop_and_takes_no_optimizer_of_replaced_parameters() -> None:
+    *trained, stale = zip(*run_ranks(_every_model_parallel, 2), strict=True)
+    for dp, ranks in zip((1, 2), trained, strict=True):
+        wanted, expected = by_hand(Sequences(12), dp)
+        for params, _ in ranks:
+            assert largest_error({n.removeprefix("model."): p for n, p in params.items()}, wanted) < 1e-12
+        means = [sum(rank[1][k] for rank in ranks) / len(ranks) for k in range(STEPS)]
+        assert means == pytest.approx(expected, rel=1e-12)
+    for found in stale:
         assert "parameters that are not the prepared model's: ModelParallelStrategy has replaced" in found
 
 
@@ -246,12 +250,11 @@ def _evaluate(engine: str) -> Any:
     return first, loop.evaluate(data), logged, loop.model.training
 
 
-@pytest.mark.parametrize("engine", ["accelerate", "fabric"])
-def test_evaluation_on_packs_is_the_mean_over_all_loss_tokens(engine: str) -> None:
+def test_evaluation_on_packs_is_the_mean_over_all_loss_tokens() -> None:
     with torch.no_grad():
         results = [nll(tiny_llama(), sample) for sample in sequences(23, labels=True, seed=4)]
     tokens = sum(count for _, count in results)
-    for first, again, logged, training in run_ranks(_evaluate, 2, engine):
+    for first, again, logged, training in chain(*run_ranks(in_both, 2, _evaluate)):
         loss = float(sum(total for total, _ in results)) / tokens
         assert first == {"val/loss": pytest.approx(loss, rel=1e-12), "val/loss_tokens": tokens}
         assert first == again == logged
@@ -308,11 +311,10 @@ def _fresh() -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in tiny_llama().named_parameters()}
 
 
-@pytest.mark.parametrize("engine", ["accelerate", "fabric"])
-def test_several_optimizers_step_like_one(engine: str) -> None:
-    [found] = run_ranks(_several_optimizers, 1, engine)
-    assert found["error"] == 0.0
-    assert found["moved"] > 1e-3
+def test_several_optimizers_step_like_one() -> None:
+    for found in chain(*run_ranks(in_both, 1, _several_optimizers)):
+        assert found["error"] == 0.0
+        assert found["moved"] > 1e-3
 
 
 def _all_misused(kinds: list[str]) -> dict[str, str]:
@@ -367,16 +369,18 @@ def test_what_would_skip_steps_or_hurry_the_learning_rate_is_refused() -> None:
         )
 
 
-def _accumulation_changed(later: int) -> dict[str, torch.Tensor]:
-    accelerator, loop = make_loop("accelerate", Packs(2), 2)
-    accelerator.gradient_accumulation_steps = later
-    loop.backward(next(iter(loop.loader)))
-    return {name: p.grad for name, p in loop.model.named_parameters()}
+def _accumulation_changed() -> list[dict[str, torch.Tensor]]:
+    gradients = []
+    for later in (5, 2):
+        accelerator, loop = make_loop("accelerate", Packs(2), 2)
+        accelerator.gradient_accumulation_steps = later
+        loop.backward(next(iter(loop.loader)))
+        gradients.append({name: p.grad for name, p in loop.model.named_parameters()})
+    return gradients
 
 
 def test_gradients_do_not_follow_an_accumulation_that_is_changed_later() -> None:
-    [found] = run_ranks(_accumulation_changed, 1, 5)
-    [wanted] = run_ranks(_accumulation_changed, 1, 2)
+    [(found, wanted)] = run_ranks(_accumulation_changed, 1)
     assert largest_error(found, wanted) < 1e-12
     assert max(float(gradient.norm()) for gradient in wanted.values()) > 1e-3
 

@@ -25,7 +25,9 @@ def quickstart_model() -> nn.Module:
     return make_model().double()
 
 
-def train(engine: str, step: Any, accumulate: int, ranks: int, steps: int, whole: bool) -> Any:
+def train_in_all(
+    engines: list[str], step: Any, accumulate: int, ranks: int, steps: int, whole: bool
+) -> dict[str, Any]:
     torch.set_num_threads(2 // ranks)
     job = Job(
         quickstart_model if whole else tiny_llama,
@@ -36,15 +38,13 @@ def train(engine: str, step: Any, accumulate: int, ranks: int, steps: int, whole
         ranks=ranks,
         steps=steps,
     )
-    return job.run(engine)
+    return {engine: job.run(engine) for engine in engines}
 
 
 def same_in_all(step: Any, accumulate: int, ranks: int, *, steps: int, whole: bool) -> None:
     engines = [engine for engine in ENGINES if engine != "trainer" or isinstance(step, Packs)]
-    found = {
-        engine: run_ranks(train, ranks, engine, step, accumulate, ranks, steps, whole, timeout_s=900)
-        for engine in engines
-    }
+    of_ranks = run_ranks(train_in_all, ranks, engines, step, accumulate, ranks, steps, whole, timeout_s=900)
+    found = {engine: [rank[engine] for rank in of_ranks] for engine in engines}
     wanted, losses = found["lightning"][0]
     assert len(losses) == steps
     means = [sum(row) / ranks for row in zip(*(rank[1] for rank in found["lightning"]), strict=True)]

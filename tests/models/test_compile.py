@@ -81,7 +81,10 @@ def graphs_after_each_pack(
     ],
 )
 def test_attention_models_compile_whole_and_twice_at_most(name: str, told: bool) -> None:
-    counts = graphs_after_each_pack(build(name, "thd").train(), fullgraph=True, told=told)
+    model: Any = build(name, "thd").train()
+    if name == "llama":  # one layer of the two, which are alike
+        model.model.layers = model.model.layers[:1]
+    counts = graphs_after_each_pack(model, fullgraph=True, told=told)
     # One graph for the first lengths and one for all others; the hook that reads the arguments has two of
     # its own.
     assert counts[-1] <= (2 if told else 4)

@@ -23,7 +23,7 @@ from tests.rows import error_or, run_row
 from tests.strategies.jobs import Job, Layout, data, family_model, full_parameters, make_trainer
 from tests.tiny import largest_error
 
-STEPS, SAVED = 4, 2
+STEPS, SAVED = 3, 2
 
 
 def exported(folder: str) -> dict[str, Any]:

@@ -149,23 +149,23 @@ def check(found: list[dict[str, Any]], wanted: dict[str, Any]) -> None:
     assert found[0]["logged"] == pytest.approx(wanted["losses"][-1], rel=1e-6)
 
 
+def run_all(runs: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
+    return [run(*one) for one in runs]
+
+
+CONTIGUOUS = {"context_parallel_layout": "contiguous", "check_plans": True}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "family", "options"),
-    [
-        ("thd_ddp", "qwen3", {}),
-        ("thd_model_parallel", "qwen3", {"context_parallel_communication": "needed"}),
-        pytest.param("thd_model_parallel", "qwen3_moe", {}, marks=pytest.mark.slow),
-        pytest.param(
-            "thd_ddp",
-            "lfm2",
-            {"context_parallel_layout": "contiguous", "check_plans": True},
-            marks=pytest.mark.slow,
-        ),
-    ],
+    ("name", "family", "options"), [("thd_model_parallel", "qwen3_moe", {}), ("thd_ddp", "lfm2", CONTIGUOUS)]
 )
-def test_steps_of_mixed_lengths_equal_one_process(name: str, family: str, options: dict[str, Any]) -> None:
-    steps = 8 if not options else 3
-    found = run_ranks(run, 4, name, family, steps, options)
+def test_other_families_equal_one_process(name: str, family: str, options: dict[str, Any]) -> None:
+    steps = 3 if options else 8
+    compare(run_ranks(run, 4, name, family, steps, options), family, steps)
+
+
+def compare(found: list[dict[str, Any]], family: str, steps: int) -> None:
     wanted = by_hand(family, steps)
     check(found, wanted)
     if steps == 8:  # two epochs, each with an evaluation while shards are alive
@@ -245,13 +245,18 @@ def test_ranks_wait_for_those_that_share_their_weights_in_every_microbatch() -> 
     assert max(third[-1], fourth[-1]) < first[1]  # the other replica goes on
 
 
-def test_steps_of_packs_equal_one_process() -> None:
-    found = run_ranks(run, 4, "thd_ddp", "qwen3", 3, {"global_batch": Packs(2)})
+def test_steps_of_mixed_lengths_and_of_packs_equal_one_process() -> None:
+    needed = {"context_parallel_communication": "needed"}
+    runs = [("thd_ddp", "qwen3", 8, {}), ("thd_model_parallel", "qwen3", 3, needed)]
+    packs = ("thd_ddp", "qwen3", 3, {"global_batch": Packs(2)})
+    ddp, shards, found = zip(*run_ranks(run_all, 4, [*runs, packs]), strict=True)
+    compare(list(ddp), "qwen3", 8)
+    compare(list(shards), "qwen3", 3)
     lengths = [len(sample["input_ids"]) for sample in samples()]
     planner = SharedPlanner(
         lengths, CAPACITY, global_batch=Packs(2), sharing=Sharing(max_degree=LARGEST, layout="dual_chunk")
     )
-    check(found, by_hand("qwen3", 3, planner))
+    check(list(found), by_hand("qwen3", 3, planner))
     assert {degree for rank in found for degree in rank["degrees"]} == {1, 2, 4}
 
 

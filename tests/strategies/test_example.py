@@ -37,7 +37,7 @@ def loss_of(job: subprocess.Popen[str]) -> float | None:
 
 
 def test_one_process(tmp_path: Path) -> None:
-    shown = run_python(smaller_examples(tmp_path) / "parallel.py", "--steps", 3)
+    shown = run_python(smaller_examples(tmp_path) / "parallel.py", "--steps", 1)
     found = re.search(LOSS, shown)
     assert found is not None
     assert float(found.group(1)) < 6

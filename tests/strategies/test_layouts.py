@@ -67,9 +67,8 @@ def check(
 
 
 FOURS = [
-    ("qwen3", Layout(strategy="thd_ddp", dp=2, cp=2), Sequences(12)),
     ("qwen3_moe", Layout(cp=2, tp=2), Sequences(12)),
-    ("qwen3", Layout(dp=4, options={"data_parallel_replicas": 2}), Sequences(24)),
+    ("qwen3", Layout(dp=2, cp=2, options={"data_parallel_replicas": 2}), Sequences(24)),
 ]
 PAIRS = [
     ("lfm2", Layout(strategy="thd_ddp", cp=2, options=WAYS[2]), Packs(2)),
@@ -127,10 +126,11 @@ def test_replicas(compare: Compare, layout: Layout) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", ["gradient_as_bucket_view", "find_unused_parameters"])
-def test_options_of_ddp(compare: Compare, option: str) -> None:
-    layout = Layout(strategy="thd_ddp", dp=2, options={option: True})
-    compare(*product(["qwen3"], [layout], [Sequences(24), Packs(4)], [torch.float64]))
+def test_ddp_with_context_parallelism_and_its_options(compare: Compare) -> None:
+    compare(("qwen3", Layout(strategy="thd_ddp", dp=2, cp=2), Sequences(12), torch.float64))
+    for option in ("gradient_as_bucket_view", "find_unused_parameters"):
+        layout = Layout(strategy="thd_ddp", dp=2, options={option: True})
+        compare(*product(["qwen3"], [layout], [Sequences(24), Packs(4)], [torch.float64]))
 
 
 @pytest.mark.slow

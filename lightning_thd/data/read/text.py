@@ -7,7 +7,9 @@ import gc
 import hashlib
 import json
 import sysconfig
+from collections import deque
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -104,6 +106,13 @@ def stdlib_documents(*, max_bytes: int | None = None) -> list[str]:
     """
     if max_bytes is not None:
         whole_number(max_bytes, "max_bytes", least=1, advice="None leaves documents whole.")
+    texts = _functions_and_classes()
+    return [text.encode()[:max_bytes].decode(errors="ignore") for text in texts] if max_bytes else [*texts]
+
+
+@cache
+def _functions_and_classes() -> list[str]:
+    """Return the sources of the standard library's functions and classes, which take a second to parse."""
     documents: list[str] = []
     collects = gc.isenabled()
     gc.disable()  # halves the time to parse
@@ -111,11 +120,13 @@ def stdlib_documents(*, max_bytes: int | None = None) -> list[str]:
         for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
             source = file.read_text(encoding="utf-8", errors="replace")
             lines = source.splitlines(keepends=True)
-            for node in ast.walk(ast.parse(source)):
-                if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                    continue
-                text = "".join(lines[node.lineno - 1 : node.end_lineno])
-                documents.append(text.encode()[:max_bytes].decode(errors="ignore") if max_bytes else text)
+            nodes: deque[ast.AST] = deque([ast.parse(source)])
+            while nodes:
+                node = nodes.popleft()
+                for block in ("body", "handlers", "orelse", "finalbody", "cases"):  # all that hold statements
+                    nodes.extend(getattr(node, block, ()))
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                    documents.append("".join(lines[node.lineno - 1 : node.end_lineno]))
     finally:
         if collects:
             gc.enable()

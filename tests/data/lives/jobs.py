@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from tests.data.lives.setups import Setup, Told, loader_of, tell
+from tests.ranks import forkserver
 
 _TIMEOUT_S = 120.0  # of one order to the ranks of a job
 _Step = list[Told] | None  # of every rank; None where an epoch ended
@@ -123,8 +124,7 @@ class RanksJob:
     def __init__(
         self, setup: Setup, folder: Path, *, capacity: int, dp: int, workers: int, state: Any = None
     ) -> None:
-        ctx = mp.get_context("forkserver")
-        ctx.set_forkserver_preload(["torch", "torch.distributed", "lightning.pytorch", "lightning_thd"])
+        ctx = forkserver()
         self._place = tempfile.TemporaryDirectory()
         how = {"capacity": capacity, "dp": dp, "workers": workers, "state": state}
         self._pipes, self._processes = [], []
