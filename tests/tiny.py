@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as L
@@ -99,18 +100,40 @@ def train_by_hand(
     model = copy.deepcopy(module.model)
     optimizer = torch.optim.SGD(model.parameters(), lr=module.lr, momentum=0.9)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    losses = []
+    own = ([samples[i] for i in ids] for ids in planned(planner, steps, dp))
+    return train_alone(model, own, optimizer, schedule, clip=clip)
+
+
+def planned(planner: PackPlanner, steps: int, dp: int = 1) -> Iterator[list[int]]:
+    """Yield the sequences of every step of a plan, over all its ranks and packs."""
     for k in range(steps):
-        epoch, step = divmod(k, len(planner))
-        plan = planner.step(epoch, step, dp)
-        ids = [int(i) for rank in plan.indices_by_rank() for pack in rank for i in pack]
-        results = [nll(model, samples[i]) for i in ids]
+        plan = planner.step(*divmod(k, len(planner)), dp)
+        yield [int(i) for rank in plan.indices_by_rank() for pack in rank for i in pack]
+
+
+def train_alone(
+    model: nn.Module,
+    steps: Iterable[Sequence[dict[str, Any]]],
+    optimizer: torch.optim.Optimizer,
+    schedule: Any = None,
+    *,
+    clip: float = 0.5,
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Train on the mean over all loss tokens of every step, each sequence alone; the oracle of all loops.
+
+    Returns:
+        The parameters, and the loss of every step.
+    """
+    losses = []
+    for samples in steps:
+        results = [nll(model, sample) for sample in samples]
         loss = sum(total for total, _ in results) / sum(count for _, count in results)
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
-        schedule.step()
+        if schedule is not None:
+            schedule.step()
         losses.append(float(loss.detach()))
     return {name: p.detach().clone() for name, p in model.named_parameters()}, losses
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +15,11 @@ from lightning_thd import Packs, THDDataModule
 from lightning_thd.data.streams import Stream
 from lightning_thd.integrations import packed_trainer
 from lightning_thd.integrations.hf_data import is_streamed, streamed_dataset
+from tests.data.streams.jobs import samples_of, write_samples
 from tests.integrations.engines import know_indexed_cpus
 from tests.integrations.support import RecordsSteps
 from tests.ranks import run_ranks
-from tests.tiny import largest_error, nll, sequences, tiny_llama
-
-
-def write(folder: Path, shards: int = 3) -> list[dict[str, Any]]:
-    samples = sequences(60, labels=True)
-    for shard in range(shards):
-        lines = [
-            json.dumps({key: value.tolist() for key, value in sample.items()})
-            for sample in samples[shard::shards]
-        ]
-        (folder / f"{shard}.jsonl").write_text("\n".join(lines))
-    return samples
+from tests.tiny import largest_error, sequences, tiny_llama, train_alone
 
 
 def train(folder: str, accumulate: int, steps: int, total: int = 6, resume: bool = False) -> Any:
@@ -61,18 +50,6 @@ def train(folder: str, accumulate: int, steps: int, total: int = 6, resume: bool
     return {name: p.detach() for name, p in model.named_parameters()}, trainer.seen
 
 
-def by_hand(samples: list[dict[str, Any]], steps: list[list[int]]) -> dict[str, torch.Tensor]:
-    model = tiny_llama()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    for ids in steps:
-        results = [nll(model, samples[(i >> 40) + 3 * (i & (1 << 40) - 1)]) for i in ids]
-        optimizer.zero_grad()
-        (sum(total for total, _ in results) / sum(count for _, count in results)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-    return {name: p.detach() for name, p in model.named_parameters()}
-
-
 def job(folder: str, kwargs: dict[str, Any]) -> Any:
     return train(folder, **kwargs)
 
@@ -81,7 +58,7 @@ def job(folder: str, kwargs: dict[str, Any]) -> Any:
 def test_a_step_is_the_mean_over_its_tokens_and_resuming_reads_nothing_twice(
     tmp_path: Path, ranks: int
 ) -> None:
-    samples, accumulate = write(tmp_path), 2
+    samples, accumulate = write_samples(tmp_path), 2
     runs = run_ranks(job, ranks, str(tmp_path), {"accumulate": accumulate, "steps": 3}, timeout_s=150)
     more = run_ranks(
         job, ranks, str(tmp_path), {"accumulate": accumulate, "steps": 6, "resume": True}, timeout_s=150
@@ -94,7 +71,9 @@ def test_a_step_is_the_mean_over_its_tokens_and_resuming_reads_nothing_twice(
     ]
     first = [i for ids in steps for i in ids][:60]
     assert len(set(first)) >= len(first) - 8  # a pass of 60 sequences, and the beginning of the next
-    wanted = by_hand(samples, steps)
+    model = tiny_llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    wanted, _ = train_alone(model, samples_of(samples, steps), optimizer)
     for parameters, _ in more:
         assert largest_error(parameters, wanted) < 1e-10
 

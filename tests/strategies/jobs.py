@@ -19,7 +19,7 @@ from lightning_thd.alignment import Alignment
 from lightning_thd.packing import PackPlanner
 from lightning_thd.strategies import THDDDPStrategy, THDModelParallelStrategy
 from tests.models.families import FAMILIES
-from tests.tiny import largest_error, nll, sequences
+from tests.tiny import largest_error, planned, sequences, train_alone
 
 CAPACITY, STEPS, CLIP = 64, 3, 0.5
 _EMBEDDING = "model.embed_tokens.weight"
@@ -250,17 +250,6 @@ def train_by_hand(
         [len(s["input_ids"]) for s in samples], CAPACITY, global_batch=step, align=layout.align
     )
     model = family_model(family, dtype)
-    optimizer = make_optimizer(model)
-    losses = []
-    for k in range(steps):
-        epoch, at = divmod(k, len(planner))
-        plan = planner.step(epoch, at, layout.dp)
-        ids = [int(i) for rank in plan.indices_by_rank() for pack in rank for i in pack]
-        results = [nll(model, samples[i]) for i in ids]
-        loss = sum(total for total, _ in results) / sum(count for _, count in results)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return {"params": {n: p.detach().clone() for n, p in model.named_parameters()}, "losses": losses}
+    own = ([samples[i] for i in ids] for ids in planned(planner, steps, layout.dp))
+    params, losses = train_alone(model, own, make_optimizer(model), clip=CLIP)
+    return {"params": params, "losses": losses}

@@ -29,7 +29,7 @@ from lightning_thd import Packs, Sequences, THDBatch, THDDataModule, THDStrategy
 from lightning_thd.packing import PackPlanner
 from lightning_thd.strategies.norms import grad_norm
 from tests.strategies.jobs import CAPACITY, CLIP, Job, Layout, full_parameters, make_optimizer
-from tests.tiny import largest_error, nll, sequences
+from tests.tiny import largest_error, planned, sequences, train_alone
 
 STEP, STEPS = Sequences(12), 3
 SAMPLES = sequences(14, labels=True, seed=5)
@@ -305,15 +305,8 @@ def packs_by_hand(step: Packs, dp: int, layout: Layout) -> dict[str, Tensor]:
     lengths = [len(sample["input_ids"]) for sample in samples]
     planner = PackPlanner(lengths, CAPACITY, global_batch=step, align=layout.align)
     model = Job().model
-    optimizer = make_optimizer(model)
-    for k in range(STEPS):
-        ranks = planner.step(0, k, dp).indices_by_rank()
-        results = [nll(model, samples[i]) for rank in ranks for pack in rank for i in pack]
-        optimizer.zero_grad()
-        (sum(loss for loss, _ in results) / sum(count for _, count in results)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-    return full_parameters(model)
+    own = ([samples[i] for i in ids] for ids in planned(planner, STEPS, dp))
+    return train_alone(model, own, make_optimizer(model), clip=CLIP)[0]
 
 
 def accumulate(cell: Cell) -> dict[str, Tensor]:

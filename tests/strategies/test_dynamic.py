@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn
 
 from lightning_thd import Packs, Sequences, THDBatch, THDDataModule
 from lightning_thd.packing import PackPlanner
@@ -33,7 +32,7 @@ from tests.strategies.jobs import (
     make_trainer,
     strict_warnings,
 )
-from tests.tiny import VOCAB, largest_error, nll
+from tests.tiny import VOCAB, largest_error, nll, train_alone
 
 CAPACITY, LARGEST, STEP = 16, 4, Sequences(10)
 COUNT = 40  # sequences, of four steps an epoch
@@ -116,21 +115,11 @@ def by_hand(family: str, steps: int, planner: PackPlanner | None = None) -> dict
     data = samples()
     planner = planner or PackPlanner([len(s["input_ids"]) for s in data], 10_000, global_batch=STEP)
     model = family_model(family, torch.float64)
-    optimizer = make_optimizer(model)
-    losses = []
-    for k in range(steps):
-        epoch, at = divmod(k, len(planner))
-        results = [nll(model, data[i]) for i in ids_of(planner, epoch, at)]
-        loss = sum(total for total, _ in results) / sum(count for _, count in results)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        losses.append(float(loss.detach()))
+    own = ([data[i] for i in ids_of(planner, *divmod(k, len(planner)))] for k in range(steps))
+    params, losses = train_alone(model, own, make_optimizer(model), clip=CLIP)
     with torch.no_grad():
         results = [nll(model, sample) for sample in data[:8]]
     val = float(sum(total for total, _ in results) / sum(count for _, count in results))
-    params = {n: p.detach().clone() for n, p in model.named_parameters()}
     return {"params": params, "losses": losses, "val": val}
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning_thd import Packs, Sequences, THDDataModule
 from lightning_thd.batch import THDStep
 from lightning_thd.data.streams import Stream
+from tests.tiny import sequences
 
 ROW_BITS = 40
 
@@ -32,6 +33,23 @@ def write_shards(
                 if labels:
                     record["labels"] = [i if rng.random() < 0.6 else -100 for i in ids]
                 file.write(json.dumps(record) + "\n")
+
+
+def write_samples(folder: Path, count: int = 60, shards: int = 3) -> list[dict[str, Any]]:
+    """Write sequences with labels to shards, in turn, and return them in their order."""
+    samples = sequences(count, labels=True)
+    for shard in range(shards):
+        rows = ({key: value.tolist() for key, value in one.items()} for one in samples[shard::shards])
+        (folder / f"{shard}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return samples
+
+
+def samples_of(
+    samples: list[dict[str, Any]], steps: list[list[int]], shards: int = 3
+) -> list[list[dict[str, Any]]]:
+    """Return what ``write_samples`` wrote under the ids of every step."""
+    row = (1 << ROW_BITS) - 1
+    return [[samples[(i >> ROW_BITS) + shards * (i & row)] for i in ids] for ids in steps]
 
 
 def read_shards(folder: Path) -> dict[int, dict[str, Any]]:

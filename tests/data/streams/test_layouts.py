@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 
 from lightning_thd import Sequences, THDDataModule, prepare_thd
 from lightning_thd.data.streams import Stream
+from tests.data.streams.jobs import samples_of, write_samples
 from tests.ranks import run_ranks
 from tests.strategies.jobs import (
     CAPACITY,
@@ -23,17 +23,9 @@ from tests.strategies.jobs import (
     make_optimizer,
     make_trainer,
 )
-from tests.tiny import largest_error, nll, sequences, tiny_llama
+from tests.tiny import largest_error, tiny_llama, train_alone
 
 STEPS = 3
-
-
-def write(folder: Path, shards: int = 3) -> list[dict[str, Any]]:
-    samples = sequences(60, labels=True)
-    for shard in range(shards):
-        own = ({key: value.tolist() for key, value in one.items()} for one in samples[shard::shards])
-        (folder / f"{shard}.jsonl").write_text("\n".join(map(json.dumps, own)))
-    return samples
 
 
 class Watched(THDDataModule):
@@ -62,18 +54,6 @@ def train(folder: str, layout: Layout) -> dict[str, Any]:
     }
 
 
-def by_hand(
-    model: Any, samples: list[Any], steps: list[list[int]], optimizer: Any
-) -> dict[str, torch.Tensor]:
-    for ids in steps:
-        results = [nll(model, samples[(i >> 40) + 3 * (i & (1 << 40) - 1)]) for i in ids]
-        optimizer.zero_grad()
-        (sum(total for total, _ in results) / sum(count for _, count in results)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-    return {name: p.detach() for name, p in model.named_parameters()}
-
-
 @pytest.mark.parametrize(
     "layout",
     [
@@ -86,7 +66,7 @@ def by_hand(
     ids=lambda at: f"tp{at.tp}pp{at.pp}cp{at.cp}dp{at.dp}",
 )
 def test_peers_get_the_batch_of_one_reader(tmp_path: Path, layout: Layout) -> None:
-    samples = write(tmp_path)
+    samples = write_samples(tmp_path)
     ranks = run_ranks(train, layout.world, str(tmp_path), layout, timeout_s=200)
     assert sum(one["read"] for one in ranks) == layout.dp
     readers = [one["seen"] for one in ranks if one["read"]]
@@ -94,7 +74,7 @@ def test_peers_get_the_batch_of_one_reader(tmp_path: Path, layout: Layout) -> No
     steps = [[i for seen in readers for batch in seen[k] for i in batch] for k in range(STEPS)]
     assert [len(set(ids)) for ids in steps] == [12] * STEPS
     model = family_model("qwen3@4" if layout.pp > 1 else "qwen3")
-    wanted = by_hand(model, samples, steps, make_optimizer(model))
+    wanted, _ = train_alone(model, samples_of(samples, steps), make_optimizer(model))
     for one in ranks:
         for name, value in one["params"].items():
             assert float((value - wanted[name]).abs().max()) < 1e-9, name
@@ -124,7 +104,7 @@ def accelerated(folder: str, steps: int, saved: str, resume: bool) -> Any:
 
 
 def test_an_accelerate_loop_streams_and_goes_on(tmp_path: Path) -> None:
-    samples = write(tmp_path)
+    samples = write_samples(tmp_path)
     saved = str(tmp_path / "saved")
     first = run_ranks(accelerated, 2, str(tmp_path), 2, saved, False, timeout_s=150)
     rest = run_ranks(accelerated, 2, str(tmp_path), 9, saved, True, timeout_s=150)
@@ -133,6 +113,7 @@ def test_an_accelerate_loop_streams_and_goes_on(tmp_path: Path) -> None:
     ]
     assert sorted(i for ids in steps for i in ids) == sorted(s << 40 | r for s in range(3) for r in range(20))
     model = tiny_llama()
-    wanted = by_hand(model, samples, steps, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    wanted, _ = train_alone(model, samples_of(samples, steps), optimizer)
     for parameters, _ in rest:
         assert largest_error(parameters, wanted) < 1e-12

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,21 +13,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_thd import Packs, Sequences, THDDataModule, THDDDPStrategy
 from lightning_thd.data.streams import Stream
+from tests.data.streams.jobs import samples_of, write_samples
 from tests.data.support import make_trainer
 from tests.ranks import run_ranks
-from tests.tiny import TinyModule, largest_error, nll, sequences
+from tests.tiny import TinyModule, largest_error, train_alone
 
 CAPACITY = 48
-
-
-def write(folder: Path, count: int, *, shards: int = 3) -> list[dict[str, Any]]:
-    """Write sequences with labels as JSONL shards."""
-    samples = sequences(count, labels=True)
-    for shard in range(shards):
-        with (folder / f"{shard}.jsonl").open("w") as file:
-            for sample in samples[shard::shards]:
-                file.write(json.dumps({key: value.tolist() for key, value in sample.items()}) + "\n")
-    return samples
 
 
 class Seen(TinyModule):
@@ -77,26 +67,12 @@ def fit(
     }
 
 
-def by_hand(
-    samples: list[dict[str, Any]], steps: list[list[int]], shards: int = 3
-) -> tuple[Any, list[float]]:
+def by_hand(samples: list[dict[str, Any]], steps: list[list[int]]) -> tuple[Any, list[float]]:
     """Train on the same steps, every sequence alone, the mean over all loss tokens."""
     module = TinyModule()
-    model = module.model
-    optimizer = torch.optim.SGD(model.parameters(), lr=module.lr, momentum=0.9)
+    optimizer = torch.optim.SGD(module.model.parameters(), lr=module.lr, momentum=0.9)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    losses = []
-    for ids in steps:
-        own = [samples[(i >> 40) + shards * (i & (1 << 40) - 1)] for i in ids]
-        results = [nll(model, sample) for sample in own]
-        loss = sum(total for total, _ in results) / sum(count for _, count in results)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        schedule.step()
-        losses.append(float(loss.detach()))
-    return {name: p.detach().clone() for name, p in model.named_parameters()}, losses
+    return train_alone(module.model, samples_of(samples, steps), optimizer, schedule)
 
 
 def grouped(runs: list[dict[str, Any]]) -> list[list[int]]:
@@ -110,7 +86,7 @@ def grouped(runs: list[dict[str, Any]]) -> list[list[int]]:
 
 @pytest.mark.parametrize("packs", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_step_is_the_mean_over_its_tokens(tmp_path: Path, packs: bool) -> None:
-    samples = write(tmp_path, 120)
+    samples = write_samples(tmp_path, 120)
     one = fit(str(tmp_path), packs=packs)
     steps = grouped([one])
     assert sorted(i for ids in steps for i in ids) == sorted(s << 40 | r for s in range(3) for r in range(40))
@@ -122,7 +98,7 @@ def test_a_step_is_the_mean_over_its_tokens(tmp_path: Path, packs: bool) -> None
 
 
 def test_epochs_of_a_given_length(tmp_path: Path) -> None:
-    write(tmp_path, 60)
+    write_samples(tmp_path, 60)
     one = fit(str(tmp_path), max_epochs=5, steps_per_epoch=4)
     assert (one["global_step"], one["epoch"]) == (20, 5)
     used = [i for ids in grouped([one]) for i in ids]
@@ -134,7 +110,7 @@ def job(folder: str, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_data_parallel_ranks_train_as_one(tmp_path: Path) -> None:
-    samples = write(tmp_path, 60)
+    samples = write_samples(tmp_path, 60)
     runs = run_ranks(job, 2, str(tmp_path), {}, timeout_s=150)
     wanted, _ = by_hand(samples, grouped(runs))
     assert len(grouped(runs)) == 10
@@ -144,7 +120,7 @@ def test_data_parallel_ranks_train_as_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("broadcast", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_ranks_that_share_a_pack_get_it_from_one_reader(tmp_path: Path, broadcast: bool) -> None:
-    samples = write(tmp_path, 36)
+    samples = write_samples(tmp_path, 36)
     kwargs = {"context_parallel_size": 2, "strategy": {"broadcast_data": broadcast}}
     runs = run_ranks(job, 2, str(tmp_path), kwargs, timeout_s=150)
     assert runs[0]["steps"] == runs[1]["steps"]
@@ -153,7 +129,7 @@ def test_ranks_that_share_a_pack_get_it_from_one_reader(tmp_path: Path, broadcas
 
 
 def test_what_a_stream_cannot_do(tmp_path: Path) -> None:
-    write(tmp_path, 6)
+    write_samples(tmp_path, 6)
     data = THDDataModule(Stream(source=f"{tmp_path}/*.jsonl"), capacity=CAPACITY, global_batch=Sequences(6))
     trainer = L.Trainer(
         accelerator="cpu",
@@ -181,7 +157,7 @@ def test_what_a_stream_cannot_do(tmp_path: Path) -> None:
 def test_a_limit_inside_a_step_of_a_stream_is_refused(
     tmp_path: Path, steps: int | None, options: dict[str, Any], batches: int | None
 ) -> None:
-    write(tmp_path, 60)
+    write_samples(tmp_path, 60)
     data = THDDataModule(Stream(source=f"{tmp_path}/*.jsonl", steps_per_epoch=steps), capacity=CAPACITY)
     trainer = make_trainer(accumulate_grad_batches=2, **options)
     module = Seen()
