@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import warnings
@@ -21,6 +20,7 @@ from lightning_thd import Packs, Sequences, THDBatch, THDDataModule, causal_lm_l
 from lightning_thd.callbacks import THDThroughputMonitor
 from lightning_thd.data.streams import Stream
 from lightning_thd.strategies.norms import grad_norm
+from tests.data.streams.jobs import write_samples
 from tests.ranks import run_ranks
 from tests.strategies.jobs import (
     Job,
@@ -155,9 +155,7 @@ def fit_stream(folder: str, layout: Layout) -> dict[str, Any]:
 
 
 def test_a_step_of_packs_from_a_stream_is_one_step(tmp_path: Path) -> None:
-    for shard in range(2):
-        rows = [{k: v.tolist() for k, v in s.items()} for s in sequences(32, labels=True)[shard::2]]
-        (tmp_path / f"{shard}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_samples(tmp_path, 32, shards=2)
     (wanted,) = run_ranks(fit_stream, 1, str(tmp_path), Layout())
     for rank in run_ranks(fit_stream, 2, str(tmp_path), Layout(pp=2)):
         assert rank["steps"] == wanted["steps"] > 1
