@@ -28,7 +28,7 @@ def quickstart_model() -> nn.Module:
 def train_in_all(
     engines: list[str], step: Any, accumulate: int, ranks: int, steps: int, whole: bool
 ) -> dict[str, Any]:
-    torch.set_num_threads(2 // ranks)
+    torch.set_num_threads(2 // ranks if whole else 1)
     job = Job(
         quickstart_model if whole else tiny_llama,
         StdlibText(max_bytes=256) if whole else sequences(60, labels=True),

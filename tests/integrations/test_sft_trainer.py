@@ -113,7 +113,10 @@ def token_metrics(model: Any, samples: list[dict[str, Any]]) -> tuple[float, flo
     return entropy / count, right / count
 
 
-@pytest.mark.parametrize("kind", ["assistant", "completion", pytest.param("all", marks=pytest.mark.slow)])
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("completion", "all")]
+
+
+@pytest.mark.parametrize("kind", ["assistant", *SLOW])
 def test_sft_trainer_equals_the_hand_loop(kind: str, tmp_path: Path) -> None:
     [found] = run_ranks(train, 1, str(tmp_path), kind)
     samples = found["samples"]

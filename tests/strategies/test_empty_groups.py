@@ -81,7 +81,11 @@ def go_on_all(layouts: list[Layout], folder: str, thaws: bool) -> list[dict[str,
 
 @pytest.mark.parametrize(
     ("layouts", "thaws"),
-    [pytest.param([Layout(pp=2)], False, marks=pytest.mark.slow), ([Layout(pp=2)], True), (ONE, False)],
+    [
+        pytest.param([Layout(pp=2)], False, marks=pytest.mark.slow),
+        ([Layout(pp=2)], True),
+        pytest.param(ONE, False, marks=pytest.mark.slow),
+    ],
     ids=["stages", "stages that thaw", "one process"],
 )
 def test_a_resume_keeps_groups_and_states(layouts: list[Layout], thaws: bool, tmp_path: Path) -> None:
