@@ -16,6 +16,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,8 @@ def change(model: Any) -> None:
                 setattr(config, name, value)
         kinds = getattr(config, "layer_types", None)
         if kinds and len({*kinds}) > 1:  # the model makes a mask for each
-            config.layer_types = [*reversed(kinds)]
+            with suppress(AttributeError):  # some count them from other values
+                config.layer_types = [*reversed(kinds)]
 
 
 def compare(
