@@ -197,14 +197,15 @@ def _language_modules(model: Any) -> Iterator[_Found]:
 
 def note_construction(model: Any) -> None:
     """Note the windows of a model's layers, and the config values that masks read again later."""
+    if not any(True for _ in model.children()):  # its layers are still to be built
+        return
     windows = [
         module.__dict__.setdefault(NOTES[0], module.sliding_window)
         for module in model.modules()
         if hasattr(module, "sliding_window")
     ]
     kept = ["layer_types", *(("sliding_window", "local_attention") if any(windows) else ())]
-    if windows:  # else layers are still to be built, or keep nothing
-        model.__dict__.setdefault(NOTES[1], (kept, copy.deepcopy(_read_late(model.config, kept))))
+    model.__dict__.setdefault(NOTES[1], (kept, copy.deepcopy(_read_late(model.config, kept))))
 
 
 def _read_late(config: Any, names: list[str]) -> list[Any]:

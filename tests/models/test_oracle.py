@@ -144,6 +144,11 @@ FULL = ["full_attention"] * 2
 CHANGED: dict[str, tuple[str, Callable[[Any], None], str | None]] = {
     "window": ("gemma2", lambda config: setattr(config, "sliding_window", 3), REFUSED),
     "layers": ("gemma2", lambda config: setattr(config, "layer_types", FULL), REFUSED),
+    "states": (
+        "olmo_hybrid",
+        lambda config: setattr(config, "layer_types", ["linear_attention"] * 2),
+        "config of OlmoHybridForCausalLM was changed",
+    ),
     "followed": ("mistral", lambda config: setattr(config, "sliding_window", 3), None),
     "both ways": ("mistral", lambda config: setattr(config, "is_causal", False), None),
 }
