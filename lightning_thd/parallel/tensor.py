@@ -54,9 +54,11 @@ def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], mesh: Devic
     for name, module, style in matched:
         if style in _CHECKS:
             _CHECKS[style](name, module, mesh.size())
-    shards = _Shards(mesh)
+    shards, between = _Shards(mesh), _between_products(model, matched)
     for _, module, style in matched:
         _STYLES[style](module, shards)
+    for module in between:
+        sum_own_gradients(module, shards.group)
     for name, module in model.named_modules():
         for own, parameter in module._parameters.items():
             if shards.was_cut(parameter):
@@ -86,6 +88,27 @@ def _match(model: nn.Module, plan: Mapping[str, str]) -> list[tuple[str, nn.Modu
             # The replacement of another pipeline stage's embedding or head has nothing to cut.
             if not isinstance(module, nn.ModuleList) and any(True for _ in module.parameters()):
                 found.append((name, module, style))
+    return found
+
+
+def _between_products(model: nn.Module, matched: list[tuple[str, nn.Module, str]]) -> list[nn.Module]:
+    """Return activations with parameters that see this rank's columns only, such as Apertus's xIELU.
+
+    Refuses blocks that compare the columns of a token with each other.
+    """
+    known = {id(module) for _, module, _ in matched}
+    found = []
+    for path in dict.fromkeys(name.rpartition(".")[0] for name, _, style in matched if style == "colwise"):
+        block: Any = model.get_submodule(path)
+        if sparsity := getattr(block, "activation_sparsity", 0.0):
+            raise ValueError(
+                f"{path} ({type(block).__name__}) has activation_sparsity={sparsity}: it keeps the largest "
+                "activations of a token, and tensor parallelism cuts them over ranks. Set "
+                "config.activation_sparsity_pattern to zeros, or tensor_parallel_size=1."
+            )
+        for name, child in block.named_children():
+            if name.startswith("act") and id(child) not in known and any(True for _ in child.parameters()):
+                found.append(child)
     return found
 
 
@@ -318,6 +341,12 @@ def _check_experts(name: str, module: nn.Module, ranks: int) -> None:
         raise ValueError(
             f"{name} ({type(module).__name__}) does not keep its experts as parameters [num_experts, ...], "
             "so tensor parallelism cannot cut it. Take it out of the plan."
+        )
+    if len(inspect.signature(type(module).forward).parameters) < 4:
+        raise ValueError(
+            f"{name} ({type(module).__name__}) is not told which experts each token has chosen, so tensor "
+            "parallelism cannot give ranks experts of their own. Take it out of the plan, or set "
+            "tensor_parallel_size=1."
         )
     advice = "Lower tensor_parallel_size, or take the experts out of the plan."
     _require_divided(f"{name} has {count} experts", count, ranks, advice)

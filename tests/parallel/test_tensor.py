@@ -28,6 +28,7 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.embed = nn.Embedding(12, 8, padding_idx=7)
         self.up = nn.Linear(8, 16)
+        self.act = nn.PReLU()  # which no plan names
         self.norm = nn.LayerNorm(4)  # on every head of its own rank
         self.down = nn.Linear(16, 8)
         self.head = nn.Linear(8, 12)
@@ -35,7 +36,7 @@ class Net(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
-        heads = self.up(x).unflatten(-1, (-1, 4))
+        heads = self.act(self.up(x)).unflatten(-1, (-1, 4))
         return self.head(x + self.down(self.norm(heads).flatten(-2)))
 
 
@@ -96,11 +97,25 @@ class Scaled(nn.Linear):
         return super().forward(x) * 1.5
 
 
+class Experts(nn.Module):
+    """Experts that see all tokens, scaled before, as Llama 4's do."""
+
+    num_experts = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 8, 8))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.bmm(hidden, self.weight)
+
+
 def messages() -> list[str]:
     mesh = init_device_mesh("cpu", (2,))
-    odd, tied, clipped, scaled, counting = Net(), Net(), Net(), Net(), Net()
+    odd, tied, clipped, scaled, counting, sparse = (Net() for _ in range(6))
     scaled.down = Scaled(16, 8)
     counting.embed.scale_grad_by_freq = True
+    sparse.activation_sparsity = 0.9  # type: ignore[assignment]
     odd.up = nn.Linear(8, 15)
     odd.embed = nn.Embedding(13, 8)
     tied.head.weight = tied.embed.weight
@@ -116,6 +131,8 @@ def messages() -> list[str]:
         (Net(), {"up": "moe_tp_experts"}),
         (scaled, {"down": "rowwise"}),
         (counting, {"embed": "embedding_rowwise"}),
+        (sparse, {"up": "colwise"}),
+        (nn.ModuleDict({"experts": Experts()}), {"experts": "moe_tp_experts"}),
     ]
     found = []
     for model, plan in cases:
@@ -137,6 +154,8 @@ def test_messages() -> None:
         "up (Linear) does not keep its experts as parameters [num_experts, ...]",
         "down is a Scaled, whose forward may do more than a product with its weight",
         "nn.Embedding without max_norm and scale_grad_by_freq. Take it out of the plan",
+        "(Net) has activation_sparsity=0.9: it keeps the largest activations of a token",
+        "experts (Experts) is not told which experts each token has chosen",
     ]
     for found in run_ranks(messages, 2):
         for message, part in zip(found, wanted, strict=True):
