@@ -35,9 +35,8 @@ lint: .venv/.installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports --config setup.cfg
 
-# Where Python may not write bytecode, every worker and every rank compiles all modules again.
 test: lint
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # README, quickstart, every example and the GPU tests on a CUDA device that is imagined: tests/imagined/README.md.
 test-imagined: .venv/.installed

@@ -55,7 +55,7 @@ def write_chats(folder: Path) -> None:
 
 
 # These pages start several ranks or loggers, whose features have unmarked tests of their own.
-SLOW = {"hosts.md", "loggers.md", "clusters.md", "pipelines.md", "yaml.md"}
+SLOW = {"hosts.md", "loggers.md", "clusters.md", "parallelism.md", "pipelines.md", "yaml.md"}
 MARKED = [pytest.param(page, marks=pytest.mark.slow) if page.name in SLOW else page for page in PAGES]
 
 

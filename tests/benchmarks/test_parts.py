@@ -37,6 +37,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_kernels, "LENGTHS", (50, 20, 33))
 
 
+@pytest.mark.slow
 def test_end_to_end_names_precisions_and_ways(small: None, found: list[Result]) -> None:
     ways = ["ours, fp32", "padded, fp32", "flattened, fp32", "ours, bf16", "flattened, bf16"]
     end_to_end.main(["--documents", "4", "--rounds", "1", "--ways", *ways])
