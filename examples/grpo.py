@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from lightning_thd.loss import causal_lm_logprobs
 from lightning_thd.loss.policy import group_advantages, grpo_loss
 from lightning_thd.loss.rollouts import PackedRollouts
+from lightning_thd.precision import fastest_precision
 
 VOCABULARY, PROMPT, ANSWER, GROUP = 16, 12, 4, 8
 
@@ -71,7 +72,7 @@ def main() -> None:
     prompts = torch.randint(0, VOCABULARY, (8 * steps, PROMPT))
     trainer = L.Trainer(
         max_steps=steps,
-        accelerator="cpu",
+        precision=fastest_precision(),  # bf16-mixed on a GPU that has it
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+IMAGINED = bool(os.environ.get("IMAGINED_RANKS"))  # every rank of the session has an imagined GPU
 _LAST_WORDS_S = 1.0  # after the first error, until the other ranks are killed
 
 
@@ -82,6 +83,7 @@ def run_ranks(
     *args: object,
     timeout_s: float = 180.0,
     asking: int | None = None,
+    imagined: bool = IMAGINED,
 ) -> list[Any]:
     """Run ``fn(*args)`` on ``world_size`` gloo ranks and return the results in rank order.
 
@@ -94,6 +96,7 @@ def run_ranks(
         args: picklable arguments, the same on every rank.
         timeout_s: seconds until the ranks are killed and the test fails.
         asking: the process with which the ranks end; by default this one.
+        imagined: have ranks of an imagined NCCL, each with an imagined GPU; see tests/imagined/README.md.
     """
     ctx = forkserver()
     with tempfile.TemporaryDirectory() as folder:
@@ -101,7 +104,7 @@ def run_ranks(
         ranks = [
             ctx.Process(
                 target=_rank_main,
-                args=(asking or os.getpid(), rank, world_size, folder, results, fn, args),
+                args=(asking or os.getpid(), rank, world_size, folder, results, fn, args, imagined),
                 daemon=True,
             )
             for rank in range(world_size)
@@ -168,6 +171,7 @@ def _rank_main(
     results: mp.Queue[tuple[int, bool, Any]],
     fn: Callable[..., Any],
     args: tuple[object, ...],
+    imagined: bool,
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -176,11 +180,20 @@ def _rank_main(
     os.environ.update(environment_of(rank, world_size))
     torch.set_num_threads(1)
     try:
-        join_ranks(rank, world_size, Path(folder, "store"))
+        if imagined:
+            from tests.imagined.nccl import join_gpus
+
+            join_gpus(rank, world_size, Path(folder, "store"))
+        else:
+            join_ranks(rank, world_size, Path(folder, "store"))
         value = fn(*args)
+        if imagined and "IMAGINED_TRAFFIC" in os.environ:
+            from tests.imagined.nccl import write_traffic
+
+            write_traffic(Path(os.environ["IMAGINED_TRAFFIC"]), fn.__name__)
         save_coverage()  # the parent kills ranks once it has the results
         # Bytes, because a queue sends tensors as files that close when this process ends.
-        results.put((rank, True, pickle.dumps(value)))
+        results.put((rank, True, pickle.dumps(on_cpu(value))))
         dist.barrier()
     except BaseException:
         save_coverage()
@@ -189,6 +202,14 @@ def _rank_main(
         results.close()
         results.join_thread()
         os._exit(0)  # skips gloo's teardown, which may wait for peers that are gone
+
+
+def on_cpu(value: Any) -> Any:
+    """Return a result with its tensors on the CPU."""
+    from torch import Tensor
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(Tensor, lambda x: x.detach().cpu() if x.is_cuda else x, value)
 
 
 def save_coverage() -> None:

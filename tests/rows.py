@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.ranks import _rank_main, forkserver
+from tests.ranks import IMAGINED, _rank_main, forkserver, on_cpu
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def _start(
                 target=_rank_main,
                 args=(
                     *(os.getpid(), rank, world_size, folder, queue),
-                    *(_turns, (fn, cells, args, folder, timeout_s)),
+                    *(_turns, (fn, cells, args, folder, timeout_s), IMAGINED),
                 ),
                 daemon=True,
             )
@@ -121,7 +121,7 @@ def _turns(
         for i, cell in enumerate(cells):
             faulthandler.dump_traceback_later(0.8 * timeout_s, file=trace)
             try:
-                outcome = Outcome(value=fn(cell, *args))
+                outcome = Outcome(value=on_cpu(fn(cell, *args)))
             except BaseException as err:
                 outcome = Outcome(error=f"{type(err).__name__}: {err}\n{traceback.format_exc()}")
             faulthandler.cancel_dump_traceback_later()

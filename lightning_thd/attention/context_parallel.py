@@ -225,7 +225,8 @@ def _wanted_kv_heads(heads: int, kv_heads: int, layout: ShardLayout) -> Tensor |
         return None
     # One key-value head for each rank's query heads if they share it, else one for every query head.
     step = heads // cp if share % (heads // cp) == 0 else 1
-    return layout.once(
+    wanted: Tensor = layout.once(
         ("kv_heads", heads, kv_heads),
-        lambda: (torch.arange(0, heads, step) // share).to(layout.device, non_blocking=True),
+        lambda: layout.put(np.arange(0, heads, step) // share),
     )
+    return wanted

@@ -1,24 +1,29 @@
 """The tensors of a batch -> one pinned buffer -> the same tensors on a GPU, by one copy that need not block.
 
 Integers of 8 bytes travel in 4 if their values fit. Positions that count from 0 in every sequence are made on
-the GPU.
+the GPU. What offsets on a device hold is remembered, so that no kernel reads it back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_thd.seqlens import position_ids_from_cu_seqlens
 
 _ALIGNED = 16  # bytes, more than any dtype needs
 _INT32 = np.iinfo(np.int32)
 _MADE = "position_ids"
+# What offsets on a device hold: each one's version, and its lengths or values on the host.
+_KNOWN: Any = WeakTensorKeyDictionary()
 
 
 class _Part(NamedTuple):
@@ -64,17 +69,41 @@ class PinnedBatch:
 def uploaded(found: Any, device: torch.device) -> Any:
     """Copy the numpy arrays in nested tuples and lists to a device, and return these with tensors.
 
-    To a CUDA device all arrays travel in one pinned copy that does not block.
+    To a CUDA device all arrays travel in one pinned copy that does not block. Vectors of int32 are offsets,
+    whose values are remembered.
     """
     leaves, structure = tree_flatten(found)
-    tensors = {i: torch.from_numpy(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)}
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)}
+    tensors = {i: torch.from_numpy(array) for i, array in arrays.items()}
     if device.type == "cuda":
         parts, pinned = _pinned(tensors, shrink=False)
         buffer = pinned.to(device, non_blocking=True)
         tensors = {i: _view(buffer, part) for i, part in parts.items()}
     for i, tensor in tensors.items():
         leaves[i] = tensor.to(device, non_blocking=True)
+        if arrays[i].dtype == np.int32 and arrays[i].ndim == 1 and device.type != "cpu":
+            know_offsets(leaves[i], arrays[i])
     return tree_unflatten(leaves, structure)
+
+
+def know_offsets(cu_seqlens: Tensor, lengths: Sequence[int] | npt.NDArray[np.int32]) -> None:
+    """Remember the lengths, or as an array the values, of offsets on a device, so that nothing reads them."""
+    _KNOWN[cu_seqlens] = _version(cu_seqlens), lengths
+
+
+def host_offsets(cu_seqlens: Tensor) -> tuple[int, ...]:
+    """Return offsets as ints; what the host does not know of a device is read once while unchanged."""
+    version, found = _KNOWN.get(cu_seqlens, (None, None))
+    if found is None or version != _version(cu_seqlens):
+        read = tuple(cu_seqlens.tolist())
+        if not cu_seqlens.is_inference():  # those do not tell when they change
+            know_offsets(cu_seqlens, np.asarray(read, np.int32))
+        return read
+    return tuple(found.tolist() if isinstance(found, np.ndarray) else accumulate(found, initial=0))
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _pinned(tensors: Mapping[Any, Tensor], *, shrink: bool) -> tuple[dict[Any, _Part], Tensor]:

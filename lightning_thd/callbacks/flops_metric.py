@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_thd._checks import choice, instance
+from lightning_thd.batch.upload import uploaded
 from lightning_thd.flops.model import FlopsModel, from_ints, num_ints, to_ints
 from lightning_thd.flops.rates import Work, count
 from lightning_thd.flops.terms import FlopsBreakdown
@@ -49,7 +51,7 @@ class THDFlops(Metric):
     def update(self, stats: SeqStats) -> None:
         """Count one microbatch, or the sum of several, given as ``SeqStats`` with ``model.windows``."""
         count(self.model, stats, work=self.work)  # refuses stats of another model before they are mixed in
-        self.counts += torch.tensor(to_ints(stats, self.model), dtype=torch.int64, device=self.counts.device)
+        self.counts += uploaded(np.array(to_ints(stats, self.model), np.int64), self.counts.device)
 
     def compute(self) -> Tensor:
         """Return the model's FLOPs of all counted sequences, float64."""

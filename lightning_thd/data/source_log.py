@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.batch.upload import uploaded
 from lightning_thd.data.trainer_link import Host, hook_of_module
 from lightning_thd.loss.watch import SlotLosses, watch
 from lightning_thd.packing.mixtures import MixturePlanner
@@ -95,11 +96,8 @@ class SourceLog:
         padding = len(self.sources.names)
         sources = self.sources.source_of(np.asarray(batch.sequence_ids, np.int64))
         trailing = np.full(len(batch.padded_lengths) - len(sources), padding)
-        on_host = torch.from_numpy(np.repeat(np.concatenate([sources, trailing]), batch.padded_lengths))
-        device = batch.targets.device
-        if device.type == "cuda":
-            on_host = on_host.pin_memory()
-        found = on_host.to(device, non_blocking=True)
+        on_host = np.repeat(np.concatenate([sources, trailing]), batch.padded_lengths)
+        found: Tensor = uploaded(on_host, batch.targets.device)
         return found.index_select(0, batch.layout.own) if isinstance(batch, THDShard) else found
 
     def flush(self, trainer: L.Trainer, dp: int) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, NamedTuple, get_args, overload
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +18,7 @@ from lightning_thd._checks import flags, instance, real_number, whole_number
 from lightning_thd.batch import IGNORE_INDEX, THDBatch
 from lightning_thd.batch.prefixes import SharedBatch
 from lightning_thd.batch.thd_batch import check_batch
+from lightning_thd.batch.upload import uploaded
 from lightning_thd.loss.head import HeadOperands
 from lightning_thd.loss.head_call import HeadCall
 from lightning_thd.loss.linear_logprobs import LogProbs, linear_logprobs
@@ -398,7 +400,9 @@ def loss_weights(
 
 def _shares(batch: THDBatch, dtype: torch.dtype) -> Tensor:
     """Spread every sequence's share over its slots, ``[T]``; 0 in a trailing pad."""
-    shares = torch.tensor([*batch.sequence_shares, 0.0], dtype=dtype).to(batch.input_ids.device)
+    precise = np.float64 if dtype == torch.float64 else np.float32  # MPS has no fp64
+    on_host = np.array([*batch.sequence_shares, 0.0], precise)
+    shares: Tensor = uploaded(on_host, batch.input_ids.device).to(dtype)
     if isinstance(batch, SharedBatch):
         return shares.index_select(0, batch.token_sequences())
     sequence = seq_idx_from_cu_seqlens(batch.cu_seqlens_padded, batch.targets.shape[-1])

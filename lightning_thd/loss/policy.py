@@ -217,7 +217,9 @@ def vespo_loss(
     distance = (given["logp"] - given["old_logp"]).detach().clamp(-20.0, 20.0)
     log_w = rollouts.sums(distance, group=group).clamp(math.log(1e-8), 20.0)
     positive = of_row >= 0
-    exponent, decay = (torch.where(positive, log_w.new_tensor(x), log_w.new_tensor(y)) for x, y in (k, lam))
+    exponent, decay = (
+        torch.where(positive, log_w.new_full((), x), log_w.new_full((), y)) for x, y in (k, lam)
+    )
     phi = (exponent * log_w + decay * (1.0 - log_w.exp())).exp()
     losses = -_advantages(phi * of_row, rollouts) * given["logp"]
     return _reduced(losses, rollouts, "token_mean", None, None, scale, group)

@@ -57,7 +57,7 @@ class PackedRollouts:
         pad_to: int | None = None,
         share_prefixes: bool = False,
     ) -> PackedRollouts:
-        """Pack rows by their mask, never by their pad id; reads the ids back once.
+        """Pack rows by their mask, never by their pad id; a device is read once.
 
         Args:
             input_ids: ints ``[B, N]``, prompt and response.
@@ -77,27 +77,22 @@ class PackedRollouts:
         Raises:
             ValueError: when the shapes differ, nothing is real, or a response token is masked out.
         """
-        mask, response = _check_masks(input_ids, attention_mask, response_mask)
+        ids, mask, response = _on_host(input_ids, attention_mask, response_mask)
         lengths: list[int] = mask.sum(1).tolist()
         rows = [row for row, length in enumerate(lengths) if length]
         kept = [lengths[row] for row in rows]
-        ids = torch.split(input_ids[mask].cpu(), kept)
-        labels = torch.split(torch.where(response[mask], input_ids[mask], -100).cpu(), kept)
-        samples = [{"input_ids": x, "labels": y} for x, y in zip(ids, labels, strict=True)]
+        tokens = torch.split(ids[mask], kept)
+        labels = torch.split(torch.where(response[mask], ids[mask], -100), kept)
+        samples = [{"input_ids": x, "labels": y} for x, y in zip(tokens, labels, strict=True)]
         batch = THDBatch.collate(
             samples, align=align, pad_to=pad_to, sequence_ids=rows, share_prefixes=share_prefixes
         )
-        held, predicted, row = _index_plan(mask.cpu(), batch)
-        device = input_ids.device
-        first = torch.arange(mask.shape[1], device=device) == mask.int().argmax(1, keepdim=True)
-        return cls(
-            batch=batch.to(device),
-            held=held.to(device),
-            predicted=predicted.to(device),
-            row=row.to(device),
-            counts=(response & ~first).sum(1),
-            shape=(input_ids.shape[0], input_ids.shape[1]),
-        )
+        held, predicted, row = _index_plan(mask, batch)
+        first = torch.arange(mask.shape[1]) == mask.int().argmax(1, keepdim=True)
+        counts = (response & ~first).sum(1)
+        shape = (mask.shape[0], mask.shape[1])
+        made = cls(batch=batch, held=held, predicted=predicted, row=row, counts=counts, shape=shape)
+        return made if input_ids.is_cpu else made.to(input_ids.device)
 
     def to(self, device: torch.device | str) -> PackedRollouts:
         """Move pack and index plan to a device; from a CPU nothing is read back."""
@@ -249,10 +244,10 @@ class PackedRollouts:
         return index
 
 
-def _check_masks(
+def _on_host(
     input_ids: Tensor, attention_mask: Tensor, response_mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Check the masks and return attention and response mask as bool ``[B, N]``."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Check ids and masks, and return ids, attention and response mask as bool ``[B, N]``, on the host."""
     given = (input_ids, attention_mask, response_mask)
     shapes = [list(x.shape) for x in given if x is not None]
     if input_ids.ndim != 2 or any(shape != shapes[0] for shape in shapes):
@@ -267,8 +262,11 @@ def _check_masks(
             f"from_padded() got tensors on {', '.join(sorted(map(str, devices)))}, wanted one device that "
             "holds values. Move them there."
         )
-    mask = attention_mask.bool()
-    response = mask if response_mask is None else response_mask.bool()
+    response_mask = attention_mask if response_mask is None else response_mask
+    if not input_ids.is_cpu:
+        on_device = torch.stack([input_ids.long(), attention_mask.bool().long(), response_mask.bool().long()])
+        input_ids, attention_mask, response_mask = on_device.cpu()
+    mask, response = attention_mask.bool(), response_mask.bool()
     if not bool(mask.any()):
         raise ValueError(f"from_padded() got an attention_mask {shapes[1]} without a real token.")
     if bool((response & ~mask).any()):
@@ -277,7 +275,7 @@ def _check_masks(
             f"response_mask marks tokens of row {row} that attention_mask hides, wanted a part of it. "
             "Multiply the two."
         )
-    return mask, response
+    return input_ids, mask, response
 
 
 def _index_plan(mask: Tensor, batch: THDBatch) -> tuple[Tensor, Tensor, Tensor]:

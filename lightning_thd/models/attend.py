@@ -8,16 +8,17 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lightning_thd.attention import varlen_attention
 from lightning_thd.attention.entry import BoundAttention
-from lightning_thd.attention.kernels.portable import know_offsets
+from lightning_thd.batch.upload import know_offsets, uploaded
 from lightning_thd.models.masks import hides_nothing, shows_all, stands_for_every_key, told_limit
 from lightning_thd.models.pack import CAUSAL, NOTES, STATE, Pack, Scope, current_pack, current_scope
 from lightning_thd.parallel.context import layout
-from lightning_thd.seqlens import cu_seqlens_from_lengths, seq_idx_from_cu_seqlens
+from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
 _UNSET: Final = -1  # `sliding_window` not passed, which is not the same as passed as None
 # Arguments that transformers hands down to every attention and that none of its own implementations reads to
@@ -94,9 +95,10 @@ def thd_attention(
         bounds = _boundaries(module, query, key, given, causal=causal, chunk=chunk)
         if query.shape[0] != 1:
             return _attend_unbound(query, key, value, bounds, options, s_aux), None
-        own = bounds.cu_seqlens_q is pack.cu_seqlens_q and bounds.keys is None
-        if own and pack._lengths is not None and not query.is_cpu:
-            know_offsets(bounds.cu_seqlens_q, pack._lengths)
+        if pack._lengths is not None and not query.is_cpu:
+            know_offsets(pack.cu_seqlens_q, pack._lengths)
+            if pack.prefixes is not None:
+                know_offsets(pack.cu_seqlens_k, pack.prefixes.key_lengths)
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         bound = BoundAttention(q, k, v, *bounds[:4], sinks=s_aux, keys=bounds.keys, **_options(*options))
         pack.cache[kind] = bound
@@ -287,8 +289,9 @@ def _shared_in_chunks(pack: Pack, chunk: int) -> _Boundaries:
             pieces += [(b - a, start + a // chunk * chunk, start + b) for a, b in pairwise(cuts)]
             start += path
         q_lengths, k_lengths = [own for own, _, _ in pieces], [b - a for _, a, b in pieces]
-        seen = torch.cat([torch.arange(a, b) for _, a, b in pieces]).to(prefixes.keys.device)
-        cu_q, cu_k = (cu_seqlens_from_lengths(each).to(seen.device) for each in (q_lengths, k_lengths))
+        on_host = [np.concatenate([np.arange(a, b) for _, a, b in pieces])]
+        on_host += [np.cumsum([0, *each], dtype=np.int32) for each in (q_lengths, k_lengths)]
+        seen, cu_q, cu_k = uploaded(on_host, prefixes.keys.device)
         keys = prefixes.keys.index_select(0, seen)
         pack.cache["chunks", chunk] = _Boundaries(cu_q, cu_k, max(q_lengths), max(k_lengths), keys)
     found: _Boundaries = pack.cache["chunks", chunk]

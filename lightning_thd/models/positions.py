@@ -23,13 +23,16 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lightning_thd._patches import layer_classes, patch_forward
 from lightning_thd._static import shapes_are_static
+from lightning_thd.batch.upload import uploaded
 from lightning_thd.models.pack import Pack, current_pack, model_pack
 from lightning_thd.parallel.context import layout
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
@@ -293,14 +296,12 @@ def _one_by_one(
 ) -> Tensor | tuple[Tensor, ...]:
     """Compute rotary embeddings of short sequences in one call and of every long one in its own."""
     lengths = pack.real_lengths
-    is_long = torch.tensor([n > limit for n in lengths]).repeat_interleave(torch.tensor(pack.lengths))
-    is_long = is_long.to(position_ids.device)
+    is_long = uploaded(np.repeat(np.array(lengths) > limit, pack.lengths), position_ids.device)
     short = position_ids.masked_fill(is_long, 0)
     if lengths != pack.lengths:  # Padding slots may have positions beyond the limit.
         short = short.clamp(max=limit - 1)
     whole: Tensor | tuple[Tensor, ...] = run(short, *args, **kwargs)
-    ends = torch.tensor(pack.lengths).cumsum(0).tolist()
-    for end, slots, length in zip(ends, pack.lengths, lengths, strict=True):
+    for end, slots, length in zip(accumulate(pack.lengths), pack.lengths, lengths, strict=True):
         if length > limit:
             positions = position_ids[..., end - slots : end]
             own = run(positions if length == slots else positions.clamp(max=length - 1), *args, **kwargs)

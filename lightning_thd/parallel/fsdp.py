@@ -176,9 +176,9 @@ def trains_towers(model: nn.Module) -> bool:
     return any(p.requires_grad for tower in towers_of(model) for p in tower.parameters())
 
 
-def any_rank_sees(batch: object, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether any rank's batch has images or the like; one all-reduce of 4 bytes."""
-    seen = torch.tensor(float(_sees(batch)), device=device)
+def any_rank_sees(batch: object, group: dist.ProcessGroup) -> bool:
+    """Return whether any rank's batch has images or the like; one all-reduce of 4 bytes in CPU memory."""
+    seen = torch.tensor(float(_sees(batch)))
     dist.all_reduce(seen, dist.ReduceOp.MAX, group=group)
     return bool(seen)
 

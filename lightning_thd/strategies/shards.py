@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import lightning.pytorch as L
@@ -24,6 +25,7 @@ from lightning_thd.models.weights import draw_weights, read_weights, require_unc
 from lightning_thd.parallel import fsdp
 from lightning_thd.parallel.draws import SharedDraws
 from lightning_thd.parallel.mesh import TENSOR, Meshes
+from lightning_thd.parallel.messages import on_host
 from lightning_thd.parallel.pipeline.cut import stages_in
 from lightning_thd.parallel.sequence import apply_sequence_parallel
 from lightning_thd.parallel.tensor import apply_tensor_parallel, check_heads, model_plan
@@ -132,11 +134,15 @@ class WeightShards:
         dist.all_reduce(fits, dist.ReduceOp.MIN, group=self._meshes.stage.get_group())
         return not bool(fits)
 
+    @cached_property
+    def _host_group(self) -> dist.ProcessGroup:
+        return on_host(self._meshes.data_context.get_group())
+
     @contextmanager
     def microbatch(self, batch: object) -> Generator[None]:
         """Run a microbatch inside this context: its random numbers, and whether any rank of it has images."""
         if self._towers:
-            seen = fsdp.any_rank_sees(batch, self._meshes.data_context.get_group(), self._axes.wire)
+            seen = fsdp.any_rank_sees(batch, self._host_group)
             for paths in self._towers:
                 paths.active = seen
         if self.draws is None or self._strategy._pipeline is not None:  # layers of a pipeline draw in turn
@@ -252,6 +258,10 @@ class Unfrozen:
             return None
         return cls(model) if any(not p.requires_grad for p in model.parameters()) else None
 
+    @cached_property
+    def _host_group(self) -> dist.ProcessGroup:
+        return on_host(self._group)
+
     def average(self) -> None:
         """Average the gradients of those that are trained by now, after a backward pass that DDP reduces.
 
@@ -260,10 +270,8 @@ class Unfrozen:
         trained = [parameter for parameter in self._frozen if parameter.requires_grad]
         if not trained or not self._model.require_backward_grad_sync:
             return
-        used = torch.tensor(
-            [p.grad is not None for p in trained], dtype=torch.int32, device=trained[0].device
-        )
-        dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)
+        used = torch.tensor([p.grad is not None for p in trained], dtype=torch.int32)
+        dist.all_reduce(used, dist.ReduceOp.MAX, group=self._host_group)
         found = [p for p, by_any in zip(trained, used.tolist(), strict=True) if by_any]
         for parameter in found:
             if parameter.grad is None:

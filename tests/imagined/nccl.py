@@ -12,6 +12,8 @@ import subprocess
 import sysconfig
 import threading
 import types
+import warnings
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -28,8 +30,8 @@ HERE = Path(__file__).parent
 def _build() -> Path:
     source = HERE / "nccl.cpp"
     key = hashlib.sha256(source.read_bytes() + torch.__version__.encode()).hexdigest()[:12]
-    out = HERE / "build" / f"imagined_nccl_{key}.so"
-    out.parent.mkdir(exist_ok=True)
+    out = imagined.BUILT / f"imagined_nccl_{key}.so"
+    out.parent.mkdir(parents=True, exist_ok=True)
     with (out.parent / "lock").open("w") as lock:  # one rank compiles
         fcntl.flock(lock, fcntl.LOCK_EX)
         _compile(out)
@@ -202,3 +204,45 @@ def imagined_nccl():
             yield calls
         finally:
             ext.set_tracer(None)
+
+
+def write_traffic(folder: Path, job: str) -> None:
+    """Write which lines of this rank read or uploaded, how often; every rank has a file of its own."""
+    log = imagined.LOG
+    rows = [("read", *row) for row in log.reads]
+    rows += [
+        ("upload", "pinned" if pinned else "pageable", "free" if free else "blocking", place)
+        for _, _, pinned, free, place in log.uploads
+    ]
+    rows += [("lost", call[1], call[-1]) for call in CALLS if call[0] == "never waited"]
+    lines = [f"{n}\t" + "\t".join(map(str, row)) for row, n in Counter(rows).most_common()]
+    with (folder / f"{job}.{os.getpid()}").open("w") as out:
+        out.write("\n".join(lines))
+
+
+CALLS = []  # of this process, if it is a rank
+
+
+def join_gpus(rank: int, world_size: int, store: Path) -> None:
+    """Make this process, to its end, a rank of imagined GPUs; its Trainers take them in place of the CPU."""
+    global CALLS
+    stack = contextlib.ExitStack()
+    _alive.append(stack)
+    stack.enter_context(imagined.imagined_gpu(devices=world_size))
+    CALLS = stack.enter_context(imagined_nccl())
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    import lightning.pytorch as L
+
+    filters = warnings.simplefilter  # what the imagination warns of is no error
+
+    def never_an_error(action, *args, **options):
+        filters("ignore" if action == "error" else action, *args, **options)
+
+    warnings.simplefilter = never_an_error
+    made = L.Trainer.__init__
+
+    def init(self, *args, **options):
+        made(self, *args, **{**options, "accelerator": "gpu"})
+
+    L.Trainer.__init__ = init

@@ -13,6 +13,7 @@ import os
 import runpy
 import sys
 import traceback
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ def main() -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     args = parser.parse_args()
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
     sys.argv = [args.script, *args.arguments]
     sys.path.insert(0, str(Path(args.script).resolve().parent))
     if args.precision:

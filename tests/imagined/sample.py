@@ -10,10 +10,12 @@ import warnings
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from lightning_thd import Sequences, THDBatch, THDDataModule, THDThroughputMonitor, causal_lm_loss
+from lightning_thd.batch.upload import host_offsets, uploaded
 from lightning_thd.loss import causal_lm_logprobs
 from lightning_thd.precision import fastest_precision
 from tests.imagined.gpu import data, imagined_gpu
@@ -115,6 +117,23 @@ def check_losses(log: Any) -> None:
     causal_lm_loss(there, changed)
 
 
+def check_offsets(log: Any) -> None:
+    """The host knows offsets that it uploaded, also in inference mode, and reads no others twice."""
+    values = np.array([0, 3, 8], np.int32)
+    for mode, reads in ((torch.enable_grad, 1), (torch.inference_mode, 2)):  # these tell no changes
+        with mode():
+            ours = uploaded(values, torch.device("cuda"))
+            others = torch.from_numpy(values).cuda()
+            log.reads.clear()
+            assert host_offsets(ours) == (0, 3, 8)
+            assert not log.reads
+            assert host_offsets(others) == host_offsets(others) == (0, 3, 8)
+            assert len(log.reads) == reads, log.reads
+    ours = uploaded(values, torch.device("cuda"))
+    ours += 1
+    assert host_offsets(ours) == (1, 4, 9)
+
+
 def check_precisions() -> None:
     """The fastest precision of a device is a fact of its tensor cores."""
     for capability, wanted in (((9, 0), "bf16-mixed"), ((7, 5), "16-mixed"), ((6, 1), "32-true")):
@@ -164,15 +183,10 @@ def train(precision: str, accelerator: str) -> list[float]:
 
 def check_training(log: Any, precision: str) -> None:
     """The CPU's losses, no read by our code, one pinned upload a microbatch."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        wanted = train(precision, "cpu")
-        log.reads.clear()
-        log.uploads.clear()
-        log.read_steps.clear()
-        log.upload_steps.clear()
-        start = log.step
-        found = train(precision, "gpu")
+    wanted = train(precision, "cpu")
+    log.clear()
+    start = log.step
+    found = train(precision, "gpu")
     assert len(found) == len(wanted) > STEPS
     away = max(abs(a - b) / b for a, b in zip(found, wanted, strict=True))
     rounding = {"32-true": 1e-6, "64-true": 1e-9, "bf16-true": 2e-2}.get(precision, 5e-3)
@@ -188,12 +202,14 @@ def check_training(log: Any, precision: str) -> None:
 
 
 def main() -> None:
+    warnings.simplefilter("ignore")
     what = sys.argv[1]
     if what == "sample":
         check_precisions()
     with imagined_gpu(capability=tuple(map(int, sys.argv[2].split(".")))) as log:
         if what == "sample":
             check_uploads(log)
+            check_offsets(log)
             check_losses(log)
         check_training(log, "bf16-mixed" if what == "sample" else what)
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,13 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from tests.scripts import finished
+
 ROOT = Path(__file__).parent.parent.parent
 _TORCH = "2.13"  # device.cpp implements an interface of C++ that other releases change
 
 
-# Frames of ours below which a library reads: GradScaler, transformers' Trainer, vision towers. The last one
-# measures a peak once.
-_LIBRARIES = ("optimizer_step", "hf_data.py", "models/announce.py", "flops/peaks.py")
+# Frames of ours below which a library reads: GradScaler, transformers' Trainer, vision towers, the loop over
+# experts. The last one measures a peak once.
+_LIBRARIES = ("optimizer_step", "hf_data.py", "models/announce.py", "experts_forward", "flops/peaks.py")
 
 
 def why_not() -> str | None:
@@ -37,37 +37,30 @@ def why_not() -> str | None:
 needs_imagination = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
-def environment() -> dict[str, str]:
-    """Return the environment of a script in another folder."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-
-
 def run(script: Path, *arguments: str, out: Path, capability: str = "9.0", timeout_s: float = 900) -> Any:
     """Run a script on an imagined GPU; return its reads and uploads a step, and what it printed."""
     found = out / "traffic.json"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-W", "ignore", "-m", "tests.imagined.run"),
-            *("-c", capability, "--json", str(found), str(script), *arguments),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=timeout_s,
-        cwd=out,
-        env=environment(),
-    )
+    options = ("-c", capability, "--json", found)
+    done = finished("-m", "tests.imagined.run", *options, script, *arguments, cwd=out, timeout_s=timeout_s)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return {**json.loads(found.read_text()), "printed": done.stdout + done.stderr}
 
 
 def our_reads(traffic: Any) -> dict[str, float]:
     """Return the reads a step whose caller is a file of lightning_thd; paths of others name their package."""
+    return {
+        row: number
+        for row, number in traffic["reads"].items()
+        if _is_ours(row) and not any(part in row for part in _LIBRARIES)
+    }
+
+
+def our_uploads(traffic: Any) -> dict[str, float]:
+    """Return the uploads a step whose caller is a file of lightning_thd."""
+    return {row: number for row, number in traffic["uploads"].items() if _is_ours(row)}
+
+
+def _is_ours(row: str) -> bool:
     folders = {path.name for path in (ROOT / "lightning_thd").iterdir()}
-
-    def is_ours(row: str) -> bool:
-        place = row.rpartition(":")[0].split()[-1]
-        ours = place.split("/")[0] in folders and (ROOT / "lightning_thd" / place).exists()
-        return ours and not any(part in row for part in _LIBRARIES)
-
-    return {row: number for row, number in traffic["reads"].items() if is_ours(row)}
+    _, _, place = row.rpartition(":")[0].rpartition(" ")  # of torch's own backward there is none
+    return place.split("/")[0] in folders and (ROOT / "lightning_thd" / place).exists()

@@ -14,8 +14,11 @@ pytestmark = [pytest.mark.imagined, needs_imagination]
 STEPS = 5
 # Fixed by the example: it rounds to FP8 on a CPU, and several processes need NCCL.
 NOT_ONE_GPU = {"fp8.py"}
-# Uploads of transformers' vision tower, beside the batch's.
-MORE_UPLOADS = {"vision_language.py", "one_step_by_hand.py", "rl_logprobs.py"}
+# Uploads of transformers' vision tower, and of prompts by Lightning, beside the batch's.
+MORE_UPLOADS = {"vision_language.py", "vision_chat.py", "one_step_by_hand.py", "rl_logprobs.py", "grpo.py"}
+# Functions of ours that read: tokens sampled on the GPU, to pack them, and the largest image of a vision
+# tower, below which transformers reads too.
+READS = {"grpo.py": ("_on_host",), "vision_language.py": ("forward_of_tower",)}
 # A script of one step has no step after the first ones, whose reads are not counted.
 WITHOUT_STEPS = {"rl_logprobs.py", "one_step_by_hand.py"}
 
@@ -27,7 +30,8 @@ def test_example(name: str, capability: str, tmp_path: Path) -> None:
     arguments = ["--steps", str(STEPS)] if "--steps" in text else []
     arguments += ["--out", str(tmp_path)] if '"--out"' in text else []
     found = run(ROOT / "examples" / name, *arguments, out=tmp_path, capability=capability)
-    assert not our_reads(found), found["reads"]
+    ours = {row: n for row, n in our_reads(found).items() if row.split()[-1] not in READS.get(name, ())}
+    assert not ours, found["reads"]
     if name in WITHOUT_STEPS:
         return
     assert found["steps"] == STEPS

@@ -2,62 +2,45 @@
 
 from __future__ import annotations
 
-import json
-import socket
-import subprocess
-import sys
-from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from tests.imagined.support import environment, needs_imagination, our_reads
+from tests.imagined.layouts import LAYOUTS, train_all
+from tests.imagined.support import needs_imagination, our_reads, our_uploads
+from tests.ranks import run_ranks
+from tests.strategies.jobs import check_stages, train_by_hand
+from tests.strategies.test_layouts import check
 
 pytestmark = [pytest.mark.imagined, needs_imagination]
-# Reads a step by our code: the last stage of a pipeline reads its losses and logged values once.
-READS = {"pp": 1.0, "pp x dp": 1.0}
-TWO = ("ddp", "fsdp", "tp", "pp", "cp needed", "cp all_gather", "cp ulysses", "cp ring")
-FOUR = ("cp x tp", "dp x cp", "pp x dp", "replicas")
 
 
-@pytest.mark.parametrize(("world", "names"), [(2, TWO), (4, FOUR)])
-def test_layouts_on_an_imagined_nccl(world: int, names: tuple[str, ...], tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    out = tmp_path / "found.json"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.imagined.layouts", str(out), *names],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=tmp_path,
-            env={
-                **environment(),
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world),
-                "LOCAL_WORLD_SIZE": str(world),
-                "GROUP_RANK": "0",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "TORCHELASTIC_RUN_ID": "imagined",
-            },
-        )
-        for rank in range(world)
-    ]
-    try:
-        said = [rank.communicate(timeout=1800)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    found = json.loads(out.read_text()) if out.exists() else {}
-    assert all(rank.returncode == 0 for rank in ranks), (list(found), *(text[-3000:] for text in said))
-    for name in names:
-        seen = found[name]
-        assert seen["error"] < 1e-5, (name, seen["error"])
-        assert seen["losses"] < 1e-5, (name, seen["losses"])
-        assert sum(our_reads(seen).values()) <= READS.get(name, 0.0), (name, our_reads(seen))
-        ours = {row: n for row, n in seen["uploads"].items() if "batch/upload" in row}
-        assert ours, (name, seen["uploads"])
-        assert all("pinned non_blocking" in row for row in ours), (name, ours)
+def rows(world: int, size: int) -> list[list[str]]:
+    """Return names of layouts that run on one start of ranks, which takes seconds."""
+    names = [name for name, (_, layout, _) in LAYOUTS.items() if layout.world == world]
+    return [names[i : i + size] for i in range(0, len(names), size)]
+
+
+def check_traffic(name: str, found: dict[str, Any]) -> None:
+    """Compare what a step of one rank read, uploaded and forgot with the table of docs/guides/speed.md."""
+    # A stage of a pipeline reads its losses and logged values once.
+    assert sum(our_reads(found).values()) <= float(LAYOUTS[name][1].pp > 1), (name, our_reads(found))
+    ours = our_uploads(found)
+    assert ours, (name, found["uploads"])
+    assert all("pinned non_blocking" in row for row in ours), (name, ours)
+    assert not found["lost"], (name, found["lost"])
+
+
+@pytest.mark.parametrize("names", [*rows(2, 6), *rows(4, 4)], ids=", ".join)
+def test_layouts_on_an_imagined_nccl(names: list[str]) -> None:
+    world = LAYOUTS[names[0]][1].world
+    ranks = run_ranks(train_all, world, tuple(names), timeout_s=1_800.0, imagined=True)
+    for name, found in zip(names, zip(*ranks, strict=True), strict=True):
+        family, layout, step = LAYOUTS[name]
+        if layout.pp == 1:
+            check(family, layout, step, torch.float32, list(found))
+        else:
+            check_stages(found, train_by_hand(family, layout, step, torch.float32), 1e-5)
+        for rank in found:
+            check_traffic(name, rank)

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.imagined.support import environment, needs_imagination
+from tests.imagined.support import needs_imagination
+from tests.scripts import run_python
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "64-true")
 
 
 def _sample(what: str, capability: str, folder: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.imagined.sample", what, capability],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=900,
-        cwd=folder,
-        env=environment(),
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    run_python("-m", "tests.imagined.sample", what, capability, cwd=folder, timeout_s=900)
 
 
 @needs_imagination

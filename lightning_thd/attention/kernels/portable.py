@@ -2,7 +2,7 @@
 
 Without softcap, sinks and log-sum-exp a group is one call of ``scaled_dot_product_attention``, else it is
 matrix products. A group is padded with rows of its own sequences, so nothing crosses from one to another.
-Lengths are needed on the host: offsets on a device are read once a batch.
+Lengths are needed on the host: offsets that the host does not know are read once a batch.
 
 Legend: T slots, B sequences of a group, R rows of queries, K keys, H query heads, G key-value heads, D head
     size, E value head size.
@@ -10,28 +10,25 @@ Legend: T slots, B sequences of a group, R rows of queries, K keys, H query head
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_thd.attention.kernels.cpu_tiles import product_backward, product_forward
 from lightning_thd.attention.kernels.raw import Saved
 from lightning_thd.attention.spec import AttentionSpec, Offsets
-from lightning_thd.batch.upload import uploaded
+from lightning_thd.batch.upload import host_offsets, uploaded
 
 # Padding may lengthen a group's shortest sequence by this factor and so many rows.
 _PADDING, _FREE = 1.25, 8
 # A group holds at most this many scores of a head, 4 MiB in fp32.
 _SCORES = 1 << 20
-# The offsets on the host of device tensors, each with the tensor's version.
-_KNOWN: Any = WeakTensorKeyDictionary()
 
 
 class Rows(NamedTuple):
@@ -154,21 +151,6 @@ def _masked_groups(at: Offsets, spec: AttentionSpec, like: Tensor) -> Iterator[t
         else:
             zeros = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
             yield group, zeros.masked_fill(hidden, -torch.inf)
-
-
-def host_offsets(cu_seqlens: Tensor) -> tuple[int, ...]:
-    """Return offsets as ints; those of a device tensor are read once and kept while it is unchanged."""
-    known = _KNOWN.get(cu_seqlens)
-    if known is None or known[0] != cu_seqlens._version:
-        known = cu_seqlens._version, tuple(cu_seqlens.tolist())
-        _KNOWN[cu_seqlens] = known
-    offsets: tuple[int, ...] = known[1]
-    return offsets
-
-
-def know_offsets(cu_seqlens: Tensor, lengths: Sequence[int]) -> None:
-    """Remember the lengths behind offsets on a device, so that they are never read back."""
-    _KNOWN[cu_seqlens] = cu_seqlens._version, tuple(accumulate(lengths, initial=0))
 
 
 @lru_cache(maxsize=32)
