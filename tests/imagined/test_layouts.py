@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
-from tests.imagined.layouts import LAYOUTS, train_all
+from tests.imagined.layouts import IN_FP64, LAYOUTS, dtype_of, train_all
 from tests.imagined.support import needs_imagination, our_reads, our_uploads
 from tests.ranks import run_ranks
 from tests.strategies.jobs import check_stages, train_by_hand
@@ -39,8 +38,9 @@ def test_layouts_on_an_imagined_nccl(names: list[str]) -> None:
     for name, found in zip(names, zip(*ranks, strict=True), strict=True):
         family, layout, step = LAYOUTS[name]
         if layout.pp == 1:
-            check(family, layout, step, torch.float32, list(found))
+            check(family, layout, step, dtype_of(name), list(found))
         else:
-            check_stages(found, train_by_hand(family, layout, step, torch.float32), 1e-5)
+            wanted = train_by_hand(family, layout, step, dtype_of(name))
+            check_stages(found, wanted, 1e-10 if name in IN_FP64 else 1e-5)
         for rank in found:
             check_traffic(name, rank)
