@@ -158,17 +158,11 @@ class Rows:
         of_pack = (model(**batch.hf_kwargs()).logits[0], batch.targets, batch.input_ids)
         columns = zip(batch.sequence_ids, *map(batch.unpack, of_pack), strict=True)
         for number, logits, targets, ids in columns:
-            labels = torch.nn.functional.pad(
-                targets[:-1], (1, 0), value=_PAD
-            )  # nothing predicts a first token
+            # Nothing predicts a first token.
+            labels = torch.nn.functional.pad(targets[:-1], (1, 0), value=_PAD)
             kept = logits[None] if self._preprocess is None else self._preprocess(logits[None], labels[None])
-            row = (
-                number,
-                _on_host(kept),
-                _on_host(labels[None]),
-                _on_host(ids[None]) if self._inputs else None,
-            )
-            self._rows.append(row)
+            inputs = _on_host(ids[None]) if self._inputs else None
+            self._rows.append((number, _on_host(kept), _on_host(labels[None]), inputs))
 
     def gather(self) -> tuple[Any, Any, Any]:
         """Return predictions, labels and inputs ``[S, N, ...]`` of all ranks as arrays, padded with -100."""
