@@ -49,6 +49,10 @@ class WeightShards:
         """Shard the model, unless the user has, then create the optimizers over its shards."""
         strategy: Any = self._strategy
         fits = trainer.state.fn == TrainerFn.FITTING
+        # FSDP2 counts the versions of weights, which inference mode does not; under gloo Lightning has none.
+        evaluations: Any = (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+        for loop in (*evaluations, trainer.fit_loop.epoch_loop.val_loop):
+            loop.inference_mode = False
         strategy.accelerator.setup(trainer)
         if self._axes.sizes.tensor > 1:
             place = self._meshes.data_context.get_local_rank()

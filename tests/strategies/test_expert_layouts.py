@@ -60,7 +60,7 @@ def train(family: str, layout: Layout, balance: str) -> dict[str, Any]:
         "rank": strategy.data_rank,
         "packs": module.packs,
         "losses": module.losses,
-        "gradients": {name: before[name] - value for name, value in after.items()},
+        "gradients": {name: before[name] - value.cpu() for name, value in after.items()},
         "held": sum(getattr(p, "_local_tensor", p).numel() for p in experts),
     }
 
