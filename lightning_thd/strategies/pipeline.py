@@ -76,7 +76,10 @@ class Pipeline:
         several = self._strategy.stages_per_rank > 1
         groups = (another_group(self._axes.sizes, timeout=timeout) for _ in range(4 if several else 2))
         down, up, *wraps = groups
-        return Channel(down=down, up=up, wraps=(wraps[0], wraps[1]) if several else None, fixed_dtype=dtype)
+        ends = (wraps[0], wraps[1]) if several else None
+        channel = Channel(down=down, up=up, wraps=ends, fixed_dtype=dtype)
+        channel.meet(self._strategy.root_device)
+        return channel
 
     def go_on(self, stage: Stage) -> None:
         """Take over the stage that an earlier fit has cut, with its groups, on which the weights lie."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from tests.imagined.layouts import IN_FP64, LAYOUTS, dtype_of, train_all
 from tests.imagined.support import needs_imagination, our_reads, our_uploads
 from tests.ranks import run_ranks
-from tests.strategies.jobs import check_stages, train_by_hand
+from tests.strategies.jobs import Layout, check_stages, train_by_hand
+from tests.strategies.test_expert_layouts import compare
 from tests.strategies.test_layouts import check
 
 pytestmark = [pytest.mark.imagined, needs_imagination]
@@ -44,3 +46,9 @@ def test_layouts_on_an_imagined_nccl(names: list[str]) -> None:
             check_stages(found, wanted, 1e-10 if name in IN_FP64 else 1e-5)
         for rank in found:
             check_traffic(name, rank)
+
+
+def test_stages_that_balance_experts_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL makes a communicator when both ranks are there: one received in one group, one sent in another."""
+    monkeypatch.setattr("tests.strategies.test_expert_layouts.run_ranks", partial(run_ranks, imagined=True))
+    compare("qwen3_moe", [(Layout(pp=2), "sequence")])

@@ -60,6 +60,29 @@ class Channel:
         """Return the number of ranks of the pipeline."""
         return self.down.size()
 
+    def meet(self, device: torch.device) -> None:
+        """Make all communicators of a GPU in one order, on every rank of the pipeline.
+
+        NCCL makes them at the first collective of a group and at the first message between two ranks, and
+        waits there for the others. A rank that receives in one group and another that sends in a second one
+        would wait for ever.
+        """
+        if device.type == "cpu":
+            return
+        token = torch.zeros(1, device=device)
+        for group in (self.down, self.up, *(self.wraps or ())):
+            dist.all_reduce(token, group=group)
+        for group in (self.down, self.up):
+            if self.rank:
+                dist.recv(token, self._peer("down", -1), group=group)
+            if self.rank + 1 < self.ranks:
+                dist.send(token, self._peer("down", 1), group=group)
+        for group in self.wraps or ():
+            if self.rank + 1 == self.ranks:
+                dist.send(token, self._peer("down", 1), group=group)
+            elif not self.rank:
+                dist.recv(token, self._peer("down", -1), group=group)
+
     def send(self, tensor: Tensor, direction: Direction) -> None:
         """Send a tensor to the next rank in a direction without waiting, and keep it until it is sent."""
         if direction == "down":
