@@ -164,8 +164,9 @@ def main(argv: list[str] | None = None) -> None:
     print(
         f"group prompt answer shared s     MiB  bound{of_others}{'' if given.quick else of_others + ' (TRL)'}"
     )
-    for shape in shapes:
-        measure(model, padded, shape, given.rounds, 60 * given.minutes / len(shapes) / 2)
+    each = 60 * given.minutes / (len(shapes) + 2 * len(GOALS)) / 2
+    for shape in shapes:  # three times as long for those with a goal
+        measure(model, padded, shape, given.rounds, each * (3 if shape in GOALS else 1))
 
 
 if __name__ == "__main__":

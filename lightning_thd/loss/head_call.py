@@ -122,10 +122,11 @@ class HeadCall:
         called = (model, getattr(model, "base_model", model), inner)
         hooks = [*head._backward_hooks.values(), *head._backward_pre_hooks.values()]
         hooks += [hook for module in called for hook in module._forward_hooks.values()]
+        added: list[CodeType] = []
         if hooks != self._hooks:
             for module in {id(x): x for x in called}.values():
                 _refuse_logit_hooks(module, head)
-            self._hooks = hooks
+                added += _codes(module._forward_hooks)
         for _ in range(2):
             head = inner.get_output_embeddings()
             own, own_head = inner.__dict__.get("forward"), head.__dict__.get("forward")
@@ -164,6 +165,9 @@ class HeadCall:
             self.logit_map = found
             if stage is not None and not stage.again():
                 break
+        if added:
+            _refuse_changes(added, job.found, outputs)
+        self._hooks = hooks
         return outputs
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
@@ -255,6 +259,19 @@ def _refuse_logit_hooks(model: nn.Module, head: nn.Module) -> None:
             "gradients, and causal_lm_loss never makes them. Remove it during the loss, put what it does "
             "into the model's forward, or use the model's own logits."
         )
+
+
+def _refuse_changes(
+    hooks: list[CodeType], found: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
+) -> None:
+    """Refuse hooks that changed what the head computed, which stands in the place of the model's outputs."""
+    for name, value in found.items():
+        if outputs[name] is not value and not torch.allclose(outputs[name], value, rtol=0, equal_nan=True):
+            raise ValueError(
+                f"A forward hook of the model, one of {', '.join(map(_named, hooks))}, changes its outputs, "
+                "which are the loss itself here and not logits. Remove it during the loss, or put what it "
+                "does into the model's forward."
+            )
 
 
 def _named(code: CodeType) -> str:

@@ -307,10 +307,21 @@ def doubled_logits(module: nn.Module, args: Any, output: Any) -> Any:
     return output
 
 
+def all_doubled(module: nn.Module, args: Any, output: Any) -> Any:
+    for name in list(output):
+        output[name] = output[name] * 2
+    return output
+
+
 @pytest.mark.parametrize(
     ("place", "hook", "message"),
     [
         ("", doubled_logits, r"hook doubled_logits \(test_head_call.py.* asks for logits"),
+        (
+            "",
+            all_doubled,
+            r"one of all_doubled \(test_head_call.py.* changes its outputs, which are the loss",
+        ),
         ("lm_head", lambda m, i, o: o + 1.0, r"<lambda> \(test_head_call.py.* applies 'add'"),
         ("lm_head", lambda m, i, o: o.new_zeros(()), r"applies 'new_zeros'"),
         ("lm_head", lambda m, i, o: torch.zeros(1), r"forward hook <lambda> \(test_head_call.py"),
@@ -319,8 +330,9 @@ def doubled_logits(module: nn.Module, args: Any, output: Any) -> Any:
 def test_a_hook_that_changes_logits_is_named(place: str, hook: Callable[..., Any], message: str) -> None:
     model, batch = tiny_llama(torch.float64), random_batch(1)
     model.get_submodule(place).register_forward_hook(hook)
-    with pytest.raises((ValueError, NotImplementedError), match=message):
-        causal_lm_loss(model, batch)
+    for _ in range(2):
+        with pytest.raises((ValueError, NotImplementedError), match=message):
+            causal_lm_loss(model, batch)
 
 
 def test_hooks_of_a_head_are_followed_or_named() -> None:
