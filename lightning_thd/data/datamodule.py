@@ -387,7 +387,8 @@ class THDDataModule(LogsSources):
             prefetch_factor=settings.prefetch_factor,
             pin_memory=host.on_gpu if settings.pin_memory is None else settings.pin_memory,
         )
-        return THDLoader(steps, progress=progress, capacity=self.capacity)
+        predicts = name.partition("/")[0] == "predict"
+        return THDLoader(steps, progress=progress, capacity=self.capacity, predicts=predicts)
 
     def _planner(self, name: str) -> tuple[Planner, MapDataset]:
         """Return the planner and rows of a set, made at first use, when ``configure_model`` has run."""

@@ -103,13 +103,16 @@ class Steps(Protocol):
 class THDLoader:
     """Batches of one rank, epoch after epoch, with a position that is the same number on every rank."""
 
-    def __init__(self, source: Steps, *, progress: Progress | None = None, capacity: int = 0) -> None:
+    def __init__(
+        self, source: Steps, *, progress: Progress | None = None, capacity: int = 0, predicts: bool = False
+    ) -> None:
         self.source, self._progress, self.capacity = source, progress, capacity
         self.waited_s = 0.0  # spent so far on reading and collating, or on waiting for workers that do
         self.tokens: deque[npt.NDArray[np.int64]] = deque(maxlen=_REMEMBERED)
         self._given: deque[tuple[int, Position, Made]] = deque()  # not finished, as in _states
         self._again: deque[Made] = deque()  # steps that were handed out and not run
-        self._indices: list[list[int]] = []  # each batch's sequences in an evaluation set
+        self._predicts = predicts
+        self._indices: list[list[int]] = []  # each batch's sequences in a set to predict
         self._place(Position())
 
     def _place(self, at: Position) -> None:
@@ -211,7 +214,7 @@ class THDLoader:
                 if self._progress is not None:
                     self._progress.refuse_other_accumulation()
                 self._handed_out += 1
-                if self.source.kind == "eval" and isinstance(batch, THDBatch):
+                if self._predicts and isinstance(batch, THDBatch):
                     self._indices.append(list(batch.sequence_ids))
                 yield batch
         self._open = False

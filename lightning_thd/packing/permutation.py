@@ -57,11 +57,11 @@ def permute(positions: npt.ArrayLike, total: int, *, key: int) -> IntArray:
 
 
 def spread(positions: IntArray, total: int, size: int, *, key: int) -> IntArray:
-    """Return the entries at positions ``[K]``, so that ``size`` positions from a multiple of it lie even.
+    """Return the entries at positions ``[K]``; each group of ``size`` positions gets evenly spaced ones.
 
-    Such a group takes entries at equal distances, another group the entries next to them, and the last one,
-    where it is smaller, its own before all others. A run of ``c`` entries has ``c * size / total`` of each
-    group, rounded up or down. The key decides the order of the groups.
+    A group takes entries at equal distances, and other groups take those between them. A last, smaller group
+    takes its entries first. A run of ``c`` entries has ``c * size / total`` in each group, rounded up or
+    down. The key decides the order of the groups.
     """
     groups, rest = divmod(total, size)
     number, place = np.divmod(positions, size)
