@@ -5,9 +5,10 @@ B rows of N slots. Nothing here reads a device: ``resolve`` does, once for all b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
@@ -30,10 +31,11 @@ class Rows:
 
     def lengths(self, counts: np.ndarray[Any, Any]) -> tuple[int, ...] | Dense:
         """Return the lengths that the counts, now on the host, stand for."""
-        if len(counts) and counts[0] < 0:
-            return Dense((self.shape[1],) * self.shape[0])
-        if self.by_length:
+        told = not len(counts) or counts[0] >= 0
+        if told and self.by_length:
             counts = np.repeat(np.arange(len(counts)), counts)
+        if not told or counts.sum() > self.shape[0] * self.shape[1]:  # offsets of something else
+            return Dense((self.shape[1],) * self.shape[0])
         return tuple(counts.tolist())
 
 
@@ -62,6 +64,7 @@ class Shared(tuple[int, ...]):
 
 
 Lengths: TypeAlias = tuple[int, ...] | Rows | None
+_Look: TypeAlias = Callable[[str], Any]  # a key of a batch, or its attribute -> what is there
 # What is kept of a microbatch: its stats, and its lengths for windows that the stats do not count.
 Seen: TypeAlias = tuple[SeqStats, Lengths]
 
@@ -81,13 +84,18 @@ def microbatches(batch: Any, pad_id: int | None = None) -> list[Seen]:
     if isinstance(stats := getattr(batch, "stats", None), SeqStats):
         shared = isinstance(batch, SharedBatch)
         return [(stats, Shared.of(batch) if shared else getattr(batch, "lengths", None))]
+    look = batch.get if isinstance(batch, Mapping) else partial(_attribute, batch)
+    if (ids := look("input_ids")) is not None:
+        return _rows(ids, look, pad_id)
     if isinstance(batch, Mapping):
-        ids = batch.get("input_ids")
-        return _rows(ids, batch, pad_id) if ids is not None else _inside(list(batch.values()), pad_id)
+        return _inside(list(batch.values()), pad_id)
     if isinstance(batch, (list, tuple)):
         return _inside(batch, pad_id) or _tensors(batch)
-    ids = getattr(batch, "input_ids", batch)
-    return _rows(ids, getattr(batch, "__dict__", {}), pad_id)
+    return _rows(batch, look, pad_id)
+
+
+def _attribute(batch: Any, name: str) -> Any:
+    return getattr(batch, name, None)
 
 
 def resolve(seen: Sequence[Seen]) -> list[tuple[SeqStats, tuple[int, ...] | None]]:
@@ -119,7 +127,7 @@ def _tensors(members: Sequence[Any]) -> list[Seen]:
     """Return the rows of a tuple of tensors: token ids first, and a mask if one of the others is one."""
     if not members or not _are_rows(ids := members[0]):
         return []
-    masks = [each for each in members[1:] if _fits(each, ids) and not each.is_floating_point()]
+    masks = [each for each in members[1:] if _fits(each, ids)]
     if not masks:
         return _dense(ids)
     lengths = torch.full((ids.shape[0],), -1, device=ids.device)
@@ -133,49 +141,63 @@ def _hides_padding(mask: Tensor, ids: Tensor) -> Tensor:
     """Return whether a tensor is a mask: zeros and ones, some in each row, that hide one and the same id."""
     # Token types and labels lie in tuples too: what their zeros would hide are different tokens.
     real = mask == 1
+    ids = ids.long()
     largest = torch.iinfo(ids.dtype).max
     hidden_low, hidden_high = torch.where(real, largest, ids).amin(), torch.where(real, -1, ids).amax()
     one_id = (hidden_high < 0) | (hidden_low == hidden_high)
     return (real | (mask == 0)).all() & real.any(1).all() & one_id
 
 
-def _rows(ids: Any, beside: Mapping[str, Any], pad_id: int | None) -> list[Seen]:
+def _rows(ids: Any, look: _Look, pad_id: int | None) -> list[Seen]:
     """Return padded rows with the lengths that the tensors beside their ids tell."""
-    if isinstance(ids, (list, tuple)) and ids:
-        ids = ids[0]
+    if isinstance(ids, (list, tuple)):  # one tensor a microbatch, and lists of what is beside it
+        return [
+            seen
+            for i, one in enumerate(ids)
+            for seen in _rows(one, partial(_part, look, i, len(ids)), pad_id)
+        ]
+    if getattr(ids, "layout", None) is torch.jagged:  # a nested tensor
+        lengths = ids.lengths()
+        return _padded(ids.values()[None], ids.offsets().diff() if lengths is None else lengths)
     if not _are_rows(ids):
         return []
-    mask, positions, labels = (beside.get(name) for name in ("attention_mask", "position_ids", "labels"))
+    mask, positions, labels = (look(name) for name in ("attention_mask", "position_ids", "labels"))
     mask = mask if _fits(mask, ids) else None
     if _fits(positions, ids):
-        assert isinstance(positions, Tensor)
         return _padded(ids, _run_lengths(positions, mask), by_length=True)
     if mask is not None:
-        return _padded(ids, (mask != 0).sum(1))
+        return _padded(ids, _mask_lengths(mask), by_length=True)
     for name in _OFFSETS:
-        if isinstance(offsets := beside.get(name), Tensor) and offsets.dim() == 1:
+        if isinstance(offsets := look(name), Tensor) and offsets.dim() == 1:
             return _padded(ids, offsets.diff())
     for name in _LENGTHS:
-        if (lengths := beside.get(name)) is not None and (told := _told(lengths, len(ids))) is not None:
-            return _padded(ids, told)
+        if (lengths := look(name)) is not None and (told := _told(lengths, len(ids))) is not None:
+            return _padded(ids, told.clamp(max=ids.shape[1]))  # counted before the rows were cut
     if pad_id is not None and _fits(labels, ids):
-        assert isinstance(labels, Tensor)
         return _padded(ids, _between_pads((ids != pad_id) | (labels != -100)))
     return _dense(ids)
+
+
+def _part(look: _Look, i: int, parts: int, name: str) -> Any:
+    value = look(name)
+    return value[i] if isinstance(value, (list, tuple)) and len(value) == parts else None
 
 
 def _are_rows(ids: Any) -> bool:
     return isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point() and ids.numel() > 0
 
 
-def _fits(value: Any, ids: Tensor) -> bool:
+def _fits(value: Any, ids: Tensor) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.shape == ids.shape
 
 
 def _told(lengths: Any, rows: int) -> Tensor | None:
     """Return given lengths as a tensor, or None if they are not one a row."""
     if not isinstance(lengths, Tensor):
-        lengths = torch.tensor(lengths)
+        try:
+            lengths = torch.tensor(lengths)
+        except (TypeError, ValueError):  # "length" may be a column of anything
+            return None
     return lengths if lengths.shape == (rows,) and not lengths.is_floating_point() else None
 
 
@@ -196,26 +218,46 @@ def _between_pads(real: Tensor) -> Tensor:
     return torch.where(real.any(1), spans, 0)
 
 
+def _real(mask: Tensor) -> Tensor:
+    """Return which slots a mask shows; one of floats without ones is added to scores, and 0 shows."""
+    return torch.where((mask > 0).any(), mask > 0, mask == 0) if mask.is_floating_point() else mask != 0
+
+
+def _mask_lengths(mask: Tensor) -> Tensor:
+    """Return how many sequences there are of every length, ``[N + 1]``; numbers above 1 number them."""
+    rows, length = mask.shape
+    numbers = torch.where(_real(mask), mask.abs().clamp(1, length), 0).long()
+    slots = torch.zeros(rows, length + 1, dtype=torch.int64, device=mask.device)
+    slots = slots.scatter_add(1, numbers, torch.ones_like(numbers))[:, 1:]
+    return _histogram(slots, length)
+
+
+def _histogram(lengths: Tensor, longest: int) -> Tensor:
+    """Return how often each length above 0 occurs, ``[longest + 1]``."""
+    counts = torch.zeros(longest + 1, dtype=torch.int64, device=lengths.device)
+    counts = counts.scatter_add(0, lengths.flatten(), torch.ones_like(lengths).flatten())
+    return torch.cat([torch.zeros_like(counts[:1]), counts[1:]])
+
+
 def _run_lengths(positions: Tensor, mask: Tensor | None) -> Tensor:
     """Return how many sequences there are of every length, ``[N + 1]``: runs of positions that count up.
 
-    Without a mask, a run of one slot is padding. Several rows that all count up to their end may hide padding
-    behind it, so that they tell nothing.
+    Without a mask, a run of one slot at an end of a row is padding. Several rows that all count up to their
+    end may hide padding behind it, so that they tell nothing.
     """
     rows, length = positions.shape
     index = torch.arange(length, device=positions.device).expand(rows, length)
-    real = torch.ones_like(positions, dtype=torch.bool) if mask is None else mask != 0
+    real = torch.ones_like(positions, dtype=torch.bool) if mask is None else _real(mask)
     goes_on = (positions[:, 1:] == positions[:, :-1] + 1) & real[:, 1:] & real[:, :-1]
     edge = torch.zeros_like(real[:, :1])
     starts, ends = (real & ~torch.cat(pair, 1) for pair in ((edge, goes_on), (goes_on, edge)))
     first = torch.where(starts, index, 0).cummax(1).values
     lengths = torch.where(ends, index - first + 1, 0)
     if mask is None and length > 1:
-        lengths = torch.where(lengths == 1, 0, lengths)
-    ones = torch.ones_like(lengths)
-    counts = torch.zeros(length + 1, dtype=torch.int64, device=lengths.device)
-    counts = counts.scatter_add(0, lengths.flatten(), ones.flatten())
-    told = torch.ones_like(counts[:1], dtype=torch.bool)
+        longer = (lengths > 1).long()
+        inside = (longer.cummax(1).values > 0) & (longer.flip(1).cummax(1).values.flip(1) > 0)
+        lengths = torch.where((lengths == 1) & ~inside, 0, lengths)
+    counts = _histogram(lengths, length)
     if mask is None and rows > 1:
-        told = (starts.sum() > rows).expand(1)
-    return torch.cat([torch.where(told, 0, -1), counts[1:]])
+        counts[0] = torch.where(starts.sum() > rows, 0, -1)
+    return counts

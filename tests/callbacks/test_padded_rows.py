@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
@@ -134,6 +135,69 @@ def test_positions_that_begin_again_are_sequences_of_one_row() -> None:
         ((stats, lengths),) = resolve(microbatches(batch))
         assert sorted(lengths or ()) == [2, 3, 3]
         assert stats == SeqStats.from_lengths([2, 3, 3])
+
+
+@dataclass(slots=True)
+class Slotted:
+    labels: torch.Tensor
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+
+
+class Named(NamedTuple):
+    labels: torch.Tensor
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+
+
+def odd_batches() -> dict[str, tuple[Any, list[int]]]:
+    """Return batches as other libraries make them, with the lengths of their sequences."""
+    rows, lengths = padded([5, 3, 8]), [3, 5, 8]
+    ids, mask = rows["input_ids"], rows["attention_mask"]
+    numbers = torch.tensor([[1, 1, 2, 2, 2, 3, 0, 0], [1, 1, 1, 1, 2, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1]])
+    nested = torch.nested.nested_tensor(
+        [torch.ones(n, dtype=torch.long) for n in lengths], layout=torch.jagged
+    )
+    return {
+        "mask added to scores": ({**rows, "attention_mask": torch.where(mask == 1, 0.0, -1e9)}, lengths),
+        "mask of -inf": ({**rows, "attention_mask": torch.where(mask == 1, 0.0, -torch.inf)}, lengths),
+        "mask that adds nothing": ({**rows, "attention_mask": torch.zeros(3, N)}, [N, N, N]),
+        "mask of floats": ({**rows, "attention_mask": mask.double()}, lengths),
+        "numbered sequences": ({"input_ids": ids, "attention_mask": numbers}, [1, 2, 3, 4, 4, 7]),
+        "slots": (Slotted(ids.roll(-1, 1), ids, mask), lengths),
+        "named tuple": (Named(ids.roll(-1, 1), ids, mask), lengths),
+        "bytes in a tuple": ((ids.byte(), mask), lengths),
+        "floats in a tuple": ((ids, mask.float()), lengths),
+        "lists of microbatches": (
+            {"input_ids": [ids, ids], "attention_mask": [mask, mask]},
+            sorted(lengths * 2),
+        ),
+        "lengths before a cut": ({"input_ids": ids, "length": [5, 3, 20]}, lengths),
+        "one token between": (
+            {"input_ids": ids[:1], "position_ids": torch.tensor([[0, 1, 2, 0, 0, 1, 0, 0]])},
+            [1, 2, 3],
+        ),
+        "nested": ({"input_ids": nested}, lengths),
+    }
+
+
+@pytest.mark.parametrize("name", odd_batches())
+def test_batches_of_other_libraries_count_their_sequences(name: str) -> None:
+    batch, wanted = odd_batches()[name]
+    found = [lengths or () for _, lengths in resolve(microbatches(batch))]
+    assert not any(isinstance(lengths, Dense) for lengths in found)
+    assert sorted(length for lengths in found for length in lengths) == wanted
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [{"length": ["short", "long"]}, {"lengths": [[1, 2], [3]]}, {"cu_seqlens": torch.tensor([0, 64, 99])}],
+    ids=["words", "ragged", "of images"],
+)
+def test_what_is_no_length_of_the_rows_tells_nothing(beside: dict[str, Any]) -> None:
+    ((stats, lengths),) = resolve(microbatches({"input_ids": padded([5, 3])["input_ids"], **beside}))
+    assert isinstance(lengths, Dense)
+    assert stats.real_tokens == 16
 
 
 def test_ids_of_padding_inside_a_row_are_tokens() -> None:
