@@ -2,15 +2,21 @@
 
 cuBLAS is told its workspace before it starts: without, a deterministic product on a GPU warns, an error here.
 A test may silence loggers; the next one, of any file, hears them again.
+Nothing is garbage while the tests are collected, and to look for it takes seconds.
 """
 
 import gc
 import logging
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.ranks import fork_the_forkserver
+
+gc.disable()
 
 settings.register_profile("repository", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("repository")
@@ -29,8 +35,20 @@ _LONG = {
 }
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput") and "coverage" not in sys.modules:
+        capture = config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()  # packages print while they are imported
+        fork_the_forkserver()
+        capture.suspend_global_capture()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.stem not in _LONG)
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
+import gc
+import itertools
 import multiprocessing as mp
 import os
 import pickle
@@ -13,6 +16,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import forkserver as mp_forkserver
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -75,6 +80,31 @@ def forkserver() -> Any:
     ctx = mp.get_context("forkserver")
     ctx.set_forkserver_preload(["tests.preload"])
     return ctx
+
+
+def fork_the_forkserver() -> None:
+    """Start the fork server as a fork of this process, which needs what the server would import in 10 s."""
+    import tests.preload  # noqa: F401
+
+    def forked(path: str, args: list[str], fds: list[int]) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            faulthandler.disable()  # it writes to a file that is closed now
+            kept = [2, *sorted(fds), os.sysconf("SC_OPEN_MAX")]
+            for low, high in itertools.pairwise(kept):
+                os.closerange(low + 1, high)
+            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+            mp_forkserver._forkserver.__init__()  # its lock is held here
+            gc.enable()
+            mp_forkserver.main(*fds, preload=[])
+        finally:
+            os._exit(0)
+
+    resource_tracker.ensure_running()
+    with mock.patch("multiprocessing.util.spawnv_passfds", forked):
+        mp_forkserver.ensure_running()
 
 
 def run_ranks(
