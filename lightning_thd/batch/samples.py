@@ -182,7 +182,7 @@ def sequence_label(sample: Mapping[str, Any], name: str) -> dict[str, NDArray[An
         return {}
     value = sample[key]
     try:
-        label = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
+        label = _floats(value)
     except ValueError:  # ragged lists
         label = np.empty(0, object)
     if label.dtype.kind not in "biuf" or label.ndim > 1 or not label.size or not np.isfinite(label).all():
@@ -192,6 +192,14 @@ def sequence_label(sample: Mapping[str, Any], name: str) -> dict[str, NDArray[An
         )
     whole = label.dtype.kind in "biu" and label.ndim == 0
     return {"label": label.astype(np.int64 if whole else np.float32)}
+
+
+def _floats(value: Any) -> NDArray[Any]:
+    """Return weights or labels as an array; numpy has no bfloat16."""
+    if isinstance(value, Tensor):
+        value = value.detach().cpu()
+        value = value.float() if value.is_floating_point() and value.itemsize < 4 else value
+    return np.asarray(value)
 
 
 def is_scalar(value: object) -> bool:
@@ -217,7 +225,7 @@ def sample_weights(sample: Mapping[str, Any], length: int, name: str) -> tuple[N
     One number weighs the sequence and all its tokens; one a token leaves the sequence's weight at 1.
     """
     given = sample.get("weights", 1.0)
-    row = np.asarray(given.numpy() if isinstance(given, Tensor) else given)
+    row = _floats(given)
     if row.dtype.kind not in "iufb" or row.shape not in ((), (length,)):
         raise ValueError(
             f"{name} has {length} input_ids but weights of shape {row.shape} and dtype {row.dtype}. Give "

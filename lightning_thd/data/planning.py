@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_thd._checks import choice, flags, whole_number
 from lightning_thd.batch.keys import TYPES, inputs
@@ -294,5 +294,11 @@ def announce(data: DataSet, planner: Planner, host: Host) -> None:
         f"{name}: {len(lengths):,} sequences, {int(lengths.sum()):,} tokens"
         + "".join(f", {key.replace('_', ' ')} {count:,}" for key, count in changed.items())
     )
+    learned = data.index.weights if len(data.index.weights) else data.index.loss_tokens
+    if name == "train" and lengths.max(initial=0) > 1 and not learned.any():
+        rank_zero_warn(
+            "train: no token is learned, because all labels are -100 or all weights 0, so the loss of its "
+            "tokens is 0. Give labels that are ids where a token is to be learned."
+        )
     for logger in host.loggers if changed else ():
         logger.log_metrics({f"data/{name}_{key}": count for key, count in changed.items()}, step=0)

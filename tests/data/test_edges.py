@@ -253,3 +253,32 @@ def test_a_store_of_several_pieces_keeps_labels_of_sequences(tmp_path: Path) -> 
             tmp_path / "b",
             [piece(1), piece()._replace(tokens=np.arange(1), lengths=np.ones(1, int), label=None)],
         )
+
+
+def test_a_folder_is_read_through_links_to_folders(tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "b.jsonl").write_text('{"text": "b"}\n')
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all" / "a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "all" / "link").symlink_to(tmp_path / "far")
+    (tmp_path / "all" / "loop").symlink_to(tmp_path / "all")
+    assert texts(str(tmp_path / "all")) == ["a", "b"]
+    (tmp_path / "all" / "c.jsonl").symlink_to(tmp_path / "gone.jsonl")
+    with pytest.raises(FileNotFoundError, match=r"c\.jsonl"):
+        read(str(tmp_path / "all"))
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ValueError, match=r"Wanted suffixes: \.jsonl"):
+        read(str(tmp_path / "none"))
+
+
+def test_training_data_without_a_token_to_learn_warns() -> None:
+    for nothing in ({"labels": [-100, -100]}, {"weights": 0.0}):
+        with pytest.warns(UserWarning, match="no token is learned"):
+            read([{"input_ids": [1, 2], **nothing}])
+    assert read([{"input_ids": [1]}]) == [[1]]
+
+
+def test_weights_and_labels_are_tensors_of_any_kind() -> None:
+    weights = torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
+    label = torch.ones((), dtype=torch.bfloat16)
+    assert read([{"input_ids": [1, 2, 3], "weights": weights, "label": label}]) == [[1, 2, 3]]

@@ -176,8 +176,8 @@ def _in_folder(folder: Path) -> list[Path]:
             ) from err
     kinds: dict[str, list[Path]] = {}
     left_out: list[Path] = []
-    for file in sorted(folder.rglob("*")):
-        if not file.is_file():
+    for file in sorted(_below(folder)):
+        if not (file.is_file() or file.is_symlink()):  # a link to nothing is refused when it is opened
             continue
         parts = file.relative_to(folder).parts
         hidden = any(part.startswith((".", "_")) for part in parts)
@@ -196,9 +196,18 @@ def _in_folder(folder: Path) -> list[Path]:
     return found
 
 
+def _below(folder: Path) -> Iterator[Path]:
+    """Yield what is below a folder, through links to other folders, but not to one that it is in."""
+    for entry in folder.iterdir():
+        if not entry.is_dir():
+            yield entry
+        elif not folder.resolve().is_relative_to(entry.resolve()):
+            yield from _below(entry)
+
+
 def _one_kind(folder: Path, kinds: dict[str, list[Path]]) -> list[Path]:
     if not kinds:
-        wanted = ", ".join(name for name in KINDS if is_data(name))
+        wanted = ", ".join(name for name, kind in KINDS.items() if kind != "refused")
         raise ValueError(
             f"No text files below {folder}, nor others that are data. Wanted suffixes: {wanted}."
         )
