@@ -310,7 +310,7 @@ def _with_own_head(model: FlopsModel, child: nn.Module, module: nn.Module) -> Fl
     layers = [layer for layer in model.layers if layer.path != "lm_head"]
     for head in heads:
         term = matmul("head", head.in_features * head.out_features, kind="logits")
-        trained = head.weight.requires_grad
+        trained = any(parameter.requires_grad for parameter in head.parameters() if parameter.ndim > 1)
         term = replace(term, weight_grad=term.weight_grad if trained else 0)
         layers.append(Layer(path="head", terms=(term,), recomputable=False))
     return replace(model, layers=tuple(layers))

@@ -103,13 +103,10 @@ def run_head(head: Any, forward: Callable[..., Any] | None, hidden: Tensor) -> L
                 "THDModelParallelStrategy(tensor_parallel_size=...)."
             )
     forward = functools.partial(type(head).forward, head) if forward is None else forward
-    weight = getattr(head, "weight", None)
     plain_linear = type(head).forward is LINEAR_FORWARD and isinstance(forward, functools.partial)
-    if plain_linear or (isinstance(head, nn.Linear) and is_dtensor(weight)):
-        bias = getattr(head, "bias", None)
-        return deferred(
-            Products((Product(hidden, head.weight),), bias), (*hidden.shape[:-1], len(head.weight))
-        )
+    if plain_linear or (isinstance(head, nn.Linear) and is_dtensor(head._parameters.get("weight"))):
+        weight = head.weight  # read once: a parametrization may move with every read
+        return deferred(Products((Product(hidden, weight),), head.bias), (*hidden.shape[:-1], len(weight)))
     with Deferred(hidden.shape[:-1].numel()):
         found = forward(hidden)
     if isinstance(found, LazyLogits) and found.products is not None:

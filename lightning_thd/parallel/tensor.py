@@ -35,6 +35,7 @@ from lightning_thd.parallel.fsdp import layers_of
 _CUT_HEADS = frozenset({"bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h"})
 # Projections that end a block, by the names transformers gives them.
 _ROWS = frozenset({"o_proj", "out_proj", "down_proj", "w2", "fc2", "proj_down", "output_linear"})
+_HEAD_NORM = re.compile(r"([qk])(?:uery|ey)?_(?:layer)?norm")
 _PRODUCTS = (
     {"gate_proj", "up_proj", "down_proj"},
     {"up_proj", "down_proj"},
@@ -54,6 +55,8 @@ def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], mesh: Devic
     for name, module, style in matched:
         if style in _CHECKS:
             _CHECKS[style](name, module, mesh.size())
+    if any(style == "embedding_rowwise" for _, _, style in matched):
+        _refuse_readers(model)
     shards, between = _Shards(mesh), _between_products(model, matched)
     for _, module, style in matched:
         _STYLES[style](module, shards)
@@ -92,11 +95,13 @@ def _match(model: nn.Module, plan: Mapping[str, str]) -> list[tuple[str, nn.Modu
 
 
 def _between_products(model: nn.Module, matched: list[tuple[str, nn.Module, str]]) -> list[nn.Module]:
-    """Return activations with parameters that see this rank's columns only, such as Apertus's xIELU.
+    """Return activations and norms of heads with parameters that see this rank's columns only.
 
-    Refuses blocks that compare the columns of a token with each other.
+    Apertus's xIELU is one; transformers' plans of GLM-4.5 and Qwen3-VL with experts leave out the norms of
+    queries and keys. Refuses blocks that compare the columns of a token with each other.
     """
     known = {id(module) for _, module, _ in matched}
+    whole = {id(module) for _, module, style in matched if style == "colwise_gather_output"}
     found = []
     for path in dict.fromkeys(name.rpartition(".")[0] for name, _, style in matched if style == "colwise"):
         block: Any = model.get_submodule(path)
@@ -107,9 +112,35 @@ def _between_products(model: nn.Module, matched: list[tuple[str, nn.Module, str]
                 "config.activation_sparsity_pattern to zeros, or tensor_parallel_size=1."
             )
         for name, child in block.named_children():
-            if name.startswith("act") and id(child) not in known and any(True for _ in child.parameters()):
+            if id(child) in known or not any(True for _ in child.parameters()):
+                continue
+            if norm := _HEAD_NORM.fullmatch(name):
+                if id(getattr(block, f"{norm[1]}_proj", None)) in whole:
+                    continue
+                width = getattr(block, "head_dim", None)
+                if any(parameter.shape != (width,) for parameter in child.parameters()):
+                    raise ValueError(
+                        f"{path}.{name} ({type(child).__name__}) has weights for all heads, and tensor "
+                        "parallelism cuts heads over ranks. Take the projections of this block out of the "
+                        "plan, or set tensor_parallel_size=1."
+                    )
+            if norm or name.startswith("act"):
                 found.append(child)
     return found
+
+
+def _refuse_readers(model: nn.Module) -> None:
+    """Refuse multimodal Gemma 4 models that read rows of the embedding beside its call."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        names = getattr(getattr(inspect.unwrap(type(module).forward), "__code__", None), "co_names", ())
+        reads = {"embed_tokens", "weight", "get_per_layer_inputs"} <= {*names}
+        if reads and getattr(config.get_text_config(), "hidden_size_per_layer_input", None):
+            raise ValueError(
+                f"{type(module).__name__} with hidden_size_per_layer_input reads rows of its embedding, and "
+                "tensor parallelism cuts them over ranks. Train its text model (Gemma4ForCausalLM), or set "
+                "tensor_parallel_size=1."
+            )
 
 
 class _Shards:
@@ -295,9 +326,9 @@ def _require_divided(what: str, number: int, ranks: int, advice: str) -> None:
 def _is_product(module: nn.Module) -> bool:
     """Return whether a module multiplies by its weight and adds its bias, perhaps in FP8, and no more."""
     kind = type(module)
-    return isinstance(module, nn.Linear) and (
-        kind.forward is nn.Linear.forward or kind.__name__ == "Float8Linear"
-    )
+    own = isinstance(module, nn.Linear) and isinstance(module._parameters.get("weight"), Tensor)
+    plain = kind.forward is nn.Linear.forward or kind.__name__ == "Float8Linear"
+    return own and plain and "forward" not in vars(module)
 
 
 def _check_linear(dim: int) -> Callable[[str, nn.Module, int], None]:
@@ -310,9 +341,9 @@ def _check_linear(dim: int) -> Callable[[str, nn.Module, int], None]:
             )
         if not _is_product(module):
             raise ValueError(
-                f"{name} is a {type(module).__name__}, whose forward may do more than a product with its "
-                "weight, and the tensor-parallel plan cuts it as an nn.Linear. Take it out of the plan, or "
-                "set tensor_parallel_size=1."
+                f"{name} is a {type(module).__name__}, whose forward may do more than a product with a "
+                "weight of its own, and the tensor-parallel plan cuts it as an nn.Linear. Take it out of the "
+                "plan, or set tensor_parallel_size=1."
             )
         features, side = weight.shape[dim], "output" if dim == 0 else "input"
         pad = f"pad the vocabulary: model.resize_token_embeddings(pad_to_multiple_of={ranks})."
@@ -378,6 +409,7 @@ def model_plan(model: nn.Module, ranks: int = 1) -> dict[str, str]:
     of layers that the plan leaves out are added. Weights that are tied to the head are cut like it.
     """
     theirs: dict[str, str] = {**_experts_of(model, ranks), **(getattr(model, "_tp_plan", None) or {})}
+    theirs = _without_other_styles(model, theirs)
     plan = {**_own_plan(model, theirs, ranks), **theirs}
     if not any("layers" in name or "*" in name for name in plan):
         raise ValueError(
@@ -394,6 +426,20 @@ def model_plan(model: nn.Module, ranks: int = 1) -> dict[str, str]:
         assert head is not None
         plan[head] = "colwise_gather_output"
     return plan
+
+
+def _without_other_styles(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """Leave out blocks in which a plan asks for a style that is not ours, as ``_own_plan`` cuts them too."""
+    others = {name for name, style in plan.items() if style not in _STYLES}
+    blocks = set()
+    for name, module in model.named_modules():
+        if (entry := re.sub(r"\.\d+(?=\.|$)", ".*", name)) in others:
+            blocks.add(entry if [*module.children()] else entry.rpartition(".")[0])
+    return {
+        name: style
+        for name, style in plan.items()
+        if name not in blocks and name.rpartition(".")[0] not in blocks
+    }
 
 
 def _experts_of(model: nn.Module, ranks: int) -> dict[str, str]:

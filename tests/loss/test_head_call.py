@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
 
 pytest.importorskip("transformers")
 
@@ -292,6 +294,23 @@ def test_a_head_that_was_patched_is_run_as_it_is() -> None:
     causal_lm_loss(model, batch).backward()
     assert more.grad is not None
     assert torch.equal(more.grad, head.weight.grad)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_with_a_parametrization_that_moves_is_read_once(tied: bool) -> None:
+    model: Any = tiny_llama(torch.float64)
+    if tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    spectral_norm(model.lm_head)
+    other, batch = copy.deepcopy(model), random_batch(1)
+    for _ in range(2):  # each forward in training moves the vectors of its power iteration
+        found = causal_lm_loss(model, batch)
+        logits = other(**batch.hf_kwargs()).logits[0]
+        wanted = F.cross_entropy(logits, batch.targets, ignore_index=-100)
+        torch.testing.assert_close(found, wanted)
+        ours, theirs = gradients(model, found), gradients(other, wanted)
+        for key, gradient in theirs.items():
+            torch.testing.assert_close(ours[key], gradient, msg=key)
 
 
 def test_a_head_of_ones_own_is_recorded() -> None:

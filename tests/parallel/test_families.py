@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from benchmarks.families import build as tiny_model
 from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd.parallel.sequence import apply_sequence_parallel
 from lightning_thd.parallel.tensor import apply_tensor_parallel, model_plan
@@ -19,22 +20,47 @@ from tests.models.families import FAMILIES
 from tests.ranks import run_ranks
 
 # Of each kind: projections fused, norms over all heads, sinks, latent attention, state space, recurrence.
-SHARP = ["phi3", "olmo2", "gpt_oss", "deepseek_v3", "falcon_h1", "recurrent_gemma"]
+SHARP = [
+    "phi3",
+    "olmo2",
+    "gpt_oss",
+    "deepseek_v3",
+    "falcon_h1",
+    "recurrent_gemma",
+    "glm4_moe_lite",
+    "glm4_moe",
+]
 OTHERS = [
     *("glm4", "olmoe", "olmo_hybrid", "opt", "stablelm", "bamba", "lfm2", "lfm3", "zamba2"),
     *("granitemoehybrid", "jamba", "nemotron_h", "kimi_linear", "mixtral", "smollm3", "granite"),
+    *("deepseek_v2", "granite_swa", "granitemoe_swa", "phi", "qwen3_vl_moe"),
 ]
+# transformers' plans name styles for their attention that are not ours, or leave out norms of heads.
+OTHER_PLANS: dict[str, tuple[str, dict[str, Any]]] = {
+    "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", {}),
+    "glm4_moe": ("Glm4MoeForCausalLM", {"use_qk_norm": True}),
+    "phi": ("PhiForCausalLM", {"qk_layernorm": True}),
+    "qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration", {}),
+    "deepseek_v2": ("DeepseekV2ForCausalLM", {}),
+    "granite_swa": ("GraniteSWAForCausalLM", {}),
+    "granitemoe_swa": ("GraniteMoeSWAForCausalLM", {}),
+}
 
 # Sums of what they compute in fp32 come in another order when ranks divide the slots.
 FP32_INSIDE = ["recurrent_gemma", "nemotron_h"]
 
 
 def build(family: str) -> nn.Module:
+    if family in OTHER_PLANS:
+        model: Any = tiny_model(family, OTHER_PLANS[family][0], "thd", OTHER_PLANS[family][1])
+        if model._can_set_experts_implementation():
+            model.set_experts_implementation("eager")
+        return model.double().train()
     chosen = FAMILIES[family]
     config = getattr(transformers, chosen.config)(**chosen.arguments)
     torch.manual_seed(0)
     options = {"attn_implementation": "thd", "experts_implementation": "eager"}  # grouped_mm knows no fp64
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, **options)
+    model = transformers.AutoModelForCausalLM.from_config(config, **options)
     return model.double().train()
 
 

@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrizations import weight_norm
 
+from benchmarks.families import build
 from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd.parallel.sequence import apply_sequence_parallel, check_slots
 from lightning_thd.parallel.tensor import apply_tensor_parallel, check_heads, model_plan
@@ -47,6 +49,9 @@ PLAN = {
     "down": "rowwise",
     "head": "colwise_gather_output",
 }
+
+
+PLAN_OF_GEMMA = {"model.language_model.embed_tokens": "embedding_rowwise"}
 
 
 def outputs(net: Net) -> list[Tensor]:
@@ -112,8 +117,12 @@ class Experts(nn.Module):
 
 def messages() -> list[str]:
     mesh = init_device_mesh("cpu", (2,))
-    odd, tied, clipped, scaled, counting, sparse = (Net() for _ in range(6))
+    odd, tied, clipped, scaled, counting, sparse, normed, patched, tall = (Net() for _ in range(9))
     scaled.down = Scaled(16, 8)
+    weight_norm(normed.up)
+    tall.block = nn.Module()
+    tall.block.q_proj, tall.block.q_norm, tall.block.head_dim = nn.Linear(8, 8), nn.LayerNorm((2, 4)), 4
+    patched.up.forward = lambda x: x  # type: ignore[method-assign]
     counting.embed.scale_grad_by_freq = True
     sparse.activation_sparsity = 0.9  # type: ignore[assignment]
     odd.up = nn.Linear(8, 15)
@@ -130,6 +139,10 @@ def messages() -> list[str]:
         (tied, {"head": "colwise_gather_output"}),
         (Net(), {"up": "moe_tp_experts"}),
         (scaled, {"down": "rowwise"}),
+        (normed, {"up": "colwise"}),
+        (patched, {"up": "colwise"}),
+        (tall, {"block.q_proj": "colwise"}),
+        (build("gemma4", "Gemma4ForConditionalGeneration", "thd"), PLAN_OF_GEMMA),
         (counting, {"embed": "embedding_rowwise"}),
         (sparse, {"up": "colwise"}),
         (nn.ModuleDict({"experts": Experts()}), {"experts": "moe_tp_experts"}),
@@ -152,7 +165,11 @@ def test_messages() -> None:
         "embed is a Embedding, but the tensor-parallel plan cuts it as an nn.Embedding without max_norm and",
         "embed.weight is tied to a weight that the tensor-parallel plan cuts, but is not in the plan",
         "up (Linear) does not keep its experts as parameters [num_experts, ...]",
-        "down is a Scaled, whose forward may do more than a product with its weight",
+        "down is a Scaled, whose forward may do more than a product with a weight of its own",
+        "up is a ParametrizedLinear, whose forward may do more than a product with a weight of its own",
+        "up is a Linear, whose forward may do more than a product with a weight of its own",
+        "block.q_norm (LayerNorm) has weights for all heads, and tensor parallelism cuts heads over ranks",
+        "Gemma4Model with hidden_size_per_layer_input reads rows of its embedding, and",
         "nn.Embedding without max_norm and scale_grad_by_freq. Take it out of the plan",
         "(Net) has activation_sparsity=0.9: it keeps the largest activations of a token",
         "experts (Experts) is not told which experts each token has chosen",
