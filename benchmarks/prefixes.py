@@ -2,9 +2,9 @@
 
 ``python -m benchmarks.prefixes`` runs Qwen3 (hidden 256, 4 layers, heads of 64, vocabulary 260, fp32) forward
 and backward over groups of 2, 8 and 16 answers, with shared prefixes, as a pack without, and as TRL's padded
-log-probabilities (GRPO's). A prompt is 1/4 to 16 times as long as an answer. Times are CPU seconds, the
-collation included. Memory is what autograd keeps between forward and backward. The bound is that of the FLOPs
-counted for distinct tokens and pairs. ``--quick`` runs only the groups with a goal, without TRL.
+log-probabilities (GRPO's). A prompt is 1/4 to 16 times as long as an answer. Times are CPU seconds of one
+thread, the collation included. Memory is what autograd keeps between forward and backward. The bound is that
+of the FLOPs counted for distinct tokens and pairs. ``--quick`` runs only the groups with a goal, without TRL.
 """
 
 from __future__ import annotations
@@ -155,6 +155,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--rounds", type=int, default=5, help="at most; large groups take fewer")
+    torch.set_num_threads(1)  # Threads that wait for each other count as CPU time.
     parser.add_argument("--minutes", type=float, default=10.0, help="of CPU time for all groups, roughly")
     given = parser.parse_args(argv)
     shapes = [*GOALS, *([] if given.quick else FURTHER)]

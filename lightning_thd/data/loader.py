@@ -36,6 +36,7 @@ from lightning_thd.data.store.index import (
     MapDataset,
     SequenceIndex,
     content_of_rows,
+    keeps_rows,
     refuse_second_sequence,
 )
 from lightning_thd.data.trainer_link import Progress
@@ -441,10 +442,10 @@ class BatchMaker:
     def batch(self, spans: Spans, scales: Scales = (None, None, None), microbatch: int = 0) -> THDBatch:
         """Read and collate a pack; without scales its loss is the mean over this batch."""
         columns = (spans.index, spans.start, spans.stop, spans.continued)
-        samples = []
+        samples, keeps = [], keeps_rows(self.dataset)
         try:
             for piece in zip(*(column.tolist() for column in columns), strict=True):
-                samples.append(self.index.sample(self.dataset, *piece))
+                samples.append(self.index.sample(self.dataset, *piece, keeps=keeps))
                 if self.one_each and "position_ids" in samples[-1]:
                     refuse_second_sequence(samples[-1], piece[0])
         except ValueError as err:

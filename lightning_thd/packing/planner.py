@@ -396,9 +396,9 @@ class PackPlanner(Resumable):
         return spans, seated(np.arange(len(spans)), offsets, totals, dp)
 
     def _describe(self, epoch: int, k: int, dp: int, spans: Spans, offsets: IntArray) -> StepPlan:
-        oversize, patches = self.entries.oversize, self.entries.patches(spans)
+        oversize, media = self.entries.oversize, self.entries.media
         known: dict[str, Any] = {"weigh": self.weigh}
-        known["patches"] = np.zeros(len(spans), np.int64) if patches is None else patches
+        known["patches"] = np.zeros(len(spans), np.int64) if media is None else media(spans.index)[:, 0]
         if oversize in ("truncate", "split", "own_pack"):
             over = read_lengths(self.entries.lengths, spans.index) - self.entries.limit
             long = (spans.start == 0) & (over > 0)

@@ -125,9 +125,9 @@ class SequenceIndex:
             )
 
     def sample(
-        self, dataset: MapDataset, i: int, start: int, stop: int, continued: bool = False
+        self, dataset: MapDataset, i: int, start: int, stop: int, continued: bool = False, keeps: bool = False
     ) -> dict[str, Any]:
-        """Read tokens ``start`` to ``stop`` of sequence ``i`` into arrays of their own."""
+        """Read tokens ``start`` to ``stop`` of sequence ``i``, copied unless the dataset keeps its rows."""
         given: Any = dataset[i]
         if type(given) is not dict:
             given = check_row(given, i)
@@ -162,7 +162,7 @@ class SequenceIndex:
                 self._check_targets(sample, i)
         else:
             self._cut(sample, i, start, stop, continued)
-        if keeps_rows(dataset):
+        if keeps:
             return sample
         return {k: np.array(x) if type(x) is np.ndarray else _copied(x) for k, x in sample.items()}
 
