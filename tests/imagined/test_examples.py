@@ -34,7 +34,8 @@ def test_example(name: str, capability: str, tmp_path: Path) -> None:
     assert not ours, found["reads"]
     if name in WITHOUT_STEPS:
         return
-    assert found["steps"] == STEPS
+    # GradScaler leaves out the first steps of fp16, whose scaled gradients overflow.
+    assert STEPS - 2 * (capability == "7.5") <= found["steps"] <= STEPS
     uploads = found["uploads"]
     batches = {row: n for row, n in uploads.items() if "batch/upload" in row}
     assert batches
