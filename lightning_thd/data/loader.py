@@ -444,14 +444,14 @@ class BatchMaker:
         columns = (spans.index, spans.start, spans.stop, spans.continued)
         samples, keeps = [], keeps_rows(self.dataset)
         try:
-            for piece in zip(*(column.tolist() for column in columns), strict=True):
-                samples.append(self.index.sample(self.dataset, *piece, keeps=keeps))
+            for i, start, stop, goes_on in zip(*(column.tolist() for column in columns), strict=True):
+                samples.append(self.index.sample(self.dataset, i, start, stop, goes_on, keeps))
                 if self.one_each and "position_ids" in samples[-1]:
-                    refuse_second_sequence(samples[-1], piece[0])
+                    refuse_second_sequence(samples[-1], i)
         except ValueError as err:
             if not isinstance(self.dataset, MixedRows):
                 raise
-            raise ValueError(f"{err} It is {self.dataset.place(piece[0])}.") from err
+            raise ValueError(f"{err} It is {self.dataset.place(i)}.") from err
         batch = collate_checked(
             samples,
             align=self.align,

@@ -50,6 +50,8 @@ _NOT_GIVEN: Any = object()
 
 def _all_reduced(tensor: Tensor, group: Any, reduce_op: str) -> Tensor:
     """Reduce over ranks in place, as Lightning does, without the barrier that makes the host wait first."""
+    if dist.get_world_size() == 1:
+        return tensor
     mean = reduce_op.lower() in ("mean", "avg")
     dist.all_reduce(
         tensor, op=dist.ReduceOp.SUM if mean else getattr(dist.ReduceOp, reduce_op.upper()), group=group
@@ -352,7 +354,7 @@ class THDStrategyMixin(Strategy):
         if mean and isinstance(tensor, torch.Tensor) and not tensor.is_floating_point():
             tensor = tensor.to(torch.float64)
         several = isinstance(tensor, torch.Tensor) and dist.is_initialized()
-        if several and isinstance(reduce_op, str) and dist.get_world_size() > 1:
+        if several and isinstance(reduce_op, str):
             return _all_reduced(tensor, dist.group.WORLD if group is None else group, reduce_op)
         return super().reduce(tensor, group, reduce_op=reduce_op, **kwargs)  # type: ignore[safe-super]
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.imagined.gpu import imagined_gpu
+from tests.imagined.nccl import imagined_nccl
 
 NAMES = {
     "7.0": "Tesla V100-SXM2-32GB",
@@ -85,7 +86,7 @@ def main() -> None:
     peaks._GPU_SHAPES = peaks._CPU_SHAPES  # the shapes for a GPU would multiply for minutes
     failed = False
     capability = tuple(int(part) for part in args.capability.split("."))
-    with imagined_gpu(capability=capability, name=NAMES[args.capability]) as log:
+    with imagined_gpu(capability=capability, name=NAMES[args.capability]) as log, imagined_nccl():
         try:
             runpy.run_path(args.script, run_name="__main__")
         except SystemExit as end:
