@@ -23,6 +23,8 @@ VOCABULARY, PROMPT, ANSWER, GROUP = 16, 12, 4, 8
 
 class GRPO(L.LightningModule):
     def configure_model(self) -> None:
+        if hasattr(self, "model"):  # Lightning calls this again for validate and test
+            return
         torch.manual_seed(0)
         config = Qwen3Config(
             vocab_size=VOCABULARY,

@@ -160,7 +160,7 @@ class CausalLMModule(L.LightningModule):
     def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
         """Log and return the microbatch's share of the step's mean loss."""
         loss = causal_lm_loss(self._built, batch, router_balance=self.router_balance)
-        self.log("train/loss", loss.detach(), prog_bar=True, on_step=True, sync_dist=False)
+        self.log("train/loss", loss.detach(), prog_bar=True, on_step=True, sync_dist=True)
         return loss
 
     def validation_step(self, batch: THDBatch, batch_idx: int, dataloader_idx: int = 0) -> None:

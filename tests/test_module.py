@@ -47,6 +47,20 @@ def test_compiled_layers_share_one_graph_over_all_packs() -> None:
     assert run_ranks(count_graphs, 1) == [1]
 
 
+def log_one_step() -> tuple[float, float]:
+    module = CausalLMModule(tiny_llama().double())
+    samples = [{"input_ids": list(range(1, 1 + n))} for n in (30, 9)]  # a pack on each rank
+    wanted = float(causal_lm_loss(tiny_llama().double(), THDBatch.collate(samples)))
+    trainer = make_trainer(max_steps=1, devices=2, strategy="thd_ddp", precision="64-true")
+    trainer.fit(module, THDDataModule(samples, capacity=32))
+    return float(trainer.callback_metrics["train/loss"]), wanted
+
+
+def test_the_logged_loss_is_that_of_the_step_on_every_rank() -> None:
+    for logged, wanted in run_ranks(log_one_step, 2):
+        assert logged == pytest.approx(wanted, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("precision", "dtype"),
     [("32-true", torch.float32), ("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)],

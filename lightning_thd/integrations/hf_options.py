@@ -135,6 +135,8 @@ def refuse_options(args: Any) -> None:
                 "it does to packs. Leave it at its default."
             )
     for field in dataclasses.fields(args):
+        if getattr(args, field.name) is None:  # what TRL makes of its default "auto"
+            continue
         if field.name in IRRELEVANT.keys() - _SET_BY_TRAINERS and _is_changed(args, field):
             advice = ""
             if field.name == "per_device_train_batch_size":

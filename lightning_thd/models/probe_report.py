@@ -89,8 +89,9 @@ class PackingReport:
         return self.pad_error is None or self.pad_error <= self.tolerance
 
     def __str__(self) -> str:
+        built = "" if self.attention is None else f" ({self.layers} layers, attention {self.attention})"
         lines = [
-            f"{self.model} ({self.layers} layers, attention {self.attention}), lengths {self.lengths}",
+            f"{self.model}{built}, lengths {self.lengths}",
             f"  leak into other sequences   {self.leak:.1e} (allowed {self.leak_tolerance:.0e})",
             f"  packed against alone        {self.error:.1e} (allowed {self.tolerance:.0e})",
         ]
@@ -133,10 +134,17 @@ class PackingLeakError(RuntimeError):
             what = "differs between a pack and stock eager attention"
         else:
             what = "has other gradients, or none that are finite, with a trailing pad"
+        if report.attention is None:  # no model of transformers
+            remedy = (
+                "Let every layer stop at batch.cu_seqlens: call varlen_attention, read batch.position_ids"
+            )
+        else:
+            remedy = (
+                "Build the model with attn_implementation='thd' and call it with model(**batch.hf_kwargs()): "
+                "position_ids, cu_seq_lens_q/k, use_cache=False and no attention_mask"
+            )
         super().__init__(
             f"{report.model} {what}; the first module that does is "
             f"{report.module or 'not a module of its own'}.\n{report}\n"
-            "Build the model with attn_implementation='thd' and call it with model(**batch.hf_kwargs()): "
-            "position_ids, cu_seq_lens_q/k, use_cache=False and no attention_mask. "
-            "See docs/reference/messages.md#leaks."
+            f"{remedy}. See docs/reference/messages.md#leaks."
         )

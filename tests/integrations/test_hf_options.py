@@ -147,7 +147,8 @@ def test_messages_name_what_the_table_says() -> None:
 
 def test_options_without_effect_are_listed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
-        refuse_options(TrainingArguments(output_dir=str(tmp_path), use_cpu=True))
+        for kind in (TrainingArguments, trl.SFTConfig):
+            refuse_options(kind(output_dir=str(tmp_path), use_cpu=True))
         assert "no effect" not in caplog.text
         options: dict[str, Any] = {"per_device_train_batch_size": 2, "eval_accumulation_steps": 3}
         refuse_options(TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **options))

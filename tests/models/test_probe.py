@@ -170,13 +170,15 @@ def test_a_model_of_ones_own_passes() -> None:
     report = check_packing(Own(), vocab_size=32)
     assert report.ok
     assert (report.attention, report.layers) == (None, None)
+    assert str(report).startswith("Own, lengths (")
     assert check_packing(Own(), vocab_size=32, grad=False).gradient_leak is None
     assert check_packing(Own().double(), vocab_size=32).tolerance == 1e-9
 
 
 def test_a_leak_of_ones_own_is_found_where_it_is() -> None:
-    with pytest.raises(PackingLeakError, match=r"Own lets sequences .* is after \(Shift\)"):
+    with pytest.raises(PackingLeakError, match=r"Own lets sequences .* is after \(Shift\)") as caught:
         check_packing(Own("shift"), vocab_size=32)
+    assert "call varlen_attention" in str(caught.value)  # not transformers' options
     with pytest.raises(PackingLeakError, match=r"the model itself \(Own\)|the first module"):
         check_packing(Own("attention"), vocab_size=32)
 
