@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import CodeType
@@ -125,8 +125,9 @@ class HeadCall:
         added: list[CodeType] = []
         if hooks != self._hooks:
             for module in {id(x): x for x in called}.values():
-                _refuse_logit_hooks(module, head)
-                added += _codes(module._forward_hooks)
+                around = [type(module).__call__, *([] if module is inner else [type(module).forward])]
+                _refuse_logit_hooks(module, head, around)
+                added += _codes(module._forward_hooks.values())
         for _ in range(2):
             head = inner.get_output_embeddings()
             own, own_head = inner.__dict__.get("forward"), head.__dict__.get("forward")
@@ -212,7 +213,7 @@ class HeadCall:
         logits = getattr(outputs, "logits", None)
         logits_from = getattr(logits, "source", None)
         if not any(made is logits or made is logits_from for made in job.logits):
-            hooks = ", ".join(map(_named, _codes(job.head._forward_hooks)))
+            hooks = ", ".join(map(_named, _codes(job.head._forward_hooks.values())))
             hooks = f", which has the forward hook {hooks}" if hooks else ""
             raise ValueError(
                 f"{type(self.inner).__name__}.forward returned a {type(outputs).__name__} whose logits did "
@@ -249,10 +250,11 @@ class HeadCall:
         return None
 
 
-def _refuse_logit_hooks(model: nn.Module, head: nn.Module) -> None:
-    """Refuse hooks of users that ask for the logits of a model, or for gradients at its head."""
-    asking = [code for code in _codes(model._forward_hooks) if "logits" in _words(code)]
-    asking += _codes(head._backward_hooks) + _codes(head._backward_pre_hooks)
+def _refuse_logit_hooks(model: nn.Module, head: nn.Module, around: list[Any]) -> None:
+    """Refuse hooks of users, and functions around the model's forward, that ask for logits or gradients."""
+    codes = _codes([*model._forward_hooks.values(), *around])
+    asking = [code for code in codes if "logits" in _words(code)]
+    asking += _codes([*head._backward_hooks.values(), *head._backward_pre_hooks.values()])
     for code in asking:
         raise ValueError(
             f"The hook {_named(code)} on {type(model).__name__} or its head asks for logits or their "
@@ -278,10 +280,10 @@ def _named(code: CodeType) -> str:
     return f"{code.co_name} ({described(code.co_filename, code.co_firstlineno)})"
 
 
-def _codes(hooks: Mapping[int, Any]) -> list[CodeType]:
+def _codes(hooks: Iterable[Any]) -> list[CodeType]:
     """Return the code of users' hooks: functions, methods, partials and objects that can be called."""
     found = []
-    for hook in hooks.values():
+    for hook in hooks:
         while isinstance(hook, functools.partial):
             hook = hook.func
         hook = inspect.unwrap(hook)

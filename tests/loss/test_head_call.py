@@ -14,6 +14,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 pytest.importorskip("transformers")
 
+from transformers import LlamaForCausalLM
+
 from lightning_thd import causal_lm_loss
 from lightning_thd._static import static_shapes
 from lightning_thd.callbacks.cuda_graph import GraphedStep
@@ -352,6 +354,21 @@ def test_a_hook_that_changes_logits_is_named(place: str, hook: Callable[..., Any
     for _ in range(2):
         with pytest.raises((ValueError, NotImplementedError), match=message):
             causal_lm_loss(model, batch)
+
+
+class Doubled(LlamaForCausalLM):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().__call__(*args, **kwargs)
+        if hasattr(outputs, "logits"):
+            outputs.logits = outputs.logits * 2
+        return outputs
+
+
+def test_a_call_around_the_forward_that_changes_logits_is_named() -> None:
+    model = tiny_llama(torch.float64)
+    model.__class__ = Doubled
+    with pytest.raises(ValueError, match=r"__call__ \(test_head_call.py.* asks for logits"):
+        causal_lm_loss(model, random_batch(1))
 
 
 def test_hooks_of_a_head_are_followed_or_named() -> None:
