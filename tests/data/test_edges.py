@@ -282,3 +282,12 @@ def test_weights_and_labels_are_tensors_of_any_kind() -> None:
     weights = torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
     label = torch.ones((), dtype=torch.bfloat16)
     assert read([{"input_ids": [1, 2, 3], "weights": weights, "label": label}]) == [[1, 2, 3]]
+
+
+@pytest.mark.parametrize("record", [{"text": "ab"}, {"prompt": "a", "completion": "b"}])
+def test_weights_beside_text_are_refused(record: dict[str, Any]) -> None:
+    weighed = [record | {"weights": 2.0}]
+    for source in (weighed, Rows(*weighed)):
+        with pytest.raises(ValueError, match="'weights' beside text"):
+            read(source)
+    assert len(read([record | {"weights": None, "weight": "3 kg"}])) == 1

@@ -36,6 +36,7 @@ Number = int | float
 
 _LOOK_AT = 1000  # records: with on_error="skip" the first of a known kind among them decides
 # Keys that matter for training but that files of lines cannot keep beside ids.
+_WEIGHTS = names("weight", "other_weight")
 _LOST = (*names("weight", "type", "media", "boundary"), "next_label", "position_ids")
 _NO_AUDIO = "audio cannot be packed, only tokens, images and video. Remove these records."
 _NO_IMAGES = (
@@ -69,7 +70,16 @@ class _Row(NamedTuple):
 
 
 def _label_of(record: Record) -> Number | None:
-    value: Any = record.get("label") if isinstance(record, dict) else None
+    """Return the label of a record's sequence; refuse weights, which stores of text do not hold."""
+    beside = record if isinstance(record, dict) else {}
+    if found := [
+        name for name in _WEIGHTS if is_scalar(beside.get(name)) or isinstance(beside.get(name), list)
+    ]:
+        raise ValueError(
+            f"{found[0]!r} beside text, where weights are not read. Give a datasets.Dataset of input_ids and "
+            "'weights', or drop the key."
+        )
+    value: Any = beside.get("label")
     if isinstance(value, list) and value and all(map(is_scalar, value)):
         raise ValueError(
             "several numbers under 'label', of which files of text keep one. Give a datasets.Dataset of ids, "
