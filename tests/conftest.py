@@ -36,10 +36,14 @@ _LONG = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput") and "coverage" not in sys.modules:
+    if hasattr(config, "workerinput") and "coverage" not in sys.modules:  # which begins in new processes
+        import torch
+
+        if torch.cuda.is_available():  # and would then work in no fork
+            return
         capture = config.pluginmanager.getplugin("capturemanager")
         capture.resume_global_capture()  # packages print while they are imported
-        fork_the_forkserver()
+        fork_the_forkserver()  # before a test file runs a backward pass, after which torch refuses forks
         capture.suspend_global_capture()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import itertools
+import logging
 import multiprocessing as mp
 import os
 import pickle
@@ -14,6 +15,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver as mp_forkserver
@@ -83,21 +85,30 @@ def forkserver() -> Any:
 
 
 def fork_the_forkserver() -> None:
-    """Start the fork server as a fork of this process, which needs what the server would import in 10 s."""
+    """Make the fork server a fork of this process, which needs what the server would import in 10 s."""
     import tests.preload  # noqa: F401
 
     def forked(path: str, args: list[str], fds: list[int]) -> int:
-        pid = os.fork()
+        with warnings.catch_warnings(action="ignore"):  # newer Pythons warn of forks beside threads
+            pid = os.fork()
         if pid:
             return pid
         try:
-            faulthandler.disable()  # it writes to a file that is closed now
-            kept = [2, *sorted(fds), os.sysconf("SC_OPEN_MAX")]
+            faulthandler.disable()  # it writes to a file that is closed below
+            # Loggers write to the streams of their import, whose files must not become others.
+            streams = {1, 2, sys.stdout.fileno(), sys.stderr.fileno()}
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for stream in streams:
+                os.dup2(nowhere, stream)
+            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+            warnings.filters[:] = [x for x in warnings.filters if x[0] not in ("error", "always")]
+            warnings.simplefilter("default", append=True)  # no other way lets go of what was cached
+            logging.root.handlers.clear()  # these and those filters are pytest's
+            gc.enable()
+            kept = [*sorted({*streams, *fds}), os.sysconf("SC_OPEN_MAX")]
             for low, high in itertools.pairwise(kept):
                 os.closerange(low + 1, high)
-            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-            mp_forkserver._forkserver.__init__()  # its lock is held here
-            gc.enable()
+            mp_forkserver._forkserver.__init__()  # type: ignore[misc]  # its lock is held here
             mp_forkserver.main(*fds, preload=[])
         finally:
             os._exit(0)
