@@ -14,12 +14,11 @@ import time
 import warnings
 from pathlib import Path
 
-import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_thd import Sequences, THDBatch, THDDataModule
-from tests.tiny import TinyModule, sequences
+from tests.tiny import TinyModule, quiet_trainer, sequences
 
 SEQUENCES, PER_STEP, CAPACITY = 120, 6, 48
 
@@ -43,14 +42,11 @@ class Ledger(TinyModule):
 
 def train(module: TinyModule, out: Path, ranks: int, *, num_workers: int) -> None:
     """Train one epoch, from the last checkpoint in ``out`` if there is one."""
-    trainer = L.Trainer(
+    trainer = quiet_trainer(
         max_epochs=1,
-        accelerator="cpu",
         devices=ranks,
         strategy="thd_ddp" if ranks > 1 else "thd",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_checkpointing=True,
         gradient_clip_val=0.5,
         callbacks=[ModelCheckpoint(out / "checkpoints", every_n_train_steps=2, save_last=True)],
     )

@@ -43,16 +43,6 @@ def run_row(
 
     A cell that raises gives its error; one that hangs, or that a rank dies in, is given up after its time,
     and the cells after it run on ranks started anew.
-
-    Args:
-        fn: a module-level function.
-        world_size: number of processes.
-        cells: picklable, handed to ``fn`` one after the other.
-        args: picklable further arguments.
-        cell_timeout_s: seconds for one cell, from the end of the one before it.
-
-    Returns:
-        For every cell the outcomes in rank order.
     """
     found: list[list[Outcome]] = []
     while len(found) < len(cells):

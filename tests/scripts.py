@@ -30,13 +30,7 @@ def smaller_examples(folder: Path) -> Path:
 
 
 def run_python(*arguments: object, cwd: Path | None = None, timeout_s: float = 180.0) -> str:
-    """Run ``python *arguments`` and return what it printed; an exit status that is not 0 fails the test.
-
-    Args:
-        arguments: a script and its arguments, or "-c" and code, or "-m" and a module.
-        cwd: the folder it runs in.
-        timeout_s: seconds until it is killed.
-    """
+    """Run ``python *arguments`` and return what it printed; an exit status that is not 0 fails the test."""
     done = finished(*arguments, cwd=cwd, timeout_s=timeout_s)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

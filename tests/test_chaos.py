@@ -18,11 +18,7 @@ KILLS = ("SIGKILL of the whole job",)
 
 
 def survive(out: Path, count: int, seed: int, kinds: tuple[str, ...] = KILLS) -> Counter[str]:
-    """Let disasters strike one job until it is through with its epoch, or for a number of times.
-
-    Returns:
-        How many of each kind.
-    """
+    """Let disasters strike one job until it is through with its epoch, or for a number of times."""
     rng, struck, names = random.Random(seed), Counter[str](), []
     out.mkdir(exist_ok=True)
     for k in range(count):

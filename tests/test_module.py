@@ -15,14 +15,7 @@ from torch import nn
 from lightning_thd import THDBatch, THDDataModule, causal_lm_loss
 from lightning_thd.module import CausalLMModule, adamw
 from tests.ranks import run_ranks
-from tests.tiny import sequences, tiny_llama
-
-
-def make_trainer(**options: Any) -> L.Trainer:
-    quiet = dict.fromkeys(
-        ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
-    )
-    return L.Trainer(**{"accelerator": "cpu", **quiet, **options})
+from tests.tiny import quiet_trainer, sequences, tiny_llama
 
 
 def count_graphs() -> int:
@@ -51,7 +44,7 @@ def log_one_step() -> tuple[float, float]:
     module = CausalLMModule(tiny_llama().double())
     samples = [{"input_ids": list(range(1, 1 + n))} for n in (30, 9)]  # a pack on each rank
     wanted = float(causal_lm_loss(tiny_llama().double(), THDBatch.collate(samples)))
-    trainer = make_trainer(max_steps=1, devices=2, strategy="thd_ddp", precision="64-true")
+    trainer = quiet_trainer(max_steps=1, devices=2, strategy="thd_ddp", precision="64-true")
     trainer.fit(module, THDDataModule(samples, capacity=32))
     return float(trainer.callback_metrics["train/loss"]), wanted
 
@@ -72,7 +65,7 @@ def test_weights_are_of_the_trainers_precision_not_the_files(
     saved.save_pretrained(tmp_path)
     config = {**saved.config.to_dict(), "dtype": "bfloat16"}
     for module in (CausalLMModule(str(tmp_path)), CausalLMModule(config=config)):
-        trainer = make_trainer(
+        trainer = quiet_trainer(
             max_steps=1,
             precision=precision,
         )
@@ -92,7 +85,7 @@ class Rates(L.Callback):
 
 def fit_rates(folder: Path, ckpt: Path | None = None, **limits: Any) -> list[float]:
     rates = Rates()
-    trainer = make_trainer(
+    trainer = quiet_trainer(
         **limits,
         callbacks=[rates],
         default_root_dir=folder,
@@ -141,7 +134,7 @@ def test_a_checkpoint_loads_with_its_arguments(given: str, tmp_path: Path) -> No
     if given != "config":
         named = {"model": str(tmp_path / "model") if given == "path" else model}
     module = kind(**teacher, **named, lr=0.007)
-    trainer = make_trainer(max_steps=1, default_root_dir=tmp_path)
+    trainer = quiet_trainer(max_steps=1, default_root_dir=tmp_path)
     trainer.fit(module, THDDataModule(sequences(4), capacity=64))
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     if given in ("module", "subclass"):
@@ -180,7 +173,7 @@ def test_fused_adamw_steps_as_the_plain_one(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_the_module_trains_fused_and_clips(tmp_path: Path, precision: str) -> None:
     module = CausalLMModule(tiny_llama(), lr=1e-3)
-    trainer = make_trainer(
+    trainer = quiet_trainer(
         max_steps=2,
         precision=precision,
         gradient_clip_val=0.1,
@@ -189,7 +182,7 @@ def test_the_module_trains_fused_and_clips(tmp_path: Path, precision: str) -> No
     trainer.fit(module, THDDataModule(sequences(60), capacity=256))
     assert all(group["fused"] for group in trainer.optimizers[0].param_groups)
     trainer.save_checkpoint(tmp_path / "at.ckpt")
-    again = make_trainer(
+    again = quiet_trainer(
         max_steps=3,
         precision=precision,
         gradient_clip_val=0.1,

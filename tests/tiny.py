@@ -83,6 +83,12 @@ class TinyModule(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+def quiet_trainer(**options: Any) -> L.Trainer:
+    """Make a Trainer on CPU that logs, saves and prints nothing, unless the options say otherwise."""
+    names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    return L.Trainer(**{"accelerator": "cpu", "devices": 1, **dict.fromkeys(names, False), **options})
+
+
 def nll(model: nn.Module, sample: dict[str, Any]) -> tuple[Tensor, int]:
     """Sum the loss of one sequence that is run alone, and count its targets."""
     ids = torch.as_tensor(sample["input_ids"]).long()
@@ -119,11 +125,7 @@ def train_alone(
     *,
     clip: float = 0.5,
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """Train on the mean over all loss tokens of every step, each sequence alone; the oracle of all loops.
-
-    Returns:
-        The parameters, and the loss of every step.
-    """
+    """Train on the mean over all loss tokens of every step, each sequence alone; the oracle of all loops."""
     losses = []
     for samples in steps:
         results = [nll(model, sample) for sample in samples]

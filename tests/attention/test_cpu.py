@@ -18,6 +18,7 @@ from lightning_thd.attention.kernels import cpu, cpu_tiles
 from lightning_thd.attention.kernels import cpu_plan as plan_module
 from lightning_thd.attention.spec import AttentionSpec, make_spec
 from tests.attention.oracle import dense_attention
+from tests.attention.test_cpu_plan import SMALL_LIMITS
 
 
 def offsets(lengths: list[int]) -> list[int]:
@@ -67,13 +68,8 @@ def oracle(
 def small_limits() -> Iterator[None]:
     """Limits at which 40 tokens meet every path."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_module, "SHORT", 6)
-        patch.setattr(plan_module, "WHOLE_FORWARD", 30)
-        patch.setattr(plan_module, "CALL_ROWS", 24)
-        patch.setattr(plan_module, "COLUMN_ROWS", 12)
-        patch.setattr(plan_module, "TILES", ((8, 4, 4), (1 << 62, 8, 8)))
-        patch.setattr(plan_module, "KEYS", 4)
-        patch.setattr(plan_module, "CALL_PRODUCTS", 1)
+        for name, limit in SMALL_LIMITS.items():
+            patch.setattr(plan_module, name, limit)
         patch.setattr(cpu, "_CALL_ELEMENTS", 200)
         patch.setattr(cpu, "_SCORES", 256)
         patch.setattr(cpu, "GROUPED_ELEMENTS", 64)  # with many heads, sequences of 3 to 6 go alone

@@ -12,6 +12,17 @@ from lightning_thd.attention.kernels.cpu_tiles import hidden_pairs
 
 Pair = tuple[int, int]
 
+# Limits at which 40 tokens meet every path.
+SMALL_LIMITS = {
+    "SHORT": 6,
+    "WHOLE_FORWARD": 30,
+    "CALL_ROWS": 24,
+    "COLUMN_ROWS": 12,
+    "TILES": ((8, 4, 4), (1 << 62, 8, 8)),
+    "KEYS": 4,
+    "CALL_PRODUCTS": 1,
+}
+
 
 def offsets(lengths: list[int]) -> tuple[int, ...]:
     return tuple(itertools.accumulate(lengths, initial=0))
@@ -86,13 +97,8 @@ def test_calls_see_exactly_the_visible_pairs_once(
     lengths_kv = (others * 6)[: len(lengths)] if cross else lengths
     left, right = window
     with pytest.MonkeyPatch.context() as patch:  # small limits, so that 40 tokens meet every path
-        patch.setattr(plan_module, "SHORT", 6)
-        patch.setattr(plan_module, "WHOLE_FORWARD", 30)
-        patch.setattr(plan_module, "CALL_ROWS", 24)
-        patch.setattr(plan_module, "COLUMN_ROWS", 12)
-        patch.setattr(plan_module, "TILES", ((8, 4, 4), (1 << 62, 8, 8)))
-        patch.setattr(plan_module, "KEYS", 4)
-        patch.setattr(plan_module, "CALL_PRODUCTS", 1)
+        for name, limit in SMALL_LIMITS.items():
+            patch.setattr(plan_module, name, limit)
         plan = make_plan.__wrapped__(
             offsets(lengths), offsets(lengths_kv), left=left, right=right, by_keys=by_keys, max_cells=cells
         )

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.callbacks import THDThroughputMonitor
 from lightning_thd.flops import FlopsModel
+from tests.tiny import quiet_trainer
 
 VOCAB = 31
 CONFIG = {
@@ -131,18 +132,8 @@ class Memory(Logger):
 
 
 def trainer(tmp_path: Any, *callbacks: L.Callback, **settings: Any) -> L.Trainer:
-    defaults: dict[str, Any] = {
-        "max_epochs": 1,
-        "accelerator": "cpu",
-        "devices": 1,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        "log_every_n_steps": 2,
-        "logger": False,
-        "use_distributed_sampler": False,
-    }
-    return L.Trainer(default_root_dir=tmp_path, callbacks=list(callbacks), **{**defaults, **settings})
+    defaults = {"max_epochs": 1, "log_every_n_steps": 2, "use_distributed_sampler": False}
+    return quiet_trainer(default_root_dir=tmp_path, callbacks=list(callbacks), **{**defaults, **settings})
 
 
 FLOPS = FlopsModel.from_config(CONFIG)

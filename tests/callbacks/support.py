@@ -11,7 +11,7 @@ import torch
 from lightning_thd import THDDataModule
 from lightning_thd.callbacks.cuda_graph import CUDAGraphCallback
 from tests.cuda_graph.support import GraphModule
-from tests.tiny import largest_error, sequences
+from tests.tiny import largest_error, quiet_trainer, sequences
 
 CAPACITY = 96
 
@@ -24,19 +24,9 @@ def fit(
     *callbacks: L.Callback, module: L.LightningModule | None = None, data: Any = None, **kwargs: Any
 ) -> tuple[Any, L.Trainer]:
     module = module or GraphModule()
-    defaults: dict[str, Any] = {
-        "max_steps": 6,
-        "log_every_n_steps": 1,
-        "accelerator": "cpu",
-        "devices": 1,
-        "logger": False,
-        "gradient_clip_val": 0.5,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
+    defaults = {"max_steps": 6, "log_every_n_steps": 1, "gradient_clip_val": 0.5}
     step = kwargs.pop("step", None)
-    trainer = L.Trainer(callbacks=list(callbacks), **{**defaults, **kwargs})
+    trainer = quiet_trainer(callbacks=list(callbacks), **{**defaults, **kwargs})
     trainer.fit(module, data or THDDataModule(sequences(90), capacity=CAPACITY, global_batch=step))
     return module, trainer
 

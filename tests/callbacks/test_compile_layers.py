@@ -13,7 +13,7 @@ from lightning_thd.callbacks import CompileLayers
 from lightning_thd.callbacks.compile_layers import break_even
 from lightning_thd.module import CausalLMModule
 from tests.ranks import run_ranks
-from tests.tiny import sequences, tiny_llama
+from tests.tiny import quiet_trainer, sequences, tiny_llama
 
 
 @pytest.mark.parametrize(
@@ -57,14 +57,9 @@ def fit(folder: str, compiled: bool) -> tuple[list[float], list[str], int]:
     if compiled:
         callbacks.append(CompileLayers(eager_batches=2, report=told.append, clock=lambda: float(next(ticks))))
     torch.manual_seed(0)
-    trainer = L.Trainer(
+    trainer = quiet_trainer(
         max_steps=9,
-        accelerator="cpu",
         callbacks=callbacks,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=folder,
     )
     trainer.fit(CausalLMModule(tiny_llama(), lr=1e-3), THDDataModule(sequences(120), capacity=256))

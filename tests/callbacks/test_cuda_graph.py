@@ -15,7 +15,7 @@ from lightning_thd import Sequences, THDBatch, THDDataModule
 from lightning_thd.callbacks.cuda_graph import GraphCosts
 from tests.callbacks.support import CAPACITY, Repeated, assert_same, callback, fit, parameters
 from tests.cuda_graph.support import GraphModule, random_batch
-from tests.tiny import largest_error, sequences
+from tests.tiny import largest_error, quiet_trainer, sequences
 
 LONG = [pytest.param(n, -(-50 // n), marks=pytest.mark.slow) for n in (1, 2, 4)]
 
@@ -151,15 +151,10 @@ def test_validation_checkpoints_and_resume_are_the_same(tmp_path: Path) -> None:
     a, b = (torch.load(tmp_path / f, weights_only=False) for f in ("a.ckpt", "b.ckpt"))
     assert a["state_dict"].keys() == b["state_dict"].keys()
     resumed = GraphModule()
-    trainer = L.Trainer(
+    trainer = quiet_trainer(
         max_steps=6,
-        accelerator="cpu",
-        logger=False,
         gradient_clip_val=0.5,
         val_check_interval=2,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[callback()],
     )
     trainer.fit(resumed, data(), ckpt_path=tmp_path / "a.ckpt", weights_only=False)

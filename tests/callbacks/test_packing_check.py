@@ -17,6 +17,7 @@ from lightning_thd.batch import THDBatch
 from lightning_thd.callbacks.packing_check import PackingCheck
 from lightning_thd.models import PackingLeakError, register_thd
 from tests.models.families import build
+from tests.tiny import quiet_trainer
 
 register_thd()
 
@@ -37,14 +38,9 @@ class Module(L.LightningModule):
 
 
 def fit(module: L.LightningModule, callback: PackingCheck, **arguments: Any) -> None:
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         max_steps=1,
         callbacks=[callback],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         **arguments,
     )
     trainer.fit(module, DataLoader(torch.arange(3, 11).view(1, 8), num_workers=0))

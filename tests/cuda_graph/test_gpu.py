@@ -6,7 +6,6 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as L
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from lightning_thd._static import static_shapes
 from lightning_thd.callbacks.cuda_graph import CUDAGraphCallback, GraphedStep, make_buckets
 from lightning_thd.cuda_graph.buckets import choose
 from tests.cuda_graph.support import GraphModule, pad_batch, random_batch, worst
-from tests.tiny import checkpoint_activations, sequences
+from tests.tiny import checkpoint_activations, quiet_trainer, sequences
 
 pytestmark = [
     pytest.mark.gpu,
@@ -248,18 +247,13 @@ def test_memory_is_level_over_a_thousand_steps() -> None:
 def fit(graphs: bool, path: Path, *, resume: Path | None = None, precision: Any = "bf16-mixed") -> Any:
     callback = CUDAGraphCallback(max_sequences=(24, 40), require=True)
     module = GraphModule(dtype=torch.float32, lr=0.05)
-    trainer = L.Trainer(
+    trainer = quiet_trainer(
         max_steps=8,
         accelerator="gpu",
-        devices=1,
         precision=precision,
         gradient_clip_val=0.5,
         accumulate_grad_batches=2,
         val_check_interval=4,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[callback] if graphs else [],
     )
     data = THDDataModule(sequences(600), val=sequences(30, seed=1), capacity=256)

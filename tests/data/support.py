@@ -8,22 +8,13 @@ import lightning.pytorch as L
 
 from lightning_thd.data.read.sources import Opener
 from lightning_thd.data.store.index import MapDataset
+from tests.tiny import quiet_trainer
 
 CAPACITY = 48
 
 
 def make_trainer(**kwargs: Any) -> L.Trainer:
-    defaults: dict[str, Any] = {
-        "max_epochs": 1,
-        "log_every_n_steps": 1,
-        "accelerator": "cpu",
-        "devices": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return L.Trainer(**{**defaults, **kwargs})
+    return quiet_trainer(**{"max_epochs": 1, "log_every_n_steps": 1, **kwargs})
 
 
 def flat(seen: list[tuple[int, ...]]) -> list[int]:

@@ -6,7 +6,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from lightning_thd import Sequences, THDBatch, THDDataModule, causal_lm_loss
 from tests.ranks import run_ranks
-from tests.tiny import TinyModule, sequences
+from tests.tiny import TinyModule, quiet_trainer, sequences
 
 SETS = {"code": sequences(9, seed=1), "prose": sequences(4, seed=2)}
 CAPACITY = 48
@@ -39,15 +38,12 @@ def fit_until_stopped(folder: str, strategy: str) -> dict[str, Any]:
     warnings.filterwarnings("ignore", ".*(accelerator|num_workers|does not have many workers).*")
     stop = EarlyStopping("val/loss/code", patience=2, verbose=False)
     keep = ModelCheckpoint(folder, monitor="val/loss/prose", filename="best-{epoch}")
-    trainer = L.Trainer(
+    trainer = quiet_trainer(
         max_epochs=9,
-        accelerator="cpu",
         strategy=strategy,
         devices=dist.get_world_size(),
         callbacks=[stop, keep],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_checkpointing=True,
     )
     module = Mine()
     batch = Sequences(4) if strategy.startswith("thd") else None

@@ -27,7 +27,7 @@ from tests.scripts import run_python
 def test_chunks_of_any_size_give_every_line_once(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], chunk_bytes: int, blank: bool
 ) -> None:
-    file = tmp_path_factory.mktemp("c") / "d.jsonl"
+    file = tmp_path_factory.getbasetemp() / "chunks.jsonl"
     lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
     file.write_text(("\n\n" if blank else "\n").join(lines), encoding="utf-8", errors="replace")
     chunks = file_chunks(file, chunk_bytes=chunk_bytes)

@@ -21,6 +21,7 @@ from PIL import Image
 from lightning_thd import Sequences, THDBatch, THDDataModule
 from lightning_thd.module import CausalLMModule
 from tests.data.vision_chats import FAMILIES, chat, image, model, processor, write_chats
+from tests.tiny import quiet_trainer
 
 
 def opened(source: Any, family: str = "qwen2_5_vl", **how: Any) -> Any:
@@ -119,14 +120,9 @@ def test_a_chat_from_a_file_trains(tmp_path: Path, family: str) -> None:
         def on_train_batch_end(self, *args: Any) -> None:
             seen.append(float(args[0].callback_metrics["train/loss"]))
 
-    L.Trainer(
+    quiet_trainer(
         max_steps=12,
         callbacks=[Keeps()],
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     ).fit(module, data)
     assert np.mean(seen[-3:]) < 0.8 * np.mean(seen[:3])
 

@@ -8,6 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_thd.flops import FlopsModel, SeqStats
+from tests.data.test_patches import TOWER
 from tests.flops.families import VISION, vision_config
 
 GRID = [[1, 6, 10], [2, 8, 4]]  # an image, and a video of two frames
@@ -95,17 +96,8 @@ def test_patches_on_a_model_without_a_tower_are_refused() -> None:
 def test_llavas_tower_equals_torchs_counter() -> None:
     from transformers import AutoModelForImageTextToText, LlavaConfig
 
-    tower = {
-        "model_type": "clip_vision_model",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "image_size": 56,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "patch_size": 14,
-    }
     text = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96}
-    config = LlavaConfig(vision_config=tower, text_config={"model_type": "llama", **text})
+    config = LlavaConfig(vision_config=TOWER, text_config={"model_type": "llama", **text})
     vision = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         vision.get_image_features(torch.zeros(5, 3, 56, 56))

@@ -17,6 +17,7 @@ from transformers import TrainingArguments
 
 from lightning_thd import Packs, Sequences, THDBatch, THDDataModule, causal_lm_loss, prepare_thd
 from lightning_thd.integrations import PackedLoop, packed_trainer, prepare_fabric
+from tests.tiny import quiet_trainer
 
 ENGINES = ("lightning", "accelerate", "fabric", "trainer")
 CLIP = 1.0
@@ -38,20 +39,7 @@ def know_indexed_cpus() -> None:
 
 
 class Job:
-    """A training job that every engine can run.
-
-    Args:
-        make_model: builds the model, the same every time.
-        samples: the dataset.
-        capacity: of a pack.
-        step: ``Packs(n)`` or ``Sequences(n)``.
-        accumulate: packs a rank runs in a step of ``Packs``.
-        ranks: processes.
-        steps: to train.
-        out: folder of checkpoints; none are written without one.
-        save_every: steps between two checkpoints.
-        seen: told about every microbatch.
-    """
+    """A training job that every engine can run."""
 
     def __init__(
         self,
@@ -110,16 +98,12 @@ class Job:
             callbacks.append(ModelCheckpoint(folder, every_n_train_steps=self.save_every, save_last=True))
         ours = {True: "thd", False: "thd_ddp"}[self.ranks == 1]
         lightnings = {True: "auto", False: "ddp"}[self.ranks == 1]
-        trainer = L.Trainer(
+        trainer = quiet_trainer(
             max_steps=self.steps,
-            accelerator="cpu",
             devices=self.ranks,
             strategy=ours if isinstance(self.step, Sequences) else lightnings,
             accumulate_grad_batches=self.accumulate,
             gradient_clip_val=CLIP,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             enable_checkpointing=bool(callbacks),
             callbacks=callbacks,
         )

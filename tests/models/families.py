@@ -293,3 +293,13 @@ def build(name: str, attention: str, *, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     return model
+
+
+def build_in_double(name: str) -> nn.Module:
+    """Build one family in fp64 for training; "eager" experts, as grouped products know no fp64."""
+    family = FAMILIES[name]
+    config = getattr(transformers, family.config)(**family.arguments)
+    torch.manual_seed(0)
+    options = {"attn_implementation": "thd", "experts_implementation": "eager"}
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, **options)
+    return model.double().train()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Trainer
 
 from lightning_thd import THDBatch, THDDataModule
 from lightning_thd.batch.prefixes import SharedBatch
 from lightning_thd.packing import Packs, Sequences
 from lightning_thd.packing.prefixes import PrefixPlanner, group_prefixes
 from tests.loss.test_prefixes import distinct
-from tests.tiny import TinyModule
+from tests.tiny import TinyModule, quiet_trainer
 
 GROUPS, SIZE = 12, 4
 
@@ -104,7 +103,7 @@ def test_the_data_module_trains_the_same_loss(monkeypatch: pytest.MonkeyPatch) -
             return step(batch, k)
 
         module.training_step = watched  # type: ignore[method-assign]
-        trainer = Trainer(
+        trainer = quiet_trainer(
             max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, strategy="thd",
             enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip

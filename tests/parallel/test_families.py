@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -16,7 +15,7 @@ from benchmarks.families import build as tiny_model
 from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd.parallel.sequence import apply_sequence_parallel
 from lightning_thd.parallel.tensor import apply_tensor_parallel, model_plan
-from tests.models.families import FAMILIES
+from tests.models.families import build_in_double
 from tests.ranks import run_ranks
 
 # Of each kind: projections fused, norms over all heads, sinks, latent attention, state space, recurrence.
@@ -56,12 +55,7 @@ def build(family: str) -> nn.Module:
         if model._can_set_experts_implementation():
             model.set_experts_implementation("eager")
         return model.double().train()
-    chosen = FAMILIES[family]
-    config = getattr(transformers, chosen.config)(**chosen.arguments)
-    torch.manual_seed(0)
-    options = {"attn_implementation": "thd", "experts_implementation": "eager"}  # grouped_mm knows no fp64
-    model = transformers.AutoModelForCausalLM.from_config(config, **options)
-    return model.double().train()
+    return build_in_double(family)
 
 
 def gradients(model: nn.Module) -> tuple[float, dict[str, Tensor]]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from lightning_thd import THDDataModule, causal_lm_loss
+from tests.tiny import quiet_trainer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 260,
@@ -59,16 +60,8 @@ class Module(L.LightningModule):
 
 def fit(tmp_path: Path, module: Module, plugin: Any, *, steps: int = 4, **settings: Any) -> L.Trainer:
     data = settings.pop("data", None) or THDDataModule(DATA, capacity=250, **settings.pop("given", {}))
-    defaults: dict[str, Any] = {
-        "max_steps": steps,
-        "accelerator": "cpu",
-        "devices": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "default_root_dir": tmp_path,
-    }
-    trainer = L.Trainer(plugins=plugin, **{**defaults, **settings})
+    trainer = quiet_trainer(
+        **{"max_steps": steps, "plugins": plugin, "default_root_dir": tmp_path, **settings}
+    )
     trainer.fit(module, data)
     return trainer

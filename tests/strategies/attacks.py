@@ -27,7 +27,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_thd import Packs, Sequences, THDBatch, THDDataModule, causal_lm_loss
 from tests.strategies.jobs import CAPACITY, full_parameters, make_optimizer
 from tests.strategies.matrix import STEP, Cell, Manual, Plain, given, logged
-from tests.tiny import sequences
+from tests.tiny import quiet_trainer, sequences
 
 Found = dict[str, Tensor]
 
@@ -188,16 +188,11 @@ def rates(cell: Cell) -> Found:
 def named(cell: Cell) -> Found:
     """Fit under a strategy's name."""
     module = Plain()
-    trainer = L.Trainer(
+    trainer = quiet_trainer(
         strategy=cell.strategy,
         devices="auto" if cell.dp == 1 else cell.dp,
-        accelerator="cpu",
         max_steps=3,
-        logger=False,
         gradient_clip_val=0.5,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         num_sanity_val_steps=0,
     )
     trainer.fit(module, given(multiple=cell.multiple))

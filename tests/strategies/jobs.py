@@ -19,7 +19,7 @@ from lightning_thd.alignment import Alignment
 from lightning_thd.packing import PackPlanner
 from lightning_thd.strategies import THDDDPStrategy, THDModelParallelStrategy
 from tests.models.families import FAMILIES
-from tests.tiny import largest_error, planned, sequences, train_alone
+from tests.tiny import largest_error, planned, quiet_trainer, sequences, train_alone
 
 CAPACITY, STEPS, CLIP = 64, 3, 0.5
 _EMBEDDING = "model.embed_tokens.weight"
@@ -145,19 +145,9 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def make_trainer(layout: Layout, family: str = "qwen3", **kwargs: Any) -> L.Trainer:
-    defaults: dict[str, Any] = {
-        "max_steps": STEPS,
-        "accelerator": "cpu",
-        "devices": layout.world,
-        "logger": False,
-        "gradient_clip_val": CLIP,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "log_every_n_steps": 1,
-    }
+    defaults = {"max_steps": STEPS, "gradient_clip_val": CLIP, "log_every_n_steps": 1}
     strategy = kwargs.pop("strategy", None) or layout.make(family)
-    return L.Trainer(strategy=strategy, **{**defaults, **kwargs})
+    return quiet_trainer(strategy=strategy, **{**defaults, "devices": layout.world, **kwargs})
 
 
 def data(step: Packs | Sequences, **kwargs: Any) -> THDDataModule:

@@ -9,7 +9,6 @@ import warnings
 from datetime import timedelta
 from pathlib import Path
 
-import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -17,6 +16,7 @@ from lightning_thd import Sequences, THDBatch, THDDataModule
 from lightning_thd.strategies import THDModelParallelStrategy
 from tests.strategies.jobs import Job, data, full_parameters
 from tests.strategies.test_prefix_layouts import BATCH, CAPACITY, rows
+from tests.tiny import quiet_trainer
 
 STEPS = 12
 FAMILY = "qwen3@4t"  # of pipelines
@@ -47,7 +47,7 @@ def main() -> None:
     module = Slow(FAMILY if pp > 1 else "qwen3")
     rank = os.environ.get("RANK", "0")
     module.ledger = out / f"ledger-{rank}.txt"
-    trainer = L.Trainer(
+    trainer = quiet_trainer(
         strategy=THDModelParallelStrategy(
             context_parallel_size="dynamic" if largest else cp,
             max_context_parallel_size=largest or None,
@@ -56,12 +56,9 @@ def main() -> None:
             asynchronous_checkpoints="KILL_AT" in os.environ,
         ),
         max_steps=STEPS,
-        accelerator="cpu",
         devices=dp * cp * pp,
-        logger=False,
         gradient_clip_val=0.5,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_checkpointing=True,
         callbacks=[ModelCheckpoint(out / "checkpoints", every_n_train_steps=2, save_last=True)],
     )
     resume = (out / "checkpoints" / "last.ckpt").exists()

@@ -28,7 +28,7 @@ from torch import Tensor
 from lightning_thd import Packs, Sequences, THDBatch, THDDataModule, THDStrategyMixin, causal_lm_loss
 from lightning_thd.packing import PackPlanner
 from lightning_thd.strategies.norms import grad_norm
-from tests.strategies.jobs import CAPACITY, CLIP, Job, Layout, full_parameters, make_optimizer
+from tests.strategies.jobs import CAPACITY, CLIP, Job, Layout, full_parameters, make_optimizer, make_trainer
 from tests.tiny import largest_error, planned, sequences, train_alone
 
 STEP, STEPS = Sequences(12), 3
@@ -197,19 +197,8 @@ class Cell:
         return layout_of(self.layout).dp
 
     def trainer(self, **options: Any) -> L.Trainer:
-        defaults: dict[str, Any] = {
-            "max_steps": STEPS,
-            "accelerator": "cpu",
-            "devices": layout_of(self.layout).world,
-            "logger": False,
-            "gradient_clip_val": CLIP,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "log_every_n_steps": 1,
-            "num_sanity_val_steps": 0,
-        }
-        return L.Trainer(strategy=strategy_of(self.strategy, self.layout), **{**defaults, **options})
+        defaults = {"num_sanity_val_steps": 0, "strategy": strategy_of(self.strategy, self.layout)}
+        return make_trainer(layout_of(self.layout), **{**defaults, **options})
 
     def fit(self, module: Job, step: Packs | Sequences = STEP, **options: Any) -> L.Trainer:
         path = options.pop("ckpt_path", None)

@@ -19,6 +19,7 @@ from torch import Tensor
 from benchmarks import families
 from lightning_thd import Packs, THDBatch, THDDataModule, THDModelParallelStrategy, causal_lm_loss
 from tests.ranks import RankError, run_ranks
+from tests.tiny import quiet_trainer
 
 pytestmark = pytest.mark.slow
 LENGTHS = (7, 1, 21, 9, 5, 12, 3, 18)
@@ -56,16 +57,11 @@ def train(family: Family, stages: int) -> list[float]:
     """Return the losses of this rank: zeros but on the last stage."""
     rng, module = random.Random(0), Tiny(*family)
     rows = [{"input_ids": [rng.randrange(3, 60) for _ in range(length)]} for length in LENGTHS]
-    trainer = L.Trainer(
+    trainer = quiet_trainer(
         strategy=THDModelParallelStrategy(pipeline_parallel_size=2) if stages > 1 else "thd",
-        accelerator="cpu",
         devices=stages,
         max_steps=2,
         accumulate_grad_batches=1 if stages > 1 else 2,
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
     )
     trainer.fit(module, THDDataModule(rows, capacity=48, global_batch=Packs(2)))
     return module.losses

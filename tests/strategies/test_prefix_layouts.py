@@ -134,7 +134,6 @@ def compare(case: Case, found: Sequence[dict[str, Any]], wanted: dict[str, Any])
 
 TWO = [
     Case(layout=Layout(strategy="thd_ddp", dp=2), stop=2, save=True),
-    Case(layout=Layout(dp=2), stop=2),
     Case(layout=Layout(tp=2), stop=2),
     Case(layout=Layout(pp=2), family="qwen3@4", stop=2),
 ]

@@ -14,24 +14,14 @@ from lightning_thd.packing import PackPlanner
 from tests.ranks import run_ranks
 from tests.strategies.jobs import Job, Layout, data, family_model
 from tests.strategies.jobs import make_trainer as trainer_of
-from tests.tiny import TinyModule, largest_error, sequences, train_by_hand
+from tests.tiny import TinyModule, largest_error, quiet_trainer, sequences, train_by_hand
 
 CAPACITY, STEPS = 48, 3
 
 
 def make_trainer(strategy: str, **kwargs: Any) -> L.Trainer:
-    defaults: dict[str, Any] = {
-        "max_steps": STEPS,
-        "log_every_n_steps": 1,
-        "accelerator": "cpu",
-        "devices": 1,
-        "logger": False,
-        "gradient_clip_val": 0.5,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return L.Trainer(strategy=strategy, **{**defaults, **kwargs})
+    defaults = {"max_steps": STEPS, "log_every_n_steps": 1, "gradient_clip_val": 0.5}
+    return quiet_trainer(strategy=strategy, **{**defaults, **kwargs})
 
 
 def fit(strategy: str, step: Packs | Sequences | None, **kwargs: Any) -> dict[str, Any]:

@@ -16,16 +16,7 @@ HEAD = "# Trust\n\nLong runs, each by one command of the Makefile. Nothing here 
 
 
 def record(name: str, rows: Mapping[str, object], file: Path = FILE) -> str:
-    """Replace the section of a run by what it found, and print it.
-
-    Args:
-        name: of the run, as ``soak``.
-        rows: what was measured.
-        file: where to.
-
-    Returns:
-        The section.
-    """
+    """Replace the section of a run by what it found, and print it."""
     command = re.sub(r" --\S+ /\S+", "", " ".join(sys.orig_argv[1:]))  # places on this machine say nothing
     about = (
         f"{datetime.now(UTC):%Y-%m-%d}, {os.cpu_count()} CPU cores, Python {platform.python_version()}, "

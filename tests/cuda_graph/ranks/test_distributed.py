@@ -17,7 +17,7 @@ from lightning_thd.callbacks.cuda_graph import CUDAGraphCallback, GraphCosts
 from lightning_thd.cuda_graph.recording import RecordingBackend
 from tests.cuda_graph.support import BUCKETS, GraphModule, graphed, random_batch, worst
 from tests.ranks import run_ranks
-from tests.tiny import largest_error, sequences, tiny_llama
+from tests.tiny import largest_error, quiet_trainer, sequences, tiny_llama
 
 
 def train(graphs: bool, strategy: str) -> dict[str, Any]:
@@ -25,17 +25,12 @@ def train(graphs: bool, strategy: str) -> dict[str, Any]:
         [CUDAGraphCallback(max_sequences=7, backend="recording", require=True)] if graphs else []
     )
     module = GraphModule()
-    trainer = L.Trainer(
+    trainer = quiet_trainer(
         strategy=strategy,
         max_steps=4,
-        accelerator="cpu",
         devices=2,
-        logger=False,
         gradient_clip_val=0.5,
         accumulate_grad_batches=2,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=callbacks,
     )
     trainer.fit(module, THDDataModule(sequences(120), capacity=96))
@@ -131,15 +126,10 @@ def observe() -> tuple[int, bool, int]:
     costs = GraphCosts(eager=1.0, graph=0.5, per_sequence=0.02)
     graphs = CUDAGraphCallback(max_sequences="auto", costs=costs, backend="recording")
     module = GraphModule()
-    trainer = L.Trainer(
+    trainer = quiet_trainer(
         strategy="ddp",
         max_steps=36,
-        accelerator="cpu",
         devices=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[graphs],
         use_distributed_sampler=False,
     )

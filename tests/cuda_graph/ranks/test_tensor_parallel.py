@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -18,7 +17,7 @@ from tests.cuda_graph.support import GraphModule, graphed, random_batch, worst
 from tests.models.families import build
 from tests.models.matrix import shake
 from tests.ranks import run_ranks
-from tests.tiny import sequences
+from tests.tiny import quiet_trainer, sequences
 
 # Bamba brings no plan; its state-space layers stay whole.
 PLANS = {
@@ -76,15 +75,10 @@ def test_replays_with_their_collectives_equal_the_whole_model(name: str, count: 
 def fit_sharded(require: bool) -> tuple[str, int, int]:
     callback = CUDAGraphCallback(max_sequences=9, backend="recording", require=require)
     module = GraphModule()
-    trainer = L.Trainer(
+    trainer = quiet_trainer(
         strategy=THDModelParallelStrategy(tensor_parallel_size=2),
         max_steps=2,
-        accelerator="cpu",
         devices=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[callback],
     )
     message = ""

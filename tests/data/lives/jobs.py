@@ -33,17 +33,7 @@ def saved(state: Any) -> Any:
 
 
 class LocalJob:
-    """Ranks in this process, one after the other.
-
-    Args:
-        setup: what they read.
-        folder: with its files.
-        capacity: of a pack.
-        dp: ranks of the job.
-        workers: processes that read, of each rank.
-        state: of a checkpoint.
-        ranks: that live here; all of them if absent.
-    """
+    """Ranks in this process, one after the other."""
 
     def __init__(
         self,

@@ -28,11 +28,7 @@ def exact_counts(sizes: Mapping[str, int], weights: Mapping[str, float], mixing:
 
 
 class Line:
-    """The steps along the line that survives.
-
-    Args:
-        setup: what they are of.
-    """
+    """The steps along the line that survives."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -115,12 +111,7 @@ class Line:
         self.epochs.append([])
 
     def check_state(self, state: Any, places: dict[tuple[int, int], int]) -> None:
-        """Hold a stream's state against the line: what was read is used or pending, as often as it was read.
-
-        Args:
-            state: of a loader.
-            places: the sequence at each shard and row that was met.
-        """
+        """Hold a stream's state against the line: what was read is used or pending, as often as read."""
         setup, stream = self.setup, state.get("stream")
         if setup.tail == "drop" or (setup.oversize == "drop" and len(self.capacities) > 1) or stream is None:
             return

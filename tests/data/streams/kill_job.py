@@ -7,13 +7,13 @@ import sys
 import warnings
 from pathlib import Path
 
-import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_thd import Sequences, THDDataModule
 from lightning_thd.data.streams import Stream
 from tests.chaos_job import CAPACITY, PER_STEP, Ledger
+from tests.tiny import quiet_trainer
 
 
 def main() -> None:
@@ -21,14 +21,11 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     module = Ledger(out / f"ledger-{name}-{os.environ.get('RANK', '0')}.txt")
-    trainer = L.Trainer(
+    trainer = quiet_trainer(
         max_epochs=1,
-        accelerator="cpu",
         devices=ranks,
         strategy="thd_ddp" if ranks > 1 else "thd",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_checkpointing=True,
         callbacks=[ModelCheckpoint(out / "checkpoints", every_n_train_steps=2, save_last=True)],
     )
     data = THDDataModule(

@@ -18,7 +18,7 @@ from lightning_thd import Sequences, THDDataModule
 from lightning_thd.data.streams import Stream
 from tests.data.streams.jobs import counted, run, write_shards
 from tests.ranks import run_ranks
-from tests.tiny import TinyModule
+from tests.tiny import TinyModule, quiet_trainer
 
 
 def of_part(kind: str, part: int, parts: int) -> Iterator[Any]:
@@ -104,16 +104,7 @@ def test_workers_with_a_function_that_cannot_be_pickled() -> None:
 
 
 def trainer(**kwargs: Any) -> L.Trainer:
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "strategy": "thd",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "max_epochs": 1,
-    }
-    return L.Trainer(**{**defaults, **kwargs})
+    return quiet_trainer(**{"strategy": "thd", "max_epochs": 1, **kwargs})
 
 
 class Seen(TinyModule):

@@ -10,7 +10,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from tests.data.streams.jobs import counted, describe, write_shards
 from tests.data.support import CAPACITY
 from tests.data.test_mixing import logged_losses, source_losses
 from tests.ranks import run_ranks
-from tests.tiny import TinyModule, nll, sequences
+from tests.tiny import TinyModule, nll, quiet_trainer, sequences
 
 WEIGHTS = {"code": 0.3, "chat": 0.7}
 
@@ -199,15 +198,11 @@ def test_shares_are_logged_as_those_of_other_mixtures(tmp_path: Path) -> None:
             yield {"input_ids": [1, 2, 3, 4]}
 
     kept = Numbers()
-    trainer = L.Trainer(
+    trainer = quiet_trainer(
         max_steps=12,
-        accelerator="cpu",
         strategy="thd",
         logger=kept,
         log_every_n_steps=2,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
     )
     data = THDDataModule(
         {"code": (records, 1), "chat": (Stream(records), 3)}, capacity=64, global_batch=Sequences(8)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -19,7 +18,7 @@ from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.models import mixers
 from lightning_thd.models.passing import adopt, scan
 from lightning_thd.parallel.shard import shard_batch
-from tests.models.families import FAMILIES
+from tests.models.families import FAMILIES, build_in_double
 from tests.models.passing import oracle
 from tests.ranks import run_ranks
 
@@ -30,15 +29,6 @@ OTHERS = [
     *("mamba2", "falcon_h1", "zamba2", "granitemoehybrid", "nemotron_h", "qwen3_5", "olmo_hybrid"),
     *("lfm3", "bamba", "kimi_linear"),
 ]
-
-
-def build(family: str) -> nn.Module:
-    chosen = FAMILIES[family]
-    config = getattr(transformers, chosen.config)(**chosen.arguments)
-    torch.manual_seed(0)
-    options = {"attn_implementation": "thd", "experts_implementation": "eager"}  # grouped_mm knows no fp64
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, **options)
-    return model.double().train()
 
 
 class InDouble(TorchFunctionMode):
@@ -75,12 +65,12 @@ def compare(families: list[str], layout: Layout) -> dict[str, tuple[float, float
     batch = THDBatch.collate(rows, align=Alignment.for_(cp=cp, layout=layout))
     errors = {}
     for family in families:
-        model, passed = build(family), [0]
+        model, passed = build_in_double(family), [0]
         loss, wanted = gradients(model, THDBatch.collate(rows))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(scan, "_received", lambda *_: (0, 1))  # states, however few slots there are
             patch.setattr(mixers, "run_on_shard", counting(passed))
-            own, found = gradients(build(family), shard_batch(batch, group=group, layout=layout))
+            own, found = gradients(build_in_double(family), shard_batch(batch, group=group, layout=layout))
         for name in wanted:
             grad = found.get(name)
             found[name] = torch.zeros_like(wanted[name]) if grad is None else grad
@@ -126,7 +116,7 @@ def test_gradients_equal_one_process(cp: int, layout: Layout, families: list[str
 
 def replaced() -> None:
     group: Any = dist.group.WORLD
-    model = build("lfm2")
+    model = build_in_double("lfm2")
     module = sys.modules[type(model).__module__]
     module.causal_conv1d_fn = module.causal_conv1d_fn.__wrapped__  # type: ignore[attr-defined]
     batch = THDBatch.collate([{"input_ids": torch.arange(8)}], align=Alignment.for_(cp=2))
