@@ -8,13 +8,10 @@ Nothing is garbage while the tests are collected, and to look for it takes secon
 import gc
 import logging
 import os
-import sys
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
-
-from tests.ranks import fork_the_forkserver
 
 gc.disable()
 
@@ -33,18 +30,6 @@ _LONG = {
     *("test_graphed_step", "test_context_parallel", "test_cuda_graph", "test_compile", "test_probe"),
     *("test_backward", "test_families", "test_trainer_use", "test_mixing", "test_datamodule"),
 }
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput") and "coverage" not in sys.modules:  # which begins in new processes
-        import torch
-
-        if torch.cuda.is_available():  # and would then work in no fork
-            return
-        capture = config.pluginmanager.getplugin("capturemanager")
-        capture.resume_global_capture()  # packages print while they are imported
-        fork_the_forkserver()  # before a test file runs a backward pass, after which torch refuses forks
-        capture.suspend_global_capture()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
-import gc
-import itertools
-import logging
 import multiprocessing as mp
 import os
 import pickle
@@ -15,11 +11,8 @@ import tempfile
 import threading
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import forkserver as mp_forkserver
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -82,40 +75,6 @@ def forkserver() -> Any:
     ctx = mp.get_context("forkserver")
     ctx.set_forkserver_preload(["tests.preload"])
     return ctx
-
-
-def fork_the_forkserver() -> None:
-    """Make the fork server a fork of this process, which needs what the server would import in 10 s."""
-    import tests.preload  # noqa: F401
-
-    def forked(path: str, args: list[str], fds: list[int]) -> int:
-        with warnings.catch_warnings(action="ignore"):  # newer Pythons warn of forks beside threads
-            pid = os.fork()
-        if pid:
-            return pid
-        try:
-            faulthandler.disable()  # it writes to a file that is closed below
-            # Loggers write to the streams of their import, whose files must not become others.
-            streams = {1, 2, sys.stdout.fileno(), sys.stderr.fileno()}
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            for stream in streams:
-                os.dup2(nowhere, stream)
-            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-            warnings.filters[:] = [x for x in warnings.filters if x[0] not in ("error", "always")]
-            warnings.simplefilter("default", append=True)  # no other way lets go of what was cached
-            logging.root.handlers.clear()  # these and those filters are pytest's
-            gc.enable()
-            kept = [*sorted({*streams, *fds}), os.sysconf("SC_OPEN_MAX")]
-            for low, high in itertools.pairwise(kept):
-                os.closerange(low + 1, high)
-            mp_forkserver._forkserver.__init__()  # type: ignore[misc]  # its lock is held here
-            mp_forkserver.main(*fds, preload=[])
-        finally:
-            os._exit(0)
-
-    resource_tracker.ensure_running()
-    with mock.patch("multiprocessing.util.spawnv_passfds", forked):
-        mp_forkserver.ensure_running()
 
 
 def run_ranks(

@@ -54,8 +54,8 @@ def write_chats(folder: Path) -> None:
     (folder / "chats.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
 
 
-# These pages start several ranks or loggers, whose features have unmarked tests of their own.
-SLOW = {"hosts.md", "loggers.md", "clusters.md", "parallelism.md", "pipelines.md", "yaml.md"}
+# These pages start several ranks or loggers, or compile; their features have unmarked tests of their own.
+SLOW = {"hosts.md", "loggers.md", "clusters.md", "parallelism.md", "pipelines.md", "speed.md", "yaml.md"}
 MARKED = [pytest.param(page, marks=pytest.mark.slow) if page.name in SLOW else page for page in PAGES]
 
 

@@ -32,7 +32,7 @@ SHARP = [
 OTHERS = [
     *("glm4", "olmoe", "olmo_hybrid", "opt", "stablelm", "bamba", "lfm2", "lfm3", "zamba2"),
     *("granitemoehybrid", "jamba", "nemotron_h", "kimi_linear", "mixtral", "smollm3", "granite"),
-    *("deepseek_v2", "granite_swa", "granitemoe_swa", "phi", "qwen3_vl_moe"),
+    *("deepseek_v2", "granite_swa", "granitemoe_swa", "phi", "qwen3_vl_moe", "longcat_flash"),
 ]
 # transformers' plans name styles for their attention that are not ours, or leave out norms of heads.
 OTHER_PLANS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -43,6 +43,7 @@ OTHER_PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("DeepseekV2ForCausalLM", {}),
     "granite_swa": ("GraniteSWAForCausalLM", {}),
     "granitemoe_swa": ("GraniteMoeSWAForCausalLM", {}),
+    "longcat_flash": ("LongcatFlashForCausalLM", {}),  # its router's weight is read by the block
 }
 
 # Sums of what they compute in fp32 come in another order when ranks divide the slots.
