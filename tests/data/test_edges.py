@@ -262,6 +262,7 @@ def test_a_folder_is_read_through_links_to_folders(tmp_path: Path) -> None:
     (tmp_path / "all" / "a.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "all" / "link").symlink_to(tmp_path / "far")
     (tmp_path / "all" / "loop").symlink_to(tmp_path / "all")
+    (tmp_path / "far" / "back").symlink_to(tmp_path / "all")  # a loop through two links
     assert texts(str(tmp_path / "all")) == ["a", "b"]
     (tmp_path / "all" / "c.jsonl").symlink_to(tmp_path / "gone.jsonl")
     with pytest.raises(FileNotFoundError, match=r"c\.jsonl"):

@@ -196,13 +196,15 @@ def _in_folder(folder: Path) -> list[Path]:
     return found
 
 
-def _below(folder: Path) -> Iterator[Path]:
+def _below(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
     """Yield what is below a folder, through links to other folders, but not to one that it is in."""
+    here = folder.resolve()
+    above |= {here, *here.parents}
     for entry in folder.iterdir():
         if not entry.is_dir():
             yield entry
-        elif not folder.resolve().is_relative_to(entry.resolve()):
-            yield from _below(entry)
+        elif entry.resolve() not in above:
+            yield from _below(entry, above)
 
 
 def _one_kind(folder: Path, kinds: dict[str, list[Path]]) -> list[Path]:
