@@ -10,9 +10,11 @@ Legend: T slots, V vocabulary, E experts.
 from __future__ import annotations
 
 import contextlib
+import dis
 import inspect
 import re
 from collections.abc import Callable, Generator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -463,7 +465,7 @@ def _own_plan(model: nn.Module, theirs: Mapping[str, str], ranks: int) -> dict[s
     """Return a plan for products that transformers' plan leaves out: layers, embedding and head.
 
     A product whose columns are gathered, or whose input every rank has whole, equals the whole product in any
-    block. State-space, convolution and router blocks that read weights directly stay whole.
+    block. State-space and convolution blocks stay whole, as kernels read their weights directly.
     """
     planned = [re.compile(re.escape(name).replace(r"\*", r"\d+") + "$") for name in theirs]
     names = {module: name for name, module in model.named_modules()}
@@ -491,10 +493,14 @@ def _styles(block: nn.Module, ranks: int, *, cut_heads: bool) -> dict[str, str]:
     """Return tensor-parallel styles for the products that are direct children of a block."""
     children = dict(block.named_children())
     convolves = any(isinstance(child, nn.Conv1d) for child in children.values())
-    reads_weights = "weight" in inspect.unwrap(type(block).forward).__code__.co_names
-    if convolves or reads_weights or set(block._parameters) - {"sinks"}:
+    if convolves or set(block._parameters) - {"sinks"}:
         return {}
-    found: dict[str, Any] = {name: child for name, child in children.items() if _is_product(child)}
+    # A router may read the weight of a child in place of calling it.
+    code = [each.argval for each in dis.get_instructions(inspect.unwrap(type(block).forward))]
+    read = {name for name, member in pairwise(code) if member == "weight"}
+    found: dict[str, Any] = {
+        name: child for name, child in children.items() if _is_product(child) and name not in read
+    }
     plain = not any(True for name, child in children.items() if name not in found for _ in child.parameters())
     products = set(found) in _PRODUCTS and plain
     heads = cut_heads and {"q_proj", "k_proj", "v_proj"} <= set(found) and plain
