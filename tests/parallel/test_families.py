@@ -99,7 +99,11 @@ def compare(families: list[str], sequence_parallel: bool) -> dict[str, tuple[flo
         (SHARP, False),
         (["zamba2"], True),  # its blocks take the embedding beside the hidden states
         pytest.param(OTHERS, False, marks=pytest.mark.slow),
-        pytest.param([name for name in [*SHARP, *OTHERS] if name != "opt"], True, marks=pytest.mark.slow),
+        pytest.param(
+            [name for name in [*SHARP, *OTHERS] if name not in ("opt", "qwen3_vl_moe")],
+            True,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_gradients_equal_one_process(families: list[str], sequence_parallel: bool) -> None:
