@@ -10,6 +10,7 @@ Legend: T slots of a context-parallel shard, or of the pack; N = T / tp.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
@@ -47,7 +48,8 @@ def apply_sequence_parallel(model: Any, group: dist.ProcessGroup) -> None:
                 f"sequence_parallel=True knows norms and blocks, but {type(layer).__name__} holds {own} "
                 "itself. Set sequence_parallel=False."
             )
-        for child in layer.children():
+        children = (list(x) if isinstance(x, nn.ModuleList) else [x] for x in layer.children())
+        for child in chain.from_iterable(children):
             if _is_norm(child):
                 sum_own_gradients(child, group)
             else:
