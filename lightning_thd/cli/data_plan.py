@@ -64,7 +64,8 @@ class Expected:
             rows.append(("distinct tokens, computed", distinct))
         saved = "-"
         if self.tokens:
-            saved = f"{1 - self.padded_fill * self.distinct / (self.fill * self.tokens):.1%}"
+            share = 1 - self.padded_fill * self.distinct / (self.fill * self.tokens)
+            saved = f"{share:.1%}" if share >= 0 else "none: too few sequences to fill the packs"
         rows += [
             ("shortest / median / longest", " / ".join(f"{n:,}" for n in self.lengths)),
             ("fill of packs", f"{self.fill:.1%}"),

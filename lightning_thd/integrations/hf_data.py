@@ -21,6 +21,7 @@ from lightning_thd.batch.keys import PER_TOKEN, TYPES
 from lightning_thd.batch.samples import check_attention_mask
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
+from lightning_thd.data.read.sources import as_dataset
 from lightning_thd.data.store.index import MapDataset
 from lightning_thd.data.streams import Stream, is_stream
 
@@ -50,12 +51,7 @@ def packed_dataset(dataset: Any, taken: frozenset[str] = frozenset()) -> MapData
     """Return a dataset whose rows hold only ids and labels."""
     if dataset is None:
         raise ValueError("The Trainer has no dataset to pack. Pass train_dataset (and eval_dataset).")
-    if not hasattr(dataset, "__len__"):
-        raise ValueError(
-            f"{type(dataset).__name__} has no length, so its sequences cannot be planned. "
-            "Pass a map-style dataset."
-        )
-    return cast("MapDataset", WithLabels(dataset, taken))
+    return cast("MapDataset", WithLabels(as_dataset(dataset), taken))
 
 
 def check_data_kwargs(given: Mapping[str, Any] | None) -> None:
@@ -118,8 +114,12 @@ class WithLabels:
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         sample = with_labels(self._dataset[i])
-        if "input_ids" in sample:
-            self._refuse_what_is_left_out(sample, i)
+        if "input_ids" not in sample:
+            raise ValueError(
+                f"Row {i} of the dataset has the keys {list(self._dataset[i])} and no 'input_ids'. Tokenise "
+                "it first, or use TRL's SFTTrainer, which does."
+            )
+        self._refuse_what_is_left_out(sample, i)
         return {name: sample[name] for name in ("input_ids", "labels") if name in sample}
 
     def _refuse_what_is_left_out(self, sample: Mapping[str, Any], i: int) -> None:

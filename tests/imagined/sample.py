@@ -196,7 +196,8 @@ def check_training(log: Any, precision: str) -> None:
     ours = [read for read in reads if scaler is None or any(word not in str(read) for word in scaler)]
     assert not ours, ours
     sent = [u for u in log.uploads if "batch/upload" in str(u[-1])]
-    assert len(sent) == len(found), (len(sent), len(found))
+    # fp64 runs on the portable kernel, which sends its own tables of the batch.
+    assert len(sent) == len(found) * (1 + (precision == "64-true")), (len(sent), len(found))
     assert all(upload[2:4] == (True, True) for upload in sent)
     sys.stdout.write(f"{precision}: {len(found)} microbatches, {away:.1e} from the CPU's losses\n")
 

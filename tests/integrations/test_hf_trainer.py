@@ -193,7 +193,7 @@ REFUSED = {
     "collator": "would pad or stack what is packed",
     "sequences": "with gradient_accumulation_steps=3: a step of n sequences has",
     "layerwise": "with optim='lomo', which steps in every backward pass: once a microbatch here",
-    "iterable": "has no length, so its sequences cannot be planned",
+    "iterable": "float is no dataset: it has no length",
     "nothing": "has no dataset to pack. Pass train_dataset",
     "packs": "make 2 packs a step",
     "mesh": "packed_trainer runs data parallel, but the accelerator has ParallelismConfig",
