@@ -12,7 +12,7 @@ from tests.test_examples import ARGUMENTS
 
 pytestmark = [pytest.mark.imagined, needs_imagination]
 STEPS = 5
-# fp8.py rounds to FP8 on a CPU. ray_train.py trains in processes that Ray starts, without the imagined device.
+# fp8.py rounds to FP8 on a CPU. ray_train.py trains in processes of Ray, which have no imagined device.
 NOT_ONE_GPU = {"fp8.py", "ray_train.py"}
 # Uploads of transformers' vision tower, and of prompts by Lightning, beside the batch's.
 MORE_UPLOADS = {"vision_language.py", "vision_chat.py", "one_step_by_hand.py", "rl_logprobs.py", "grpo.py"}
