@@ -10,6 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lightning_thd._checks import refuse_missing
+from lightning_thd._imports import available
+
+_HUB_S = 10.0  # within which a hub answers
 PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp")
 
 
@@ -34,6 +38,26 @@ def nearest(given: str, known: Iterable[str]) -> str:
     """Return "; did you mean X?" for the most similar known name, or "." if none is similar."""
     found = difflib.get_close_matches(given, list(known), n=1, cutoff=0.6)
     return f"; did you mean {found[0]}?" if found else "."
+
+
+def refuse_unreachable(name: str) -> None:
+    """Raise ValueError for a model that is neither here nor in the cache, if the hub does not answer."""
+    advice = "Pass a config.json, a folder with one, or a model's name."
+    refuse_missing(name, advice)
+    if Path(name).exists() or not available("huggingface_hub"):
+        return
+    import huggingface_hub as hub
+
+    if isinstance(hub.try_to_load_from_cache(name, "config.json"), str):
+        return
+    try:
+        hub.HfApi().model_info(name, timeout=_HUB_S)
+    except hub.errors.HfHubHTTPError:  # it answers; transformers words what it says
+        return
+    except Exception as err:  # releases of huggingface_hub have other HTTP clients
+        raise ValueError(
+            f"{name} is no folder, nor a model in the cache, and the hub does not answer ({err}). {advice}"
+        ) from err
 
 
 def whole(least: int) -> Callable[[str], int]:
