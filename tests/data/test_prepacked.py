@@ -190,3 +190,17 @@ def test_files_of_packs_are_read_back(tmp_path: Path, suffix: str, form: str, mu
     assert found == [(s["input_ids"].tolist(), s["labels"].tolist()) for s in samples]
     kept = batches_of(THDDataModule(out, capacity=300, packed="packs"))
     assert len(kept) == len(rows)
+
+
+def test_padding_that_positions_make_sequences_is_left_out() -> None:
+    def found(positions: list[int], **more: Any) -> list[int]:
+        return open_packed([{"input_ids": IDS, "position_ids": positions, **more}]).lengths.tolist()
+
+    IDS = [5, 6, 7, 8, 9, *[0] * 8]
+    assert found([0, 1, 2, 0, 1, *[0] * 8]) == [3, 2]
+    counted = [0, 1, 2, 0, 1, *range(8)]
+    assert found(counted, labels=[*IDS[:5], *[-100] * 8]) == [3, 2]
+    assert found(counted, attention_mask=[1] * 13) == [3, 2, 8]
+    with pytest.raises(ValueError, match="Row 0 ends with 8 times the id 0, by its position_ids a sequence"):
+        found(counted)
+    assert found([0, 1, 2, 0, 1, 0, 1, *[0] * 6]) == [3, 2, 2]

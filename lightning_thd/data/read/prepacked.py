@@ -9,7 +9,9 @@ A row is ``input_ids`` (and ``labels``) with one of these beside it, the first t
 If a row has several of them, they must agree.
 
 ``cu_seqlens_padded``, offsets in the row, says where each sequence begins when there is padding between them.
-The slots left at the end of a row are padding, and so are the last ones whose ``attention_mask`` is 0.
+The slots left at the end of a row are padding, and so are the last ones whose ``attention_mask`` is 0. Where
+only ``position_ids`` tell the sequences, the last slots whose position is 0 are padding, as is a last run of
+one id whose labels are -100.
 """
 
 from __future__ import annotations
@@ -23,16 +25,17 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset as TorchDataset
 from tqdm import tqdm
 
-from lightning_thd.batch.keys import names
+from lightning_thd.batch.keys import IGNORE_INDEX, names
 from lightning_thd.data.store.cache import cached_arrays
 from lightning_thd.data.store.index import MapDataset
 from lightning_thd.data.store.tokens import count_targets
 
 IntArray = NDArray[np.int64]
 
-_VERSION = 1
+_VERSION = 2
 _BAR_FROM = 10_000  # rows
 _LENGTHS = ("lengths", "seq_lengths")
+_PADDING_FROM = 8  # times that one id is repeated at the end of a row
 _READ = frozenset(names("token", "boundary"))
 
 
@@ -206,7 +209,7 @@ def _from_positions(row: Mapping[str, Any], i: int, slots: int) -> tuple[IntArra
         raise ValueError(
             f"Row {i} has {slots} input_ids but {len(positions)} position_ids. Give one a token."
         )
-    positions = positions[: _real_slots(row, i, slots)]
+    positions = positions[: _end_of_tokens(row, i, positions)]
     starts = np.flatnonzero(positions == 0)
     lengths = np.diff(np.append(starts, len(positions)))
     counted = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -218,10 +221,23 @@ def _from_positions(row: Mapping[str, Any], i: int, slots: int) -> tuple[IntArra
     return starts, lengths
 
 
-def _real_slots(row: Mapping[str, Any], i: int, slots: int) -> int:
+def _end_of_tokens(row: Mapping[str, Any], i: int, positions: IntArray) -> int:
+    """Return the slot of a row at which the padding at its end begins."""
     mask: Sequence[int] | None = row.get("attention_mask")
     if mask is None:
-        return slots
+        stop = int(np.flatnonzero(positions)[-1]) + 1 if positions.any() else 0  # one token has no target
+        start = max(np.flatnonzero(positions[:stop] == 0), default=0)
+        last, labels = (np.asarray(row.get(key, ()))[start:stop] for key in ("input_ids", "labels"))
+        if not start or (last != last[0]).any():
+            return stop
+        if labels.size and (labels == IGNORE_INDEX).all():
+            return int(start)
+        if len(last) >= _PADDING_FROM:
+            raise ValueError(
+                f"Row {i} ends with {len(last)} times the id {last[0]}, by its position_ids a sequence, and "
+                "padding would be learned. Give attention_mask, lengths or cu_seqlens, or labels of -100."
+            )
+        return stop
     real = np.flatnonzero(np.asarray(mask))
     stop = int(real[-1]) + 1 if real.size else 0
     if len(real) != stop:
