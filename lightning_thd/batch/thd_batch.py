@@ -61,6 +61,13 @@ class _Rows(Tensor):
         """Return the weight as the rows, which a shape would round to a whole number."""
         return super().size() if dim is None else self.weight
 
+    def __getattr__(self, name: str) -> NoReturn:
+        """Refuse what a batch has, to whom iterates over a step."""
+        raise AttributeError(
+            f"{name!r} was asked of the weight that Lightning finds by iterating over a batch or step. A "
+            "step's batches are step.microbatches."
+        )
+
 
 def weighing_rows(weight: float) -> Tensor:
     """Return a tensor without values that weighs a batch in the epoch means of ``self.log``.

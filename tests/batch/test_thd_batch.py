@@ -162,6 +162,15 @@ def test_lightning_weighs_logs_by_the_loss_tokens() -> None:
     assert next(iter(batch)).shape == (9,)
 
 
+def test_what_a_step_yields_says_where_its_batches_are() -> None:
+    step = THDStep([THDBatch.collate([{"input_ids": [1, 2]}])])
+    for found in step:
+        with pytest.raises(
+            AttributeError, match=r"'hf_kwargs' was asked.*step's batches are step\.microbatches"
+        ):
+            found.hf_kwargs()  # type: ignore[attr-defined]
+
+
 def test_step_adds_its_microbatches() -> None:
     batch = THDBatch.collate([{"input_ids": [5, 6, 7]}])
     step = THDStep([batch, batch]).to("cpu")
