@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import lightning.pytorch as L
 import numpy as np
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -188,7 +189,8 @@ class THDDataModule(LogsSources):
         link.hide_hooks(self, THDDataModule, unused)
         self._attached = link.Host()
         self._sets: dict[str, sets.DataSet] = {}
-        self._streamed_with: object = None  # the settings of the stream loader that a fit iterates
+        # The settings, Trainer and loader of the last fit on a stream.
+        self._streamed_with: tuple[object, L.Trainer | None, THDLoader | None] = None, None, None
         self._planners: dict[tuple[object, ...], tuple[Planner, MapDataset]] = {}
 
     def __str__(self) -> str:
@@ -334,15 +336,20 @@ class THDDataModule(LogsSources):
         self, stream: Stream | StreamMixture, kind: Literal["pack", "step"], states: Sequence[Any]
     ) -> THDLoader:
         """Return the stream loader that a fit iterates already, or make one that goes on where it should."""
-        before, self._streamed_with = self._streamed_with, (self._settings, self._host.accumulate)
+        (before, of, last), now = self._streamed_with, (self._settings, self._host.accumulate)
         combined = None if self.trainer is None else self.trainer.fit_loop._combined_loader
         given = [] if combined is None else combined.flattened
         running = next((one for one in given if isinstance(one, THDLoader) and one.planner is None), None)
-        if running is not None and before == self._streamed_with:
+        if running is not None and before == now:
             return running
         loader = self._streamed(stream, kind)
+        self._streamed_with = now, self.trainer, loader
         link.refuse_cut_steps(self.trainer, loader)
-        for state in states if running is None else [running.state_dict()]:
+        if running is not None:
+            states = [running.state_dict()]
+        elif last is not None and of is self.trainer is not None and not of.ckpt_path:
+            states = [{**last.state_dict(), "step": 0, "ended": True}]  # another fit begins another epoch
+        for state in states:
             if isinstance(state, Mapping) and "stream" in state:
                 loader.load_state_dict(state)
                 break

@@ -283,6 +283,23 @@ def test_a_stream_goes_on_where_its_loader_is_asked_for_again() -> None:
     assert len(used) == len(set(used)) >= sum(map(len, plain))
 
 
+@pytest.mark.filterwarnings("ignore:The stream is a generator")
+@pytest.mark.parametrize("steps", [None, 3])
+def test_another_fit_of_a_trainer_goes_on_in_a_stream(steps: int | None) -> None:
+    def data() -> THDDataModule:
+        return THDDataModule(Stream(source=Rows(), steps_per_epoch=steps), capacity=CAPACITY)
+
+    module, whole, given = TinyModule(), TinyModule(), data()
+    trainer = make_trainer(max_epochs=-1, max_steps=2)
+    for until in (2, 4, 5):
+        trainer.fit_loop.epoch_loop.max_steps = until
+        trainer.fit(module, given)
+    make_trainer(max_epochs=-1, max_steps=5).fit(whole, data())
+    assert module.seen == whole.seen
+    make_trainer(max_epochs=-1, max_steps=2).fit(module, given)
+    assert module.seen[5:] == whole.seen[:2]
+
+
 class Accumulates(TinyModule):
     """Steps once every three batches, under manual optimisation."""
 
