@@ -292,3 +292,29 @@ def test_weights_beside_text_are_refused(record: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match="'weights' beside text"):
             read(source)
     assert len(read([record | {"weights": None, "weight": "3 kg"}])) == 1
+
+
+@pytest.mark.parametrize("key", ["loss_mask", "labels", "attention_mask", "position_ids", "segment_ids"])
+def test_numbers_of_tokens_beside_text_are_refused(key: str) -> None:
+    masked = [{"text": "ab", key: np.array([1, 0])}]
+    for source in (masked, Rows(*masked), [{"prompt": "a", "completion": "b", key: [1, 0]}]):
+        with pytest.raises(ValueError, match=f"'{key}' beside text, whose tokens are counted"):
+            read(source)
+    assert len(read([{"text": "ab", "input_ids": [1, 2], key: [1, 0]}], records="text")) == 1
+    assert len(read([{"text": "ab", key: "a name"}])) == 1
+
+
+def test_a_table_gives_labels_weights_and_ids_as_numbers(tmp_path: Path) -> None:
+    def labels(name: str, text: str) -> list[int]:
+        (tmp_path / name).write_text(text)
+        data = THDDataModule(tmp_path / name, capacity=64, cache_dir=tmp_path / "cache")
+        data.setup("fit")
+        [batch] = [b for step in data.train_steps() for b in step.microbatches]
+        return sorted(batch.extras["labels"].tolist())
+
+    assert labels("a.csv", "text,label\nhi,1\nho,0\n") == [0, 1]
+    assert labels("b.jsonl", '{"text": "hi", "labels": 3}\n') == [3]
+    with pytest.raises(ValueError, match="'weight' beside text"):
+        labels("c.csv", "text,weight\nhi,0.5\n")
+    (tmp_path / "d.csv").write_text('input_ids,labels\n"[1, 2]","[-100, 2]"\n')
+    assert read(tmp_path / "d.csv") == [[1, 2]]

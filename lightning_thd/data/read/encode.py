@@ -37,6 +37,7 @@ Number = int | float
 _LOOK_AT = 1000  # records: with on_error="skip" the first of a known kind among them decides
 # Keys that matter for training but that files of lines cannot keep beside ids.
 _WEIGHTS = names("weight", "other_weight")
+_OF_TOKENS = names("mask", "token", "type", "other_boundary")  # numbers, one a token
 _LOST = (*names("weight", "type", "media", "boundary"), "next_label", "position_ids")
 _NO_AUDIO = "audio cannot be packed, only tokens, images and video. Remove these records."
 _NO_IMAGES = (
@@ -72,20 +73,32 @@ class _Row(NamedTuple):
 def _label_of(record: Record) -> Number | None:
     """Return the label of a record's sequence; refuse weights, which stores of text do not hold."""
     beside = record if isinstance(record, dict) else {}
-    if found := [
-        name for name in _WEIGHTS if is_scalar(beside.get(name)) or isinstance(beside.get(name), list)
-    ]:
+    if found := [name for name in _WEIGHTS if is_scalar(beside.get(name)) or _is_row(beside.get(name))]:
         raise ValueError(
             f"{found[0]!r} beside text, where weights are not read. Give a datasets.Dataset of input_ids and "
             "'weights', or drop the key."
         )
+    if "input_ids" not in beside and (found := [name for name in _OF_TOKENS if _is_row(beside.get(name))]):
+        raise ValueError(
+            f"{found[0]!r} beside text, whose tokens are counted when it is read, so that it would be left "
+            "out. Give prompt and completion, or messages, to learn a part; or samples of input_ids and "
+            "labels. Otherwise drop the key."
+        )
     value: Any = beside.get("label")
-    if isinstance(value, list) and value and all(map(is_scalar, value)):
+    if value is None and is_scalar(beside.get("labels")):
+        value = beside["labels"]
+    if _is_row(value):
         raise ValueError(
             "several numbers under 'label', of which files of text keep one. Give a datasets.Dataset of ids, "
             "or rename the key."
         )
     return cast("Number", value) if is_scalar(value) and np.isfinite(value) else None
+
+
+def _is_row(value: Any) -> bool:
+    """Return whether a value of a record is a list of numbers."""
+    value = value.tolist() if isinstance(value, np.ndarray | torch.Tensor) else value
+    return isinstance(value, list) and bool(value) and all(map(is_scalar, value))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

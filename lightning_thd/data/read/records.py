@@ -16,6 +16,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_thd._imports import require
+from lightning_thd.batch.keys import names as keys_of
 from lightning_thd.data.read.files import KINDS, SourceFile, find_files
 from lightning_thd.data.store.columns import map_arrow
 from lightning_thd.data.store.index import MapDataset
@@ -24,6 +25,9 @@ CHUNK_BYTES = 1 << 22  # bytes of text in a chunk: about 4 s of a tokenizer at 1
 _CHUNK_ROWS = 1024
 _BATCH_ROWS = 256  # rows of columns that are unpacked at a time
 _BOM = b"\xef\xbb\xbf"
+_NUMBERS = frozenset(
+    keys_of("token", "type", "weight", "other_weight", "label", "mask")
+)  # columns of a table
 # Keys that a record has, and a JSON file that wraps records has not.
 _SHORT = 40  # characters of a name or a version beside the records in a JSON file; more may be a document
 _OF_RECORDS = ("text", "input_ids", "messages", "conversations", "conversation", "prompt", "instruction")
@@ -118,7 +122,7 @@ def _json(file: SourceFile, start: int, stop: int, text_key: str) -> Iterator[Pl
 
 
 def _rows_of_table(file: SourceFile) -> Iterator[Placed]:
-    """Read a table as dicts of the column names in its first line, every cell a string."""
+    """Read a table as dicts of the column names in its first line; cells are strings, but for numbers."""
     name, separator = file.name, "\t" if file.suffix == ".tsv" else ","
     csv.field_size_limit(2**31 - 1)  # documents are longer than the module's 128 KiB
     # Bytes that are no UTF-8 stay recognisable, so that only their row is bad.
@@ -150,7 +154,13 @@ def _cells(names: list[str], row: list[str]) -> dict[str, Any] | Bad:
         return bad
     if len(row) != len(names):
         return Bad(f"{len(row)} cells, but {len(names)} columns {names}.")
-    return dict(zip(names, row, strict=True))
+    return {name: _value(cell) if name in _NUMBERS else cell for name, cell in zip(names, row, strict=True)}
+
+
+def _value(cell: str) -> Any:
+    """Read a cell of numbers, such as ``1`` or ``[1, 0]``; one of text stays as it is."""
+    found = parse_json(cell)
+    return found if isinstance(found, int | float | list) else cell
 
 
 def _documents(files: list[SourceFile]) -> Iterator[Placed]:

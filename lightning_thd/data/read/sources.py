@@ -32,8 +32,8 @@ Packed = Literal["auto", "sequences", "packs", "off"]
 # The version of reading, in the key of caches. Raise this when reading gives other tokens. Three were
 # mistakes: 1 replaced what is no UTF-8, 2 learned what the user says in some templates, 3 left out calls of
 # tools and chat_template_kwargs. Later ones: 4 read tables by the csv module, 5 refused what a template does
-# not know, 6 keeps a number under ``label``, 7 refused weights.
-_READER = 7
+# not know, 6 keeps a number under ``label``, 7 refused weights, 8 and masks.
+_READER = 8
 _SHOW_FROM = 2  # Below this many chunks no bar is shown.
 
 
@@ -116,7 +116,8 @@ class Opener:
             return Opened(dataset=dataset, key=key)
         sample: Any = dataset[0]
         raw = isinstance(sample, str) or (
-            isinstance(sample, dict) and kind_of(sample, self.text_key) != "ids"
+            isinstance(sample, dict)
+            and (self.records not in ("auto", "ids") or kind_of(sample, self.text_key) != "ids")
         )
         if not raw or self.records == "ids":
             return Opened(dataset=as_rows(dataset), key=key)
