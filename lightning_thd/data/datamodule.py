@@ -347,7 +347,7 @@ class THDDataModule(LogsSources):
         link.refuse_cut_steps(self.trainer, loader)
         if running is not None:
             states = [running.state_dict()]
-        elif last is not None and of is self.trainer is not None and not of.ckpt_path:
+        elif last is not None and of is not None and of is self.trainer and not of.ckpt_path:
             states = [{**last.state_dict(), "step": 0, "ended": True}]  # another fit begins another epoch
         for state in states:
             if isinstance(state, Mapping) and "stream" in state:
