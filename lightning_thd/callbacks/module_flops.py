@@ -7,7 +7,7 @@ Nothing is read from the device: shapes and the grad mode are enough.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
@@ -62,9 +62,11 @@ class ModuleFlops:
         self._models: dict[str, FlopsModel | None] = {}  # by stage; "" holds the model before a watched step
         self._found: set[str] = set()  # the stages whose passes are known
         self._tries: dict[str, int] = {}
-        self._calls: dict[str, _Calls] | None = None
+        self._stage = "train"  # which runs now: an evaluation may lie inside a step
+        self._calls: dict[str, dict[str, _Calls]] = {}  # by stage
         self._counter: StepCounter | None = None
-        self._shapes: set[int] = set()
+        self._shapes: list[int] = []
+        self._slow = False  # operators were counted in the running step
         self._signature = _training_signature(module)
         self._models[""] = self._find({}) if given is None else given
 
@@ -74,29 +76,34 @@ class ModuleFlops:
             return self._models[stage]
         return self._models.get("train") if self._shapes else self._models[""]
 
-    def begin(self, stage: str, batch: Any = None) -> None:
-        """Watch the calls of known models in this step, or count its operators if no model is known."""
-        if self._given is not None or self._calls is not None or self._counter is not None:
+    def begin(self, stage: str, batch: Any = None, *, inside: bool = False) -> None:
+        """Watch the calls of known models in this step, or count its operators if no model is known.
+
+        ``inside`` a step, go on with what was begun at its start. An evaluation ends a count of operators.
+        """
+        self._stage = stage
+        if stage != "train":
+            self._drop_counter()
+        if inside or self._given is not None or stage in self._calls or self._counter is not None:
             return
         if self._models[""] is not None:
-            tries = self._tries.get(stage, 0)
-            if stage not in self._found and tries < _MAX_WATCHED:
-                self._tries[stage] = tries + 1
-                self._calls = {name: _Calls(model) for name, model in outermost_models(self._module).items()}
+            if stage not in self._found and self._tries.get(stage, 0) < _MAX_WATCHED:
+                models = outermost_models(self._module).items()
+                self._calls[stage] = {
+                    name: _Calls(model, lambda: self._stage == stage) for name, model in models
+                }
         elif batch is not None:
             self._count(batch)
 
     def end(self, stage: str, step: Sequence[Seen], *, discard: bool = False) -> bool:
         """Update a stage's FLOPs model from its first step; return whether that slowed the step down."""
-        if self._counter is not None:
-            counter = self._stop_counter()
-            if step:
-                self._take(counter, stage, step)
-            else:  # training_step skipped every batch
-                self._shapes.clear()
-            return True
-        if self._calls is not None and not discard and step:
-            found = _passes(self._calls, step, sharded=self._sharded)
+        slow = False
+        if stage == "train":
+            slow, self._slow = self._slow, False
+        if self._counter is not None and step:
+            self._take(self._stop_counter(), stage, step)
+        if stage in self._calls and not discard and step:
+            found = _passes(self._calls[stage], step, sharded=self._sharded)
             # Under the interleaved schedule a microbatch calls the model once for each stage of this rank.
             calls = 1
             if stage == "train":
@@ -107,8 +114,10 @@ class ModuleFlops:
             if any(one.training or one.forward for one in found.values()):
                 self._found.add(stage)
                 self._models[stage] = self._find(found)
-        self._stop_watch()
-        return False
+            self._tries[stage] = self._tries.get(stage, 0) + 1
+        self._stop_watch(stage)
+        self._drop_counter()
+        return slow
 
     @property
     def outdated(self) -> bool:
@@ -125,10 +134,15 @@ class ModuleFlops:
         self._signature = signature
 
     def stop(self) -> None:
-        """Remove all hooks and counters, even after an error."""
-        self._stop_watch()
+        """Remove all hooks and counters: after an error, and in a step of which a part does not count."""
+        for stage in tuple(self._calls):
+            self._stop_watch(stage)
+        self._drop_counter()
+
+    def _drop_counter(self) -> None:
         if self._counter is not None:
             self._stop_counter()
+            self._shapes.pop()
 
     def _find(self, passes: dict[str, Passes]) -> FlopsModel | None:
         return find_model(
@@ -143,7 +157,8 @@ class ModuleFlops:
                     "No transformers config was found to count FLOPs from: one step of every new shape is "
                     "counted with torch's FlopCounterMode. For exact counts pass flops_model=."
                 )
-            self._shapes.add(slots)
+            self._shapes.append(slots)
+            self._slow = True
             self._counter = StepCounter()
             self._counter.__enter__()  # type: ignore[no-untyped-call]
 
@@ -158,10 +173,9 @@ class ModuleFlops:
         padded = any(isinstance(lengths, Rows) for _, lengths in step)
         self._models[stage] = FlopsModel(name=name, layers=layers, tokens="real" if padded else "slots")
 
-    def _stop_watch(self) -> None:
-        for calls in (self._calls or {}).values():
+    def _stop_watch(self, stage: str) -> None:
+        for calls in self._calls.pop(stage, {}).values():
             calls.stop()
-        self._calls = None
 
     def _stop_counter(self) -> StepCounter:
         counter, self._counter = self._counter, None
@@ -191,9 +205,9 @@ class _Count:
 
 
 class _Calls:
-    """Counts the calls of a model, or else those of its first layer, by forward hooks, until ``stop``."""
+    """Counts calls of a model, or of its first layer, by forward hooks, while ``runs()``, until ``stop``."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, runs: Callable[[], bool]) -> None:
         self.model = model
         layers = [child[0] for child in model.modules() if isinstance(child, nn.ModuleList) and len(child)]
         self._counts = [_Count() for _ in (model, *layers[:1])]
@@ -202,7 +216,7 @@ class _Calls:
         self.visible = model._compiled_call_impl is None
         for module, count in zip((model, *layers[:1]), self._counts, strict=True):
             if module._compiled_call_impl is None:
-                hook = only_looking(lambda *args, count=count: count.note(*args))
+                hook = only_looking(lambda *args, count=count: count.note(*args) if runs() else None)
                 self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def stop(self) -> None:

@@ -266,9 +266,10 @@ class THDThroughputMonitor(Callback):
         if batch_idx == 0 and self._flops is not None and self._flops.outdated:
             self._meter("train").reduce(whole=True)  # callbacks freeze weights between epochs
             self._flops.follow()
-        self._meters["train"].resume()
+        meter = self._meters["train"]
+        meter.resume()
         if self._flops is not None:
-            self._flops.begin("train", batch)
+            self._flops.begin("train", batch, inside=bool(meter.steps[-1]))
         self._marks.waited(trainer.train_dataloader)
         self._marks.mark("other")
 
@@ -287,6 +288,8 @@ class THDThroughputMonitor(Callback):
         skipped = pl_module.automatic_optimization and outputs == {}  # training_step returned None
         if not skipped:
             self._add("train", batch)
+        elif self._flops is not None:
+            self._flops.stop()
         if self._pictures is not None and self._pictures.add(batch):
             self._draw(trainer)
         if accumulates:
