@@ -24,8 +24,10 @@ from lightning_thd.flops.families.layers import active_share
 from lightning_thd.flops.families.sizes import Sizes
 from lightning_thd.flops.terms import Basis, Layer, Recompute, Term, matmul
 
-# Wrappers of compile, FSDP and activation checkpointing add these parts to the names.
-_WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\.")
+# Wrappers of compile, FSDP, activation checkpointing and PEFT's trained copies add these parts to the names.
+_WRAPPERS = re.compile(
+    r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|modules_to_save\.[^.]+|module)\."
+)
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d+)\.(.+)$")
 _VISION = re.compile(r"(?:^|\.)(?:visual|vision_tower|vision_model|multi_modal_projector)\.(.+)$")
 _TEXT = re.compile(r"(?:^|\.)(language_model|text_model)(?:\.|$)")
@@ -42,6 +44,8 @@ _OUT = (
     *("output_linear", "wo", "w2", "dense_attention", "linear_fc2", "proj"),
 )
 _MLP = ("mlp", "feed_forward", "ffn", "expert", "moe", "fc1", "fc2", "router")
+# PEFT's weights beside those of the model, and the model's own where a copy is trained in their place.
+_OF_ADAPTER = re.compile(r"\.(lora_\w+|modules_to_save|original_module)\.([^.]+)")
 _LAST_NORM = ("post_feedforward", "post_mlp", "post_ff")
 _SECOND_NORM = ("post_attention", "pre_feedforward", "ln_2", "norm2", "ffn_norm", "pre_ff", "pre_moe")
 
@@ -64,6 +68,8 @@ def weights_by_layer(module: nn.Module, active: float) -> dict[str, list[Weight]
     decoder = decoder_prefix(owners)
     groups: dict[str, list[Weight]] = defaultdict(list)
     for name, parameter in module.named_parameters(remove_duplicate=False):
+        if _is_idle(name, owners):
+            continue
         owner = owners[name.rpartition(".")[0]]
         group, inside = _locate(_WRAPPERS.sub("", name + ".")[:-1], decoder)
         groups[group].append(
@@ -77,6 +83,20 @@ def weights_by_layer(module: nn.Module, active: float) -> dict[str, list[Weight]
             )
         )
     return dict(groups)
+
+
+def _is_idle(name: str, owners: dict[str, nn.Module]) -> bool:
+    """Return whether PEFT runs something else in place of a weight: another adapter, or a trained copy."""
+    found = _OF_ADAPTER.search(name)
+    wrapper: Any = owners[name[: found.start()]] if found else None
+    if found is None or not hasattr(wrapper, "active_adapters"):
+        return False
+    off = wrapper.disable_adapters or getattr(wrapper, "merged", False)
+    active = () if off else wrapper.active_adapters
+    if found.group(1) == "original_module":
+        copies = getattr(wrapper, "modules_to_save", None)  # else an adapter that holds the module itself
+        return copies is None or any(adapter in copies for adapter in active)
+    return found.group(2) not in active
 
 
 def decoder_prefix(names: Iterable[str]) -> str:

@@ -133,6 +133,37 @@ def test_lora(targets: Sequence[str], checkpointing: bool) -> None:
     assert ours(model, "llama")[0] == torchs(model)
 
 
+# What PEFT makes transformers say.
+_OLD_NAME = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+
+
+def _peft(model: nn.Module, **options: object) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    settings = {"target_modules": list(ALL_PROJECTIONS), "r": 3, **options}
+    adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
+    return adapted.to("meta")
+
+
+@_OLD_NAME
+@pytest.mark.parametrize("copied", [["lm_head", "embed_tokens"], ["norm", "down_proj"]])
+def test_pefts_trained_copies_count_and_what_they_replace_does_not(copied: list[str]) -> None:
+    targets = [name for name in ALL_PROJECTIONS if name not in copied]
+    model = _peft(meta_model(small_config("llama")), target_modules=targets, modules_to_save=copied)
+    assert ours(model, "llama")[0] == torchs(model)
+
+
+@_OLD_NAME
+def test_an_adapter_that_is_not_active_costs_nothing() -> None:
+    """That of a reference, for example, which lies beside the one that is trained."""
+    model = _peft(meta_model(small_config("llama")))
+    alone = ours(model, "llama")
+    model.add_adapter("reference", model.peft_config["default"])  # type: ignore[operator, index]
+    assert ours(model.to("meta"), "llama") == alone
+    model.disable_adapter_layers()  # type: ignore[operator]
+    frozen = meta_model(small_config("llama")).requires_grad_(False)
+    assert ours(model, "llama") == ours(frozen, "llama")
+
+
 def test_lora_on_queries_and_values_alone_saves_a_product_only_without_a_fused_kernel() -> None:
     """In the first layer nothing asks for the keys' gradient: eager skips it, fused kernels do not."""
     model = meta_model(small_config("llama"))
