@@ -298,11 +298,15 @@ _HARMLESS = frozenset(
 
 
 class Deferred(TorchFunctionMode):
-    """Inside this context, products of ``slots`` rows by a weight are put off as ``LazyLogits``."""
+    """Inside this context, products of ``slots`` rows by a weight are put off as ``LazyLogits``.
+
+    A product without the gradients that the head has elsewhere is computed: a part under ``no_grad``, or the
+    inside of a custom autograd function, whose backward is unknown.
+    """
 
     def __init__(self, slots: int) -> None:
         super().__init__()
-        self.slots = slots
+        self.slots, self.learns = slots, torch.is_grad_enabled()
 
     def __torch_function__(
         self,
@@ -314,7 +318,7 @@ class Deferred(TorchFunctionMode):
         """Put off a product by a matrix; run anything else."""
         kwargs = kwargs or {}
         found = _operands(func, args, kwargs)
-        if found is not None:
+        if found is not None and (torch.is_grad_enabled() or not self.learns):
             x, weight, bias = found
             x = _computed(x)
             matrix = isinstance(weight, Tensor) and not isinstance(weight, LazyLogits) and weight.ndim == 2

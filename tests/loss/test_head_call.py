@@ -220,6 +220,26 @@ class Reversed(torch.autograd.Function):
         return -grads[0]
 
 
+class Halved(torch.autograd.Function):
+    """A product whose backward is its own, as that of VeLoRA."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return 0.5 * grads[0] @ weight, 0.5 * grads[0].flatten(0, -2).T @ x.flatten(0, -2)
+
+
+def without_gradient(head: Head, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        base = F.linear(x, head.weight)
+    return base + F.linear(x, head.up @ head.down)
+
+
 HEADS: dict[str, Callable[[Head, Tensor], Tensor]] = {
     "LoRA": lambda head, x: F.linear(x, head.weight) + F.linear(F.linear(x, head.down), head.up) * 2.0,
     "LoRA by matmul": lambda head, x: (x @ head.down.T) @ head.up.T + torch.matmul(x, head.weight.t()),
@@ -231,6 +251,9 @@ HEADS: dict[str, Callable[[Head, Tensor], Tensor]] = {
     "normalised": lambda head, x: F.linear(F.normalize(x, dim=-1), F.normalize(head.weight, dim=-1)) * 10,
     "cap": lambda head, x: torch.tanh(F.linear(x, head.weight) / 3.0) * 3.0,
     "layer before": lambda head, x: F.linear(F.gelu(F.linear(x, head.down.T @ head.down)), head.weight),
+    "LoRA with a backward of its own": lambda head, x: (
+        F.linear(x, head.weight) + F.linear(Halved.apply(x, head.down), head.up)
+    ),
     "in place": in_place,
     "measured": measured,
 }
@@ -245,6 +268,11 @@ REFUSED: dict[str, tuple[Callable[[Head, Tensor], Tensor], str]] = {
         lambda head, x: F.linear(x, head.weight) + F.linear(Reversed.apply(F.linear(x, head.down)), head.up),
         "autograd function of its own",
     ),
+    "backward of the product": (
+        lambda head, x: Halved.apply(x, head.weight),
+        "whose forward is not hidden @ weight.T",
+    ),
+    "without gradient": (without_gradient, "whose forward is not hidden @ weight.T"),
     "drawn twice": (lambda head, x: F.linear(x, head.weight).clamp_(-9.0, 9.0), "applies 'clamp_'"),
 }
 
