@@ -285,6 +285,13 @@ def refuse_call(model: Any, kwargs: dict[str, Any]) -> None:
                 "in a row, and in a pack that is one place for all sequences. Use plain LoRA, or feed this "
                 "model padded rows."
             )
+        init = getattr(getattr(config, "velora_config", None), "init_type", "random")
+        if model.training and init != "random":
+            raise ValueError(
+                f"The adapter {name!r} is a VeLoRA that compresses its gradients along the mean of all tokens of "
+                f"a call (init_type={init!r}), those of other sequences too. Set init_type='random', or use "
+                "plain LoRA."
+            )
 
 
 def _refuse_plain_positions(model: nn.Module, position_ids: Tensor | None) -> None:

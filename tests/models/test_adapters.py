@@ -36,6 +36,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "The adapter 'default' is an activated LoRA: it begins at the last of its invocation tokens",
     ),
     (
+        "LoraConfig",
+        {"target_modules": ["q_proj"], "velora_config": {"num_groups": 4}},
+        "VeLoRA that compresses its gradients along the mean of all tokens of a call",
+    ),
+    (
         "PromptTuningConfig",
         {"num_virtual_tokens": 4},
         r"The adapter 'default' \(PROMPT_TUNING\) puts virtual tokens before every row",
