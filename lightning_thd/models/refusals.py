@@ -288,9 +288,9 @@ def refuse_call(model: Any, kwargs: dict[str, Any]) -> None:
         init = getattr(getattr(config, "velora_config", None), "init_type", "random")
         if model.training and init != "random":
             raise ValueError(
-                f"The adapter {name!r} is a VeLoRA that compresses its gradients along the mean of all tokens of "
-                f"a call (init_type={init!r}), those of other sequences too. Set init_type='random', or use "
-                "plain LoRA."
+                f"The adapter {name!r} is a VeLoRA and compresses its gradients along the mean of all tokens "
+                f"of a call, those of other sequences too (init_type={init!r}). Set "
+                "init_type='random', or use plain LoRA."
             )
 
 

@@ -38,7 +38,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "LoraConfig",
         {"target_modules": ["q_proj"], "velora_config": {"num_groups": 4}},
-        "VeLoRA that compresses its gradients along the mean of all tokens of a call",
+        "VeLoRA and compresses its gradients along the mean of all tokens of a call",
     ),
     (
         "PromptTuningConfig",
