@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, Literal, cast, get_args
 
@@ -60,6 +61,9 @@ def warmup_and_cosine(step: int, *, steps: int, warmup_fraction: float, final: f
     return final + (1 - final) * (1 + math.cos(math.pi * passed)) / 2
 
 
+_MISSPELT = 0.93  # likeness of two names from which one is taken for the other
+
+
 def _may_fuse(parameter: Tensor) -> bool:
     plain = type(parameter) in (Tensor, nn.Parameter)
     return plain and parameter.device.type in ("cpu", "cuda") and parameter.is_floating_point()
@@ -70,6 +74,18 @@ def _refuse_path(model: str) -> None:
     refuse_missing(model, advice)
     if model.endswith(".json"):
         raise ValueError(f"model={model!r} is a file, which holds no weights. {advice}")
+
+
+def _refuse_misspelt(arguments: Iterable[str], default: Any) -> None:
+    """Refuse arguments of a config, which takes any name, that resemble one it reads."""
+    known = {name.lstrip("_") for name in (*default.to_dict(), *vars(default), *default.attribute_map)}
+    for name in arguments:
+        read = name.lstrip("_") in known or hasattr(type(default), name)
+        if not read and (meant := get_close_matches(name, known, 1, _MISSPELT)):
+            raise ValueError(
+                f"config holds {name!r}, which {type(default).__name__} does not read; did you mean "
+                f"{meant[0]!r}?"
+            )
 
 
 class CausalLMModule(L.LightningModule):
@@ -251,5 +267,7 @@ class CausalLMModule(L.LightningModule):
         if isinstance(self._make, str):
             return cast("nn.Module", auto.from_pretrained(self._make, **options))
         arguments = dict(self._config or {})
-        config = transformers.AutoConfig.for_model(arguments.pop("model_type"), **arguments)
+        kind = arguments.pop("model_type")
+        _refuse_misspelt(arguments, transformers.AutoConfig.for_model(kind))
+        config = transformers.AutoConfig.for_model(kind, **arguments)
         return cast("nn.Module", auto.from_config(config, **options))

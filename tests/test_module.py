@@ -206,3 +206,12 @@ def test_other_parameters_keep_torchs_choice() -> None:
 def test_another_word_is_refused() -> None:
     with pytest.raises(ValueError, match="compile='model'; wanted 'off' or 'layers'"):
         CausalLMModule(tiny_llama(), compile="model")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["num_hiden_layers", "num_key_value_head"])
+def test_a_misspelt_argument_of_a_config_is_refused(name: str) -> None:
+    module = CausalLMModule(config={"model_type": "llama", name: 1})
+    with pytest.raises(
+        ValueError, match=f"config holds '{name}', which LlamaConfig does not read; did you mean"
+    ):
+        module.configure_model()
