@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -127,6 +128,9 @@ def _name_nearest(parsers: list[Any]) -> None:
         given = [
             text.partition("=")[0] for text in sys.argv[2:] if text.startswith(("--trainer.", "--data."))
         ]
+        given += [
+            f"--{name}" for name in re.findall(r"does not accept option '([\w.]+)'", message)
+        ]  # of YAML
         # Further dots lead into classes, whose options no parser lists.
         given = [text for text in given if text.count(".") == 1]
         unknown = [text for text in given if not any(option.startswith(text) for option in known)]

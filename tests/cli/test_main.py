@@ -213,3 +213,13 @@ def test_a_shell_completes_commands_and_options(capsys: pytest.CaptureFixture[st
     script = capsys.readouterr().out
     for word in ("graph-plan", "capacity", "validate", "theme"):
         assert word in script
+
+
+def test_a_misspelt_option_in_yaml_names_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "typo.yaml"
+    config.write_text("data:\n  capcity: 8\n")
+    monkeypatch.setattr("sys.argv", ["lightning-thd"])
+    with pytest.raises(
+        SystemExit, match=r"there is no option --data\.capcity; did you mean --data\.capacity\?"
+    ):
+        main(["fit", "--config", str(config)])
