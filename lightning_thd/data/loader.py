@@ -448,6 +448,8 @@ class BatchMaker:
                 samples.append(self.index.sample(self.dataset, i, start, stop, goes_on, keeps))
                 if self.one_each and "position_ids" in samples[-1]:
                     refuse_second_sequence(samples[-1], i)
+        except StopIteration as err:  # would end the epoch
+            raise RuntimeError(f"Sequence {i}: the dataset raised StopIteration. Mend its [i].") from err
         except ValueError as err:
             if not isinstance(self.dataset, MixedRows):
                 raise

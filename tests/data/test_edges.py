@@ -304,6 +304,19 @@ def test_numbers_of_tokens_beside_text_are_refused(key: str) -> None:
     assert len(read([{"text": "ab", key: "a name"}])) == 1
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_a_dataset_that_raises_stop_iteration_ends_no_epoch(known: bool) -> None:
+    class Ends(list[Any]):
+        def __getitem__(self, i: Any) -> Any:
+            return next(iter([])) if i == 2 else super().__getitem__(i)
+
+    rows = Ends({"input_ids": [i, i]} for i in range(4))
+    if known:
+        rows.lengths = [2] * 4  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="Sequence 2: the dataset raised StopIteration"):
+        read(rows, empty="drop")
+
+
 def test_a_table_gives_labels_weights_and_ids_as_numbers(tmp_path: Path) -> None:
     def labels(name: str, text: str) -> list[int]:
         (tmp_path / name).write_text(text)

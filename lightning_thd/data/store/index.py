@@ -414,8 +414,12 @@ class _Measured(TorchDataset[tuple[float, ...]]):
     def __getitem__(self, i: int) -> tuple[float, ...]:
         try:
             return self._measure(i)
-        except Exception:  # whatever the user's dataset raises; _why says it again
+        except Exception as err:  # whatever the user's dataset raises; _why says it again
             if self._on_error == "raise":
+                if isinstance(err, StopIteration):  # would end the count
+                    raise RuntimeError(
+                        f"Sequence {i}: the dataset raised StopIteration. Mend its [i]."
+                    ) from err
                 raise
             return (0, 0, False, 0, 1.0, False, -1, True, *(0,) * COLUMNS)
 
