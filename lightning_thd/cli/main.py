@@ -128,9 +128,7 @@ def _name_nearest(parsers: list[Any]) -> None:
         given = [
             text.partition("=")[0] for text in sys.argv[2:] if text.startswith(("--trainer.", "--data."))
         ]
-        given += [
-            f"--{name}" for name in re.findall(r"does not accept option '([\w.]+)'", message)
-        ]  # of YAML
+        given += [f"--{name}" for name in re.findall(r"does not accept option '([\w.]+)'", message)]  # a file
         # Further dots lead into classes, whose options no parser lists.
         given = [text for text in given if text.count(".") == 1]
         unknown = [text for text in given if not any(option.startswith(text) for option in known)]
