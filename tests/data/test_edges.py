@@ -331,3 +331,5 @@ def test_a_table_gives_labels_weights_and_ids_as_numbers(tmp_path: Path) -> None
         labels("c.csv", "text,weight\nhi,0.5\n")
     (tmp_path / "d.csv").write_text('input_ids,labels\n"[1, 2]","[-100, 2]"\n')
     assert read(tmp_path / "d.csv") == [[1, 2]]
+    (tmp_path / "e.csv").write_text("label\n12\n")
+    assert texts(tmp_path / "e.csv", text_key="label") == ["12"]

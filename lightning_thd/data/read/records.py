@@ -121,7 +121,7 @@ def _json(file: SourceFile, start: int, stop: int, text_key: str) -> Iterator[Pl
         yield f"{file.name}, entry {i}", entry if known else Bad(f"a {type(entry).__name__}, not an object.")
 
 
-def _rows_of_table(file: SourceFile) -> Iterator[Placed]:
+def _rows_of_table(file: SourceFile, text_key: str) -> Iterator[Placed]:
     """Read a table as dicts of the column names in its first line; cells are strings, but for numbers."""
     name, separator = file.name, "\t" if file.suffix == ".tsv" else ","
     csv.field_size_limit(2**31 - 1)  # documents are longer than the module's 128 KiB
@@ -140,7 +140,7 @@ def _rows_of_table(file: SourceFile) -> Iterator[Placed]:
             line = reader.line_num + 1
             for row in reader:
                 if row:
-                    yield f"{name}, line {line}", _cells(names, row)
+                    yield f"{name}, line {line}", _cells(names, row, text_key)
                 line = reader.line_num + 1
         except csv.Error as err:
             raise ValueError(
@@ -149,12 +149,13 @@ def _rows_of_table(file: SourceFile) -> Iterator[Placed]:
             ) from err
 
 
-def _cells(names: list[str], row: list[str]) -> dict[str, Any] | Bad:
+def _cells(names: list[str], row: list[str], text_key: str) -> dict[str, Any] | Bad:
     if isinstance(bad := decode("".join(row).encode(errors="surrogateescape")), Bad):
         return bad
     if len(row) != len(names):
         return Bad(f"{len(row)} cells, but {len(names)} columns {names}.")
-    return {name: _value(cell) if name in _NUMBERS else cell for name, cell in zip(names, row, strict=True)}
+    numbers = _NUMBERS - {text_key}
+    return {name: _value(cell) if name in numbers else cell for name, cell in zip(names, row, strict=True)}
 
 
 def _value(cell: str) -> Any:
@@ -275,7 +276,7 @@ def file_chunks(
             spans = ((at, min(at + _CHUNK_ROWS, total)) for at in range(0, total, _CHUNK_ROWS))
             chunks += [partial(_json, file, *span, text_key) for span in spans]
         elif kind == "table":
-            chunks.append(partial(_rows_of_table, file))
+            chunks.append(partial(_rows_of_table, file, text_key))
         else:
             first = 0
             for part, size in enumerate(part_sizes(file)):
