@@ -159,8 +159,7 @@ def _is_router(inside: str) -> bool:
 
 
 def _stage(inside: str) -> float:
-    parts = [part for part in inside.split(".")[:-1] if part not in ("base_layer", "default")]
-    parts = [part for part in parts if not part.startswith("lora_")]
+    parts = [part for part in _OF_ADAPTER.sub("", inside).split(".")[:-1] if part != "base_layer"]
     name = ".".join(parts)
     if "norm" in name or re.search(r"(^|\.)ln_", name):
         inner = len(parts) > 1  # q_norm, k_norm, the gated norm of a state-space layer

@@ -159,6 +159,8 @@ def test_an_adapter_that_is_not_active_costs_nothing() -> None:
     alone = ours(model, "llama")
     model.add_adapter("reference", model.peft_config["default"])  # type: ignore[operator, index]
     assert ours(model.to("meta"), "llama") == alone
+    model.set_adapter("reference")  # type: ignore[operator]
+    assert ours(model, "llama") == alone
     model.disable_adapter_layers()  # type: ignore[operator]
     frozen = meta_model(small_config("llama")).requires_grad_(False)
     assert ours(model, "llama") == ours(frozen, "llama")
