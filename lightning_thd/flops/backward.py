@@ -24,10 +24,12 @@ from lightning_thd.flops.families.layers import active_share
 from lightning_thd.flops.families.sizes import Sizes
 from lightning_thd.flops.terms import Basis, Layer, Recompute, Term, matmul
 
-# Wrappers of compile, FSDP, activation checkpointing and PEFT's trained copies add these parts to the names.
+# Wrappers of compile, FSDP, Fabric, checkpointing and PEFT's trained copies add these parts to the names.
 _WRAPPERS = re.compile(
-    r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|modules_to_save\.[^.]+|module)\."
+    r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module|"
+    r"modules_to_save\.[^.]+|module)\."
 )
+_TWIN = "_original_module."  # what Fabric wraps once more
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d+)\.(.+)$")
 _VISION = re.compile(r"(?:^|\.)(?:visual|vision_tower|vision_model|multi_modal_projector)\.(.+)$")
 _TEXT = re.compile(r"(?:^|\.)(language_model|text_model)(?:\.|$)")
@@ -68,7 +70,7 @@ def weights_by_layer(module: nn.Module, active: float) -> dict[str, list[Weight]
     decoder = decoder_prefix(owners)
     groups: dict[str, list[Weight]] = defaultdict(list)
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if _is_idle(name, owners):
+        if _TWIN in name or _is_idle(name, owners):
             continue
         owner = owners[name.rpartition(".")[0]]
         group, inside = _locate(_WRAPPERS.sub("", name + ".")[:-1], decoder)

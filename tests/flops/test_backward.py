@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -261,11 +262,16 @@ def test_layers_that_are_not_checkpointed_are_not_recomputed() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrap", [partial(torch.compile, backend="eager"), nn.ModuleList, lambda model: nn.Sequential(model)]
+    "wrap",
+    [
+        *(partial(torch.compile, backend="eager"), nn.ModuleList, lambda model: nn.Sequential(model)),
+        lambda model: Fabric(accelerator="cpu", devices=1).setup_module(model, move_to_device=False),
+    ],
 )
-def test_wrappers_change_nothing(wrap: Callable[..., nn.Module]) -> None:
+@pytest.mark.parametrize("change", ["one_layer", "lora"])
+def test_wrappers_change_nothing(wrap: Callable[..., nn.Module], change: str) -> None:
     model = meta_model(small_config("llama"))
-    CHANGES["one_layer"](model)
+    {**CHANGES, "lora": partial(add_lora, targets=("q_proj", "lm_head"))}[change](model)
     wrapped = wrap([model]) if wrap is nn.ModuleList else wrap(model)
     assert ours(wrapped, "llama") == ours(model, "llama")
 
