@@ -24,7 +24,7 @@ from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.callbacks.experts import expert_load
 from lightning_thd.callbacks.meter import Hardware, Meter, for_loggers
-from lightning_thd.callbacks.module_flops import find_model
+from lightning_thd.callbacks.module_flops import ModuleFlops
 from lightning_thd.cuda_graph import GraphCosts, GraphedStep
 from lightning_thd.cuda_graph.backend import Backend, CudaBackend
 from lightning_thd.cuda_graph.graph_choice import MaxSequences, plan_for, sequence_counts
@@ -175,7 +175,9 @@ class PackedLoop:
         hardware = Hardware.of(
             model, engine.device, peak, engine.precision, group=shared.data_group, devices=engine.devices
         )
-        self._meter = Meter("train", "training", clock, hardware, find_model(model))
+        conventions: Any = {"causal": "half", "tokens": "real", "recompute": "auto"}
+        self._flops = ModuleFlops(model, None, sharded=shared.size > 1, **conventions)
+        self._meter = Meter("train", "training", clock, hardware, self._flops.model("train"))
         self._meter.experts = expert_load(model)
         self._meter.capacity = loader.capacity
 
@@ -200,6 +202,8 @@ class PackedLoop:
             step, "step", THDStep, advice="Pass what loop.loader gives; THDStep([batch]) holds one pack."
         )
         self._meter.resume()
+        self._flops.stop()  # after a step that raised
+        self._flops.begin("train")
         step = step.to(self._engine.device)
         loss = sum_over_packs(
             step, self._engine.no_sync, self.model, lambda batch: self._run(batch, len(step))
@@ -312,14 +316,17 @@ class PackedLoop:
         return loss.detach()
 
     def _end_step(self) -> None:
+        spent_s = 0.0 if self._graphed is None else self._graphed.stats.capture_s
+        captured, self._captured_s = spent_s > self._captured_s, spent_s
+        self._flops.end("train", self._meter.steps[-1], discard=captured)
         self._meter.end_step()
         self.global_step += 1
-        spent_s = 0.0 if self._graphed is None else self._graphed.stats.capture_s
-        if self.global_step <= self._warmup or spent_s > self._captured_s:
+        if self.global_step <= self._warmup or captured:
             self._meter.leave_out()
-        self._captured_s = spent_s
         if self.global_step % self._every == 0:
+            self._meter.model = self._flops.model("train")
             self.latest = self._meter.close()
+            self._flops.follow()  # weights that were frozen or thawed
             if self._graphed is not None:
                 self.latest |= self._graphed.stats.metrics()
             self._engine.log(for_loggers(self.latest), self.global_step)

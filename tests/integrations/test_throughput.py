@@ -12,9 +12,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from lightning_thd import THDThroughputMonitor
+from lightning_thd import THDDataModule, THDThroughputMonitor, causal_lm_loss
 from lightning_thd.flops import FlopsModel, SeqStats
-from lightning_thd.integrations import ThroughputCallback
+from lightning_thd.integrations import ThroughputCallback, prepare_fabric
+from tests.tiny import sequences, tiny_llama
 
 VOCAB, N, PEAK = 31, 8, 1e9
 LENGTHS = [[5, 3], [1, 8], [4, 4], [8, 2]]
@@ -89,6 +90,31 @@ def test_a_padded_loop_of_accelerate_and_fabric(engine: str) -> None:
     assert latest["train/total_flops"] == by_hand(model.config)
     assert latest["train/samples"] == 8
     assert latest["train/lengths"] == 64
+
+
+def test_a_packed_loop_counts_what_its_loss_runs_and_what_is_trained() -> None:
+    """A reference pass under no_grad in the first interval, and frozen weights in the third."""
+
+    def loss_fn(model: Any, batch: Any) -> torch.Tensor:
+        with torch.no_grad():
+            model(**batch.hf_kwargs())
+        return causal_lm_loss(model, batch)
+
+    host = L.Fabric(accelerator="cpu", devices=1)
+    host.launch()
+    model, data = tiny_llama(torch.float32), THDDataModule(sequences(30), capacity=64)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loop = prepare_fabric(host, model, data, optimizer, loss_fn=loss_fn, peak=PEAK, log_every_n_steps=1)
+    flops: Any = FlopsModel.from_config(model.config)
+    wanted = 0
+    for number, step in zip(range(4), loop.loader, strict=False):
+        loop.backward(step)
+        stats = step.stats
+        wanted += (flops if number < 3 else flops.for_module(model)).training_flops(stats).model
+        wanted += flops.forward_flops(stats).model
+        assert loop.latest["train/total_flops"] == wanted, number
+        if number == 1:
+            model.model.requires_grad_(False)  # type: ignore[operator, union-attr]  # noticed at the next log
 
 
 def test_several_microbatches_are_a_step_and_a_failed_one_is_none() -> None:
