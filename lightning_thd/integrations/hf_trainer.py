@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_thd._checks import choice, described
+from lightning_thd._find import unwrapped
 from lightning_thd._imports import require
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.callbacks.experts import expert_load
@@ -112,6 +113,9 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
             refuse_options(given)  # before the base class warns about them or acts on them
         check_data_kwargs(data_kwargs)
         super().__init__(*args, **kwargs)
+        # TRL multiplies the balancing loss itself; causal_lm_loss takes the factor from the model.
+        if (coefficient := getattr(self, "router_aux_loss_coef", None)) is not None:
+            unwrapped(self.model).router_aux_loss_coef = coefficient
         choice(router_balance, "router_balance", *get_args(RouterBalance))
         self._router_balance: RouterBalance = router_balance
         self._capacity, self._peak, self._data_kwargs = capacity, peak, dict(data_kwargs or {})

@@ -152,3 +152,34 @@ def test_sft_trainer_equals_the_hand_loop(kind: str, tmp_path: Path) -> None:
     tokens = [row["num_tokens"] for row in found["logs"] if "loss" in row]
     used = [planner.step(*divmod(k, len(planner)), 1).indices_by_rank()[0][0] for k in range(STEPS)]
     assert tokens[-1] == sum(whole[int(i)] for ids in used for i in ids)
+
+
+def balance(out: str) -> tuple[float, float]:
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, MixtralConfig
+    from trl import SFTConfig, SFTTrainer
+
+    tokenizer = make_tokenizer(PLAIN)
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24, "num_local_experts": 4}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": len(tokenizer)}
+    config = MixtralConfig(**sizes, **heads)
+    trainer = packed_trainer(SFTTrainer)(
+        model=AutoModelForCausalLM.from_config(config, attn_implementation="thd"),
+        args=SFTConfig(
+            output_dir=out, use_cpu=True, bf16=False, report_to=[], router_aux_loss_coef=0.5, max_length=None
+        ),
+        train_dataset=Dataset.from_list([{"messages": talk} for talk in TALKS]),
+        processing_class=tokenizer,
+        capacity=CAPACITY,
+    )
+    inputs = next(iter(trainer.get_train_dataloader()))
+    batch = inputs["batch"]
+    found = trainer.model(**batch.hf_kwargs())
+    losses = torch.nn.functional.cross_entropy(found.logits[0], batch.targets, reduction="sum")
+    wanted = losses / batch.loss_tokens + 0.5 * found.aux_loss
+    return float(trainer.compute_loss(trainer.model, inputs)), float(wanted)
+
+
+def test_the_balance_of_experts_weighs_what_sft_config_says(tmp_path: Path) -> None:
+    [(found, wanted)] = run_ranks(balance, 1, str(tmp_path))
+    assert found == pytest.approx(wanted, rel=1e-5)
