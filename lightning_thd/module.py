@@ -76,8 +76,12 @@ def _refuse_path(model: str) -> None:
         raise ValueError(f"model={model!r} is a file, which holds no weights. {advice}")
 
 
-def _refuse_misspelt(arguments: Iterable[str], default: Any) -> None:
+def _refuse_misspelt(arguments: Iterable[str], make: Callable[[], Any]) -> None:
     """Refuse arguments of a config, which takes any name, that resemble one it reads."""
+    try:
+        default = make()
+    except Exception:  # a few configs cannot be made without arguments
+        return
     known = {name.lstrip("_") for name in (*default.to_dict(), *vars(default), *default.attribute_map)}
     for name in arguments:
         read = name.lstrip("_") in known or hasattr(type(default), name)
@@ -268,6 +272,6 @@ class CausalLMModule(L.LightningModule):
             return cast("nn.Module", auto.from_pretrained(self._make, **options))
         arguments = dict(self._config or {})
         kind = arguments.pop("model_type")
-        _refuse_misspelt(arguments, transformers.AutoConfig.for_model(kind))
+        _refuse_misspelt(arguments, partial(transformers.AutoConfig.for_model, kind))
         config = transformers.AutoConfig.for_model(kind, **arguments)
         return cast("nn.Module", auto.from_config(config, **options))
