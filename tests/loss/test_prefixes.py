@@ -179,6 +179,7 @@ def test_chunks_latent_attention_and_experts_are_exact_in_fp64(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_layers_are_exact_and_their_graphs_bounded() -> None:
     model = build("gemma3", "thd").double().train()
     batches = [THDBatch.collate(tree(seed), share_prefixes=True) for seed in range(3, 8)]
