@@ -48,11 +48,11 @@ class ModuleFlops:
     def __init__(
         self,
         module: nn.Module,
-        given: FlopsModel | None,
+        given: FlopsModel | None = None,
         *,
-        causal: Causal,
-        tokens: Tokens,
-        recompute: Policy,
+        causal: Causal = "half",
+        tokens: Tokens = "real",
+        recompute: Policy = "auto",
         sharded: bool,
     ) -> None:
         self._module, self._given, self._sharded = module, given, sharded

@@ -65,7 +65,7 @@ class Expected:
         saved = "-"
         if self.tokens:
             share = 1 - self.padded_fill * self.distinct / (self.fill * self.tokens)
-            saved = f"{share:.1%}" if share >= 0 else "none: too few sequences to fill the packs"
+            saved = f"{share:.1%}" if share >= 0 else "none: fuller if padded"
         rows += [
             ("shortest / median / longest", " / ".join(f"{n:,}" for n in self.lengths)),
             ("fill of packs", f"{self.fill:.1%}"),

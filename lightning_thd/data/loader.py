@@ -415,7 +415,7 @@ class PlansAhead:
             return self._planner.step(epoch, k, self._dp)
         try:  # The plan of another step is waited for too: one plan at a time is made.
             plan: StepPlan = self._ahead.take()
-        except Exception:
+        except Exception:  # this thread plans the step again, and raises it
             wanted = False
         return plan if wanted else self._planner.step(epoch, k, self._dp)
 

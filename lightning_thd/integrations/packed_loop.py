@@ -175,8 +175,7 @@ class PackedLoop:
         hardware = Hardware.of(
             model, engine.device, peak, engine.precision, group=shared.data_group, devices=engine.devices
         )
-        conventions: Any = {"causal": "half", "tokens": "real", "recompute": "auto"}
-        self._flops = ModuleFlops(model, None, sharded=shared.size > 1, **conventions)
+        self._flops = ModuleFlops(model, sharded=shared.size > 1)
         self._meter = Meter("train", "training", clock, hardware, self._flops.model("train"))
         self._meter.experts = expert_load(model)
         self._meter.capacity = loader.capacity

@@ -11,7 +11,7 @@ import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_thd import Packs, Sequences, THDDataModule
+from lightning_thd import Packs, Sequences, THDDataModule, __version__
 from lightning_thd.cli import main
 from lightning_thd.cli.main import TOOLS
 from lightning_thd.module import CausalLMModule
@@ -41,6 +41,10 @@ def test_every_tool_takes_json_and_shows_an_example(
         assert "example:" in shown, name
         assert max(map(len, shown.splitlines())) <= 80, name
         assert name == "completion" or "--json" in shown, name
+
+
+def test_the_package_runs_as_the_command() -> None:
+    assert finished("-m", "lightning_thd", "--version").stdout == f"lightning-thd {__version__}\n"
 
 
 def test_a_pipe_that_closes_early_is_no_error() -> None:

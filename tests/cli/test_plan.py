@@ -95,6 +95,14 @@ def test_the_table_fits_a_terminal(texts: str, tmp_path: Path, capsys: pytest.Ca
     assert any(line.startswith("slots saved by packing") for line in lines)
 
 
+def test_packs_that_are_emptier_than_padded_batches_save_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "short.txt").write_text("one short document")
+    main(["plan", str(tmp_path / "short.txt"), "--capacity", "8192"])
+    assert re.search(r"slots saved by packing +none: fuller if padded", capsys.readouterr().out)
+
+
 def test_what_became_of_longer_sequences(texts: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", texts, "--capacity", "100", "--oversize", "drop"])
     assert "longer sequences, dropped" in capsys.readouterr().out

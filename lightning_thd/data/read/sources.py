@@ -170,12 +170,12 @@ def as_dataset(source: object) -> MapDataset:
         if splits and len(splits) == len(source):
             raise TypeError(
                 f"{type(source).__name__} holds the splits {', '.join(splits)}. Pass one of them, "
-                f"dataset[{splits[0]!r}], and others as val= or test=."
+                f"dataset[{splits[0]!r}], and another to validate on."
             )
         raise TypeError(
             f"A dict with the keys {list(source)[:8]} is no dataset. Pass a list of samples "
             "{'input_ids': ids}, datasets.Dataset.from_dict(...) of columns, or for a mixture "
-            "{name: (source, weight)} as train=."
+            "{name: (source, weight)} as train= of THDDataModule."
         )
     if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
         raise TypeError(
