@@ -73,9 +73,9 @@ def microbatches(batch: Any, pad_id: int | None = None) -> list[Seen]:
     """Find every pack and batch of padded rows in a batch, with its ``SeqStats`` and, if known, its lengths.
 
     A batch is a ``THDStep``, a ``THDBatch``, bare ``SeqStats``, rows of padded token ids ``[B, N]`` as a
-    tensor or under ``"input_ids"``, or these inside dicts, tuples and lists. Lengths of padded rows come from
-    what is beside the ids: ``attention_mask``, ``position_ids``, ``cu_seq_lens_q``, ``lengths``, or
-    ``labels`` with a ``pad_id``. In a tuple of tensors, a mask is recognised by its values.
+    tensor, under ``"input_ids"`` (or ``"inputs_embeds"``), or these inside dicts, tuples and lists. Lengths
+    of padded rows come from what is beside the ids: ``attention_mask``, ``position_ids``, ``cu_seq_lens_q``,
+    ``lengths``, or ``labels`` with a ``pad_id``. In a tuple of tensors, a mask is recognised by its values.
     """
     if (several := getattr(batch, "microbatches", None)) is not None:
         return [seen for one in several for seen in microbatches(one, pad_id)]
@@ -87,6 +87,8 @@ def microbatches(batch: Any, pad_id: int | None = None) -> list[Seen]:
     look = batch.get if isinstance(batch, Mapping) else partial(_attribute, batch)
     if (ids := look("input_ids")) is not None:
         return _rows(ids, look, pad_id)
+    if isinstance(embeds := look("inputs_embeds"), Tensor) and embeds.dim() == 3:
+        return _rows(embeds[..., 0].long(), look, None)
     if isinstance(batch, Mapping):
         return _inside(list(batch.values()), pad_id)
     if isinstance(batch, (list, tuple)):
@@ -159,6 +161,8 @@ def _rows(ids: Any, look: _Look, pad_id: int | None) -> list[Seen]:
     if getattr(ids, "layout", None) is torch.jagged:  # a nested tensor
         lengths = ids.lengths()
         return _padded(ids.values()[None], ids.offsets().diff() if lengths is None else lengths)
+    if isinstance(ids, Tensor) and ids.dim() > 2:  # the choices of a question are rows of their own
+        return _rows(ids.flatten(0, -2), partial(_flat, look, ids.shape), pad_id)
     if not _are_rows(ids):
         return []
     mask, positions, labels = (look(name) for name in ("attention_mask", "position_ids", "labels"))
@@ -181,6 +185,11 @@ def _rows(ids: Any, look: _Look, pad_id: int | None) -> list[Seen]:
 def _part(look: _Look, i: int, parts: int, name: str) -> Any:
     value = look(name)
     return value[i] if isinstance(value, (list, tuple)) and len(value) == parts else None
+
+
+def _flat(look: _Look, shape: torch.Size, name: str) -> Any:
+    value = look(name)
+    return value.flatten(0, -2) if isinstance(value, Tensor) and value.shape == shape else value
 
 
 def _are_rows(ids: Any) -> bool:
@@ -226,7 +235,7 @@ def _real(mask: Tensor) -> Tensor:
 def _mask_lengths(mask: Tensor) -> Tensor:
     """Return how many sequences there are of every length, ``[N + 1]``; numbers above 1 number them."""
     rows, length = mask.shape
-    numbers = torch.where(_real(mask), mask.abs().clamp(1, length), 0).long()
+    numbers = torch.where(_real(mask), mask.long().abs().clamp(1, length), 0)  # a boolean has no abs()
     slots = torch.zeros(rows, length + 1, dtype=torch.int64, device=mask.device)
     slots = slots.scatter_add(1, numbers, torch.ones_like(numbers))[:, 1:]
     return _histogram(slots, length)

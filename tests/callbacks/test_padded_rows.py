@@ -57,6 +57,9 @@ SHAPES: dict[str, Any] = {
     "right": padded,
     "left": lambda lengths: padded(lengths, left=True),
     "encoding": lambda lengths: BatchEncoding(padded(lengths)),
+    "boolean mask": lambda lengths: {
+        name: x.bool() if name == "attention_mask" else x for name, x in padded(lengths).items()
+    },
     "tuple of a dict": lambda lengths: (padded(lengths), torch.ones(len(lengths))),
     "tuple of tensors": lambda lengths: tuple(padded(lengths).values()),
     "mask last": lambda lengths: (
@@ -122,6 +125,16 @@ def test_positions_tell_the_padding_that_they_do_not_count(fill: int, left: bool
     ((stats, lengths),) = resolve(microbatches(with_positions([5, 3, 8], fill, left=left)))
     assert sorted(lengths or ()) == [3, 5, 8]
     assert stats == SeqStats.from_lengths([3, 5, 8], slots=24)
+
+
+def test_embeddings_and_choices_are_rows_as_ids_are() -> None:
+    rows = padded([5, 3, 8, 2])
+    embeds = {"inputs_embeds": torch.rand(4, N, 6), "attention_mask": rows["attention_mask"]}
+    choices = {name: x.view(2, 2, N) for name, x in rows.items()}
+    for batch in (embeds, choices):
+        ((stats, lengths),) = resolve(microbatches(batch))
+        assert sorted(lengths or ()) == [2, 3, 5, 8]
+        assert stats.slots == 4 * N
 
 
 def test_positions_that_begin_again_are_sequences_of_one_row() -> None:
