@@ -18,7 +18,7 @@ from lightning_thd.stats import Vision
 
 IntArray = NDArray[np.int64]
 GRIDS = ("image_grid_thw", "video_grid_thw")
-_PIXELS = ("pixel_values", "pixel_values_videos")
+PIXELS = ("pixel_values", "pixel_values_videos")
 # Columns of the table of sizes: patches, and the sum of a frame's squared patches; pixels, and their squares,
 # where a sample has no grid.
 COLUMNS = 4
@@ -46,7 +46,7 @@ def sizes_of(sample: Mapping[str, Any]) -> tuple[int, int, int, int]:
     if grids := [_grid(sample[name], name) for name in found]:
         return (*of_grids(np.concatenate(grids), " and ".join(found)), 0, 0)
     pixels = squares = 0
-    for name in _PIXELS:
+    for name in PIXELS:
         shape = _shape(sample.get(name))
         if len(shape) >= 4:  # without a grid, rows of patches have two axes
             area, count = shape[-1] * shape[-2], int(np.prod(shape[:-3]))
@@ -81,7 +81,7 @@ def counted(extras: Mapping[str, Any], vision: Vision | None) -> dict[str, Any]:
     grids = {name: extras[name] for name in GRIDS if name in extras}
     patch = None if vision is None else vision.patch
     if not grids and patch is not None:
-        shapes = [shape for name in _PIXELS if len(shape := _shape(extras.get(name))) >= 4]
+        shapes = [shape for name in PIXELS if len(shape := _shape(extras.get(name))) >= 4]
         rows = [(int(np.prod(of[:-3])), of[-2] // patch, of[-1] // patch) for of in shapes if of[0]]
         grids = {GRIDS[0]: rows} if rows else {}
     return {**grids, "vision_windows": () if vision is None else vision.windows}

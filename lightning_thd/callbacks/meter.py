@@ -248,7 +248,8 @@ class Meter:
         steps = [step for step in self.steps if step]
         measured = list(chain.from_iterable(steps))
         seen = measured + self._left_out
-        known = resolve(seen)
+        model = self.model
+        known = resolve(seen, model.vision if model is not None and model.sees_images else None)
         untold = sum(stats.slots for stats, lengths in known if isinstance(lengths, Dense))
         padded = [
             stats

@@ -6,7 +6,7 @@ B rows of N slots. Nothing here reads a device: ``resolve`` does, once for all b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias, TypeGuard
 
@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_thd.batch.media import GRIDS, PIXELS, counted
 from lightning_thd.batch.prefixes import SharedBatch
-from lightning_thd.stats import SeqStats
+from lightning_thd.stats import SeqStats, Vision
 
 _OFFSETS = ("cu_seq_lens_q", "cu_seqlens")
 _LENGTHS = ("lengths", "seq_lengths", "length")
@@ -28,6 +29,7 @@ class Rows:
     shape: tuple[int, int]  # (B, N)
     counts: Tensor  # the length of each row; a first one of -1 means that nothing tells the lengths
     by_length: bool = False  # ``counts[n]`` is the number of sequences of n tokens instead
+    images: Mapping[str, Tensor] = field(default_factory=dict)  # grids, and the shapes of pixels
 
     def lengths(self, counts: np.ndarray[Any, Any]) -> tuple[int, ...] | Dense:
         """Return the lengths that the counts, now on the host, stand for."""
@@ -100,24 +102,38 @@ def _attribute(batch: Any, name: str) -> Any:
     return getattr(batch, name, None)
 
 
-def resolve(seen: Sequence[Seen]) -> list[tuple[SeqStats, tuple[int, ...] | None]]:
-    """Return the same with all lengths on the host, after one read of each device that holds some."""
-    by_device: dict[torch.device, list[Rows]] = {}
-    for _, lengths in seen:
-        if isinstance(lengths, Rows):
-            by_device.setdefault(lengths.counts.device, []).append(lengths)
-    found: dict[int, tuple[int, ...]] = {}
+def resolve(
+    seen: Sequence[Seen], vision: Vision | None = None
+) -> list[tuple[SeqStats, tuple[int, ...] | None]]:
+    """Return the same with all lengths on the host, after one read of each device that holds some.
+
+    ``vision`` counts the images beside padded rows; None counts none.
+    """
+    padded = [lengths for _, lengths in seen if isinstance(lengths, Rows)]
+    held = [rows.counts for rows in padded]
+    held += [x for rows in padded for x in rows.images.values() if vision is not None and not x.is_meta]
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in held:
+        by_device.setdefault(tensor.device, []).append(tensor)
+    found: dict[int, np.ndarray[Any, Any]] = {}
     for several in by_device.values():
-        values = torch.cat([rows.counts for rows in several]).cpu().numpy()
-        ends = np.cumsum([rows.counts.numel() for rows in several])[:-1]
-        for rows, counts in zip(several, np.split(values, ends), strict=True):
-            found[id(rows)] = rows.lengths(counts)
-    return [
-        (SeqStats.from_lengths(found[id(lengths)], slots=stats.slots), found[id(lengths)])
-        if isinstance(lengths, Rows)
-        else (stats, lengths)
-        for stats, lengths in seen
-    ]
+        values = torch.cat([x.flatten().long() for x in several]).cpu().numpy()
+        ends = np.cumsum([x.numel() for x in several])[:-1]
+        found |= {id(x): part for x, part in zip(several, np.split(values, ends), strict=True)}
+    known: list[tuple[SeqStats, tuple[int, ...] | None]] = []
+    for stats, lengths in seen:
+        if isinstance(lengths, Rows):
+            images = {} if vision is None else _on_host(lengths.images, found)
+            lengths = lengths.lengths(found[id(lengths.counts)])
+            stats = SeqStats.from_lengths(lengths, slots=stats.slots, **counted(images, vision))
+        known.append((stats, lengths))
+    return known
+
+
+def _on_host(images: Mapping[str, Tensor], found: Mapping[int, np.ndarray[Any, Any]]) -> dict[str, Any]:
+    """Return grids as they were read, without rows of zeros, and shapes as they are."""
+    grids = {name: found[id(x)].reshape(-1, 3) for name, x in images.items() if not x.is_meta}
+    return {**images, **{name: grid[(grid > 0).all(1)] for name, grid in grids.items()}}
 
 
 def _inside(values: Iterable[Any], pad_id: int | None) -> list[Seen]:
@@ -158,11 +174,36 @@ def _rows(ids: Any, look: _Look, pad_id: int | None) -> list[Seen]:
             for i, one in enumerate(ids)
             for seen in _rows(one, partial(_part, look, i, len(ids)), pad_id)
         ]
+    found = _told_rows(ids, look, pad_id)
+    images = _images(look) if found else {}
+    return (
+        [(stats, replace(_as_rows(lengths), images=images)) for stats, lengths in found] if images else found
+    )
+
+
+def _images(look: _Look) -> dict[str, Tensor]:
+    """Return grids of patches, and of pixels their shapes."""
+    grids = {
+        name: x.clone() for name in GRIDS if isinstance(x := look(name), Tensor) and x.shape[-1:] == (3,)
+    }
+    shapes = {name: x.to("meta") for name in PIXELS if isinstance(x := look(name), Tensor)}
+    return {name: x for name, x in {**grids, **shapes}.items() if x.numel()}
+
+
+def _as_rows(lengths: Lengths) -> Rows:
+    if isinstance(lengths, Rows):
+        return lengths
+    assert lengths is not None
+    return Rows((len(lengths), lengths[0]), torch.tensor([-1]))
+
+
+def _told_rows(ids: Any, look: _Look, pad_id: int | None) -> list[Seen]:
+    """Return one batch of rows, with the lengths that the tensors beside its ids tell."""
     if getattr(ids, "layout", None) is torch.jagged:  # a nested tensor
         lengths = ids.lengths()
         return _padded(ids.values()[None], ids.offsets().diff() if lengths is None else lengths)
     if isinstance(ids, Tensor) and ids.dim() > 2:  # the choices of a question are rows of their own
-        return _rows(ids.flatten(0, -2), partial(_flat, look, ids.shape), pad_id)
+        return _told_rows(ids.flatten(0, -2), partial(_flat, look, ids.shape), pad_id)
     if not _are_rows(ids):
         return []
     mask, positions, labels = (look(name) for name in ("attention_mask", "position_ids", "labels"))

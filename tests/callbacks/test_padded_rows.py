@@ -127,6 +127,34 @@ def test_positions_tell_the_padding_that_they_do_not_count(fill: int, left: bool
     assert stats == SeqStats.from_lengths([3, 5, 8], slots=24)
 
 
+VISION = {
+    "model_type": "qwen2_vl",
+    "text_config": {**CONFIG, "model_type": "qwen2_vl_text"},
+    "vision_config": {
+        "depth": 2,
+        "embed_dim": 16,
+        "hidden_size": 16,
+        "num_heads": 2,
+        "mlp_ratio": 2,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_images_beside_padded_rows_are_counted(tmp_path: Path, masked: bool) -> None:
+    grids = torch.tensor([[1, 4, 4], [2, 2, 6], [0, 0, 0]])
+    rows = padded([5, 3, 8]) if masked else {"input_ids": padded([8, 8, 8])["input_ids"]}
+    row = fit(tmp_path, [{**rows, "image_grid_thw": grids}] * 4, VISION).rows[-1][1]
+    model = FlopsModel.from_config(VISION)
+    given = {"image_grid_thw": grids[:2], "vision_windows": model.vision_windows}
+    stats = SeqStats.from_lengths([5, 3, 8] if masked else [8] * 3, slots=24, windows=model.windows, **given)
+    assert model.training_flops(stats).vision > 0
+    assert row["train/total_flops"] == pytest.approx(4 * model.training_flops(stats).model, rel=1e-9)
+
+
 def test_embeddings_and_choices_are_rows_as_ids_are() -> None:
     rows = padded([5, 3, 8, 2])
     embeds = {"inputs_embeds": torch.rand(4, N, 6), "attention_mask": rows["attention_mask"]}
