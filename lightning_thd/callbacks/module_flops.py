@@ -321,7 +321,10 @@ def _with_own_head(model: FlopsModel, child: nn.Module, module: nn.Module) -> Fl
     beside = any(isinstance(one, nn.Linear) and one.out_features == vocabulary for one in module.modules())
     if not heads and beside:
         return model
-    layers = [layer for layer in model.layers if layer.path != "lm_head"]
+    pooled = type(child).__name__.endswith(("ForSequenceClassification", "ForMultipleChoice"))
+    transforms = hasattr(child, "head") and not pooled  # ModernBERT's, for every token
+    gone = ("lm_head",) if transforms else ("lm_head", "transform")
+    layers = [layer for layer in model.layers if layer.path not in gone]
     for head in heads:
         term = matmul("head", head.in_features * head.out_features, kind="logits")
         trained = any(parameter.requires_grad for parameter in head.parameters() if parameter.ndim > 1)

@@ -102,8 +102,9 @@ class FlopsModel:
         }
         seen = {(basis, window) for _, basis, window in tables["forward"]}
         terms = [term for layer in self.layers for term in layer.terms if (term.basis, term.window) in seen]
-        pairs = dict.fromkeys(t.window for t in terms if t.basis == "pair" and t.window is not None)
-        areas = dict.fromkeys(t.window for t in terms if isinstance(t.window, int) and t.basis != "pair")
+        of_text = [t for t in terms if t.basis in ("pair", "all_pair")]
+        pairs = dict.fromkeys(t.window for t in of_text if t.window is not None)
+        areas = dict.fromkeys(t.window for t in terms if isinstance(t.window, int) and t not in of_text)
         object.__setattr__(self, "_tables", tables)
         object.__setattr__(self, "_members", members)
         object.__setattr__(self, "_windows", tuple(pairs))

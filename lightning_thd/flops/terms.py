@@ -112,6 +112,10 @@ def units(
             twice = 2 * sum(pairs for counted, pairs in stats.window_pairs if counted == window)
         square = twice if isinstance(window, Blocks) else twice - stats.real_tokens
         return {"half": (square, 2), "exact": (twice, 2), "full": (square, 1)}[causal]
+    if basis == "all_pair" and window is not None:  # the pairs of a causal window, mirrored
+        return 2 * sum(
+            pairs for counted, pairs in stats.window_pairs if counted == window
+        ) - stats.real_tokens, 1
     if basis == "patch_window_pair":
         return sum(pairs for edge, pairs in stats.vision_window_pairs if edge == window), 1
     return int(getattr(stats, _COUNTS[basis])), (merge if basis == "merged_patch" else 1)

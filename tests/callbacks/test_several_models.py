@@ -9,7 +9,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -21,6 +23,7 @@ from transformers import (
 from lightning_thd.batch import THDBatch
 from lightning_thd.flops import FlopsModel, SeqStats
 from tests.callbacks.fits import CONFIG, Clock, Memory, Model, loader, monitor, pack, trainer
+from tests.flops.families import encoder
 from tests.flops.test_backward import checkpoint
 
 SIZES = {"vocab_size": 31, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
@@ -209,6 +212,23 @@ def test_a_reward_model_has_its_own_head(tmp_path: Path) -> None:
     found = flops_of_step(tmp_path, plain_loss, PACK, policy=model)
     language_head, score = 6 * 8 * 16 * 31, 6 * 8 * 16 * 1
     assert found == pytest.approx(by_hand(SMALL, PACK) - language_head + score, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "kind", ["BertForTokenClassification", "ModernBertForTokenClassification", "ModernBertModel"]
+)
+def test_an_encoder_without_a_language_head_counts_as_torch_does(kind: str) -> None:
+    from lightning_thd.callbacks.module_flops import find_model
+
+    config = encoder("bert" if kind.startswith("Bert") else "modernbert")[0]
+    model = getattr(transformers, kind)._from_config(config, attn_implementation="eager")
+    ids = torch.ones(1, 32, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model(ids)[0].sum().backward()
+    ours = find_model(model)
+    assert ours is not None
+    stats = SeqStats.from_lengths([32], windows=ours.windows)
+    assert ours.training_flops(stats).model == counter.get_total_flops()
 
 
 def test_validation_counts_what_validation_runs(tmp_path: Path) -> None:

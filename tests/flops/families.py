@@ -424,17 +424,17 @@ def meta_model(config: Any) -> torch.nn.Module:
     return model.eval()
 
 
-ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert", "ernie", "data2vec-text")
+ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert", "ernie", "data2vec-text", "modernbert", "eurobert")
 
 
-def encoder(family: str) -> tuple[Any, torch.nn.Module]:
+def encoder(family: str, **changes: Any) -> tuple[Any, torch.nn.Module]:
     """A small config of an encoder, and its masked-language model on the meta device."""
     from transformers import AutoModelForMaskedLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     dropped = ("head_dim", "num_key_value_heads")
     settings = {key: value for key, value in _BASE.items() if key not in dropped}
-    config = CONFIG_MAPPING[family](**settings)
+    config = CONFIG_MAPPING[family](**{**settings, **changes})
     with torch.device("meta"):
         model = AutoModelForMaskedLM.from_config(config, attn_implementation="eager")
     return config, model.eval()
@@ -466,7 +466,7 @@ def attended_flops(config: Any, lengths: list[int]) -> int:
     The attention function is replaced by one that reads its mask: 2 FLOPs x heads x (query size + value
     size) for every pair (query, key) that a layer allows. 0 for models that do not ask for the function.
     """
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForMaskedLM
     from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
     found = 0
@@ -475,13 +475,14 @@ def attended_flops(config: Any, lengths: list[int]) -> int:
         nonlocal found
         batch, heads, total, qk_dim = query.shape
         assert batch == 1
-        allowed = (mask[0, 0] == 0).sum().item()
+        allowed = total * key.shape[2] if mask is None else (mask[0, 0] == 0).sum().item()
         found += 2 * heads * (qk_dim + value.shape[-1]) * allowed
         return query.new_zeros(1, total, heads, value.shape[-1]), None
 
     AttentionInterface.register("flops_probe", probe)
     AttentionMaskInterface.register("flops_probe", eager_mask)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="flops_probe").eval()
+    auto = AutoModelForMaskedLM if config.model_type in ENCODERS else AutoModelForCausalLM
+    model = auto.from_config(config, attn_implementation="flops_probe").eval()
     with torch.no_grad():
         for length in lengths:
             ids = torch.full((1, length), 7)

@@ -177,12 +177,25 @@ def test_global_layers_are_read_from_every_form_of_the_config(family: str) -> No
     assert FlopsModel.from_config(older).training_flops(stats) == model.training_flops(stats)
 
 
-@pytest.mark.parametrize("family", ["gemma4_text", "gemma3_text"])
-def test_a_decoder_that_was_made_to_see_both_ways_is_not_counted_as_causal(family: str) -> None:
-    config = small_config(family).to_dict()
+def test_a_decoder_that_was_made_to_see_both_ways_is_not_counted_as_causal() -> None:
+    config = small_config("gemma4_text").to_dict()
     for both_ways in (True, "all"):
         with pytest.raises(ValueError, match="use_bidirectional_attention sees both ways, for which no FLOP"):
             FlopsModel.from_config({**config, "use_bidirectional_attention": both_ways})
+
+
+@pytest.mark.parametrize("family", ["modernbert", "eurobert", "gemma3_text"])
+def test_windows_on_both_sides_equal_the_models_own_masks(family: str) -> None:
+    embeds = family == "gemma3_text"  # as EmbeddingGemma
+    changes = {"local_attention": 12} if family == "modernbert" else {}
+    config = (
+        small_config(family, use_bidirectional_attention=True) if embeds else encoder(family, **changes)[0]
+    )
+    lengths = [5, 40]
+    for form in (config, config.to_dict()):
+        model = FlopsModel.from_config(form)
+        stats = SeqStats.from_lengths(lengths, windows=model.windows)
+        assert model.forward_flops(stats).attention == attended_flops(config, lengths) > 0
 
 
 def test_a_layer_of_blocks_without_a_size_is_refused() -> None:
@@ -196,11 +209,11 @@ def test_encoders_see_both_ways(family: str) -> None:
     config, module = encoder(family)
     by_op = counted(module, TOTAL)
     model = FlopsModel.from_config(config)
-    stats = SeqStats.from_lengths([TOTAL])
+    stats = SeqStats.from_lengths([TOTAL], windows=model.windows)
     forward = model.forward_flops(stats)
     assert forward.attention == by_op["bmm"]
     assert forward.linear + forward.logits == by_op["mm"] + by_op["addmm"]
-    two = model.forward_flops(SeqStats.from_lengths([TOTAL // 2] * 2))
+    two = model.forward_flops(SeqStats.from_lengths([TOTAL // 2] * 2, windows=model.windows))
     assert (2 * two.attention, two.linear) == (forward.attention, forward.linear)
     trained = model.for_module(module)
     assert trained.training_flops(stats).model == pytest.approx(model.training_flops(stats).model, rel=0.02)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from lightning_thd.flops.families import parts
 from lightning_thd.flops.families.sizes import Sizes
 from lightning_thd.flops.terms import Term
@@ -128,7 +130,17 @@ def window_of(sizes: Sizes, index: int) -> Window | None:
     else:
         windowed = sizes.get("use_sliding_window", default=not sizes.model_type.startswith(_WINDOW_ASKED))
     size = sizes.get("sliding_window")
+    if sizes.model_type == "modernbert":  # half of it on each side, beside the token's own key
+        size = sizes.size("local_attention") // 2 + 1
+    elif size and sees_both_ways(sizes) and isinstance(sizes.config, Mapping):
+        size = size // 2 + 1  # as Gemma 3's class does, whose files hold both sides
     return size if windowed and isinstance(size, int) and size > 0 else None
+
+
+def sees_both_ways(sizes: Sizes) -> bool:
+    """Return whether a token sees later ones; a window of W is then W - 1 keys on each side and its own."""
+    encoder = sizes.model_type in ("modernbert", "eurobert")
+    return encoder or sizes.get("use_bidirectional_attention") in (True, "all")
 
 
 def _attention(sizes: Sizes, index: int) -> list[Term]:
@@ -151,6 +163,7 @@ def _attention(sizes: Sizes, index: int) -> list[Term]:
         sizes.head_dim,
         window=window_of(sizes, index),
         gate=sizes.model_type in _GATED_ATTENTION,
+        both_ways=sees_both_ways(sizes),
     )
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from lightning_thd.flops.families import parts
-from lightning_thd.flops.families.layers import expert_layers, mixer, moe
+from lightning_thd.flops.families.layers import expert_layers, mixer, moe, sees_both_ways
 from lightning_thd.flops.families.sizes import Sizes, completed
 from lightning_thd.flops.families.special import deepseek_v4, gemma3n, gemma4, tower
 from lightning_thd.flops.terms import Layer, Term, lone, matmul
@@ -40,7 +40,7 @@ def read_config(
             f"FlopsModel.register({sizes.model_type!r}, builder), or count with FlopsModel.from_module. "
             f"Known: {', '.join(sorted({*_FAMILIES, *_REGISTERED}))}."
         )
-    if text.get("use_bidirectional_attention") in (True, "all"):  # windows cut on both sides
+    if text.model_type.startswith("gemma4") and sees_both_ways(text):
         raise ValueError(
             f"model_type={text.model_type!r} with use_bidirectional_attention sees both ways, for which no "
             f"FLOP count is known. Register one: FlopsModel.register({text.model_type!r}, builder)."
@@ -148,6 +148,12 @@ def _encoder(sizes: Sizes) -> list[Layer]:
     return [*layers, lone("transform", matmul("transform", sizes.hidden * sizes.hidden, kind="logits"))]
 
 
+def _modernbert(sizes: Sizes) -> list[Layer]:
+    """Return ModernBERT's layers, gated and mostly with a window, and the dense layer of its head."""
+    head = matmul("transform", sizes.hidden * sizes.hidden, kind="logits")
+    return [*_decoder(sizes), lone("transform", head)]
+
+
 def _ends(terms: list[Term]) -> tuple[Term, ...]:
     """Return the terms, with the last one marked as the end of its layer."""
     return (*terms[:-1], replace(terms[-1], last=True))
@@ -191,7 +197,7 @@ _DENSE = (
     "llama mistral ministral ministral3 qwen2 qwen3 gemma gemma2 gemma3_text phi3 phi4_multimodal olmo olmo2 "
     "olmo3 granite stablelm cohere cohere2 smollm3 glm glm4 ernie4_5 seed_oss hunyuan_v1_dense exaone4 "
     "helium qwen2_vl_text qwen2_5_vl_text qwen3_vl_text qwen3_5_text lfm2 cwm bitnet granite_swa vaultgemma "
-    "hyperclovax internlm3 iquestcoder minicpm3 olmo_hybrid"
+    "hyperclovax internlm3 iquestcoder minicpm3 olmo_hybrid eurobert"
 )
 _EXPERTS = (
     "mixtral phimoe qwen2_moe qwen3_moe olmoe granitemoe granitemoeshared glm4_moe deepseek_v2 "
@@ -217,4 +223,5 @@ _FAMILIES: Mapping[str, Read] = {
     "zamba2": _zamba2,
     "mllama_text_model": _mllama,
     **dict.fromkeys(_ENCODERS.split(), _encoder),
+    "modernbert": _modernbert,
 }

@@ -95,7 +95,7 @@ _MIXED = (
     "gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text vaultgemma olmo3 olmo_hybrid cohere2 "
     "cohere2_moe exaone4 exaone_moe cwm granite_swa granitemoe_swa gpt_oss llama4_text dots1 mellum "
     "ministral qwen3_next qwen3_5_text qwen3_5_moe_text kimi_linear bamba granitemoehybrid jamba lfm2 "
-    "lfm2_moe deepseek_v4 nemotron_h zamba2"
+    "lfm2_moe deepseek_v4 nemotron_h zamba2 modernbert"
 )
 _SPARSE_NAMES = ("mlp_layer_types", "first_k_dense_replace")
 _MIXED_MLPS = "hy_v3 glm4_moe_lite axk1 glm_moe_dsa deepseek_v32 deepseek_v4 kimi_linear exaone_moe"
