@@ -424,7 +424,10 @@ def meta_model(config: Any) -> torch.nn.Module:
     return model.eval()
 
 
-ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert", "ernie", "data2vec-text", "modernbert", "eurobert")
+ENCODERS = (
+    *("bert", "roberta", "xlm-roberta", "camembert", "ernie", "data2vec-text", "modernbert", "eurobert"),
+    *("distilbert", "mpnet"),
+)
 
 
 def encoder(family: str, **changes: Any) -> tuple[Any, torch.nn.Module]:
@@ -434,6 +437,10 @@ def encoder(family: str, **changes: Any) -> tuple[Any, torch.nn.Module]:
 
     dropped = ("head_dim", "num_key_value_heads")
     settings = {key: value for key, value in _BASE.items() if key not in dropped}
+    if family == "distilbert":
+        names = {"hidden_size": "dim", "intermediate_size": "hidden_dim"}
+        names |= {"num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"}
+        settings = {names.get(key, key): value for key, value in settings.items()}
     config = CONFIG_MAPPING[family](**{**settings, **changes})
     with torch.device("meta"):
         model = AutoModelForMaskedLM.from_config(config, attn_implementation="eager")

@@ -205,7 +205,7 @@ _EXPERTS = (
     "qwen3_vl_moe_text flex_olmo cohere2_moe exaone_moe granitemoe_swa hy_v3 glm4_moe_lite axk1 glm_moe_dsa "
     "deepseek_v32 kimi_linear lfm2_moe hunyuan_v1_moe mellum solar_open"
 )
-_ENCODERS = "bert roberta xlm-roberta camembert ernie data2vec-text"
+_ENCODERS = "bert roberta xlm-roberta camembert ernie data2vec-text distilbert mpnet"
 _HYBRID = "bamba granitemoehybrid falcon_h1 jamba"
 _UNGATED = (
     "gpt2 gpt_neox gptj gpt_bigcode opt bloom falcon phi starcoder2 nemotron arcee apertus codegen persimmon "

@@ -55,7 +55,7 @@ class Sizes:
     @property
     def hidden(self) -> int:
         """Return the hidden size."""
-        return self.size("hidden_size", "n_embd", "d_model")
+        return self.size("hidden_size", "n_embd", "d_model", "dim")
 
     @property
     def token_width(self) -> int:
@@ -86,7 +86,7 @@ class Sizes:
     @property
     def inner(self) -> int:
         """Return the intermediate size of the dense MLP."""
-        names = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+        names = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "hidden_dim")
         return self.size(*names, default=4 * self.hidden)
 
 
