@@ -27,13 +27,13 @@ class Rows:
     """Padded rows whose real lengths are on the device."""
 
     shape: tuple[int, int]  # (B, N)
-    counts: Tensor  # the length of each row; a first one of -1 means that nothing tells the lengths
+    counts: Tensor  # the length of each row; one below 0 means that nothing tells the lengths
     by_length: bool = False  # ``counts[n]`` is the number of sequences of n tokens instead
     images: Mapping[str, Tensor] = field(default_factory=dict)  # grids, and the shapes of pixels
 
     def lengths(self, counts: np.ndarray[Any, Any]) -> tuple[int, ...] | Dense:
         """Return the lengths that the counts, now on the host, stand for."""
-        told = not len(counts) or counts[0] >= 0
+        told = bool((counts >= 0).all())
         if told and self.by_length:
             counts = np.repeat(np.arange(len(counts)), counts)
         if not told or counts.sum() > self.shape[0] * self.shape[1]:  # offsets of something else
@@ -79,7 +79,7 @@ def microbatches(batch: Any, pad_id: int | None = None) -> list[Seen]:
     of padded rows come from what is beside the ids: ``attention_mask``, ``position_ids``, ``cu_seq_lens_q``,
     ``lengths``, or ``labels`` with a ``pad_id``. In a tuple of tensors, a mask is recognised by its values.
     """
-    if (several := getattr(batch, "microbatches", None)) is not None:
+    if isinstance(several := getattr(batch, "microbatches", None), Sequence):
         return [seen for one in several for seen in microbatches(one, pad_id)]
     if isinstance(batch, SeqStats):
         return [(batch, None)]
@@ -209,12 +209,12 @@ def _told_rows(ids: Any, look: _Look, pad_id: int | None) -> list[Seen]:
     mask, positions, labels = (look(name) for name in ("attention_mask", "position_ids", "labels"))
     mask = mask if _fits(mask, ids) else None
     if _fits(positions, ids):
-        return _padded(ids, _run_lengths(positions, mask), by_length=True)
+        return _padded(ids, _run_lengths(positions.long(), mask), by_length=True)
     if mask is not None:
         return _padded(ids, _mask_lengths(mask), by_length=True)
     for name in _OFFSETS:
         if isinstance(offsets := look(name), Tensor) and offsets.dim() == 1:
-            return _padded(ids, offsets.diff())
+            return _padded(ids, offsets.long().diff())
     for name in _LENGTHS:
         if (lengths := look(name)) is not None and (told := _told(lengths, len(ids))) is not None:
             return _padded(ids, told.clamp(max=ids.shape[1]))  # counted before the rows were cut
@@ -234,11 +234,12 @@ def _flat(look: _Look, shape: torch.Size, name: str) -> Any:
 
 
 def _are_rows(ids: Any) -> bool:
-    return isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point() and ids.numel() > 0
+    whole = isinstance(ids, Tensor) and not ids.is_floating_point() and ids.layout is torch.strided
+    return whole and ids.dim() == 2 and ids.numel() > 0
 
 
 def _fits(value: Any, ids: Tensor) -> TypeGuard[Tensor]:
-    return isinstance(value, Tensor) and value.shape == ids.shape
+    return isinstance(value, Tensor) and value.shape == ids.shape and value.layout is torch.strided
 
 
 def _told(lengths: Any, rows: int) -> Tensor | None:
@@ -246,9 +247,10 @@ def _told(lengths: Any, rows: int) -> Tensor | None:
     if not isinstance(lengths, Tensor):
         try:
             lengths = torch.tensor(lengths)
-        except (TypeError, ValueError):  # "length" may be a column of anything
+        except (TypeError, ValueError, RuntimeError):  # "length" may be a column of anything
             return None
-    return lengths if lengths.shape == (rows,) and not lengths.is_floating_point() else None
+    whole = not (lengths.is_floating_point() or lengths.is_complex())
+    return lengths.long() if lengths.shape == (rows,) and whole else None
 
 
 def _padded(ids: Tensor, counts: Tensor, *, by_length: bool = False) -> list[Seen]:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -163,6 +164,36 @@ def test_embeddings_and_choices_are_rows_as_ids_are() -> None:
         ((stats, lengths),) = resolve(microbatches(batch))
         assert sorted(lengths or ()) == [2, 3, 5, 8]
         assert stats.slots == 4 * N
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"length": [{"a": 1}] * 2},
+        {"lengths": torch.tensor([3, -1])},
+        {"lengths": torch.tensor([1j, 2j])},
+        {"cu_seqlens": torch.tensor([0, 9, 3])},
+        {"microbatches": 4},
+    ],
+    ids=str,
+)
+def test_a_key_that_means_something_else_does_not_end_a_run(beside: dict[str, Any]) -> None:
+    batch = SimpleNamespace(input_ids=torch.ones(2, N, dtype=torch.long), **beside)
+    ((_, lengths),) = resolve(microbatches(batch))
+    assert isinstance(lengths, Dense)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.int8])
+def test_small_integers_tell_lengths(dtype: torch.dtype) -> None:
+    ids = torch.ones(2, N, dtype=torch.long)
+    positions = torch.tensor([[*range(5), 0, 0, 0], [*range(8)]]).to(dtype)
+    for beside in (
+        {"lengths": torch.tensor([5, 8]).to(dtype)},
+        {"position_ids": positions, "attention_mask": torch.tensor([[1] * 5 + [0] * 3, [1] * 8]).to(dtype)},
+        {"cu_seqlens": torch.tensor([0, 5, 13]).to(dtype)},
+    ):
+        ((_, lengths),) = resolve(microbatches({"input_ids": ids, **beside}))
+        assert sorted(lengths or ()) == [5, 8]
 
 
 def test_positions_that_begin_again_are_sequences_of_one_row() -> None:
