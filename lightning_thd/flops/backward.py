@@ -38,18 +38,24 @@ _OWN = re.compile(
     r"(?:^|\.)(per_layer_model_projection|altup_projections|altup_unembed_projections|hc_head|"
     r"project_in|project_out)\."
 )
+_TRANSFORM = re.compile(r"(?:^|\.)(predictions\.transform|vocab_transform|lm_head\.dense|head\.dense)\.")
+# What is named behind the layers and runs before them.
+_INPUTS = ("embed", "prompt", "prefix", "tower", "audio", "wte", "wpe")
 _TWICE = ("modality_router",)  # AltUp routes before and after a layer
 _PLAIN_MATRICES = ("fn", "hc_fn")  # hyper-connections hold parameters without a module
 _ROUTER = ("gate", "router", "shared_expert_gate")
 _OUT = (
     *("o_proj", "out_proj", "c_proj", "down_proj", "fc2", "fc_out", "dense", "dense_4h_to_h"),
-    *("output_linear", "wo", "w2", "dense_attention", "linear_fc2", "proj"),
+    *("output_linear", "wo", "w2", "dense_attention", "linear_fc2", "proj", "out_lin", "lin2", "o"),
 )
 _MLP = ("mlp", "feed_forward", "ffn", "expert", "moe", "fc1", "fc2", "router")
 # PEFT's weights beside those of the model, and the model's own where a copy is trained in their place.
 _OF_ADAPTER = re.compile(r"\.(lora_\w+|modules_to_save|original_module)\.([^.]+)")
-_LAST_NORM = ("post_feedforward", "post_mlp", "post_ff")
-_SECOND_NORM = ("post_attention", "pre_feedforward", "ln_2", "norm2", "ffn_norm", "pre_ff", "pre_moe")
+_LAST_NORM = ("post_feedforward", "post_mlp", "post_ff", "output.layernorm", "output_layer_norm")
+_SECOND_NORM = (
+    *("post_attention", "pre_feedforward", "ln_2", "norm2", "ffn_norm", "pre_ff", "pre_moe", "mlp_norm"),
+    *("attention.output.layernorm", "attention.layernorm", "sa_layer_norm"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +68,7 @@ class Weight:
     stage: float  # 0 into the mixer, 1 out of it, 2 into the MLP, 3 out of it; norms between
     adapter: str = ""  # "A" or "B" of a low-rank pair
     router: bool = False
+    follows: bool = False  # belongs to no layer and is named behind the first one
 
 
 def weights_by_layer(module: nn.Module, active: float) -> dict[str, list[Weight]]:
@@ -82,6 +89,7 @@ def weights_by_layer(module: nn.Module, active: float) -> dict[str, list[Weight]
                 stage=_stage(inside),
                 router=_is_router(inside),
                 adapter=next((part for part in "AB" if f"lora_{part}" in inside), ""),
+                follows=not group and any(key.startswith("layers.") for key in groups),
             )
         )
     return dict(groups)
@@ -117,7 +125,7 @@ def layer_path(module_name: str, decoder: str) -> str:
     group, inside = _locate(_WRAPPERS.sub("", module_name + ".") + "weight", decoder)
     return (
         group
-        if inside == "weight" and group not in ("lm_head", "visual.merger", "visual.patch_embed")
+        if inside == "weight" and group not in ("lm_head", "transform", "visual.merger", "visual.patch_embed")
         else ""
     )
 
@@ -135,6 +143,8 @@ def _locate(name: str, decoder: str) -> tuple[str, str]:
         return f"layers.{layer.group(1)}", layer.group(2)
     if own := _OWN.search(name):
         return own.group(1), name
+    if _TRANSFORM.search(name):
+        return "transform", name
     head = re.search(r"(?:^|\.)(lm_head|embed_out|output)\.", name)
     return ("lm_head" if head else ""), name
 
@@ -162,13 +172,16 @@ def _is_router(inside: str) -> bool:
 
 def _stage(inside: str) -> float:
     parts = [part for part in _OF_ADAPTER.sub("", inside).split(".")[:-1] if part != "base_layer"]
+    parts = [part.lower() for part in parts]
     name = ".".join(parts)
     if "norm" in name or re.search(r"(^|\.)ln_", name):
         inner = len(parts) > 1  # q_norm, k_norm, the gated norm of a state-space layer
-        if any(key in name for key in _LAST_NORM):
-            return 4
-        return 0.5 if inner else (1.5 if any(key in name for key in _SECOND_NORM) else -1)
-    second = 2 if any(key in name for key in _MLP) else 0
+        if any(key in name for key in _SECOND_NORM):
+            return 1.5
+        return 4 if any(key in name for key in _LAST_NORM) else 0.5 if inner else -1
+    if "intermediate" in parts:  # the first product of BERT's MLP; "output" is the second
+        return 2
+    second = 2 if any(key in name for key in _MLP) or parts[:1] == ["output"] else 0
     leaf = parts[-1] if parts else ""
     return second + (1 if leaf in _OUT or inside.endswith("down_proj") else 0)
 
@@ -180,7 +193,12 @@ def layers_of_module(layers: Sequence[Layer], module: nn.Module) -> tuple[tuple[
     """Return the layers as ``module`` trains them, with adapters, and its checkpointing policy."""
     groups = weights_by_layer(module, share_of_experts(module))
     rest = groups.get("", [])
-    before = [weight for weight in rest if not any(key in weight.path for key in _FINAL_NORM)]
+    ends = [weight.follows or any(key in weight.path for key in _FINAL_NORM) for weight in rest]
+    before = [
+        weight
+        for weight, end in zip(rest, ends, strict=True)
+        if not end or any(key in weight.path for key in _INPUTS)
+    ]
     hooks = ("_require_grads_hook", "_require_grads_hooks")  # set by enable_input_require_grads
     forced = any(getattr(child, name, None) for child in module.modules() for name in hooks)
     embedded = forced or any(weight.trained for weight in before)

@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 from lightning_thd.flops import FlopsModel, SeqStats
 from lightning_thd.flops.backward import decoder_prefix
-from tests.flops.families import counted, meta_model, small_config, vision_config
+from tests.flops.families import counted, encoder, meta_model, small_config, vision_config
 
 TOTAL = 32
 ALL_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -114,6 +114,28 @@ def test_layers_that_share_keys_and_streams(family: str, change: str) -> None:
     found = flops.training_flops(SeqStats.from_lengths([TOTAL], windows=flops.windows)).hardware
     exact = change == "everything" or family == "gemma4_unified_text"
     assert found == pytest.approx(torchs(model), rel=0 if exact else 0.03)
+
+
+_ENCODER_PARTS = {  # in and out of the MLP, and out of attention
+    "bert": ("intermediate.dense", ".output.dense", "attention.output.dense"),
+    "modernbert": ("mlp.Wi", "mlp.Wo", "attn.Wo"),
+    "distilbert": ("lin1", "lin2", "out_lin"),
+    "eurobert": ("up_proj", "down_proj", "o_proj"),
+}
+
+
+@pytest.mark.parametrize("family", _ENCODER_PARTS)
+def test_frozen_weights_of_encoders(family: str) -> None:
+    for part in (*_ENCODER_PARTS[family], ""):
+        config, model = encoder(family)
+        for name, parameter in model.named_parameters():
+            first = (
+                "embed" in name or ".0." in name
+            )  # trains all behind the first layer where no part is named
+            parameter.requires_grad_(part in name if part else not first)
+        flops = FlopsModel.from_config(config).for_module(model)
+        stats = SeqStats.from_lengths([TOTAL], windows=flops.windows)
+        assert flops.training_flops(stats).model == torchs(model), part
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
