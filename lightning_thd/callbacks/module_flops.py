@@ -67,7 +67,8 @@ class ModuleFlops:
         self._counter: StepCounter | None = None
         self._shapes: list[int] = []
         self._slow = False  # operators were counted in the running step
-        self._signature = _training_signature(module)
+        self._weights = list(module.parameters())  # those of the models below
+        self._signature = _signature(self._weights)
         self._models[""] = self._find({}) if given is None else given
 
     def model(self, stage: str) -> FlopsModel | None:
@@ -122,12 +123,14 @@ class ModuleFlops:
     @property
     def outdated(self) -> bool:
         """Return whether weights were frozen or unfrozen since the models were made, on every rank alike."""
-        staged = any(True for _ in stages_in(self._module))  # whose ranks hold different weights
-        return not staged and _training_signature(self._module) != self._signature
+        if _signature(self._weights) == self._signature:
+            return False
+        return not any(True for _ in stages_in(self._module))  # their ranks hold different weights
 
     def follow(self) -> None:
         """Rebuild the FLOPs models if weights were frozen or unfrozen since the last call."""
-        signature = _training_signature(self._module)
+        self._weights = list(self._module.parameters())
+        signature = _signature(self._weights)
         if signature != self._signature and self._given is None and self._models[""] is not None:
             self._models = {"": self._find({})}
             self._found, self._tries = set(), {}
@@ -303,9 +306,9 @@ def find_model(
     return join(members)
 
 
-def _training_signature(module: nn.Module) -> int:
-    """Return a number that changes when weights are frozen, unfrozen or added."""
-    return hash(tuple(parameter.requires_grad for parameter in module.parameters()))
+def _signature(weights: list[nn.Parameter]) -> tuple[bool, ...]:
+    """Return what changes when weights are frozen, unfrozen or added."""
+    return tuple(parameter.requires_grad for parameter in weights)
 
 
 def _with_own_head(model: FlopsModel, child: nn.Module, module: nn.Module) -> FlopsModel:

@@ -207,7 +207,14 @@ class THDThroughputMonitor(Callback):
         _say_padding(self._meters["train"])
         return self.latest
 
+    def _follow(self) -> None:
+        """Count the ended steps, if weights were frozen or thawed since; then a collective."""
+        if self._flops is not None and self._flops.outdated:
+            self._meter("train").reduce(whole=True)
+            self._flops.follow()
+
     def _begin_step(self, batch: Any = None) -> None:
+        self._follow()
         self._meters["train"].resume()
         if self._flops is not None:
             self._flops.begin("train", batch)
@@ -263,10 +270,9 @@ class THDThroughputMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Start the clock at the first batch, and after whatever paused it."""
-        if batch_idx == 0 and self._flops is not None and self._flops.outdated:
-            self._meter("train").reduce(whole=True)  # callbacks freeze weights between epochs
-            self._flops.follow()
         meter = self._meters["train"]
+        if not meter.steps[-1]:
+            self._follow()
         meter.resume()
         if self._flops is not None:
             self._flops.begin("train", batch, inside=bool(meter.steps[-1]))

@@ -67,10 +67,12 @@ def mean_loss(
         for batch in batches:
             moved = batch.to(device)
             seen(moved)
-            unscaled = moved.replace(loss_scale=1.0, sequence_scale=None, token_scale=0.0)
-            total[0] += float(loss_fn(model, cut(unscaled)))
             weights = batch.weights
-            total[1] += batch.loss_tokens if weights is None else float(weights.sum(dtype=torch.float64))
+            weight = batch.loss_tokens if weights is None else float(weights.sum(dtype=torch.float64))
+            # A batch's mean: the balance of experts, which is not scaled, then weighs like the rest.
+            scaled = moved.replace(loss_scale=1 / (weight or 1.0), sequence_scale=None, token_scale=0.0)
+            total[0] += float(loss_fn(model, cut(scaled))) * weight
+            total[1] += weight
             total[2] += batch.loss_tokens
     if dist.is_initialized():
         total = total.to(communication_device(group, device))

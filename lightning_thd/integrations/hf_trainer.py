@@ -19,7 +19,7 @@ from lightning_thd._imports import require
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.callbacks.experts import expert_load
 from lightning_thd.callbacks.meter import Hardware, Meter, for_loggers
-from lightning_thd.callbacks.module_flops import find_model
+from lightning_thd.callbacks.module_flops import ModuleFlops
 from lightning_thd.data import THDDataModule
 from lightning_thd.integrations.hf_data import (
     StreamsMixin,
@@ -121,7 +121,7 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
         self._capacity, self._peak, self._data_kwargs = capacity, peak, dict(data_kwargs or {})
         self._meter = Meter("train", "training", time.perf_counter)
         self._meter.capacity = capacity
-        self._metered = False
+        self._metered, self._followed = False, -1  # and the step before which weights were looked at
         self._trained_sequences, self._trained_tokens = 0, 0
         self._token_sums: dict[str, Tensor] = {}  # training's and evaluation's, until they are logged
         self._refuse_settings()
@@ -199,7 +199,13 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Train on a pack, or on all of a step, and add their tokens to the throughput counters."""
-        self._ready.resume()
+        meter = self._ready
+        if self._followed != self.state.global_step and self._flops.outdated:  # callbacks thawed weights
+            meter.reduce()
+            self._flops.follow()
+            meter.model = self._flops.model("train")
+        self._followed = self.state.global_step
+        meter.resume()
         one, step = super().training_step, inputs["batch"]
         if isinstance(step, THDStep):
             before = self.current_gradient_accumulation_steps
@@ -285,7 +291,8 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
                 self.precision,
                 devices=self.args.world_size,
             )
-            self._meter.model, self._metered = find_model(self.model), True
+            self._flops = ModuleFlops(self.model, sharded=False)
+            self._meter.model, self._metered = self._flops.model("train"), True
             if self._meter.experts is not None:
                 self._meter.experts.stop()
             self._meter.experts = expert_load(self.model)

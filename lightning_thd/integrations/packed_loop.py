@@ -200,6 +200,10 @@ class PackedLoop:
         instance(
             step, "step", THDStep, advice="Pass what loop.loader gives; THDStep([batch]) holds one pack."
         )
+        if self._flops.outdated:  # weights were frozen or thawed since the last step
+            self._meter.model = self._flops.model("train")
+            self._meter.reduce(whole=True)
+            self._flops.follow()
         self._meter.resume()
         self._flops.stop()  # after a step that raised
         self._flops.begin("train")
@@ -325,7 +329,7 @@ class PackedLoop:
         if self.global_step % self._every == 0:
             self._meter.model = self._flops.model("train")
             self.latest = self._meter.close()
-            self._flops.follow()  # weights that were frozen or thawed
+            self._flops.follow()  # weights that were added
             if self._graphed is not None:
                 self.latest |= self._graphed.stats.metrics()
             self._engine.log(for_loggers(self.latest), self.global_step)

@@ -313,6 +313,26 @@ def test_weights_thawed_at_an_epoch_count_from_there(tmp_path: Path) -> None:
     assert memory.rows[-1][1]["train/total_flops"] == pytest.approx(2 * forward + 2 * 3 * forward)
 
 
+def test_weights_thawed_inside_an_interval_count_from_there(tmp_path: Path) -> None:
+    clock = Clock()
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    module = Module(clock)
+    module.model.config = None
+    module.llama = LlamaForCausalLM(LlamaConfig(**{**CONFIG, "head_dim": 8}))
+    module.llama.requires_grad_(False)
+
+    class Thaw(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            if args[-1] == 1:
+                pl_module.llama.requires_grad_(True)
+
+    measured = monitor(clock, every_n_steps=6)
+    memory = fit(tmp_path, [UNEQUAL[0]] * 6, Thaw(), measured, clock=clock, module=module)
+    forward = FLOPS.forward_flops(UNEQUAL[0].stats).model
+    assert memory.rows[-1][1]["train/total_flops"] == pytest.approx(2 * forward + 4 * 3 * forward)
+
+
 def test_a_flops_model_that_is_given_is_used(tmp_path: Path) -> None:
     clock = Clock()
     given = FlopsModel.from_config(CONFIG, causal="full", tokens="slots", recompute="full")

@@ -11,6 +11,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from lightning_thd.integrations import packed_trainer
+from tests.loss.test_router_balance import expert_model
 from tests.ranks import run_ranks
 from tests.tiny import nll, sequences, tiny_llama
 
@@ -249,3 +250,18 @@ def test_an_evaluation_set_is_read_as_data_kwargs_say(tmp_path: Path) -> None:
         packed_trainer()(**given).evaluate(rows)
     dropped = packed_trainer()(**given, data_kwargs={"empty": "drop"}).evaluate(rows)
     assert dropped["eval_loss"] == packed_trainer()(**given).evaluate(SAMPLES)["eval_loss"]
+
+
+def test_an_evaluation_has_the_balance_of_experts_as_training_has(tmp_path: Path) -> None:
+    """Two packs of two batches of rows, so that both balance the same slots."""
+    rows = [np.random.default_rng(i).integers(0, 60, CAPACITY).tolist() for i in range(2)]
+    samples = [{"input_ids": row, "labels": row} for row in rows]
+    model = expert_model("mixtral")
+    model.config.output_router_logits, model.router_aux_loss_coef = True, 0.5
+    trainer = packed_trainer()(model=model, args=arguments(str(tmp_path)), capacity=CAPACITY)
+    found = trainer.evaluate(samples)["eval_loss"]
+    model.set_attn_implementation("sdpa")
+    args = arguments(str(tmp_path), remove_unused_columns=False)
+    args.per_device_eval_batch_size = 1
+    theirs = Trainer(model=model, args=args, data_collator=padded)
+    assert found == pytest.approx(theirs.evaluate(samples)["eval_loss"], rel=1e-6)

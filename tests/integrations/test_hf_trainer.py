@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from accelerate import ParallelismConfig
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from lightning_thd import Packs, Sequences
+from lightning_thd.flops import FlopsModel
 from lightning_thd.integrations import packed_trainer
 from lightning_thd.packing import PackPlanner
+from lightning_thd.stats import SeqStats
 from tests.integrations.support import RecordsSteps
 from tests.ranks import run_ranks
 from tests.tiny import largest_error, nll, sequences, tiny_llama, train_by_hand
@@ -135,6 +137,31 @@ def test_steps_of_n_sequences_resume(tmp_path: Path) -> None:
     assert resumed["seen"] == whole["seen"][-len(resumed["seen"]) :]
     assert sum(map(len, resumed["seen"])) == 20
     assert largest_error(resumed["params"], whole["params"]) < 1e-12
+
+
+class Thaws(TrainerCallback):
+    """Freezes the first layer, and thaws it before the third step."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kwargs["model"].model.layers[0].requires_grad_(state.global_step >= 2)
+        kwargs["model"].model.embed_tokens.requires_grad_(state.global_step >= 2)
+
+
+def test_thawed_weights_count_from_their_step(tmp_path: Path) -> None:
+    """One logging interval holds steps before and after."""
+    trainer = make_trainer(str(tmp_path), 1, arguments={"lr_scheduler_type": "constant"})
+    trainer.args.logging_steps = STEPS
+    trainer.add_callback(Thaws())
+    trainer.train()
+    samples, wanted, model = sequences(60, labels=True), 0, tiny_llama()
+    for step, ids in enumerate(trainer.seen):
+        Thaws().on_step_begin(None, type("", (), {"global_step": step}), None, model=model)
+        flops = FlopsModel.from_config(model.config).for_module(model)
+        stats = SeqStats.from_lengths([len(samples[i]["input_ids"]) for i in ids], windows=flops.windows)
+        wanted += flops.training_flops(stats).model
+    assert trainer.state.total_flos == pytest.approx(wanted, rel=1e-9)
+    metered = trainer._meter.state()["flops"]
+    assert sum(metered.values()) - metered["recompute"] == pytest.approx(wanted, rel=1e-9)
 
 
 def _report(out: str) -> None:
