@@ -7,6 +7,7 @@ Nothing is read from the device: shapes and the grad mode are enough.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
@@ -31,6 +32,7 @@ _MAX_SHAPES = 4  # A counted step is slow, so only this many shapes are counted.
 _MAX_WATCHED = 3  # After this many steps without a call, the calls of a stage stay unknown.
 _INPUTS = ("input_ids", "inputs_embeds", "hidden_states")
 _HEADS = ("score", "classifier", "classification_head", "v_head", "value_head")
+_TOWER = re.compile(r"(?:^|\.)(vision_tower|vision_model|visual|audio_tower|image_newline|vision_backbone)\.")
 _UNCOUNTED = 0.05  # A larger share of the weights outside every known model is worth a warning.
 
 
@@ -283,7 +285,7 @@ def find_model(
 ) -> FlopsModel | None:
     """Count every transformers model in ``module`` by path; None, having said why, if a config is unknown."""
     models = outermost_models(module)
-    members = []
+    members, paths = list[Member](), list[str]()
     for path, child in models.items():
         name = path or type(module).__name__
         through = (passes or {}).get(path, Passes())
@@ -300,9 +302,11 @@ def find_model(
             model = replace(model, recompute=recompute)
         model = _with_own_head(model, child, module)
         members.append(Member(name=name, model=model, training=through.training, forward=through.forward))
+        paths.append(path)
     if not members:
         return None
-    _warn_of_uncounted(module, models)
+    seeing = [models[path] for path, member in zip(paths, members, strict=True) if member.model.sees_images]
+    _warn_of_uncounted(module, models, seeing)
     return join(members)
 
 
@@ -336,19 +340,28 @@ def _with_own_head(model: FlopsModel, child: nn.Module, module: nn.Module) -> Fl
     return replace(model, layers=tuple(layers))
 
 
-def _warn_of_uncounted(module: nn.Module, models: Mapping[str, nn.Module]) -> None:
-    """Warn if many of the weights belong to no model whose FLOPs are counted."""
-    counted = {id(parameter) for model in models.values() for parameter in model.parameters()}
+def _warn_of_uncounted(
+    module: nn.Module, models: Mapping[str, nn.Module], seeing: Sequence[nn.Module]
+) -> None:
+    """Warn of a tower of unknown cost, or of many weights that belong to no model whose FLOPs are counted."""
+    counted = {
+        id(parameter)
+        for model in models.values()
+        for name, parameter in model.named_parameters()
+        if any(model is one for one in seeing) or not _TOWER.search(name)
+    }
     rest = {
         name: parameter.numel()
         for name, parameter in module.named_parameters()
         if id(parameter) not in counted and parameter.dim() > 1
     }
+    towers = {found[1] for name in rest if (found := _TOWER.search(name))}
     total = sum(parameter.numel() for parameter in module.parameters())
-    if total and sum(rest.values()) > _UNCOUNTED * total:
-        names = sorted({name.split(".")[0] for name in rest})
+    if total and (towers or sum(rest.values()) > _UNCOUNTED * total):
+        others = {name.split(".")[0] for name in rest if not _TOWER.search(name)}
+        names = sorted(towers | others)
         rank_zero_warn(
             f"FLOPs are counted for {', '.join(models) or type(module).__name__}, but "
-            f"{sum(rest.values()) / total:.0%} of the weights are in {', '.join(names)}, which no config "
-            "describes: MFU is too low by what they cost. Pass flops_model= to count everything."
+            f"{sum(rest.values()) / total:.0%} of the weights are in {', '.join(names)}, whose cost is not "
+            "known: MFU is too low by what they cost. Pass flops_model= to count everything."
         )

@@ -279,3 +279,13 @@ def test_weights_that_no_config_describes_are_named(tmp_path: Path) -> None:
 
     with pytest.warns(UserWarning, match=r"counted for policy, but \d+% of the weights are in tower"):
         flops_of_step(tmp_path, loss, PACK, policy=llama(), tower=nn.Linear(64, 64))
+
+
+def test_a_tower_of_unknown_cost_is_named() -> None:
+    from lightning_thd.callbacks.module_flops import find_model
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tower = {"model_type": "siglip_vision_model", **sizes, "image_size": 28, "patch_size": 14}
+    config = transformers.LlavaConfig(text_config=SMALL, vision_config=tower, image_token_index=30)
+    with pytest.warns(UserWarning, match="in vision_tower, whose cost is not known: MFU is too low"):
+        find_model(transformers.LlavaForConditionalGeneration(config))
