@@ -112,11 +112,17 @@ def int_tensor(values: Any, name: str) -> Tensor:
     if not isinstance(values, Tensor):
         if torch.compiler.is_compiling():
             return torch.as_tensor(values, dtype=torch.int64)
-        return torch.from_numpy(np.ascontiguousarray(host_ints(values, name, ndim=None)))
+        return as_tensor(np.ascontiguousarray(host_ints(values, name, ndim=None)))
     if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
         raise ValueError(f"{name} is {values.dtype}; wanted an integer dtype. Call {name}.to(torch.int32).")
     # Most kernels lack operators on the wide unsigned dtypes.
     return values.long() if values.dtype in (torch.uint16, torch.uint32, torch.uint64) else values
+
+
+def as_tensor(values: Any) -> Tensor:
+    """Return ``torch.as_tensor(values)``, of a copy if it is a read-only array, of which torch warns."""
+    read_only = isinstance(values, np.ndarray) and not values.flags.writeable
+    return torch.as_tensor(values.copy() if read_only else values)
 
 
 def described(value: object) -> str:

@@ -216,7 +216,7 @@ class SeqStats:
         cu_seqlens: IntRows | None,
         *,
         cu_seqlens_unpadded: IntRows | None = None,
-        argmin: int | None = None,
+        argmin: int | Tensor | IntArray | None = None,
         shape: tuple[int, int] | None = None,
         windows: Iterable[Window] = (),
         image_grid_thw: IntRows | None = None,
@@ -232,7 +232,7 @@ class SeqStats:
         Args:
             cu_seqlens: ``[S + 1]``, or ``[rows, S + 1]`` where every row starts from 0; None when dense.
             cu_seqlens_unpadded: the same without the padding between sequences.
-            argmin: number of valid offsets; None or 0 when all are valid.
+            argmin: number of valid offsets, an int or a tensor of one; None or 0 when all are valid.
             shape: (rows, row length) of the token tensor, for the dense fallback and the number of slots.
             windows: attention windows of the model (``FlopsModel.windows``).
             image_grid_thw: ``[N, 3]`` frames, rows and columns of patches of each image.
@@ -438,8 +438,10 @@ def _offset_rows(cu_seqlens: IntRows | None, name: str) -> list[list[int]]:
     return rows
 
 
-def _trim(row: list[int], argmin: int | None) -> list[int]:
+def _trim(row: list[int], argmin: int | Tensor | IntArray | None) -> list[int]:
     """Return offsets without the tail that holds no sequences; refuse negative or falling ones."""
+    if isinstance(argmin, Tensor | np.ndarray):  # Megatron keeps it as a tensor of one number
+        argmin = int(argmin.item())
     argmin = None if argmin is None else whole_number(argmin, "argmin", least=None)
     if argmin is not None and not 0 <= argmin <= len(row):
         raise ValueError(

@@ -114,6 +114,11 @@ def test_an_argmin_of_zero_means_that_nothing_is_padded() -> None:
     assert SeqStats.from_cu_seqlens([0, 3, 8], argmin=0) == SeqStats.from_lengths([3, 5])
 
 
+def test_an_argmin_may_be_a_tensor_of_one_number() -> None:
+    found = SeqStats.from_cu_seqlens([0, 3, 8, -1], argmin=torch.tensor([[3]]))
+    assert found == SeqStats.from_cu_seqlens([0, 3, 8], shape=(1, 8))
+
+
 def test_slots_are_those_of_the_padded_offsets_or_of_the_tensor() -> None:
     stats = SeqStats.from_cu_seqlens([0, 4, 12], cu_seqlens_unpadded=[0, 3, 8])
     assert (stats.real_tokens, stats.slots) == (8, 12)

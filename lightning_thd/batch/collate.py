@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_thd._checks import described, host_ints, int_tensor, real_number, whole_number
+from lightning_thd._checks import as_tensor, described, host_ints, int_tensor, real_number, whole_number
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch.keys import COLLATED, IGNORE_INDEX, TYPES, inputs
 from lightning_thd.batch.media import counted
@@ -289,7 +289,7 @@ def _types(samples: Sequence[Sample], key: str, starts: list[int], lengths: list
 
 def joined(samples: Sequence[Sample], key: str) -> Tensor:
     """Concatenate a further model input of all samples that have it, along its first axis."""
-    parts = [torch.as_tensor(sample[key]) for sample in samples if key in sample]
+    parts = [as_tensor(sample[key]) for sample in samples if key in sample]
     first = parts[0]
     for part in parts[1:]:
         if part.shape[1:] != first.shape[1:] or part.dtype != first.dtype or part.device != first.device:
@@ -350,10 +350,10 @@ def padded_fields(input_ids: Any, attention_mask: Any, labels: Any) -> dict[str,
     """Build the fields of ``THDBatch.from_padded``; the arguments are described there."""
     input_ids = int_tensor(input_ids, "input_ids")
     if getattr(labels, "dtype", None) in (torch.uint8, torch.uint16, np.uint8, np.uint16):
-        refuse_wrapped(np.asarray(torch.as_tensor(labels).cpu()), "from_padded")
+        refuse_wrapped(np.asarray(as_tensor(labels).cpu()), "from_padded")
     labels = None if labels is None else int_tensor(labels, "labels")
     try:
-        attention_mask = torch.as_tensor(attention_mask)
+        attention_mask = as_tensor(attention_mask)
     except (TypeError, ValueError, RuntimeError) as err:
         wanted = f"attention_mask is {described(attention_mask)}; wanted a tensor [B, N] of 0 and 1."
         raise TypeError(wanted) from err

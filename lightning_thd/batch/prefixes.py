@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_thd._checks import as_tensor
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch.collate import cumulative, joined, lay_out, slots_of
 from lightning_thd.batch.keys import IGNORE_INDEX, TYPES, inputs
@@ -459,7 +460,7 @@ def _same_media(samples: Sequence[Mapping[str, Any]]) -> list[int] | None:
         else:
             digest = hashlib.blake2b(digest_size=16)
             for name in sorted(names):
-                value = torch.as_tensor(sample[name]).contiguous()
+                value = as_tensor(sample[name]).contiguous()
                 digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
                 digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
             found.append(known.setdefault(digest.digest(), len(known) + 1))

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_thd._checks import INT64_MAX, described, host_ints, whole_number
+from lightning_thd._checks import INT64_MAX, as_tensor, described, host_ints, whole_number
 from lightning_thd.batch.keys import IGNORE_INDEX, KEYS, TYPES, inputs, refuse_boundaries, refuse_keys
 
 MOST_ID = 2**31 - 1  # a larger id belongs to no vocabulary
@@ -55,7 +55,7 @@ def check_sample(sample: Any, name: str, *, empty: bool = False) -> dict[str, An
     for key in inputs(sample):
         value = sample[key]
         if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-            value = torch.from_numpy(value)
+            value = as_tensor(value)
         if not isinstance(value, Tensor) or value.ndim == 0:
             raise ValueError(
                 f"{name} carries {key!r} as {type(value).__name__}. Extras are tensors or arrays with at "

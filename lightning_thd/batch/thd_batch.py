@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_thd._checks import described, flags, instance
+from lightning_thd._checks import as_tensor, described, flags, instance
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch.collate import check_samples, lay_out, padded_fields
 from lightning_thd.batch.upload import PinnedBatch
@@ -94,7 +94,7 @@ def checked_device(device: torch.device | str) -> torch.device:
 def rows_of_slots(x: Any, slots: int) -> Tensor:
     """Return a tensor with a row a slot from ``[T, ...]`` or ``[1, T, ...]``, if the shape is unambiguous."""
     if isinstance(x, np.ndarray) and x.dtype.kind in "biufc":
-        x = torch.from_numpy(x)
+        x = as_tensor(x)
     if not isinstance(x, Tensor):
         raise TypeError(f"unpack() got {described(x)}; wanted a tensor with one row a slot.")
     # With one slot, [1, 1, V] is a model's logits.

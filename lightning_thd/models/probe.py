@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -82,8 +83,8 @@ def check_packing(
         lengths: of the sequences of the pack, at least two; include 1, and more than the window of the model.
         grad: check gradients of the inputs too.
         forward: ``forward(model, batch)`` gives logits ``[T, V]`` or ``[1, T, V]``; by default
-            ``model(**batch.hf_kwargs()).logits`` for a model with a transformers config, else
-            ``model(batch)``.
+            ``model(**batch.hf_kwargs())`` for a model with a transformers config, or a ``forward`` that
+            names ``input_ids`` and gets the keywords that it names, else ``model(batch)``.
         tolerance: what packed and alone may differ by, relative to the largest logit; None: by the dtype.
         raise_on_leak: raise rather than return a report that is not ok.
         seed: of the random tokens.
@@ -413,11 +414,15 @@ def embedding_of(model: nn.Module) -> nn.Embedding:
 
 def default_forward(model: nn.Module) -> Forward:
     """Return the function that calls a model on a batch, for users who gave none."""
-    if not hasattr(getattr(model, "config", None), "get_text_config"):
+    named = signature(model.forward).parameters
+    stock = hasattr(getattr(model, "config", None), "get_text_config")
+    if not stock and "input_ids" not in named:
         return lambda model, batch: model(batch)
+    takes_all = stock or any(each.kind is Parameter.VAR_KEYWORD for each in named.values())
 
     def forward(model: nn.Module, batch: THDBatch) -> Any:
+        given = {key: value for key, value in batch.hf_kwargs().items() if takes_all or key in named}
         with packed(batch):
-            return model(**batch.hf_kwargs())
+            return model(**given)
 
     return forward

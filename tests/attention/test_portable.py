@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from lightning_thd import varlen_attention
 from lightning_thd.attention import entry, support
 from lightning_thd.models import register_thd
 from tests.models import matrix
@@ -34,3 +36,13 @@ def test_every_family_on_the_portable_kernel(name: str, monkeypatch: pytest.Monk
     model = matrix.thd_model(name).eval()
     matrix.assert_same(matrix.run_packed(model), matrix.oracle(name)[1], tolerance=1e-5)
     assert set(ran) == (set() if name in WITHOUT_ATTENTION else {"portable"})
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(0, 0), (0, 2), (3, 0)])
+def test_a_pack_without_pairs_is_differentiable(queries: int, keys: int) -> None:
+    shapes = [(queries, 2, 4), (keys, 2, 4), (keys, 2, 4)]
+    given = [torch.ones(shape, requires_grad=True) for shape in shapes]
+    offsets = [torch.tensor([0, n], dtype=torch.int32) for n in (queries, keys)]
+    out = varlen_attention(*given, *offsets, queries, keys, backend="portable")
+    assert out.shape == shapes[0]
+    assert all(not grad.any() for grad in torch.autograd.grad(out.sum(), given))

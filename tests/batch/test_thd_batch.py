@@ -270,3 +270,15 @@ def test_from_padded_refuses_masks_that_mean_something_else() -> None:
     with pytest.raises(ValueError, match="labels below 0"):
         THDBatch.from_padded([[1, 2, 3]], [[1, 1, 1]], [[1, -5, 2]])
     assert THDBatch.from_padded(np.array([[0, 5, 6]]), [[0, 1, 1]]).input_ids.tolist() == [5, 6]
+
+
+@pytest.mark.filterwarnings("error")
+def test_read_only_arrays_are_copied_without_a_warning() -> None:
+    def fixed(values: Any) -> Any:
+        return np.broadcast_to(np.array(values), np.shape(values))  # read-only, as rows of Arrow are
+
+    ids, mask = fixed([[5, 6]]), fixed([[1, 1]])
+    assert THDBatch.from_padded(ids, mask, ids).targets.tolist() == [6, -100]
+    batch = THDBatch.collate([{"input_ids": ids[0], "pixel_values": fixed([[1.0]])}])
+    assert batch.extras["pixel_values"].tolist() == [[1.0]]
+    assert batch.unpack(ids[0])[0].tolist() == [5, 6]

@@ -323,3 +323,17 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
 def test_a_model_without_an_embedding_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Linear has no nn\.Embedding"):
         check_packing(nn.Linear(2, 2), vocab_size=8)
+
+
+def test_a_model_of_keywords_gets_those_that_it_names() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.head = nn.Embedding(64, 8), nn.Linear(8, 64)
+            self.state = nn.GRU(8, 8, batch_first=True)
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return self.head(self.state(self.tokens(input_ids))[0])  # type: ignore[no-any-return]
+
+    with pytest.raises(PackingLeakError, match="state"):
+        check_packing(Recurrent(), vocab_size=64)

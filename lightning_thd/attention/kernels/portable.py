@@ -124,6 +124,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) ->
         parts.append(part.transpose(1, 2).flatten(0, 1))
         source[group.q.target] = group.q.real + filled
         filled += len(group.q.taken)
+    if filled == 1:  # no query sees a key: sums over nothing keep the zeros differentiable
+        parts[0] = parts[0] + q[:0].sum() + k[:0].sum() + v[:0].sum()
     return torch.cat(parts).index_select(0, source)
 
 

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from lightning_thd._checks import refuse_missing
+from lightning_thd._checks import as_tensor, refuse_missing
 from lightning_thd._imports import require
 from lightning_thd.batch.keys import IGNORE_INDEX
 from lightning_thd.data.read.chat import Places, encode_chat
@@ -148,7 +148,7 @@ class VisionChat:
                 f"the image processor made grids {seen['image_grid_thw'].tolist()}, and {grids} were counted "
                 "from the sizes of the images. Use a processor whose images are resized by smart_resize."
             )
-        return found | {"pixel_values": torch.as_tensor(np.asarray(seen["pixel_values"]))}
+        return found | {"pixel_values": as_tensor(np.asarray(seen["pixel_values"]))}
 
 
 def image_positions(
