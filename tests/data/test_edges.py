@@ -304,6 +304,13 @@ def test_numbers_of_tokens_beside_text_are_refused(key: str) -> None:
     assert len(read([{"text": "ab", key: "a name"}])) == 1
 
 
+def test_a_length_of_a_prompt_inside_text_is_refused() -> None:
+    for source in ([{"text": "ab", "prompt_length": 1}], Rows({"text": "ab", "prompt_length": 1})):
+        with pytest.raises(ValueError, match="'prompt_length' beside text, whose tokens are counted"):
+            read(source)
+    assert len(read([{"prompt": "a", "completion": "b", "prompt_length": 1}])) == 1
+
+
 @pytest.mark.parametrize("known", [False, True])
 def test_a_dataset_that_raises_stop_iteration_ends_no_epoch(known: bool) -> None:
     class Ends(list[Any]):

@@ -38,6 +38,7 @@ _LOOK_AT = 1000  # records: with on_error="skip" the first of a known kind among
 # Keys that matter for training but that files of lines cannot keep beside ids.
 _WEIGHTS = names("weight", "other_weight")
 _OF_TOKENS = names("mask", "token", "type", "other_boundary")  # numbers, one a token
+_OF_PROMPT = ("prompt_length", "prompt_len", "prompt_lengths", "answer_start_idx")  # a number of tokens
 _LOST = (*names("weight", "type", "media", "boundary"), "next_label", "position_ids")
 _NO_AUDIO = "audio cannot be packed, only tokens, images and video. Remove these records."
 _NO_IMAGES = (
@@ -70,7 +71,7 @@ class _Row(NamedTuple):
     label: Number | None
 
 
-def _label_of(record: Record) -> Number | None:
+def _label_of(record: Record, kind: Kind) -> Number | None:
     """Return the label of a record's sequence; refuse weights, which stores of text do not hold."""
     beside = record if isinstance(record, dict) else {}
     if found := [name for name in _WEIGHTS if is_scalar(beside.get(name)) or _is_row(beside.get(name))]:
@@ -78,7 +79,10 @@ def _label_of(record: Record) -> Number | None:
             f"{found[0]!r} beside text, where weights are not read. Give a datasets.Dataset of input_ids and "
             "'weights', or drop the key."
         )
-    if "input_ids" not in beside and (found := [name for name in _OF_TOKENS if _is_row(beside.get(name))]):
+    found = [name for name in _OF_TOKENS if _is_row(beside.get(name))]
+    if kind == "text":
+        found += [name for name in _OF_PROMPT if is_scalar(beside.get(name))]
+    if "input_ids" not in beside and found:
         raise ValueError(
             f"{found[0]!r} beside text, whose tokens are counted when it is read, so that it would be left "
             "out. Give prompt and completion, or messages, to learn a part; or samples of input_ids and "
@@ -144,7 +148,7 @@ class Encoder:
             try:
                 if isinstance(record, Bad):
                     raise ValueError(record.reason)
-                good.append((place, text_of(record, self.text_key), _label_of(record)))
+                good.append((place, text_of(record, self.text_key), _label_of(record, self.kind)))
             except ValueError as err:
                 self._leave_out(place, err, skipped)
         try:
@@ -183,7 +187,7 @@ class Encoder:
         rows: list[_Row] = []
         for place, record in given:
             try:
-                row = _Row(*self._one(record), _label_of(record))
+                row = _Row(*self._one(record), _label_of(record, self.kind))
                 if rows and (row.labels is None) != (rows[0].labels is None):
                     has, had = ("none", "some") if row.labels is None else ("labels", "none")
                     raise ValueError(
