@@ -36,7 +36,7 @@ def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:
 
     Args:
         device_name: as ``torch.cuda.get_device_name`` gives it, in any case.
-        dtype: of the matmuls; a torch dtype or "bf16", "fp16", "tf32", "fp32", "fp8", "fp4".
+        dtype: of the matmuls; a torch dtype, its name, or "bf16", "fp16", "tf32", "fp32", "fp8", "fp4".
 
     Returns:
         FLOP/s; None for a device or a dtype that the table does not have, and for a slice of a device.
@@ -45,6 +45,8 @@ def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:
     Raises:
         ValueError: for a dtype that no row could have.
     """
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, dtype)  # "bfloat16"
     if dtype not in _COLUMNS:
         if isinstance(dtype, torch.dtype):
             return None

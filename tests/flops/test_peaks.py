@@ -120,6 +120,7 @@ def test_device_names_find_their_row(name: str) -> None:
         ("NVIDIA H100 80GB HBM3", torch.float8_e4m3fn, 1979),
         ("NVIDIA H100 80GB HBM3", "tf32", 494.7),
         ("NVIDIA H100 80GB HBM3", torch.float32, 66.9),
+        ("NVIDIA H100 80GB HBM3", "float32", 66.9),
         ("NVIDIA B200", "fp4", 9000),
         ("NVIDIA GB300", "fp4", 15000),
         ("Tesla V100-SXM2-16GB", torch.float16, 125),
