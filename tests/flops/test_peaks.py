@@ -165,8 +165,8 @@ def test_what_is_not_known_is_none(name: str, dtype: torch.dtype | str) -> None:
 
 
 def test_an_unknown_dtype_name_is_refused() -> None:
-    with pytest.raises(ValueError, match="dtype='half' is not a torch dtype or one of bf16"):
-        peak_flops("NVIDIA H100", "half")
+    with pytest.raises(ValueError, match="dtype='bf17' is not a torch dtype or one of bf16"):
+        peak_flops("NVIDIA H100", "bf17")
 
 
 def test_every_row_has_a_source_and_its_figures_are_dense_and_ordered() -> None:
