@@ -7,7 +7,6 @@ import math
 from typing import Any, Literal
 
 import lightning.pytorch as L
-import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
@@ -204,10 +203,8 @@ class CUDAGraphCallback(L.Callback):
     def _log(self, trainer: L.Trainer) -> None:
         if self.step is None:
             return
-        metrics = self.stats.metrics()
-        trainer._logger_connector._callback_metrics.update({k: torch.tensor(v) for k, v in metrics.items()})
         for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+            logger.log_metrics(self.stats.metrics(), step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def _remove(self) -> None:
         if self._installed is None:

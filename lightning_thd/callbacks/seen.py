@@ -175,10 +175,9 @@ def _rows(ids: Any, look: _Look, pad_id: int | None) -> list[Seen]:
             for seen in _rows(one, partial(_part, look, i, len(ids)), pad_id)
         ]
     found = _told_rows(ids, look, pad_id)
-    images = _images(look) if found else {}
-    return (
-        [(stats, replace(_as_rows(lengths), images=images)) for stats, lengths in found] if images else found
-    )
+    if not found or not (images := _images(look)):
+        return found
+    return [(stats, replace(_as_rows(lengths), images=images)) for stats, lengths in found]
 
 
 def _images(look: _Look) -> dict[str, Tensor]:

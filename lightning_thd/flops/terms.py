@@ -106,19 +106,19 @@ def units(
     if basis == "token":
         return (stats.real_tokens if tokens == "real" else stats.slots), 1
     if basis == "pair":
-        if window is None:
-            twice = stats.sum_squares + stats.real_tokens
-        else:
-            twice = 2 * sum(pairs for counted, pairs in stats.window_pairs if counted == window)
+        twice = stats.sum_squares + stats.real_tokens if window is None else 2 * _seen(stats, window)
         square = twice if isinstance(window, Blocks) else twice - stats.real_tokens
         return {"half": (square, 2), "exact": (twice, 2), "full": (square, 1)}[causal]
     if basis == "all_pair" and window is not None:  # the pairs of a causal window, mirrored
-        return 2 * sum(
-            pairs for counted, pairs in stats.window_pairs if counted == window
-        ) - stats.real_tokens, 1
+        return 2 * _seen(stats, window) - stats.real_tokens, 1
     if basis == "patch_window_pair":
         return sum(pairs for edge, pairs in stats.vision_window_pairs if edge == window), 1
     return int(getattr(stats, _COUNTS[basis])), (merge if basis == "merged_patch" else 1)
+
+
+def _seen(stats: SeqStats, window: Window) -> int:
+    """Return the pairs of query and key in a causal window."""
+    return sum(pairs for counted, pairs in stats.window_pairs if counted == window)
 
 
 _COUNTS: dict[Basis, str] = {
