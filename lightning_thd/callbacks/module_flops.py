@@ -32,7 +32,7 @@ _MAX_SHAPES = 4  # A counted step is slow, so only this many shapes are counted.
 _MAX_WATCHED = 3  # After this many steps without a call, the calls of a stage stay unknown.
 _INPUTS = ("input_ids", "inputs_embeds", "hidden_states")
 _HEADS = ("score", "classifier", "classification_head", "v_head", "value_head")
-_TOWER = re.compile(r"(?:^|\.)(vision_tower|vision_model|visual|audio_tower|image_newline|vision_backbone)\.")
+_TOWER = re.compile(r"(?:^|\.)(vision_tower|vision_model|visual|audio_tower|vision_backbone)\.")
 _UNCOUNTED = 0.05  # A larger share of the weights outside every known model is worth a warning.
 
 

@@ -266,20 +266,28 @@ def test_shared_prefixes_count_once_as_work_and_each_as_a_token(tmp_path: Path, 
     assert row["train/packing/fill"] == pytest.approx(len(prefixes) / 16)
 
 
-def test_frozen_weights_are_seen_and_thawed_ones_too(tmp_path: Path) -> None:
-    """A frozen model costs a third of its step; a callback thaws it after the first interval."""
-    clock = Clock()
+def with_llama(clock: Clock) -> Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     module = Module(clock)
     module.model.config = None  # the one below is found
     module.llama = LlamaForCausalLM(LlamaConfig(**{**CONFIG, "head_dim": 8}))
-    module.llama.requires_grad_(False)
+    return module
 
-    class Thaw(L.Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-            if args[-1] == 1:
-                pl_module.llama.requires_grad_(True)
+
+class Thaw(L.Callback):
+    """Trains the weights again after the second batch."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        if args[-1] == 1:
+            pl_module.llama.requires_grad_(True)
+
+
+def test_frozen_weights_are_seen_and_thawed_ones_too(tmp_path: Path) -> None:
+    """A frozen model costs a third of its step; a callback thaws it after the first interval."""
+    clock = Clock()
+    module = with_llama(clock)
+    module.llama.requires_grad_(False)
 
     memory = fit(tmp_path, [UNEQUAL[0]] * 6, Thaw(), monitor(clock), clock=clock, module=module)
     first, _, last = (row["train/device/flops_per_sec"] for _, row in memory.rows)
@@ -292,11 +300,8 @@ def test_weights_thawed_at_an_epoch_count_from_there(tmp_path: Path) -> None:
     """One interval holds an epoch with frozen weights and one without."""
     clock = Clock()
     from lightning.pytorch.callbacks import BaseFinetuning
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    module = Module(clock)
-    module.model.config = None
-    module.llama = LlamaForCausalLM(LlamaConfig(**{**CONFIG, "head_dim": 8}))
+    module = with_llama(clock)
 
     class Thaw(BaseFinetuning):
         def freeze_before_training(self, pl_module: Any) -> None:
@@ -315,17 +320,8 @@ def test_weights_thawed_at_an_epoch_count_from_there(tmp_path: Path) -> None:
 
 def test_weights_thawed_inside_an_interval_count_from_there(tmp_path: Path) -> None:
     clock = Clock()
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    module = Module(clock)
-    module.model.config = None
-    module.llama = LlamaForCausalLM(LlamaConfig(**{**CONFIG, "head_dim": 8}))
+    module = with_llama(clock)
     module.llama.requires_grad_(False)
-
-    class Thaw(L.Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-            if args[-1] == 1:
-                pl_module.llama.requires_grad_(True)
 
     measured = monitor(clock, every_n_steps=6)
     memory = fit(tmp_path, [UNEQUAL[0]] * 6, Thaw(), measured, clock=clock, module=module)
