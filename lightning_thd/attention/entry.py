@@ -8,7 +8,6 @@ Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E v
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -133,7 +132,7 @@ class BoundAttention:
             q, k, v = q.to(self._casts), k.to(self._casts), v.to(self._casts)
         if type(self._run) is cpu.CpuAttention:
             return self._run.heads_first(q, k, v, sinks)
-        q, k, v = q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1)
+        q, k, v = (q.squeeze(0).transpose(0, 1), k.squeeze(0).transpose(0, 1), v.squeeze(0).transpose(0, 1))
         return self._run(q, k, v, sinks).unsqueeze(0)
 
 
@@ -145,7 +144,7 @@ def _bind(
     spec: AttentionSpec,
     sinks: Tensor | None,
     keys: Tensor | None,
-) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
+) -> torch_cuda.Bound:
     if keys is not None:  # a kernel that can gather them again in backward, or any on gathered keys
         gathering = choose("auto", describe(q, v, spec, sinks))
         if gathering in _RAW:
@@ -161,6 +160,8 @@ def _bind(
     name = known_choice(describe(q, v, spec, sinks))
     if name == "cpu" and cpu.is_plain(q, k, v):
         return cpu.CpuAttention(q, k, v, at, spec)
+    if name == "torch" and sinks is None and (bound := torch_cuda.bind(q, k, v, at, spec)) is not None:
+        return bound
     return lambda q, k, v, sinks: run(name, q, k, v, at, spec, sinks)
 
 

@@ -310,9 +310,9 @@ def find_model(
     return join(members)
 
 
-def _signature(weights: list[nn.Parameter]) -> tuple[bool, ...]:
+def _signature(weights: list[nn.Parameter]) -> list[bool]:
     """Return what changes when weights are frozen, unfrozen or added."""
-    return tuple(parameter.requires_grad for parameter in weights)
+    return [parameter.requires_grad for parameter in weights]
 
 
 def _with_own_head(model: FlopsModel, child: nn.Module, module: nn.Module) -> FlopsModel:

@@ -14,6 +14,7 @@ Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E v
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -23,6 +24,9 @@ from torch import Tensor
 from lightning_thd.attention.kernels import raw
 from lightning_thd.attention.kernels.raw import Saved
 from lightning_thd.attention.spec import AttentionSpec, Offsets
+
+# q, k, v and sinks -> packed output.
+Bound = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 class AtenFlash:
@@ -91,6 +95,22 @@ def attend(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, si
         return raw.attend(AtenFlash(), q, k, v, at, spec, None)[..., :value_size]
     out: Tensor = _varlen_attn()(q, k, v, at.cu_q, at.cu_kv, at.max_q, at.max_kv, **options)
     return out[..., :value_size]
+
+
+def bind(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> Bound | None:
+    """Return ``attend`` for tensors shaped as these, with all choices made; None where heads need padding."""
+    options = public_options(spec, shared_heads=k.shape[1] != q.shape[1])
+    if options is None or raw.one_size(q.shape[2], v.shape[2]) != (q.shape[2], v.shape[2]):
+        return None
+    kernel = _varlen_attn()
+
+    def attend_bound(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        if q.stride(2) != 1 or k.stride(2) != 1 or v.stride(2) != 1:
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        out: Tensor = kernel(q, k, v, at.cu_q, at.cu_kv, at.max_q, at.max_kv, **options)
+        return out
+
+    return attend_bound
 
 
 def public_options(spec: AttentionSpec, *, shared_heads: bool) -> dict[str, Any] | None:

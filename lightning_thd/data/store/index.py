@@ -207,8 +207,7 @@ class SequenceIndex:
         of_sequence = (self.weights if len(self.weights) else self.loss_tokens)[at].astype(np.float64)
         sequence = self.sequence_weights[at] if len(self.weights) else np.ones(len(at))
         own = of_sequence.copy()
-        cut = spans.lengths != self.lengths[at]
-        for k in np.flatnonzero(cut):  # these are read again
+        for k in np.flatnonzero(spans.lengths != self.lengths[at]):  # cut ones are read again
             i, start, stop = int(at[k]), int(spans.start[k]), int(spans.stop[k])
             continued = bool(spans.continued[k])
             if not len(self.weights) and self.loss_tokens[i] == self.lengths[i] - 1:
@@ -222,8 +221,8 @@ class SequenceIndex:
                 own[k] = weights[targets][counts].sum(dtype=np.float64)
             if _is_truncated(start, continued):
                 of_sequence[k] = own[k]
-        share = np.divide(own, of_sequence, out=np.zeros_like(own), where=of_sequence > 0)
-        return np.stack([own, sequence * share])
+        share = own / np.where(of_sequence > 0, of_sequence, np.inf)
+        return np.array([own, sequence * share])
 
 
 def _is_truncated(start: int, continued: bool) -> bool:
