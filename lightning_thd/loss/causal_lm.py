@@ -238,7 +238,8 @@ def _loss(
         loss = loss + found["aux_loss"]
     z_part = z_part.detach()
     if isinstance(batch, THDShard):
-        loss, z_part = pack_value(loss, batch), pack_value(z_part, batch)
+        loss = pack_value(loss, batch)
+        z_part = pack_value(z_part, batch) if penalties.z_loss else z_part
     return LossParts(loss, z_part), TokenStats(*(value.detach() for value in sums)) if stats else None
 
 

@@ -124,7 +124,9 @@ FAMILIES: dict[str, Family] = {
         {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "chunk_size": 16},
         "ssm",
     ),
-    "lfm3": Family("Lfm3Config", {**_DENSE, "head_dim": 8}, "conv"),
+    "lfm3": Family(
+        "Lfm3Config", {**_DENSE, "head_dim": 8, "layer_types": ["conv", "full_attention"]}, "conv"
+    ),
     "mixtral": Family("MixtralConfig", _MOE, "moe"),
     "qwen3_moe": Family("Qwen3MoeConfig", {**_MOE, "head_dim": 8}, "moe"),
     "gpt_oss": Family(

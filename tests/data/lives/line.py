@@ -115,6 +115,8 @@ class Line:
         setup, stream = self.setup, state.get("stream")
         if setup.tail == "drop" or (setup.oversize == "drop" and len(self.capacities) > 1) or stream is None:
             return
+        if setup.oversize == "drop":  # lines that died may have had other capacities
+            places = {at: i for at, i in places.items() if setup.length(i) <= min(self.capacities)}
         per_source = {"files": 3, "parts": int(state["parts"])}.get(setup.stream or "", 1)
         pending = Counter((shard, row) for shard, row, _ in stream["pending"].tolist())
         uses, cursors = self.uses(slice(None)), stream["cursors"].tolist()
