@@ -224,7 +224,9 @@ class CausalLMModule(L.LightningModule):
         weight: Any = total
         self.log(f"{stage}/loss", mean, prog_bar=stage == "val", batch_size=weight, sync_dist=True)
 
-    def predict_step(self, batch: THDBatch, batch_idx: int) -> list[tuple[int, Tensor]]:
+    def predict_step(
+        self, batch: THDBatch, batch_idx: int, dataloader_idx: int = 0
+    ) -> list[tuple[int, Tensor]]:
         """Return (dataset index, logits ``[length, V]``) of every sequence."""
         logits = self._built(**batch.hf_kwargs()).logits
         return list(zip(batch.sequence_ids, batch.unpack(logits), strict=True))

@@ -124,13 +124,13 @@ class THDDataModule(LogsSources):
 
     def __init__(
         self,
-        train: Source | Stream | Mapping[str, tuple[Source | Stream, float]] | None = None,
+        train: Mapping[str, tuple[Stream | Source, float]] | Stream | Source | None = None,
         *,
         capacity: int,
         global_batch: Packs | Sequences | None = None,
-        val: Source | Mapping[str, Source] | None = None,
-        test: Source | Mapping[str, Source] | None = None,
-        predict: Source | Mapping[str, Source] | None = None,
+        val: Mapping[str, Source] | Source | None = None,
+        test: Mapping[str, Source] | Source | None = None,
+        predict: Mapping[str, Source] | Source | None = None,
         tokenizer: Tokenizer | str | None = None,
         processor: Any = None,
         text_key: str = "text",

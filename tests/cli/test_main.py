@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jsonargparse
 import pytest
+import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 
@@ -104,6 +105,17 @@ def parsed(text: str, folder: Path) -> THDDataModule:
     made = parser.instantiate_classes(parser.parse_args(["--config", str(file), "--data.capacity=64"]))
     found: THDDataModule = made.data
     return found
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_printed_config_says_the_same_data_again() -> None:
+    whole, mixture, stream, _ = re.findall(r"```yaml\n(.*?)```", GUIDE.read_text(), re.S)
+    several = "data: {train: [my.jsonl, code.jsonl], val: my.jsonl, capacity: 64}"
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(THDDataModule, "data")
+    for text in (whole, mixture, stream, several):
+        given = parser.parse_object({"data": yaml.safe_load(text)["data"]})
+        assert parser.parse_string(parser.dump(given)) == given
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -62,6 +62,15 @@ def test_writers_of_predictions_get_the_indices_of_each_packs_sequences() -> Non
     assert writer.of_epoch == writer.of_batches
 
 
+def test_the_ready_module_predicts_several_sets() -> None:
+    data = THDDataModule(capacity=CAPACITY, predict={"a": SAMPLES, "b": SAMPLES[:3]})
+    found = make_trainer().predict(CausalLMModule(tiny_llama), data)
+    assert [sorted(i for batch in one for i, _ in batch) for one in found] == [
+        list(range(len(SAMPLES))),
+        [0, 1, 2],
+    ]
+
+
 class SavesAt(L.Callback):
     """Saves a checkpoint when a hook is called for the n-th time."""
 

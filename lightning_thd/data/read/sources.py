@@ -26,7 +26,8 @@ from lightning_thd.data.store.columns import is_hugging_face
 from lightning_thd.data.store.index import MapDataset, OnError, check_row
 from lightning_thd.data.store.tokens import Rows, TokenStore, cached_store
 
-Source = MapDataset | Dataset | str | Path | list[str | Path]  # type: ignore[type-arg]  # jsonargparse wants it bare
+# Path is last of all: jsonargparse writes a value of any type as one. It wants Dataset bare.
+Source = MapDataset | Dataset | list[str | Path] | str | Path  # type: ignore[type-arg]
 Packed = Literal["auto", "sequences", "packs", "off"]
 
 # The version of reading, in the key of caches. Raise this when reading gives other tokens. Three were
