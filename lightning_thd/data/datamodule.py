@@ -371,6 +371,9 @@ class THDDataModule(LogsSources):
         (planner, rows), host, settings = self._planner(name), self._host, self._settings
         index, vocab_size = self._sets[name].index, self.vocab_size or link.vocab_size(host.model)
         index.check_vocabulary(vocab_size, name)
+        classifier, predicts = link.sequence_classifier(host.model), name.partition("/")[0] == "predict"
+        if classifier is not None and not predicts:
+            sets.refuse_class_names(name, self._sources[name], settings.opener, classifier)
         maker = BatchMaker(
             dataset=rows,
             index=index,
@@ -394,7 +397,6 @@ class THDDataModule(LogsSources):
             prefetch_factor=settings.prefetch_factor,
             pin_memory=host.on_gpu if settings.pin_memory is None else settings.pin_memory,
         )
-        predicts = name.partition("/")[0] == "predict"
         return THDLoader(steps, progress=progress, capacity=self.capacity, predicts=predicts)
 
     def _planner(self, name: str) -> tuple[Planner, MapDataset]:

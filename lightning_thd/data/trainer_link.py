@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import lightning.pytorch as L
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_thd._find import model_config
+from lightning_thd._find import model_config, models_in
 from lightning_thd.alignment import Alignment
 from lightning_thd.flops import FlopsModel
 from lightning_thd.packing import Cost, Packs, Sequences
@@ -105,6 +105,12 @@ def vocab_size(module: nn.Module | None) -> int | None:
     return getattr(config.get_text_config(), "vocab_size", None) if config is not None else None
 
 
+def sequence_classifier(module: nn.Module | None) -> str | None:
+    """Return the class of the first model in a module that has one output a sequence, if any."""
+    names = (type(model).__name__ for _, model in models_in(module))
+    return next((name for name in names if name.endswith("ForSequenceClassification")), None)
+
+
 def model_cost(module: nn.Module | None, longest: int) -> Cost | None:
     """Return the cost of a sequence by the model's FLOPs, exact at ``longest``; None where unknown."""
     model = _flops_model(module)
@@ -159,6 +165,15 @@ def check_trainer(trainer: L.Trainer | None, step: Packs | Sequences | None) -> 
         raise MisconfigurationException(
             "GradientAccumulationScheduler changes the packs of a step between epochs, which would "
             "change the loss. Use a fixed Trainer(accumulate_grad_batches=...)."
+        )
+    module = trainer.lightning_module
+    if any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks) and (
+        is_overridden("configure_model", module) and not any(True for _ in module.parameters())
+    ):
+        raise MisconfigurationException(
+            "StochasticWeightAveraging copies the module before configure_model() builds the model, and so "
+            "would average nothing. Use WeightAveraging or EMAWeightAveraging of the same package, "
+            "or build the model in __init__."
         )
     if isinstance(step, Sequences) and not getattr(trainer.strategy, "runs_thd_steps", False):
         raise MisconfigurationException(

@@ -10,15 +10,16 @@ import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from lightning_thd import Sequences, THDBatch, THDDataModule
 from lightning_thd.batch import THDStep
 from lightning_thd.data import TokenStore
+from lightning_thd.module import CausalLMModule
 from tests.data.support import CAPACITY, flat, make_trainer
-from tests.tiny import VOCAB, TinyModule, nll, sequences
+from tests.tiny import VOCAB, TinyModule, nll, sequences, tiny_llama
 
 
 def test_an_epoch_uses_every_sequence_once_and_the_next_one_in_another_order() -> None:
@@ -201,6 +202,9 @@ def test_trainer_clashes_are_refused() -> None:
     data = THDDataModule(sequences(9), capacity=CAPACITY)
     with pytest.raises(MisconfigurationException, match="GradientAccumulationScheduler changes the packs"):
         make_trainer(callbacks=[GradientAccumulationScheduler({0: 1, 1: 2})]).fit(TinyModule(), data)
+    averaging = StochasticWeightAveraging(1e-3)  # its copy of this module has no weights yet
+    with pytest.raises(MisconfigurationException, match="StochasticWeightAveraging .* average nothing"):
+        make_trainer(callbacks=[averaging]).fit(CausalLMModule(tiny_llama), data)
     with pytest.raises(MisconfigurationException, match="no data for 'train'"):
         make_trainer().fit(TinyModule(), THDDataModule(val=sequences(9), capacity=CAPACITY))
 
