@@ -26,6 +26,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, Sampler, get_worker_info
 from torch.utils.data import Dataset as TorchDataset
 
+from lightning_thd._workers import end_with_parent
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.batch.collate import sequence_labels
@@ -515,6 +516,7 @@ class PlannedSteps:
             prefetch_factor=prefetch_factor,
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
+            worker_init_fn=end_with_parent,
         )
 
     @cached_property

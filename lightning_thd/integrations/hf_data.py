@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_thd._find import unwrapped
+from lightning_thd._workers import end_with_parent
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.batch.keys import PER_TOKEN, TYPES
 from lightning_thd.batch.samples import check_attention_mask
@@ -88,6 +89,7 @@ def keyed_loader(loader: Any, *, pin_memory: bool) -> DataLoader[Any]:
         batch_sampler=cast("Any", _Keys(loader)),
         collate_fn=first,
         num_workers=inner.num_workers,
+        worker_init_fn=end_with_parent,
         prefetch_factor=inner.prefetch_factor,
         pin_memory=pin_memory,
     )

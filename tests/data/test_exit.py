@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
 import pytest
 
 from tests.scripts import run_python
@@ -59,3 +66,39 @@ for seed in range(int(sys.argv[1])):
 @pytest.mark.parametrize("count", [2, pytest.param(200, marks=pytest.mark.slow)])
 def test_processes_end_whenever_they_leave_a_loop(count: int) -> None:
     run_python("-c", SCRIPT, count, timeout_s=600.0)
+
+
+_WORKING = """
+import sys, time
+from lightning_thd import THDDataModule
+kind, folder = sys.argv[1:]
+short = [{"input_ids": [1, 2]}] * 100_000
+source = folder + "/d.jsonl" if kind == "tokenising" else short
+data = THDDataModule(source, capacity=50_000, num_workers=1, cache_dir=folder)
+data.setup("fit")
+print("ready", flush=True)
+for batch in data.train_dataloader():
+    time.sleep(1)
+"""
+
+
+@pytest.mark.parametrize("kind", ["tokenising", pytest.param("loading", marks=pytest.mark.slow)])
+def test_workers_end_with_a_killed_process(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text(f'{{"text": "{"a" * 2000}"}}\n' * 16_000)
+    command = [sys.executable, "-W", "ignore", "-c", _WORKING, kind, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as job:
+        assert job.stdout is not None
+        if kind == "loading":
+            job.stdout.readline()  # the workers that count have ended
+        while not any("pt_data" in x.name() for x in psutil.Process(job.pid).children()):
+            assert job.poll() is None
+            time.sleep(0.01)
+        time.sleep(0.3)
+        job.send_signal(signal.SIGSTOP)  # it reads no more, and the workers' queues fill up
+        workers = psutil.Process(job.pid).children()
+        time.sleep(1.5)
+        job.kill()
+        _, alive = psutil.wait_procs(workers, timeout=20)
+        for worker in alive:
+            worker.kill()
+    assert not alive

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from lightning_thd._checks import refuse_missing
 from lightning_thd._imports import require
+from lightning_thd._workers import end_with_parent
 from lightning_thd.batch.keys import IGNORE_INDEX, names, refuse_keys
 from lightning_thd.batch.samples import check_sample, holds_bools, is_scalar
 from lightning_thd.data.read.chat import encode_chat
@@ -359,7 +360,7 @@ def tokenize(
         batch_size=None,
         num_workers=min(num_workers, len(chunks)),
         collate_fn=_as_it_is,
-        worker_init_fn=_one_thread if num_workers else None,
+        worker_init_fn=_begin_worker,
         # A generator of its own: the weights of a model built later do not depend on what the cache held.
         generator=torch.Generator(),
     )
@@ -370,6 +371,7 @@ def _as_it_is(rows: Any) -> Any:
     return rows
 
 
-def _one_thread(worker: int) -> None:
+def _begin_worker(worker: int) -> None:
+    end_with_parent(worker)
     # Every process has a core of its own, and the threads of a forked tokenizer would not be there.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
