@@ -293,7 +293,11 @@ class THDLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last whole step that is done, the same on every rank."""
-        done, at = self._done(), self._base
+        return self.state_after(self._done())
+
+    def state_after(self, done: int) -> dict[str, Any]:
+        """Return the position after the last whole step of the first ``done`` batches of this iteration."""
+        at = self._base
         for handed, after in self._states:
             if handed <= done:
                 at = after

@@ -252,7 +252,7 @@ class StreamsMixin(TrainerBase):  # type: ignore[misc]
 
     def _streamed(self, loader: THDLoader) -> StreamedPacks:
         """Return the dataset that Trainer iterates, at the position of its checkpoint."""
-        self._packs = StreamedPacks(loader, self._begin_stream)
+        self._packs = StreamedPacks(loader, self._begin_stream, lambda: self.state.global_step)
         if self._resumed is not None:
             self._packs.load(self._resumed)
         return self._packs
@@ -300,11 +300,15 @@ def _write(path: Path, state: dict[str, Any]) -> None:
 
 
 class StreamedPacks:
-    """An iterable of a stream's packs for Trainer; ``begin`` is called when the first pack is asked for."""
+    """An iterable of a stream's packs for Trainer; ``begin`` is called when the first pack is asked for.
 
-    def __init__(self, loader: THDLoader, begin: Callable[[], None]) -> None:
-        self.loader, self._begin = loader, begin
-        self._begun = False
+    ``steps`` returns how many steps Trainer has finished. A checkpoint may be asked for inside a step, when
+    its packs are handed out already.
+    """
+
+    def __init__(self, loader: THDLoader, begin: Callable[[], None], steps: Callable[[], int]) -> None:
+        self.loader, self._begin, self._steps = loader, begin, steps
+        self._begun, self._before = False, 0
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -313,12 +317,14 @@ class StreamedPacks:
         if not self._begun:
             self._begun = True
             self._begin()
+        self._before = self._steps()
         for batch in self.loader:
             yield {"batch": batch}
 
     def save(self, folder: str | Path) -> None:
         """Write the stream's position into a checkpoint's folder, atomically."""
-        _write(Path(folder) / _FILE, self.loader.state_dict())
+        done = (self._steps() - self._before) * self.loader.per_step
+        _write(Path(folder) / _FILE, self.loader.state_after(done))
 
     def load(self, folder: str | Path) -> None:
         """Restore the stream's position from a checkpoint's folder."""

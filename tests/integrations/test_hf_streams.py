@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from accelerate import skip_first_batches
 from torch.utils.data import IterableDataset
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 from lightning_thd import Packs, THDDataModule
 from lightning_thd.data.streams import Stream
@@ -22,7 +23,9 @@ from tests.ranks import run_ranks
 from tests.tiny import largest_error, sequences, tiny_llama, train_alone
 
 
-def train(folder: str, accumulate: int, steps: int, total: int = 6, resume: bool = False) -> Any:
+def train(
+    folder: str, accumulate: int, steps: int, total: int = 6, resume: bool = False, callback: Any = None
+) -> Any:
     """Train up to ``steps`` of ``total``; return parameters and the sequences of every pack."""
     model = tiny_llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
@@ -45,6 +48,9 @@ def train(folder: str, accumulate: int, steps: int, total: int = 6, resume: bool
         peak=1e12,
     )
     trainer.seen = []
+    if callback is not None:
+        callback.trainer = trainer
+        trainer.add_callback(callback)
     know_indexed_cpus()
     trainer.train(resume_from_checkpoint=resume or None)
     return {name: p.detach() for name, p in model.named_parameters()}, trainer.seen
@@ -106,6 +112,29 @@ def test_masks_of_learned_tokens_become_labels() -> None:
     assert list(record["labels"]) == [-100, 6, 7]
     (step,) = THDDataModule(found, capacity=16, global_batch=Packs(1)).train_steps()
     assert step.microbatches[0].targets.tolist() == [6, 7, -100]
+
+
+class SavesInside(TrainerCallback):
+    """Saves and ends before the third optimizer step, as transformers' JIT checkpoints do at a signal."""
+
+    trainer: Any
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 2:
+            self.trainer._save_checkpoint(self.trainer.model, trial=None)
+            raise InterruptedError
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_checkpoint_inside_a_step_resumes_at_the_step(tmp_path: Path, accumulate: int) -> None:
+    write_samples(tmp_path)
+    whole, seen = train(str(tmp_path), accumulate, 6)
+    shutil.rmtree(tmp_path / "out")
+    with pytest.raises(InterruptedError):
+        train(str(tmp_path), accumulate, 6, callback=SavesInside())
+    found, rest = train(str(tmp_path), accumulate, 6, resume=True)
+    assert rest == seen[2 * accumulate :]
+    assert largest_error(found, whole) == 0.0
 
 
 def test_a_checkpoint_without_a_stream_is_refused(tmp_path: Path) -> None:
