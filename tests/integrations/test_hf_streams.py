@@ -141,7 +141,7 @@ def test_a_checkpoint_without_a_stream_is_refused(tmp_path: Path) -> None:
     from lightning_thd.integrations.hf_data import StreamedPacks
 
     with pytest.raises(ValueError, match="has no thd_stream.pt: it was not written by packed_trainer"):
-        StreamedPacks(None, lambda: None).load(tmp_path)  # type: ignore[arg-type]
+        StreamedPacks(None, lambda: None, lambda: 0).load(tmp_path)  # type: ignore[arg-type]
 
 
 CHANGES: dict[str, dict[str, Any]] = {
