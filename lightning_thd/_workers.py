@@ -10,7 +10,7 @@ def end_with_parent(worker: int) -> None:
     """Let a worker end without its queue being read when its parent was killed; a ``worker_init_fn``.
 
     A process waits at its end until all it sent was read. torch's workers notice a killed parent, and would
-    wait so for ever, with all their memory.
+    then wait for ever, with all their memory.
     """
     # A queue's own finalizer, which waits, has the priority -5. Those of users, above 0, ran before.
     util.Finalize(None, _end_if_alone, args=(os.getppid(),), exitpriority=-1)

@@ -172,8 +172,8 @@ def check_trainer(trainer: L.Trainer | None, step: Packs | Sequences | None) -> 
     ):
         raise MisconfigurationException(
             "StochasticWeightAveraging copies the module before configure_model() builds the model, and so "
-            "would average nothing. Use WeightAveraging or EMAWeightAveraging of the same package, "
-            "or build the model in __init__."
+            "would average nothing. Use WeightAveraging or EMAWeightAveraging of "
+            "lightning.pytorch.callbacks, or build the model in __init__."
         )
     if isinstance(step, Sequences) and not getattr(trainer.strategy, "runs_thd_steps", False):
         raise MisconfigurationException(

@@ -23,10 +23,8 @@ from tests.ranks import run_ranks
 from tests.tiny import largest_error, sequences, tiny_llama, train_alone
 
 
-def train(
-    folder: str, accumulate: int, steps: int, total: int = 6, resume: bool = False, callback: Any = None
-) -> Any:
-    """Train up to ``steps`` of ``total``; return parameters and the sequences of every pack."""
+def train(folder: str, accumulate: int, steps: int, resume: bool = False, callback: Any = None) -> Any:
+    """Train up to ``steps``; return parameters and the sequences of every pack."""
     model = tiny_llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     arguments = TrainingArguments(

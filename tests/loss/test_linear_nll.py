@@ -229,14 +229,16 @@ def test_a_number_of_loss_tokens_known_on_the_host_is_not_read(at_most: int) -> 
 
 def test_rows_that_fill_up_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_thd.loss.prepare._WAITS", {"cpu"})
-    leaves, targets = Case(ignored=0.6).tensors()
+    leaves, targets = Case(ignored=0.5).tensors()
+    count = 16  # CPUs multiply the rows of an incomplete block of 8 by other code, which rounds otherwise
+    targets = targets.masked_fill((targets != -100).cumsum(0) > count, -100)
+    assert int((targets != -100).sum()) == count
     call = Call(hidden=leaves[0], weight=leaves[1], targets=targets)
-    count = int((targets != -100).sum())
     found = []
-    for loss_tokens in (None, count, count + 4):
+    for loss_tokens in (None, count, count + 8):
         given = replace(call, loss_tokens=loss_tokens)
         loss = linear_nll(given, Penalties(), token_weights=None).loss
         logp = linear_logprobs(given, entropy=False).logp
         found.append((loss, logp, *torch.autograd.grad(loss + logp.square().sum(), leaves)))
-    for other in found[1:]:  # a product of other rows may round otherwise on some CPUs
-        torch.testing.assert_close(other, found[0], rtol=1e-6, atol=1e-7)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))

@@ -88,17 +88,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, si
     """Attend by ``torch.nn.attention.varlen``, or by the raw kernel where that has no such option."""
     if sinks is not None:
         return raw.attend(AtenFlash(), q, k, v, at, spec, sinks)
-    value_size, heads = v.shape[2], q.shape[1]
+    value_size = v.shape[2]
     q, k, v = raw.widen(AtenFlash(), q, k, v)
-    options = public_options(spec, shared_heads=k.shape[1] != heads)
-    if options is None:  # this torch's public function takes less than the operators under it
+    bound = bind(q, k, v, at, spec)
+    if bound is None:  # this torch's public function takes less than the operators under it
         return raw.attend(AtenFlash(), q, k, v, at, spec, None)[..., :value_size]
-    out: Tensor = _varlen_attn()(q, k, v, at.cu_q, at.cu_kv, at.max_q, at.max_kv, **options)
-    return out[..., :value_size]
+    return bound(q, k, v, None)[..., :value_size]
 
 
 def bind(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> Bound | None:
-    """Return ``attend`` for tensors shaped as these, with all choices made; None where heads need padding."""
+    """Return torch's function with all but the tensors given; None for heads or options it does not take."""
     options = public_options(spec, shared_heads=k.shape[1] != q.shape[1])
     if options is None or raw.one_size(q.shape[2], v.shape[2]) != (q.shape[2], v.shape[2]):
         return None
