@@ -17,7 +17,7 @@ from lightning_thd.batch import THDBatch
 from lightning_thd.cuda_graph.backend import Backend
 from lightning_thd.cuda_graph.buckets import Bucket
 from lightning_thd.cuda_graph.errors import CaptureError
-from lightning_thd.cuda_graph.fingerprint import written_by
+from lightning_thd.cuda_graph.fingerprint import Uses, watched
 from lightning_thd.cuda_graph.guards import HostValue, LoggedValue, check_numbers, guarded
 from lightning_thd.cuda_graph.module_state import (
     RandomUse,
@@ -85,7 +85,7 @@ class Shared:
 
 
 class CapturedStep:
-    """The captured step of one bucket, ready to replay; ``written`` are attributes that the step sets."""
+    """The captured step of one bucket, ready to replay; ``uses`` is what the step does with attributes."""
 
     def __init__(
         self,
@@ -93,10 +93,10 @@ class CapturedStep:
         leaves: list[Tensor],
         pair: GraphPair,
         logged: list[LoggedValue],
-        written: set[tuple[int, str]],
+        uses: Uses,
         module: nn.Module,
     ) -> None:
-        self.inputs, self.leaves, self.logged, self.written = inputs, leaves, logged, written
+        self.inputs, self.leaves, self.logged, self.uses = inputs, leaves, logged, uses
         self._pair, self._module = pair, module
 
     def run(self, batch: THDBatch) -> Any:
@@ -150,7 +150,7 @@ def capture_step(subject: Subject, bucket: Bucket, example: Example, shared: Sha
         refuse_fp8(module)
         inputs = make_inputs()
         inputs.fill(inputs.dummy())
-        with guarded(module) as logged, without_saved_states(), written_by(module) as written, inputs.known():
+        with guarded(module) as logged, without_saved_states(), watched(module) as uses, inputs.known():
             pair = GraphPair(
                 backend,
                 run_recorded,
@@ -159,7 +159,7 @@ def capture_step(subject: Subject, bucket: Bucket, example: Example, shared: Sha
                 shared.buffers_of(parameters),
             )
     check_numbers([*runs, logged], {bucket.slots, bucket.sequences, bucket.max_seqlen})
-    return CapturedStep(inputs, parameters, pair, logged, written, module)
+    return CapturedStep(inputs, parameters, pair, logged, uses, module)
 
 
 def _warm_up(

@@ -33,7 +33,7 @@ from lightning_thd.cuda_graph.capture import (
     capture_step,
 )
 from lightning_thd.cuda_graph.errors import CaptureError, as_capture_error
-from lightning_thd.cuda_graph.fingerprint import PLAIN, Fingerprint
+from lightning_thd.cuda_graph.fingerprint import PLAIN, Fingerprint, Uses
 from lightning_thd.cuda_graph.guards import guarded
 from lightning_thd.cuda_graph.module_state import RandomUse, restored, sharded_by
 from lightning_thd.cuda_graph.pair import differentiable, differentiate
@@ -208,8 +208,8 @@ class GraphedStep:
         error = self._try_capture(example)
         if all_agree(error is None, example.device) if together else error is None:
             self._modes = _modes(example)
-            written = [name for step in self._graphs.values() for name in step.written]
-            self._fingerprint = Fingerprint(self._subject.module, self._subject.function, written)
+            uses = Uses(*(step.uses for step in self._graphs.values()))
+            self._fingerprint = Fingerprint(self._subject.module, uses)
             self._rounds += 1
             self._find_slower(example, together=together)
             self.stats.captures += len(self._graphs)

@@ -1,7 +1,6 @@
 """The imagined GPU of device.py and README.md as a module.
 
-The code is compiled under a path inside of torch, so that fingerprints of CUDA graphs and errors of captures
-take it for torch's own.
+The code is compiled under a path inside of torch, so that errors of captures take it for torch's own.
 """
 
 from pathlib import Path
