@@ -7,7 +7,6 @@ give the tower's weights a gradient, of zero if need be; if none has, none does,
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -102,14 +101,6 @@ def is_sharded(module: nn.Module) -> bool:
     """Return whether FSDP2 or tensor parallelism was applied to any part of a module already."""
     cut = any(isinstance(parameter, DTensor) for parameter in module.parameters())
     return cut or any(isinstance(child, FSDPModule) for child in module.modules())
-
-
-def memory_of_rank(device: torch.device) -> int:
-    """Return the bytes of memory that a rank may use: its device's, or its share of the CPU's."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    pages: int = os.sysconf("SC_PHYS_PAGES")
-    return pages * os.sysconf("SC_PAGE_SIZE") // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def towers_of(model: nn.Module) -> list[nn.Module]:

@@ -238,12 +238,6 @@ class THDStrategyMixin(Strategy):
         else:
             self._pipeline.make_optimizers(super().setup_optimizers, trainer)
 
-    def on_train_start(self) -> None:
-        """Let the stages of a pipeline agree on what hooks have frozen."""
-        super().on_train_start()
-        if self._pipeline is not None:
-            self._pipeline.share_freezing()
-
     def teardown(self) -> None:
         """Wait for this rank's part of the last checkpoint, and end what belongs to the job.
 

@@ -26,20 +26,14 @@ from lightning_thd.parallel.pipeline import Op, Schedule, expected_bubble, make_
 from lightning_thd.parallel.pipeline.channel import (
     Channel,
     copy_tied,
-    share_freezing,
-    share_group,
+    require_same_ends,
     sum_tied,
-    trained_at_ends,
 )
 from lightning_thd.parallel.pipeline.cut import cut_model, language_model_of, stages_in, tied_names
-from lightning_thd.parallel.pipeline.schedule import best_order
 from lightning_thd.parallel.pipeline.stage import Stage
 from lightning_thd.strategies.axes import Axes
 from lightning_thd.strategies.logs import RecordedLogs
 from lightning_thd.strategies.loop import StepLoop, loss_of, warn_of_extras
-
-# A sequence's attention costs as much as its linear part at about this many tokens; it only orders passes.
-_LINEAR = 4096
 
 
 class Pipeline:
@@ -60,7 +54,6 @@ class Pipeline:
         self.stage: Stage | None = None
         self.waited = self.expected_wait = 0.0
         self.compared = False  # whether the stages have compared how they make the loss
-        self._tied_frozen = False  # whether the weight that embedding and head share was frozen at the start
 
     @cached_property
     def host_group(self) -> dist.ProcessGroup:
@@ -117,25 +110,8 @@ class Pipeline:
             stage.tied = module.get_parameter(embedding if stage.channel.rank == 0 else head)
             copy_tied(stage.tied, stage.channel)
 
-    def share_freezing(self) -> None:
-        """Agree on whether a tied weight is trained: hooks may have frozen it by its name on one stage."""
-        if self.stage is not None and self.stage.tied_names:
-            self._tied_frozen = share_freezing(self.stage.tied, self.channel)
-
-    def check_thawed(self) -> None:
-        """Refuse a frozen tied weight that was thawed by its name on one of its two stages only."""
-        if self.stage is None or not self._tied_frozen:
-            return
-        first, last = trained_at_ends(self.stage.tied, self.channel)
-        if first != last:
-            raise MisconfigurationException(
-                "The weight that embedding and head share was frozen at the start, and is trained by now on "
-                f"the {'first' if first else 'last'} pipeline stage only, so that its copies would differ. "
-                "Thaw it on both: the embedding's on the first stage, the head's on the last."
-            )
-
     def make_optimizers(self, base: Callable[[L.Trainer], None], trainer: L.Trainer) -> None:
-        """Make the optimizers, and put a tied weight into the same group on both of its stages."""
+        """Make the optimizers, which treat a tied weight alike on both of its stages."""
         try:
             base(trainer)
         except ValueError as err:
@@ -147,7 +123,7 @@ class Pipeline:
                 'list of groups, [{"params": [...]}], which may be empty on a stage.'
             ) from err
         if self.stage is not None and self.stage.tied_names:
-            share_group(self.stage.tied, self._strategy.optimizers, self.channel)
+            require_same_ends(self.stage.tied, self._strategy.optimizers, self.channel)
 
     @property
     def head_name(self) -> Mapping[str, str]:
@@ -234,7 +210,6 @@ class PipelineLoop(StepLoop):
         step = batch if isinstance(batch, THDStep) else THDStep([batch])
         if strategy._shards.draws is not None:
             strategy._shards.draws.begin()
-        self._pipeline.check_thawed()
         self._running = PipelineStep(strategy, self._pipeline, self._run, step, rest)
         self._warn_of_bubble(self._running.schedule)
         output = self._running.forward(self._running.program[0])
@@ -253,8 +228,7 @@ class PipelineLoop(StepLoop):
             self._synchronise(step, op)
             result = backward(loss / len(step.step))
         self._losses = step.finish()
-        tied = step.stage.tied
-        if tied is not None and tied.requires_grad:
+        if (tied := step.stage.tied) is not None and tied.requires_grad:
             sum_tied(tied, self._pipeline.channel)
         self._running = None
         return result
@@ -296,9 +270,7 @@ class PipelineStep:
         self._strategy, self._pipeline, self._run, self._rest = strategy, pipeline, run, rest
         self.step, self.stage, self.channel = step, pipeline.stage, pipeline.channel
         self.schedule = make_schedule(self.channel.ranks, len(step), chunks=self.stage.chunks)
-        work = [float(batch.stats.sum_squares + _LINEAR * batch.stats.slots) for batch in step.microbatches]
-        order = best_order(self.schedule, work)
-        self._batches = [step.microbatches[m].replace(microbatch=i) for i, m in enumerate(order)]
+        self._batches = step.microbatches
         self.program = self.schedule.programs[self.channel.rank]
         # Sequence-parallel ranks divide the slots of a message.
         self._slots_shared = strategy.sizes.tensor if strategy.sequence_parallel else 1
@@ -357,21 +329,35 @@ class PipelineStep:
         message: list[Any] = [None]
         if self.stage.holds_head:
             numbers = self._logs.values([self._values[m] for m in range(n)])
-            message = [(*numbers, [self._graphs[m, chunk] for m in range(n)])]
+            message = [(*numbers, [self._graphs[m, chunk] for m in range(n)], self._trains_tied)]
         group = self._pipeline.host_group  # in GPU memory the objects would be read back
         dist.broadcast_object_list(message, dist.get_global_rank(group, self.channel.ranks - 1), group=group)
-        losses, logged, graphs = message[0]
+        losses, logged, graphs, trains_tied = message[0]
         self._logs.log(self._batches, logged)
-        differs = next(((own, graphs[m]) for (m, _), own in self._graphs.items() if own != graphs[m]), None)
+        module = self._strategy.lightning_module
+        differs = next(
+            (_decision(module, own, graphs[m]) for (m, _), own in self._graphs.items() if own != graphs[m]),
+            None,
+        )
+        if self.channel.rank == 0 and self._trains_tied != trains_tied:
+            differs = (
+                "The weight that embedding and head share is trained by now on the "
+                f"{'last' if trains_tied else 'first'} pipeline stage only, so its copies would differ. "
+                "Freeze and thaw both: the embedding's on the first stage, the head's on the last."
+            )
         if not self._pipeline.compared:  # in the first step all stages raise together
             self._pipeline.compared = True
             found: list[Any] = [None] * self.channel.ranks
             dist.all_gather_object(found, differs, group=group)
             differs = next(filter(None, found), None)
         if differs is not None:
-            _refuse_decision(self._strategy.lightning_module, *differs)
+            raise MisconfigurationException(differs)
         device = self._strategy.root_device
         return list(uploaded(np.array(losses, np.float64), device))
+
+    @property
+    def _trains_tied(self) -> bool:
+        return self.stage.tied is not None and self.stage.tied.requires_grad
 
     def _log_bubble(self) -> None:
         trainer: L.Trainer = self._strategy._trainer
@@ -422,8 +408,8 @@ def require_only_loss(module: Any, loss: Tensor, made: Collection[Any]) -> tuple
     return tuple(node.name() for node in held if "ToCopy" not in node.name())
 
 
-def _refuse_decision(module: Any, own: tuple[str, ...], last: tuple[str, ...]) -> None:
-    raise MisconfigurationException(
+def _decision(module: Any, own: tuple[str, ...], last: tuple[str, ...]) -> str:
+    return (
         f"training_step of {type(module).__name__} makes its loss by {list(last)} on the last pipeline stage "
         f"and by {list(own)} on another ({_definition(module)}): it decides by the loss, and only the last "
         "stage has its value. Decide in on_train_batch_end by outputs['loss'], which all ranks have, or set "

@@ -136,8 +136,7 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
             and residuals for two more collectives a block.
         reshard_after_forward: free a layer's gathered weights between its forward and backward pass, and
             gather them again for every microbatch; with False they are gathered once a step and stay until
-            its end. ``auto`` frees them, but for pipelines whose gathered weights take no more than a quarter
-            of a rank's memory.
+            its end. ``auto`` frees them, but not under a pipeline.
         save_distributed_checkpoint: every rank writes its part into a folder that any layout can load; else
             rank 0 writes one file of whole weights.
         asynchronous_checkpoints: write those folders in the background; a checkpoint takes its name when it

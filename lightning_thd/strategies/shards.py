@@ -111,7 +111,7 @@ class WeightShards:
                     apply_sequence_parallel(model, self._meshes.group(TENSOR))
         self._towers = tuple(fsdp.tower_paths(module, make=True))
         fsdp.shard_parameters(
-            module, self._meshes.shards, policy=policy, reshard_after_forward=self._frees_weights(module)
+            module, self._meshes.shards, policy=policy, reshard_after_forward=self._frees_weights
         )
         if pipeline is not None:
             pipeline.tie_ends(module)
@@ -125,18 +125,11 @@ class WeightShards:
         placed: nn.Module = strategy.model
         return placed
 
-    def _frees_weights(self, module: nn.Module) -> bool:
-        """Return whether a layer's gathered weights are freed after its forward pass.
-
-        A pipeline keeps them for the step if they take no more than a quarter of every rank's memory.
-        """
-        chosen, device = self._strategy.reshard_after_forward, self._strategy.root_device
-        if self._strategy._pipeline is None or chosen != "auto":
-            return chosen is not False
-        own = sum(p.numel() * p.element_size() for p in module.parameters()) // self._axes.sizes.tensor
-        fits = torch.tensor([own <= fsdp.memory_of_rank(device) / 4], device=device).int()
-        dist.all_reduce(fits, dist.ReduceOp.MIN, group=self._meshes.stage.get_group())
-        return not bool(fits)
+    @property
+    def _frees_weights(self) -> bool:
+        """Return whether a layer's gathered weights are freed after its forward pass."""
+        chosen: Any = self._strategy.reshard_after_forward
+        return self._strategy._pipeline is None if chosen == "auto" else bool(chosen)
 
     @cached_property
     def _host_group(self) -> dist.ProcessGroup:

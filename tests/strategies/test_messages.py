@@ -123,7 +123,7 @@ def test_a_log_of_the_last_stage_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def last_stage_tells(message: list[Any], src: int | None = None, **kwargs: Any) -> None:
         if src == 1:
-            message[0] = ([1.0] * 8, [{"theirs": 1.0}] * 8, [()] * 8)
+            message[0] = ([1.0] * 8, [{"theirs": 1.0}] * 8, [()] * 8, False)
         else:
             tell(message, src, **kwargs)
 

@@ -12,7 +12,6 @@ import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
@@ -21,7 +20,7 @@ from lightning_thd.callbacks import THDThroughputMonitor
 from lightning_thd.data.streams import Stream
 from lightning_thd.strategies.norms import grad_norm
 from tests.data.streams.jobs import write_samples
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 from tests.strategies.jobs import (
     Job,
     Layout,
@@ -270,74 +269,27 @@ def test_a_loss_that_a_stage_does_not_have_is_not_a_number() -> None:
     assert not any(math.isnan(value) for value in last["peeked"] + last["losses"])
 
 
-class ByName(Job):
-    """Groups weights by their names: the embedding's is the head's too. May freeze them by it as well."""
-
-    def __init__(self, *, freezes: bool = False) -> None:
-        super().__init__("qwen3@2t")
-        self.freezes = freezes
-
-    def on_fit_start(self) -> None:
-        for name, parameter in self.model.named_parameters() if self.freezes else ():
-            parameter.requires_grad_("embed" not in name)
+class ByName(Decayed):
+    """Groups weights by a name that the tied weight has on the first stage only."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         names = dict(self.model.named_parameters())
         ends = [p for name, p in names.items() if "embed" in name]
         rest = [p for name, p in names.items() if "embed" not in name]
-        return torch.optim.AdamW([{"params": ends, "lr": 1e-3}, {"params": rest}], lr=1e-2, eps=1e-5)
+        return torch.optim.AdamW([{"params": ends}, {"params": rest}])
 
 
-class EachAlone(ByName):
-    """Gives every weight a group of its own, other ones on every stage."""
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        groups = [
-            {"params": [p], "weight_decay": 0.1 * ("embed" in name)}
-            for name, p in self.model.named_parameters()
-        ]
-        return torch.optim.AdamW(groups[::-1])
-
-
-class ThawsByName(ByName):
+class ThawsByName(FrozenTie):
     """Thaws the embedding, whose head has another name on the last stage, after the first step."""
 
-    def __init__(self) -> None:
-        super().__init__(freezes=True)
-
     def on_train_batch_end(self, *args: Any) -> None:
-        for name, parameter in self.model.named_parameters():
-            parameter.requires_grad_("embed" in name or parameter.requires_grad)
+        self.model.get_input_embeddings().requires_grad_(True)
 
 
-def fit_by_name(layout: Layout) -> dict[str, Any]:
-    warnings.filterwarnings("ignore")
-    module = ByName()
-    make_trainer(layout, max_steps=1).fit(module, data(Sequences(8)))
-    frozen, refused = ByName(freezes=True), ""
-    make_trainer(layout, max_steps=1).fit(frozen, data(Sequences(8)))
-    if layout.pp > 1:
-        for refused_module in (EachAlone(), ThawsByName()):
-            try:
-                make_trainer(layout, max_steps=2).fit(refused_module, data(Sequences(8)))
-            except (ValueError, MisconfigurationException) as err:
-                refused += str(err)
-    params = full_parameters(module.model)
-    params |= {f"frozen {name}": value for name, value in full_parameters(frozen.model).items()}
-    return {"params": params, "refused": refused}
-
-
-def test_a_tied_head_is_in_the_group_of_its_embedding() -> None:
-    [wanted] = run_ranks(fit_by_name, 1, Layout())
-    seen = set()
-    for found in run_ranks(fit_by_name, 2, Layout(pp=2)):
-        assert re.search(
-            r"head share is in the optimizer's group \d+ on the first.* of the last stage has",
-            found["refused"],
-        )
-        assert "is trained by now on the first pipeline stage only" in found["refused"]
-        for name, value in found["params"].items():
-            whole = name.replace("lm_head", "model.embed_tokens")
-            assert torch.allclose(value, wanted["params"][whole], rtol=1e-10, atol=1e-12), name
-            seen.add(name)
-    assert "lm_head.weight" in seen
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(ByName, "head share is treated as .* on the first"), (ThawsByName, "trained by now on the first pip")],
+)
+def test_a_tied_weight_is_treated_alike_on_both_of_its_stages(kind: type[Job], message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        run_ranks(fit, 2, kind, Layout(pp=2))

@@ -225,56 +225,24 @@ def sum_tied(weight: nn.Parameter, channel: Channel) -> None:
     own.add_(other)
 
 
-def share_group(weight: nn.Parameter | None, optimizers: Sequence[Optimizer], channel: Channel) -> None:
-    """Move the last stage's tied weight to the optimizer group of the first stage's; all stages call it.
-
-    Groups that were made by names may hold the head in another place than the embedding.
-    """
-    options = [
-        [{name: repr(value) for name, value in group.items() if name != "params"} for group in o.param_groups]
-        for o in optimizers
-    ]
-    own = _place(weight, optimizers)
+def require_same_ends(weight: nn.Parameter | None, optimizers: Sequence[Optimizer], channel: Channel) -> None:
+    """Refuse optimizers that treat the two copies of a tied weight differently; all stages call it."""
     found: list[Any] = [None] * channel.ranks
-    dist.all_gather_object(found, (own, options), group=channel.down)
-    (wanted, first), (_, last) = found[0], found[-1]
-    if wanted is not None:
-        i, k = wanted
-        there = last[i][k] if i < len(last) and k < len(last[i]) else None
-        if there != first[i][k]:
-            raise ValueError(
-                f"The weight that embedding and head share is in the optimizer's group {k} on the first "
-                f"pipeline stage, with {first[i][k]}, but that group of the last stage has {there}. Make "
-                "the same groups on every rank, empty ones included."
-            )
-    if channel.rank == channel.ranks - 1 and own != wanted:
-        if own is not None:
-            group = optimizers[own[0]].param_groups[own[1]]
-            group["params"] = [parameter for parameter in group["params"] if parameter is not weight]
-        if wanted is not None:
-            optimizers[wanted[0]].param_groups[wanted[1]]["params"].append(weight)
+    dist.all_gather_object(found, _treatment(weight, optimizers), group=channel.down)
+    if found[0] != found[-1]:
+        raise ValueError(
+            "The weight that embedding and head share is treated as (optimizer, group, options, trained) "
+            f"{found[0]} on the first pipeline stage and {found[-1]} on the last: its copies would differ. "
+            "It has the embedding's name on the first and the head's on the last: treat both names alike."
+        )
 
 
-def share_freezing(weight: nn.Parameter | None, channel: Channel) -> bool:
-    """Freeze both copies of a tied weight if one is frozen, and return whether; all stages call it."""
-    trained = trained_at_ends(weight, channel)
-    if weight is not None and not all(trained):
-        weight.requires_grad_(False)
-    return not all(trained)
-
-
-def trained_at_ends(weight: nn.Parameter | None, channel: Channel) -> tuple[bool, bool]:
-    """Return whether the first and the last stage train their copies of a tied weight; all stages call it."""
-    found: list[Any] = [None] * channel.ranks
-    dist.all_gather_object(found, weight is not None and weight.requires_grad, group=channel.down)
-    return found[0], found[-1]
-
-
-def _place(weight: nn.Parameter | None, optimizers: Sequence[Optimizer]) -> tuple[int, int] | None:
+def _treatment(weight: nn.Parameter | None, optimizers: Sequence[Optimizer]) -> Any:
     for i, optimizer in enumerate(optimizers):
         for k, group in enumerate(optimizer.param_groups):
             if any(parameter is weight for parameter in group["params"]):
-                return i, k
+                options = {name: repr(value) for name, value in group.items() if name != "params"}
+                return i, k, options, weight is not None and weight.requires_grad
     return None
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias
 
 from lightning_thd._checks import whole_number
@@ -132,13 +131,6 @@ def _needs(op: Op, stage: int, last: int) -> list[tuple[bool, int, int]]:
     return [own] if stage == last else [own, (False, stage + 1, op.microbatch)]
 
 
-def makespan(schedule: Schedule, work: Work) -> float:
-    """Simulate a step and return when its last pass ends; see ``timeline``."""
-    lines = timeline(schedule, work)
-    assert lines is not None
-    return max(line[-1].end for line in lines)
-
-
 def expected_bubble(ranks: int, microbatches: int, *, chunks: int = 1) -> float:
     """Compute the waiting share of equal microbatches: ``(p - 1) / (v n + p - 1)``.
 
@@ -147,36 +139,3 @@ def expected_bubble(ranks: int, microbatches: int, *, chunks: int = 1) -> float:
     for name, number in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
         whole_number(number, name, least=1)
     return (ranks - 1) / (chunks * microbatches + ranks - 1)
-
-
-def best_order(schedule: Schedule, work: Sequence[float]) -> list[int]:
-    """Choose the order, as indices, in which unequal microbatches of a step run so that ranks wait least.
-
-    Orders tried are the given one, by size up and down, and those with the smallest at both ends, where the
-    pipeline fills and drains; the best one is improved by exchanges of neighbours in size.
-    """
-    n = len(work)
-    up = sorted(range(n), key=lambda m: work[m])
-    mountain = up[0::2] + up[1::2][::-1]
-    candidates = [list(range(n)), up, up[::-1], mountain, mountain[::-1], _small_ends(up, schedule.ranks)]
-
-    def cost(order: list[int]) -> float:
-        return makespan(schedule, lambda _, m: work[order[m]])
-
-    best = min(candidates, key=cost)
-    least = cost(best)
-    for first, second in list(pairwise(up)) if n <= _EXCHANGE else []:
-        tried = [{first: second, second: first}.get(m, m) for m in best]
-        if (found := cost(tried)) < least:
-            best, least = tried, found
-    return best
-
-
-# Above this many microbatches the ends of the pipeline weigh little, and exchanges cost more than they save.
-_EXCHANGE = 32
-
-
-def _small_ends(up: list[int], ranks: int) -> list[int]:
-    """Order microbatches so that small ones are last, the next smallest first, large ones between."""
-    last, first, middle = up[: ranks - 1], up[ranks - 1 : 2 * (ranks - 1)], up[2 * (ranks - 1) :]
-    return [*first, *middle[::-1], *last[::-1]]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import random
-from itertools import permutations
-
 import pytest
 
 from benchmarks.pipeline import bubble_fraction
 from lightning_thd.parallel.pipeline import expected_bubble, make_schedule
-from lightning_thd.parallel.pipeline.schedule import Op, best_order, makespan, timeline
+from lightning_thd.parallel.pipeline.schedule import Op, timeline
 from tests.parallel.pipeline.support import in_flight
 
 SHAPES = [(p, n, v) for p in (1, 2, 3, 4, 8) for n in (1, 2, 3, 4, 7, 8, 12, 16) for v in (1, 2, 3)]
@@ -50,28 +47,6 @@ def test_the_bubble_of_equal_microbatches_is_the_formula(p: int, n: int, v: int)
 @pytest.mark.parametrize("p", [2, 4, 8])
 def test_activations_in_flight_are_those_of_1f1b(p: int) -> None:
     assert list(map(in_flight, make_schedule(p, 3 * p).programs)) == list(range(p, 0, -1))
-
-
-def test_unequal_microbatches_are_ordered_close_to_the_bound() -> None:
-    random.seed(0)
-    for p in (2, 4):
-        for _ in range(20):
-            work = [random.choice([1.0, 2.0, 4.0]) * random.uniform(0.8, 1.2) for _ in range(8 * p)]
-            schedule = make_schedule(p, len(work))
-            order = best_order(schedule, work)
-            assert sorted(order) == list(range(len(work)))
-            # Filling and draining cost p - 1 microbatches of mean work beside the work itself.
-            bound = 3 * (sum(work) + (p - 1) * sum(work) / len(work))
-            assert makespan(schedule, lambda _, m, at=order, of=work: of[at[m]]) <= 1.1 * bound
-
-
-def test_no_order_of_five_is_better_by_more_than_a_tenth() -> None:
-    schedule, work = make_schedule(2, 5), [5.0, 1.0, 3.0, 2.0, 4.0]
-
-    def span(order: tuple[int, ...] | list[int]) -> float:
-        return makespan(schedule, lambda _, m: work[order[m]])
-
-    assert span(best_order(schedule, work)) <= 1.1 * min(map(span, permutations(range(5))))
 
 
 @pytest.mark.parametrize(("ranks", "microbatches", "chunks"), [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
