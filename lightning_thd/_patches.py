@@ -65,12 +65,6 @@ PATCHES: Final[dict[str, Patch]] = {
         "models/masks.py",
         "an attention can say that it wants no search",
     ),
-    "indexers": Patch(
-        "forward of DeepSeek's indexers and their like",
-        "They score all pairs of slots, across sequences; short sequences keep all keys anyway.",
-        "models/masks.py",
-        "indexers take cu_seq_lens",
-    ),
     "mixers": Patch(
         "forward of state-space, linear-attention and short-convolution layers",
         "They carry a state along the row, from one sequence into the next.",

@@ -15,8 +15,7 @@ import functools
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
@@ -24,7 +23,7 @@ from torch import nn
 
 from lightning_thd._find import TEXT_CONFIGS, kind_holds_text_config
 from lightning_thd._patches import patch
-from lightning_thd.models.masks import adopt_indexers, learn_window
+from lightning_thd.models.masks import learn_window
 from lightning_thd.models.mixers import adopt_mixers, has_mixers
 from lightning_thd.models.pack import (
     PACK_KWARGS,
@@ -100,11 +99,10 @@ def watch_models(base: Any) -> None:
     def set_attn_implementation(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         named = isinstance(attn_implementation, dict)
         asked = attn_implementation.get("") if named else attn_implementation
-        with _unchanged_on_error(self):
-            switch(self, attn_implementation, *args, **kwargs)
-            if asked == NAME:  # transformers only logs that it cannot switch a class
-                self.config._attn_implementation_internal = self.get_correct_attn_implementation(NAME)
-            _settle(self, follow=asked is None)
+        switch(self, attn_implementation, *args, **kwargs)
+        if asked == NAME:  # transformers only logs that it cannot switch a class
+            self.config._attn_implementation_internal = self.get_correct_attn_implementation(NAME)
+        _settle(self, follow=asked is None)
 
     @functools.wraps(finish)
     def post_init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -165,7 +163,6 @@ def adopt(model: Any) -> None:
     adopt_row_scales(type(model))
     adopt_ropes(type(model), model.config)
     adopt_zero_embeddings(type(model))
-    adopt_indexers(type(model), model.config)
     adopt_classifier(type(model))
     learn_window(model.config)
 
@@ -182,24 +179,6 @@ def _settle(model: nn.Module, *, follow: bool) -> None:
         if NAME in (own, wanted) and not keeps_own_attention(inner):
             chosen = inner.get_correct_attn_implementation(wanted)
             inner.config._attn_implementation_internal = chosen
-
-
-@contextmanager
-def _unchanged_on_error(model: nn.Module) -> Generator[None]:
-    """Restore the attention of every config of a model when switching it raises inside this context."""
-    waiting = [getattr(module, "config", None) for module in model.modules()]
-    before: dict[int, tuple[Any, str]] = {}
-    while waiting:
-        config: Any = waiting.pop()
-        if hasattr(config, "sub_configs") and id(config) not in before:
-            before[id(config)] = config, config._attn_implementation
-            waiting.extend(getattr(config, name, None) for name in config.sub_configs)
-    try:
-        yield
-    except BaseException:
-        for config, attention in before.values():
-            config._attn_implementation_internal = attention
-        raise
 
 
 def _language_config(config: Any) -> Any:

@@ -5,17 +5,15 @@ Legend: B rows (1 for a pack), T slots, H query heads, G key-value heads, D head
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lightning_thd.attention import varlen_attention
 from lightning_thd.attention.entry import BoundAttention
-from lightning_thd.batch.upload import know_offsets, uploaded
-from lightning_thd.models.masks import hides_nothing, shows_all, stands_for_every_key, told_limit
+from lightning_thd.batch.upload import know_offsets
+from lightning_thd.models.masks import shows_all, told_limit
 from lightning_thd.models.pack import CAUSAL, NOTES, STATE, Pack, Scope, current_pack, current_scope
 from lightning_thd.parallel.context import layout
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
@@ -72,9 +70,8 @@ def thd_attention(
         both_ways = shows_all(attention_mask, current_pack())
     compiling = torch.compiler.is_compiling()
     if compiling or attention_mask is not None or dropout or not others.keys() <= _INERT:
-        _refuse(
-            module, None if both_ways or hides_nothing(attention_mask) else attention_mask, dropout, others
-        )
+        told = both_ways or told_window is not None or chunk is not None
+        _refuse(module, None if told else attention_mask, dropout, others)
     causal = not both_ways and _is_causal(module, is_causal)
     window = _window(module, sliding_window, causal=causal) if told_window is None else told_window
     pack = current_pack() if cu_seq_lens_q is None else _announced(cu_seq_lens_q, cu_seq_lens_k)
@@ -266,36 +263,13 @@ def _in_chunks(module: nn.Module, bounds: _Boundaries, chunk: int, slots: int) -
             "model without context parallelism."
         )
     pack = current_pack()
-    if pack is not None and bounds.keys is not None:
-        shared: _Boundaries = _shared_in_chunks(pack, chunk)
-        return shared
+    if pack is not None:
+        pack.refuse_prefixes(module, "attends in chunks, which differ between the sequences")
     known = {} if pack is None or pack.cu_seqlens_q is not bounds.cu_seqlens_q else pack.cache
     if ("chunks", chunk) not in known:
         known["chunks", chunk] = chunk_offsets(bounds.cu_seqlens_q, slots, chunk)
     offsets, longest = known["chunks", chunk], min(chunk, bounds.max_length_q)
     return _Boundaries(offsets, offsets, longest, longest)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _shared_in_chunks(pack: Pack, chunk: int) -> _Boundaries:
-    """Cut the paths of shared prefixes at multiples of ``chunk``; a query sees its own chunk of its path."""
-    prefixes = pack.prefixes
-    assert prefixes is not None
-    if ("chunks", chunk) not in pack.cache:
-        pieces = list[tuple[int, int, int]]()  # queries, and the first and last + 1 of their keys
-        start = 0
-        for own, path in zip(prefixes.query_lengths, prefixes.key_lengths, strict=True):
-            cuts = [path - own, *range((path - own) // chunk * chunk + chunk, path, chunk), path]
-            pieces += [(b - a, start + a // chunk * chunk, start + b) for a, b in pairwise(cuts)]
-            start += path
-        q_lengths, k_lengths = [own for own, _, _ in pieces], [b - a for _, a, b in pieces]
-        on_host = [np.concatenate([np.arange(a, b) for _, a, b in pieces])]
-        on_host += [np.cumsum([0, *each], dtype=np.int32) for each in (q_lengths, k_lengths)]
-        seen, cu_q, cu_k = uploaded(on_host, prefixes.keys.device)
-        keys = prefixes.keys.index_select(0, seen)
-        pack.cache["chunks", chunk] = _Boundaries(cu_q, cu_k, max(q_lengths), max(k_lengths), keys)
-    found: _Boundaries = pack.cache["chunks", chunk]
-    return found
 
 
 def chunk_offsets(cu_seqlens: Tensor, slots: int, chunk: int) -> Tensor:
@@ -366,8 +340,7 @@ def _refuse(module: nn.Module, attention_mask: Tensor | None, dropout: float, ot
             "attn_implementation='eager' to look at weights."
         )
     for name, value in others.items():
-        inert = value is None or value is False or name in _INERT
-        if not inert and not stands_for_every_key(name, value):
+        if not (value is None or value is False or name in _INERT):
             raise ValueError(
                 f"{type(module).__name__} passes {name} to its attention, which 'thd' does not apply. Use "
                 "attn_implementation='eager' for this model, or leave the argument out where it is yours."

@@ -1,9 +1,4 @@
-"""The masks that models ask for under "thd" -> None, a stand-in that carries a window, or an error.
-
-DeepSeek's sparse attention scores all pairs of tokens and keeps ``index_topk`` keys a query. A sequence of at
-most that many tokens keeps them all. Its attention is then the plain causal one, and the scores, through
-which no gradient goes, need not be computed. Longer sequences are refused.
-"""
+"""The masks that models ask for under "thd" -> None, a stand-in that carries a window, or an error."""
 
 from __future__ import annotations
 
@@ -13,12 +8,12 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_thd._patches import layer_classes, patch, patch_forward
+from lightning_thd._patches import patch
 from lightning_thd.models.pack import BIDIRECTIONAL, CAUSAL, STATE, Pack, Scope
 from lightning_thd.parallel.context import layout
 
@@ -66,17 +61,11 @@ def thd_mask(
     if not plain:
         plain, wanted, window = _equals_plain(mask_function, kind)
         local_size = local_size or window
-        if wanted and keeps_all_keys(config, q_length):
-            return nothing_hidden(device)
         if wanted:
-            limit = getattr(config, "index_topk", None)
-            keep = "Use "
-            if limit is not None:
-                keep = f"Use sequences of at most {limit} tokens, which keep all keys, or "
             raise ValueError(
                 f"{type(config).__name__}: this model chooses the keys of every token by an index, or adds "
-                f"to its mask, so it needs the causal mask itself, which 'thd' never builds. {keep}padded "
-                "rows with attn_implementation='eager'."
+                "to its mask, so it needs the causal mask itself, which 'thd' never builds. Use padded rows "
+                "with attn_implementation='eager'."
             )
     if not plain:
         raise ValueError(
@@ -98,16 +87,6 @@ def thd_mask(
             "the config, or use attn_implementation='eager' on padded rows."
         )
     return None
-
-
-def nothing_hidden(device: torch.device | None) -> Tensor:
-    """Return a mask of no entries, ``[0, 1, 0, 0]``, for layers that must be handed one."""
-    return torch.empty((0, 1, 0, 0), dtype=torch.bool, device=device)
-
-
-def hides_nothing(mask: Tensor | None) -> bool:
-    """Return whether a mask is what ``nothing_hidden`` made, or what a layer has left of it."""
-    return mask is not None and mask.shape[0] == 0
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -212,34 +191,6 @@ def skip_position_scan(masking_utils: ModuleType) -> None:
     patch("masks", namespace, "_preprocess_mask_arguments", preprocess)
 
 
-# ---- Layers that choose the keys of every query
-
-# Each takes the causal mask and returns the indices of the keys it keeps, int32 [B, T, K].
-_INDEXERS: Final = (
-    "AXK2Indexer",
-    "DeepseekV32Indexer",
-    "Dots3NoteTextIndexer",
-    "GlmMoeDsaIndexer",
-    "HYV4Indexer",
-    "MistralLarge4TextIndexer",
-)
-# Configs of the models whose indexers know packs.
-_ADOPTED: set[type] = set()
-
-
-def adopt_indexers(model_class: type, config: Any) -> None:
-    """Patch the indexers of a model class to keep all keys of a sequence of at most ``index_topk`` tokens."""
-    for cls in layer_classes(model_class):
-        if cls.__name__ in _INDEXERS:
-            patch_forward("indexers", cls, "_thd_indexer", _all_keys)
-            _ADOPTED.add(type(config))
-
-
-def keeps_all_keys(config: Any, q_length: int) -> bool:
-    """Return whether a model's indexers keep every key of the running pack, or of ``q_length`` slots."""
-    return type(config) in _ADOPTED and longest_sequence(q_length) <= config.index_topk
-
-
 def longest_sequence(q_length: int) -> int:
     """Return the length of the longest sequence of the running pack, or ``q_length`` without one."""
     scope: Scope | None = getattr(STATE, "scope", None)
@@ -247,25 +198,3 @@ def longest_sequence(q_length: int) -> int:
         return q_length
     shard = layout.layout_of(scope.pack.cu_seqlens_q) if layout.in_use else None
     return scope.pack.max_length_k if shard is None else max(shard.padded_lengths)
-
-
-def every_key(like: Tensor) -> Tensor:
-    """Return indices that mean all keys, int32 ``[B, T, 0]`` for tokens ``[B, T, ...]``."""
-    return torch.empty((*like.shape[:2], 0), dtype=torch.int32, device=like.device)
-
-
-def stands_for_every_key(name: str, value: Any) -> bool:
-    """Return whether an argument of an attention is what ``every_key`` made."""
-    return name == "indices" and isinstance(value, Tensor) and value.shape[-1] == 0
-
-
-def _all_keys(forward: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def forward_in_pack(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        scope: Scope | None = getattr(STATE, "scope", None)
-        longest = longest_sequence(hidden_states.shape[1])
-        if scope is None or scope.module is None or longest > self.index_topk:
-            return forward(self, hidden_states, *args, **kwargs)
-        return every_key(hidden_states)
-
-    return forward_in_pack

@@ -22,7 +22,7 @@ from lightning_thd.batch.prefixes import SharedBatch
 from lightning_thd.loss.causal_lm import causal_lm_logprobs, causal_lm_loss_and_stats
 from lightning_thd.loss.preference import sequence_sums
 from lightning_thd.models.mixers import has_mixers
-from tests.models.families import _MOE, FAMILIES, build
+from tests.models.families import FAMILIES, build
 from tests.models.matrix import checkpoint
 from tests.wide import nothing_narrower
 
@@ -144,23 +144,16 @@ def test_gradient_checkpointing_gathers_again(reentrant: bool) -> None:
     assert largest_difference(summed, gradients) <= TOLERANCE
 
 
-CHUNKS = {
-    **_MOE, "head_dim": 8, "num_hidden_layers": 4, "attention_chunk_size": 5, "intermediate_size_mlp": 48,
-    "interleave_moe_layer_step": 2, "no_rope_layers": [1, 1, 1, 0],
-}  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("config", "arguments"),
     [
-        ("Llama4TextConfig", CHUNKS),
         ("DeepseekV3Config", {**FAMILIES["deepseek_v3"].arguments, "first_k_dense_replace": 2}),
         ("Qwen3MoeConfig", FAMILIES["qwen3_moe"].arguments),
         ("GptOssConfig", FAMILIES["gpt_oss"].arguments),
     ],
-    ids=["chunks", "mla", "experts", "sinks"],
+    ids=["mla", "experts", "sinks"],
 )
-def test_chunks_latent_attention_and_experts_are_exact_in_fp64(
+def test_latent_attention_and_experts_are_exact_in_fp64(
     config: str, arguments: dict[str, Any]
 ) -> None:
     torch.manual_seed(0)

@@ -11,21 +11,14 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
-from packaging.version import Version
 from transformers import masking_utils
 
-from benchmarks import families
 from lightning_thd.batch import THDBatch
 from lightning_thd.models import masks, register_thd
-from lightning_thd.models.masks import (
-    hides_nothing,
-    nothing_hidden,
-    shows_all,
-)
+from lightning_thd.models.masks import shows_all
 from lightning_thd.models.pack import Pack
 from lightning_thd.parallel.context import layout
 from lightning_thd.parallel.shard import shard_batch
-from tests.models.matrix import relative_error
 
 register_thd()
 
@@ -101,8 +94,6 @@ def test_a_padding_mask_that_hides_nothing_is_looked_at_once_a_pack() -> None:
     assert not shows_all(hidden, pack)
     assert shows_all(torch.ones(2, 1, 1, 3, dtype=torch.bool), None)
     assert not shows_all(torch.zeros(1, 1, 3, 3), pack)  # might be causal, and is not
-    assert hides_nothing(nothing_hidden(None)[:, 0])
-    assert not hides_nothing(None)
 
 
 def test_a_bidirectional_mask_is_nothing() -> None:
@@ -197,49 +188,3 @@ def test_a_window_that_the_layer_remembers_is_applied() -> None:
     ours = model(ids, use_cache=False).logits
     model.set_attn_implementation("eager")
     torch.testing.assert_close(ours, model(ids, use_cache=False).logits, rtol=1e-4, atol=1e-5)
-
-
-# ---- Layers that choose the keys of every query
-
-INDEXED = [
-    ("deepseek_v32", "DeepseekV32ForCausalLM"),
-    ("glm_moe_dsa", "GlmMoeDsaForCausalLM"),
-    pytest.param("axk2", "AXK2ForCausalLM", marks=pytest.mark.slow),
-    pytest.param("hy_v4", "HYV4ForCausalLM", marks=pytest.mark.slow),
-]
-
-
-def limited(family: str, name: str, attention: str, topk: int) -> Any:
-    model = families.build(family, name, attention)
-    model.config.index_topk = topk
-    for module in model.modules():
-        if hasattr(module, "index_topk"):
-            module.index_topk = topk
-    return model
-
-
-def random_pack(*lengths: int) -> THDBatch:
-    generator = torch.Generator().manual_seed(0)
-    return THDBatch.collate(
-        [{"input_ids": torch.randint(8, 120, (n,), generator=generator)} for n in lengths]
-    )
-
-
-@pytest.mark.parametrize(("family", "name"), INDEXED)
-def test_sequences_of_at_most_the_kept_keys_are_exact_and_longer_ones_refused(family: str, name: str) -> None:
-    if not hasattr(transformers, name):
-        pytest.skip(f"transformers {transformers.__version__} has no {family}")
-    stock, model = (limited(family, name, attention, 9) for attention in ("eager", "thd"))
-    model.load_state_dict(stock.state_dict())
-    batch = random_pack(9, 1, 4, 9, 8)
-    got = batch.unpack(model(**batch.hf_kwargs()).logits)
-    for ours, ids in zip(got, batch.unpack(batch.input_ids), strict=True):
-        assert relative_error(ours, stock(input_ids=ids[None], use_cache=False).logits[0]) <= 2e-5
-        assert relative_error(ours, model(input_ids=ids[None], use_cache=False).logits[0]) <= 2e-5
-    longer = random_pack(9, 10)
-    message = r"chooses the keys of every token by an index.*Use sequences of at most 9 tokens"
-    if Version(transformers.__version__) < Version("5.23"):  # which asks for no mask to index
-        message = "passes indices to its attention"
-    for call in (longer.hf_kwargs(), {"input_ids": longer.input_ids[None]}):
-        with pytest.raises(ValueError, match=message):
-            model(**call)
