@@ -8,6 +8,7 @@ Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E v
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -144,7 +145,7 @@ def _bind(
     spec: AttentionSpec,
     sinks: Tensor | None,
     keys: Tensor | None,
-) -> torch_cuda.Bound:
+) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
     if keys is not None:  # a kernel that can gather them again in backward, or any on gathered keys
         gathering = choose("auto", describe(q, v, spec, sinks))
         if gathering in _RAW:
@@ -160,8 +161,9 @@ def _bind(
     name = known_choice(describe(q, v, spec, sinks))
     if name == "cpu" and cpu.is_plain(q, k, v):
         return cpu.CpuAttention(q, k, v, at, spec)
-    if name == "torch" and sinks is None and (bound := torch_cuda.bind(q, k, v, at, spec)) is not None:
-        return bound
+    size, value_size = q.shape[2], v.shape[2]
+    if name == "torch" and sinks is None and raw.one_size(size, value_size) == (size, value_size):
+        return torch_cuda.bind(at, spec)
     return lambda q, k, v, sinks: run(name, q, k, v, at, spec, sinks)
 
 

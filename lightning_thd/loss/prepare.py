@@ -126,22 +126,23 @@ def prepare(call: Call) -> Prepared:
     targets, shape = call.targets.flatten().long(), call.targets.shape
     kept: Tensor | None = None
     picked: Tensor | None = None
-    all_count = False
+    counts: Tensor | None
     if call.rows is not None:
         picked = _check_rows(call.rows, targets.numel(), hidden.device)
         shape, targets = picked.shape, targets[picked]
+        counts = targets != call.ignore_index
     else:
         known = call.loss_tokens if hidden.device.type in _WAITS else None
-        kept, targets, all_count = rows_with_target(targets, call.ignore_index, at_most=known)
+        kept, targets, counts = rows_with_target(targets, call.ignore_index, at_most=known)
         picked = kept
     if picked is not None:
         hidden = hidden.index_select(0, picked)
         x = None if x is None else x.index_select(0, picked)
-    _check_target_values(targets, call.ignore_index, vocabulary)
+    _check_target_values(targets, counts, call.ignore_index, vocabulary)
     return Prepared(
         operands=(hidden, weight, call.bias, x, None if low_rank is None else low_rank[1]),
         targets=targets,
-        counts=None if all_count else targets != call.ignore_index,
+        counts=counts,
         kept=kept,
         shape=shape,
         settings=Settings(
@@ -155,7 +156,7 @@ def prepare(call: Call) -> Prepared:
             chunk=chunk,
             tp_group=group,
             partial_hidden=call.sequence_parallel or call.partial_hidden,
-            ignore_index=None if all_count else call.ignore_index,
+            ignore_index=None if counts is None else call.ignore_index,
         ),
     )
 
@@ -176,8 +177,8 @@ def _local(call: Call) -> Call:
 
 def rows_with_target(
     targets: Tensor, ignore_index: int, *, at_most: int | None = None
-) -> tuple[Tensor | None, Tensor, bool]:
-    """Return the rows whose target ``[T]`` counts, their targets, and whether all of these count.
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """Return the rows whose target ``[T]`` counts, their targets, and which of these count, None for all.
 
     In fine-tuning most tokens have no target; leaving their rows out saves their products. How many are left
     is data. It is read from the device, and shapes vary from batch to batch; ``static_shapes`` turns that
@@ -186,20 +187,20 @@ def rows_with_target(
     """
     capturing = targets.is_cuda and torch.cuda.is_current_stream_capturing()
     if STATIC.get() or targets.is_meta or capturing:
-        return None, targets, False
+        return None, targets, targets != ignore_index
     counts, total = targets != ignore_index, targets.numel()
     number = counts.sum()
     kept = int(number) if at_most is None else min(at_most, total)
     if at_most is not None:
         torch._assert_async(number <= kept, f"more targets count than the {kept} that the caller knows of")
     if kept > (1.0 - _WORTH_SKIPPING) * total:
-        return None, targets, at_most is None and kept == total
+        return None, targets, None if at_most is None and kept == total else counts
     if at_most is None:
         rows = counts.nonzero().squeeze(1)
-        return rows, targets[rows], True
+        return rows, targets[rows], None
     rows = counts.nonzero_static(size=kept, fill_value=0).squeeze(1)
     real = torch.arange(kept, device=targets.device) < number
-    return rows, torch.where(real, targets[rows], ignore_index), False
+    return rows, torch.where(real, targets[rows], ignore_index), real
 
 
 def check_operands(
@@ -260,15 +261,17 @@ def _check_targets(targets: Tensor, hidden: Tensor, shape: torch.Size) -> None:
         raise _elsewhere("targets", targets, hidden)
 
 
-def _check_target_values(targets: Tensor, ignore_index: int, vocabulary: int) -> None:
-    """Check that targets are in the whole vocabulary; an error on the CPU, a device assert elsewhere."""
+def _check_target_values(targets: Tensor, counts: Tensor | None, ignore_index: int, vocabulary: int) -> None:
+    """Check that targets that count are in the vocabulary; an error on the CPU, a device assert elsewhere."""
     if targets.is_meta:
         return
-    wrong = ((targets < 0) | (targets >= vocabulary)) & (targets != ignore_index)
+    right = targets == targets.clamp(0, vocabulary - 1)
+    if counts is not None:
+        right |= ~counts
     if targets.device.type != "cpu":
-        torch._assert_async(~wrong.any(), f"a target is outside the vocabulary of {vocabulary}")
-    elif not STATIC.get() and bool(wrong.any()):
-        at = int(wrong.nonzero()[0])
+        torch._assert_async(right.all(), f"a target is outside the vocabulary of {vocabulary}")
+    elif not STATIC.get() and not bool(right.all()):
+        at = int((~right).nonzero()[0])
         raise ValueError(
             f"targets[{at}] is {int(targets[at])}, wanted 0 to {vocabulary - 1} or "
             f"ignore_index={ignore_index}. "

@@ -249,7 +249,7 @@ def flash4_backward(
     return run_backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, spec)
 
 
-# torch.nn.attention.varlen and the operators under it
+# The operators under torch.nn.attention.varlen
 
 
 def aten_forward(
@@ -348,43 +348,6 @@ def efficient_backward(
         if cu[i] == cu[i + 1]:
             grads[1][a:b] = grads[2][a:b] = torch.nan
     return *(x.to(query.dtype)[None] for x in grads), torch.empty(0)
-
-
-class _Differentiable(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, spec: AttentionSpec
-    ) -> Tensor:
-        out, lse = run_forward(q, k, v, cu_q, cu_k, spec)
-        ctx.saved, ctx.spec = (q, k, v, out, lse, cu_q, cu_k), spec
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (*run_backward(grad, *ctx.saved, ctx.spec), None, None, None)
-
-
-def varlen_attn_2_13(
-    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1,
-    -1), enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
-):  # fmt: skip
-    check_hardware(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
-    assert enable_gqa or query.shape[1] == key.shape[1]
-    spec = spec_of(scale, False, window_size)
-    return _Differentiable.apply(query, key, value, cu_seq_q, cu_seq_k, spec)
-
-
-def varlen_attn_without_gqa(
-    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
-):
-    assert query.shape[1] == key.shape[1]
-    return varlen_attn_2_13(
-        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size
-    )
-
-
-def varlen_attn_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
-    raise AssertionError("it has no scale: the operators must run")
 
 
 # Transformer Engine
@@ -500,9 +463,8 @@ def install(monkeypatch: pytest.MonkeyPatch, *which: str) -> None:
     te._module.cache_clear()
 
 
-def install_torch(monkeypatch: pytest.MonkeyPatch, varlen_attn: Any = varlen_attn_2_13) -> None:
-    """Make torch's varlen attention, of one version's signature, run here."""
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+def install_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make torch's flash operators run here."""
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", aten_forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", aten_backward)
 

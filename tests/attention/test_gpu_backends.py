@@ -35,8 +35,6 @@ CASES = {
 }
 BACKENDS = [
     "torch",
-    "torch without gqa",
-    "torch 2.10",
     "flash2",
     "flash3",
     "flash3 tag",
@@ -51,16 +49,9 @@ def cu(lengths: list[int]) -> Tensor:
 
 
 def install(patch: pytest.MonkeyPatch, backend: str) -> str:
-    signatures = {
-        "torch": standins.varlen_attn_2_13,
-        "torch without gqa": standins.varlen_attn_without_gqa,
-        "torch 2.10": standins.varlen_attn_2_10,
-    }
-    if backend in signatures:
-        standins.install_torch(patch, signatures[backend])
-        return "torch"
-    if backend == "efficient":
-        standins.install_efficient(patch)
+    if backend in ("torch", "efficient"):
+        install_here = standins.install_torch if backend == "torch" else standins.install_efficient
+        install_here(patch)
         return backend
     standins.install(patch, backend)
     return "te" if backend == "te" else "flash"
@@ -173,16 +164,6 @@ def test_strided_inputs_and_expanded_gradients(on_cuda: pytest.MonkeyPatch, back
         out.sum().backward()
         assert q.grad is not None
         assert q.grad.isfinite().all()
-
-
-def test_the_double_has_the_signature_of_the_installed_torch() -> None:
-    from torch.nn.attention.varlen import varlen_attn
-
-    real, double = (inspect.signature(f).parameters for f in (varlen_attn, standins.varlen_attn_2_13))
-    missing = [name for name in double if name not in real]
-    if missing == ["enable_gqa", "seqused_k", "block_table", "num_splits"]:
-        pytest.skip("an older torch than the double's")
-    assert [(p.name, p.kind) for p in real.values()] == [(p.name, p.kind) for p in double.values()]
 
 
 def test_the_efficient_kernel_takes_fp32(on_cuda: pytest.MonkeyPatch) -> None:

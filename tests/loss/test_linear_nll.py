@@ -218,9 +218,10 @@ def test_a_number_of_loss_tokens_known_on_the_host_is_not_read(at_most: int) -> 
     targets = torch.full((40,), -100)
     targets[3], targets[7] = 5, 6
     with RefuseDeviceReads():
-        rows, kept, all_count = rows_with_target(targets, -100, at_most=at_most)
+        rows, kept, counts = rows_with_target(targets, -100, at_most=at_most)
     assert rows is not None
-    assert not all_count
+    assert counts is not None
+    assert counts.tolist() == [True, True, *[False] * (at_most - 2)]
     assert kept.tolist() == [5, 6, *[-100] * (at_most - 2)]
     assert rows[:2].tolist() == [3, 7]
     with pytest.raises(RuntimeError, match="more targets count than the 1"):

@@ -1,8 +1,8 @@
 """CUDA tensors -> the two attention kernels that come with torch: flash-attn 2, and the memory-efficient one.
 
-Flash, first choice on a GPU: without sinks ``torch.nn.attention.varlen`` runs; what it takes differs between
-torch 2.10 and 2.13, so its signature decides. With sinks, and for context parallelism, the aten operators
-under it run, whose backward takes the lse it is given.
+Flash, first choice on a GPU: the aten operators under ``torch.nn.attention.varlen`` run. Its public function
+wraps them in two custom operators, which cost a small model's layer about 120 us of Python in a step, and
+what it takes differs between versions of torch (``python -m benchmarks.host_time --imagined``).
 
 Memory-efficient: fp32 too, and devices older than flash kernels know. It wants as many key-value as query
 heads, no window that looks ahead and no softcap. Its results are undefined for rows and keys that see
@@ -13,9 +13,7 @@ Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E v
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,9 +22,6 @@ from torch import Tensor
 from lightning_thd.attention.kernels import raw
 from lightning_thd.attention.kernels.raw import Saved
 from lightning_thd.attention.spec import AttentionSpec, Offsets
-
-# q, k, v and sinks -> packed output.
-Bound = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 class AtenFlash:
@@ -37,46 +32,74 @@ class AtenFlash:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
-        """Call ``aten::_flash_attention_forward``."""
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q,
-            k,
-            v,
-            at.cu_q,
-            at.cu_kv,
-            at.max_q,
-            at.max_kv,
-            0.0,
-            is_plain_causal(spec),
-            return_debug_mask=False,
-            scale=spec.scale,
-            window_size_left=spec.left,
-            window_size_right=spec.right,
-        )
+        """Run the forward operator; lse comes ``[Tq, H]``."""
+        out, lse, *_ = _flash_forward(q, k, v, at, spec)
         return out, lse.t()
 
     def backward(
         self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Call ``aten::_flash_attention_backward``; the state of a dropout that is 0 may be any tensor."""
-        rng_state = torch.zeros(2, dtype=torch.uint64, device=grad.device)
-        dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            grad,
-            *saved[:4],
-            saved.lse.t().contiguous(),
-            at.cu_q,
-            at.cu_kv,
-            at.max_q,
-            at.max_kv,
-            0.0,
-            is_plain_causal(spec),
-            rng_state,
-            torch.empty(0, device=grad.device),
-            scale=spec.scale,
-            window_size_left=spec.left,
-            window_size_right=spec.right,
-        )
-        return dq, dk, dv
+        """Run the backward operator; the state of a dropout that is 0 may be any tensor."""
+        state = (torch.zeros(2, dtype=torch.uint64, device=grad.device), torch.empty(0, device=grad.device))
+        tensors = (grad, *saved[:4], saved.lse.t().contiguous())
+        return _flash_backward(tensors, at, spec, state)
+
+
+class _Flash(torch.autograd.Function):
+    """Flash attention without sinks: its backward gets lse just as the forward wrote it."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> Tensor:
+        out, lse, *state = _flash_forward(q, k, v, at, spec)[:4]
+        ctx.save_for_backward(q, k, v, out, lse, at.cu_q, at.cu_kv, *state)
+        ctx.longest, ctx.spec = (at.max_q, at.max_kv), spec
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, cu_q, cu_kv, *state = ctx.saved_tensors
+        tensors, at = (grads[0].contiguous(), q, k, v, out, lse), Offsets(cu_q, cu_kv, *ctx.longest)
+        return *_flash_backward(tensors, at, ctx.spec, state), None, None
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> tuple[Tensor, ...]:
+    """Return out ``[Tq, H, D]``, lse ``[H, Tq]``, and the state and seed of a dropout that is 0."""
+    results: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        at.cu_q,
+        at.cu_kv,
+        at.max_q,
+        at.max_kv,
+        0.0,
+        is_plain_causal(spec),
+        return_debug_mask=False,
+        scale=spec.scale,
+        window_size_left=spec.left,
+        window_size_right=spec.right,
+    )
+    return results
+
+
+def _flash_backward(
+    tensors: Sequence[Tensor], at: Offsets, spec: AttentionSpec, state: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk and dv of ``tensors``: the gradient, q, k, v, out and lse ``[H, Tq]``."""
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        *tensors,
+        at.cu_q,
+        at.cu_kv,
+        at.max_q,
+        at.max_kv,
+        0.0,
+        is_plain_causal(spec),
+        *state,
+        scale=spec.scale,
+        window_size_left=spec.left,
+        window_size_right=spec.right,
+    )
+    return dq, dk, dv
 
 
 def is_plain_causal(spec: AttentionSpec) -> bool:
@@ -84,56 +107,25 @@ def is_plain_causal(spec: AttentionSpec) -> bool:
     return spec.left < 0 and spec.right == 0
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
-    """Attend by ``torch.nn.attention.varlen``, or by the raw kernel where that has no such option."""
-    if sinks is not None:
-        return raw.attend(AtenFlash(), q, k, v, at, spec, sinks)
-    value_size = v.shape[2]
-    q, k, v = raw.widen(AtenFlash(), q, k, v)
-    bound = bind(q, k, v, at, spec)
-    if bound is None:  # this torch's public function takes less than the operators under it
-        return raw.attend(AtenFlash(), q, k, v, at, spec, None)[..., :value_size]
-    return bound(q, k, v, None)[..., :value_size]
-
-
-def bind(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> Bound | None:
-    """Return torch's function with all but the tensors given; None for heads or options it does not take."""
-    options = public_options(spec, shared_heads=k.shape[1] != q.shape[1])
-    if options is None or raw.one_size(q.shape[2], v.shape[2]) != (q.shape[2], v.shape[2]):
-        return None
-    kernel = _varlen_attn()
+def bind(at: Offsets, spec: AttentionSpec) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
+    """Return ``attend`` for heads of one size that the kernel takes as they are, without sinks."""
 
     def attend_bound(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         if q.stride(2) != 1 or k.stride(2) != 1 or v.stride(2) != 1:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        out: Tensor = kernel(q, k, v, at.cu_q, at.cu_kv, at.max_q, at.max_kv, **options)
+        out: Tensor = _Flash.apply(q, k, v, at, spec)  # type: ignore[no-untyped-call]
         return out
 
     return attend_bound
 
 
-def public_options(spec: AttentionSpec, *, shared_heads: bool) -> dict[str, Any] | None:
-    """Translate ``spec`` to keywords of torch's ``varlen_attn``; None where this torch lacks one of them."""
-    options: dict[str, Any] = {"scale": spec.scale, "window_size": (spec.left, spec.right)}
-    if shared_heads:
-        options["enable_gqa"] = True
-    return options if all(_takes(name) for name in options) else None
-
-
-def _varlen_attn() -> Any:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return varlen_attn
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _takes(keyword: str) -> bool:
-    return keyword in _keywords_of(_varlen_attn())
-
-
-@cache
-def _keywords_of(function: Any) -> frozenset[str]:
-    return frozenset(inspect.signature(function).parameters)
+def attend(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
+    """Attend by the flash kernel, at any head size up to its largest; ``[Tq, H, E]``."""
+    if sinks is not None:
+        return raw.attend(AtenFlash(), q, k, v, at, spec, sinks)
+    value_size = v.shape[2]
+    out: Tensor = _Flash.apply(*raw.widen(AtenFlash(), q, k, v), at, spec)  # type: ignore[no-untyped-call]
+    return out if out.shape[2] == value_size else out[..., :value_size]
 
 
 # The kernel's names of masks: none, and causal from the bottom right.

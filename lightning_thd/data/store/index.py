@@ -206,8 +206,11 @@ class SequenceIndex:
         at = spans.index
         of_sequence = (self.weights if len(self.weights) else self.loss_tokens)[at].astype(np.float64)
         sequence = self.sequence_weights[at] if len(self.weights) else np.ones(len(at))
+        cut = np.flatnonzero(spans.lengths != self.lengths[at])
+        if not len(cut):
+            return np.array([of_sequence, sequence * (of_sequence > 0)])
         own = of_sequence.copy()
-        for k in np.flatnonzero(spans.lengths != self.lengths[at]):  # cut ones are read again
+        for k in cut:  # these are read again
             i, start, stop = int(at[k]), int(spans.start[k]), int(spans.stop[k])
             continued = bool(spans.continued[k])
             if not len(self.weights) and self.loss_tokens[i] == self.lengths[i] - 1:
