@@ -146,9 +146,9 @@ class StepPlan:
         if found is None:
             return None
         count = len(self.offsets) - 1
-        of = np.repeat(np.arange(count), np.diff(self.offsets))
+        of = np.repeat(np.arange(count), self.offsets[1:] - self.offsets[:-1])
         sums = [np.bincount(of, weights=row, minlength=count) for row in found]
-        return np.stack(sums).astype(np.float64, copy=False).reshape(2, self.dp, -1)
+        return np.array(sums).reshape(2, self.dp, -1)
 
     def scales(self, counted: int | None = None) -> tuple[float, float] | None:
         """Return the loss scale and the sequence scale of the step; None if its loss tokens are unknown."""

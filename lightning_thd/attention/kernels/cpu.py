@@ -94,9 +94,9 @@ def _options(spec: AttentionSpec) -> tuple[int, int, float, float]:
 def is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether a call need not be an operator: no compiler, mode, transform or subclass sees it."""
     return (
-        not torch.compiler.is_compiling()
-        and type(q) is type(k) is type(v) is Tensor
-        and q.device.type == "cpu"
+        type(q) is type(k) is type(v) is Tensor
+        and q.is_cpu
+        and not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._are_functorch_transforms_active()
         and getattr(forward_ad, "_current_level", -1) < 0
@@ -203,7 +203,8 @@ def _attend_few(
     if len(few.rows) == 1:
         whole: Tensor = cpu_tiles.flash(q, k, v, 0.0, few.causal[0], scale=scale)[0]
         return whole.transpose(1, 2)
-    parts = torch.split(q, few.rows, 2), torch.split(k, few.keys, 2), torch.split(v, few.keys, 2)
+    # torch.split does the same in three Python frames.
+    parts = (x.split_with_sizes(n, 2) for x, n in zip((q, k, v), (few.rows, few.keys, few.keys), strict=True))
     each = zip(*parts, few.causal, strict=True)
     found = [cpu_tiles.flash(q, k, v, 0.0, causal, scale=scale)[0] for q, k, v, causal in each]
     return torch.cat([out.transpose(1, 2) for out in found], 1)
@@ -236,7 +237,7 @@ def _few_backward(
 
 def _heads_first(x: Tensor, lengths: list[int]) -> tuple[Tensor, ...]:
     """Split ``[T, H, ...]`` into ``[1, H, length, ...]`` a sequence."""
-    return torch.split(x.transpose(0, 1).unsqueeze(0), lengths, 2)
+    return x.transpose(0, 1).unsqueeze(0).split_with_sizes(lengths, 2)
 
 
 class _Attention(torch.autograd.Function):
