@@ -23,20 +23,17 @@ from typing import Literal, Protocol
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_thd.attention.kernels.raw import RawKernel
 from lightning_thd.attention.merge import AtHand, Ring, joined, merged_attention, split
 from lightning_thd.attention.spec import AttentionSpec, Offsets
 from lightning_thd.parallel.context import needs, partition, traffic
-from lightning_thd.parallel.context.costs import Choice, LayerSizes, compare_ways
+from lightning_thd.parallel.context.costs import LayerSizes, compare_ways
 from lightning_thd.parallel.context.layout import ShardLayout
 from lightning_thd.parallel.exchange import all_gather_rows, exchange_rows, heads_to_rows, rows_to_heads
 
 Way = Literal["all_gather", "ulysses", "needed", "ring"]
-
-_said: set[tuple[object, ...]] = set()
 
 
 def choose_way(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> Way:
@@ -76,28 +73,22 @@ def _cheapest(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec, *, di
         return "ulysses" if divides else "all_gather"
     key = ("way", sizes, spec.causal, spec.left)
     if key not in layout.cache:
-        choice = _compare(layout, sizes, spec, divides=divides)[0]
-        layout.cache[key] = choice.name
-        _say(choice, layout, sizes, spec)
+        counts = needs.need_counts(layout.padded_lengths, **layout.cut, causal=spec.causal, left=spec.left)
+        most, pairs = _pairs(layout, spec)
+        ways = compare_ways(
+            sizes,
+            layout.costs,
+            cp=layout.cp,
+            slots=layout.local_slots,
+            needed_rows=int(max(counts.sum(0).max(), counts.sum(1).max())),
+            pairs=pairs,
+            most_pairs=most,
+            ulysses=divides,
+            ring=_rings(layout, spec),
+        )
+        layout.cache[key] = ways[0].name
     way: Way = layout.cache[key]
     return way
-
-
-def _compare(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec, *, divides: bool) -> list[Choice]:
-    lengths = layout.padded_lengths
-    counts = needs.need_counts(lengths, **layout.cut, causal=spec.causal, left=spec.left)
-    most, pairs = _pairs(layout, spec)
-    return compare_ways(
-        sizes,
-        layout.costs,
-        cp=layout.cp,
-        slots=layout.local_slots,
-        needed_rows=int(max(counts.sum(0).max(), counts.sum(1).max())),
-        pairs=pairs,
-        most_pairs=most,
-        ulysses=divides,
-        ring=_rings(layout, spec),
-    )
 
 
 def _pairs(layout: ShardLayout, spec: AttentionSpec) -> tuple[float, float]:
@@ -112,22 +103,6 @@ def _pairs(layout: ShardLayout, spec: AttentionSpec) -> tuple[float, float]:
         seen = float(np.minimum(lengths, spec.left + 1) @ lengths)
         return seen / layout.cp, seen
     return float(work.max()), float(work.sum())
-
-
-def _say(choice: Choice, layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> None:
-    """Print a chosen way of communicating the first time that a kind of layer uses it."""
-    key = (choice.name, layout.cp, layout.layout, sizes, spec.causal, spec.left)
-    if key in _said:
-        return
-    _said.add(key)
-    kind = "causal" if spec.causal else "bidirectional"
-    window = f", window {spec.left + 1}" if spec.left >= 0 else ""
-    rank_zero_info(
-        f"context parallelism of {layout.cp} ranks ({layout.layout}): {kind} attention, {sizes.heads} heads "
-        f"on {sizes.kv_heads}{window} exchanges by {choice.name!r}: {choice.received_bytes / 1e6:.3g} MB a "
-        f"layer and pass. Expected by CommCosts: {choice.exchange_s * 1e6:,.2f} us, beside "
-        f"{choice.kernel_s * 1e6:,.2f} us of its kernel."
-    )
 
 
 class PackAttention(Protocol):

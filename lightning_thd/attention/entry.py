@@ -215,9 +215,6 @@ def run(
     if name == "te":
         attended: Tensor = te.attend(q, k, v, at, spec, self_attention=at.cu_q is at.cu_kv)
         return attended
-    if name == "portable" and sinks is None and not spec.softcap:
-        plain: Tensor = portable.attend(q, k, v, at, spec)
-        return plain
     return raw.attend(_RAW[name], q, k, v, at, spec, sinks)
 
 

@@ -205,7 +205,7 @@ def choose(backend: Backend, request: Request) -> Kernel:
             if backend == "auto" and SUPPORT[kernel].slow and not torch.compiler.is_compiling():
                 _say_slow(kernel, request)
             return kernel
-    lines = [f"backend={backend!r} cannot run this call ({_describe(request)})."]
+    lines = [f"backend={backend!r} cannot run this call: {request}."]
     for kernel, row in SUPPORT.items():
         reason, absent = why_not(kernel, request), missing(kernel)
         what = f"backend={row.backend!r}" + (f" ({kernel})" if row.backend == "flash" else "")
@@ -309,24 +309,3 @@ def support_table() -> str:
         )  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
-
-
-def _describe(request: Request) -> str:
-    spec = request.spec
-    parts = [
-        f"{request.device} tensors of {str(request.dtype).removeprefix('torch.')}",
-        f"head size {request.head_size}",
-        f"value size {request.value_size}",
-        "causal" if spec.causal else "not causal",
-    ]
-    if spec.windowed:
-        parts.append(f"window ({spec.left}, {spec.right})")
-    if spec.softcap:
-        parts.append(f"softcap {spec.softcap:g}")
-    if request.sinks:
-        parts.append("sinks")
-    if request.needs_lse:
-        parts.append("log-sum-exp")
-    if request.deterministic:
-        parts.append("deterministic")
-    return ", ".join(parts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import types
 from itertools import product
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_thd.attention import entry, varlen_attention
-from lightning_thd.attention.kernels import raw, te, torch_cuda
+from lightning_thd.attention.kernels import raw, torch_cuda
 from lightning_thd.attention.kernels.flash import Flash2, Flash3, Flash4
 from lightning_thd.attention.spec import Offsets, make_spec
 from lightning_thd.attention.support import Request, choose
@@ -287,31 +286,6 @@ def test_deterministic_algorithms_reach_the_kernel(on_cuda: pytest.MonkeyPatch) 
 )
 def test_doubles_take_what_the_real_sources_take(name: str, double: Any) -> None:
     assert parameters_of(double) == recorded(name)
-
-
-def test_transformer_engine_chooses_once_for_every_window(on_cuda: pytest.MonkeyPatch) -> None:
-    """It keeps one choice; layers of two windows in turns made it choose in every one of them."""
-    standins.install(on_cuda, "te")
-    module = types.ModuleType(te._CHOOSES)
-    module._attention_backends = {"attention_params": None}  # type: ignore[attr-defined]
-    on_cuda.setitem(sys.modules, te._CHOOSES, module)
-    on_cuda.setattr(te, "_CHOICES", {})
-    choices = []
-    forward = standins.DotProductAttention.forward
-
-    def choosing(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        params = (kwargs["max_seqlen_q"], kwargs["window_size"])
-        if module._attention_backends["attention_params"] != params:  # type: ignore[attr-defined]
-            choices.append(params)
-            module._attention_backends["attention_params"] = params  # type: ignore[attr-defined]
-        return forward(self, *args, **kwargs)
-
-    on_cuda.setattr(standins.DotProductAttention, "forward", choosing)
-    q, k, v = (normal(4, 2, 16) for _ in range(3))
-    for _ in range(5):
-        for window in (None, 2):
-            varlen_attention(q, k, v, cu([4]), cu([4]), 4, 4, window=window, backend="te")
-    assert choices == [(4, (-1, 0)), (4, (1, 0))]
 
 
 @pytest.mark.parametrize("capability", [8, 9])

@@ -73,7 +73,7 @@ def test_a_backend_that_is_not_installed_is_skipped_or_named(on_cuda: pytest.Mon
     standins.install(on_cuda, "flash2")
     assert choose("flash", CUDA) == "flash2"
     with pytest.raises(
-        ValueError, match=r"backend='te' cannot run this call \(cuda tensors of bfloat16"
+        ValueError, match=r"backend='te' cannot run this call: Request\(device='cuda', dtype=torch.bfloat16"
     ) as error:
         choose("te", CUDA)
     text = str(error.value)

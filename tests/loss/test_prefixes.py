@@ -153,9 +153,7 @@ def test_gradient_checkpointing_gathers_again(reentrant: bool) -> None:
     ],
     ids=["mla", "experts", "sinks"],
 )
-def test_latent_attention_and_experts_are_exact_in_fp64(
-    config: str, arguments: dict[str, Any]
-) -> None:
+def test_latent_attention_and_experts_are_exact_in_fp64(config: str, arguments: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(
         getattr(transformers, config)(**arguments),

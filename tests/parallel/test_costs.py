@@ -45,14 +45,6 @@ def test_memory_for_keys_asks_for_the_ring() -> None:
     assert chosen([32_768], "dual_chunk", window=4096, gathered_bytes=1 << 10) == "needed"
 
 
-def test_the_choice_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"):
-        for _ in range(3):
-            chosen([512] * 24, "contiguous", latency_s=1.25e-5)
-    lines = [record.message for record in caplog.records if "context parallelism of 4" in record.message]
-    assert len(lines) <= 1
-
-
 def test_bytes() -> None:
     assert GQA.key_bytes == 4096
     assert GQA.gather_bytes(1000, 4) == 3 * 1000 * 4096

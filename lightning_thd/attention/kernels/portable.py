@@ -1,8 +1,7 @@
-"""Tensors of any device and dtype -> attention by torch's basic operators, in groups of like lengths.
+"""Tensors of any device and dtype -> attention by matrix products, in groups of like lengths.
 
-Without softcap, sinks and log-sum-exp a group is one call of ``scaled_dot_product_attention``, else it is
-matrix products. A group is padded with rows of its own sequences, so nothing crosses from one to another.
-Lengths are needed on the host: offsets that the host does not know are read once a batch.
+A group is padded with rows of its own sequences, so nothing crosses from one to another. Lengths are needed
+on the host: offsets that the host does not know are read once a batch.
 
 Legend: T slots, B sequences of a group, R rows of queries, K keys, H query heads, G key-value heads, D head
     size, E value head size.
@@ -18,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_thd.attention.kernels.cpu_tiles import product_backward, product_forward
 from lightning_thd.attention.kernels.raw import Saved
@@ -103,37 +101,6 @@ class PortableKernel:
             group.k.write(dk, parts[1])
             group.k.write(dv, parts[2])
         return dq, dk, dv
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def attend(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> Tensor:
-    """Attend by ``scaled_dot_product_attention`` a group, differentiated by torch; no softcap, no sinks."""
-    heads, value_size = q.shape[1], v.shape[2]
-    if k.shape[1] != heads:
-        k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
-    parts = [q.new_zeros(1, heads, value_size)]  # the row of queries that see nothing
-    source = torch.zeros(q.shape[0], dtype=torch.int64, device=q.device)
-    filled = 1
-    for group in _groups(at, spec):
-        batch = (group.q.batch(q), group.k.batch(k), group.k.batch(v))
-        rows, keys, values = (x.transpose(1, 2) for x in batch)
-        seen = None if group.hidden is None else _never_blind(~group.hidden)
-        part = scaled_dot_product_attention(
-            rows, keys, values, attn_mask=seen, is_causal=group.causal, scale=spec.scale
-        )
-        parts.append(part.transpose(1, 2).flatten(0, 1))
-        source[group.q.target] = group.q.real + filled
-        filled += len(group.q.taken)
-    if filled == 1:  # no query sees a key: sums over nothing keep the zeros differentiable
-        parts[0] = parts[0] + q[:0].sum() + k[:0].sum() + v[:0].sum()
-    return torch.cat(parts).index_select(0, source)
-
-
-def _never_blind(seen: Tensor) -> Tensor:
-    """Let a row that sees nothing see its first key, as softmax over nothing is NaN; its result is unused."""
-    first = torch.zeros_like(seen)
-    first[..., 0] = ~seen.any(-1)
-    return seen | first
 
 
 def _groups(at: Offsets, spec: AttentionSpec) -> tuple[Group, ...]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from lightning_thd.attention.spec import AttentionSpec, Offsets
@@ -128,6 +129,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, cu_q, cu_kv, sinks, keys = ctx.saved_tensors
         grad = grads[0].contiguous()

@@ -5,9 +5,6 @@ Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E v
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -16,11 +13,6 @@ from torch import Tensor
 
 from lightning_thd._imports import require
 from lightning_thd.attention.spec import AttentionSpec, Offsets
-
-_CHOOSES = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
-# The longest sequence differs from batch to batch, so all choices are forgotten when there are this many.
-_MOST_CHOICES = 256
-_CHOICES: dict[tuple[Any, ...], dict[str, Any]] = {}
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # as Transformer Engine's own forward is
@@ -46,23 +38,21 @@ def attend(
     mask, window = "padding", window_of(spec, at)  # in THD every mask's name begins with "padding"
     if spec.causal:
         mask = "padding_causal" if self_attention else "padding_causal_bottom_right"
-    call = (q.shape, k.shape, v.shape, q.dtype, at.max_q, at.max_kv, mask, window)
-    with _remembered_choice(call):
-        out: Tensor = attention(
-            q.contiguous(),
-            k.contiguous(),
-            v.contiguous(),
-            qkv_format="thd",
-            cu_seqlens_q=at.cu_q,
-            cu_seqlens_kv=at.cu_kv,
-            cu_seqlens_q_padded=at.cu_q,
-            cu_seqlens_kv_padded=at.cu_kv,
-            max_seqlen_q=at.max_q,
-            max_seqlen_kv=at.max_kv,
-            attn_mask_type=mask,
-            window_size=window,
-            pad_between_seqs=False,
-        )
+    out: Tensor = attention(
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        qkv_format="thd",
+        cu_seqlens_q=at.cu_q,
+        cu_seqlens_kv=at.cu_kv,
+        cu_seqlens_q_padded=at.cu_q,
+        cu_seqlens_kv_padded=at.cu_kv,
+        max_seqlen_q=at.max_q,
+        max_seqlen_kv=at.max_kv,
+        attn_mask_type=mask,
+        window_size=window,
+        pad_between_seqs=False,
+    )
     return out.view(q.shape[0], q.shape[1], v.shape[2])
 
 
@@ -72,21 +62,6 @@ def window_of(spec: AttentionSpec, at: Offsets) -> tuple[int, int]:
     if spec.causal or (left < 0 and right < 0):
         return left, right
     return (at.max_kv if left < 0 else left), (at.max_q if right < 0 else right)
-
-
-@contextlib.contextmanager
-def _remembered_choice(call: tuple[Any, ...]) -> Iterator[None]:
-    """Restore the backend that Transformer Engine chose for an equal call, instead of choosing again."""
-    chosen = getattr(sys.modules.get(_CHOOSES), "_attention_backends", None)
-    if not isinstance(chosen, dict):
-        yield
-        return
-    if call in _CHOICES:
-        chosen.update(_CHOICES[call])
-    yield
-    if len(_CHOICES) >= _MOST_CHOICES:
-        _CHOICES.clear()
-    _CHOICES[call] = dict(chosen)
 
 
 @lru_cache(maxsize=64)
