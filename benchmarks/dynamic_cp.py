@@ -12,8 +12,7 @@ others have no more to do than the sequences of most work a slot that fit their 
 says how far above the evenly spread work that is; its own even share counts the exchanges of the plan.
 
 Under ``DDP`` ranks wait for each other at the end of a step, and those of a group in its microbatch; under
-``FSDP`` all wait in every microbatch, in which they gather weights; under ``HSDP`` the 64 neighbours do that
-share weights, and the others at the end of the step. All degrees are timed by the same rule.
+``FSDP`` all wait in every microbatch, in which they gather weights. All degrees are timed by the same rule.
 
 A group's microbatch takes its FLOPs over its ranks at the given rate, and the bytes of its exchange at the
 bandwidth of the link it lies on: within a node up to 8 ranks, between nodes above. ``keys`` gathers keys and
@@ -65,8 +64,7 @@ FLOPS_PER_S, NODE_BYTES, NETWORK_BYTES, LATENCY_S, NODE = 400e12, 450e9, 50e9, 2
 LAYER = LayerSizes(heads=32, kv_heads=8, head_size=128, value_size=128, element_bytes=2)
 LAYERS = 32
 WAYS: tuple[Way, ...] = ("keys", "cheapest")
-HOSTS: dict[str, Waits] = {"DDP": "step", "FSDP": "microbatch", "HSDP": "microbatch"}
-SHARERS = 64  # ranks that share weights under HSDP
+HOSTS: dict[str, Waits] = {"DDP": "step", "FSDP": "microbatch"}
 # name -> median, sigma, shortest and longest of lognormal lengths
 SHAPES = {"chat": (600, 1.0, 16, 16_384), "long": (1_300, 1.5, 1_024, 262_144)}
 
@@ -150,6 +148,11 @@ def step_s(times: Floats, together: int) -> float:
     return float(sets.max(axis=1).sum(axis=1).max())
 
 
+def waiting(ranks: int, sharing: Sharing) -> int:
+    """Ranks that wait for each other in every microbatch."""
+    return ranks if sharing.waits == "microbatch" else 1
+
+
 def fixed_step(lengths: Ints, case: Case, cost: Cost, sharing: Sharing, way: Way) -> float:
     """Seconds of a step at the fixed degree, its packs balanced over the groups."""
     degree = fixed_degree(SHAPES[case.shape][3], case.capacity)
@@ -157,7 +160,7 @@ def fixed_step(lengths: Ints, case: Case, cost: Cost, sharing: Sharing, way: Way
     padded = lengths if align is None else align.padded_lengths(lengths)
     plan = balance(padded, case.capacity * degree, dp=case.ranks // degree, cost=cost)
     times = [[seconds(lengths[pack], cost, degree, sharing, way)[0] for pack in rank] for rank in plan]
-    return step_s(np.array(times), max(1, sharing.waiting(case.ranks) // degree))
+    return step_s(np.array(times), max(1, waiting(case.ranks, sharing) // degree))
 
 
 def in_order(lengths: Ints, case: Case, cost: Cost, sharing: Sharing, way: Way) -> float:
@@ -176,7 +179,7 @@ def in_order(lengths: Ints, case: Case, cost: Cost, sharing: Sharing, way: Way) 
     groups = case.ranks // degree
     times = [seconds(lengths[pack], cost, degree, sharing, way)[0] for pack in packs]
     times += [0.0] * (-len(times) % groups)
-    return step_s(np.reshape(times, (-1, groups)).T, max(1, sharing.waiting(case.ranks) // degree))
+    return step_s(np.reshape(times, (-1, groups)).T, max(1, waiting(case.ranks, sharing) // degree))
 
 
 def shared_step(
@@ -187,7 +190,7 @@ def shared_step(
     The ranks of a group begin its microbatch together, once the last of them is ready.
     """
     ready, busy, fullest = np.zeros(ranks), 0.0, 0
-    sets, microbatch = ready.reshape(-1, sharing.waiting(ranks)), 0
+    sets, microbatch = ready.reshape(-1, waiting(ranks, sharing)), 0
     for at in np.argsort(plan.microbatch, kind="stable").tolist():
         if plan.microbatch[at] != microbatch:
             microbatch = plan.microbatch[at]
@@ -201,10 +204,10 @@ def shared_step(
     return float(ready.max()), busy, fullest
 
 
-def least_over_even(tables: Tables, ranks: int, together: int) -> float:
+def least_over_even(tables: Tables, ranks: int, sharing: Sharing) -> float:
     """No plan's slowest rank takes less than this, of an even share of the work at the cheapest degrees."""
     even = tables.even_time(ranks)
-    if together == ranks:
+    if sharing.waits == "microbatch":
         return tables.least_time(ranks) / even
     heaviest = float(np.where(tables.possible, tables.load, np.inf).min(axis=0).max())
     return max(even, heaviest) / even
@@ -216,9 +219,7 @@ def run_case(case: Case, way: Way, host: str) -> Found:
     token_s = float(cost(np.array([1024]))[0]) / 1024 / FLOPS_PER_S
     degrees = Sharing(max_degree=case.largest).degrees[1:]
     exchange = tuple(exchange_s(4096, c, way) / 4096 / token_s for c in degrees)
-    together = SHARERS if host == "HSDP" else None
-    sharing = Sharing(max_degree=case.largest, exchange=exchange, waits=HOSTS[host], together=together)
-    waiting = sharing.waiting(case.ranks)
+    sharing = Sharing(max_degree=case.largest, exchange=exchange, waits=HOSTS[host])
     rows: list[tuple[float, ...]] = []
     for seed in range(STEPS):
         lengths = draw(case.shape, case.sequences, seed)
@@ -229,7 +230,7 @@ def run_case(case: Case, way: Way, host: str) -> Found:
         fixed = fixed_step(lengths, case, cost, sharing, way)
         plain = in_order(lengths, case, cost, sharing, way)
         tables = Tables.of(lengths, case.capacity, sharing, cost)
-        least = least_over_even(tables, case.ranks, waiting)
+        least = least_over_even(tables, case.ranks, sharing)
         most = fixed / (least * tables.even_time(case.ranks) / FLOPS_PER_S)
         rows.append((fixed / taken, plain / taken, most, taken * case.ranks / busy, least, planning, fullest))
     means = np.mean(rows, axis=0).tolist()
@@ -326,8 +327,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"{NETWORK_BYTES / 1e9:.0f} GB/s between nodes, {LATENCY_S * 1e6:.0f} us a collective; {STEPS} steps."
     )
     for case, host in product(CASES, HOSTS):
-        if host == "HSDP" and case.ranks <= SHARERS:
-            continue  # as FSDP
         degree = fixed_degree(SHAPES[case.shape][3], case.capacity)
         name = f"{case.shape}, {case.ranks} ranks of {case.capacity:,} slots, {host}"
         found = {way: run_case(case, way, host) for way in WAYS}

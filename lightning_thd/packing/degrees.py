@@ -6,9 +6,8 @@ Legend: S sequences, C degrees (1, 2, 4, ...), R ranks.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
@@ -43,9 +42,6 @@ class Sharing:
     # when all ranks wait for the slowest. FSDP gathers weights in every microbatch, so its ranks wait at the
     # end of each; the ranks of DDP wait only at the end of the step.
     waits: Waits = "microbatch"
-    # number of neighbours that wait for each other in every microbatch, as the ranks that share weights in
-    # HSDP do; other ranks meet at the step's end. None is all ranks.
-    together: int | None = None
 
     def __post_init__(self) -> None:
         advice = "It is the most ranks that share a sequence."
@@ -60,8 +56,6 @@ class Sharing:
         choice(self.waits, "waits", *get_args(Waits))
         whole_number(self.tp, "tensor_parallel_size", least=1, advice="1 means not at all.")
         flags(sequence_parallel=self.sequence_parallel)
-        if self.together is not None:
-            whole_number(self.together, "together", least=1, advice="The ranks that share weights.")
         wanted = len(self.degrees) - 1
         if self.exchange is not None and (
             len(self.exchange) != wanted or not all(0 <= x < float("inf") for x in self.exchange)
@@ -82,19 +76,6 @@ class Sharing:
         if self.exchange is None:
             return [_EXCHANGE * (degree - 1) for degree in self.degrees]
         return [0.0, *self.exchange]
-
-    def waiting(self, ranks: int) -> int:
-        """Return how many neighbours wait for each other in every microbatch; 1 if none do."""
-        if self.waits == "step":
-            return 1
-        if self.together is None:
-            return ranks
-        if ranks % self.together:
-            raise ValueError(
-                f"together={self.together} does not divide the {ranks} ranks that read data. Pass the number "
-                "of ranks that share weights, or None if all do."
-            )
-        return math.lcm(self.together, self.max_degree)
 
     def align(self, degree: int) -> Alignment | None:
         """Return the alignment of a group of this size, or None."""
@@ -177,30 +158,21 @@ class Tables:
         work: FloatArray = self.total_work.min(axis=0)
         return work
 
-    def take(self, sequences: IntArray) -> Tables:
-        """Return the tables of some of the sequences."""
-        return replace(
-            self, slots=self.slots[:, sequences], load=self.load[:, sequences], least=self.least[sequences]
-        )
-
     def even_time(self, ranks: int) -> float:
         """Return the time of a step if all work, at the cheapest degrees, were spread evenly over R ranks."""
         return float(self.cheapest.sum()) / ranks
 
     def least_time(self, ranks: int) -> float:
         """Return a lower bound on the time of a step in which ranks wait in every microbatch."""
-        return float(self.cheapest.sum() + self.idle(ranks).max()) / ranks
-
-    def idle(self, ranks: int, sets: int = 1) -> FloatArray:
-        """Return the work that a set of R ranks cannot do while it runs each sequence, float64 ``[S]``."""
+        # While a sequence runs, other ranks have no more to do than the densest ones that fit their slots.
         work = self.cheapest
         order = np.argsort(-work / self.slots[0], kind="stable")
         filled = np.cumsum(self.slots[0, order])
-        held = np.searchsorted(filled, sets * ranks * self.room[0], side="right")
-        densest = float(work[order][: held + 1].sum()) / sets
+        held = np.searchsorted(filled, ranks * self.room[0], side="right")
+        densest = float(work[order][: held + 1].sum())
         time = np.where(self.possible, self.load, np.inf)
-        left: FloatArray = np.maximum(self.total_work - work, ranks * time - densest).min(axis=0)
-        return left
+        idle = np.maximum(self.total_work - work, ranks * time - densest).min(axis=0)
+        return float(work.sum() + idle.max()) / ranks
 
 
 def _work(cost: Callable[[IntArray], FloatArray], lengths: IntArray) -> FloatArray:

@@ -32,17 +32,15 @@ class SharedStepPlan(StepPlan):
     # int64 ``[dp, num_microbatches]``, ranks that share the microbatch; a group of c ranks begins at a
     # multiple of c
     degrees: IntArray
-    # number of neighbouring ranks that wait for each other in every microbatch. All ranks wait at the step's
-    # end.
-    together: int
+    waits: Waits  # when ranks wait for each other; the ranks of a group always do
 
     @property
     def imbalance(self) -> float:
         """Return the work that ranks wait for, over an even share of all work: 1.0 is perfect."""
-        total, work = float(self.work.sum()), self.work
-        sets = work.reshape(-1, self.together, work.shape[1])
-        slowest = sets.max(axis=1).sum(axis=1).max()  # sums the slowest rank of each microbatch
-        return float(slowest) * self.dp / total if total else 1.0
+        if self.waits == "microbatch":
+            return super().imbalance
+        total = float(self.work.sum())
+        return float(self.work.sum(axis=1).max()) * self.dp / total if total else 1.0
 
     def leads(self, rank: int) -> list[bool]:
         """Return for each microbatch of a rank whether it is the first rank of its group."""
@@ -116,7 +114,7 @@ class SharedPlanner(PackPlanner):
             span_work=whole.span_work[flat],
             patches=whole.patches[flat],
         )
-        return SharedStepPlan(**counted, degrees=bins.degree[group], together=self.sharing.waiting(dp))
+        return SharedStepPlan(**counted, degrees=bins.degree[group], waits=self.sharing.waits)
 
 
 def _groups_of_ranks(bins: SharedBins, dp: int) -> IntArray:

@@ -83,7 +83,6 @@ def sharing_of(strategy: Any) -> Sharing:
             "context_parallel_size."
         )
     largest, costs = strategy.max_context_parallel_size, strategy.context_parallel_costs
-    replicas = getattr(strategy, "data_parallel_replicas", 1)
     known = costs if isinstance(costs, CommCosts) else CommCosts()
     try:
         sharing = Sharing(
@@ -94,7 +93,6 @@ def sharing_of(strategy: Any) -> Sharing:
             exchange=exchange_costs(strategy.lightning_module, known, largest),
             # DDP sums gradients once a step; sharded weights are gathered in every microbatch, or once.
             waits="step" if isinstance(strategy, DDPStrategy) or gathers_once(strategy) else "microbatch",
-            together=strategy.sizes.data // replicas if replicas > 1 else None,
         )
         check_ranks(sharing, strategy.sizes)
     except ValueError as err:

@@ -112,7 +112,6 @@ TABLE = {
             "tp": 1,
             "sequence_parallel": False,
             "waits": "microbatch",
-            "together": 4,
         },
     ),
     "packing.sharing.check_tiling": Entry(check_tiling, lambda _: {"ranks": 4, "max_degree": 2}),

@@ -37,7 +37,6 @@ def check_plan(plan: SharedBins, lengths: np.ndarray, capacity: int, ranks: int,
     layout=st.sampled_from(["dual_chunk", "contiguous", "striped"]),
     exchange=st.sampled_from([None, (0.0, 0.0), (0.1, 3.0)]),
     waits=st.sampled_from(["microbatch", "step"]),
-    together=st.sampled_from([None, 1, 2, 4]),
 )
 def test_any_lengths(
     lengths: list[int],
@@ -45,9 +44,8 @@ def test_any_lengths(
     layout: Layout,
     exchange: tuple[float, ...] | None,
     waits: Waits,
-    together: int | None,
 ) -> None:
-    sharing = Sharing(max_degree=4, layout=layout, exchange=exchange, waits=waits, together=together)
+    sharing = Sharing(max_degree=4, layout=layout, exchange=exchange, waits=waits)
     plan = share_out(lengths, 26, ranks=ranks, sharing=sharing, cost=Cost(linear=1, quadratic=0.1))
     check_plan(plan, np.array(lengths), 26, ranks, sharing)
     if waits == "step":
@@ -125,39 +123,11 @@ def test_ranks_that_wait_at_the_end_alone(
 
 
 @pytest.mark.parametrize("waits", get_args(Waits))
-@pytest.mark.parametrize("together", [None, 4])
-def test_the_imbalance_of_a_step_is_that_of_what_ranks_wait_for(waits: Waits, together: int | None) -> None:
-    lengths, sharing = draw("long", 64, 0) // 300 + 1, Sharing(max_degree=4, waits=waits, together=together)
+def test_the_imbalance_of_a_step_is_that_of_what_ranks_wait_for(waits: Waits) -> None:
+    lengths, sharing = draw("long", 64, 0) // 300 + 1, Sharing(max_degree=4, waits=waits)
     plan = planner(lengths, 400, sharing=sharing, global_batch=Sequences(64)).step(0, 0, 8)
-    sets = np.split(plan.work, 1 if together is None else 2)
-    slowest = max(part.max(axis=0).sum() for part in sets)
-    if waits == "step":
-        slowest = plan.work.sum(axis=1).max()
+    slowest = plan.work.max(axis=0).sum() if waits == "microbatch" else plan.work.sum(axis=1).max()
     assert plan.imbalance == pytest.approx(slowest * 8 / plan.work.sum())
-
-
-@pytest.mark.parametrize("together", [8, 64])
-def test_sets_of_ranks_that_wait_within(together: int) -> None:
-    lengths = np.maximum(draw("long", 4096, 0), 1_024)
-    lengths[0], cost = 262_144, Cost(linear=1, quadratic=1.6e-5)  # about that of 8e9 weights
-    apart, all_ranks = (
-        share_out(lengths, 8_192, ranks=512, sharing=sharing, cost=cost)
-        for sharing in (Sharing(max_degree=64, together=together), Sharing(max_degree=64))
-    )
-    check_plan(apart, lengths, 8_192, 512, Sharing(max_degree=64))
-    slowest = np.zeros((8, apart.num_microbatches))  # of 64 ranks: a group of 64 makes as many wait
-    np.maximum.at(slowest, (apart.first // 64, apart.microbatch), apart.load)
-    even = work_of_ranks(apart, 512).mean()
-    assert slowest.sum(axis=1).max() / even < 1.12
-    assert slowest.sum(axis=1).max() < 0.95 * slowest_ranks(all_ranks)
-
-
-def test_sets_of_ranks_without_a_sequence_run_empty_microbatches() -> None:
-    sharing = Sharing(max_degree=2, together=2)
-    plan = share_out([8, 2, 2, 2, 2, 2], 4, ranks=8, sharing=sharing, cost=Cost(linear=1, quadratic=1))
-    check_plan(plan, np.array([8, 2, 2, 2, 2, 2]), 4, 8, sharing)
-    plan = share_out([8], 4, ranks=8, sharing=sharing, cost=Cost())
-    check_plan(plan, np.array([8]), 4, 8, sharing)
 
 
 def test_short_sequences_stay_whole_and_long_ones_are_shared() -> None:
@@ -232,10 +202,6 @@ def test_messages() -> None:
         share_out([3], 16, ranks=12, sharing=Sharing(max_degree=8), cost=Cost())
     with pytest.raises(ValueError, match="max_context_parallel_size=6 is no power of two.*4 or 8"):
         Sharing(max_degree=6)
-    with pytest.raises(ValueError, match="together=3 does not divide the 8 ranks.*or None if all do"):
-        share_out([3], 16, ranks=8, sharing=Sharing(max_degree=4, together=3), cost=Cost())
-    with pytest.raises(ValueError, match="together=0"):
-        Sharing(max_degree=2, together=0)
     with pytest.raises(ValueError, match=r"exchange=\(-1.0,\): wanted 1 finite numbers"):
         Sharing(max_degree=2, exchange=(-1.0,))
 
