@@ -99,30 +99,28 @@ def in_fp32(model: nn.Module, *, most: int) -> Generator[bool]:
                 tensor.data = data
 
 
-class BatchNorms:
-    """The batch norms of a model that average over their input in training, and which of them ran."""
+def averaging_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the batch norms of a model that average over their input in training, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+    }
 
-    def __init__(self, model: nn.Module) -> None:
-        self._names: dict[nn.Module, str] = {
-            module: name
-            for name, module in model.named_modules()
-            if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
-        }
-        self.ran: list[str] = []
 
-    @contextmanager
-    def watched(self) -> Generator[None]:
-        """Note which of them run inside this context."""
-        handles = [module.register_forward_pre_hook(self._note) for module in self._names]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _note(self, module: nn.Module, _: object) -> None:
-        if (name := self._names[module]) not in self.ran:
-            self.ran.append(name)
+@contextmanager
+def calls_noted(modules: dict[str, nn.Module]) -> Generator[list[str]]:
+    """Yield a list to which every call of a module inside this context adds its name."""
+    called: list[str] = []
+    handles = [
+        module.register_forward_pre_hook(lambda *_, name=name: called.append(name))
+        for name, module in modules.items()
+    ]
+    try:
+        yield called
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 # ---- Stock attention

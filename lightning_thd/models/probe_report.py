@@ -25,8 +25,6 @@ class PackingReport:
         tolerance: what ``error`` and ``gradient_error`` may be.
         reference_error: largest difference of a logit between the pack and the sequence under stock eager
             attention with the same weights; None if there is none to compare with.
-        causality_leak: largest change of a logit by changing a later token of its sequence; None if the model
-            is not causal or that is not known.
         pad_error: largest difference that a trailing pad makes to the gradient of a parameter; None when not
             asked for.
         batch_norms: names of the batch norms that would average over a pack in training.
@@ -45,7 +43,6 @@ class PackingReport:
     leak_tolerance: float
     tolerance: float
     reference_error: float | None = None
-    causality_leak: float | None = None
     pad_error: float | None = None
     batch_norms: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
@@ -66,7 +63,7 @@ class PackingReport:
     def ok(self) -> bool:
         """Return whether the pack passes every check."""
         agrees = self.same and not self.leaks and self.matches_stock
-        return agrees and self.causal and self.pads_are_inert and not self.batch_norms
+        return agrees and self.pads_are_inert and not self.batch_norms
 
     @property
     def matches_stock(self) -> bool:
@@ -77,11 +74,6 @@ class PackingReport:
     def reference_tolerance(self) -> float:
         """Return the largest allowed ``reference_error``: stock softmax is in fp32 at best."""
         return max(self.tolerance, _SOFTMAX)
-
-    @property
-    def causal(self) -> bool:
-        """Return whether no token sees a later one of its sequence, if that was checked."""
-        return self.causality_leak is None or self.causality_leak <= self.leak_tolerance
 
     @property
     def pads_are_inert(self) -> bool:
@@ -102,7 +94,6 @@ class PackingReport:
             ]
         for name, value, allowed in (
             ("against stock eager        ", self.reference_error, self.reference_tolerance),
-            ("change by a later token    ", self.causality_leak, self.leak_tolerance),
             ("gradient with trailing pad ", self.pad_error, self.tolerance),
         ):
             if value is not None:
@@ -128,8 +119,6 @@ class PackingLeakError(RuntimeError):
             what = "differs between packed and alone"
         elif report.batch_norms:
             what = "has batch norms, which average over all sequences of a pack in training"
-        elif not report.causal:
-            what = "lets tokens of a sequence see later ones"
         elif not report.matches_stock:
             what = "differs between a pack and stock eager attention"
         else:

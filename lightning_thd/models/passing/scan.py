@@ -28,7 +28,6 @@ from lightning_thd.parallel.context.layout import ShardLayout
 from lightning_thd.parallel.context.partition import Ints, ranges
 from lightning_thd.parallel.context.states import StatePlan, plan_states
 from lightning_thd.parallel.exchange import exchange_rows, keep_path
-from lightning_thd.parallel.shard import gather_pack
 
 Inputs = tuple[Tensor, ...]
 
@@ -151,16 +150,8 @@ class _At(NamedTuple):
 
 
 def scan_shard(recurrence: Recurrence, inputs: Inputs, layout: ShardLayout) -> Tensor:
-    """Run a recurrent layer over the sequences of a pack of which this rank holds a shard; a collective.
-
-    Where the states would be more bytes than the inputs of the pack, as with many short sequences in dual
-    chunks, those are gathered instead, the same on every rank.
-    """
+    """Run a recurrent layer over the sequences of a pack of which this rank holds a shard; a collective."""
     at = layout.once("states", lambda: _plan(layout))
-    states, gathered = _received(recurrence, inputs, at.plan, layout)
-    if states > gathered:
-        traffic.count(gathered, "gathered")
-        return _on_pack(recurrence, inputs, layout)
     padded = tuple(torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for x in inputs)
     outputs: list[Tensor] = []
     opened = [_run(recurrence, padded, rows, None, outputs) for rows in at.opening]
@@ -248,35 +239,6 @@ def _exchange(
         found[0].append(first.view(states_of, *recurrence.state_shape))
         found[1].append(second.view(changes_of, *recurrence.change_shape))
     return torch.cat(found[0]), torch.cat(found[1])
-
-
-def _received(
-    recurrence: Recurrence, inputs: Inputs, plan: StatePlan, layout: ShardLayout
-) -> tuple[int, int]:
-    """Return the bytes that passing states moves on the busiest rank, and those that gathering would."""
-    sizes = np.array([math.prod(recurrence.state_shape), math.prod(recurrence.change_shape)])
-    element = 8 if inputs[0].dtype == torch.float64 else 4
-    moved = (plan.moved @ sizes) * element
-    of_slot = sum(x[0].numel() * x.element_size() for x in inputs)
-    return int(max(moved.sum(0).max(), moved.sum(1).max())), of_slot * (layout.slots - layout.local_slots)
-
-
-def _on_pack(recurrence: Recurrence, inputs: Inputs, layout: ShardLayout) -> Tensor:
-    """Gather the inputs, run whole sequences, and keep this rank's slots; a collective."""
-    gathered = tuple(gather_pack(x, layout) for x in inputs)
-    padded = tuple(torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for x in gathered)
-
-    def make() -> tuple[list[_Rows], Tensor]:
-        lengths = np.asarray([length for length in layout.padded_lengths if length], dtype=np.int64)
-        found = _group(np.stack([np.cumsum(lengths) - lengths, lengths]), layout.slots)
-        rows, back = layout.put((found, _back([found], layout.slots)))
-        return [_Rows(*each) for each in rows], back.index_select(0, layout.own)
-
-    groups, back = layout.once("recurrences of the pack", make)
-    outputs: list[Tensor] = []
-    for rows in groups:
-        _run(recurrence, padded, rows, None, outputs)
-    return torch.cat(outputs).index_select(0, back)
 
 
 def _plan(layout: ShardLayout) -> _At:
