@@ -11,6 +11,7 @@ over 2,000 steps, on one rank and on two.
 from __future__ import annotations
 
 import os
+import pickle
 import resource
 import tempfile
 import time
@@ -28,7 +29,7 @@ from lightning_thd import Sequences, THDDataModule
 from lightning_thd.batch import THDStep
 from lightning_thd.data.streams import Stream
 from lightning_thd.data.streams.engine import Engine, EngineStep
-from lightning_thd.data.streams.intake import header_type
+from lightning_thd.data.streams.intake import Tally, Told
 from lightning_thd.data.streams.ranks import moved_bytes
 from lightning_thd.data.streams.samples import META
 from lightning_thd.data.streams.schedule import POOL, Scheduling, Table, plan_steps
@@ -37,6 +38,7 @@ from lightning_thd.packing.lengths import make_slots
 
 IntArray = npt.NDArray[np.int64]
 CAPACITY, WINDOW, ROUNDS = 8192, 256, 10
+SAMPLE_BYTES = 180  # of a pickled sample beside its ids and labels
 GOAL_WORK, GOAL_BYTES, GOAL_MS = 1.05, 9.0, 20.0
 
 
@@ -54,14 +56,17 @@ def heavy(rng: np.random.Generator, count: int) -> IntArray:
 def pool_of(lengths: IntArray, dp: int) -> Table:
     """Let every rank hold a run of the sequences, as readers of skewed shards do."""
     pool = np.zeros(len(lengths), POOL)
-    pool["length"], pool["keys"], pool["row"] = lengths, 1, np.arange(len(lengths))
+    pool["length"], pool["row"] = lengths, np.arange(len(lengths))
+    pool["bytes"] = 8 * lengths + SAMPLE_BYTES  # with labels
     pool["holder"] = np.arange(len(lengths)) * dp // len(lengths)
     return pool
 
 
 def gathered(each: int) -> int:
     """Return the bytes of a message about some sequences of a rank, which all others receive."""
-    return header_type(1).itemsize + each * META.itemsize
+    table = np.zeros(each, META)
+    told = Told(table=table, failure=None, exhausted=[False], tallies=[Tally()], marks={})
+    return len(pickle.dumps(told))
 
 
 def slowest(work: npt.NDArray[np.float64]) -> float:

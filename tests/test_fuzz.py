@@ -30,7 +30,7 @@ EXCEPTIONS = {
     "PackingReport": _ANSWER,
     "LintReport": _ANSWER,
     "Op": _ANSWER,
-    "StreamMixture": "what THDDataModule makes of a mixture with streams",
+    "Streams": "what THDDataModule makes of a mixture with streams",
     "THDShard": "what shard_batch answers",
     "Vision": "what a FlopsModel answers about its tower; collate takes it back",
     "THDStrategyMixin": _BASE,

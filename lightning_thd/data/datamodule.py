@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as L
-import numpy as np
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -21,13 +20,13 @@ from lightning_thd.data.loader import BatchMaker, Kind, PlannedSteps, Planner, T
 from lightning_thd.data.read.conversations import Records
 from lightning_thd.data.read.encode import Tokenizer
 from lightning_thd.data.read.sources import Opener, Packed, Source, is_known
-from lightning_thd.data.source_log import LogsSources, Sources, planned_sources
+from lightning_thd.data.source_log import LogsSources
 from lightning_thd.data.store.index import Empty, MapDataset, OnError
-from lightning_thd.data.streams import Stream, StreamMixture, is_stream
-from lightning_thd.data.streams.stream import StreamedSteps, stream_loader
+from lightning_thd.data.streams import Stream, Streams, is_stream
+from lightning_thd.data.streams.stream import StreamedSteps
 from lightning_thd.packing import Cost, Packs, Scheduler, Sequences
 from lightning_thd.packing.entries import Oversize
-from lightning_thd.packing.mixtures import Mixing, MixturePlanner
+from lightning_thd.packing.mixtures import Mixing
 from lightning_thd.packing.planner import Tail
 
 _STAGES = {"fit": ("train", "val"), "validate": ("val",)}
@@ -166,8 +165,8 @@ class THDDataModule(LogsSources):
             for kind in (Opener, planning.DataSettings)
         )
         self._settings = planning.DataSettings(**of_module, opener=Opener(**of_opener))
-        self._stream = _as_stream(train, self._settings)
-        if share_prefixes and self._stream is not None:
+        self._streams = _as_streams(train, self._settings.mixing)
+        if share_prefixes and self._streams is not None:
             raise ValueError(
                 "share_prefixes=True with a stream: sequences that begin alike are found in the whole set. "
                 "Pass a dataset or files, or collate groups with THDBatch.collate(share_prefixes=True)."
@@ -180,11 +179,11 @@ class THDDataModule(LogsSources):
                     "in a known order. Pass a dataset with a length, a list or a path; train may be a stream."
                 )
         self._sources = sets.named_sources(
-            {"train": None if self._stream is not None else train, **evaluated}
+            {"train": None if self._streams is not None else train, **evaluated}
         )
         # A loader that is there makes Lightning ask for its step; a hook hides that of the module.
         unused = [f"{stage}_dataloader" for stage, source in evaluated.items() if source is None]
-        if not (isinstance(self._stream, StreamMixture) or sets.is_mixture(train)):
+        if not sets.is_mixture(train):
             unused.append("on_before_batch_transfer")
         link.hide_hooks(self, THDDataModule, unused)
         self._attached = link.Host()
@@ -196,7 +195,7 @@ class THDDataModule(LogsSources):
     def __str__(self) -> str:
         """Return the sets with their sizes, None for one that is not set up."""
         sizes = {n: len(self._sets[n].index.lengths) if n in self._sets else None for n in self._sources}
-        return f"THDDataModule({'train: a stream, ' * (self._stream is not None)}{sizes})"
+        return f"THDDataModule({'train: a stream, ' * (self._streams is not None)}{sizes})"
 
     def attach(
         self,
@@ -234,7 +233,7 @@ class THDDataModule(LogsSources):
         )
 
     @property
-    def _host(self) -> link.Host:  # type: ignore[override]  # nobody sets it
+    def _host(self) -> link.Host:
         return self._attached if self.trainer is None else link.host_of(self.trainer)
 
     @property
@@ -287,24 +286,20 @@ class THDDataModule(LogsSources):
     def train_dataloader(self) -> THDLoader:
         """Return this rank's training batches: ``THDBatch``, or ``THDStep`` with ``Sequences(n)``."""
         ended = [] if self.trainer is None else link.settle_epoch(self.trainer)
-        logged = None if self._source_log is None else self._source_log.sources.of
         step = isinstance(self.global_batch, Sequences) or self._host.whole_steps
-        kind: Literal["pack", "step"] = "step" if step else "pack"
-        if self._stream is not None:
-            loader = self._stream_of_fit(self._stream, kind, ended)
-            if isinstance(self._stream, StreamMixture) and loader is not logged:
-                self._log_sources(_stream_sources(loader))
-            return loader
-        again = getattr(self.trainer, "overfit_batches", 0) > 0
-        made = self._loader("train", kind=kind, fixed_order=again, progress=self._progress)
-        if isinstance(made.planner, MixturePlanner) and made.planner is not logged:
-            self._log_sources(planned_sources(made.planner, made.per_step))
-        return made
+        kind: Kind = "step" if step else "pack"
+        if self._streams is not None:
+            loader = self._stream_of_fit(self._streams, kind, ended)
+        else:
+            again = getattr(self.trainer, "overfit_batches", 0) > 0
+            loader = self._loader("train", kind=kind, fixed_order=again, progress=self._progress)
+        self._log_sources(loader)
+        return loader
 
     def train_steps(self) -> THDLoader:
         """Return this rank's training steps as ``THDStep``, for a loop without a Trainer: see ``attach``."""
-        if self._stream is not None:
-            return self._streamed(self._stream, "step")
+        if self._streams is not None:
+            return self._streamed(self._streams, "step")
         return self._loader("train", kind="step", fixed_order=False)
 
     def val_dataloader(self) -> THDLoader | list[THDLoader]:
@@ -319,7 +314,7 @@ class THDDataModule(LogsSources):
         """Return this rank's prediction batches; see ``val_dataloader``."""
         return self._evaluation("predict")
 
-    def _streamed(self, stream: Stream | StreamMixture, kind: Literal["pack", "step"]) -> THDLoader:
+    def _streamed(self, streams: Streams, kind: Kind) -> THDLoader:
         """Build the loader of a stream; a collective of the job."""
         if getattr(self.trainer, "overfit_batches", 0) > 0:
             raise MisconfigurationException(
@@ -330,11 +325,10 @@ class THDDataModule(LogsSources):
             raise MisconfigurationException(
                 "A schedule numbers the sequences of a dataset with a length. Leave it out for a stream."
             )
-        return stream_loader(stream, self._settings, self._host, kind=kind, progress=self._progress)
+        steps = StreamedSteps(streams, self._settings, self._host, kind=kind)
+        return THDLoader(steps, progress=self._progress, capacity=self.capacity)
 
-    def _stream_of_fit(
-        self, stream: Stream | StreamMixture, kind: Literal["pack", "step"], states: Sequence[Any]
-    ) -> THDLoader:
+    def _stream_of_fit(self, streams: Streams, kind: Kind, states: Sequence[Any]) -> THDLoader:
         """Return the stream loader that a fit iterates already, or make one that goes on where it should."""
         (before, of, last), now = self._streamed_with, (self._settings, self._host.accumulate)
         combined = None if self.trainer is None else self.trainer.fit_loop._combined_loader
@@ -342,7 +336,7 @@ class THDDataModule(LogsSources):
         running = next((one for one in given if isinstance(one, THDLoader) and one.planner is None), None)
         if running is not None and before == now:
             return running
-        loader = self._streamed(stream, kind)
+        loader = self._streamed(streams, kind)
         self._streamed_with = now, self.trainer, loader
         link.refuse_cut_steps(self.trainer, loader)
         if running is not None:
@@ -395,7 +389,7 @@ class THDDataModule(LogsSources):
             fixed_order=fixed_order,
             num_workers=settings.num_workers,
             prefetch_factor=settings.prefetch_factor,
-            pin_memory=host.on_gpu if settings.pin_memory is None else settings.pin_memory,
+            pin_memory=settings.pins(host),
         )
         return THDLoader(steps, progress=progress, capacity=self.capacity, predicts=predicts)
 
@@ -412,39 +406,23 @@ class THDDataModule(LogsSources):
         return self._planners[key]
 
 
-def _as_stream(train: object, settings: planning.DataSettings) -> Stream | StreamMixture | None:
-    """Wrap training data that can only be iterated as a stream; None for data with a length."""
-    if isinstance(train, Stream):
-        return train
-    if train is None:
-        return None
+def _as_streams(train: object, mixing: Mixing | None) -> Streams | None:
+    """Wrap training data that can only be iterated as streams; None for data with a length."""
     if not sets.is_mixture(train):
-        return Stream(source=train) if is_stream(train) else None
+        if train is None or not (isinstance(train, Stream) or is_stream(train)):
+            return None
+        one = train if isinstance(train, Stream) else Stream(source=train)
+        return Streams(streams={"": one}, weights={"": 1.0}, mixing=Mixing(dry="rest"))
     assert isinstance(train, Mapping)
     sources = [x[0] if isinstance(x, tuple | list) and len(x) == 2 else x for x in train.values()]
     if not any(isinstance(source, Stream) or is_stream(source) for source in sources):
         return None
     parts = {name: sets.weighted(name, given) for name, given in train.items()}
-    streams = {
-        name: source if isinstance(source, Stream) else Stream(source=source)
-        for name, (source, _) in parts.items()
-    }
-    return StreamMixture(
-        streams=streams,
+    return Streams(
+        streams={
+            name: source if isinstance(source, Stream) else Stream(source=source)
+            for name, (source, _) in parts.items()
+        },
         weights={name: weight for name, (_, weight) in parts.items()},
-        mixing=settings.mixing or Mixing(),
-    )
-
-
-def _stream_sources(loader: THDLoader) -> Sources:
-    """Describe the sources of a stream mixture."""
-    stream = loader.source
-    assert isinstance(stream, StreamedSteps)
-    nothing = np.zeros(len(stream.names), np.int64)
-    return Sources(
-        of=loader,
-        names=stream.names,
-        source_of=stream.source_of,
-        tokens_of=lambda epoch, step, dp: loader.tokens.popleft() if loader.tokens else nothing,
-        per_step=loader.per_step,
+        mixing=mixing or Mixing(),
     )

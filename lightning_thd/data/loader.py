@@ -8,7 +8,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -88,6 +88,10 @@ class Steps(Protocol):
     per_step: int  # batches of a rank to a step
     steps_per_epoch: int | None  # None ends an epoch with its last step
     goes_on: bool  # An iteration that was broken off goes on with the next step, it does not begin again.
+    names: Sequence[str]  # the sources of a mixture
+
+    def source_of(self, ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """Return the number of the source of each sequence id."""
 
     def length(self, epoch: int) -> int:
         """Return the number of batches of an epoch; raise TypeError if it is unknown."""
@@ -184,6 +188,12 @@ class THDLoader:
             self._place(Position(epoch=epoch))
         if self._progress is not None and isinstance(self.planner, MixturePlanner):
             self._progress.resize(len(self))
+
+    def tokens_of(self, epoch: int, step: int) -> npt.NDArray[np.int64]:
+        """Return the real tokens of each source in a step; those of a stream come once, in order."""
+        if isinstance(self.source, PlannedSteps):
+            return self.source.tokens_of(epoch, step)
+        return self.tokens.popleft() if self.tokens else np.zeros(len(self.source.names), np.int64)
 
     def keys_left(self) -> Iterator[Key]:
         """Yield the keys of the batches left in a planned epoch, for a ``DataLoader`` over its steps."""
@@ -511,7 +521,8 @@ class PlannedSteps:
         pin_memory: bool = False,
     ) -> None:
         self.planner, self.kind, self.per_step, self.fixed_order = planner, kind, per_step, fixed_order
-        self._keys, self._maker = _Keys(), maker
+        self._keys, self._maker, self._dp = _Keys(), maker, dp
+        self.names: Sequence[str] = planner.mixture.names if isinstance(planner, MixturePlanner) else ()
         self.loader: DataLoader[Batch] = DataLoader(
             Batches(planner, maker, rank, dp, kind),
             batch_size=None,
@@ -547,6 +558,18 @@ class PlannedSteps:
         stop = count if limit is None else min(count, -(-limit // self.per_step))
         for step in range(at.step, stop):
             yield Made(batches=islice(batches, self.per_step), last=step == count - 1)
+
+    def source_of(self, ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """Return the number of the source of each sequence."""
+        assert isinstance(self.planner, MixturePlanner)
+        return self.planner.mixture.source_of(ids)
+
+    def tokens_of(self, epoch: int, step: int) -> npt.NDArray[np.int64]:
+        """Return the real tokens of each source in a step of all ranks."""
+        spans = self.planner.step(epoch, step, self._dp).spans
+        tokens = np.zeros(len(self.names), np.int64)
+        np.add.at(tokens, self.source_of(spans.index), spans.lengths)
+        return tokens
 
     def state(self, at: Position) -> dict[str, Any]:
         """Return the position, the settings of the plan, and what the data is known by."""

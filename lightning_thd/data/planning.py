@@ -100,6 +100,10 @@ class DataSettings:
         groups = host.ranks if host.sharing is None else max(1, host.ranks // host.sharing.max_degree)
         return self.global_batch or Packs(groups * host.accumulate)
 
+    def pins(self, host: Host) -> bool:
+        """Return whether batches are page-locked."""
+        return host.on_gpu if self.pin_memory is None else self.pin_memory
+
 
 class Setting(Generic[T]):
     """A data module's attribute in its ``DataSettings``; a value that is set holds for later loaders."""

@@ -2,49 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as L
 import numpy as np
-import numpy.typing as npt
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.batch.upload import uploaded
-from lightning_thd.data.trainer_link import Host, hook_of_module
+from lightning_thd.data.loader import THDLoader
+from lightning_thd.data.trainer_link import hook_of_module
 from lightning_thd.loss.watch import SlotLosses, watch
-from lightning_thd.packing.mixtures import MixturePlanner
 from lightning_thd.parallel.shard import THDShard
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sources:
-    """The sources of a mixture, for logs of what was trained of each."""
-
-    of: object  # the planner or loader that mixes them
-    names: Sequence[str]  # their names
-    source_of: Callable[[npt.ArrayLike], NDArray[np.int64]]
-    tokens_of: Callable[[int, int, int], NDArray[np.int64]]
-    per_step: int  # batches of a rank to a step
-
-
-def planned_sources(planner: MixturePlanner, per_step: int) -> Sources:
-    """Describe the sources of a planned mixture."""
-    mixture = planner.mixture
-
-    def tokens_of(epoch: int, step: int, dp: int) -> NDArray[np.int64]:
-        spans = planner.step(epoch, step, dp).spans
-        tokens = np.zeros(len(mixture.names), np.int64)
-        np.add.at(tokens, mixture.source_of(spans.index), spans.lengths)
-        return tokens
-
-    return Sources(
-        of=planner, names=mixture.names, source_of=mixture.source_of, tokens_of=tokens_of, per_step=per_step
-    )
 
 
 class SourceLog:
@@ -55,22 +28,22 @@ class SourceLog:
     Another loss reports its values by ``loss.log_token_losses``; else the keys of losses are left out.
     """
 
-    def __init__(self, sources: Sources) -> None:
-        self.sources = sources
-        self._steps: list[tuple[int, int]] = []  # (epoch, step) begun since the last log
-        self._tokens = np.zeros(len(sources.names), np.int64)
-        self._known: list[NDArray[np.int64]] = []  # tokens of the first of these steps
+    def __init__(self, loader: THDLoader, tokens: Mapping[str, int]) -> None:
+        self.loader, self._names = loader, loader.source.names
+        # (epoch, step) begun since the last log, and its tokens by source, on the first process
+        self._steps: list[tuple[tuple[int, int], NDArray[np.int64] | int]] = []
+        self.restore(tokens)
         self._own: tuple[tuple[int, ...], ...] = ()
         self._sums: Tensor | None = None  # loss and weight of each source since the last log, fp64 [2, K + 1]
 
-    def begin(self, trainer: L.Trainer, batch: THDBatch | THDStep, dp: int) -> None:
+    def begin(self, trainer: L.Trainer, batch: THDBatch | THDStep) -> None:
         """Record the sources of the coming batch, and log if a log is due; called on every rank."""
         batches = int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
-        step = trainer.current_epoch, batches // self.sources.per_step
-        if not self._steps or self._steps[-1] != step:
+        step = trainer.current_epoch, batches // self.loader.per_step
+        if not self._steps or self._steps[-1][0] != step:
             if len(self._steps) >= max(1, trainer.log_every_n_steps):  # type: ignore[attr-defined]
-                self.flush(trainer, dp)
-            self._steps.append(step)
+                self.flush(trainer)
+            self._steps.append((step, self.loader.tokens_of(*step) if trainer.is_global_zero else 0))
         microbatches = batch.microbatches if isinstance(batch, THDStep) else (batch,)
         self._own = tuple(part.sequence_ids for part in microbatches)
         watch(self)
@@ -93,26 +66,24 @@ class SourceLog:
 
     def _source_of_slots(self, batch: THDBatch) -> Tensor:
         """Return the number of each slot's source, int64 ``[T]``; padding has the last number."""
-        padding = len(self.sources.names)
-        sources = self.sources.source_of(np.asarray(batch.sequence_ids, np.int64))
+        padding = len(self._names)
+        sources = self.loader.source.source_of(np.asarray(batch.sequence_ids, np.int64))
         trailing = np.full(len(batch.padded_lengths) - len(sources), padding)
         on_host = np.repeat(np.concatenate([sources, trailing]), batch.padded_lengths)
         found: Tensor = uploaded(on_host, batch.targets.device)
         return found.index_select(0, batch.layout.own) if isinstance(batch, THDShard) else found
 
-    def flush(self, trainer: L.Trainer, dp: int) -> None:
+    def flush(self, trainer: L.Trainer) -> None:
         """Log the steps since the last log; a collective."""
         if not self._steps:
             return
-        steps, losses = len(self._steps), self._losses(trainer)
-        tokens = self._sum(steps, dp) if trainer.is_global_zero else 0
-        self._steps, self._known = [], []
+        losses = self._losses(trainer)
+        self._tokens += sum(tokens for _, tokens in self._steps)
+        self._steps = []
         if not trainer.is_global_zero:
             return
-        assert isinstance(tokens, np.ndarray)
-        self._tokens += tokens
         logged: dict[str, Any] = {}
-        for k, name in enumerate(self.sources.names):
+        for k, name in enumerate(self._names):
             logged[f"data/{name}/tokens"] = float(self._tokens[k])
             logged[f"data/{name}/share"] = float(self._tokens[k]) / max(1, int(self._tokens.sum()))
             if losses[k] is not None:
@@ -120,29 +91,23 @@ class SourceLog:
         for logger in trainer.loggers:
             logger.log_metrics(logged, step=trainer.global_step)
 
-    def state(self, trainer: L.Trainer, dp: int) -> dict[str, int]:
+    def state(self, trainer: L.Trainer) -> dict[str, int]:
         """Return the tokens of each source in the steps that are done; empty but on the first process."""
         if not trainer.is_global_zero:
             return {}
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress
-        steps, rest = divmod(progress.current.processed, self.sources.per_step)
+        steps, rest = divmod(progress.current.processed, self.loader.per_step)
         done = trainer.current_epoch, steps + int(rest > 0 and progress.is_last_batch)
-        total = self._tokens + self._sum(sum(step < done for step in self._steps), dp)
-        return dict(zip(self.sources.names, total.tolist(), strict=True))
+        total = self._tokens + sum(tokens for step, tokens in self._steps if step < done)
+        return dict(zip(self._names, total.tolist(), strict=True))
 
     def restore(self, tokens: Mapping[str, int]) -> None:
         """Set the tokens so far of each source to those of a checkpoint."""
-        self._tokens = np.array([tokens.get(name, 0) for name in self.sources.names], np.int64)
-
-    def _sum(self, steps: int, dp: int) -> NDArray[np.int64]:
-        """Sum the tokens of each source over the first steps begun since the last log, int64 ``[N]``."""
-        for epoch, step in self._steps[len(self._known) : steps]:
-            self._known.append(self.sources.tokens_of(epoch, step, dp))
-        return sum(self._known[:steps], start=np.zeros(len(self.sources.names), np.int64))
+        self._tokens = np.array([tokens.get(name, 0) for name in self._names], np.int64)
 
     def _zeros(self, device: torch.device) -> Tensor:
         wide = torch.float32 if device.type == "mps" else torch.float64
-        return torch.zeros((2, len(self.sources.names) + 1), dtype=wide, device=device)
+        return torch.zeros((2, len(self._names) + 1), dtype=wide, device=device)
 
     def _losses(self, trainer: L.Trainer) -> list[float | None]:
         """Sum the losses of all ranks and read each source's mean: one message and one read."""
@@ -159,37 +124,37 @@ class LogsSources(L.LightningDataModule):
     """The hooks by which a data module logs the sources of its mixture, and saves how far they were used."""
 
     _source_log: SourceLog | None = None  # set for a mixture
-    _restored: Mapping[str, int] | None = None
-    _host: Host
+    _restored: Mapping[str, int] = MappingProxyType({})  # the tokens of a checkpoint, before there is a log
 
-    def _log_sources(self, sources: Sources) -> None:
-        self._source_log = SourceLog(sources)
-        if self._restored is not None:
-            self._source_log.restore(self._restored)
-            self._restored = None
+    def _log_sources(self, loader: THDLoader) -> None:
+        """Log the sources of a loader's mixture; another loader of the same plan is the same."""
+        before = None if self._source_log is None else self._source_log.loader
+        same = before is not None and before.planner is loader.planner is not None
+        if loader.source.names and before is not loader and not same:
+            self._source_log = SourceLog(loader, self._restored)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Log tokens and loss of each source of a mixture; Lightning calls this with every batch."""
-        trainer = self.trainer if self.trainer is not None and self.trainer.training else None
-        if trainer is not None and self._source_log is not None:
-            self._source_log.begin(trainer, batch, self._host.ranks)
+        if self._source_log is not None and self.trainer is not None and self.trainer.training:
+            self._source_log.begin(self.trainer, batch)
         return hook_of_module(self.trainer, batch, dataloader_idx)
 
     def teardown(self, stage: str) -> None:
         """Log the last steps of a mixture at the end of a fit."""
         if self._source_log is not None and self.trainer is not None and stage == "fit":
-            self._source_log.flush(self.trainer, self._host.ranks)
+            self._source_log.flush(self.trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the tokens so far of each source of a mixture for a checkpoint; nothing without one."""
         if self._source_log is None or self.trainer is None:
             return {}
-        tokens = self._source_log.state(self.trainer, self._host.ranks)
+        tokens = self._source_log.state(self.trainer)
         return {"source_tokens": tokens} if tokens else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the tokens so far of each source of a mixture from a checkpoint."""
-        tokens = state_dict.get("source_tokens")
-        if tokens is not None and self._source_log is not None:
+        tokens = state_dict.get("source_tokens", {})
+        if self._source_log is None:
+            self._restored = tokens
+        elif tokens:
             self._source_log.restore(tokens)
-        self._restored = tokens if self._source_log is None else None

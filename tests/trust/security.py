@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 # Every place that turns bytes into objects, and why it is safe.
 LOADS = {
     "parallel/messages.py pickle.loads": "a batch of this job's own reader, from rank to rank",
-    "data/streams/samples.py pickle.loads": "extras of a sample, from rank to rank",
+    "data/streams/ranks.py pickle.loads": "a sample of this job's own reader, from rank to rank",
     "data/store/cache.py np.load": "allow_pickle=False",
     "data/store/tokens.py np.load": "allow_pickle=False",
     "integrations/hf_data.py torch.load": "weights_only=True",

@@ -1,6 +1,6 @@
 """Shards or iterators, read by every rank -> balanced packs on every rank, each sequence once."""
 
 from lightning_thd.data.streams.shards import is_stream
-from lightning_thd.data.streams.stream import Stream, StreamMixture
+from lightning_thd.data.streams.stream import Stream, Streams
 
-__all__ = ["Stream", "StreamMixture", "is_stream"]
+__all__ = ["Stream", "Streams", "is_stream"]

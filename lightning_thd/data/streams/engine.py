@@ -7,7 +7,7 @@ drawn at random. Several take turns by their shares (``packing.mixtures.take_tur
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +16,12 @@ import numpy.typing as npt
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_thd.batch import THDStep
-from lightning_thd.data.streams.intake import Dry, Intake, Settings, Source
+from lightning_thd.data.streams.intake import Intake, Settings
 from lightning_thd.data.streams.ranks import Wire, exchange, moved_bytes
-from lightning_thd.data.streams.samples import check_keys
 from lightning_thd.data.streams.schedule import (
     IntArray,
     Ledger,
     Planned,
-    Table,
     begun,
     pending_rows,
     plan_steps,
@@ -55,7 +53,6 @@ class Engine:
         self, settings: Settings, wire: Wire, state: dict[str, Any] | None = None, *, same: bool = False
     ) -> None:
         self._settings, self._wire = settings, wire
-        self._names = [shard.name for shard in settings.shards]
         count = len(settings.sources)
         self.ledger = Ledger.fresh(len(settings.shards), count) if state is None else begun(state)
         self._intake = Intake(settings, wire)
@@ -179,17 +176,7 @@ class Engine:
         while True:
             self._gather(target)
             ledger.pool["at"] = np.arange(len(ledger.pool))
-            sources = settings.source_of[ledger.pool["shard"]]
-            order = order_of(
-                ledger.pool,
-                sources,
-                sources=settings.sources,
-                ledger=ledger,
-                exhausted=self._intake.dry,
-                dry=settings.dry,
-                seed=settings.seed,
-                most=settings.scheduling.needed if settings.scheduling.takes_first else None,
-            )
+            order = order_of(ledger, settings, self._intake.dry)
             ready = rows_of(ledger.pool, order.rows)
             steps, left = plan_steps(ready, settings.scheduling, ended=order.ended)
             self._tell(order.dry)
@@ -219,15 +206,7 @@ class Engine:
     def _gather(self, window: int, *, most: int | None = None) -> None:
         """Read until each rank holds ``window`` unplanned sequences, and add them to the pool."""
         settings, ledger, intake = self._settings, self.ledger, self._intake
-        wanted = wanted_of(
-            window,
-            needed=settings.scheduling.needed,
-            shares=shares_of(settings.sources, ledger.out),
-            buffers=[source.shuffle_buffer for source in settings.sources],
-            pool_source=settings.source_of[ledger.pool["shard"]],
-            holder=ledger.pool["holder"],
-            exhausted=intake.exhausted,
-        )
+        wanted = wanted_of(window, ledger, settings, intake.exhausted)
         wanted = wanted if most is None else np.minimum(wanted, most)
         if not wanted.any():
             return
@@ -235,7 +214,6 @@ class Engine:
         np.maximum.at(ledger.cursors, fresh["shard"], fresh["row"] + 1)
         self._given[np.unique(settings.source_of[fresh["shard"]])] = True
         ledger.pool = np.concatenate([ledger.pool, fresh])
-        check_keys(ledger.pool, self._names)
         if self._restarts:
             for number in np.flatnonzero(intake.dry).tolist():
                 self._restart(number)
@@ -310,24 +288,16 @@ class Order:
         return drawn + counts, out
 
 
-def shares_of(sources: Sequence[Source], out: BoolArray) -> dict[int, int]:
+def shares_of(settings: Settings, out: BoolArray) -> dict[int, int]:
     """Return the shares of the sources that still take part, by their number."""
-    return {number: source.share for number, source in enumerate(sources) if not out[number]}
+    return {number: source.share for number, source in enumerate(settings.sources) if not out[number]}
 
 
-def order_of(
-    pool: Table,
-    source: IntArray,
-    *,
-    sources: Sequence[Source],
-    ledger: Ledger,
-    exhausted: BoolArray,
-    dry: Dry,
-    seed: int = 0,
-    most: int | None = None,
-) -> Order:
-    """Order a pool of unplanned sequences: shuffled, and with sources taking turns by their shares."""
-    rng = np.random.default_rng([seed, ledger.number, ledger.steps, 1])
+def order_of(ledger: Ledger, settings: Settings, exhausted: BoolArray) -> Order:
+    """Order the pool of unplanned sequences: shuffled, and with sources taking turns by their shares."""
+    pool, sources, how = ledger.pool, settings.sources, settings.scheduling
+    source = settings.source_of[pool["shard"]]
+    rng = np.random.default_rng([settings.seed, ledger.number, ledger.steps, 1])
     queues = []
     for number, one in enumerate(sources):
         queue = np.flatnonzero(source == number) if len(sources) > 1 else np.arange(len(pool))
@@ -344,15 +314,15 @@ def order_of(
     ended, found_dry = bool(out.all()), set()
     while not ended:
         waiting = [len(queue) - count for queue, count in zip(queues, used.tolist(), strict=True)]
-        left = None if most is None else most - len(turns)
-        more, blocked = take_turns(shares_of(sources, out), drawn.tolist(), waiting, left)
+        left = how.needed - len(turns) if how.takes_first else None
+        more, blocked = take_turns(shares_of(settings, out), drawn.tolist(), waiting, left)
         turns += more
         used += np.bincount(np.array(more, np.int64), minlength=len(sources))
         if blocked is None or not exhausted[blocked]:
             break
         out[blocked], drawn = True, np.zeros_like(drawn)
         phases.append((len(turns), blocked))
-        ended = dry == "stop" or bool(out.all())
+        ended = settings.dry == "stop" or bool(out.all())
         if not out.all():
             found_dry.add(blocked)
     rows = np.empty(len(turns), np.int64)
@@ -365,32 +335,24 @@ def order_of(
         rows=rows,
         rest=np.flatnonzero(rest),
         ended=ended,
-        phases=tuple(phases) if dry == "rest" else (),
+        phases=tuple(phases) if settings.dry == "rest" else (),
         dry=frozenset(found_dry),
     )
 
 
-def wanted_of(
-    window: int,
-    *,
-    needed: int,
-    shares: Mapping[int, int],
-    buffers: Sequence[int],
-    pool_source: IntArray,
-    holder: npt.NDArray[np.integer],
-    exhausted: BoolArray,
-) -> IntArray:
+def wanted_of(window: int, ledger: Ledger, settings: Settings, exhausted: BoolArray) -> IntArray:
     """Return how many sequences of each source each rank has to read, int64 ``[N, ranks]``."""
-    sources, ranks = exhausted.shape
-    held = np.bincount(pool_source * ranks + holder, minlength=sources * ranks).reshape(sources, ranks)
+    (sources, ranks), shares = exhausted.shape, shares_of(settings, ledger.out)
+    place = settings.source_of[ledger.pool["shard"]] * ranks + ledger.pool["holder"]
+    held = np.bincount(place, minlength=sources * ranks).reshape(sources, ranks)
     wanted = np.zeros((sources, ranks), np.int64)
     reading = [i for i in shares if not exhausted[i].all()]
     if not reading:
         return wanted
     active = int((~exhausted[reading]).any(0).sum())
-    total, parts = max(window * active, needed), sum(shares.values())
+    total, parts = max(window * active, settings.scheduling.needed), sum(shares.values())
     for i in reading:
         own = -(-total * shares[i] // parts) + (len(shares) > 1)
-        each = max(-(-own // int((~exhausted[i]).sum())), buffers[i])
+        each = max(-(-own // int((~exhausted[i]).sum())), settings.sources[i].shuffle_buffer)
         wanted[i] = np.where(exhausted[i], 0, np.maximum(0, each - held[i]))
     return wanted

@@ -8,24 +8,25 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as worker_module
 
 from lightning_thd.batch import THDBatch
 from lightning_thd.data.read.records import Bad
+from lightning_thd.data.store.index import OnError
 from lightning_thd.data.streams.ranks import Held, Wire
 from lightning_thd.data.streams.samples import META, POLICIES, Sample, Sampler
 from lightning_thd.data.streams.schedule import POOL, IntArray, Scheduling, Table
 from lightning_thd.data.streams.shards import Mark, Shard
 
-OnError = Literal["raise", "skip"]
 Dry = Literal["restart", "stop", "rest"]
 
 # Below so many sequences of a rank's round, starting workers again takes longer than reading.
@@ -76,50 +77,40 @@ class Intake:
     """Reads the sources of a stream on one rank and sends all ranks what each has read."""
 
     def __init__(self, settings: Settings, wire: Wire) -> None:
-        shards, sources = settings.shards, settings.sources
-        self._settings, self._shards, self._sources, self._wire = settings, shards, sources, wire
+        self._settings, self._sources, self._wire = settings, settings.sources, wire
         self.held: Held = {}
         self.failure: Exception | None = None  # an error of this rank, to be sent to the others
-        self.exhausted = np.zeros((len(sources), wire.ranks), bool)
+        self.exhausted = np.zeros((len(self._sources), wire.ranks), bool)
         self.marks: dict[int, list[Mark]] = {}  # the states of shards that have one, in order
         self.counts = dict.fromkeys(("bad", "tail_dropped", *POLICIES), 0)
-        self._tallies = [Tally() for _ in sources]  # this rank's
-        self._readers: list[Reader | None] = [None] * len(sources)
-        self._taken = [0] * len(sources)  # by this rank in the present round
-        self._header = header_type(len(sources))
-        sizes = [shard.size for shard in shards]
-        self._owners = [
-            [
-                [source.first + i for i in own]
-                for own in assign(sizes[source.first : source.stop], wire.ranks, first=source.first)
-            ]
-            for source in sources
-        ]
+        self._tallies = [Tally() for _ in self._sources]  # this rank's
+        self._readers: list[Reader | None] = [None] * len(self._sources)
+        self._taken = [0] * len(self._sources)  # by this rank in the present round
 
     def open(self, number: int, round_: int, cursors: IntArray) -> None:
         """Begin a pass over a source; worker processes start in the calling thread."""
-        source, before = self._sources[number], self._readers[number]
-        own = set(self._owners[number][self._wire.rank])
-        order = shard_order(
-            source.stop - source.first,
-            seed=self._settings.seed,
-            number=round_,
-            shuffle=source.shuffle_buffer > 0,
-        )
+        settings, source, again = self._settings, self._sources[number], self._readers[number] is not None
+        shards = np.arange(source.first, source.stop)
+        sizes = [settings.shards[i].size for i in shards.tolist()]
+        own = shards[assign(sizes, self._wire.ranks, first=source.first)[self._wire.rank]]
+        if source.shuffle_buffer:
+            order = np.random.default_rng([settings.seed, round_]).permutation(shards)
+            own = order[np.isin(order, own)]
+        few = again and self._taken[number] < _WORKERS_FROM and len(self._sources) > 1
         reading = Reading(
-            shards=self._shards,
-            own=[source.first + i for i in order if source.first + i in own],
-            sampler=self._settings.make_sampler(),
-            on_error=source.on_error,
+            shards=settings.shards,
+            own=own.tolist(),
+            starts={i: int(cursors[i]) for i in own.tolist()},
+            sampler=settings.make_sampler(),
             round=round_,
-            marks={i: marks[0] for i in own if (marks := self.marks.get(i))},
+            marks={i: marks[0] for i in own.tolist() if (marks := self.marks.get(i))},
         )
-        workers = self._settings.num_workers
-        if before is not None:
-            workers = workers if self._taken[number] >= _WORKERS_FROM or len(self._sources) == 1 else 0
-        starts = {i: int(cursors[i]) for i in own}
         self._readers[number] = Reader(
-            reading, starts, self._tallies[number], num_workers=workers, timeout_s=self._settings.timeout_s
+            reading,
+            self._tallies[number],
+            skips=source.on_error == "skip",
+            num_workers=0 if few else settings.num_workers,
+            timeout_s=settings.timeout_s,
         )
         self._taken[number] = 0
         self.exhausted[number] = False
@@ -130,19 +121,13 @@ class Intake:
         return np.asarray(self.exhausted.all(axis=1))
 
     def gather(self, wanted: IntArray) -> Table:
-        """Read this rank's share of ``[N, ranks]`` sequences."""
+        """Read this rank's share of ``[N, ranks]`` sequences; a collective."""
         own = wanted[:, self._wire.rank].tolist()
-        return self._shared(int(wanted.sum(0).max()), lambda: self._take(own))
+        return self._shared(lambda: self._take(own))
 
     def again(self, pending: dict[int, dict[int, list[int]]]) -> Table:
         """Read a checkpoint's pending sequences again, each on the rank that has its shard; a collective."""
-        most = 0
-        for rank in range(self._wire.ranks):
-            shards = [i for owners in self._owners for i in owners[rank]]
-            most = max(most, sum(len(of) for i in shards for of in pending.get(i, {}).values()))
-        return self._shared(
-            most, lambda: [read for reader in self._open_readers for read in reader.again(pending)]
-        )
+        return self._shared(lambda: [one for reader in self._open_readers for one in reader.again(pending)])
 
     @property
     def _open_readers(self) -> list[Reader]:
@@ -157,35 +142,32 @@ class Intake:
                 found += taken
         return found
 
-    def _shared(self, most: int, read: Callable[[], list[Read]]) -> Table:
+    def _shared(self, read: Callable[[], list[Read]]) -> Table:
         """Read on every rank, and return the ``POOL`` of what all ranks read; a collective."""
-        failure, reads = self.failure, list[Read]()
+        failure, reads, marks = self.failure, list[Read](), dict[int, list[Mark]]()
         try:
             reads = read() if failure is None else reads
         except Exception as err:  # sent to the other ranks, which wait
             failure = err
-        table = self._table(reads)
-        header, size = self._written_header(len(table), failure is not None), self._header.itemsize
-        message = np.zeros(size + most * META.itemsize, np.uint8)  # as long as every other rank's
-        message[:size] = header.view(np.uint8)
-        message[size : size + table.nbytes] = table.view(np.uint8)
-        found = self._wire.gather(message)
-        headers = np.concatenate([one[:size].view(self._header) for one in found])
-        if headers["failed"].any():
-            texts = self._wire.objects("" if failure is None else f"{failure}")
-            failed = [f"Rank {rank}: {text}" for rank, text in enumerate(texts) if text]
-            raise ValueError(" ".join(failed) or "A rank could not read its shards.") from failure
-        self._count(headers)
-        if headers["marks"].any():
-            own: dict[int, list[Mark]] = {}
-            for reader in self._open_readers:
-                own |= reader.marks
-                reader.marks = {}
-            for marks_of_rank in self._wire.objects(own):
-                for shard, marks in marks_of_rank.items():
-                    self.marks.setdefault(shard, []).extend(marks)
-        tables = (one[size:].view(META)[:n] for one, n in zip(found, headers["count"].tolist(), strict=True))
-        return _pooled(list(tables))
+        for reader in self._open_readers:
+            marks |= reader.marks
+            reader.marks = {}
+        told: list[Told] = self._wire.objects(
+            Told(
+                table=self._table(reads),
+                failure=None if failure is None else f"{failure}",
+                exhausted=[reader is None or reader.exhausted for reader in self._readers],
+                tallies=self._tallies,
+                marks=marks,
+            )
+        )
+        if failed := [f"Rank {rank}: {of.failure}" for rank, of in enumerate(told) if of.failure is not None]:
+            raise ValueError(" ".join(failed)) from failure
+        for one in told:
+            for shard, found in one.marks.items():
+                self.marks.setdefault(shard, []).extend(found)
+        self._count(told)
+        return _pooled([one.table for one in told])
 
     def forget(self, number: int) -> None:
         """Drop the saved states of a source whose pass is over."""
@@ -204,53 +186,25 @@ class Intake:
         table = np.zeros(len(reads), META)
         for i, one in enumerate(reads):
             assert one.sample is not None
-            meta = {
-                **one.sample.meta,
-                "shard": one.shard,
-                "row": one.row,
-                "round": one.round,
-            }
+            meta = {**one.sample.meta, "shard": one.shard, "row": one.row, "round": one.round}
             table[i] = tuple(meta[name] for name in META.names or ())
-            self.held[one.round, one.shard, one.row] = one.sample
+            self.held[one.round, one.shard, one.row] = one.sample.payload
         return table[np.lexsort((table["row"], table["round"], table["shard"]))]
 
-    def _written_header(self, count: int, failed: bool) -> Table:
-        header = np.zeros(1, self._header)
-        header["count"], header["failed"] = count, failed
-        header["marks"] = sum(len(reader.marks) for reader in self._open_readers)
-        for number, reader in enumerate(self._readers):
-            header["exhausted"][0, number] = reader is None or reader.exhausted
-            header["bad"][0, number] = self._tallies[number].bad
+    def _count(self, told: list[Told]) -> None:
+        self.exhausted = np.array([one.exhausted for one in told]).T
         for name in POLICIES:
-            header[name] = sum(tally.counts[name] for tally in self._tallies)
-        return header
-
-    def _count(self, headers: Table) -> None:
-        self.exhausted = headers["exhausted"].T.astype(bool)
-        bad = headers["bad"].sum(0)
-        self.counts["bad"] = int(bad.sum())
-        for name in POLICIES:
-            self.counts[name] = int(headers[name].sum())
+            self.counts[name] = sum(tally.counts[name] for one in told for tally in one.tallies)
+        self.counts["bad"] = sum(tally.bad for one in told for tally in one.tallies)
         for number, source in enumerate(self._sources):
-            if source.max_errors is not None and bad[number] > source.max_errors:
-                texts = self._wire.objects("; ".join(self._tallies[number].last))
+            tallies = [one.tallies[number] for one in told]
+            bad = sum(tally.bad for tally in tallies)
+            if source.max_errors is not None and bad > source.max_errors:
                 of = f" of {source.name!r}" if source.name else ""
                 raise ValueError(
-                    f"{bad[number]} records{of} could not be used, more than max_errors={source.max_errors}. "
-                    f"The last: {'; '.join(text for text in texts if text)}"
+                    f"{bad} records{of} could not be used, more than max_errors={source.max_errors}. "
+                    f"The last: {'; '.join(text for tally in tallies for text in tally.last)}"
                 )
-
-
-def header_type(sources: int) -> np.dtype[np.void]:
-    """Return the dtype of a message's header, the status of a rank; its ``META`` rows follow."""
-    return np.dtype(
-        [
-            *((name, "<i4") for name in ("failed", "count", "marks")),
-            *((name, "<i8") for name in POLICIES),
-            ("exhausted", "<i4", (sources,)),
-            ("bad", "<i8", (sources,)),
-        ]
-    )
 
 
 def _pooled(tables: list[Table]) -> Table:
@@ -292,31 +246,35 @@ def assign(sizes: Sequence[int], ranks: int, *, first: int = 0) -> list[list[int
     return [sorted(numbers) for numbers in own]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reading:
+@dataclass(kw_only=True, eq=False)
+class Reading(IterableDataset[Read]):
     """The shards that a rank reads, their order, and what turns their records into samples."""
 
     shards: Sequence[Shard]  # all of the stream
     own: Sequence[int]  # numbers of those this rank reads, in the order they are read
-    sampler: Sampler  # makes samples
-    on_error: OnError = "raise"  # ``"raise"`` for the first record that cannot be used, or ``"skip"`` it
+    starts: Mapping[int, int]  # the row from which each is read
+    sampler: Sampler
     round: int = 0  # the pass over the source
     marks: Mapping[int, Mark] = field(default_factory=dict)
 
-    def rows(self, number: int, start: int, *, only: Iterable[int] | None = None) -> Iterator[Read]:
-        """Yield the records of one shard from a row on; with ``only`` just these rows."""
-        wanted = None if only is None else set(only)
+    def __iter__(self) -> Iterator[Read]:
+        """Read the shards, every n-th in one of n workers."""
+        worker = get_worker_info()
+        first, every = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        if worker is not None:
+            # A dataset that shares its records out among workers would leave some to those of other shards.
+            worker_module._worker_info = None
+        for number in self.own[first::every]:
+            yield from self.rows(number, self.starts[number])
+
+    def rows(self, number: int, start: int) -> Iterator[Read]:
+        """Yield the records of one shard from a row on."""
         shard, row, mark = self.shards[number], start - 1, self.marks.get(number)
         try:
             for row, record, after in shard.read(
                 start, mark if mark is not None and mark[0] <= start else None
             ):
-                if wanted is None or row in wanted:
-                    yield self._read(number, row, record, after)
-                if wanted is not None:
-                    wanted.discard(row)
-                    if not wanted:
-                        return
+                yield self._read(number, row, record, after)
         except ModuleNotFoundError:
             raise
         except Exception as err:  # a file system, a decoder or the user's iterator: no record comes after
@@ -330,29 +288,8 @@ class Reading:
             sample = self.sampler(record, row)
         except (ValueError, TypeError) as err:
             return Read(shard=number, row=row, round=self.round, sample=None, bad=str(err), mark=mark)
-        after = self.sampler.counts
-        counts = {name: after[name] - before[name] for name in after if after[name] != before[name]}
+        counts = {name: count - before[name] for name, count in self.sampler.counts.items()}
         return Read(shard=number, row=row, round=self.round, sample=sample, counts=counts, mark=mark)
-
-    def place(self, read: Read) -> str:
-        """Return the place of a record as text, for messages."""
-        return f"shard {self.shards[read.shard].name}, row {read.row}"
-
-
-class _Rows(IterableDataset[Read]):
-    """Reads every n-th shard of a rank in one worker."""
-
-    def __init__(self, reading: Reading, starts: dict[int, int]) -> None:
-        self._reading, self._starts = reading, starts
-
-    def __iter__(self) -> Iterator[Read]:
-        worker = get_worker_info()
-        first, every = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        if worker is not None:
-            # A dataset that shares its records out among workers would leave some to those of other shards.
-            worker_module._worker_info = None
-        for number in self._reading.own[first::every]:
-            yield from self._reading.rows(number, self._starts[number])
 
 
 @dataclass(slots=True)
@@ -364,29 +301,32 @@ class Tally:
     counts: Counter[str] = field(default_factory=Counter)  # by policy
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Told:
+    """The message of a rank to the others after it has read."""
+
+    table: Table  # the ``META`` of what it read
+    failure: str | None  # why it cannot go on
+    exhausted: list[bool]  # by source
+    tallies: list[Tally]  # by source
+    marks: dict[int, list[Mark]]  # new states of its shards
+
+
 class Reader:
     """Reads the shards of a rank in order, in this process or in workers, and counts what is left out."""
 
     def __init__(
-        self,
-        reading: Reading,
-        starts: dict[int, int],
-        tally: Tally,
-        *,
-        num_workers: int = 0,
-        timeout_s: float = 600.0,
+        self, reading: Reading, tally: Tally, *, skips: bool, num_workers: int, timeout_s: float
     ) -> None:
-        self._reading, self._tally = reading, tally
+        self._reading, self._tally, self._skips = reading, tally, skips
         self.exhausted = False
         self.marks: dict[int, list[Mark]] = {}  # that were met since they were asked for last
-        rows = _Rows(reading, starts)
-        self._rows: Iterator[Read]
-        if num_workers and reading.own:
-            workers = min(num_workers, len(reading.own))
+        self._rows = iter(reading)
+        if workers := min(num_workers, len(reading.own)):
+            look = min(_LOOK_S, timeout_s)
+            loader = DataLoader(reading, batch_size=None, num_workers=workers, timeout=look)
             # Workers start here, in the thread that makes the reader.
-            self._rows = from_workers(rows, workers=workers, timeout_s=timeout_s)
-        else:
-            self._rows = iter(rows)
+            self._rows = _patiently(iter(loader), timeout_s)
 
     def take(self, count: int) -> list[Read]:
         """Return up to ``count`` samples; fewer only at the end of the shards."""
@@ -404,8 +344,8 @@ class Reader:
                 self.marks.setdefault(read.shard, []).append(read.mark)
             self._tally.counts.update(read.counts)
             if read.bad is not None:
-                place = f"{self._reading.place(read)}: {read.bad}"
-                if self._reading.on_error == "raise":
+                place = f"shard {self._reading.shards[read.shard].name}, row {read.row}: {read.bad}"
+                if not self._skips:
                     raise ValueError(f"{place} To leave such records out, pass on_error='skip'.")
                 self._tally.bad += 1
                 self._tally.last.append(place)
@@ -420,31 +360,21 @@ class Reader:
             rows = pending.get(number)
             if not rows:
                 continue
-            reads = [read for read in self._reading.rows(number, min(rows), only=rows) if read.bad is None]
+            read = self._reading.rows(number, min(rows))
+            reads = list(islice((one for one in read if one.row in rows and one.bad is None), len(rows)))
             if len(reads) != len(rows):
                 raise ValueError(
                     f"Shard {self._reading.shards[number].name} held {len(rows)} sequences when the "
                     f"checkpoint was written that it gives {len(reads)} of now. Restore it, or start over."
                 )
-            for read in reads:
-                self._tally.counts.update(read.counts)
-            found += [replace(read, round=of) for read in reads if read.sample for of in rows[read.row]]
+            for one in reads:
+                self._tally.counts.update(one.counts)
+            found += [replace(one, round=of) for one in reads if one.sample for of in rows[one.row]]
         return found
 
 
-def shard_order(count: int, *, seed: int, number: int, shuffle: bool) -> list[int]:
-    """Order the shards of a pass: as given, or drawn by the seed and the number of the pass."""
-    return np.random.default_rng([seed, number]).permutation(count).tolist() if shuffle else [*range(count)]
-
-
-def from_workers(dataset: Dataset[Any], *, workers: int, timeout_s: float) -> Iterator[Any]:
-    """Read items in worker processes, which start in the calling thread and at once."""
-    look = min(_LOOK_S, timeout_s)
-    loader = DataLoader(dataset, batch_size=None, num_workers=workers, timeout=look)
-    return _patiently(iter(loader), timeout_s)
-
-
 def _patiently(items: Iterator[Any], timeout_s: float) -> Iterator[Any]:
+    """Yield items of worker processes, and look every few seconds whether they live."""
     while True:
         asked = time.monotonic()
         while True:

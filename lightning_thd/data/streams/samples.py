@@ -1,4 +1,4 @@
-"""A record of a stream -> a sample that can be packed and sent: ids, labels, and the rest as bytes."""
+"""A record of a stream -> a sample that can be packed and sent: its keys as bytes, and their sizes."""
 
 from __future__ import annotations
 
@@ -8,21 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
-from lightning_thd.batch.keys import TYPES, names, refuse_boundaries, refuse_keys
+from lightning_thd.batch.keys import KEYS, PER_TOKEN
 from lightning_thd.batch.media import ExtrasCost, declared, patch_table, sizes_of
-from lightning_thd.batch.samples import (
-    check_sample,
-    per_token_row,
-    refuse_restart,
-    refuse_shifted,
-    whole_weight,
-)
+from lightning_thd.batch.samples import check_sample, refuse_restart, refuse_shifted, whole_weight
 from lightning_thd.data.read.conversations import Records, kind_of
 from lightning_thd.data.read.encode import Encoder, Tokenizer
 from lightning_thd.data.read.vision_chat import VisionChat
+from lightning_thd.data.store.index import refuse_cut
 
 StreamOversize = Literal["error", "drop", "truncate", "own_pack"]
 
@@ -30,8 +24,7 @@ StreamOversize = Literal["error", "drop", "truncate", "own_pack"]
 META = np.dtype(
     [
         ("length", "<i4"),  # tokens
-        ("keys", "<i4"),  # bit 0: labels; the others: see _KEYS
-        ("extra", "<i4"),  # bytes of everything but ids and labels
+        ("bytes", "<i4"),  # the size of its payload
         ("shard", "<i4"),
         ("row", "<i8"),
         ("round", "<i4"),  # pass over its source
@@ -41,35 +34,16 @@ META = np.dtype(
         ("squares", "<i8"),  # sum of the squared patches of each frame
     ]
 )
-LABELS = 1
 # What the policies of a data module leave out or change, by the names of their counts.
 POLICIES = ("empty", "dropped", "truncated", "own_pack", "tokens_lost")
-# Either all sequences of a job carry one of these or none does: bits of META's ``keys``.
-_KEYS = {**{name: 2 << i for i, name in enumerate(TYPES)}, "position_ids": 2 << len(TYPES)}
-_OWN = ("input_ids", "labels", "attention_mask")
-# Beside ids these are no names or notes, but what the model should see or learn.
-_UNREAD = ("next_label", *names("raw", "audio", "media"))
-_INT32 = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One sequence as a rank holds and sends it: ids, labels, and further inputs as bytes."""
+    """One sequence as a rank holds and sends it."""
 
-    ids: npt.NDArray[np.int32]  # int32 ``[n]``
-    labels: npt.NDArray[np.int32] | None
-    extra: bytes  # the other keys, pickled; empty where there are none
-    meta: dict[str, Any] = field(default_factory=dict)  # its entry of ``META``, but for shard and row
-
-
-def unpacked(ids: Any, labels: Any, extra: bytes) -> dict[str, Any]:
-    """Return a sample as the dict that ``THDBatch.collate`` takes."""
-    sample: dict[str, Any] = {"input_ids": ids}
-    if labels is not None:
-        sample["labels"] = labels
-    if extra:
-        sample |= pickle.loads(extra)
-    return sample
+    payload: bytes  # the pickled dict that ``THDBatch.collate`` takes
+    meta: dict[str, Any]  # its entry of ``META``, but for shard, row and round
 
 
 @dataclass(kw_only=True)
@@ -94,12 +68,13 @@ class Sampler:
 
     def __call__(self, record: Any, row: int) -> Sample | None:
         """Convert a record to a sample, or return None where a policy leaves it out."""
-        sample = self._with_ids(record)
-        if sample is None or not len(sample["input_ids"]):
+        given = self._with_ids(record)
+        if given["input_ids"] is None or not len(given["input_ids"]):
             if not self.drop_empty:
                 raise ValueError("the sequence has no tokens. Remove it, or pass empty='drop'.")
             self.counts["empty"] += 1
             return None
+        sample = self._checked(given)
         patches, squares = self._patches(record, sample)
         if self.max_patches is not None and patches > self.max_patches and self.oversize != "own_pack":
             if self.oversize != "drop":
@@ -109,12 +84,20 @@ class Sampler:
                 )
             self.counts["dropped"] += 1
             return None
-        fitted = self._fitted(sample)
+        fitted = self._fitted(sample, row)
         if fitted is None:
             return None
-        packed = self._packed(fitted)
-        packed.meta.update(patches=patches, squares=squares)
-        return packed
+        weight, sequences = whole_weight(fitted, "the record")
+        payload = pickle.dumps(fitted, protocol=pickle.HIGHEST_PROTOCOL)
+        meta = {
+            "length": len(fitted["input_ids"]),
+            "bytes": len(payload),
+            "weight": weight,
+            "sequences": sequences if weight else 0.0,
+            "patches": patches,
+            "squares": squares,
+        }
+        return Sample(payload=payload, meta=meta)
 
     def _patches(self, record: Any, sample: dict[str, Any]) -> tuple[int, int]:
         """Return the patches of a sample's images, and the sum of their squares over frames."""
@@ -129,13 +112,9 @@ class Sampler:
         patches, squares = patch_table(np.array([sizes], np.int64), self.patch)[0].tolist()
         return patches, squares
 
-    def _with_ids(self, record: Any) -> dict[str, Any] | None:
+    def _with_ids(self, record: Any) -> dict[str, Any]:
         if isinstance(record, Mapping) and "input_ids" in record and self.records in ("auto", "ids"):
-            sample = dict(record)
-            ids = sample["input_ids"]
-            if ids is None or (hasattr(ids, "__len__") and not len(ids)):
-                return None
-            return sample
+            return dict(record)
         if not isinstance(record, str | Mapping):
             raise TypeError(
                 f"a {type(record).__name__} is no sequence. A stream gives dicts with input_ids, or text."
@@ -159,7 +138,28 @@ class Sampler:
             sample["label"] = rows.label[0]
         return sample
 
-    def _fitted(self, sample: dict[str, Any]) -> dict[str, Any] | None:
+    def _checked(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Check a sample, and leave out its text, names and notes."""
+        sample = check_sample({key: x for key, x in given.items() if _is_read(key, x)}, "the record")
+        if "next_label" in sample:
+            raise ValueError("it carries 'next_label', which a stream does not read. Drop the key.")
+        sample.pop("attention_mask", None)  # all ones
+        if self.one_each:
+            refuse_restart(sample, "the record", "Give the sequences one by one, or set packed='off'.")
+        for key, what in (("input_ids", "token id"), ("labels", "label")):
+            if key not in sample:
+                continue
+            if self.vocab_size is not None and int(sample[key].max()) >= self.vocab_size:
+                raise ValueError(
+                    f"it has the {what} {int(sample[key].max())}, but the model's vocabulary has "
+                    f"{self.vocab_size} entries. Use the tokenizer the model was made for."
+                )
+            sample[key] = sample[key].astype(np.int32)
+        if "labels" in sample:
+            refuse_shifted([(sample["input_ids"], sample["labels"])], "the record")
+        return sample
+
+    def _fitted(self, sample: dict[str, Any], row: int) -> dict[str, Any] | None:
         """Apply the ``oversize`` policy to a sample: keep, cut, drop or refuse it."""
         length = len(sample["input_ids"])
         if length <= self.capacity:
@@ -169,105 +169,24 @@ class Sampler:
                 f"the sequence has {length} tokens but capacity={self.capacity}. Set oversize='truncate', "
                 "'drop' or 'own_pack', or raise capacity."
             )
-        self.counts[{"drop": "dropped", "truncate": "truncated"}.get(self.oversize, "own_pack")] += 1
         if self.oversize == "own_pack":
+            self.counts["own_pack"] += 1
             return sample
-        self.counts["tokens_lost"] += length - (self.capacity if self.oversize == "truncate" else 0)
-        return _cut(sample, length, self.capacity) if self.oversize == "truncate" else None
-
-    def _packed(self, sample: dict[str, Any]) -> Sample:
-        extras = {key: value for key, value in sample.items() if key not in _OWN and _kept(key, value)}
-        refuse_keys(sample)
-        _refuse_lost(sample, extras, one_each=self.one_each)
-        own = {key: sample[key] for key in _OWN if key in sample}
-        checked = check_sample({**own, **extras}, "the record")
-        ids, labels = checked["input_ids"], checked.get("labels")
-        length = len(ids)
-        limit = self.vocab_size if self.vocab_size is not None else _INT32 + 1
-        if int(ids.max()) >= limit:
-            raise ValueError(
-                f"the token ids run from {int(ids.min())} to {int(ids.max())}, wanted 0 to {limit - 1}. Use "
-                "the tokenizer the model was made for."
-            )
-        if labels is not None:
-            if int(labels.max()) >= limit:
-                raise ValueError(
-                    f"labels hold {labels.min()} to {labels.max()}; wanted ids from 0 to {limit - 1}, or "
-                    "-100 where a token is not to be learned."
-                )
-            labels = labels.astype(np.int32)
-            refuse_shifted([(ids, labels)], "the record")
-        keys = 0 if labels is None else LABELS
-        for name, bit in _KEYS.items():
-            if name in extras:
-                keys |= bit
-        weighed = {**extras, "input_ids": ids, "labels": ids if labels is None else labels}
-        weight, sequences = whole_weight(weighed, "the record")
-        extra = pickle.dumps(extras, protocol=pickle.HIGHEST_PROTOCOL) if extras else b""
-        extra += b"." * (-len(extra) % 4)  # whole int32; pickle stops at its end
-        meta = {
-            "length": length,
-            "keys": keys,
-            "extra": len(extra),
-            "weight": weight,
-            "sequences": sequences if weight else 0.0,
-        }
-        return Sample(ids=ids.astype(np.int32), labels=labels, extra=extra, meta=meta)
+        if self.oversize == "drop":
+            self.counts["dropped"] += 1
+            self.counts["tokens_lost"] += length
+            return None
+        refuse_cut(sample, row, length)
+        self.counts["truncated"] += 1
+        self.counts["tokens_lost"] += length - self.capacity
+        rows = [key for key in sample if key in PER_TOKEN or (key == "weights" and np.ndim(sample[key]))]
+        return sample | {key: np.asarray(sample[key])[..., : self.capacity] for key in rows}
 
 
-def _refuse_lost(sample: dict[str, Any], extras: dict[str, Any], *, one_each: bool) -> None:
-    """Refuse what says more of a sequence, or of several in one record, and would be left out."""
-    refuse_boundaries(sample, "the record")
-    if one_each:
-        refuse_restart(sample, "the record", "Give the sequences one by one, or set packed='off'.")
-    left = [name for name in _UNREAD if sample.get(name) is not None and name not in extras]
-    if left:
-        raise ValueError(
-            f"it carries {left[0]!r} as {type(sample[left[0]]).__name__}, which a stream leaves out. Give "
-            "inputs of the model as arrays or tensors with at least one axis, or drop the key."
-        )
-
-
-def _kept(key: str, value: Any) -> bool:
-    """Return whether a key of a record is an input of the model rather than text or a name."""
-    if key in _KEYS or key == "weights":
-        return True
-    if key == "label":  # that of the sequence
+def _is_read(key: str, value: Any) -> bool:
+    """Return whether a key of a record is an input of the model, or refused, rather than text or a name."""
+    if value is None or key in KEYS:
         return value is not None
     if isinstance(value, np.ndarray):
         return value.ndim > 0 and value.dtype.kind in "biufc"
     return isinstance(value, Tensor) and value.ndim > 0
-
-
-def _cut(sample: dict[str, Any], length: int, capacity: int) -> dict[str, Any]:
-    """Cut a sample's per-token values to the first ``capacity`` tokens."""
-    cut = {}
-    for key, value in sample.items():
-        if key == "labels":
-            per_token_row(sample, key, length, "the record")  # cut, they would be as many as the ids
-        if key in _OWN or key in TYPES or (key == "weights" and np.ndim(value) == 1):
-            cut[key] = value[:capacity]
-        elif key == "position_ids":
-            cut[key] = np.asarray(value)[..., :capacity]
-        elif key not in ("weights", "label") and _kept(key, value):
-            raise ValueError(
-                f"the sequence has {length} tokens and carries {key!r}, which cannot be truncated with it. "
-                "Set oversize='drop' or 'own_pack'."
-            )
-        else:
-            cut[key] = value
-    return cut
-
-
-def check_keys(table: npt.NDArray[Any], names: list[str]) -> None:
-    """Raise when some sequences of the job carry a key that others lack."""
-    for key, bit in _KEYS.items():
-        if key == "position_ids":  # a sequence without counts from 0
-            continue
-        has = (table["keys"] & bit) != 0
-        if has.any() and not has.all():
-            one, other = (names[int(table["shard"][mask][0])] for mask in (has, ~has))
-            raise ValueError(
-                f"Sequences of shard {one} carry {key!r} and some of shard {other} do not. Give it to all of "
-                "them, or drop it."
-            )

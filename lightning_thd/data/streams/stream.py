@@ -5,11 +5,11 @@ Steps are made ahead in a thread, in lockstep with the other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,18 +17,19 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_thd._checks import real_number, whole_number
 from lightning_thd.batch.thd_batch import collate_checked
-from lightning_thd.data.loader import Ahead, Kind, Made, Position, THDLoader
+from lightning_thd.data.loader import Ahead, Kind, Made, Position
 from lightning_thd.data.planning import DataSettings
 from lightning_thd.data.read.encode import load_tokenizer
 from lightning_thd.data.read.sources import Opener
 from lightning_thd.data.read.vision_chat import VisionChat
+from lightning_thd.data.store.index import OnError
 from lightning_thd.data.streams.engine import ROW_BITS, Engine, EngineStep
-from lightning_thd.data.streams.intake import OnError, Settings, Source
+from lightning_thd.data.streams.intake import Settings, Source
 from lightning_thd.data.streams.ranks import Peers, Wire
 from lightning_thd.data.streams.samples import Sampler
 from lightning_thd.data.streams.schedule import IntArray, Scheduling
-from lightning_thd.data.streams.shards import Shard, open_shards, refuse_split, traits
-from lightning_thd.data.trainer_link import Host, Progress, model_cost, model_counts, model_patch, vocab_size
+from lightning_thd.data.streams.shards import Shard, first_records, open_shards
+from lightning_thd.data.trainer_link import Host, model_cost, model_counts, model_patch, vocab_size
 from lightning_thd.packing import Cost, Packs
 from lightning_thd.packing.lengths import make_slots
 from lightning_thd.packing.mixtures import Mixing, check_weights, whole_shares
@@ -88,10 +89,10 @@ class Stream:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamMixture:
-    """Several streams taking turns, so that after any number of steps each has had its share."""
+class Streams:
+    """One stream, or several taking turns, so that after any number of steps each has had its share."""
 
-    streams: Mapping[str, Stream]
+    streams: Mapping[str, Stream]  # by the name of each in a mixture; "" is the name of a single one
     weights: Mapping[str, float]  # share of each source, in any unit, counted in sequences
     mixing: Mixing = field(default_factory=Mixing)
 
@@ -110,35 +111,30 @@ class StreamMixture:
                 "steps_per_epoch."
             )
 
-    @property
-    def window(self) -> int:
-        """Return how many sequences of all sources each rank keeps at hand."""
-        return max(stream.window for stream in self.streams.values())
-
-    @property
-    def timeout_s(self) -> float:
-        """Return after how many seconds a silent rank or worker ends the job."""
-        return max(stream.timeout_s for stream in self.streams.values())
-
-    @property
-    def steps_per_epoch(self) -> int | None:
-        """Return the optimizer steps of an epoch."""
-        return max(one.steps_per_epoch or 0 for one in self.streams.values()) or None
-
-    def shares(self) -> dict[str, int]:
-        """Return whole numbers in the proportions of the weights, temperature applied."""
+    def open(self, opener: Opener, parts: int) -> tuple[list[Shard], list[Source]]:
+        """Open the sources as shards; some can be asked for any number of ``parts``."""
         raised = self.mixing.tempered(self.weights)
-        return dict(zip(raised, whole_shares([*raised.values()]), strict=True))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Opened:
-    """The shards of an opened stream, source after source."""
-
-    shards: Sequence[Shard]
-    sources: Sequence[Source]
-    replays: bool  # Reading the shards again gives the same records for sure.
-    read_once: Mapping[str, Any] = field(default_factory=dict)  # objects that one rank reads for all, by name
+        shares = dict(zip(raised, whole_shares([*raised.values()]), strict=True))
+        shards: list[Shard] = []
+        sources: list[Source] = []
+        for name, one in self.streams.items():
+            try:
+                found = open_shards(one.source, parts=parts)
+            except ValueError as err:
+                raise ValueError(f"The source {name!r} of the mixture: {err}" if name else f"{err}") from err
+            own = one.on_error is not None or one.max_errors is not None
+            source = Source(
+                name=name,
+                first=len(shards),
+                stop=len(shards) + len(found),
+                share=shares[name],
+                shuffle_buffer=one.shuffle_buffer,
+                on_error=one.on_error or opener.on_error,
+                max_errors=one.max_errors if own else opener.max_errors,
+            )
+            sources.append(source)
+            shards += found
+        return shards, sources
 
 
 class StreamedSteps:
@@ -146,35 +142,17 @@ class StreamedSteps:
 
     goes_on = True
 
-    def __init__(
-        self,
-        settings: Settings,
-        opened: Opened,
-        *,
-        rank: int,
-        kind: Kind,
-        parts: int,
-        reopen: Callable[[int], Opened],
-        steps_per_epoch: int | None,
-        pin_memory: bool,
-    ) -> None:
-        self._settings, self._rank, self.kind, self._pin = settings, rank, kind, pin_memory
-        self._parts, self._replays, self._reopen = parts, opened.replays, reopen
-        self.steps_per_epoch = steps_per_epoch
-        dp = settings.scheduling.dp
-        self.per_step = settings.scheduling.step.n // dp if kind == "pack" else 1
-        shards = self._names(), len(settings.shards)
-        tell = {name: traits(source, first=dp > 1) for name, source in opened.read_once.items()}, shards
-        self._peers = Peers.of_job(rank, dp, timeout_s=settings.timeout_s, tell=tell)
-        if dp > 1:
-            refuse_split(opened.read_once, [of for of, _ in self._peers.told])
-            (first, count), *others = [shards for _, shards in self._peers.told]
-            for number, (names, found) in enumerate(others, 1):
-                if (names, found) != (first, count):
-                    raise ValueError(
-                        f"The ranks list other shards: rank 0 has {count}, rank {number} has {found}, or "
-                        "other names. Give every rank all of them, in the same order: each takes its share."
-                    )
+    def __init__(self, streams: Streams, settings: DataSettings, host: Host, *, kind: Kind) -> None:
+        self._streams, self._opener, self.kind, self._rank = streams, settings.opener, kind, host.rank
+        self._parts, self._pin = host.ranks, settings.pins(host)
+        self._settings = _settings(streams, settings, host)
+        self.names: Sequence[str] = self._settings.names
+        self.steps_per_epoch = max(one.steps_per_epoch or 0 for one in streams.streams.values()) or None
+        self.per_step = self._settings.scheduling.step.n // host.ranks if kind == "pack" else 1
+        shards = self._settings.shards if host.ranks > 1 else ()
+        known = [(shard.name, first_records(shard) if shard.whole else None) for shard in shards]
+        self._peers, told = Peers.of_job(host.rank, host.ranks, known, timeout_s=self._settings.timeout_s)
+        _refuse_other_shards(told)
         self._same = False  # The planned steps of a loaded state fit this job.
         self.engine: Engine | None = None
         self._ahead, self._pass_open = Ahead("thd-stream"), True
@@ -190,11 +168,6 @@ class StreamedSteps:
     def counts(self) -> dict[str, int]:
         """Return how many records of all ranks were unusable, and how many policies changed or dropped."""
         return {} if self.engine is None else dict(self.engine.counts)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return the names of a mixture's sources; empty for a single stream."""
-        return self._settings.names
 
     def source_of(self, ids: npt.ArrayLike) -> IntArray:
         """Return the number of the source of each sequence id, int64 ``[S]``."""
@@ -281,15 +254,16 @@ class StreamedSteps:
             )
         if int(state["parts"]) != self._parts:
             self._parts = int(state["parts"])
-            opened = self._reopen(self._parts)
-            self._settings = replace(self._settings, shards=opened.shards, sources=opened.sources)
+            shards, sources = self._streams.open(self._opener, self._parts)
+            self._settings = replace(self._settings, shards=shards, sources=sources)
         if state["names"] != self._names():
             raise ValueError(
                 f"The checkpoint was written with {state['shards']} shards, and the stream has "
                 f"{len(self._settings.shards)}, or others, or in other shares. Restore them in the same "
                 "order, or start the stream without it."
             )
-        if not self._replays and state["stream"] is not None and not state["stream"].get("marks"):
+        replays = all(shard.replays for shard in self._settings.shards)
+        if not replays and state["stream"] is not None and not state["stream"].get("marks"):
             rank_zero_warn(
                 "The stream is a generator or a dataset without a position: it begins again, and the records "
                 "that were used are passed over. That is exact where it gives the same records again."
@@ -300,7 +274,7 @@ class StreamedSteps:
         return Position(
             epoch=int(state["epoch"]),
             step=int(state["step"]),
-            ended=bool(state.get("ended", not state["step"])),
+            ended=bool(state["ended"]),
             stream=state["stream"],
         )
 
@@ -317,49 +291,8 @@ class StreamedSteps:
         return fingerprint(known)
 
 
-def open_sources(stream: Stream | StreamMixture, opener: Opener, parts: int) -> Opened:
-    """Open the sources of a stream or a mixture as shards; some can be asked for any number of ``parts``."""
-    if isinstance(stream, Stream):
-        streams, shares = {"": stream}, {"": 1}
-    else:
-        streams, shares = dict(stream.streams), stream.shares()
-    shards: list[Shard] = []
-    sources: list[Source] = []
-    replays = True
-    read_once: dict[str, Any] = {}
-    for name, one in streams.items():
-        try:
-            found = open_shards(one.source, parts=parts)
-        except ValueError as err:
-            raise ValueError(f"The source {name!r} of the mixture: {err}" if name else f"{err}") from err
-        sources.append(
-            Source(
-                name=name,
-                first=len(shards),
-                stop=len(shards) + len(found.shards),
-                share=shares[name],
-                shuffle_buffer=one.shuffle_buffer,
-                on_error=one.on_error or opener.on_error,
-                max_errors=opener.max_errors
-                if one.on_error is None and one.max_errors is None
-                else one.max_errors,
-            )
-        )
-        shards += found.shards
-        replays &= found.replays
-        read_once |= {f"{name}/{kind}" if name else kind: value for kind, value in found.read_once.items()}
-    return Opened(shards=shards, sources=sources, replays=replays, read_once=read_once)
-
-
-def stream_loader(
-    stream: Stream | StreamMixture,
-    settings: DataSettings,
-    host: Host,
-    *,
-    kind: Literal["pack", "step"],
-    progress: Progress | None = None,
-) -> THDLoader:
-    """Build the loader of one rank; a collective of the job."""
+def _settings(streams: Streams, settings: DataSettings, host: Host) -> Settings:
+    """Return how a stream is read and packed; refuse what needs all lengths before the first step."""
     if host.sharing is not None:
         raise ValueError(
             "context_parallel_size='dynamic' plans a degree for every microbatch from all lengths, which a "
@@ -370,68 +303,73 @@ def stream_loader(
             "oversize='split' needs every length before the first step, which a stream does not know. Set "
             "'truncate', 'drop' or 'own_pack', or cut the sequences while they are read."
         )
-    step = settings.step(host)
+    step, opener = settings.step(host), settings.opener
     if isinstance(step, Packs) and step.n % host.ranks:
         raise ValueError(
             f"{step} cannot be shared by {host.ranks} data-parallel ranks. Use a multiple of it."
         )
     if settings.scheduler is not None and isinstance(step, Packs):
         raise ValueError(f"A scheduler cannot serve {step}. Pass global_batch=Sequences(n).")
-    opener, slots = settings.opener, make_slots(settings.capacity, host.alignment, settings.max_patches)
     if opener.packed in ("sequences", "packs"):
         raise ValueError(
             f"packed={opener.packed!r} takes rows of several sequences apart, which a stream cannot. Give "
             "the sequences one by one, or open the rows as a dataset with a length."
         )
-    opened = open_sources(stream, opener, host.ranks)
+    slots = make_slots(settings.capacity, host.alignment, settings.max_patches)
     chat = None if opener.processor is None else VisionChat(opener.processor)
-    steps = StreamedSteps(
-        Settings(
-            shards=opened.shards,
-            sources=opened.sources,
-            dry=(stream.mixing.dry or "restart") if isinstance(stream, StreamMixture) else "rest",
-            make_sampler=partial(
-                Sampler,
-                tokenizer=load_tokenizer(opener.tokenizer),
-                chat=chat,
-                capacity=slots.usable // slots.multiple * slots.multiple,
-                oversize=settings.oversize,
-                drop_empty=settings.empty == "drop",
-                text_key=opener.text_key,
-                append_eos=opener.append_eos,
-                # rows of ids are refused where the processor would have nothing to render
-                records="messages" if chat is not None and isinstance(stream, Stream) else opener.records,
-                one_each=opener.packed != "off",
-                vocab_size=settings.vocab_size or vocab_size(host.model),
-                extras_cost=settings.extras_cost,
-                patch=model_patch(host.model),
-                max_patches=settings.max_patches,
-            ),
-            scheduling=Scheduling(
-                step=step,
-                slots=slots,
-                cost=settings.cost or model_cost(host.model, settings.capacity) or Cost(),
-                dp=host.ranks,
-                tail=settings.tail,
-                scheduler=settings.scheduler,
-            ),
-            collate=partial(
-                collate_checked,
-                align=host.alignment,
-                pad_to=settings.pad_to,
-                **model_counts(host.model),
-            ),
-            window=max(stream.window, stream.shuffle_buffer) if isinstance(stream, Stream) else stream.window,
-            seed=settings.seed,
-            num_workers=settings.num_workers,
-            timeout_s=stream.timeout_s,
+    shards, sources = streams.open(opener, host.ranks)
+    return Settings(
+        shards=shards,
+        sources=sources,
+        dry=streams.mixing.dry or "restart",
+        make_sampler=partial(
+            Sampler,
+            tokenizer=load_tokenizer(opener.tokenizer),
+            chat=chat,
+            capacity=slots.usable // slots.multiple * slots.multiple,
+            oversize=settings.oversize,
+            drop_empty=settings.empty == "drop",
+            text_key=opener.text_key,
+            append_eos=opener.append_eos,
+            # rows of ids are refused where the processor would have nothing to render
+            records="messages" if chat is not None and "" in streams.streams else opener.records,
+            one_each=opener.packed != "off",
+            vocab_size=settings.vocab_size or vocab_size(host.model),
+            extras_cost=settings.extras_cost,
+            patch=model_patch(host.model),
+            max_patches=settings.max_patches,
         ),
-        opened,
-        rank=host.rank,
-        kind=kind,
-        parts=host.ranks,
-        reopen=partial(open_sources, stream, opener),
-        steps_per_epoch=stream.steps_per_epoch,
-        pin_memory=host.on_gpu if settings.pin_memory is None else settings.pin_memory,
+        scheduling=Scheduling(
+            step=step,
+            slots=slots,
+            cost=settings.cost or model_cost(host.model, settings.capacity) or Cost(),
+            dp=host.ranks,
+            tail=settings.tail,
+            scheduler=settings.scheduler,
+        ),
+        collate=partial(
+            collate_checked, align=host.alignment, pad_to=settings.pad_to, **model_counts(host.model)
+        ),
+        window=max(max(one.window, one.shuffle_buffer) for one in streams.streams.values()),
+        seed=settings.seed,
+        num_workers=settings.num_workers,
+        timeout_s=max(one.timeout_s for one in streams.streams.values()),
     )
-    return THDLoader(steps, progress=progress, capacity=settings.capacity)
+
+
+def _refuse_other_shards(told: list[list[tuple[str, str | None]]]) -> None:
+    """Refuse ranks that list other shards, or whose sources are split by rank: one rank reads for all."""
+    for rank, found in enumerate(told):
+        if [name for name, _ in found] != [name for name, _ in told[0]]:
+            raise ValueError(
+                f"The ranks list other shards: rank 0 has {len(told[0])}, rank {rank} has {len(found)}, or "
+                "other names. Give every rank all of them, in the same order: each takes its share."
+            )
+        for (name, first), (_, other) in zip(told[0], found, strict=True):
+            if first != other:
+                raise ValueError(
+                    f"{name} has other first records on rank {rank} than on rank 0, so it splits itself by "
+                    "rank, or draws without a seed. One rank reads it for all, and would give only its own "
+                    "part. Pass a function make(part, parts) that begins one part, or give the same records "
+                    "on all ranks."
+                )

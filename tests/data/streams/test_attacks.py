@@ -28,8 +28,6 @@ def of_part(kind: str, part: int, parts: int) -> Iterator[Any]:
         record: dict[str, Any] = {"input_ids": ids}
         if kind == "labels on some" and part == 1:
             record["labels"] = ids
-        elif kind == "a key on some" and part == 1:
-            record["token_type_ids"] = ids
         elif kind == "dtypes" and part == 1:
             record["pixel_values"] = np.ones((2, 3), np.float64)
         elif kind == "dtypes":
@@ -64,7 +62,6 @@ def attacked(kinds: list[str]) -> list[str]:
 
 
 WANTED = {
-    "a key on some": "carry 'token_type_ids' and some of shard .* do not",
     "dtypes": "8 steps|Rank [01]: Samples carry 'pixel_values'",
     "shapes": "Rank [01]: Samples carry 'pixel_values' as .*give them one dtype, one device and the same",
     "raises": "Rank 1: shard .* part 1, row 2: reading stopped: the third record",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_thd import Packs, THDDataModule
-from lightning_thd.data.planning import DataSettings
 from lightning_thd.data.streams import Stream
 from lightning_thd.data.streams.ranks import Peers
-from lightning_thd.data.streams.stream import stream_loader
-from lightning_thd.data.trainer_link import Host
 from tests.data.streams.jobs import check_content, counted, describe, module, read_shards, run, write_shards
 from tests.ranks import RankError, run_ranks
 
@@ -155,14 +152,6 @@ def test_a_worker_that_gives_nothing_is_given_up_after_the_time_out(monkeypatch:
     assert len(given) == 2  # the window of the third is not full
 
 
-def test_keys_that_only_some_shards_carry(tmp_path: Path) -> None:
-    write_shards(tmp_path, [10])
-    with (tmp_path / "001.jsonl").open("w") as file:
-        file.write(json.dumps({"input_ids": [1, 2], "token_type_ids": [0, 1]}) + "\n")
-    with pytest.raises(ValueError, match="carry 'token_type_ids' and some of shard .*000.jsonl do not"):
-        run(f"{tmp_path}/*.jsonl")
-
-
 @pytest.mark.parametrize(
     ("kwargs", "left", "lost"),
     [
@@ -171,7 +160,11 @@ def test_keys_that_only_some_shards_carry(tmp_path: Path) -> None:
         ({"oversize": "own_pack"}, [3, 8, 13], None),
         ({"oversize": "error"}, None, "13 tokens but capacity=8. Set oversize='truncate', 'drop'"),
         ({"oversize": "split"}, None, "oversize='split' needs every length before the first step"),
-        ({"vocab_size": 12, "oversize": "own_pack"}, None, "token ids run from 0 to 12, wanted 0 to 11"),
+        (
+            {"vocab_size": 12, "oversize": "own_pack"},
+            None,
+            "the token id 12, but the model's vocabulary",
+        ),
     ],
 )
 def test_long_sequences(kwargs: dict[str, Any], left: list[int] | None, lost: str | None) -> None:
@@ -206,8 +199,10 @@ def test_tails(tmp_path: Path) -> None:
 def test_streams_do_not_evaluate_and_have_no_dynamic_degrees(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="val is a stream .*train may be a stream"):
         THDDataModule(capacity=8, val=lambda: iter([]))
+    data = THDDataModule(dying, capacity=8)
+    data._attached = replace(data._attached, sharing=Any)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="context_parallel_size='dynamic' plans a degree"):
-        stream_loader(Stream(source=dying), DataSettings(capacity=8), Host(sharing=Any), kind="step")  # type: ignore[arg-type]
+        data.train_steps()
 
 
 def test_what_is_no_stream(tmp_path: Path) -> None:

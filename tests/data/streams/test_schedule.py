@@ -67,7 +67,7 @@ def test_what_is_planned_and_what_is_left_are_all_there_is(
 def test_only_what_changes_ranks_is_moved() -> None:
     how = scheduling(Sequences(64), 4, 8192)
     pool = pool_of(lognormal(64), 4)
-    pool["keys"] = 1  # labels: 8 bytes a token
+    pool["bytes"] = 8 * pool["length"]
     (step,), _ = plan_steps(pool, how, ended=False)
     moves = step.table["holder"] != step.targets()
     assert moved_bytes(step) == 8 * int(step.table["length"][moves].sum())

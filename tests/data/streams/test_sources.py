@@ -46,13 +46,6 @@ class Torch(IterableDataset):
         return iter(RECORDS)
 
 
-class Ranked(IterableDataset):
-    data_rank, data_size = 0, 1
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(RECORDS[self.data_rank :: self.data_size])
-
-
 def generate() -> Iterator[Any]:
     yield from RECORDS
 
@@ -71,7 +64,6 @@ SOURCES: dict[str, Any] = {
     "parquet": lambda folder: columns(folder, "parquet"),
     "arrow": lambda folder: columns(folder, "arrow"),
     "torch": lambda folder: Torch(),
-    "torch with data_rank": lambda folder: Ranked(),
     "Hugging Face": lambda folder: hf(),
     "function": lambda folder: generate,
     "generator": lambda folder: generate(),
@@ -88,7 +80,7 @@ class Rest(IterableDataset):
 @pytest.mark.filterwarnings("ignore:.*forking the process")
 def test_source(tmp_path: Path, kind: str) -> None:
     source = SOURCES[kind](tmp_path)
-    shards = open_shards(source, parts=1).shards
+    shards = open_shards(source, parts=1)
     for shard in shards:
         whole = list(shard.read(0)) if kind != "generator" else []
         for start in (0, 4, 20) if whole else ():
@@ -101,7 +93,7 @@ def test_source(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in SOURCES if kind != "generator"])
 def test_shards_reach_workers_that_are_spawned(tmp_path: Path, kind: str) -> None:
-    for shard in open_shards(SOURCES[kind](tmp_path), parts=1).shards:
+    for shard in open_shards(SOURCES[kind](tmp_path), parts=1):
         sent = pickle.loads(pickle.dumps(shard))
         for start in (0, 2):
             assert list(map(str, sent.read(start))) == list(map(str, shard.read(start)))
