@@ -123,7 +123,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "images beside a ready pack": (
         lambda: _setup([{"input_ids": [1, 2, 3], "lengths": [1, 2], "pixel_values": [[1.0]]}]),
-        "Row 0 holds several sequences and carries pixel_values, of which nothing says what belongs",
+        "Row 0 holds several sequences and carries pixel_values, which is not known to belong",
     ),
     "attention weights": (
         lambda: tiny_llama()(**_batch().hf_kwargs(), output_attentions=True),

@@ -22,7 +22,7 @@ from lightning_thd.data import (
     read_documents,
     stdlib_documents,
 )
-from lightning_thd.data.store import Rows, cached_store, count_targets, write_store
+from lightning_thd.data.store import Rows, cached_store
 from lightning_thd.data.streams import Stream, is_stream
 from lightning_thd.packing import Packs
 from lightning_thd.packing.mixtures import Mixing
@@ -163,22 +163,6 @@ TABLE = {
     ),
     "data.stdlib_documents": Entry(partial(_stdlib, stdlib_documents), lambda _: {"max_bytes": 10}),
     "data.StdlibText": Entry(partial(_stdlib, StdlibText), lambda _: {"max_bytes": 10}),
-    "data.store.count_targets": Entry(
-        count_targets, lambda _: {"labels": np.array([-100, 7, 8]), "lengths": [2, 1]}
-    ),
-    "data.store.Rows": Entry(
-        lambda **given: write_store(_new(), [Rows(**given)]),
-        lambda rng: {
-            "tokens": np.array([1, 2, 3]),
-            "lengths": np.array([1, 2]),
-            "labels": rng.choice([None, np.array([-100, 2, 3])]),
-        },
-    ),
-    "data.store.write_store": Entry(
-        write_store,
-        lambda _: {"folder": _new(), "parts": [Rows(np.array([1]), np.array([1]))]},
-        also=(OSError,),
-    ),
     "data.store.cached_store": Entry(
         cached_store,
         lambda rng: {

@@ -59,7 +59,7 @@ def test_lists_globs_and_folders_are_files_and_not_documents(tmp_path: Path) -> 
         open_source([str(a), str(tmp_path / "nothing.jsonl")])
     lines(tmp_path / "test.jsonl", "x")
     lines(tmp_path / "train-00000-of-00001.jsonl", "y")
-    with pytest.raises(ValueError, match=r"holds several splits: test \(.*\), train"):
+    with pytest.raises(ValueError, match=r"holds several splits: test, train. Give a glob"):
         open_source(tmp_path)
 
 
@@ -76,7 +76,6 @@ def test_compressed_files_json_and_columns_of_text(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl.bz2").write_bytes(bz2.compress(content))
     (tmp_path / "d.jsonl.xz").write_bytes(lzma.compress(content))
     (tmp_path / "array.json").write_text('[{"text": "one"},\n {"text": "two"}]')
-    (tmp_path / "wrapped.json").write_text('{"version": 1, "data": [{"text": "one"}, {"text": "two"}]}')
     (tmp_path / "lines.json").write_bytes(content)
     table = pa.table({"text": ["one", "two"], "other": [1, 2]})
     pq.write_table(table, tmp_path / "t.parquet", row_group_size=1)
@@ -259,7 +258,7 @@ def test_labels_that_changed_under_a_fingerprint_are_found_out(tmp_path: Path) -
     first = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}]
     then = [{"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}]
     batches(THDDataModule(Known(first), capacity=4, cache_dir=tmp_path))
-    with pytest.raises(ValueError, match="Sequence 0 has 1 loss tokens, but 2 were counted. The labels"):
+    with pytest.raises(ValueError, match="Sequence 0 has 1 loss tokens, but 2 were counted. Correct"):
         batches(THDDataModule(Known(then), capacity=4, cache_dir=tmp_path))
 
 

@@ -31,20 +31,22 @@ NOTHING_MARKED = (
     [
         ({**ALPACA, "input": 3}, "line 1: instruction, input and output must be strings. Mend or remove"),
         ({**ALPACA, "output": None}, "instruction, input and output must be strings"),
-        ({**ALPACA, "history": [["q"]]}, r"history must be a list of \[question, answer\], all strings"),
-        ({**ALPACA, "history": [["q", None]]}, r"history must be a list of \[question, answer\], all"),
-        ({**ALPACA, "history": 5}, r"history must be a list of \[question, answer\], all strings"),
+        ({**ALPACA, "history": [["q", "a"]]}, "'history' is not read. Give the whole conversation"),
         ({**ALPACA, "system": ["x"]}, "system is a list; wanted a string. Mend or remove the record"),
         ({"conversations": [{"from": "alien", "value": "a"}]}, "a turn is from 'alien' with a value of"),
         ({"conversations": [{"from": "gpt", "value": None}]}, "a turn is from 'gpt' with a value of type"),
         ({"conversations": [{"from": ["gpt"], "value": "a"}]}, r"a turn is from \['gpt'\] with a value of"),
-        ({"conversations": [{"from": "tool_call", "value": "no"}]}, r"a function call holds no JSON of"),
+        ({"conversations": [{"from": "tool_call", "value": "no"}]}, "a turn is from 'tool_call' with"),
+        ({"messages": [USER, {**ANSWER, "function_call": CALL}]}, "function_call, which is not read"),
         ({"messages": [USER, ANSWER], "tools": {"a": 1}}, "tools are no list, nor JSON of one. Mend or"),
         ({"messages": [USER, ANSWER], "tools": "no"}, "tools are no list, nor JSON of one. Mend or remove"),
         ({"messages": [USER, {**ANSWER, "content": None}]}, "the role 'assistant' has the content None;"),
         ({"messages": [{"role": "user"}, ANSWER]}, "message of the role 'user' has the content None;"),
         ({"messages": [{**USER, "content": 5}, ANSWER]}, "message of the role 'user' has the content 5;"),
-        ({"messages": [{**USER, "role": ["user"]}, ANSWER]}, r"a message has the role \['user'\]; wanted a"),
+        (
+            {"messages": [{**USER, "role": ["user"]}, ANSWER]},
+            "messages must be a list of .* each role a string",
+        ),
         ({"prompt": [USER], "completion": [{**ANSWER, "content": None}]}, "'assistant' has the content None"),
         ({"input_ids": [[1], [2, 3]]}, r"input_ids is no array of integers \(.*\). Give one row"),
     ],
@@ -83,18 +85,16 @@ def test_bytes_of_something_else() -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", "text,n\na,1\nb\n", "a.csv, line 3: 1 cells, but 2 columns"),
+        ("a.csv", "text,n\na,1\nb\n", "a.csv, line 3: other than 2 cells"),
         ("a.csv", "text,text\na,b\n", "a.csv: its first line 'text,text.*' gives no column names, each once"),
         ("a.parquet", "no such file", r"a.parquet is no Parquet file \(.*\). Write it again"),
         ("a.arrow", "no such file", r"a.arrow is no Arrow file \(.*\). Write it again"),
-        ("state.json", "{}", r"state.json is none that datasets wrote \(KeyError: '_data_files'\). Save the"),
-        ("state.json", "[1", "state.json is none that datasets wrote .*JSONDecodeError"),
     ],
 )
 def test_a_damaged_file(tmp_path: Path, name: str, content: str, message: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
-        open_source(tmp_path if name == "state.json" else tmp_path / name)
+        open_source(tmp_path / name)
 
 
 def test_documents_beside_records(tmp_path: Path) -> None:
@@ -107,7 +107,9 @@ def test_documents_beside_records(tmp_path: Path) -> None:
 def test_columns_of_other_types(tmp_path: Path) -> None:
     for name, column in (("a", [[1, 2]]), ("b", ["no ids"])):
         pq.write_table(pa.table({"input_ids": column}), tmp_path / f"{name}.parquet")
-    with pytest.raises(ValueError, match=r"(?s)a.parquet and others have different columns \(.*\). Write"):
+    with pytest.raises(
+        ValueError, match=r"(?s)a.parquet and others have different columns: .*string.* Write"
+    ):
         open_source([tmp_path / "a.parquet", tmp_path / "b.parquet"])
     with pytest.raises(ValueError, match="b.parquet: the column 'input_ids' is of type string. Write lists"):
         open_source(tmp_path / "b.parquet")
@@ -121,7 +123,7 @@ def test_a_folder_of_splits(tmp_path: Path) -> None:
         open_source(tmp_path / "saved")
     found = open_source(tmp_path / "saved" / "test")
     assert len(found) == 2
-    with pytest.raises(IndexError, match="Row 2 was asked of 2. Pass a number below that"):
+    with pytest.raises(IndexError):
         as_rows(rows)[2]
 
 

@@ -11,6 +11,7 @@ import torch
 from lightning_thd import Packs, Sequences, THDBatch, THDDataModule
 from lightning_thd.batch import THDStep
 from lightning_thd.batch.media import patch_table
+from lightning_thd.data.store.columns import without_pixels
 from lightning_thd.data.store.index import build_index
 from lightning_thd.flops import FlopsModel
 from lightning_thd.packing import Cost
@@ -56,18 +57,16 @@ def test_grids_are_counted_with_the_lengths() -> None:
     assert build_index([{"input_ids": [1, 2]}] * 3).sizes.shape == (0, 4)
 
 
-def test_columns_of_grids_are_counted_without_reading_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_of_grids_are_counted_without_reading_pixels() -> None:
     datasets = pytest.importorskip("datasets")
-    plain = [{name: np.asarray(value).tolist() for name, value in row.items()} for row in rows()]
-    names = {name for row in plain for name in row}
-    made = datasets.Dataset.from_list([{name: row.get(name) for name in names} for row in plain])
-
-    chosen = made.select(range(10, 40)).with_format("numpy")
-    monkeypatch.setattr("lightning_thd.data.store.index.read_rows", None)
-    index = build_index(chosen)
-    assert index.sizes[:, 0].tolist() == PATCHES[10:]
-    assert index.sizes[:, 1].tolist() == [squares_of(row) for row in rows()[10:]]
-    assert index.media.tolist() == np.flatnonzero(PATCHES[10:]).tolist()
+    grids = [[[1, 4, 4]], [[1, 2, 2], [1, 4, 4]], [[2, 4, 4]]]
+    made = datasets.Dataset.from_list(
+        [{"input_ids": [1, 2], "image_grid_thw": grid, "pixel_values": [[0.5]]} for grid in grids]
+    ).with_format("numpy")
+    assert without_pixels(made).column_names == ["input_ids", "image_grid_thw"]
+    index = build_index(made)
+    assert index.sizes[:, 0].tolist() == [16, 20, 32]
+    assert index.media.tolist() == [0, 1, 2]
 
 
 def test_images_of_one_size_are_counted_by_the_models_patch() -> None:
@@ -219,5 +218,7 @@ def test_images_that_change_after_they_were_counted_are_refused() -> None:
     data = THDDataModule(given, capacity=64, cost=COST)
     data.setup("fit")
     given[1] = {**given[1], "image_grid_thw": np.array([[1, 8, 8]])}
-    with pytest.raises(ValueError, match="Sequence 1 has images of 64 patches"):
+    with pytest.raises(
+        ValueError, match=r"Sequence 1 has \(64, .*\) patches and pixels of images, but \(16, "
+    ):
         list(data.train_dataloader())

@@ -65,7 +65,7 @@ def test_data_that_changed_under_its_fingerprint_is_found_out(tmp_path: Path) ->
         list(data.train_dataloader())
 
     run(sequences(20))
-    with pytest.raises(ValueError, match="were counted. The lengths do not match the data.*delete the cache"):
+    with pytest.raises(ValueError, match="were counted. Correct the dataset.*delete the cache"):
         run(sequences(20, seed=1))
 
 
@@ -87,11 +87,6 @@ def test_hugging_face_labels_are_counted_in_their_columns(monkeypatch: pytest.Mo
         index = build_index(view)
         assert index.lengths.tolist() == expected.lengths[order].tolist()
         assert index.loss_tokens.tolist() == expected.loss_tokens[order].tolist()
-    bad = datasets.Dataset.from_list(
-        [{"input_ids": [1], "labels": [1]}, {"input_ids": [1, 2], "labels": [1]}]
-    )
-    with pytest.raises(ValueError, match="Row 1 has 2 input_ids but 1 labels"):
-        build_index(bad)
     with pytest.raises(AssertionError, match="samples were read"):  # a transform hides the columns
         build_index(table.with_transform(lambda rows: {"input_ids": [[1]] * len(rows["input_ids"])}))
 

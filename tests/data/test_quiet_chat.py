@@ -13,11 +13,10 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("transformers")
 
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import ByT5Tokenizer, PreTrainedTokenizer, PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from lightning_thd.data.read.chat import encode_chat
 from lightning_thd.data.read.encode import Encoder
-from lightning_thd.data.read.text import tokenizer_fingerprint
 from tests.data.chats import MARKED, PLAIN, TALKS, make_tokenizer
 from tests.data.support import open_source
 
@@ -120,7 +119,7 @@ def test_turns_of_sharegpt_that_are_not_to_be_learned(tmp_path: Path) -> None:
     [
         (PLAIN, [USER, {**ANSWER, "weight": 0.5}], "has weight=0.5; wanted 0 or 1"),
         (PLAIN, [USER, {**ANSWER, "train": "no"}], "has train='no'; wanted 0 or 1"),
-        (PLAIN, [USER, {**ANSWER, "train": False}], "every message of the assistant has weight or train or"),
+        (PLAIN, [USER, {**ANSWER, "train": False}], "no message of the role 'assistant' .* that is learned"),
         (
             PLAIN,
             [{**USER, "content": [{"type": "text", "text": "Hi"}]}, ANSWER],
@@ -195,50 +194,6 @@ def test_a_prompt_loses_the_end_that_the_tokenizer_adds() -> None:
     bare = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     rows = Encoder(tokenizer=tokenizer, kind="prompt").encode([("a", {"prompt": prompt, "completion": "c"})])
     assert rows.tokens.tolist() == [*bare, *tokenizer("c", add_special_tokens=False)["input_ids"], end]
-
-
-class _Words(PreTrainedTokenizer):
-    """A slow tokenizer of words."""
-
-    vocab_files_names = {"vocab_file": "vocab.json"}  # noqa: RUF012  # as transformers wants it
-
-    def __init__(self, words: list[str], **kwargs: Any) -> None:
-        self._ids = {word: i for i, word in enumerate(words)}
-        super().__init__(**kwargs)
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self._ids)
-
-    def get_vocab(self) -> dict[str, int]:
-        return {**self._ids, **self.added_tokens_encoder}
-
-    def _tokenize(self, text: str, **_: Any) -> list[str]:
-        return text.split()
-
-    def _convert_token_to_id(self, token: str) -> int:
-        return self._ids[token]
-
-    def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str]:
-        file = Path(save_directory) / "vocab.json"
-        file.write_text(json.dumps(self._ids))
-        return (str(file),)
-
-
-class _Unsaved(_Words):
-    def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str]:
-        raise NotImplementedError
-
-
-def test_fingerprints_of_slow_tokenizers_tell_their_vocabularies_apart(tmp_path: Path) -> None:
-    one, same, other = (_Words(words, name_or_path="x") for words in (["a", "b"], ["a", "b"], ["b", "a"]))
-    assert tokenizer_fingerprint(one) == tokenizer_fingerprint(same)
-    assert tokenizer_fingerprint(one) != tokenizer_fingerprint(other)
-    assert tokenizer_fingerprint(_Unsaved(["a"], name_or_path="x")) is None
-    file = tmp_path / "a.jsonl"
-    file.write_text('{"text": "a b"}\n')
-    ids = [open_source(file, tokenizer=each, cache_dir=tmp_path)[0]["input_ids"] for each in (one, other)]
-    assert [row.tolist() for row in ids] == [[0, 1], [1, 0]]
 
 
 def test_a_tokenizer_that_splits_special_tokens_has_another_fingerprint(tmp_path: Path) -> None:

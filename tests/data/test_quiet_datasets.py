@@ -181,32 +181,3 @@ def test_labels_past_the_vocabulary_are_refused(tmp_path: Path) -> None:
     rows = [{"input_ids": np.array([1, 2, 3, 4], np.uint16), "labels": labels}]
     with pytest.raises(ValueError, match="Sequence 0 has the label 400, but the model's vocabulary has"):
         trained_on(rows, tmp_path, vocab_size=100)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"position_ids": [0, 1, 0, 1]},
-        {"position_ids": [0, 1, 2]},
-        {"seq_lengths": [2, 2]},
-        {"cu_seqlens": [0, 2, 4]},
-        {"attention_mask": [1, 1, 0, 1]},
-        {"lengths": [1, 2], "attention_mask": [1, 1, 1, 1]},
-    ],
-)
-def test_rows_whose_keys_tell_of_other_sequences(tmp_path: Path, other: dict[str, Any]) -> None:
-    row = {"input_ids": [1, 2, 3, 4], "lengths": [1, 3], **other}
-    with pytest.raises(ValueError, match=r"Row 0: \w+ tells of other sequences, or other tokens in them,"):
-        trained_on([row], tmp_path)
-
-
-def test_rows_whose_keys_agree(tmp_path: Path) -> None:
-    row = {
-        "input_ids": [1, 2, 3, 4, 0],
-        "lengths": [1, 0, 3],
-        "seq_lengths": [1, 3],
-        "cu_seqlens": [0, 1, 4, 4],
-        "position_ids": [0, 0, 1, 2, 0],
-        "attention_mask": [1, 1, 1, 1, 0],
-    }
-    assert trained_on([row], tmp_path) == [[1], [2, 3, 4]]

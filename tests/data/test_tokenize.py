@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_thd.data import ByteTokenizer, TokenStore
+from lightning_thd.data import ByteTokenizer
 from lightning_thd.data.read.encode import Encoder, find_kind, tokenize
+from lightning_thd.data.read.files import find_files
 from lightning_thd.data.read.records import file_chunks, row_chunks
-from lightning_thd.data.store import Rows, write_store
+from lightning_thd.data.store import Rows, cached_store
 from tests.data.support import open_source
 from tests.scripts import run_python
 
@@ -30,7 +31,7 @@ def test_chunks_of_any_size_give_every_line_once(
     file = tmp_path_factory.getbasetemp() / "chunks.jsonl"
     lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
     file.write_text(("\n\n" if blank else "\n").join(lines), encoding="utf-8", errors="replace")
-    chunks = file_chunks(file, chunk_bytes=chunk_bytes)
+    chunks = file_chunks(find_files(file), chunk_bytes=chunk_bytes)
     found = [record for chunk in chunks for _, record in chunk()]
     assert found == [json.loads(line.encode(errors="replace")) for line in lines]
     places = [str(place) for chunk in chunks for place, _ in chunk()]
@@ -44,9 +45,9 @@ def test_any_number_of_processes_gives_the_same_store(tmp_path: Path, num_worker
     file.write_text("\n".join(json.dumps({"text": text}) for text in texts))
     tokenizer = ByteTokenizer()
     encoder = Encoder(tokenizer=tokenizer, kind="text")
-    parts = tokenize(file_chunks(file, chunk_bytes=1000), encoder, num_workers=num_workers)
-    write_store(tmp_path / "s", parts)
-    store = TokenStore.open(tmp_path / "s")
+    chunks = file_chunks(find_files(file), chunk_bytes=1000)
+    parts = tokenize(chunks, encoder, num_workers=num_workers)
+    store = cached_store(None, lambda first: parts, cache_dir=tmp_path)
     assert store.tokens.dtype == np.uint16
     assert [store[i]["input_ids"].tolist() for i in range(500)] == [tokenizer(t).tolist() for t in texts]
 
@@ -62,14 +63,14 @@ def test_an_error_in_a_process_names_the_line(tmp_path: Path) -> None:
 
 def test_labels_go_to_disk_with_their_counts(tmp_path: Path) -> None:
     rows = [Rows(np.array([5, 6, 70_000]), np.array([2, 1]), np.array([-100, 6, 70_000])) for _ in range(3)]
-    write_store(tmp_path / "s", rows)
-    store = TokenStore.open(tmp_path / "s")
+    store = cached_store(None, lambda first: rows, cache_dir=tmp_path)
     assert store.tokens.dtype == np.uint32
     assert store.loss_tokens.tolist() == [1, 0] * 3
     assert store[4]["labels"].tolist() == [-100, 6]
+    bad = [Rows(np.array([-1]), np.array([1]))]
     with pytest.raises(ValueError, match="Token ids start at 0, got -1"):
-        write_store(tmp_path / "bad", [Rows(np.array([-1]), np.array([1]))])
-    assert not (tmp_path / "bad").exists()
+        cached_store(None, lambda first: bad, cache_dir=tmp_path / "bad")
+    assert not list((tmp_path / "bad").iterdir())
 
 
 _MEASURE = """

@@ -116,7 +116,8 @@ def test_variables_of_the_template_beside_a_conversation(
     ("options", "message"),
     [
         ("thinking", "chat_template_kwargs is a str; wanted {name: value}"),
-        ({"tools": [], "tokenize": True}, "chat_template_kwargs holds tokenize, tools, which is no variable"),
+        ({"tools": [], "tokenize": True}, "multiple values for keyword argument '(tools|tokenize)'"),
+        ({"chat_template": "x"}, "chat_template_kwargs holds 'chat_template', which the chat template does"),
     ],
 )
 def test_variables_that_are_none(tmp_path: Path, options: Any, message: str) -> None:

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lightning_thd.data.read.columns import file_table
 from lightning_thd.data.read.files import KINDS, SourceFile
 from lightning_thd.data.read.records import Bad, Line, file_chunks, holds_lines, parse_line, without_nulls
 from lightning_thd.data.store.columns import arrow_table, is_hugging_face
@@ -22,8 +20,8 @@ Found = tuple[Place, Mapping[str, Any], Path | None]
 class RecordsByNumber:
     """The records of files laid end to end: ``[i]`` gives its place, itself, and the folder of its file."""
 
-    def __init__(self, files: list[SourceFile], cache_dir: str | Path | None) -> None:
-        self._parts = [_opened(file, cache_dir) for file in files]
+    def __init__(self, files: list[SourceFile]) -> None:
+        self._parts = [_opened(file) for file in files]
         self._folders = [None if "://" in file.name else Path(file.name).parent for file in files]
         self._ends = np.cumsum([len(part) for part in self._parts])
 
@@ -31,10 +29,8 @@ class RecordsByNumber:
         return int(self._ends[-1])
 
     def __getitem__(self, i: int) -> Found:
-        if not 0 <= i < len(self):
-            raise IndexError(f"Record {i} was asked of {len(self)}. Pass a number below that.")
         part = int(np.searchsorted(self._ends, i, side="right"))
-        place, record = self._parts[part][i - (int(self._ends[part - 1]) if part else 0)]
+        place, record = self._parts[part][i - int(self._ends[part])]
         return place, _checked(record, place), self._folders[part]
 
 
@@ -46,12 +42,15 @@ def _checked(record: Any, place: Place) -> Mapping[str, Any]:
     return record
 
 
-def _opened(file: SourceFile, cache_dir: str | Path | None) -> Any:
+def _opened(file: SourceFile) -> Any:
     kind = KINDS.get(file.suffix, "text")
+    if kind == "column":
+        raise ValueError(
+            f"{file.name}: processor= reads lines of JSON, or rows of a dataset. Open the file with "
+            "datasets.load_dataset and pass that."
+        )
     if kind == "JSONL" or (kind == "JSON" and holds_lines(file)):
         return _Lines(file)
-    if kind == "column":
-        return _Table(file, cache_dir)
     return [found for chunk in file_chunks([file]) for found in chunk()]
 
 
@@ -66,7 +65,7 @@ class _Lines:
                 if line.strip():
                     starts.append(at)
                 at += len(line)
-        self._starts: NDArray[np.int64] = np.array(starts, np.int64)
+        self._starts = np.array(starts, np.int64)
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -78,30 +77,12 @@ class _Lines:
             return Line(self._file.name, self._file.path, at), parse_line(opened.readline())
 
 
-class _Table:
-    """The rows of a Parquet or Arrow file, mapped into memory."""
-
-    def __init__(self, file: SourceFile, cache_dir: str | Path | None) -> None:
-        self._file, self._cache_dir = file, cache_dir
-        self._table = file_table(file, cache_dir)
-
-    def __len__(self) -> int:
-        return int(self._table.num_rows)
-
-    def __getitem__(self, i: int) -> tuple[Place, Any]:
-        return f"{self._file.name}, row {i}", without_nulls(self._table.slice(i, 1).to_pylist()[0])
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Table, (self._file, self._cache_dir)
-
-
 class RowsByNumber:
     """The rows of a dataset; columns of images of a Hugging Face dataset stay bytes."""
 
     def __init__(self, dataset: MapDataset) -> None:
-        plain = is_hugging_face(dataset) and arrow_table(dataset) is not None
-        self._arrow = plain
-        self._dataset: Any = dataset.with_format("arrow") if plain else dataset  # type: ignore[attr-defined]
+        self._arrow = is_hugging_face(dataset) and arrow_table(dataset) is not None
+        self._dataset: Any = dataset.with_format("arrow") if self._arrow else dataset  # type: ignore[attr-defined]
 
     def __len__(self) -> int:
         return len(self._dataset)

@@ -157,48 +157,28 @@ def _check(tokenizer: Any, messages: object, skip: int, *, images: bool = False)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             f"conversations need a tokenizer with a chat template, and {type(tokenizer).__name__} has none. "
-            "Pass tokenizer=, the name of an instruction-tuned model or its tokenizer, or set its "
-            "chat_template."
+            "Pass the tokenizer of an instruction-tuned model, or set its chat_template."
         )
-    if (
-        not isinstance(messages, list | tuple)
-        or not messages
-        or not all(isinstance(message, dict) and "role" in message for message in messages)
+    if not isinstance(messages, list | tuple) or not all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
     ):
-        raise ValueError("messages must be a list of {'role': ..., 'content': ...} with at least one entry.")
-    for message in messages:
-        content = message.get("content")
-        _check_said(message, content)
-        for part in content if isinstance(content, list) else []:
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            if images and kind == "image":
-                continue
-            if kind != "text":
-                raise ValueError(
-                    f"a message holds a part of type {kind!r}, and only text is tokenised here. Pass "
-                    "processor= for images; video goes through the model's processor in a dataset of your "
-                    "own; audio cannot be packed."
-                )
-            if not isinstance(part.get("text"), str):
-                raise ValueError(
-                    "a part of type 'text' holds no string under 'text'. Mend or remove the conversation."
-                )
-    if not _answers(messages, skip):
-        roles = [m["role"] for m in messages[skip:]]
         raise ValueError(
-            f"no message of the role 'assistant' was found among {roles}, so there is nothing to learn. "
-            "Remove the conversation."
-            if "assistant" not in roles
-            else f"every message of the assistant has {' or '.join(LEARNED)} of 0, so there is nothing to "
-            "learn. Remove the conversation."
+            "messages must be a list of {'role': ..., 'content': ...}, each role a string. Mend or remove it."
+        )
+    for message in messages:
+        _check_content(message, images)
+    if not _answers(messages, skip):
+        raise ValueError(
+            f"no message of the role 'assistant' was found among {[m['role'] for m in messages[skip:]]} that "
+            f"is learned ({' or '.join(LEARNED)} may be 0). Remove the conversation."
         )
 
 
-def _check_said(message: Message, content: object) -> None:
+def _check_content(message: Message, images: bool) -> None:
     """Refuse a message that a template would write as None, a number or a list."""
-    role = message["role"]
-    if not isinstance(role, str):
-        raise ValueError(f"a message has the role {role!r}; wanted a string, as 'user'. Mend or remove it.")
+    role, content = message["role"], message.get("content")
+    if message.get("function_call"):
+        raise ValueError("a message has a function_call, which is not read. Give it as tool_calls.")
     if content is None:  # as in a call of a tool, which says what it does under another key
         others = (message[key] for key in message.keys() - {"role", "name"})
         if any(hasattr(value, "__len__") and len(value) for value in others):
@@ -208,6 +188,16 @@ def _check_said(message: Message, content: object) -> None:
             f"a message of the role {role!r} has the content {content!r}; wanted a string, or a list of "
             "parts. Mend or remove it."
         )
+    for part in _parts(message):
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text" and not (images and kind == "image"):
+            raise ValueError(
+                f"a message holds a part of type {kind!r}, and only text is tokenised here. Pass processor= "
+                "for images; video goes through the model's processor in a dataset of your own; audio "
+                "cannot be packed."
+            )
+        if kind == "text" and not isinstance(part.get("text"), str):
+            raise ValueError("a part of type 'text' holds no string under 'text'. Mend or remove it.")
 
 
 def _answers(messages: Sequence[Message], skip: int) -> list[int]:

@@ -29,13 +29,6 @@ _ROLES = {
     **dict.fromkeys(("tool", "function", "observation", "function_response", "tool_response"), "tool"),
     "system": "system",
 }
-_CALLS = ("function_call", "tool_call")
-# What transformers itself gives a template, or asks it for.
-_TAKEN = (
-    *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
-    *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
-    *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
-)
 # Keys by which data says that a message is not learned: of OpenAI, Axolotl and ms-swift.
 LEARNED = ("weight", "train", "training", "loss")
 
@@ -82,15 +75,17 @@ def messages_of(record: dict[str, Any], kind: Kind) -> Conversation:
     tools = tools or None
     options = _options(record.get("chat_template_kwargs"))
     if kind == "alpaca":
-        return Conversation(_alpaca(record), tools, 0, options)
+        asked, answer = alpaca_prompt(record), record["output"]
+        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        return Conversation(_system(record) + turns, tools, 0, options)
     if kind == "sharegpt":
         said = record.get("conversations", record.get("conversation"))
         if not isinstance(said, list) or not said or not all(isinstance(turn, dict) for turn in said):
             raise ValueError("conversations must be a list of {'from': ..., 'value': ...}. Mend it.")
         return Conversation(_system(record) + [_turn(turn) for turn in said], tools, 0, options)
     if kind == "prompt":
-        asked = _turns(record["prompt"])
-        return Conversation([*asked, *_turns(record["completion"])], tools, len(asked), options)
+        prompt = _turns(record["prompt"])
+        return Conversation([*prompt, *_turns(record["completion"])], tools, len(prompt), options)
     turns, system = _turns(record["messages"]), _system(record)
     if system and isinstance(turns, list):
         if any(isinstance(turn, dict) and turn.get("role") == "system" for turn in turns):
@@ -107,57 +102,44 @@ def _turns(messages: Any) -> Any:
 
 
 def _options(value: Any) -> dict[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+    if not isinstance(value, dict | None):
         raise ValueError(
             f"chat_template_kwargs is a {type(value).__name__}; wanted {{name: value}}, what the chat "
             "template reads beside the messages. Mend or remove it."
         )
-    if taken := sorted(set(value) & set(_TAKEN)):
-        raise ValueError(
-            f"chat_template_kwargs holds {', '.join(taken)}, which is no variable of a chat template. Give "
-            "tools beside the messages, and another template as tokenizer.chat_template."
-        )
-    return value
+    return value or {}
 
 
 def calls_read(message: Message, text: str) -> Message:
     """Read JSON arguments of a message's calls where a template quoted them once more in ``text``."""
-    changed = dict(message)
-    for key, place, call in _called(message):
+    for place, call in _calls(message):
         given = call.get("arguments")
-        if not isinstance(given, str) or json.dumps(given, ensure_ascii=False) not in text:
-            continue
-        if isinstance(found := parse_json(given), dict):
-            changed = _with_call(changed, key, place, {**call, "arguments": found})
-    return changed
+        found = parse_json(given) if isinstance(given, str) else None
+        if isinstance(found, dict) and json.dumps(given, ensure_ascii=False) in text:
+            message = _with_call(message, place, {**call, "arguments": found})
+    return message
 
 
 def other_calls(message: Message) -> Iterator[tuple[str, Message]]:
     """Yield each call of a tool in a message: its name, and the message with another name in that place."""
-    for key, place, call in _called(message):
+    for place, call in _calls(message):
         if isinstance(name := call.get("name"), str):
-            yield name, _with_call(message, key, place, {**call, "name": f"{name}x"})
+            yield name, _with_call(message, place, {**call, "name": f"{name}x"})
 
 
-def _called(message: Message) -> Iterator[tuple[str, int | None, dict[str, Any]]]:
-    """Yield the calls of a message: key, place in its list, and what holds name and arguments."""
-    single, several = message.get("function_call"), message.get("tool_calls")
-    if isinstance(single, dict):
-        yield "function_call", None, single
-    for place, call in enumerate(several if isinstance(several, list | tuple) else ()):
+def _calls(message: Message) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the calls of a message: the place in its list, and the dict of name and arguments."""
+    calls = message.get("tool_calls")
+    for place, call in enumerate(calls if isinstance(calls, list | tuple) else ()):
         if isinstance(call, dict):
             inner = call.get("function")
-            yield "tool_calls", place, inner if isinstance(inner, dict) else call
+            yield place, inner if isinstance(inner, dict) else call
 
 
-def _with_call(message: Message, key: str, place: int | None, call: dict[str, Any]) -> Message:
-    if place is None:
-        return {**message, key: call}
-    calls = list(message[key])
+def _with_call(message: Message, place: int, call: dict[str, Any]) -> Message:
+    calls = list(message["tool_calls"])
     calls[place] = {**calls[place], "function": call} if "function" in calls[place] else call
-    return {**message, key: calls}
+    return {**message, "tool_calls": calls}
 
 
 def alpaca_prompt(record: dict[str, Any]) -> str:
@@ -165,22 +147,9 @@ def alpaca_prompt(record: dict[str, Any]) -> str:
     asked, given = record.get("instruction"), record.get("input") or ""
     if not isinstance(asked, str) or not isinstance(given, str) or not isinstance(record.get("output"), str):
         raise ValueError("instruction, input and output must be strings. Mend or remove the record.")
+    if record.get("history"):
+        raise ValueError("'history' is not read. Give the whole conversation under 'messages'.")
     return f"{asked}\n\n{given}" if given else asked
-
-
-def _alpaca(record: dict[str, Any]) -> list[Message]:
-    said, history = _system(record), record.get("history") or []
-    for turn in history if isinstance(history, list | tuple) else [history]:
-        if not isinstance(turn, list | tuple) or len(turn) != 2 or not all(isinstance(x, str) for x in turn):
-            raise ValueError(
-                "history must be a list of [question, answer], all strings. Mend or remove the record."
-            )
-        said += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
-    return [
-        *said,
-        {"role": "user", "content": alpaca_prompt(record)},
-        {"role": "assistant", "content": record["output"]},
-    ]
 
 
 def _system(record: dict[str, Any]) -> list[Message]:
@@ -194,22 +163,10 @@ def _turn(turn: dict[str, Any]) -> Message:
     if "role" in turn:
         return turn
     who, value = turn.get("from"), turn.get("value")
-    learned = {key: turn[key] for key in LEARNED if key in turn}
-    if who in _CALLS:
-        return {**learned, "role": "assistant", "content": "", "tool_calls": _calls(value)}
     if not isinstance(who, str) or who not in _ROLES or not isinstance(value, str):
         raise ValueError(
             f"a turn is from {who!r} with a value of type {type(value).__name__}. Known are "
-            f"{', '.join((*_ROLES, *_CALLS))}, with strings. Rename it, or remove the record."
+            f"{', '.join(_ROLES)}, with strings. Rename it, give 'messages', or remove the record."
         )
+    learned = {key: turn[key] for key in LEARNED if key in turn}
     return {**learned, "role": _ROLES[who], "content": value}
-
-
-def _calls(value: Any) -> list[dict[str, Any]]:
-    found = parse_json(value) if isinstance(value, str) else value
-    calls = found if isinstance(found, list) else [found]
-    if not all(isinstance(call, dict) and "name" in call for call in calls):
-        raise ValueError(
-            "a function call holds no JSON of {'name': ..., 'arguments': ...}. Mend or remove the record."
-        )
-    return [{"type": "function", "function": call} for call in calls]

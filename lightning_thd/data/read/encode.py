@@ -23,7 +23,7 @@ from lightning_thd._checks import refuse_missing
 from lightning_thd._imports import require
 from lightning_thd._workers import end_with_parent
 from lightning_thd.batch.keys import IGNORE_INDEX, names, refuse_keys
-from lightning_thd.batch.samples import check_sample, holds_bools, is_scalar
+from lightning_thd.batch.samples import check_sample, is_scalar, token_row
 from lightning_thd.data.read.chat import encode_chat
 from lightning_thd.data.read.conversations import KEYS, Kind, Records, alpaca_prompt, kind_of, messages_of
 from lightning_thd.data.read.records import Bad, Chunk, Line, Placed, Record
@@ -36,10 +36,10 @@ Ids = NDArray[np.integer]
 Number = int | float
 
 _LOOK_AT = 1000  # records: with on_error="skip" the first of a known kind among them decides
-# Keys that matter for training but that files of lines cannot keep beside ids.
 _WEIGHTS = names("weight", "other_weight")
-_OF_TOKENS = names("mask", "token", "type", "other_boundary")  # numbers, one a token
-_OF_PROMPT = ("prompt_length", "prompt_len", "prompt_lengths", "answer_start_idx")  # a number of tokens
+_OF_TOKENS = names("weight", "other_weight", "mask", "token", "type", "other_boundary")
+# A single number under these counts as well.
+_ALSO_ONE = (*_WEIGHTS, "prompt_length", "prompt_len", "prompt_lengths", "answer_start_idx")
 _LOST = (*names("weight", "type", "media", "boundary"), "next_label", "position_ids")
 _NO_AUDIO = "audio cannot be packed, only tokens, images and video. Remove these records."
 _NO_IMAGES = (
@@ -72,23 +72,16 @@ class _Row(NamedTuple):
     label: Number | None
 
 
-def _label_of(record: Record, kind: Kind) -> Number | None:
-    """Return the label of a record's sequence; refuse weights, which stores of text do not hold."""
+def _label_of(record: Record) -> Number | None:
+    """Return the label of a record's sequence; refuse numbers of its tokens, which text does not keep."""
     beside = record if isinstance(record, dict) else {}
-    if found := [name for name in _WEIGHTS if is_scalar(beside.get(name)) or _is_row(beside.get(name))]:
-        raise ValueError(
-            f"{found[0]!r} beside text, where weights are not read. Give a datasets.Dataset of input_ids and "
-            "'weights', or drop the key."
-        )
-    found = [name for name in _OF_TOKENS if _is_row(beside.get(name))]
-    if kind == "text":
-        found += [name for name in _OF_PROMPT if is_scalar(beside.get(name))]
-    if "input_ids" not in beside and found:
-        raise ValueError(
-            f"{found[0]!r} beside text, whose tokens are counted when it is read, so that it would be left "
-            "out. Give prompt and completion, or messages, to learn a part; or samples of input_ids and "
-            "labels. Otherwise drop the key."
-        )
+    for name in _WEIGHTS if "input_ids" in beside else _OF_TOKENS:
+        found = beside.get(name)
+        if _is_row(found) or (name in _ALSO_ONE and is_scalar(found)):
+            raise ValueError(
+                f"{name!r} beside text, whose tokens are counted when it is read, so that it would be left "
+                "out. Give samples of input_ids, labels and weights, or drop the key."
+            )
     value: Any = beside.get("label")
     if value is None and is_scalar(beside.get("labels")):
         value = beside["labels"]
@@ -149,7 +142,7 @@ class Encoder:
             try:
                 if isinstance(record, Bad):
                     raise ValueError(record.reason)
-                good.append((place, text_of(record, self.text_key), _label_of(record, self.kind)))
+                good.append((place, text_of(record, self.text_key), _label_of(record)))
             except ValueError as err:
                 self._leave_out(place, err, skipped)
         try:
@@ -188,7 +181,7 @@ class Encoder:
         rows: list[_Row] = []
         for place, record in given:
             try:
-                row = _Row(*self._one(record), _label_of(record, self.kind))
+                row = _Row(*self._one(record), _label_of(record))
                 if rows and (row.labels is None) != (rows[0].labels is None):
                     has, had = ("none", "some") if row.labels is None else ("labels", "none")
                     raise ValueError(
@@ -295,23 +288,10 @@ def is_hugging_face(tokenizer: object) -> bool:
     return hasattr(tokenizer, "apply_chat_template") and hasattr(tokenizer, "convert_ids_to_tokens")
 
 
-def as_ids(encoded: Any, name: str = "The tokenizer's answer") -> Ids:
-    """Check that a tokenizer's output, or a record's ids, are one row of integers, and return them."""
+def as_ids(encoded: Any) -> Ids:
+    """Check that a tokenizer's output is one row of integers, and return it."""
     encoded = encoded["input_ids"] if hasattr(encoded, "keys") and "input_ids" in encoded else encoded
-    if holds_bools(encoded):
-        raise ValueError(f"{name} holds true or false among its ids. Give integers.")
-    try:
-        ids = np.asarray(encoded)
-    except (TypeError, ValueError, RuntimeError, KeyError) as err:
-        raise ValueError(f"{name} is no row of integers ({err}). Give a list of ids.") from err
-    if ids.ndim == 1 and not ids.size:
-        return np.empty(0, np.int64)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise ValueError(
-            f"{name} has the shape {ids.shape} and type {ids.dtype}; wanted one row of integers. Give a list "
-            "of ids."
-        )
-    return ids
+    return token_row({"input_ids": encoded}, "input_ids", "The tokenizer's answer", empty=True)
 
 
 def _joined(rows: list[Ids]) -> NDArray[Any]:

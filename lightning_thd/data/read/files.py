@@ -7,10 +7,10 @@ import glob
 import hashlib
 import json
 import lzma
-import os
 import re
 import shutil
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,8 +49,6 @@ _ABOUT = re.compile(
 _SPLIT = re.compile(r"(?:^|[-_./])(train|validation|valid|val|dev|test|eval)(?=[-_./]|$)", re.IGNORECASE)
 
 _READ = 1 << 14  # bytes of a packed file that are unpacked at once; they may become a thousand times as many
-# Deflate packs one repeated byte 1,032 times, real text below 100 times: more was made to fill a disk.
-_MOST_BYTES, _MOST_TIMES = 1 << 30, 500
 _LOOK_AT = 1000  # entries of a list that are asked whether they are paths
 
 Paths = str | Path | Sequence[str | Path]
@@ -111,24 +109,13 @@ def _looks_like_a_path(text: str) -> bool:
 
 def find_files(source: Paths, *, cache_dir: str | Path | None = None) -> list[SourceFile]:
     """List the files behind a path, glob, folder or address in sorted order, or behind a list in its own."""
-    if isinstance(source, str | Path):
-        return _each_once([_local(name, cache_dir) for name in expand(source)])
-    if not isinstance(source, list | tuple):
+    if not isinstance(source, str | Path | list | tuple):
         raise TypeError(f"A {type(source).__name__} names no file. Give a path, a glob, or a list of them.")
-    return _each_once([_local(name, cache_dir) for entry in source for name in expand(entry)])
-
-
-def _each_once(files: list[SourceFile]) -> list[SourceFile]:
-    """Return the files, warning of any named twice (by overlapping globs, or a link), which counts twice."""
-    seen: dict[str, str] = {}
-    for file in files:
-        real = file.name if "://" in file.name else os.path.realpath(file.name)
-        if real in seen:
-            rank_zero_warn(
-                f"{file.name} is the same file as {seen[real]}, so its records are used twice. Name it once, "
-                "or give a mixture with weights."
-            )
-        seen[real] = file.name
+    entries = [source] if isinstance(source, str | Path) else source
+    files = [_local(name, cache_dir) for entry in entries for name in expand(entry)]
+    times = Counter(file.path.resolve() for file in files)
+    if twice := [path for path, count in times.items() if count > 1]:
+        rank_zero_warn(f"{twice[0]} is named twice, also by a link, so its records are used twice.")
     return files
 
 
@@ -165,15 +152,11 @@ def _in_folder(folder: Path) -> list[Path]:
     if (folder / "dataset_dict.json").is_file():
         splits = [each.parent.name for each in sorted(folder.glob("*/state.json"))]
         raise ValueError(f"{folder} holds the splits {', '.join(splits)}. Pass one, '{folder}/<split>'.")
-    if (folder / "state.json").is_file():  # datasets.Dataset.save_to_disk
-        try:
-            entries = json.loads((folder / "state.json").read_text())["_data_files"]
-            return [folder / Path(entry["filename"]).name for entry in entries]
-        except (ValueError, KeyError, TypeError) as err:
-            raise ValueError(
-                f"{folder}/state.json is none that datasets wrote ({type(err).__name__}: {err}). Save the "
-                "dataset again."
-            ) from err
+    if (folder / "state.json").is_file() and (
+        folder / "dataset_info.json"
+    ).is_file():  # save_to_disk wrote it
+        entries = json.loads((folder / "state.json").read_text())["_data_files"]
+        return [folder / Path(entry["filename"]).name for entry in entries]
     kinds: dict[str, list[Path]] = {}
     left_out: list[Path] = []
     for file in sorted(_below(folder)):
@@ -217,18 +200,15 @@ def _one_kind(folder: Path, kinds: dict[str, list[Path]]) -> list[Path]:
         (first, some), (second, others), *_ = kinds.items()
         raise ValueError(
             f"{folder} holds {len(some)} {first} and {len(others)} {second} files, for example "
-            f"{some[0].name} and {others[0].name}. Put the ones that are data into a folder of their own, or "
-            "give a glob or a list."
+            f"{some[0].name} and {others[0].name}. Give a glob or a list of those that are data."
         )
     [(kind, files)] = kinds.items()
-    splits = {
-        match.group(1).lower(): file
-        for file in files
-        if (match := _SPLIT.search(file.relative_to(folder).as_posix().split(".")[0]))
-    }
+    names = [file.relative_to(folder).as_posix() for file in files]
+    splits = {match[1].lower() for name in names if (match := _SPLIT.search(name.split(".")[0]))}
     if kind != "text" and len(splits) > 1:
-        shown = ", ".join(f"{name} ({file.relative_to(folder)})" for name, file in sorted(splits.items()))
-        raise ValueError(f"{folder} holds several splits: {shown}. Give a glob of the one you want.")
+        raise ValueError(
+            f"{folder} holds several splits: {', '.join(sorted(splits))}. Give a glob of the one you want."
+        )
     return files
 
 
@@ -300,15 +280,8 @@ def _kept(
 
 
 def _unpack(path: Path, name: str, out: BinaryIO) -> None:
-    written, most = 0, max(_MOST_BYTES, _MOST_TIMES * path.stat().st_size)
     with path.open("rb") as packed:
-        for block in unpacked(packed, name, suffix=path.suffix.lower()):
-            written += len(block)
-            if written > most:
-                raise ValueError(
-                    f"{name}: it holds more than {_MOST_TIMES} times its size. Unpack it if that is right."
-                )
-            out.write(block)
+        out.writelines(unpacked(packed, name, suffix=path.suffix.lower()))
 
 
 def unpacked(file: BinaryIO, name: str, *, suffix: str) -> Iterator[bytes]:

@@ -1,8 +1,8 @@
 """A conversation whose content has images -> messages of parts, and where each image is: path or bytes.
 
-Images are named in the forms that data has: a part ``{"type": "image"}`` with ``image``, ``path``, ``url`` or
-``base64``, or ``{"type": "image_url", "image_url": {"url": ...}}``. A part without a source, and ``<image>``
-in text, take the next entry of the record's ``images`` or ``image``.
+Images are named in the forms that data has: a part ``{"type": "image"}`` with ``image``, ``path`` or
+``url``, or ``{"type": "image_url", "image_url": {"url": ...}}``. A part without a source, and ``<image>`` in
+text, take the next entry of the record's ``images`` or ``image``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlparse
 
 from lightning_thd._imports import require
 from lightning_thd.batch.keys import names
@@ -50,8 +49,6 @@ def with_images(messages: list[Message], record: Mapping[str, Any]) -> tuple[lis
             if kind not in ("image", "image_url"):
                 raise ValueError(_ONLY_IMAGES.format(f"a message holds a part of type {kind!r}"))
             source = next((part[name] for name in _SOURCES if part.get(name) is not None), None)
-            if part.get("base64") is not None:
-                source = _decoded(part["base64"])
             if isinstance(source, Mapping) and "url" in source:
                 source = source["url"]
             if source is None and not waiting:
@@ -109,7 +106,8 @@ def open_image(source: Any, folder: Path | None) -> Any:
         source = io.BytesIO(bytes(source))
     if not isinstance(source, Path | io.BytesIO):
         raise ValueError(
-            f"an image is given as {type(source).__name__}; wanted a path, bytes, base64 or a Pillow image."
+            f"an image is given as {type(source).__name__}; wanted a path, a data URL, bytes or a Pillow "
+            "image."
         )
     try:
         return pillow.open(source)
@@ -120,21 +118,14 @@ def open_image(source: Any, folder: Path | None) -> Any:
 
 def _bytes_or_path(text: str, folder: Path | None) -> bytes | Path:
     if match := _DATA.match(text):
-        return _decoded(text[match.end() :])
-    address = urlparse(text)
-    if address.scheme in ("http", "https", "s3", "hf", "gs"):
+        try:
+            return base64.b64decode(text[match.end() :], validate=True)
+        except ValueError as err:
+            raise ValueError(f"an image is no base64 ({err}). Mend or remove the record.") from err
+    if "://" in text:
         raise ValueError(f"the image {text!r:.60} is an address. Download images, and give their paths.")
-    path = Path(unquote(address.path) if address.scheme == "file" else text)
-    if len(text) > 1024 and not text.isspace():  # no path is as long
-        return _decoded(text)
+    path = Path(text)
     return path if path.is_absolute() or folder is None else folder / path
-
-
-def _decoded(text: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except ValueError as err:
-        raise ValueError(f"an image is no base64 ({err}). Mend or remove the record.") from err
 
 
 def size_of(image: Any) -> tuple[int, int]:

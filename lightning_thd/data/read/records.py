@@ -13,11 +13,9 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-
 from lightning_thd._imports import require
 from lightning_thd.batch.keys import names as keys_of
-from lightning_thd.data.read.files import KINDS, SourceFile, find_files
+from lightning_thd.data.read.files import KINDS, SourceFile
 from lightning_thd.data.store.columns import map_arrow
 from lightning_thd.data.store.index import MapDataset
 
@@ -28,9 +26,6 @@ _BOM = b"\xef\xbb\xbf"
 _NUMBERS = frozenset(
     keys_of("token", "type", "weight", "other_weight", "label", "mask")
 )  # columns of a table
-# Keys that a record has, and a JSON file that wraps records has not.
-_SHORT = 40  # characters of a name or a version beside the records in a JSON file; more may be a document
-_OF_RECORDS = ("text", "input_ids", "messages", "conversations", "conversation", "prompt", "instruction")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,53 +109,44 @@ def _jsonl(file: SourceFile, start: int, stop: int) -> Iterator[Placed]:
             at += len(line)
 
 
-def _json(file: SourceFile, start: int, stop: int, text_key: str) -> Iterator[Placed]:
+def _json(file: SourceFile, start: int, stop: int) -> Iterator[Placed]:
     """Read entries ``start`` to ``stop`` of a JSON file that is one array: objects or strings."""
-    for i, entry in enumerate(_json_entries(file, text_key)[start:stop], start):
+    for i, entry in enumerate(_json_entries(file)[start:stop], start):
         known = isinstance(entry, str | dict)
         yield f"{file.name}, entry {i}", entry if known else Bad(f"a {type(entry).__name__}, not an object.")
 
 
-def _rows_of_table(file: SourceFile, text_key: str) -> Iterator[Placed]:
+def _rows_of_table(file: SourceFile) -> Iterator[Placed]:
     """Read a table as dicts of the column names in its first line; cells are strings, but for numbers."""
-    name, separator = file.name, "\t" if file.suffix == ".tsv" else ","
     csv.field_size_limit(2**31 - 1)  # documents are longer than the module's 128 KiB
-    # Bytes that are no UTF-8 stay recognisable, so that only their row is bad.
-    with file.path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as opened:
-        reader, line = csv.reader(opened, delimiter=separator, strict=True), 1
+    with file.path.open(encoding="utf-8-sig", newline="") as opened:
+        reader = csv.DictReader(opened, delimiter="\t" if file.suffix == ".tsv" else ",", strict=True)
+        line = 1
         try:
-            names = next(reader, [])
+            names = list(reader.fieldnames or ())
             if not names or len(set(names)) != len(names):
                 raise ValueError(
-                    f"{name}: its first line {separator.join(names)[:80]!r} gives no column names, each "
-                    "once. Put one there."
+                    f"{file.name}: its first line {','.join(names)[:80]!r} gives no column names, each once."
                 )
-            if isinstance(bad := decode("".join(names).encode(errors="surrogateescape")), Bad):
-                raise ValueError(f"{name}, line 1: {bad.reason}")
             line = reader.line_num + 1
             for row in reader:
-                if row:
-                    yield f"{name}, line {line}", _cells(names, row, text_key)
+                cells = {name: _value(cell) if name in _NUMBERS else cell for name, cell in row.items()}
+                whole = None not in row and None not in row.values()
+                yield (
+                    f"{file.name}, line {line}",
+                    cells if whole else Bad(f"other than {len(names)} cells, for the columns {names}."),
+                )
                 line = reader.line_num + 1
-        except csv.Error as err:
+        except (csv.Error, UnicodeDecodeError) as err:
             raise ValueError(
-                f"{name}, line {line}: a quote begins a cell and it is not known where the row ends "
-                f"({err}). Write quotes inside of quoted cells twice and close them, or give .jsonl."
+                f"{file.name}, from line {line} on: the table cannot be read ({err}). Write UTF-8, quotes "
+                "inside of quoted cells twice, and close them; or give .jsonl."
             ) from err
 
 
-def _cells(names: list[str], row: list[str], text_key: str) -> dict[str, Any] | Bad:
-    if isinstance(bad := decode("".join(row).encode(errors="surrogateescape")), Bad):
-        return bad
-    if len(row) != len(names):
-        return Bad(f"{len(row)} cells, but {len(names)} columns {names}.")
-    numbers = _NUMBERS - {text_key}
-    return {name: _value(cell) if name in numbers else cell for name, cell in zip(names, row, strict=True)}
-
-
-def _value(cell: str) -> Any:
+def _value(cell: Any) -> Any:
     """Read a cell of numbers, such as ``1`` or ``[1, 0]``; one of text stays as it is."""
-    found = parse_json(cell)
+    found = parse_json(cell) if isinstance(cell, str) else cell
     return found if isinstance(found, int | float | list) else cell
 
 
@@ -205,8 +191,7 @@ def without_nulls(value: Any) -> Any:
 def read_part(file: SourceFile, part: int, names: list[str] | None = None) -> Iterator[Any]:
     """Read a part of a file of columns in Arrow batches of at most 256 rows; all columns, or those named."""
     if file.suffix == ".parquet":
-        opened = require("pyarrow.parquet", feature="reading .parquet files").ParquetFile(file.path)
-        yield from opened.iter_batches(batch_size=_BATCH_ROWS, row_groups=[part], columns=names)
+        yield from open_parquet(file).iter_batches(batch_size=_BATCH_ROWS, row_groups=[part], columns=names)
         return
     batch = map_arrow(file.path, file.name).to_batches()[part]
     batch = batch if names is None else batch.select(names)
@@ -218,65 +203,50 @@ def part_sizes(file: SourceFile) -> list[int]:
     """Count the rows of every row group of a Parquet file or record batch of an Arrow file."""
     if file.suffix != ".parquet":
         return [batch.num_rows for batch in map_arrow(file.path, file.name).to_batches()]
-    pq = require("pyarrow.parquet", feature="reading .parquet files")
-    pa = require("pyarrow", feature="reading .parquet files")
-    try:
-        metadata = pq.ParquetFile(file.path).metadata
-    except (pa.ArrowInvalid, OSError) as err:
-        raise ValueError(f"{file.name} is no Parquet file ({err}). Write it again.") from err
+    metadata = open_parquet(file).metadata
     return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
 
 
+def open_parquet(file: SourceFile) -> Any:
+    """Open a Parquet file, without reading its rows."""
+    pq = require("pyarrow.parquet", feature="reading .parquet files")
+    pa = require("pyarrow", feature="reading .parquet files")
+    try:
+        return pq.ParquetFile(file.path)
+    except (pa.ArrowInvalid, OSError) as err:
+        raise ValueError(f"{file.name} is no Parquet file ({err}). Write it again.") from err
+
+
 @lru_cache(maxsize=1)  # all chunks of a file parse it once
-def _json_entries(file: SourceFile, text_key: str) -> list[Any]:
-    """Return the entries of an array, of the array in a wrapper, or the file as the only entry."""
+def _json_entries(file: SourceFile) -> list[Any]:
+    """Return the entries of an array, or the file as the only entry."""
     found = parse_json(file.path.read_bytes().removeprefix(_BOM))
     if isinstance(found, Bad):
         raise ValueError(f"{file.name}: {found.reason}")
-    values = found if isinstance(found, dict) else {}
-    lists = [name for name, value in values.items() if isinstance(value, list) and value]
-    if not lists or text_key in found or any(name in found for name in _OF_RECORDS):
-        return found if isinstance(found, list) else [found]
-    if len(found) == len(lists) == 1:
-        return list(found[lists[0]])
-    # as {"version": "1.1", "data": [...]}, but not as {"body": "a document", "authors": [...]}
-    others = [name for name, value in found.items() if isinstance(value, str) and len(value) > _SHORT]
-    if len(lists) != 1 or others or not all(isinstance(entry, dict) for entry in found[lists[0]]):
-        raise ValueError(
-            f"{file.name} is one object with {', '.join(found)}, and it is not known what of it are the "
-            f"documents: {text_key!r} is not among them. Name the key of its text by text_key=, or give a "
-            "list of the records."
-        )
-    rank_zero_info(f"{file.name}: its records are the {len(found[lists[0]]):,} entries of {lists[0]!r}.")
-    return list(found[lists[0]])
+    return found if isinstance(found, list) else [found]
 
 
-def file_chunks(
-    source: str | Path | list[SourceFile],
-    *,
-    chunk_bytes: int = CHUNK_BYTES,
-    cache_dir: str | Path | None = None,
-    text_key: str = "text",
-) -> list[Chunk]:
+def file_chunks(files: list[SourceFile], *, chunk_bytes: int = CHUNK_BYTES) -> list[Chunk]:
     """Cut files into chunks of records, of ``chunk_bytes`` unless one record or file has more."""
-    files = source if isinstance(source, list) else find_files(source, cache_dir=cache_dir)
     chunks: list[Chunk] = []
     texts: list[SourceFile] = []
     for file in files:
         kind = KINDS.get(file.suffix, "text")
         if kind == "text":
-            _refuse_unnamed_records(file)
+            if not file.suffix and holds_lines(file):  # it would become one document
+                raise ValueError(
+                    f"{file.name} holds JSON objects, a line each. Name it .jsonl, or .txt for one document."
+                )
             texts.append(file)
         elif kind == "JSONL" or (kind == "JSON" and holds_lines(file)):
             size = file.path.stat().st_size
             spans = ((at, min(at + chunk_bytes, size)) for at in range(0, size, chunk_bytes))
             chunks += [partial(_jsonl, file, *span) for span in spans]
         elif kind == "JSON":
-            total = len(_json_entries(file, text_key))
-            spans = ((at, min(at + _CHUNK_ROWS, total)) for at in range(0, total, _CHUNK_ROWS))
-            chunks += [partial(_json, file, *span, text_key) for span in spans]
+            starts = range(0, len(_json_entries(file)), _CHUNK_ROWS)
+            chunks += [partial(_json, file, at, at + _CHUNK_ROWS) for at in starts]
         elif kind == "table":
-            chunks.append(partial(_rows_of_table, file, text_key))
+            chunks.append(partial(_rows_of_table, file))
         else:
             first = 0
             for part, size in enumerate(part_sizes(file)):
@@ -290,24 +260,10 @@ def file_chunks(
     return chunks or list(_grouped(texts, chunk_bytes))
 
 
-def _refuse_unnamed_records(file: SourceFile) -> None:
-    """Refuse a text file that holds JSON objects, as it would become one document."""
-    if file.suffix:
-        return
-    with file.path.open("rb") as opened:
-        line = opened.readline(1 << 20)
-    if line.startswith(b"{") and isinstance(parse_json(line), dict):
-        raise ValueError(
-            f"{file.name} holds JSON objects, a line each. Name it .jsonl, or .txt for one document."
-        )
-
-
 def holds_lines(file: SourceFile) -> bool:
-    """Return whether a .json file holds an object a line."""
+    """Return whether the first line of a file is a JSON object."""
     with file.path.open("rb") as opened:
-        head = opened.read(1 << 16).lstrip(_BOM + b" \t\r\n")
-    first, _, rest = head.partition(b"\n")
-    return head.startswith(b"{") and bool(rest.strip()) and isinstance(parse_json(first), dict)
+        return isinstance(parse_line(opened.readline(1 << 20)), dict)
 
 
 def _grouped(files: list[SourceFile], chunk_bytes: int) -> Iterator[Chunk]:

@@ -30,11 +30,7 @@ from lightning_thd.data.store.tokens import Rows, TokenStore, cached_store
 Source = MapDataset | Dataset | list[str | Path] | str | Path  # type: ignore[type-arg]
 Packed = Literal["auto", "sequences", "packs", "off"]
 
-# The version of reading, in the key of caches. Raise this when reading gives other tokens. Three were
-# mistakes: 1 replaced what is no UTF-8, 2 learned what the user says in some templates, 3 left out calls of
-# tools and chat_template_kwargs. Later ones: 4 read tables by the csv module, 5 refused what a template does
-# not know, 6 keeps a number under ``label``, 7 refused weights, 8 and masks.
-_READER = 8
+_READER = 9  # in the key of caches; raise it when reading gives other tokens or refuses other records
 _SHOW_FROM = 2  # Below this many chunks no bar is shown.
 
 
@@ -102,7 +98,7 @@ class Opener:
         if isinstance(source, str | Path) and (Path(source) / "meta.json").is_file():
             return None
         files = find_files(cast("Paths", source), cache_dir=self.cache_dir)
-        chunks = file_chunks(files, cache_dir=self.cache_dir, text_key=self.text_key)
+        chunks = file_chunks(files)
         return next((record for chunk in chunks for _, record in chunk()), None)
 
     def _open_paths(self, source: Paths) -> Opened:
@@ -112,14 +108,14 @@ class Opener:
         files = find_files(source, cache_dir=self.cache_dir)
         if self.processor is not None:
             key = {"files": [file.content for file in files], "names": [file.name for file in files]}
-            return self._rendered(RecordsByNumber(files, self.cache_dir), key)
+            return self._rendered(RecordsByNumber(files), key)
         key = {"files": [file.content for file in files], "suffixes": [file.suffix for file in files]}
         name = str(source) if isinstance(source, str | Path) else f"{len(files)} files"
         if self.records in ("auto", "ids") and all(KINDS.get(file.suffix) == "column" for file in files):
             rows = open_columns(files, text_key=self.text_key, cache_dir=self.cache_dir)
             if rows is not None:
                 return Opened(dataset=rows, key=key)
-        chunks = file_chunks(files, cache_dir=self.cache_dir, text_key=self.text_key)
+        chunks = file_chunks(files)
         return self._tokenised(chunks, key, name)
 
     def _open_dataset(self, dataset: MapDataset) -> Opened:

@@ -11,8 +11,6 @@ from collections import deque
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,7 +65,7 @@ def read_documents(path: Paths, *, text_key: str = "text") -> Iterator[str]:
         ValueError: for a path that does not exist, a folder without data, and a record that cannot be read
             or lacks the key; the message names file and line.
     """
-    for chunk in file_chunks(find_files(path), text_key=text_key):
+    for chunk in file_chunks(find_files(path)):
         for place, record in chunk():
             try:
                 if isinstance(record, Bad):
@@ -139,32 +137,15 @@ def tokenizer_fingerprint(tokenizer: object) -> str | None:
     if own is not None:
         return str(own)
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    name = getattr(tokenizer, "name_or_path", None)
-    if backend is None and not name:
-        return None
-    files = backend.to_str() if backend is not None else _files(tokenizer)
-    if files is None:
+    if backend is None:
         return None
     parts = [
-        files,
+        backend.to_str(),
         json.dumps(getattr(tokenizer, "chat_template", None), sort_keys=True, default=str),
         repr(getattr(tokenizer, "special_tokens_map", None)),
         repr(getattr(tokenizer, "split_special_tokens", None)),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-
-def _files(tokenizer: Any) -> str | None:
-    """Hash the files that a slow tokenizer saves, its vocabulary and settings; None if it saves none."""
-    digest = hashlib.sha256(type(tokenizer).__qualname__.encode())
-    with TemporaryDirectory() as folder:
-        try:
-            tokenizer.save_pretrained(folder)
-        except Exception:  # a user's class may raise anything
-            return None
-        for file in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
-            digest.update(f"{file.name} {file.stat().st_size}\n".encode() + file.read_bytes())
-    return digest.hexdigest()
 
 
 class StdlibText(TokenStore):

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -80,15 +80,15 @@ def _locked(folder: Path) -> Iterator[None]:
     path = folder.parent / f".{folder.name}.lock"
     limit, lock = float(os.environ.get(_WAIT_ENV, 6 * 3600)), FileLock(path)
     try:
-        try:
+        with suppress(Timeout):
             lock.acquire(timeout=min(limit, _TELL_AFTER_S))
-        except Timeout:
+        if not lock.is_locked:
             rank_zero_info(f"Waiting for {folder}, which another process prepares.")
             lock.acquire(timeout=max(0.0, limit - _TELL_AFTER_S))
     except Timeout as err:
         raise TimeoutError(
-            f"{path} is held by another process for more than {limit:.0f} s. Wait for that job; if there is "
-            f"none, delete the file. {_WAIT_ENV} sets how long to wait, cache_dir= another place."
+            f"{path} is held by another process for more than {limit:.0f} s ({_WAIT_ENV}). Wait for that "
+            "job; if there is none, delete the file."
         ) from err
     try:
         yield
@@ -117,24 +117,6 @@ def cache_errors(folder: Path) -> Iterator[None]:
         ) from err
 
 
-@contextmanager
-def new_folder(folder: str | Path, *, version: int) -> Iterator[Path]:
-    """Create a temporary folder for .npy files, renamed to ``folder``, which it replaces, on success."""
-    folder = Path(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-    try:
-        yield partial
-        seal(partial, version=version)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(partial, folder)
-    except OSError:
-        if not (folder / "meta.json").is_file():  # else another process was first, with the same content
-            raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
 def seal(folder: Path, *, version: int) -> None:
     """Write sizes and hashes of a folder's .npy files, by which ``open_arrays`` detects damage."""
     files = {path.stem: _mark(path) for path in sorted(folder.glob("*.npy"))}
@@ -142,17 +124,22 @@ def seal(folder: Path, *, version: int) -> None:
 
 
 def save_arrays(folder: str | Path, arrays: Mapping[str, NDArray[Any]], *, version: int) -> None:
-    """Write arrays into a folder in the form that ``open_arrays`` reads."""
-    with new_folder(folder, version=version) as partial:
-        for name, values in arrays.items():
-            np.save(partial / f"{name}.npy", values)
+    """Write arrays as ``open_arrays`` reads them into a folder, which is replaced once all are written."""
+    folder = Path(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    try:
+        _write(partial, arrays, version)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
-def load_array(path: Path) -> NDArray[Any]:
-    """Map an .npy file into memory; read an empty one, which cannot be mapped."""
-    mode: Literal["r"] | None = "r" if path.stat().st_size > 128 else None
-    array: NDArray[Any] = np.load(path, mmap_mode=mode, allow_pickle=False)
-    return array
+def _write(folder: Path, arrays: Mapping[str, NDArray[Any]], version: int) -> None:
+    for name, values in arrays.items():
+        np.save(folder / f"{name}.npy", values)
+    seal(folder, version=version)
 
 
 def open_arrays(folder: str | Path, *, version: int) -> Arrays:
@@ -165,11 +152,17 @@ def open_arrays(folder: str | Path, *, version: int) -> Arrays:
         for name, mark in meta["files"].items():
             if _mark(folder / f"{name}.npy") != mark:
                 raise ValueError(f"{name}.npy is not what was written")
-        return {name: load_array(folder / f"{name}.npy") for name in meta["files"]}
+        return {name: _mapped(folder / f"{name}.npy") for name in meta["files"]}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
         raise ValueError(
             f"The folder {folder} cannot be read ({err}). Delete it; it is built again."
         ) from err
+
+
+def _mapped(path: Path) -> NDArray[Any]:
+    """Map an .npy file into memory; read an empty one, which cannot be mapped."""
+    array: NDArray[Any] = np.load(path, mmap_mode="r" if path.stat().st_size > 128 else None)
+    return array
 
 
 def _mark(path: Path) -> list[int | str]:
@@ -218,9 +211,7 @@ def cached_arrays(
 
     def write(place: Path) -> None:
         built.update(build())
-        for name, values in built.items():
-            np.save(place / f"{name}.npy", values)
-        seal(place, version=version)
+        _write(place, built, version)
 
     try:
         build_once(folder, write)

@@ -30,7 +30,7 @@ from lightning_thd.batch.samples import (
     with_label,
 )
 from lightning_thd.data.store.cache import cached_arrays
-from lightning_thd.data.store.columns import arrow_table, column_row, count_columns, count_grids
+from lightning_thd.data.store.columns import arrow_table, count_columns, without_pixels
 from lightning_thd.data.store.tokens import TokenStore
 from lightning_thd.packing import Spans
 
@@ -40,6 +40,7 @@ OnError = Literal["raise", "skip"]
 _VERSION = 4
 _LOOK_AT = 32  # sequences whose labels are compared with their ids
 _LOOKED_AT = 8  # rows hashed so that a resumed job knows its data; few, because images are slow to read
+_NO_SIZES = np.empty((0, COLUMNS), np.int64)
 _ADVICE = "Mend the data, or set on_error='skip'."
 
 
@@ -100,7 +101,8 @@ class SequenceIndex:
 
     lengths: NDArray[np.integer]  # tokens of every sequence, ints ``[N]``
     loss_tokens: NDArray[np.integer]  # tokens that have a target; a sequence's first label never counts
-    media: NDArray[np.integer]  # sorted rows that are known to carry images or the like
+    # sorted rows that are known to carry images or the like
+    media: NDArray[np.integer] = field(default_factory=lambda: np.empty(0, np.int64))
     # fp64 ``[N]``, empty without weights: each sequence's sum of weights over its loss tokens, then each
     # sequence's own weight.
     weights: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
@@ -110,7 +112,7 @@ class SequenceIndex:
     # sorted rows that were skipped; their length is 0
     bad: NDArray[np.integer] = field(default_factory=lambda: np.empty(0, np.int64))
     # patches and pixels of each sequence's images with their squares, ``[N, 4]``; empty for text
-    sizes: NDArray[np.integer] = field(default_factory=lambda: np.empty((0, COLUMNS), np.int64))
+    sizes: NDArray[np.integer] = field(default_factory=lambda: _NO_SIZES)
     # Whether sizes were measured from the images; each row read is then compared with them.
     seen: bool = True
     checked: bool = True  # every row was checked when it was counted, so that batches trust it
@@ -137,21 +139,10 @@ class SequenceIndex:
         elif "label" in sample or "labels" in sample:
             sample = with_label(sample, f"Sequence {i}")
         found, counted = len(sample["input_ids"]), int(self.lengths[i])
-        if found != counted:
-            raise ValueError(
-                f"Sequence {i} has {found} tokens, but {counted} were counted. The lengths do not match the "
-                "data: correct the dataset's `lengths`, or remove them to have the sequences counted; if the "
-                "data changed under the same fingerprint, delete the cache."
-            )
+        _refuse_change(i, "tokens", found, counted)
         if self.seen and (len(self.sizes) or not COLLATED.issuperset(sample)):
-            images = sizes_of(sample)
-            before = tuple(self.sizes[i].tolist()) if len(self.sizes) else (0,) * COLUMNS
-            if images != before:  # ``max_patches`` could be exceeded
-                raise ValueError(
-                    f"Sequence {i} has images of {images[0]} patches and {images[2]} pixels, but {before[0]} "
-                    f"and {before[2]} were counted. The images changed under the same fingerprint: give the "
-                    "data another fingerprint, or delete the cache."
-                )
+            counted_sizes = tuple(self.sizes[i].tolist()) if len(self.sizes) else (0,) * COLUMNS
+            _refuse_change(i, "patches and pixels of images", sizes_of(sample), counted_sizes)
         if "weights" in sample and not len(self.weights):
             raise ValueError(
                 f"Sequence {i} has weights, but none were counted: the first sequence has none. Give "
@@ -194,12 +185,7 @@ class SequenceIndex:
             found = int(np.count_nonzero(np.asarray(sample["labels"])[1:] != IGNORE_INDEX))
         else:
             found = max(0, int(self.lengths[i]) - 1)
-        if found != int(self.loss_tokens[i]):
-            raise ValueError(
-                f"Sequence {i} has {found} loss tokens, but {int(self.loss_tokens[i])} were counted. The "
-                "labels changed under the same fingerprint, or the dataset's `loss_tokens` are wrong: give "
-                "the data another fingerprint, or delete the cache."
-            )
+        _refuse_change(i, "loss tokens", found, int(self.loss_tokens[i]))
 
     def loss_weights(self, dataset: MapDataset, spans: Spans) -> NDArray[np.float64]:
         """Return each span's loss-token weight and its share of its sequence's weight, float64 ``[2, S]``."""
@@ -226,6 +212,15 @@ class SequenceIndex:
                 of_sequence[k] = own[k]
         share = own / np.where(of_sequence > 0, of_sequence, np.inf)
         return np.array([own, sequence * share])
+
+
+def _refuse_change(i: int, what: str, found: object, counted: object) -> None:
+    """Refuse a sequence that is another than the one counted."""
+    if found != counted:
+        raise ValueError(
+            f"Sequence {i} has {found} {what}, but {counted} were counted. Correct the dataset's `lengths` "
+            "and `loss_tokens`. If the data changed under the same fingerprint, delete the cache."
+        )
 
 
 def _is_truncated(start: int, continued: bool) -> bool:
@@ -296,7 +291,12 @@ def build_index(
             if key is None or extras_cost is not None
             else {**key, "sequences": len(dataset), "on_error": on_error},
             lambda: read_rows(
-                dataset, on_error, num_workers, progress, one_each=one_each, extras_cost=extras_cost
+                without_pixels(dataset) if extras_cost is None else dataset,
+                on_error,
+                num_workers,
+                progress,
+                one_each=one_each,
+                extras_cost=extras_cost,
             ),
             version=_VERSION,
             cache_dir=cache_dir,
@@ -350,7 +350,7 @@ def _check_bad(dataset: MapDataset, index: SequenceIndex, max_errors: int | None
 
 def _why(dataset: MapDataset, i: int) -> str:
     try:
-        row = column_row(dataset, i) or counted_row(dataset, i)
+        row = counted_row(dataset, i)
     except Exception as err:  # whatever the user's dataset raises
         return f"Row {i}: {type(err).__name__}: {err}"
     try:
@@ -362,7 +362,6 @@ def _why(dataset: MapDataset, i: int) -> str:
 
 def _known(dataset: MapDataset, on_error: OnError) -> dict[str, NDArray[Any]] | None:
     """Return counts that need no sample to be read: from the dataset's own lengths or Arrow columns."""
-    media = np.empty(0, np.int64)
     given = getattr(dataset, "lengths", None)
     if given is not None and "weights" not in dataset[0]:
         lengths = host_ints(given, "The dataset's `lengths`")
@@ -375,17 +374,12 @@ def _known(dataset: MapDataset, on_error: OnError) -> dict[str, NDArray[Any]] | 
         if loss_tokens is None and "labels" in dataset[0]:
             return None
         loss = np.maximum(lengths - 1, 0) if loss_tokens is None else host_ints(loss_tokens, "`loss_tokens`")
-        largest = np.array(dataset.largest if isinstance(dataset, TokenStore) else (-1, 0))
-        known = {"lengths": lengths, "loss_tokens": loss, "media": media, "largest": largest}
+        known = {"lengths": lengths, "loss_tokens": loss}
         if isinstance(dataset, TokenStore):
-            known["sizes"] = np.empty((0, COLUMNS), np.int64)
+            known |= {"largest": np.array(dataset.largest), "sizes": _NO_SIZES}
         return known
     columns = count_columns(dataset)
-    if columns is None:
-        return None
-    others = inputs(dataset[0])
-    sizes = count_grids(dataset) if others else np.empty((0, COLUMNS), np.int64)
-    if sizes is None or "weights" in dataset[0]:
+    if columns is None or "weights" in dataset[0] or inputs(dataset[0]):
         return None
     bad = np.flatnonzero(columns.wrong)
     if len(bad) and on_error == "raise":
@@ -395,10 +389,8 @@ def _known(dataset: MapDataset, on_error: OnError) -> dict[str, NDArray[Any]] | 
     lengths[bad] = loss[bad] = 0
     # The largest id may be in a bad row, so it is unknown if there are any.
     largest = columns.largest if not len(bad) else np.array((-1, 0))
-    if others:
-        media = np.flatnonzero(sizes[:, 0])
-    found = {"lengths": lengths, "loss_tokens": loss, "media": media, "largest": largest, "bad": bad}
-    return {**found, "sizes": sizes}
+    found = {"lengths": lengths, "loss_tokens": loss, "largest": largest, "bad": bad}
+    return {**found, "sizes": _NO_SIZES}
 
 
 class _Measured(TorchDataset[tuple[float, ...]]):
@@ -483,5 +475,5 @@ def read_rows(
         "sequence_weights": counted[:, 4].copy() if weighted else np.empty(0),
         "largest": np.array([int(counted[at, 6]), at]),
         "bad": np.flatnonzero(counted[:, 7]),
-        "sizes": counted[:, 8:].astype(np.int64) if images else np.empty((0, COLUMNS), np.int64),
+        "sizes": counted[:, 8:].astype(np.int64) if images else _NO_SIZES,
     }

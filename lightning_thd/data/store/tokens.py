@@ -16,14 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from lightning_thd._checks import host_ints, instance, whole_number
-from lightning_thd.batch.samples import refuse_wrapped
+from lightning_thd._checks import host_ints, whole_number
+from lightning_thd.batch.samples import MOST_ID, refuse_wrapped
 from lightning_thd.data.store.cache import (
     build_once,
     cache_errors,
     cache_folder,
     cached_folder,
-    new_folder,
     open_arrays,
     reopen,
     save_arrays,
@@ -84,35 +83,33 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         offsets = _flat(offsets, "offsets").astype(np.int64, copy=False)
         labels = None if labels is None else _flat(labels, "labels")
         loss_tokens = None if loss_tokens is None else _flat(loss_tokens, "loss_tokens")
-        if loss_tokens is not None and len(loss_tokens) != len(offsets) - 1:
-            raise ValueError(
-                f"TokenStore got {len(offsets) - 1} sequences but {len(loss_tokens)} loss_tokens. "
-                "Give one a sequence, or leave them out."
-            )
-        if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(tokens):
+        total = len(offsets) - 1
+        # What is mapped was written by ``save`` or ``cached_store``, and may be longer than memory.
+        self.trusted = isinstance(offsets, np.memmap)
+        if (
+            total < 0
+            or offsets[0] != 0
+            or offsets[-1] != len(tokens)
+            or (not self.trusted and (np.diff(offsets) < 0).any())
+        ):
             raise ValueError(
                 f"TokenStore got {len(tokens)} tokens but offsets from {offsets[:1]} to {offsets[-1:]}. "
-                f"Offsets run from 0 to {len(tokens)}."
+                f"Offsets run from 0 to {len(tokens)}, and never fall."
             )
-        if labels is not None and len(labels) != len(tokens):
-            raise ValueError(
-                f"TokenStore got {len(tokens)} tokens but {len(labels)} labels. Give one a token."
-            )
-        # What is mapped was written by ``save`` or ``write_store``, and may be longer than memory.
-        self.trusted = isinstance(offsets, np.memmap)
-        if not self.trusted and (falls := np.diff(offsets) < 0).any():
-            raise ValueError(
-                f"TokenStore got offsets that fall after entry {int(falls.argmax())}. Give where each "
-                "sequence begins, in order."
-            )
+        of_each = {
+            "labels": (labels, len(tokens)),
+            "loss_tokens": (loss_tokens, total),
+            "label": (label, total),
+        }
+        for name, (values, wanted) in of_each.items():
+            if values is not None and np.shape(values) != (wanted,):
+                raise ValueError(
+                    f"TokenStore got {len(tokens)} tokens in {total} sequences but {name} of shape "
+                    f"{np.shape(values)}; wanted {wanted} numbers."
+                )
         if labels is not None and not self.trusted:
             refuse_wrapped(labels, "TokenStore")
         self.tokens, self.offsets, self.labels = tokens, offsets, labels
-        if label is not None and np.shape(label) != (len(offsets) - 1,):
-            raise ValueError(
-                f"TokenStore got {len(offsets) - 1} sequences but a label of shape {np.shape(label)}. Give "
-                "one number a sequence, or leave it out."
-            )
         self._loss_tokens, self._largest, self.label = loss_tokens, largest, label
         self._folder: Path | None = None
         self.fingerprint: str | None = None
@@ -124,8 +121,7 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         offsets = np.zeros(len(arrays) + 1, np.int64)
         np.cumsum([len(row) for row in arrays], out=offsets[1:])
         tokens = np.concatenate(arrays) if arrays else np.empty(0, np.uint16)
-        _refuse_negative(tokens)
-        return cls(tokens.astype(_narrow(int(tokens.max()) if tokens.size else 0), copy=False), offsets)
+        return cls(_narrowed(tokens), offsets)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -159,8 +155,6 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         return len(self.offsets) - 1
 
     def __getitem__(self, i: int) -> dict[str, NDArray[np.integer]]:
-        if not isinstance(i, int | np.integer):
-            raise TypeError(f"A TokenStore was asked for {i!r:.40}. Pass the number of a sequence.")
         if not -len(self) <= i < len(self):
             raise IndexError(f"Sequence {i} of a TokenStore with {len(self)}. Pass a number below that.")
         i %= len(self)
@@ -183,7 +177,7 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
 
     @classmethod
     def open(cls, folder: str | Path) -> TokenStore:
-        """Map a folder written by ``save`` or ``write_store`` into memory.
+        """Map a folder written by ``save`` into memory.
 
         Raises:
             ValueError: when a file is missing, or has another size or other edges than was written.
@@ -207,12 +201,6 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         return type(self).open, (self._folder,)  # a worker maps the files itself and gets no copy of them
 
 
-def write_store(folder: str | Path, parts: Iterable[Rows]) -> None:
-    """Write a store piece by piece, all with labels or all without; memory holds one piece."""
-    with new_folder(folder, version=_VERSION) as partial:
-        _fill(partial, lambda first: iter(parts))
-
-
 def cached_store(
     key: dict[str, Any] | None,
     parts: Callable[[int], Iterable[Rows]],
@@ -225,7 +213,7 @@ def cached_store(
         whole_number(max_errors, "max_errors", advice="None takes any number.")
 
     def build(place: Path) -> None:
-        _fill(place, parts, max_errors=max_errors)
+        _fill(place, parts, max_errors)
         seal(place, version=_VERSION)
 
     if key is None:
@@ -256,30 +244,29 @@ def _remove(folder: Path, owner: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _fill(place: Path, parts: Callable[[int], Iterable[Rows]], *, max_errors: int | None = None) -> None:
+def _fill(place: Path, parts: Callable[[int], Iterable[Rows]], max_errors: int | None) -> None:
     """Save each piece as a part of its own, after those that a killed process has left, and join them."""
     paths: list[Path] = []
     skipped: list[Skipped] = []
-    kinds: dict[str, bool | None] = {"labels": None, "label": None}  # what all pieces have, or lack
+    has: dict[str, bool] = {}
     while (path := place / f"part{len(paths)}.npz").exists():
         with np.load(path, allow_pickle=False) as part:
             skipped += [Skipped(*entry) for entry in json.loads(str(part["skipped"]))]
-            _refuse_mixed(kinds, part, part["lengths"])
+            _refuse_mixed(has, part)
         paths.append(path)
     _refuse_more(skipped, max_errors)
-    for given in parts(len(paths)):
-        rows = _checked(given)
+    for rows in parts(len(paths)):
         skipped += rows.skipped
         _refuse_more(skipped, max_errors)
         values = _part_of(rows)
-        _refuse_mixed(kinds, values, rows.lengths)
+        _refuse_mixed(has, values)
         with (place / "unfinished.npz").open("wb") as out:
             np.savez(out, **values)
             out.flush()
             os.fsync(out.fileno())  # a part that has its name is whole, after a power cut too
         paths.append(place / f"part{len(paths)}.npz")
         os.replace(place / "unfinished.npz", paths[-1])
-    sequences = _join(place, paths, labelled=bool(kinds["labels"]))
+    sequences = _join(place, paths, labelled=has.get("labels", False))
     if skipped and not sequences:
         where, reason = skipped[0]
         raise ValueError(f"All {len(skipped)} records are bad; the first: {where}: {reason} Mend the data.")
@@ -292,14 +279,13 @@ def _fill(place: Path, parts: Callable[[int], Iterable[Rows]], *, max_errors: in
 
 def _part_of(rows: Rows) -> dict[str, Any]:
     """Return the arrays of a part: those of the store, and the records that were left out as JSON."""
-    largest = _largest_id(rows.tokens, np.concatenate([[0], np.cumsum(rows.lengths)]))
     values: dict[str, Any] = {
-        "tokens": rows.tokens.astype(_narrow(largest[0])),
-        "lengths": rows.lengths.astype(np.int64),
-        "largest": np.array(largest),
+        "tokens": _narrowed(rows.tokens),
+        "lengths": rows.lengths,
+        "loss_tokens": np.maximum(rows.lengths - 1, 0),
+        "largest": np.array(_largest_id(rows.tokens, np.concatenate([[0], np.cumsum(rows.lengths)]))),
         "skipped": np.array(json.dumps(rows.skipped)),
     }
-    values["loss_tokens"] = np.zeros(len(rows.lengths), np.int64)
     if rows.labels is not None:
         values["labels"] = rows.labels.astype(np.int32)
         values["loss_tokens"] = count_targets(rows.labels, rows.lengths)
@@ -308,50 +294,54 @@ def _part_of(rows: Rows) -> dict[str, Any]:
     return values
 
 
-def _refuse_mixed(kinds: dict[str, bool | None], part: Mapping[str, Any], lengths: NDArray[np.int64]) -> None:
+def _refuse_mixed(has: dict[str, bool], part: Mapping[str, Any]) -> None:
     """Refuse a part with labels after others without, or without after others with."""
-    for name, told in (("labels", lengths.sum() > 0), ("label", len(lengths) > 0)):
-        has, had = name in part, kinds[name]
-        if told and had not in (None, has):
-            words = {True: f"{name!r}", False: f"no {name!r}"}
+    for name in ("labels", "label") if len(part["lengths"]) else ():
+        if has.setdefault(name, name in part) != (name in part):
+            before, here = ("", "no ") if has[name] else ("no ", "")
             raise ValueError(
-                f"Records before have {words[not has]} and these have {words[has]}. Give all, or none, one."
+                f"Records before have {before}{name!r} and these have {here}{name!r}. Give all, or none, one."
             )
-        kinds[name] = has if told else had
 
 
 def _join(place: Path, paths: Sequence[Path], *, labelled: bool) -> int:
     """Lay the parts of a store end to end in its arrays; return the number of sequences."""
-    found: dict[str, list[Any]] = {"lengths": [np.empty(0, np.int64)], "largest": []}
+    found: dict[str, list[Any]] = {"lengths": [np.empty(0, np.int64)]}
+    largest, sequences = (-1, 0), 0
     for path in paths:
         with np.load(path, allow_pickle=False) as part:
-            for name in set(part.files) - {"tokens", "labels", "skipped"}:
+            for name in set(part.files) - {"tokens", "labels", "skipped", "largest"}:
                 found.setdefault(name, []).append(part[name])
-    firsts = np.cumsum([len(lengths) for lengths in found["lengths"]]).tolist()
-    tops = [(int(top), at + int(row)) for (top, row), at in zip(found.pop("largest"), firsts, strict=False)]
-    largest = max(tops, key=lambda top: top[0], default=(-1, 0))
-    arrays = {
-        name: np.concatenate(values) for name, values in found.items() if labelled or name != "loss_tokens"
-    }
+            top, row = part["largest"].tolist()
+            largest = (top, sequences + row) if top > largest[0] else largest
+            sequences += len(part["lengths"])
+    arrays = {name: np.concatenate(values) for name, values in found.items()}
     lengths = arrays.pop("lengths")
     arrays |= {"offsets": np.concatenate([[0], np.cumsum(lengths)]), "largest": np.array(largest)}
     for name, values in arrays.items():
         np.save(place / f"{name}.npy", values)
-    total, kinds = int(lengths.sum()), {"tokens": _narrow(largest[0])}
-    for name, kind in (kinds | ({"labels": np.dtype(np.int32)} if labelled else {})).items():
+    kinds = {"tokens": _narrow(largest[0])} | ({"labels": np.dtype(np.int32)} if labelled else {})
+    for name, kind in kinds.items():
         with (place / f"{name}.npy").open("wb") as out:
-            header = {"descr": kind.str, "fortran_order": False, "shape": (total,)}
+            header = {"descr": kind.str, "fortran_order": False, "shape": (int(lengths.sum()),)}
             np.lib.format.write_array_header_1_0(out, header)
             for path in paths:
                 with np.load(path, allow_pickle=False) as part:
                     if name in part:
                         part[name].astype(kind).tofile(out)
-    return len(lengths)
+    return sequences
 
 
 def _narrow(largest: int) -> np.dtype[Any]:
-    """Return the smallest unsigned dtype of 16 bits or more that holds an id."""
-    return np.dtype(np.uint16 if largest < 2**16 else np.uint32 if largest < 2**32 else np.uint64)
+    return np.dtype(np.uint16 if largest < 2**16 else np.uint32)
+
+
+def _narrowed(tokens: NDArray[np.integer]) -> NDArray[np.integer]:
+    """Return ids in the smallest unsigned dtype of 16 bits or more, or raise if some are none."""
+    low, high = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, 0)
+    if low < 0 or high > MOST_ID:
+        raise ValueError(f"Token ids start at 0, got {low} to {high}. Ids run to {MOST_ID}.")
+    return tokens.astype(_narrow(high), copy=False)
 
 
 def _listed(folder: Path) -> list[Skipped]:
@@ -370,25 +360,6 @@ def _refuse_more(skipped: Sequence[Skipped], max_errors: int | None) -> None:
         )
 
 
-def _checked(rows: Rows) -> Rows:
-    """Return a piece of rows, or raise if its arrays do not belong together."""
-    instance(rows, "A piece of a store", Rows, advice="Pass Rows(tokens, lengths[, labels]).")
-    tokens, lengths = _flat(rows.tokens, "tokens"), host_ints(rows.lengths, "lengths")
-    labels = None if rows.labels is None else _flat(rows.labels, "labels")
-    given = [len(tokens)] if labels is None else [len(tokens), len(labels)]
-    if any(n != lengths.sum() for n in given) or (lengths.size and lengths.min() < 0):
-        raise ValueError(
-            f"A piece of a store has {given} tokens and labels, but lengths that add up to {lengths.sum()}. "
-            "Give the length of every sequence, and one label a token or no labels."
-        )
-    _refuse_negative(tokens)
-    if labels is not None:
-        refuse_wrapped(labels, "A piece of a store")
-    if labels is not None and labels.size and not -(2**31) <= labels.min() <= labels.max() < 2**31:
-        raise ValueError(f"{int(abs(labels).max())} does not fit int32, in which labels are kept.")
-    return rows._replace(tokens=tokens, lengths=lengths, labels=labels)
-
-
 def _flat(values: Any, name: str) -> NDArray[np.integer]:
     """Return values as a one-dimensional integer array; keep such an array or memory map as it is."""
     if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu" or values.ndim != 1:
@@ -401,12 +372,6 @@ def count_targets(labels: NDArray[np.integer], lengths: NDArray[np.integer]) -> 
 
     Labels ``[-100, 7, 8, 9]`` of lengths ``[3, 1]`` give ``[2, 0]``.
     """
-    labels, lengths = _flat(labels, "labels"), host_ints(lengths, "lengths")
-    if labels.ndim != 1 or lengths.sum() != len(labels) or (lengths.size and lengths.min() < 0):
-        raise ValueError(
-            f"{labels.size} labels of shape {labels.shape} and {len(lengths)} lengths that add up to "
-            f"{lengths.sum()}. Give labels [N] and lengths that add up to N."
-        )
     learned = labels != _IGNORE
     ends = np.cumsum(lengths)
     learned[(ends - lengths)[lengths > 0]] = False  # a first label is never a target
@@ -424,8 +389,3 @@ def _largest_id(tokens: NDArray[np.integer], offsets: NDArray[np.integer]) -> tu
         if int(block.max()) > value:
             value, at = int(block.max()), start + int(block.argmax())
     return value, int(np.searchsorted(offsets, at, side="right")) - 1 if len(tokens) else 0
-
-
-def _refuse_negative(tokens: NDArray[np.integer]) -> None:
-    if tokens.size and tokens.dtype.kind == "i" and tokens.min() < 0:
-        raise ValueError(f"Token ids start at 0, got {int(tokens.min())}.")
