@@ -59,7 +59,6 @@ def choose_way(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> W
         return asked
     if asked == "auto":
         return _cheapest(layout, sizes, spec, divides=divides)
-    layout.check_varying(asked)
     # A window has few keys at distances that differ from sequence to sequence: one exchange brings them.
     return "needed" if asked == "ring" and not _rings(layout, spec) else asked
 
@@ -69,8 +68,6 @@ def _rings(layout: ShardLayout, spec: AttentionSpec) -> bool:
 
 
 def _cheapest(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec, *, divides: bool) -> Way:
-    if layout.fixed:  # a recorded graph: the sizes of an exchange must not follow the lengths
-        return "ulysses" if divides else "all_gather"
     key = ("way", sizes, spec.causal, spec.left)
     if key not in layout.cache:
         counts = needs.need_counts(layout.padded_lengths, **layout.cut, causal=spec.causal, left=spec.left)

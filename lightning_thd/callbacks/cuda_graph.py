@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, Literal
 
 import lightning.pytorch as L
@@ -34,7 +33,6 @@ from lightning_thd.cuda_graph.graph_choice import (
 )
 from lightning_thd.cuda_graph.module_state import sharded_by
 from lightning_thd.cuda_graph.recording import RecordingBackend
-from lightning_thd.cuda_graph.static_shard import Cut
 from lightning_thd.packing import PackPlanner
 from lightning_thd.parallel.agreement import all_agree
 
@@ -179,10 +177,8 @@ class CUDAGraphCallback(L.Callback):
             self._seen.append(Layout.of_batch(batch))
             if len(self._seen) < _OBSERVED:
                 return False
-            cut = Cut.of(batch)
-            multiple = math.lcm(_ROUND, 1 if cut is None else cut.multiple)
-            slots = -(-max(x.slots for x in self._seen) // multiple) * multiple
-            longest = min(slots, -(-max(x.max_seqlen for x in self._seen) // multiple) * multiple)
+            slots = -(-max(x.slots for x in self._seen) // _ROUND) * _ROUND
+            longest = min(slots, -(-max(x.max_seqlen for x in self._seen) // _ROUND) * _ROUND)
             self.plan = plan_graphs(
                 self._seen, slots=slots, max_seqlen=longest, costs=self.costs, given=self.given
             )
@@ -229,11 +225,9 @@ def _unsupported(trainer: L.Trainer, module: L.LightningModule, backend: Backend
             "the module has automatic_optimization=False, so training_step contains the optimizer. Wrap the "
             "part that makes the loss: GraphedStep(function, module, buckets=...)"
         )
-    if getattr(trainer.strategy, "sharing", None) is not None:
-        return (
-            "context_parallel_size='dynamic' gives microbatches other degrees from step to step, so that "
-            "ranks would replay and run eagerly at the same time. Set a fixed context_parallel_size"
-        )
+    size = getattr(trainer.strategy, "context_parallel_size", 1)
+    if size != 1:
+        return f"context_parallel_size={size!r} exchanges keys whose number depends on the lengths"
     wrapped = trainer.strategy.model
     found = sharded_by(module) or (None if wrapped is None else sharded_by(wrapped))
     if found is not None:

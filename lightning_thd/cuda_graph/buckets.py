@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_thd._checks import host_ints, whole_number
+from lightning_thd._checks import host_ints
 from lightning_thd.batch import THDBatch
 from lightning_thd.seqlens import cu_seqlens_from_lengths, pad_cu_seqlens
 
@@ -94,25 +94,23 @@ def choose(buckets: Sequence[Bucket], batch: THDBatch) -> tuple[Bucket | None, R
 def make_buckets(max_sequences: Sequence[int], *, slots: int, max_seqlen: int | None = None) -> list[Bucket]:
     """Make one bucket per number of sequences, smallest first."""
     counts = sorted(set(host_ints(max_sequences, "max_sequences", advice="Pass (24, 80), say.").tolist()))
-    if max_seqlen is not None:
-        whole_number(max_seqlen, "max_seqlen", least=1, advice="None means all slots.")
     if not counts:
         raise ValueError("max_sequences is empty; wanted at least one number, for example 64, or 'auto'.")
-    return [Bucket(slots=slots, sequences=s, max_seqlen=max_seqlen or slots) for s in counts]
+    longest = slots if max_seqlen is None else max_seqlen
+    return [Bucket(slots=slots, sequences=s, max_seqlen=longest) for s in counts]
 
 
-def padded_lengths_of(batch: THDBatch, bucket: Bucket, *, multiple: int = 1) -> Ints:
+def padded_lengths_of(batch: THDBatch, bucket: Bucket) -> Ints:
     """Return a batch's padded lengths and those of the dummies that fill the tail, int64 ``[S]``."""
     kept = batch.padded_lengths[: Layout.of_batch(batch).sequences]
-    units = [length // multiple for length in kept]
     offsets = pad_cu_seqlens(
-        cu_seqlens_from_lengths(units),
+        cu_seqlens_from_lengths(kept),
         bucket.sequences,
-        bucket.slots // multiple,
-        max_seqlen=bucket.max_seqlen // multiple,
-        lengths=units,
+        bucket.slots,
+        max_seqlen=bucket.max_seqlen,
+        lengths=kept,
     )
-    lengths: Ints = np.diff(offsets.numpy()).astype(np.int64) * multiple
+    lengths: Ints = np.diff(offsets.numpy()).astype(np.int64)
     return lengths
 
 
@@ -127,15 +125,11 @@ def offsets_of(lengths: Ints) -> Tensor:
     return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
 
 
-def dummy_batch(
-    layout: Layout, device: torch.device, *, axes: int | None = None, multiple: int = 1
-) -> THDBatch:
+def dummy_batch(layout: Layout, device: torch.device, *, axes: int | None = None) -> THDBatch:
     """Make a batch of token 0 with a target in every slot but the last, for warm-up and timing."""
-    units = layout.slots // multiple
-    count = max(1, min(layout.sequences, units))
-    lengths = [multiple * (units // count + (i < units % count)) for i in range(count)]
-    samples = [{"input_ids": torch.zeros(length, dtype=torch.int64)} for length in lengths]
-    batch = THDBatch.collate(samples)
+    count = max(1, min(layout.sequences, layout.slots))
+    lengths = [layout.slots // count + (i < layout.slots % count) for i in range(count)]
+    batch = THDBatch.collate([{"input_ids": torch.zeros(length, dtype=torch.int64)} for length in lengths])
     if axes is not None:
         batch = batch.replace(position_ids=batch.position_ids.expand(axes, -1).contiguous())
     return batch.to(device)

@@ -37,7 +37,6 @@ from lightning_thd.cuda_graph.pair import (
     differentiate,
 )
 from lightning_thd.cuda_graph.static_batch import StaticBatch, StaticInputs
-from lightning_thd.cuda_graph.static_shard import Cut, refuse_cut
 from lightning_thd.loss.watch import SlotLosses, recorded_losses, show
 
 StepFunction = Callable[..., Any]
@@ -120,7 +119,6 @@ class CapturedStep:
 def capture_step(subject: Subject, bucket: Bucket, example: Example, shared: Shared) -> CapturedStep:
     """Warm up and capture, leaving the module, the random states and the Trainer's logs as they were."""
     batch, module, backend = example.batch, subject.module, subject.backend
-    refuse_cut(batch, bucket)
     refuse_sums_over_slots(module)
     refuse_fp8(module)
     parameters: list[Tensor] = [x for x in module.parameters() if x.requires_grad]
@@ -130,8 +128,6 @@ def capture_step(subject: Subject, bucket: Bucket, example: Example, shared: Sha
         example.device,
         axes=None if batch.position_ids.ndim == 1 else batch.position_ids.shape[0],
         scale_dtype=torch.float64 if any(x.dtype == torch.float64 for x in parameters) else torch.float32,
-        cut=Cut.of(batch),
-        asked={},
     )
     hidden = tuple(HostValue(f"argument {i + 2} of the step (batch_idx)") for i in range(len(example.rest)))
     stand_ins = StandIns(module, parameters)
@@ -150,7 +146,7 @@ def capture_step(subject: Subject, bucket: Bucket, example: Example, shared: Sha
         refuse_fp8(module)
         inputs = make_inputs()
         inputs.fill(inputs.dummy())
-        with guarded(module) as logged, without_saved_states(), watched(module) as uses, inputs.known():
+        with guarded(module) as logged, without_saved_states(), watched(module) as uses:
             pair = GraphPair(
                 backend,
                 run_recorded,
@@ -179,7 +175,7 @@ def _warm_up(
         own = make_inputs()  # as kernels may cache by the identity of a tensor
         own.fill(own.dummy())
         last = i == backend.warm_ups - 1
-        with guarded(module) as logged, without_saved_states(use), use, own.known():
+        with guarded(module) as logged, without_saved_states(use), use:
             backend.warm_up(functools.partial(_forward_backward, run, own.batch, leaves), last=last)
         use.refuse()
         runs.append(logged)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from itertools import islice
+from itertools import combinations, islice
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -28,6 +28,8 @@ _WORTH = 0.005
 # Upstream pads to this many sequences by default; the table shows it as a warning.
 _NAIVE = 2048
 _MOST_BUCKETS = 3
+# Three of 32 quantiles are tried in 0.1 s, and more quantiles lower the cost by less than _WORTH.
+_QUANTILES = 32
 # P99 of 512 batches rests on five of them; planning a step takes about a millisecond.
 _SAMPLE = 512
 
@@ -191,28 +193,15 @@ def expected_cost(needs: IntArray, sequences: Sequence[int], costs: GraphCosts) 
 
 
 def best_sequences(needs: IntArray, num_buckets: int, costs: GraphCosts) -> tuple[int, ...]:
-    """Choose at most ``num_buckets`` buckets of least expected cost, exactly, by dynamic programming."""
-    values, counts = np.unique(needs, return_counts=True)
-    best: tuple[float, tuple[int, ...]] = (costs.eager, ())
-    before = np.concatenate([[0], np.cumsum(counts)]).astype(float)
-    # ends[i]: the cost of all batches up to the i-th value with k buckets, the last of them ending there.
-    ends: list[tuple[float, tuple[int, ...]]] = [(0.0, ()), *((math.inf, ()) for _ in values)]
-    for _ in range(num_buckets):
-        previous = ends
-        ends = [(math.inf, ())]
-        for i, value in enumerate(values.tolist(), start=1):
-            step = costs.replay(value)
-            ends.append(
-                min(
-                    (cost + (before[i] - before[j]) * step, (*sequences, value))
-                    for j, (cost, sequences) in enumerate(previous[:i])
-                )
-            )
-        for i, (cost, sequences) in enumerate(ends[1:], start=1):
-            total = (cost + (before[-1] - before[i]) * costs.eager) / before[-1]
-            if total < best[0] - _WORTH * costs.eager:
-                best = (total, sequences)
-    return best[1]
+    """Choose at most ``num_buckets`` of the quantiles of ``[N]`` needs as buckets of least expected cost."""
+    levels = np.linspace(0, 1, _QUANTILES)
+    values = np.unique(np.quantile(needs, levels, method="inverted_cdf")).astype(int).tolist()
+    best: tuple[int, ...] = ()
+    for count in range(1, min(num_buckets, len(values)) + 1):
+        found = min(combinations(values, count), key=lambda chosen: expected_cost(needs, chosen, costs))
+        if expected_cost(needs, found, costs) < expected_cost(needs, best, costs) - _WORTH * costs.eager:
+            best = found
+    return best
 
 
 def _judge(name: str, sequences: tuple[int, ...], needs: IntArray, costs: GraphCosts) -> Choice:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from lightning_thd._checks import described, flags, instance
+from lightning_thd._checks import instance
 from lightning_thd.batch import THDBatch
 from lightning_thd.batch.prefixes import SharedBatch
 from lightning_thd.cuda_graph.backend import Backend, CudaBackend
@@ -82,8 +82,7 @@ class GraphedStep:
     """Calls ``function(module, batch, *rest)``, from a captured graph if the batch fits a bucket.
 
     All buckets are captured in the first call with gradients, on dummy batches. Whatever cannot be replayed
-    exactly runs eagerly, and is counted in ``stats``. Shards of context parallelism are captured with their
-    collectives, if packs are cut by ``dual_chunk``; buckets are those of whole packs.
+    exactly runs eagerly, and is counted in ``stats``. So do shards of context parallelism.
 
     Args:
         function: gives the loss, or a dict with it, for example ``causal_lm_loss``. Called with the bare
@@ -105,17 +104,13 @@ class GraphedStep:
         require: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        flags(require=require)
+        instance(module, "module", nn.Module, advice="Pass the module that is trained.")
         instance(buckets, "buckets", list, tuple, advice="See make_buckets((24, 80), slots=...).")
-        if not buckets:
+        self.buckets = sorted(buckets)
+        if not self.buckets or not all(isinstance(bucket, Bucket) for bucket in self.buckets):
             raise ValueError(
                 "GraphedStep got no buckets; wanted at least one, see make_buckets((24, 80), slots=...)."
             )
-        instance(module, "module", nn.Module, advice="Pass the module that is trained.")
-        for bucket in buckets:
-            instance(bucket, "A bucket", Bucket, advice="See make_buckets((24, 80), slots=...).")
-        if not callable(function):
-            raise TypeError(f"function is {described(function)}; wanted step(module, batch).")
         bare: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
         if (found := sharded_by(bare)) is not None:
             raise ValueError(
@@ -124,7 +119,6 @@ class GraphedStep:
                 "device or DDP, or train without them."
             )
         self.wrapped, self.require = module, require
-        self.buckets = sorted(buckets)
         self.stats = GraphStats()
         self.off: CaptureError | None = None
         self._subject = Subject(function=function, module=bare, backend=backend or CudaBackend())
@@ -168,6 +162,8 @@ class GraphedStep:
             return "batch_type"
         if isinstance(batch, SharedBatch):  # its index of keys has another length in every batch
             return "shared_prefixes"
+        if isinstance(batch, THDShard):  # its exchanges have other sizes in every batch
+            return "context_parallel"
         if batch.weights is not None:
             return "weights"
         if torch._C._len_torch_dispatch_stack():  # FlopCounterMode and the like would see nothing of a replay
@@ -197,14 +193,8 @@ class GraphedStep:
 
     def _capture(self, example: Example) -> bool:
         """Capture every bucket under torch's present modes, and return whether that succeeded."""
-        started, together = (
-            self._clock(),
-            (
-                self._rounds == 0
-                or isinstance(example.batch, THDShard)
-                or any(isinstance(parameter, DTensor) for parameter in self._subject.module.parameters())
-            ),
-        )
+        started, parameters = self._clock(), self._subject.module.parameters()
+        together = self._rounds == 0 or any(isinstance(parameter, DTensor) for parameter in parameters)
         error = self._try_capture(example)
         if all_agree(error is None, example.device) if together else error is None:
             self._modes = _modes(example)
@@ -340,7 +330,7 @@ _LOW, _FP8, _RANDOM = 2e-2, 0.1, 0.7
 
 def prove(subject: Subject, step: CapturedStep, example: Example) -> None:
     """Refuse a captured step whose numbers differ from the step's on a batch in a nearly empty bucket."""
-    layout = small_layout(step.inputs.bucket, 1 if step.inputs.cut is None else step.inputs.cut.multiple)
+    layout = small_layout(step.inputs.bucket)
     if layout is None:
         return
     batch = step.inputs.dummy(layout)
@@ -369,11 +359,12 @@ def prove(subject: Subject, step: CapturedStep, example: Example) -> None:
                 )
 
 
-def small_layout(bucket: Bucket, multiple: int) -> Layout | None:
+def small_layout(bucket: Bucket) -> Layout | None:
     """Return one or two sequences that take at most a quarter of a bucket; None if none fits."""
-    unit = math.lcm(multiple, math.gcd(bucket.slots, 128))
-    unit = unit if unit <= min(bucket.max_seqlen // 2, bucket.slots // 4) else multiple
-    longest = min(bucket.max_seqlen // 2, bucket.slots // 4) // unit * unit
+    most = min(bucket.max_seqlen // 2, bucket.slots // 4)
+    unit = math.gcd(bucket.slots, 128)
+    unit = unit if unit <= most else 1
+    longest = most // unit * unit
     most = bucket.max_seqlen // unit * unit
     for count, length in ((2, longest), (1, longest), (2, most), (1, most)):
         layout = Layout(count * length, count, length)

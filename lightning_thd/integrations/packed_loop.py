@@ -285,8 +285,8 @@ class PackedLoop:
         """
         if (size := self._engine.shared.size) > 1:
             raise ValueError(
-                f"capture() with context_parallel_size={size}: graphs of shared packs run under Lightning."
-                " Use CUDAGraphCallback with THDDDPStrategy, or leave capture() out."
+                f"capture() with context_parallel_size={size}: packs that ranks share exchange keys whose "
+                "number depends on the lengths. Leave capture() out."
             )
         self._graphed = graphed_loss(
             self._loss_fn,

@@ -101,7 +101,7 @@ def _pack_aware(cls: type, forward: Callable[..., Any]) -> Callable[..., Any]:
         kwargs = {name: value for name, value in kwargs.items() if name not in _BOUNDARIES}
         _refuse(self, tokens, pack, kwargs)
         shard = layout.layout_of(pack.cu_seqlens_q) if layout.in_use else None
-        if shard is not None and carried and shard.layout != "striped" and not shard.fixed:
+        if shard is not None and carried and shard.layout != "striped":
             return run_on_shard(functools.partial(forward, self), args, kwargs, shard, carried)
         if shard is not None:
             return run_on_pack(functools.partial(pack_aware_forward, self), args, kwargs, shard)

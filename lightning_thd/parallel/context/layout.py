@@ -160,14 +160,6 @@ class ShardLayout:
         """Return the number of ranks and the layout as keywords for ``partition`` and ``needs``."""
         return {"cp": self.cp, "layout": self.layout}
 
-    @property
-    def fixed(self) -> bool:
-        """Return whether sizes must not depend on lengths, as in a recorded graph."""
-        return False
-
-    def check_varying(self, communication: str) -> None:
-        """Do nothing; layouts of fixed size refuse communication whose sizes follow lengths."""
-
     def put(self, indices: Any) -> Any:
         """Copy host arrays, in tuples or lists of any depth, to the device at once, without waiting."""
         return uploaded(indices, self.device)

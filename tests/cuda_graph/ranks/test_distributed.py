@@ -9,12 +9,15 @@ import lightning.pytorch as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_thd import THDDataModule, causal_lm_loss
+from lightning_thd import THDBatch, THDDataModule, THDDDPStrategy, causal_lm_loss
+from lightning_thd.alignment import Alignment
 from lightning_thd.callbacks.cuda_graph import CUDAGraphCallback, GraphCosts
 from lightning_thd.cuda_graph.recording import RecordingBackend
+from lightning_thd.parallel import shard_batch
 from tests.cuda_graph.support import BUCKETS, GraphModule, graphed, random_batch, worst
 from tests.ranks import run_ranks
 from tests.tiny import largest_error, quiet_trainer, sequences, tiny_llama
@@ -141,6 +144,27 @@ def observe() -> tuple[int, bool, int]:
 def test_ranks_that_saw_different_batches_capture_all_or_none() -> None:
     """A rank that captured alone would wait for the other's vote for ever."""
     assert run_ranks(observe, 2) == [(36, True, 0), (36, False, 0)]
+
+
+def shared_packs() -> tuple[dict[str, int], float, str]:
+    batch = THDBatch.collate([{"input_ids": torch.arange(8)}] * 2, align=Alignment.for_(cp=2))
+    shard, model = shard_batch(batch, group=dist.group.WORLD), tiny_llama(torch.float64)
+    step = graphed(model)
+    error = abs(float((step(shard) - causal_lm_loss(model, shard)).detach()))
+    callback = CUDAGraphCallback(backend="recording", require=True)
+    trainer = quiet_trainer(
+        strategy=THDDDPStrategy(context_parallel_size=2), max_steps=1, devices=2, callbacks=[callback]
+    )
+    with pytest.raises(MisconfigurationException) as caught:
+        trainer.fit(GraphModule(), THDDataModule(sequences(8), capacity=96))
+    return dict(step.stats.fallbacks), error, str(caught.value)
+
+
+def test_shards_run_eagerly() -> None:
+    for fallbacks, error, message in run_ranks(shared_packs, 2):
+        assert fallbacks == {"context_parallel": 1}
+        assert error == 0.0
+        assert "context_parallel_size=2 exchanges keys whose number depends on the lengths" in message
 
 
 class Faster(RecordingBackend):
