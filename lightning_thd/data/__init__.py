@@ -2,7 +2,7 @@
 
 from lightning_thd.data.datamodule import THDDataModule
 from lightning_thd.data.read.text import ByteTokenizer, StdlibText, read_documents, stdlib_documents
-from lightning_thd.data.store import TokenStore
+from lightning_thd.data.store.tokens import TokenStore
 
 __all__ = [
     "ByteTokenizer",

@@ -22,7 +22,6 @@ from lightning_thd.data import (
     read_documents,
     stdlib_documents,
 )
-from lightning_thd.data.store import Rows, cached_store
 from lightning_thd.data.streams import Stream, is_stream
 from lightning_thd.packing import Packs
 from lightning_thd.packing.mixtures import Mixing
@@ -163,15 +162,6 @@ TABLE = {
     ),
     "data.stdlib_documents": Entry(partial(_stdlib, stdlib_documents), lambda _: {"max_bytes": 10}),
     "data.StdlibText": Entry(partial(_stdlib, StdlibText), lambda _: {"max_bytes": 10}),
-    "data.store.cached_store": Entry(
-        cached_store,
-        lambda rng: {
-            "key": rng.choice([None, {"a": rng.random()}]),
-            "parts": lambda first: [Rows(np.array([1]), np.array([1]))][first:],
-            "cache_dir": HERE / "stores",
-            "max_errors": None,
-        },
-    ),
     "data.streams.Stream": Entry(Stream, _stream),
     "data.streams.Stream read": Entry(_run_stream, _stream),
     "data.streams.is_stream": Entry(is_stream, lambda _: {"source": iter([1])}),

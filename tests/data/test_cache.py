@@ -16,8 +16,8 @@ import torch
 from filelock import FileLock
 
 from lightning_thd import THDDataModule
-from lightning_thd.data.store import Rows, TokenStore, cached_store
 from lightning_thd.data.store.cache import CacheError, build_once, content_of
+from lightning_thd.data.store.tokens import Rows, TokenStore, cached_store
 from tests.data.support import open_source
 from tests.trust.caches import cold_starts, kills
 

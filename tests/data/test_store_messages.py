@@ -11,8 +11,9 @@ import pytest
 
 from lightning_thd import THDDataModule
 from lightning_thd.data import TokenStore
-from lightning_thd.data.store import Rows, cached_store, tokens
+from lightning_thd.data.store import tokens
 from lightning_thd.data.store.cache import save_arrays
+from lightning_thd.data.store.tokens import Rows, cached_store
 from tests.data.chats import PLAIN, make_tokenizer
 
 TOKENS, OFFSETS = np.array([5, 6, 7], np.uint16), np.array([0, 1, 3])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_thd.data import ByteTokenizer, StdlibText, TokenStore, read_documents, stdlib_documents
-from lightning_thd.data.store import Rows, cached_store
+from lightning_thd.data.store.tokens import Rows, cached_store
 from tests.data.support import open_source
 
 ROWS = st.lists(st.lists(st.integers(0, 70_000), max_size=9), max_size=12)

@@ -15,7 +15,7 @@ from lightning_thd.data import ByteTokenizer
 from lightning_thd.data.read.encode import Encoder, find_kind, tokenize
 from lightning_thd.data.read.files import find_files
 from lightning_thd.data.read.records import file_chunks, row_chunks
-from lightning_thd.data.store import Rows, cached_store
+from lightning_thd.data.store.tokens import Rows, cached_store
 from tests.data.support import open_source
 from tests.scripts import run_python
 
