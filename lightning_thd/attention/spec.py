@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -97,8 +98,7 @@ def _window_sides(window: Window, *, causal: bool) -> tuple[int, int]:
     return window - 1, -1
 
 
-@dataclass(frozen=True, slots=True)
-class Offsets:
+class Offsets(NamedTuple):
     """Offsets of sequences, int32 ``[S + 1]`` on the device of q, and the longest lengths, on the host."""
 
     cu_q: Tensor

@@ -245,12 +245,7 @@ def _without_padding(module: nn.Module, bounds: _Boundaries) -> _Boundaries:
     pack = current_pack()
     if pack is None or pack.cu_seqlens_real is None or bounds.cu_seqlens_q.shape != pack.cu_seqlens_q.shape:
         return bounds
-    if layout.in_use and layout.layout_of(pack.cu_seqlens_q) is not None:
-        raise ValueError(
-            f"{type(module).__name__} lets tokens see later ones, and context parallelism pads sequences to "
-            "multiples of their own, which those tokens would see too. Use sequences of such lengths, or "
-            "train this model without context parallelism."
-        )
+    pack.refuse_shard(module, "lets tokens see later ones, and context parallelism pads sequences")
     return bounds._replace(cu_seqlens_q=pack.token_bounds, cu_seqlens_k=pack.token_bounds)
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lightning_thd._patches import patch
 from lightning_thd.models.pack import BIDIRECTIONAL, CAUSAL, STATE, Pack, Scope
-from lightning_thd.parallel.context import layout
 
 _MASKING_UTILS = "transformers.masking_utils"
 _UNDERSTOOD = (
@@ -196,5 +195,5 @@ def longest_sequence(q_length: int) -> int:
     scope: Scope | None = getattr(STATE, "scope", None)
     if scope is None or scope.pack is None:
         return q_length
-    shard = layout.layout_of(scope.pack.cu_seqlens_q) if layout.in_use else None
+    shard = scope.pack.shard
     return scope.pack.max_length_k if shard is None else max(shard.padded_lengths)

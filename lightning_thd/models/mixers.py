@@ -29,7 +29,7 @@ from lightning_thd._static import shapes_are_static
 from lightning_thd.models.pack import Pack, Scope, current_pack, current_scope, model_pack, scoped
 from lightning_thd.models.padded_groups import plan_groups, plan_static_group, run_grouped
 from lightning_thd.models.passing.adopt import adopt_functions, run_on_shard
-from lightning_thd.parallel.context import layout, traffic
+from lightning_thd.parallel.context import traffic
 from lightning_thd.parallel.context.layout import ShardLayout
 from lightning_thd.parallel.shard import gather_pack
 from lightning_thd.seqlens import cu_seqlens_from_lengths
@@ -100,7 +100,7 @@ def _pack_aware(cls: type, forward: Callable[..., Any]) -> Callable[..., Any]:
         tokens = args[0] if args else kwargs[tokens_name]
         kwargs = {name: value for name, value in kwargs.items() if name not in _BOUNDARIES}
         _refuse(self, tokens, pack, kwargs)
-        shard = layout.layout_of(pack.cu_seqlens_q) if layout.in_use else None
+        shard = pack.shard
         if shard is not None and carried and shard.layout != "striped":
             return run_on_shard(functools.partial(forward, self), args, kwargs, shard, carried)
         if shard is not None:

@@ -21,6 +21,8 @@ from lightning_thd._static import STATIC
 from lightning_thd.batch import THDBatch
 from lightning_thd.batch.prefixes import Prefixes, SharedBatch
 from lightning_thd.batch.thd_batch import check_batch
+from lightning_thd.parallel.context import layout
+from lightning_thd.parallel.context.layout import ShardLayout
 from lightning_thd.parallel.shard import THDShard
 from lightning_thd.seqlens import cu_seqlens_from_lengths, seq_idx_from_cu_seqlens
 
@@ -112,6 +114,19 @@ class Pack:
             raise ValueError(
                 f"{type(layer).__name__} got a pack whose sequences share prefixes, and {why}. Set "
                 "share_prefixes=False for this model."
+            )
+
+    @property
+    def shard(self) -> ShardLayout | None:
+        """Return the layout of a pack that is cut over context-parallel ranks, else None."""
+        return layout.layout_of(self.cu_seqlens_q) if layout.in_use else None
+
+    def refuse_shard(self, layer: object, why: str) -> None:
+        """Refuse a layer that cannot run on one rank's shard of a pack."""
+        if self.shard is not None:
+            raise ValueError(
+                f"{type(layer).__name__} got one rank's shard of a pack, and {why}. Train this model without "
+                "context parallelism."
             )
 
     @property

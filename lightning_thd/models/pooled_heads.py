@@ -24,7 +24,6 @@ from lightning_thd._patches import patch
 from lightning_thd._static import shapes_are_static
 from lightning_thd.models.pack import Pack, Scope, current_scope, scoped
 from lightning_thd.models.padded_groups import group_rows
-from lightning_thd.parallel.context import layout
 
 # Parts of the names of outputs that may be pooled: one row for all sequences of a pack.
 _POOLED_OUTPUTS = ("logit", "pool", "embeds", "score", "reward")
@@ -143,8 +142,7 @@ def _classify_each_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
 def _classify(forward: Callable[..., Any], model: Any, given: dict[str, Any], pack: Pack) -> Any:
     """Run the base model on the pack and the head once a sequence."""
     base = model.base_model
-    sharded = layout.in_use and layout.layout_of(pack.cu_seqlens_q) is not None
-    if base is model or sharded or shapes_are_static() or 0 in pack.lengths:
+    if base is model or pack.shard is not None or shapes_are_static() or 0 in pack.lengths:
         raise ValueError(
             f"{type(model).__name__} makes one row of every sequence, which needs whole sequences of known "
             "lengths, none of them empty: train it without context parallelism and without CUDA graphs."

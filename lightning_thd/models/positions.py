@@ -34,7 +34,6 @@ from lightning_thd._patches import layer_classes, patch_forward
 from lightning_thd._static import shapes_are_static
 from lightning_thd.batch.upload import uploaded
 from lightning_thd.models.pack import Pack, current_pack, model_pack
-from lightning_thd.parallel.context import layout
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
 _ROW_COUNTER = re.compile(r"\w*(Learned|Sinusoidal)PositionalEmbedding")
@@ -85,6 +84,7 @@ def _from_padding_index(forward: Callable[..., Any]) -> Callable[..., Any]:
         if input_ids is not None and getattr(self, "token_dropout", False):
             embeds = given.get("inputs_embeds")
             embeds = self.word_embeddings(input_ids) if embeds is None else embeds
+            pack.refuse_shard(self, "its token_dropout counts the masked tokens of whole sequences")
             embeds = _without_masked(embeds, input_ids == self.mask_token_id, pack)
             given |= {"input_ids": None, "inputs_embeds": embeds}
         return forward(self, **given)
@@ -100,9 +100,8 @@ def padded_positions(
     ``[[5, 6, 7, 1, 8]]`` in sequences of 2 and 3 with ``padding_idx`` 1 gives ``[[2, 3, 2, 1, 3]]``; all are
     int64 ``[1, T]``.
     """
-    sharded = layout.in_use and layout.layout_of(pack.cu_seqlens_q) is not None
     # A sequence may begin on another rank, or with tokens stored in another sequence's slots.
-    if sharded or pack.prefixes is not None:
+    if pack.shard is not None or pack.prefixes is not None:
         assert position_ids is not None
         return position_ids + (padding_idx + 1)
     if input_ids is None:
@@ -120,11 +119,6 @@ _HIDDEN_IN_TRAINING = 0.15 * 0.8
 
 def _without_masked(embeds: Tensor, masked: Tensor, pack: Pack) -> Tensor:
     """Zero ESM's masked tokens, and scale each sequence by the share of its own tokens that is masked."""
-    if layout.in_use and layout.layout_of(pack.cu_seqlens_q) is not None:
-        raise ValueError(
-            "ESM's token_dropout counts the masked tokens of whole sequences, and a shard holds a part of "
-            "them. Train this model without context parallelism, or with token_dropout=False."
-        )
     members, offsets = _members(pack), pack.cu_seqlens_q
     lengths = (offsets if pack.cu_seqlens_real is None else pack.cu_seqlens_real).diff()
     counts = torch.zeros_like(lengths, dtype=torch.float32).index_add(0, members, masked[0].float())
@@ -142,11 +136,7 @@ def _from_sequence_starts(forward: Callable[..., Any]) -> Callable[..., Any]:
         if pack is None:
             given = {} if position_ids is None else {"position_ids": position_ids}
             return forward(self, like, past, **given, **kwargs)
-        if layout.in_use and layout.layout_of(pack.cu_seqlens_q) is not None:
-            raise ValueError(
-                f"{type(self).__name__} counts positions along the row and cannot be told those of a shard. "
-                "Train this model without context parallelism."
-            )
+        pack.refuse_shard(self, "counts positions along the row")
         pack.refuse_prefixes(self, "counts positions by itself")
         if position_ids is not None:  # counted along the row by the model
             return forward(
@@ -205,15 +195,10 @@ def _behind_sequences(forward: Callable[..., Any]) -> Callable[..., Any]:
             return forward(self, *args, **kwargs)
         slots = torch.arange(pack.slots, device=pack.cu_seqlens_q.device)
         counted = _starts_at_zero(pack)
-        shard = layout.layout_of(pack.cu_seqlens_q) if layout.in_use else None
-        if shard is not None:
+        if (shard := pack.shard) is not None:
             limit = getattr(self, "floor_scale", 0)
             if max(shard.padded_lengths) >= limit:
-                raise ValueError(
-                    f"{type(self).__name__} scales queries by their place in a sequence from {limit} on, and "
-                    "cannot be told the places of a shard. Use shorter sequences, or train this model "
-                    "without context parallelism."
-                )
+                pack.refuse_shard(self, f"scales queries by their place in a sequence from {limit} on")
             counted = torch.zeros_like(slots)
         return forward(self, *args, **{**kwargs, "past_key_values": _Before(counted - slots)})
 
@@ -262,7 +247,7 @@ def _by_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
         else:
             limit = self.original_max_seq_len
         # If no sequence exceeds the limit, one call serves all. The longest length is already on the host.
-        shard = layout.layout_of(pack.cu_seqlens_q) if layout.in_use else None
+        shard = pack.shard
         longest = pack.max_length_k if shard is None else max(shard.padded_lengths)
         if longest <= limit:
             return run(position_ids, *args, **kwargs)

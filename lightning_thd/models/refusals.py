@@ -20,7 +20,6 @@ from lightning_thd.batch.samples import refuse_shifted
 from lightning_thd.models.mixers import MIXERS
 from lightning_thd.models.pack import NOTES, Pack
 from lightning_thd.models.positions import counts_in_sequences
-from lightning_thd.parallel.context import layout
 from lightning_thd.seqlens import host_values
 
 # ---- When the attention is chosen
@@ -279,19 +278,12 @@ def refuse_call(model: Any, kwargs: dict[str, Any]) -> None:
                 "router, for example, averages over all tokens of a call, those of other sequences too. Use "
                 "LoRA or another method that does, or feed this model padded rows."
             )
-        if getattr(config, "alora_invocation_tokens", None) is not None:
-            raise ValueError(
-                f"The adapter {name!r} is an activated LoRA: it begins at the last of its invocation tokens "
-                "in a row, and in a pack that is one place for all sequences. Use plain LoRA, or feed this "
-                "model padded rows."
-            )
-        init = getattr(getattr(config, "velora_config", None), "init_type", "random")
-        if model.training and init != "random":
-            raise ValueError(
-                f"The adapter {name!r} is a VeLoRA and compresses its gradients along the mean of all tokens "
-                f"of a call, those of other sequences too (init_type={init!r}). Set "
-                "init_type='random', or use plain LoRA."
-            )
+        for option in ("alora_invocation_tokens", "velora_config"):
+            if getattr(config, option, None) is not None:
+                raise ValueError(
+                    f"The adapter {name!r} has {option}, by which a token may depend on tokens of other "
+                    "sequences of the row. Use plain LoRA, or feed this model padded rows."
+                )
 
 
 def _refuse_plain_positions(model: nn.Module, position_ids: Tensor | None) -> None:
@@ -361,7 +353,7 @@ def keep_labels_inside(model: Any, kwargs: dict[str, Any], pack: Pack) -> dict[s
             "sequences of a pack. Leave labels out and compute the loss from the logits, or feed it padded "
             "rows. See docs/reference/messages.md#labels."
         )
-    if layout.in_use and layout.layout_of(pack.cu_seqlens_q) is not None:
+    if pack.shard is not None:
         raise ValueError(
             f"{type(model).__name__} got labels and one rank's shard of a pack, whose last token's target is "
             "on another rank. Leave labels out and use lightning_thd.causal_lm_loss(model, batch)."

@@ -128,22 +128,17 @@ def _initialise(module: nn.Module, names: Mapping[int, str], seed: int) -> None:
 
 
 def _initialise_adapters(layer: Any, path: str, configs: Mapping[str, Any]) -> None:
-    """Initialise LoRA adapters as their config asks."""
-    for name in getattr(layer, "r", ()):
-        how = getattr(configs.get(name), "init_lora_weights", None)
-        if how is True or how == "gaussian":
-            layer.reset_lora_parameters(name, how)
-        elif how is not False:  # that leaves what nn.Linear draws
-            raise ValueError(
-                f"The adapter {name!r} of {path} on the meta device has init_lora_weights={how!r}; True, "
-                "False and 'gaussian' need no weights of the model. Build the model in __init__, with its "
-                "weights."
-            )
-    if not hasattr(layer, "reset_lora_parameters") and any(map(_is_unset, layer.parameters())):
+    """Initialise LoRA adapters as their config asks; False leaves what nn.Linear draws."""
+    kinds = {name: getattr(configs.get(name), "init_lora_weights", None) for name in getattr(layer, "r", ())}
+    if not hasattr(layer, "reset_lora_parameters") or not {*kinds.values()} <= {True, False, "gaussian"}:
         raise ValueError(
-            f"{path} ({type(layer).__name__}) was added to a model on the meta device, and only LoRA "
-            "adapters are given values there. Build the model in __init__, with its weights."
+            f"The adapters of {path} ({type(layer).__name__}) on the meta device have init_lora_weights="
+            f"{[*kinds.values()]}. Only LoRA's with True, False or 'gaussian' get values there. Build the "
+            "model in __init__, with its weights."
         )
+    for name, how in kinds.items():
+        if how is not False:
+            layer.reset_lora_parameters(name, how)
 
 
 def _seed_of(name: str, seed: int) -> int:

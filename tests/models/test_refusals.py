@@ -180,9 +180,7 @@ def test_labels_of_a_shard() -> None:
 
 def test_positions_counted_along_the_row_of_a_shard() -> None:
     part, model = shard(), tiny("bart", "BartForCausalLM", "thd")
-    with pytest.raises(
-        ValueError, match="counts positions along the row and cannot be told those of a shard"
-    ):
+    with pytest.raises(ValueError, match="one rank's shard of a pack, and counts positions along the row"):
         model(**part.hf_kwargs())
 
 

@@ -112,12 +112,12 @@ def test_adapters_that_are_made_of_weights() -> None:
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(on_meta("qwen3@4"), peft.LoraConfig(target_modules=["q_proj"]))
     model.peft_config["default"].init_lora_weights = "pissa"
-    with pytest.raises(ValueError, match="init_lora_weights='pissa'; True, False and 'gaussian' need no"):
+    with pytest.raises(ValueError, match=r"init_lora_weights=\['pissa'\]. Only LoRA's"):
         draw_weights(model, CPU, seed=1)
     model = peft.get_peft_model(
         on_meta("qwen3@4"), peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[])
     )
-    with pytest.raises(ValueError, match=r"k_proj \(Linear\) was added to a model on the meta device"):
+    with pytest.raises(ValueError, match=r"adapters of .*k_proj \(Linear\) on the meta device"):
         draw_weights(model, CPU, seed=1)
 
 

@@ -69,24 +69,8 @@ class Flash2:
     ) -> tuple[Tensor, Tensor]:
         """Call ``_flash_attn_varlen_forward``."""
         run = _interface(2)._wrapped_flash_attn_varlen_forward
-        out, lse, *_ = run(
-            q,
-            k,
-            v,
-            at.cu_q,
-            at.cu_kv,
-            at.max_q,
-            at.max_kv,
-            0.0,
-            spec.scale,
-            causal=spec.causal,
-            window_size_left=spec.left,
-            window_size_right=spec.right,
-            softcap=spec.softcap,
-            alibi_slopes=None,
-            return_softmax=False,
-            block_table=None,
-        )
+        sides = spec.left, spec.right
+        out, lse, *_ = run(q, k, v, *at, 0.0, spec.scale, spec.causal, *sides, spec.softcap)
         return out, lse.t()
 
     def backward(
@@ -95,26 +79,9 @@ class Flash2:
         """Call ``_flash_attn_varlen_backward``, which writes into the gradients it is given."""
         run = _interface(2)._wrapped_flash_attn_varlen_backward
         dq, dk, dv = empty_gradients(saved)
-        run(
-            grad,
-            *saved[:4],
-            saved.lse.t().contiguous(),
-            dq,
-            dk,
-            dv,
-            at.cu_q,
-            at.cu_kv,
-            at.max_q,
-            at.max_kv,
-            0.0,
-            spec.scale,
-            spec.causal,
-            spec.left,
-            spec.right,
-            spec.softcap,
-            None,
-            torch.are_deterministic_algorithms_enabled(),
-        )
+        given = grad, *saved[:4], saved.lse.t().contiguous(), dq, dk, dv
+        options = 0.0, spec.scale, spec.causal, spec.left, spec.right, spec.softcap
+        run(*given, *at, *options, None, torch.are_deterministic_algorithms_enabled())
         return dq, dk, dv
 
 

@@ -65,15 +65,7 @@ class _Flash(torch.autograd.Function):
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> tuple[Tensor, ...]:
     """Return out ``[Tq, H, D]``, lse ``[H, Tq]``, and the state and seed of a dropout that is 0."""
     results: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(
-        q,
-        k,
-        v,
-        at.cu_q,
-        at.cu_kv,
-        at.max_q,
-        at.max_kv,
-        0.0,
-        is_plain_causal(spec),
+        *(q, k, v, *at, 0.0, is_plain_causal(spec)),
         return_debug_mask=False,
         scale=spec.scale,
         window_size_left=spec.left,
@@ -87,14 +79,7 @@ def _flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv of ``tensors``: the gradient, q, k, v, out and lse ``[H, Tq]``."""
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        *tensors,
-        at.cu_q,
-        at.cu_kv,
-        at.max_q,
-        at.max_kv,
-        0.0,
-        is_plain_causal(spec),
-        *state,
+        *(*tensors, *at, 0.0, is_plain_causal(spec), *state),
         scale=spec.scale,
         window_size_left=spec.left,
         window_size_right=spec.right,
@@ -147,7 +132,7 @@ class AtenEfficient:
         out, lse, *_ = torch.ops.aten._efficient_attention_forward(
             *(x.unsqueeze(0) for x in (q, k, v)),
             None,
-            *_offsets(at),
+            *at,
             0.0,
             _CAUSAL if spec.causal else _NO_MASK,
             compute_log_sumexp=True,
@@ -178,7 +163,7 @@ class AtenEfficient:
         dq, dk, dv, _ = torch.ops.aten._efficient_attention_backward(
             grad.unsqueeze(0),
             *(row, keys, values, None, result),
-            *_offsets(at),
+            *at,
             *(wide, 0.0, no_seed, no_seed),
             _CAUSAL if spec.causal else _NO_MASK,
             False,
@@ -192,10 +177,6 @@ class AtenEfficient:
             unseen = _unseen_keys(at, k.shape[0], spec)[:, None, None]
             dk, dv = dk.masked_fill(unseen, 0.0), dv.masked_fill(unseen, 0.0)
         return dq, _sum_heads(dk, kv_heads), _sum_heads(dv, kv_heads)
-
-
-def _offsets(at: Offsets) -> tuple[Any, ...]:
-    return at.cu_q, at.cu_kv, at.max_q, at.max_kv
 
 
 def _window(spec: AttentionSpec) -> int | None:
