@@ -327,13 +327,12 @@ def deal(totals: FloatArray, dp: int) -> IntArray:
     return assigned.reshape(-1)
 
 
-# Levels tried for the groups whose level does not follow from the longest sequence, in units of the mean work
-# left. A higher level leaves the last group fewer and shorter sequences. More levels gain less than 0.2 %.
-_LEVELS = (1.0, 1.04, 1.08, 1.12, 1.16, 1.2, 1.24, 1.32)
-_HIGHEST = 1.2  # The last group is not tried above 1.2 times an even level.
-_PRECISION = 0.003  # The last group's level is found to 0.3 %.
+# Levels to which microsteps are filled, in units of the mean work left. A higher one leaves the last one
+# fewer and shorter sequences; it takes the first level of ``_LAST`` that holds the rest.
+_TRIED = (1.08, 1.16, 1.24)
+_LAST = (1.02, 1.1, 1.2)
 _LEAST_GAIN = 1e-9  # A smaller gain, in units of a microstep's heaviest bin, is rounding.
-_EXCHANGES = 100  # At most 100 exchanges, of about 25 us each, improve the best plan.
+_EXCHANGES = 100  # At most 100 exchanges, of about 25 us each, improve a plan.
 
 _Item = tuple[float, int, int, int]  # (work, slots, patches, position), sorted by falling work
 _Bin = tuple[float, int, int, int]  # (work left, slots left, patches left, number)
@@ -360,25 +359,35 @@ def fill_microsteps(
     """Fill microsteps by best fit in work, the heaviest first; None when no level tried holds everything."""
     items = _items(lengths, work, seen)
     room = capacity, UNBOUNDED if seen is None else seen.most
-    search = _Search(room=room, dp=dp, groups=num_microbatches)
-    total = sum(item[0] for item in items)
-    start = search.fill_forced(_Partial(owner=[0] * len(items), left=items, total=total, group=0, waits=0.0))
-    best, least, below = None, np.inf, np.inf
-    for level in _LEVELS:
-        plan = search.fill_level(start, level, below=below)
-        if plan is None:
+    best, least = None, np.inf
+    for level in _TRIED:
+        owner = _filled(items, room, level, dp=dp, num_microbatches=num_microbatches)
+        if owner is None:
             continue
-        below = min(below, plan.waits)
-        owner = np.array(plan.owner, dtype=np.int64)
+        exchange(owner, lengths, work, capacity, dp=dp, num_microbatches=num_microbatches, seen=seen)
         totals = np.bincount(owner, weights=work, minlength=dp * num_microbatches).astype(np.float64)
         waits = waiting(totals, dp)
         if waits < least:
             best, least = owner, waits
-        if least <= enough or start.group == num_microbatches - 1:
+        if least <= enough:
             break
-    if best is not None and least > enough:
-        exchange(best, lengths, work, capacity, dp=dp, num_microbatches=num_microbatches, seen=seen)
     return best
+
+
+def _filled(
+    items: list[_Item], room: tuple[int, int], level: float, *, dp: int, num_microbatches: int
+) -> IntArray | None:
+    """Return the bin of each position with all microsteps filled to a level; None if something is left."""
+    owner, left, total = [0] * len(items), items, sum(item[0] for item in items)
+    for step in range(num_microbatches):
+        bins, mean = range(step * dp, (step + 1) * dp), total / ((num_microbatches - step) * dp)
+        last = step == num_microbatches - 1
+        for times in _LAST if last else (level,):
+            rest, placed = _fill(left, max(left[0][0], mean * times), room, owner, bins)
+            if not rest:
+                return np.array(owner, dtype=np.int64)
+        left, total = rest, total - placed
+    return None
 
 
 def exchange(
@@ -445,75 +454,16 @@ def waiting(totals: FloatArray, dp: int) -> float:
     return float(np.sort(totals)[::-1][::dp].sum())
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Partial:
-    """A partly filled plan: the microsteps filled so far."""
-
-    owner: list[int]  # the bin of each position
-    left: list[_Item]  # items in no bin yet
-    total: float  # their work
-    group: int  # microsteps planned
-    waits: float  # work waited for in them
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Search:
-    room: tuple[int, int]  # slots and patches of a bin
-    dp: int
-    groups: int
-
-    def fill_forced(self, plan: _Partial) -> _Partial:
-        """Fill the groups whose level follows from their longest sequence, for any level tried."""
-        while (
-            plan.group < self.groups - 1 and plan.left and plan.left[0][0] >= self._mean(plan) * _LEVELS[-1]
-        ):
-            plan = self._next(plan, plan.left[0][0])
-        return plan
-
-    def fill_level(self, plan: _Partial, level: float, *, below: float) -> _Partial | None:
-        """Fill the other groups to a multiple of their mean; None if that waits ``below`` or longer."""
-        while plan.group < self.groups - 1 and plan.left:
-            plan = self._next(plan, max(plan.left[0][0], self._mean(plan) * level))
-        return self._last(plan, below - plan.waits) if plan.left else plan
-
-    def _mean(self, plan: _Partial) -> float:
-        return plan.total / ((self.groups - plan.group) * self.dp)
-
-    def _next(self, plan: _Partial, level: float) -> _Partial:
-        owner = plan.owner.copy()
-        first = plan.group * self.dp
-        left, heaviest, placed = _fill(plan.left, level, self.room, owner, range(first, first + self.dp))
-        total, waits = plan.total - placed, plan.waits + heaviest
-        return _Partial(owner=owner, left=left, total=total, group=plan.group + 1, waits=waits)
-
-    def _last(self, plan: _Partial, below: float) -> _Partial | None:
-        """Find by bisection the lowest level of work at which the remaining sequences fit one group."""
-        low = max(plan.left[0][0], self._mean(plan))
-        high = min(low * _HIGHEST, below)
-        found = None
-        while found is None or high - low > low * _PRECISION:
-            middle = high if found is None else (low + high) / 2
-            trial = self._next(plan, middle)
-            if not trial.left:
-                found, high = trial, middle
-            elif found is None:
-                return None
-            else:
-                low = middle
-        return found if found.waits < plan.waits + below else None
-
-
 def _fill(
     items: list[_Item], level: float, room_of_bin: tuple[int, int], owner: list[int], numbers: range
-) -> tuple[list[_Item], float, float]:
-    """Put items, heaviest first, in the bin they fill closest to the level, and note the bin in ``owner``."""
+) -> tuple[list[_Item], float]:
+    """Put items, heaviest first, in the bin they fill closest to the level; return the rest and the work."""
     level *= 1 + 1e-12  # the rounding of sums
     least = items[-1][0]
     bins: list[_Bin] = []
     left: list[_Item] = []
     fresh = iter(numbers)
-    tightest, placed = level, 0.0
-    at = 0
+    placed, at = 0.0, 0
     while at < len(items):
         work, slots, patches, position = items[at]
         spot = bisect_left(bins, (work,))
@@ -532,8 +482,7 @@ def _fill(
         owner[position] = number
         room -= work
         placed += work
-        tightest = min(tightest, room)
         if room >= least:
             insort(bins, (room, free - slots, views - patches, number))
         at += 1
-    return left, level - tightest, placed
+    return left, placed

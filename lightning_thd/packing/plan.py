@@ -148,7 +148,7 @@ class StepPlan:
         count = len(self.offsets) - 1
         of = np.repeat(np.arange(count), self.offsets[1:] - self.offsets[:-1])
         sums = [np.bincount(of, weights=row, minlength=count) for row in found]
-        return np.array(sums).reshape(2, self.dp, -1)
+        return np.array(sums, np.float64).reshape(2, self.dp, -1)
 
     def scales(self, counted: int | None = None) -> tuple[float, float] | None:
         """Return the loss scale and the sequence scale of the step; None if its loss tokens are unknown."""
