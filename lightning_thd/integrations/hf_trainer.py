@@ -186,7 +186,7 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
         elif self._watches:
             loss, stats = causal_lm_loss_and_stats(model, batch, **how)
         else:
-            return cast("Tensor", causal_lm_loss(model, batch, **how))
+            return causal_lm_loss(model, batch, **how)
         mode, own = "train" if model.training else "eval", torch.stack(stats).double()
         self._token_sums[mode] = own + self._token_sums.get(mode, 0.0)
         return loss

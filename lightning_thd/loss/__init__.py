@@ -3,7 +3,6 @@
 from lightning_thd._static import static_shapes
 from lightning_thd.loss import policy, preference
 from lightning_thd.loss.causal_lm import (
-    LossParts,
     TokenStats,
     causal_lm_logprobs,
     causal_lm_loss,
@@ -20,7 +19,6 @@ from lightning_thd.loss.watch import log_token_losses
 
 __all__ = [
     "LogProbs",
-    "LossParts",
     "PackedRollouts",
     "TokenStats",
     "TopTokens",

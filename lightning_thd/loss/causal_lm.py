@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal, NamedTuple, get_args, overload
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_thd._checks import flags, instance, real_number, whole_number
+from lightning_thd._checks import instance, real_number, whole_number
 from lightning_thd.batch import IGNORE_INDEX, THDBatch
 from lightning_thd.batch.prefixes import SharedBatch
 from lightning_thd.batch.thd_batch import check_batch
@@ -39,52 +39,6 @@ Factors = Callable[[Tensor, int, int], tuple[Tensor, Tensor | float]]
 _MTP_WEIGHT = 0.3
 
 
-class LossParts(NamedTuple):
-    """A loss and its parts, ``[]`` each, all times the same scale.
-
-    Attributes:
-        loss: what is differentiated, the others included.
-        z_loss: the z-loss's part of it, detached.
-    """
-
-    loss: Tensor
-    z_loss: Tensor
-
-
-@overload
-def causal_lm_loss(
-    model: nn.Module,
-    batch: THDBatch,
-    *,
-    reduction: Reduction = ...,
-    weights: Tensor | None = ...,
-    class_weights: Tensor | None = ...,
-    label_smoothing: float = ...,
-    z_loss: float | None = ...,
-    mtp_weight: float = ...,
-    router_balance: RouterBalance = ...,
-    router_z_loss: float | None = ...,
-    return_parts: Literal[False] = ...,
-) -> Tensor: ...
-
-
-@overload
-def causal_lm_loss(
-    model: nn.Module,
-    batch: THDBatch,
-    *,
-    reduction: Reduction = ...,
-    weights: Tensor | None = ...,
-    class_weights: Tensor | None = ...,
-    label_smoothing: float = ...,
-    z_loss: float | None = ...,
-    mtp_weight: float = ...,
-    router_balance: RouterBalance = ...,
-    router_z_loss: float | None = ...,
-    return_parts: Literal[True],
-) -> LossParts: ...
-
-
 def causal_lm_loss(
     model: nn.Module,
     batch: THDBatch,
@@ -97,8 +51,7 @@ def causal_lm_loss(
     mtp_weight: float = _MTP_WEIGHT,
     router_balance: RouterBalance = "microbatch",
     router_z_loss: float | None = None,
-    return_parts: bool = False,
-) -> Tensor | LossParts:
+) -> Tensor:
     """Sum the negative log-likelihood over a batch's loss tokens, times the batch's scale.
 
     The mean of this over microbatches and ranks is the loss of the step. With ``reduction="tokens"`` that is
@@ -128,20 +81,16 @@ def causal_lm_loss(
             "step" balances all tokens of the step so far, of all ranks, by one all-reduce a microbatch.
         router_z_loss: factor of the squared lse of router logits, a mean over the step's input tokens and
             the layers; the config's ``router_z_loss_coef`` when None.
-        return_parts: return ``LossParts``, which hold the z-loss too.
 
     Returns:
-        fp32 ``[]`` (fp64 for an fp64 model), or ``LossParts`` of such; under context parallelism the pack's
-        on every rank, with the gradient of this rank's shard. 10 loss tokens and ``loss_scale`` 0.1 give
+        fp32 ``[]`` (fp64 for an fp64 model); under context parallelism the pack's on every rank, with the
+        gradient of this rank's shard. 10 loss tokens and ``loss_scale`` 0.1 give
         their mean; no loss token gives 0, with zero gradients.
 
     Raises:
         ValueError: for another kind of model, another attention, a batch that does not fit the model, or for
             a reduction or balance that needs to know more of the step or of the model's routers.
-        NotImplementedError: for a model that changes its logits in a way that cannot be recorded.
     """
-    if return_parts is not False:
-        flags(return_parts=return_parts)
     if mtp_weight is not _MTP_WEIGHT:
         real_number(mtp_weight, "mtp_weight", advice="It is what the further predictions weigh.")
     call = HeadCall.of(model)
@@ -153,8 +102,8 @@ def causal_lm_loss(
     names = ("output_router_logits", "router_z_loss_coef")
     if asked or any(getattr(call.config, name, None) for name in names):
         routers = routers_for(call, batch, router_balance, router_z_loss)
-    parts, _ = _loss(call, model, batch, penalties, factors, scale, mtp_weight=mtp_weight, routers=routers)
-    return parts if return_parts else parts.loss
+    loss, _ = _loss(call, model, batch, penalties, factors, scale, mtp_weight=mtp_weight, routers=routers)
+    return loss
 
 
 class TokenStats(NamedTuple):
@@ -187,11 +136,9 @@ def causal_lm_loss_and_stats(
     penalties = Penalties(label_smoothing=label_smoothing, z_loss=_z_loss(call))
     factors = loss_weights(batch, "tokens", None, None, smoothed=label_smoothing > 0)
     routers = routers_for(call, batch, router_balance)
-    parts, stats = _loss(
-        call, model, batch, penalties, factors, batch.loss_scale, stats=True, routers=routers
-    )
+    loss, stats = _loss(call, model, batch, penalties, factors, batch.loss_scale, stats=True, routers=routers)
     assert stats is not None
-    return parts.loss, stats
+    return loss, stats
 
 
 def _z_loss(call: HeadCall) -> float:
@@ -209,7 +156,7 @@ def _loss(
     mtp_weight: float = _MTP_WEIGHT,
     stats: bool = False,
     routers: Routers | None = None,
-) -> tuple[LossParts, TokenStats | None]:
+) -> tuple[Tensor, TokenStats | None]:
     """Compute the loss; ``factors`` is None when every target counts ``scale``."""
     watcher, recorded = watching(batch) if WATCHER or RECORDED.get() is not None else (None, None)
     slots = list[SlotLosses]()
@@ -221,26 +168,24 @@ def _loss(
             targets, weight = factors(targets, depth, operands.vocabulary)
         fused = operands.call(targets, logit_map, most)
         see = slots.append if not depth and (watcher is not None or recorded is not None) else None
-        found = torch.stack([*linear_nll(fused, penalties, token_weights=weight, see=see)])
+        found: Tensor = linear_nll(fused, penalties, token_weights=weight, see=see)[None]
         return torch.cat([found, _token_stats(fused, batch)]) if stats else found
 
-    found = call.run(model, batch, values, size=5 if stats else 2, routers=routers)
+    found = call.run(model, batch, values, size=4 if stats else 1, routers=routers)
     call.choices = None if routers is None else routers.seen
     if watcher is not None and slots:
         watcher.see(batch, slots[-1], scale or 0.0)  # the last: a model may be called twice
     if recorded is not None:
         recorded += slots[-1:]
-    loss, z_part, *sums = found["values"].unbind()
+    loss, *sums = found["values"].unbind()
     if "value_1" in found:
         further = [value[0] for name, value in found.items() if name.startswith("value_")]
         loss = loss + torch.stack(further).mean() * mtp_weight
     if "aux_loss" in found:
         loss = loss + found["aux_loss"]
-    z_part = z_part.detach()
     if isinstance(batch, THDShard):
         loss = pack_value(loss, batch)
-        z_part = pack_value(z_part, batch) if penalties.z_loss else z_part
-    return LossParts(loss, z_part), TokenStats(*(value.detach() for value in sums)) if stats else None
+    return loss, TokenStats(*(value.detach() for value in sums)) if stats else None
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from lightning_thd._checks import real_number
 from lightning_thd._static import shapes_are_static
 from lightning_thd.loss.dtensors import is_dtensor, local_hidden, plain
 from lightning_thd.loss.linear_nll import linear_nll, prepare_weighted, scalar_loss
-from lightning_thd.loss.prepare import Call, Prepared, check_operands
+from lightning_thd.loss.prepare import Call, Prepared
 from lightning_thd.loss.tiles.divergence import (
     Divergence,
     HeadTeacher,
@@ -28,7 +28,6 @@ from lightning_thd.loss.tiles.divergence import (
 )
 from lightning_thd.loss.tiles.logits import Head, HeadGradients, LogitMap, Needs
 from lightning_thd.loss.tiles.nll import Penalties
-from lightning_thd.loss.tiles.products import has_autocast
 
 # The student's head -> its teacher's log-probabilities, tile by tile.
 Teacher = Callable[[Head], HeadTeacher | TopTeacher]
@@ -52,13 +51,11 @@ def fused_linear_distillation(
     bias: Tensor | None = None,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    low_rank: tuple[Tensor, Tensor] | None = None,
     ignore_index: int = -100,
     valid_vocab_size: int | None = None,
     token_weights: Tensor | float | None = None,
     reduction: Literal["sum", "mean"] = "sum",
     tp_group: dist.ProcessGroup | None = None,
-    sequence_parallel: bool = False,
     chunk: int | Literal["auto"] = "auto",
     loss_tokens: int | None = None,
 ) -> Tensor:
@@ -107,10 +104,8 @@ def fused_linear_distillation(
         targets=targets,
         bias=bias,
         logit_map=student_map,
-        low_rank=low_rank,
         ignore_index=ignore_index,
         tp_group=tp_group,
-        sequence_parallel=sequence_parallel,
         chunk=chunk,
         loss_tokens=loss_tokens,
     )
@@ -119,14 +114,13 @@ def fused_linear_distillation(
         if teacher_hidden is None or teacher_weight is None:
             raise ValueError("No teacher: pass teacher_hidden and teacher_weight, or teacher_topk.")
         if is_dtensor(teacher_hidden):
-            teacher_hidden = local_hidden(teacher_hidden, None, False)[0]
+            teacher_hidden = local_hidden(teacher_hidden, None)[0]
         teacher_call = replace(
             call,
             hidden=teacher_hidden.detach(),
             weight=plain(teacher_weight).detach(),
             bias=None if teacher_bias is None else plain(teacher_bias).detach(),
             logit_map=replace(student_map, scale=teacher_logit_scale, softcap=teacher_softcap),
-            low_rank=None,
             targets=plain(targets),
         )
     elif teacher_hidden is not None or teacher_weight is not None or kind != "kl":
@@ -162,7 +156,7 @@ def _distillation(
     hard: Tensor | None = None
     if alpha < 1.0:
         untempered = replace(call, logit_map=replace(call.logit_map, temperature=1.0))
-        hard = linear_nll(untempered, Penalties(), token_weights=token_weights, mean=mean).loss
+        hard = linear_nll(untempered, Penalties(), token_weights=token_weights, mean=mean)
         hard = hard * (1.0 - alpha)
         if alpha == 0.0:
             return hard
@@ -172,18 +166,14 @@ def _distillation(
         make = _top_teacher(call, teacher, prepared)
     operands, settings = prepared.operands, prepared.settings
     if settings.compute == torch.float16:  # gradients are made before anybody's loss scale is known
-        hidden, weight, *rest = operands
-        bias, low_x, low_weight = (None if x is None else x.float() for x in rest)
-        operands = (hidden.float(), weight.float(), bias, low_x, low_weight)
+        hidden, weight, bias = operands
+        operands = (hidden.float(), weight.float(), None if bias is None else bias.float())
         settings = replace(settings, compute=torch.float32)
 
-    def job(
-        head: Head, targets: Tensor, weights: Tensor, needs: Needs
-    ) -> tuple[Tensor, Tensor, HeadGradients]:
-        loss, found = divergence_and_gradients(head, make(head), weights, divergence, needs=needs)
-        return loss, torch.zeros_like(loss), found
+    def job(head: Head, _: Tensor, weights: Tensor, needs: Needs) -> tuple[Tensor, HeadGradients]:
+        return divergence_and_gradients(head, make(head), weights, divergence, needs=needs)
 
-    soft, _ = scalar_loss(*operands, prepared.targets, weights, settings, job, "fused_linear_distillation")
+    soft = scalar_loss(*operands, prepared.targets, weights, settings, job, "fused_linear_distillation")
     return soft if hard is None else soft + hard
 
 
@@ -191,18 +181,17 @@ def _head_teacher(
     call: Call, teacher: Call, prepared: Prepared, token_weights: Tensor | float | None
 ) -> Teacher:
     """Check a teacher's head against the student's and select the student's rows."""
-    hidden, weight, how = teacher.hidden, teacher.weight, prepared.settings
-    check_operands(hidden, weight, teacher.bias, None, autocast=has_autocast(hidden.device))
-    rows, wanted = weight.shape[0], prepared.operands[1].shape[0]
+    hidden, how = teacher.hidden, prepared.settings
+    own, _ = prepare_weighted(replace(teacher, tp_group=how.tp_group), token_weights, mean=False)
+    rows, wanted = own.operands[1].shape[0], prepared.operands[1].shape[0]
     padded = call.logit_map.valid_vocab_size is not None and how.tp_group is None
     short = rows < how.columns if padded else rows != wanted
     if short or hidden.shape[:-1] != call.hidden.shape[:-1]:
         raise ValueError(
-            f"teacher_hidden is {list(hidden.shape)} and teacher_weight {list(weight.shape)} "
-            f"beside hidden {list(call.hidden.shape)} and weight {list(call.weight.shape)}, wanted the "
-            "same tokens and the same V. Vocabularies that are padded differently need valid_vocab_size."
+            f"teacher_hidden is {list(hidden.shape)} and teacher_weight has {rows} rows beside hidden "
+            f"{list(call.hidden.shape)} and {wanted} rows of weight, wanted the same tokens and the same V. "
+            "Vocabularies that are padded differently need valid_vocab_size."
         )
-    own, _ = prepare_weighted(replace(teacher, tp_group=how.tp_group), token_weights, mean=False)
     settings = replace(own.settings, columns=how.columns, start=how.start)
     return lambda head: HeadTeacher(Head(own.operands, own.targets, settings, head.tile))
 

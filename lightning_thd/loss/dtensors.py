@@ -35,13 +35,13 @@ def vocabulary_group(weight: Any) -> dist.ProcessGroup | None:
     return group
 
 
-def local_hidden(hidden: Any, group: dist.ProcessGroup | None, may_be_partial: bool) -> tuple[Tensor, bool]:
+def local_hidden(hidden: Any, group: dist.ProcessGroup | None) -> tuple[Tensor, bool]:
     """Gather distributed hidden states; also return whether their gradient is a partial sum over ranks."""
     from torch.distributed.tensor import Partial, Replicate
 
     if any(not placement.is_replicate() for placement in hidden.placements):
         hidden = hidden.redistribute(placements=[Replicate()] * len(hidden.placements))
-    if group is None or not may_be_partial or len(hidden.placements) != 1:
+    if group is None or len(hidden.placements) != 1:
         return hidden.to_local(), False
     # The gradient stays a partial sum: DTensor reduces it, or reduce-scatters it under sequence parallel.
     return hidden.to_local(grad_placements=[Partial()]), True

@@ -5,18 +5,14 @@ T slots, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_thd._find import text_config, unwrapped
 from lightning_thd.loss.dtensors import is_dtensor, local_hidden, plain, vocabulary_group
-from lightning_thd.loss.lazy_logits import Deferred, LazyLogits, Product, Products, deferred
 from lightning_thd.loss.prepare import Call
 from lightning_thd.loss.tiles.logits import LogitMap
 from lightning_thd.models.refusals import refuse_losing_adapters
@@ -54,22 +50,18 @@ def guess_logit_map(inner: Any) -> LogitMap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadOperands:
-    """Hidden states, weight, bias and LoRA of a head, as plain tensors on this rank."""
+    """Hidden states, weight and bias of a head as plain tensors on this rank, or logits without a weight."""
 
-    hidden: Tensor  # ``[..., T, H]``
-    weight: Tensor  # ``[V, H]``, or this rank's rows of it
+    hidden: Tensor  # ``[..., T, H]``; logits ``[..., T, V]`` if ``weight`` is None
+    weight: Tensor | None  # ``[V, H]``, or this rank's rows of it
     bias: Tensor | None = None  # ``[V]``, or this rank's part of it
-    # the head's other products, ``(x [..., T, r], weight [V, r])``, a LoRA's for example
-    low_rank: tuple[Tensor, Tensor] | None = None
     tp_group: dist.ProcessGroup | None = None  # ranks that share the vocabulary
     partial_hidden: bool = False  # the caller reduces the gradient of ``hidden`` over the group
     vocabulary: int  # V over all ranks
 
     def at(self, slots: Tensor) -> HeadOperands:
         """Return operands with the hidden states of some slots, int64 ``[R]``, each perhaps several times."""
-        rows = [x.flatten(0, -2).index_select(0, slots) for x in (self.hidden, *(self.low_rank or ())[:1])]
-        low_rank = None if self.low_rank is None else (rows[1], self.low_rank[1])
-        return replace(self, hidden=rows[0], low_rank=low_rank)
+        return replace(self, hidden=self.hidden.flatten(0, -2).index_select(0, slots))
 
     def call(self, targets: Tensor, logit_map: LogitMap, loss_tokens: int | None) -> Call:
         """Build the arguments of a fused loss, with one target a slot; ``loss_tokens`` as in ``Call``."""
@@ -79,66 +71,51 @@ class HeadOperands:
             targets=targets.view(self.hidden.shape[:-1]),
             bias=self.bias,
             logit_map=logit_map,
-            low_rank=self.low_rank,
             tp_group=self.tp_group,
             partial_hidden=self.partial_hidden,
             loss_tokens=loss_tokens,
         )
 
 
-def run_head(head: Any, forward: Callable[..., Any] | None, hidden: Tensor) -> LazyLogits:
-    """Run a head and return the sum of products that its logits are; refuse another one.
+def plain_linear(head: Any, forward: object) -> nn.Linear | None:
+    """Return the linear layer that a head is, in its forward call, or None if it is more than that.
 
-    ``forward`` was put on the head object by somebody else; None if nobody did. It runs as it is, in every
-    call: adapters, quantisation in training, factors and biases are in the products.
+    ``forward`` was put on the head object by somebody else; None if nobody did.
     """
-    head = getattr(head, "_orig_mod", head)  # torch.compile's wrapper
-    for module in head.modules():
-        plan, mesh = module.__dict__.get("_hf_tp_plan"), module.__dict__.get("_hf_device_mesh")
-        if plan is not None and mesh is not None and mesh.size() > 1 and not is_dtensor(module.weight):
-            raise ValueError(
-                f"transformers cut the model's head over {mesh.size()} ranks ({plan!r}) and left plain "
-                "weights, of which a loss would see only this rank's vocabulary. Install "
-                "transformers>=5.16, which leaves DTensors, or cut the model by "
-                "THDModelParallelStrategy(tensor_parallel_size=...)."
-            )
-    forward = functools.partial(type(head).forward, head) if forward is None else forward
-    plain_linear = type(head).forward is LINEAR_FORWARD and isinstance(forward, functools.partial)
-    if plain_linear or (isinstance(head, nn.Linear) and is_dtensor(head._parameters.get("weight"))):
-        weight = head.weight  # read once: a parametrization may move with every read
-        return deferred(Products((Product(hidden, weight),), head.bias), (*hidden.shape[:-1], len(weight)))
-    with Deferred(hidden.shape[:-1].numel()):
-        found = forward(hidden)
-    if isinstance(found, LazyLogits) and found.products is not None:
-        return found
-    kind = f"{type(head).__module__}.{type(head).__name__}"
-    raise ValueError(
-        f"The model's head is a {kind} whose forward is not hidden @ weight.T + bias, or a sum of such "
-        "products, which is what causal_lm_loss computes in its place. Use the model's own logits for this "
-        "head, or leave it out when you wrap or quantise layers (FP8Precision: keep=)."
-    )
+    if hasattr(head, "_orig_mod"):  # torch.compile's wrapper, whose forward is its own
+        head = head._orig_mod
+        forward = head.__dict__.get("forward")
+    copies = head._modules.get("modules_to_save")
+    if copies is not None:  # PEFT trains a copy of the head
+        active = [] if head.disable_adapters else head.active_adapters
+        head = copies[active[0]] if active and active[0] in copies else head.original_module
+        forward = forward or head.__dict__.get("forward") or head._forward_pre_hooks or head._forward_hooks
+    if type(head).forward is not LINEAR_FORWARD:
+        return None
+    weight = head._parameters.get("weight")
+    if is_dtensor(weight):  # tensor parallelism puts a forward of its own on the head
+        linear: nn.Linear = head
+        return linear
+    cut = getattr(head, "_hf_device_mesh", None)  # transformers before 5.16 leaves plain shards and hooks
+    kind = type(weight)
+    quantised = weight is not None and kind is not nn.Parameter and not kind.__module__.startswith("torch.")
+    return None if forward or quantised or (cut is not None and cut.size() > 1) else head
 
 
-def head_operands(logits: LazyLogits) -> HeadOperands:
-    """Return the operands of a head's products, in its forward call, when FSDP2 has gathered its weight."""
-    assert logits.products is not None
-    terms, bias = sorted(logits.products.terms, key=lambda term: -term.x.shape[-1]), logits.products.bias
-    hidden, weight = terms[0]
+def head_operands(head: nn.Linear, hidden: Tensor) -> HeadOperands:
+    """Return the operands of a head, in its forward call, when FSDP2 has gathered its weight."""
+    weight: Tensor = head.weight  # read once: a parametrization may move with every read
+    bias: Tensor | None = head.bias
     group, partial = None, False
     if type(weight) is not nn.Parameter and is_dtensor(weight):
         group = vocabulary_group(weight)
         weight, bias = plain(weight), None if bias is None else plain(bias)
     if type(hidden) is not Tensor and is_dtensor(hidden):
-        hidden, partial = local_hidden(hidden, group, len(terms) == 1)
-    low_rank: tuple[Tensor, Tensor] | None = None
-    if len(terms) > 1:
-        x, up = ([plain(part) for part in parts] for parts in zip(*terms[1:], strict=True))
-        low_rank = (torch.cat(x, dim=-1), torch.cat(up, dim=1)) if len(x) > 1 else (x[0], up[0])
+        hidden, partial = local_hidden(hidden, group)
     return HeadOperands(
         hidden=hidden,
         weight=weight,
         bias=bias,
-        low_rank=low_rank,
         tp_group=group,
         partial_hidden=partial,
         vocabulary=weight.shape[0] * (1 if group is None else dist.get_world_size(group)),

@@ -6,17 +6,18 @@ checkpointing stay in place. The replacements are the same functions at every ca
 not compile again.
 
 A model scales, caps or slices its logits after the head, each family in its own way. The head therefore
-returns ``LazyLogits``, which record what the model does to them as a ``LogitMap`` or refuse it.
+returns ``LazyLogits``, which record what the model does to them as a ``LogitMap``. Logits that something else
+happens to, or that no plain linear layer makes, are computed whole: the values come from what the model
+returns, which takes memory for T x V.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from types import CodeType
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from lightning_thd.loss.head import (
     guess_logit_map,
     head_operands,
     language_model,
-    run_head,
+    plain_linear,
 )
 from lightning_thd.loss.lazy_logits import LazyLogits, Record, carry_values, open_values
 from lightning_thd.loss.router_balance import Experts, Routers
@@ -56,8 +57,11 @@ class _Job:
     model_forward: Any  # the model's forward, which is replaced meanwhile
     stage: Stage | None  # the stage of a pipeline that this rank holds
     routers: Routers | None  # computes the routers' loss; None leaves it to the model
-    logits: list[LazyLogits] = field(default_factory=list)  # what the head returned, one entry a call of it
-    seen: Record | None = None  # what the model did to the logits that it returned; None while it has not
+    whole: str  # why the model's own logits are used; empty while they are not
+    called: bool = False  # whether the model's forward ran
+    logits: list[Tensor] = field(default_factory=list)  # what the head returned, one entry a call of it
+    seen: Record | None = None  # what the model did to the logits that it returned
+    lost: str = ""  # why this pass gives no values
     found: dict[str, Tensor] = field(default_factory=dict)  # what ``run`` returns, before a wrapper rounds it
 
 
@@ -70,7 +74,9 @@ class HeadCall:
         self._record: Record | None = None  # the operations that made ``logit_map``
         self._job: _Job | None = None
         self.experts: Experts | None = None
-        self._hooks: list[Any] | None = None  # those that were checked already
+        self._hooks: list[Any] | None = None  # those that ``_whole`` was decided for
+        self._whole = ""  # why logits are computed whole; empty while they are not
+        self._warned = False
         self.choices: Tensor | None = None  # router_balance="step" keeps the step's [E] here
         self._config: Any = None  # the model's, of which ``config`` is the language model's part
         self.config: Any = None
@@ -111,134 +117,177 @@ class HeadCall:
         """Call the model on a batch with its head replaced, and return what the head computed.
 
         If the model does something to its logits that its config does not say, it is called a second time,
-        with the logit map that the first call recorded; later calls use that map from the start. ``model`` is
-        what the user holds, wrappers included. ``values`` gives ``[n]`` from the
-        head's operands, how many times the head was called before, and what the model does to its logits;
-        ``size`` is n, for pipeline stages that have no head. Returns ``{"values": [n], "value_1": ...,
+        with the logit map that the first call recorded, or with whole logits; later calls begin with that.
+        ``model`` is what the user holds, wrappers included. ``values`` gives ``[n]`` from the head's
+        operands, how many times the head was called before, and what the model does to its logits; ``size``
+        is n, for pipeline stages that have no head. Returns ``{"values": [n], "value_1": ...,
         "aux_loss": []}``.
         """
-        inner, stage, before = self.inner, self.inner.__dict__.get(STAGE), getattr(STATE, "scope", None)
-        head = inner.get_output_embeddings()
-        called = (model, getattr(model, "base_model", model), inner)
-        hooks = [*head._backward_hooks.values(), *head._backward_pre_hooks.values()]
-        hooks += [hook for module in called for hook in module._forward_hooks.values()]
-        added: list[CodeType] = []
-        if hooks != self._hooks:
-            for module in {id(x): x for x in called}.values():
-                around = [type(module).__call__, *([] if module is inner else [type(module).forward])]
-                _refuse_logit_hooks(module, head, around)
-                added += _codes(module._forward_hooks.values())
-        for _ in range(2):
+        inner, stage = self.inner, self.inner.__dict__.get(STAGE)
+        self._look_at_hooks(model)
+        for attempt in range(3):
             head = inner.get_output_embeddings()
-            own, own_head = inner.__dict__.get("forward"), head.__dict__.get("forward")
-            slots = batch.input_ids.shape[-1]
-            job = self._job = _Job(values, size, slots, head, own_head, inner.forward, stage, routers)
-            kwargs = batch.hf_kwargs()
-            if kwargs.pop("labels", None) is not None:
-                _warn_of_labels()
-            STATE.scope = announced(batch, kwargs)
-            head.__dict__["forward"], inner.__dict__["forward"] = self.head_forward, self.forward
-            try:
-                with nullcontext() if routers is None else routers.asked(inner, kwargs):
-                    outputs: dict[str, Tensor] = model(**kwargs)
-            finally:
-                STATE.scope, self._job = before, None
-                for module, forward in ((inner, own), (head, own_head)):
-                    if forward is None:
-                        del module.__dict__["forward"]
-                    else:
-                        module.__dict__["forward"] = forward
-            for name, value in job.found.items():
-                # FSDP2 with an output_dtype (Accelerate's default for bf16) rounds what leaves the model.
-                if outputs[name].dtype.itemsize < value.dtype.itemsize:
-                    outputs[name] = value
-            if job.seen is None:
+            job = self._job = _Job(
+                values=values,
+                size=size,
+                slots=batch.input_ids.shape[-1],
+                head=head,
+                own_head_forward=head.__dict__.get("forward"),
+                model_forward=inner.forward,
+                stage=stage,
+                routers=routers,
+                whole=self._whole,
+            )
+            outputs = self._call(model, batch, job)
+            if not job.called:
                 raise ValueError(
                     f"{type(model).__name__} never called {type(inner).__name__}.forward as it is now: "
                     "it holds a forward from before, as PEFT's adaption prompts do. Use another adapter or "
                     "wrapper for packs, or compute the loss from the model's own logits."
                 )
-            if job.seen == self._record:
+            if job.whole:
+                self._warn_of_memory(job.whole)
+                return self._values_of_logits(job, outputs)
+            if self._followed(job, again=attempt > 0) or (stage is not None and not stage.again()):
                 break
-            self._record, found = job.seen, job.seen.as_map()
-            if found.agrees(self.logit_map):
-                break
-            self.logit_map = found
-            if stage is not None and not stage.again():
-                break
-        if added:
-            _refuse_changes(added, job.found, outputs)
-        self._hooks = hooks
-        return outputs
+        for name, value in job.found.items():
+            # FSDP2 with an output_dtype (Accelerate's default for bf16) rounds what leaves the model.
+            if outputs[name].dtype.itemsize < value.dtype.itemsize:
+                outputs[name] = value
+        found: dict[str, Tensor] = outputs
+        return found
 
-    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    def _call(self, model: nn.Module, batch: THDBatch, job: _Job) -> Any:
+        """Call the model with its forward and its head's replaced."""
+        inner, before = self.inner, getattr(STATE, "scope", None)
+        own = inner.__dict__.get("forward")
+        kwargs = batch.hf_kwargs()
+        if kwargs.pop("labels", None) is not None:
+            _warn_of_labels()
+        STATE.scope = announced(batch, kwargs)
+        job.head.__dict__["forward"], inner.__dict__["forward"] = self.head_forward, self.forward
+        try:
+            with nullcontext() if job.routers is None else job.routers.asked(inner, kwargs):
+                return model(**kwargs)
+        finally:
+            STATE.scope, self._job = before, None
+            for module, forward in ((inner, own), (job.head, job.own_head_forward)):
+                if forward is None:
+                    del module.__dict__["forward"]
+                else:
+                    module.__dict__["forward"] = forward
+
+    def _followed(self, job: _Job, *, again: bool) -> bool:
+        """Return whether a pass computed its values by the right map; else decide how the next one does."""
+        if job.lost:
+            if job.stage is not None:
+                raise NotImplementedError(
+                    f"In a pipeline causal_lm_loss follows factors, a tanh cap, casts and vocabulary slices "
+                    f"of logits, and {job.lost}. Set pipeline_parallel_size=1."
+                )
+            self._whole = job.lost
+            return False
+        assert job.seen is not None
+        if job.seen == self._record:
+            return True
+        self._record, found = job.seen, job.seen.as_map()
+        if found.agrees(self.logit_map):
+            return True
+        self.logit_map = found
+        if again:
+            self._whole = "the model does something else to them at every call"
+        return False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward and return the computed values in place of logits."""
         assert self._job is not None
-        outputs: dict[str, Tensor] = self._finish(self._job.model_forward(*args, **kwargs))
-        return outputs
+        return self._finish(self._job.model_forward(*args, **kwargs))
 
-    def head_forward(self, hidden: Tensor) -> LazyLogits:
+    def head_forward(self, hidden: Tensor) -> Tensor:
         """Compute the job's values from hidden states ``[1, T, H]`` and return them as lazy logits."""
         if torch.compiler.is_compiling():
-            outside: LazyLogits = _outside_compile(self.head_forward, hidden)
+            outside: Tensor = _outside_compile(self.head_forward, hidden)
             return outside
         job = self._job
         assert job is not None
         head, stage = job.head, job.stage
         if stage is not None and not stage.holds_head:
             values = stage.stand_in(job.size, hidden)
-            logits = carry_values(values, (*hidden.shape[:-1], head.out_features))
+            logits: Tensor = carry_values(values, (*hidden.shape[:-1], head.out_features))
             job.logits.append(logits)
             return logits
-        made = run_head(head, job.own_head_forward, hidden)
-        operands = head_operands(made)
-        if operands.hidden.shape[:-1].numel() != job.slots:
-            raise ValueError(
-                f"The head got hidden states {list(operands.hidden.shape)} for {job.slots} targets, wanted "
-                "one a slot. Do not pass logits_to_keep, or inputs that add tokens."
-            )
-        values = job.values(operands, len(job.logits), self.logit_map)
-        values = values if stage is None else stage.share(values)
-        shape = (*operands.hidden.shape[:-1], operands.vocabulary)
-        logits = carry_values(values, shape, made.record)
+        linear = None if job.whole else plain_linear(head, job.own_head_forward)
+        if linear is None:
+            kind = f"{type(head).__module__}.{type(head).__name__}"
+            job.whole = job.whole or f"its head is no plain linear layer but a {kind}"
+            logits = (job.own_head_forward or functools.partial(type(head).forward, head))(hidden)
+        else:
+            operands = head_operands(linear, hidden)
+            _check_slots(job, operands.hidden)
+            values = job.values(operands, len(job.logits), self.logit_map)
+            values = values if stage is None else stage.share(values)
+            logits = carry_values(values, (*operands.hidden.shape[:-1], operands.vocabulary))
         job.logits.append(logits)
         return logits
 
-    def _finish(self, outputs: Any) -> dict[str, Tensor]:
+    def _finish(self, outputs: Any) -> Any:
         if torch.compiler.is_compiling():
-            outside: dict[str, Tensor] = _outside_compile(self._finish, outputs)
-            return outside
+            return _outside_compile(self._finish, outputs)
         job = self._job
         assert job is not None
+        job.called = True
         logits = getattr(outputs, "logits", None)
-        logits_from = getattr(logits, "source", None)
-        if not any(made is logits or made is logits_from for made in job.logits):
-            hooks = ", ".join(map(_named, _codes(job.head._forward_hooks.values())))
-            hooks = f", which has the forward hook {hooks}" if hooks else ""
-            raise ValueError(
-                f"{type(self.inner).__name__}.forward returned a {type(outputs).__name__} whose logits did "
-                f"not come from its head (get_output_embeddings()){hooks}. Set "
-                "config.return_dict=True if it is a tuple; else use loss.fused_linear_cross_entropy on the "
-                "last hidden states."
-            )
+        if job.whole:
+            return outputs
+        lazy = [made for made in job.logits if isinstance(made, LazyLogits)]
+        job.lost = next((f"the model applies {made.lost} to them" for made in lazy if made.lost), "")
+        source = logits.source if isinstance(logits, LazyLogits) else None
+        if not job.lost and not any(made is source for made in lazy):
+            _require_logits(outputs, self.inner)
+            job.lost = "the model returns others than those of its head"
+        if job.lost:
+            return outputs
         assert isinstance(logits, LazyLogits)
         job.seen = logits.record
         found = {"values": open_values(logits)}
-        further = [made for made in job.logits if made is not logits and made is not logits.source]
+        further = [made for made in lazy if made is not source]
         found |= {f"value_{depth}": open_values(made) for depth, made in enumerate(further, start=1)}
+        job.found = found | self._auxiliary(job, outputs)
+        return dict(job.found)
+
+    def _values_of_logits(self, job: _Job, outputs: Any) -> dict[str, Tensor]:
+        """Compute the values from the logits that the model, its hooks and its wrappers returned."""
+        logits, stage = _require_logits(outputs, self.inner), job.stage
+        if len(job.logits) > 1:
+            raise ValueError(
+                f"{type(self.inner).__name__} calls its head {len(job.logits)} times, to predict further "
+                f"tokens, and its logits are computed whole, because {job.whole}. Use the model's own logits."
+            )
+        if stage is not None and not stage.holds_head:
+            (made,) = job.logits
+            assert isinstance(made, LazyLogits)
+            return {"values": open_values(made), **self._auxiliary(job, outputs)}
+        _check_slots(job, logits)
+        operands = HeadOperands(hidden=logits, weight=None, vocabulary=logits.shape[-1])
+        values = job.values(operands, 0, LogitMap())
+        if stage is not None:  # carried, so that all stages make their loss by the same steps
+            values = open_values(carry_values(stage.share(values), logits.shape))
+        return {"values": values, **self._auxiliary(job, outputs)}
+
+    def _auxiliary(self, job: _Job, outputs: Any) -> dict[str, Tensor]:
+        """Return the balancing loss of a mixture of experts, if the model has one."""
         auxiliary = getattr(outputs, "aux_loss", None)
         if job.routers is not None:
-            found["aux_loss"] = job.routers.loss(self.inner, outputs)
-        elif isinstance(auxiliary, Tensor):
-            if (coefficient := self.balance_coefficient) is None:
-                raise ValueError(
-                    f"{type(self.inner).__name__} returned an auxiliary loss, but neither it nor its config "
-                    "has router_aux_loss_coef. Set config.router_aux_loss_coef, or "
-                    "config.output_router_logits=False."
-                )
-            found["aux_loss"] = auxiliary * coefficient
-        job.found = found
-        return dict(found)
+            return {"aux_loss": job.routers.loss(self.inner, outputs)}
+        if not isinstance(auxiliary, Tensor):
+            return {}
+        if (coefficient := self.balance_coefficient) is None:
+            raise ValueError(
+                f"{type(self.inner).__name__} returned an auxiliary loss, but neither it nor its config "
+                "has router_aux_loss_coef. Set config.router_aux_loss_coef, or "
+                "config.output_router_logits=False."
+            )
+        return {"aux_loss": auxiliary * coefficient}
 
     @property
     def balance_coefficient(self) -> Any:
@@ -249,55 +298,59 @@ class HeadCall:
                 return coefficient
         return None
 
+    def _look_at_hooks(self, model: nn.Module) -> None:
+        """Compute logits whole if hooks of the user's code, or calls around the forward, may read them."""
+        inner, head = self.inner, self.inner.get_output_embeddings()
+        peft = [model.base_model] if hasattr(model, "get_base_model") else []
+        called = {id(x): x for x in (model, *peft, inner)}.values()
+        reading = [hook for module in called for hook in module._forward_hooks.values()]
+        reading += [*head._backward_hooks.values(), *head._backward_pre_hooks.values()]
+        hooks = [*reading, *head._forward_hooks.values(), *map(type, called)]
+        if hooks == self._hooks:
+            return
+        reading += [type(module).__call__ for module in called]
+        reading += [type(module).forward for module in called if module is not inner]
+        self._hooks = hooks
+        self._whole = next((f"{found} may read them" for found in map(_users, reading) if found), "")
 
-def _refuse_logit_hooks(model: nn.Module, head: nn.Module, around: list[Any]) -> None:
-    """Refuse hooks of users, and functions around the model's forward, that ask for logits or gradients."""
-    codes = _codes([*model._forward_hooks.values(), *around])
-    asking = [code for code in codes if "logits" in _words(code)]
-    asking += _codes([*head._backward_hooks.values(), *head._backward_pre_hooks.values()])
-    for code in asking:
-        raise ValueError(
-            f"The hook {_named(code)} on {type(model).__name__} or its head asks for logits or their "
-            "gradients, and causal_lm_loss never makes them. Remove it during the loss, put what it does "
-            "into the model's forward, or use the model's own logits."
-        )
-
-
-def _refuse_changes(
-    hooks: list[CodeType], found: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
-) -> None:
-    """Refuse hooks that changed what the head computed, which stands in the place of the model's outputs."""
-    for name, value in found.items():
-        if outputs[name] is not value and not torch.allclose(outputs[name], value, rtol=0, equal_nan=True):
-            raise ValueError(
-                f"A forward hook of the model, one of {', '.join(map(_named, hooks))}, changes its outputs, "
-                "which are the loss itself here and not logits. Remove it during the loss, or put what it "
-                "does into the model's forward."
+    def _warn_of_memory(self, why: str) -> None:
+        if not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"causal_lm_loss computes the logits of {type(self.inner).__name__} whole, in memory for all "
+                f"slots times the vocabulary, because {why}."
             )
 
 
-def _named(code: CodeType) -> str:
+def _require_logits(outputs: Any, inner: Any) -> Tensor:
+    logits = getattr(outputs, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise ValueError(
+            f"{type(inner).__name__} returned a {type(outputs).__name__} without logits. Set "
+            "config.return_dict=True if it is a tuple; else use loss.fused_linear_cross_entropy on the "
+            "last hidden states."
+        )
+    return logits
+
+
+def _check_slots(job: _Job, rows: Tensor) -> None:
+    if rows.shape[:-1].numel() != job.slots:
+        raise ValueError(
+            f"The head got or gave {list(rows.shape)} for {job.slots} targets, wanted one row a slot. Do not "
+            "pass logits_to_keep, or inputs that add tokens."
+        )
+
+
+def _users(function: Any) -> str:
+    """Return name and place of a function, partial or object of the user's code; empty for another."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    if code is None or not is_users(code.co_filename):
+        return ""
     return f"{code.co_name} ({described(code.co_filename, code.co_firstlineno)})"
-
-
-def _codes(hooks: Iterable[Any]) -> list[CodeType]:
-    """Return the code of users' hooks: functions, methods, partials and objects that can be called."""
-    found = []
-    for hook in hooks:
-        while isinstance(hook, functools.partial):
-            hook = hook.func
-        hook = inspect.unwrap(hook)
-        function = hook if hasattr(hook, "__code__") or hasattr(hook, "__func__") else type(hook).__call__
-        code = getattr(getattr(function, "__func__", function), "__code__", None)
-        if code is not None and is_users(code.co_filename):
-            found.append(code)
-    return found
-
-
-def _words(code: CodeType) -> set[str]:
-    """Return the names and strings in a function, and in those inside it."""
-    inside = [_words(each) for each in code.co_consts if isinstance(each, CodeType)]
-    return {*code.co_names, *(each for each in code.co_consts if isinstance(each, str))}.union(*inside)
 
 
 @functools.cache

@@ -27,6 +27,7 @@ from lightning_thd.loss.tiles.logprobs import (
 )
 from lightning_thd.loss.tiles.products import without_autocast
 from lightning_thd.loss.tiles.softmax import (
+    LOWEST,
     MAX,
     SUM,
     TARGET,
@@ -96,12 +97,10 @@ def fused_linear_logprobs(
     temperature: float = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    low_rank: tuple[Tensor, Tensor] | None = None,
     ignore_index: int = -100,
     valid_vocab_size: int | None = None,
     rows: Tensor | None = None,
     tp_group: dist.ProcessGroup | None = None,
-    sequence_parallel: bool = False,
     chunk: int | Literal["auto"] = "auto",
     loss_tokens: int | None = None,
     entropy: bool = True,
@@ -117,14 +116,10 @@ def fused_linear_logprobs(
         temperature: divides the logits after the cap.
         softcap: cap on the logits, applied before the temperature; None for none.
         logit_scale: factor before the cap.
-        low_rank: a LoRA on the head, ``(x [T, r], weight [V, r])``, the factor ``alpha / r`` being the
-            caller's.
         ignore_index: targets that do not count; their rows are left out of the products.
         valid_vocab_size: columns that exist, if the vocabulary is padded.
         rows: int64 ``[R]`` indices, or bool ``[T]``: the tokens wanted, a response's for example.
         tp_group: ranks that share the vocabulary: one collective forward, one backward.
-        sequence_parallel: ``hidden`` is this rank's ``[T / P, H]`` of the ``tp_group``; ``targets`` stay
-            ``[T]``. Gathers once more, and reduce-scatters the gradient instead of reducing it.
         chunk: tokens of a tile; "auto" keeps two tiles within a byte budget. Changes no number but rounding.
         loss_tokens: the most targets that count, if the host knows it, so that nothing waits for a GPU.
         entropy: whether the entropy is wanted; without it a pass over every tile is saved.
@@ -145,11 +140,9 @@ def fused_linear_logprobs(
         logit_map=LogitMap(
             scale=logit_scale, softcap=softcap, temperature=temperature, valid_vocab_size=valid_vocab_size
         ),
-        low_rank=low_rank,
         ignore_index=ignore_index,
         rows=rows,
         tp_group=tp_group,
-        sequence_parallel=sequence_parallel,
         chunk=chunk,
         loss_tokens=loss_tokens,
     )
@@ -196,6 +189,8 @@ def row_logprobs(
     An ignored target gives a log-probability that means nothing. Entropy and mean logit are zeros without a
     gradient unless they are wanted.
     """
+    if settings.of_logits:
+        return _logits_logprobs(operands[0], targets, settings, top_k)
     *values, logits, tokens = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
         *operands, targets, settings, entropy, mean, top_k
     )
@@ -203,10 +198,23 @@ def row_logprobs(
     return RowValues(values[0], values[1], values[2], values[3], top)
 
 
+def _logits_logprobs(logits: Tensor, targets: Tensor, settings: Settings, top_k: int) -> RowValues:
+    """Compute ``row_logprobs`` of logits ``[R, V]`` by torch's own functions."""
+    wide = logits.to(settings.accumulator)
+    if settings.ignore_index is not None:  # a row that does not count may hold anything
+        wide = torch.where((targets != settings.ignore_index)[:, None], wide, 0.0)
+    z = settings.logit_map.apply_(wide.clone())
+    log_p, lse = z.log_softmax(-1), z.logsumexp(-1)
+    logp = log_p.gather(1, targets.clamp(0, settings.vocabulary - 1)[:, None]).squeeze(1)
+    entropy = -(log_p.exp() * log_p.clamp_min(LOWEST)).sum(-1)
+    top = TopTokens(*log_p.detach().topk(top_k)) if top_k else None
+    return RowValues(logp, entropy, lse, z.mean(-1), top)
+
+
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        operands, (targets, settings, entropy, mean, top_k) = arguments[:5], arguments[5:]
+        operands, (targets, settings, entropy, mean, top_k) = arguments[:3], arguments[3:]
         head = scoring_head(operands, targets, settings)
         top, exact = Top(head, top_k), None
         with without_autocast(head.hidden.device):
@@ -239,7 +247,7 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_double_backward("fused_linear_logprobs")
         *operands, targets, lse, entropy, exact = ctx.saved_tensors
-        group, needs = ctx.settings.tp_group, ctx.needs_input_grad
+        group = ctx.settings.tp_group
         head = scoring_head(tuple(operands), targets, ctx.settings)
         wanted = _row_gradients(grads[:4], entropy, ctx.settings.vocabulary)
         with without_autocast(head.hidden.device):
@@ -248,11 +256,11 @@ class _LinearLogprobs(torch.autograd.Function):
                 targets,
                 lse,
                 wanted,
-                needs=(needs[0], needs[1], needs[2], needs[3] or needs[4]),
+                needs=ctx.needs_input_grad[:3],
                 exact=exact,
             ).like(tuple(operands))
-            if group is not None and not ctx.settings.partial_hidden:
-                found[0], found[3] = _reduced(found[0], found[3], group)
+            if group is not None and found[0] is not None and not ctx.settings.partial_hidden:
+                dist.all_reduce(found[0], group=group)
         return (*found, *[None] * 5)
 
 
@@ -272,17 +280,3 @@ def _row_gradients(grads: tuple[Tensor | None, ...], entropy: Tensor, vocabulary
         target=zero if g_logp is None else g_logp,
         flat=None if g_mean is None else g_mean / vocabulary,
     )
-
-
-def _reduced(
-    d_hidden: Tensor | None, d_low_x: Tensor | None, group: dist.ProcessGroup
-) -> tuple[Tensor | None, Tensor | None]:
-    """Sum the gradients of hidden and of a LoRA's input over ranks, in one all-reduce."""
-    if d_hidden is None or d_low_x is None:
-        for part in (d_hidden, d_low_x):
-            if part is not None:
-                dist.all_reduce(part, group=group)
-        return d_hidden, d_low_x
-    joined, width = torch.cat([d_hidden, d_low_x.to(d_hidden.dtype)], dim=1), d_hidden.shape[1]
-    dist.all_reduce(joined, group=group)
-    return joined[:, :width], joined[:, width:].to(d_low_x.dtype)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,9 +29,8 @@ from lightning_thd.loss.tiles.nll import Penalties, nll_and_gradients
 from lightning_thd.loss.tiles.products import without_autocast
 from lightning_thd.loss.watch import SlotLosses
 
-# A head, its targets and weights ``[R]``, and which operands need gradients -> a scalar, a part of it to
-# report, and the gradients.
-Job = Callable[[Head, Tensor, Tensor, Needs], tuple[Tensor, Tensor, HeadGradients]]
+# A head, its targets and weights ``[R]``, and which operands need gradients -> a scalar and the gradients.
+Job = Callable[[Head, Tensor, Tensor, Needs], tuple[Tensor, HeadGradients]]
 
 
 def fused_linear_cross_entropy(
@@ -43,7 +42,6 @@ def fused_linear_cross_entropy(
     temperature: float = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    low_rank: tuple[Tensor, Tensor] | None = None,
     ignore_index: int = -100,
     valid_vocab_size: int | None = None,
     token_weights: Tensor | None = None,
@@ -51,7 +49,6 @@ def fused_linear_cross_entropy(
     z_loss: float = 0.0,
     reduction: Literal["sum", "mean"] = "sum",
     tp_group: dist.ProcessGroup | None = None,
-    sequence_parallel: bool = False,
     chunk: int | Literal["auto"] = "auto",
     loss_tokens: int | None = None,
 ) -> Tensor:
@@ -79,23 +76,14 @@ def fused_linear_cross_entropy(
         logit_map=LogitMap(
             scale=logit_scale, softcap=softcap, temperature=temperature, valid_vocab_size=valid_vocab_size
         ),
-        low_rank=low_rank,
         ignore_index=ignore_index,
         tp_group=tp_group,
-        sequence_parallel=sequence_parallel,
         chunk=chunk,
         loss_tokens=loss_tokens,
     )
     penalties = Penalties(label_smoothing=label_smoothing, z_loss=z_loss)
-    loss: Tensor = linear_nll(call, penalties, token_weights=token_weights, mean=reduction == "mean").loss
+    loss: Tensor = linear_nll(call, penalties, token_weights=token_weights, mean=reduction == "mean")
     return loss
-
-
-class NLL(NamedTuple):
-    """A loss and the part of it that the z-loss adds, ``[]`` each; the part has no gradient."""
-
-    loss: Tensor
-    z_part: Tensor
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -106,26 +94,25 @@ def linear_nll(
     token_weights: Tensor | float | None,
     mean: bool = False,
     see: Callable[[SlotLosses], None] | None = None,
-) -> NLL:
+) -> Tensor:
     """Compute ``fused_linear_cross_entropy`` from a ``Call``; ``see`` gets the losses of rows, detached."""
     prepared, weights = prepare_weighted(call, token_weights, mean=mean)
     operands, targets, settings = prepared.operands, prepared.targets, prepared.settings
     wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
-    if wants_gradient and settings.tp_group is None and settings.compute != torch.float16:
+    tiled = settings.tp_group is None and settings.compute != torch.float16 and not settings.of_logits
+    if wants_gradient and tiled:
         losses = None if see is None else torch.zeros_like(weights)
         job = partial(nll_and_gradients, penalties=penalties, seen=losses)
-        found = NLL(*scalar_loss(*operands, targets, weights, settings, job, "fused_linear_cross_entropy"))
+        loss = scalar_loss(*operands, targets, weights, settings, job, "fused_linear_cross_entropy")
     else:
         rows = row_logprobs(operands, targets, settings, mean=penalties.label_smoothing > 0)
         weighted = weights * penalties.loss(rows.logp, rows.lse, rows.mean_logit)
         if prepared.counts is not None:
             weighted = torch.where(prepared.counts, weighted, 0.0)
-        total, losses = weighted.sum(), weighted.detach()
-        z_part = penalties.z_part(weights, rows.lse.detach()) if penalties.z_loss else torch.zeros_like(total)
-        found = NLL(total, z_part.detach())
+        loss, losses = weighted.sum(), weighted.detach()
     if see is not None and losses is not None:
         see(SlotLosses(losses, weights, prepared.kept))
-    return found
+    return loss
 
 
 def prepare_weighted(
@@ -168,12 +155,11 @@ def prepare_weighted(
 
 class _ScalarLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
         *_, ctx.settings, ctx.job, ctx.name = arguments
-        ctx.save_for_backward(*arguments[:7])  # a change in place before the backward pass is noticed
-        loss, part, ctx.found = _run(ctx, arguments[:7])
-        ctx.mark_non_differentiable(part)
-        return loss, part
+        ctx.save_for_backward(*arguments[:5])  # a change in place before the backward pass is noticed
+        loss, ctx.found = _run(ctx, arguments[:5])
+        return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -183,23 +169,23 @@ class _ScalarLoss(torch.autograd.Function):
         # Handed out once, to be scaled in place; a second backward through a retained graph makes them again.
         found, ctx.found = ctx.found, None
         if found is None:
-            *_, found = _run(ctx, saved)
+            _, found = _run(ctx, saved)
         upstream = grads[0]
         if upstream.device.type != "cpu" or STATIC.get() or float(upstream) != 1.0:
-            for part in (found.hidden, found.weight, found.bias, *found.low_rank):
+            for part in (found.hidden, found.weight, found.bias):
                 if part is not None:
                     part.mul_(upstream)
-        return (*found.like(saved[:5]), None, None, None, None, None)
+        return (*found.like(saved[:3]), None, None, None, None, None)
 
 
 # Operands, targets, weights ``[R]``, settings, a job and the name of the public function -> a scalar whose
-# gradients are computed in the forward pass, and the part of it to report.
-scalar_loss: Callable[..., tuple[Tensor, Tensor]] = _ScalarLoss.apply
+# gradients are computed in the forward pass.
+scalar_loss: Callable[..., Tensor] = _ScalarLoss.apply
 
 
-def _run(ctx: Any, saved: tuple[Any, ...]) -> tuple[Tensor, Tensor, HeadGradients]:
+def _run(ctx: Any, saved: tuple[Any, ...]) -> tuple[Tensor, HeadGradients]:
     """Run a job on tiles with as many rows as the kept logits allow."""
-    how, hidden, needs = ctx.settings, saved[0], ctx.needs_input_grad
+    how, hidden, targets, weights = ctx.settings, saved[0], saved[3], saved[4]
     tile = stash_shape(
         hidden.shape[0],
         how.columns,
@@ -208,9 +194,7 @@ def _run(ctx: Any, saved: tuple[Any, ...]) -> tuple[Tensor, Tensor, HeadGradient
         kept_itemsize=(how.compute if how.native else how.accumulator).itemsize,
         chunk=how.chunk,
     )
-    head = Head(saved[:5], saved[5], how, tile)
+    head = Head(saved[:3], targets, how, tile)
     with without_autocast(hidden.device):
-        result: tuple[Tensor, Tensor, HeadGradients] = ctx.job(
-            head, saved[5], saved[6], (needs[0], needs[1], needs[2], needs[3] or needs[4])
-        )
+        result: tuple[Tensor, HeadGradients] = ctx.job(head, targets, weights, ctx.needs_input_grad[:3])
     return result

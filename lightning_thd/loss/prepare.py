@@ -9,15 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_thd._checks import instance, whole_number
 from lightning_thd._static import STATIC
 from lightning_thd.loss.dtensors import group_of_operands, is_dtensor, local_hidden, plain
 from lightning_thd.loss.tiles.budget import tile_shape
 from lightning_thd.loss.tiles.logits import Head, LogitMap, Operands, Settings
 from lightning_thd.loss.tiles.products import has_autocast, is_native
-from lightning_thd.parallel.exchange import all_gather_rows
 
-_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_FLOATS = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 # Below this share of ignored rows their products cost less than a copy of the others.
 _WORTH_SKIPPING = 0.05
 # Types that hold no DTensor.
@@ -30,21 +28,19 @@ _WAITS = {"cuda"}
 class Call:
     """The arguments common to all fused losses, described at ``fused_linear_logprobs``.
 
-    ``logit_map`` holds temperature, cap, scale and valid columns. ``partial_hidden`` leaves the gradient of
-    ``hidden`` a partial sum over ``tp_group``. At most ``loss_tokens`` targets count: if the caller knows the
-    number, nothing waits for a GPU.
+    ``logit_map`` holds temperature, cap, scale and valid columns. Without a ``weight``, ``hidden`` are logits
+    ``[..., V]``. ``partial_hidden`` leaves the gradient of ``hidden`` a partial sum over ``tp_group``. At
+    most ``loss_tokens`` targets count: if the caller knows the number, nothing waits for a GPU.
     """
 
     hidden: Tensor
-    weight: Tensor
+    weight: Tensor | None
     targets: Tensor
     bias: Tensor | None = None
     logit_map: LogitMap = LogitMap()  # noqa: RUF009 (frozen)
-    low_rank: tuple[Tensor, Tensor] | None = None
     ignore_index: int = -100
     rows: Tensor | None = None
     tp_group: dist.ProcessGroup | None = None
-    sequence_parallel: bool = False
     partial_hidden: bool = False
     chunk: int | Literal["auto"] = "auto"
     loss_tokens: int | None = None
@@ -54,8 +50,7 @@ class Call:
 class Prepared:
     """Checked operands and targets of the rows that are multiplied."""
 
-    # hidden ``[R, H]``, weight, bias, and a LoRA's ``[R, r]`` and ``[V, r]``, on the path of the gradient
-    operands: Operands
+    operands: Operands  # hidden ``[R, H]``, weight and bias, on the path of the gradient
     targets: Tensor  # int64 ``[R]``
     counts: Tensor | None  # bool ``[R]``, False for ignored targets; None if all count
     kept: Tensor | None  # int64 ``[R]``, their places in ``shape`` flattened; None for all
@@ -87,38 +82,22 @@ def prepare(call: Call) -> Prepared:
     given = (call.hidden, call.weight, call.bias, call.targets)
     if not {type(x) for x in given} <= _PLAIN:
         call = _local(call)
-    hidden, weight, group, low_rank = call.hidden, call.weight, call.tp_group, call.low_rank
+    hidden, weight, group = call.hidden, call.weight, call.tp_group
     autocast = has_autocast(hidden.device)
-    check_operands(hidden, weight, call.bias, low_rank, autocast=autocast)
-    shape = hidden.shape[:-1]
+    if weight is None:
+        shard, weight = hidden.shape[-1], hidden.new_empty(0)
+    else:
+        check_operands(hidden, weight, call.bias, autocast=autocast)
+        shard = weight.shape[0]
     ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    if type(call.ignore_index) is not int:
-        whole_number(call.ignore_index, "ignore_index", least=None)
-    if call.loss_tokens is not None and type(call.loss_tokens) is not int:
-        whole_number(call.loss_tokens, "loss_tokens", advice="It is the number of targets that count.")
-    if call.sequence_parallel is not False:
-        instance(call.sequence_parallel, "sequence_parallel", bool)
-        if group is None or hidden.ndim != 2:
-            raise ValueError(
-                f"sequence_parallel=True came with tp_group={group} and hidden {list(hidden.shape)}, "
-                "wanted the group whose ranks hold the rows, and [T / P, H]."
-            )
-        shape = torch.Size([hidden.shape[0] * ranks])
-    _check_targets(call.targets, hidden, shape)
-    x = None if low_rank is None else low_rank[0].flatten(0, -2)
-    hidden = hidden.flatten(0, -2)
-    if call.sequence_parallel and group is not None:
-        both = all_gather_rows(hidden if x is None else torch.cat([hidden, x], dim=1), group)
-        hidden, x = both[:, : weight.shape[1]], None if x is None else both[:, weight.shape[1] :]
-    shard, valid, chunk = weight.shape[0], call.logit_map.valid_vocab_size, call.chunk
+    _check_targets(call.targets, hidden)
+    hidden, valid = hidden.flatten(0, -2), call.logit_map.valid_vocab_size
     vocabulary = shard * ranks if valid is None else valid
     if vocabulary > shard * ranks:
         raise ValueError(
             f"valid_vocab_size is {vocabulary} but weight has {shard * ranks} rows over {ranks} "
             "rank(s), wanted at most that many. It counts the entries that exist among padded ones."
         )
-    if chunk != "auto" and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
-        raise ValueError(f"chunk is {chunk!r}, wanted 'auto' or the number of tokens in a tile, at least 1.")
     wide = torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
     compute = hidden.dtype
     if autocast:  # which does not cast fp64
@@ -128,7 +107,7 @@ def prepare(call: Call) -> Prepared:
     picked: Tensor | None = None
     counts: Tensor | None
     if call.rows is not None:
-        picked = _check_rows(call.rows, targets.numel(), hidden.device)
+        picked = _check_rows(call.rows, hidden)
         shape, targets = picked.shape, targets[picked]
         counts = targets != call.ignore_index
     else:
@@ -137,10 +116,9 @@ def prepare(call: Call) -> Prepared:
         picked = kept
     if picked is not None:
         hidden = hidden.index_select(0, picked)
-        x = None if x is None else x.index_select(0, picked)
     _check_target_values(targets, counts, call.ignore_index, vocabulary)
     return Prepared(
-        operands=(hidden, weight, call.bias, x, None if low_rank is None else low_rank[1]),
+        operands=(hidden, weight, call.bias),
         targets=targets,
         counts=counts,
         kept=kept,
@@ -153,10 +131,11 @@ def prepare(call: Call) -> Prepared:
             compute=compute,
             accumulator=wide,
             native=is_native(compute, hidden.device),
-            chunk=chunk,
+            chunk=call.chunk,
             tp_group=group,
-            partial_hidden=call.sequence_parallel or call.partial_hidden,
+            partial_hidden=call.partial_hidden,
             ignore_index=None if counts is None else call.ignore_index,
+            of_logits=call.weight is None,
         ),
     )
 
@@ -167,7 +146,7 @@ def _local(call: Call) -> Call:
     if is_dtensor(call.weight):
         group = group_of_operands(hidden, call.weight, group)
     if is_dtensor(hidden):
-        hidden, partial = local_hidden(hidden, group, call.low_rank is None)
+        hidden, partial = local_hidden(hidden, group)
     bias = None if call.bias is None else plain(call.bias)
     weight, targets = plain(call.weight), plain(call.targets)
     return replace(
@@ -203,62 +182,43 @@ def rows_with_target(
     return rows, torch.where(real, targets[rows], ignore_index), real
 
 
-def check_operands(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    low_rank: tuple[Tensor, Tensor] | None,
-    *,
-    autocast: bool,
-) -> None:
-    """Check shapes, dtypes and devices of hidden ``[..., H]``, weight ``[V, H]``, bias ``[V]`` and LoRA."""
+def check_operands(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, autocast: bool) -> None:
+    """Check shapes, dtypes and devices of hidden ``[..., H]``, weight ``[V, H]`` and bias ``[V]``."""
     if weight.ndim != 2 or hidden.ndim < 2 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}, wanted [T, H] and [V, H] with "
             "one H. Pass the head's weight as nn.Linear stores it, one row a vocabulary entry."
         )
-    if hidden.dtype not in _FLOATS or weight.dtype not in _FLOATS:
+    dtypes = {hidden.dtype, weight.dtype}
+    if not dtypes <= _FLOATS or (len(dtypes) > 1 and not autocast):
         raise ValueError(
-            f"hidden is {hidden.dtype} and weight {weight.dtype}, wanted fp32, fp64, bf16 or fp16."
-        )
-    if hidden.dtype != weight.dtype and not autocast:
-        raise ValueError(
-            f"hidden is {hidden.dtype} and weight {weight.dtype}, wanted one dtype. Cast one of them, or "
-            "call under torch.autocast, which casts both."
+            f"hidden is {hidden.dtype} and weight {weight.dtype}, wanted one dtype of fp32, fp64, bf16 and "
+            "fp16. Cast one of them, or call under torch.autocast, which casts both."
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias is {list(bias.shape)}, wanted [{weight.shape[0]}], one a row of weight.")
-    if low_rank is not None:
-        x, w = low_rank
-        if x.shape[:-1] != hidden.shape[:-1] or w.shape != (weight.shape[0], x.shape[-1]):
-            raise ValueError(
-                f"low_rank is {list(x.shape)} and {list(w.shape)}, wanted {[*hidden.shape[:-1], 'r']} and "
-                f"[{weight.shape[0]}, r] beside hidden {list(hidden.shape)}."
-            )
-    others = [("weight", weight), ("bias", bias), *[("low_rank", part) for part in low_rank or ()]]
-    for name, tensor in others:
-        if tensor is not None and tensor.device != hidden.device:
-            raise _elsewhere(name, tensor, hidden)
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None:
+            _check_device(name, tensor, hidden)
 
 
-def _elsewhere(name: str, tensor: Tensor, hidden: Tensor) -> ValueError:
-    return ValueError(
-        f"{name} is on {tensor.device} and hidden on {hidden.device}, wanted one device. Move one: "
-        f"{name}.to(hidden.device)."
-    )
-
-
-def _check_targets(targets: Tensor, hidden: Tensor, shape: torch.Size) -> None:
-    """Check that targets are integers of ``shape`` (sequence parallel: of all ranks' rows) on the device."""
-    if targets.shape != shape:
+def _check_device(name: str, tensor: Tensor, hidden: Tensor) -> None:
+    if tensor.device != hidden.device:
         raise ValueError(
-            f"targets is {list(targets.shape)} and hidden {list(hidden.shape)}, wanted one target a token: "
-            f"{list(shape)}. Targets are already shifted: targets[i] is what token i should predict."
+            f"{name} is on {tensor.device} and hidden on {hidden.device}, wanted one device. Move one."
+        )
+
+
+def _check_targets(targets: Tensor, hidden: Tensor) -> None:
+    """Check that targets are integers, one a row of ``hidden``, on its device."""
+    if targets.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"targets is {list(targets.shape)} and hidden {list(hidden.shape)}, wanted one target a token. "
+            "Targets are already shifted: targets[i] is what token i should predict."
         )
     if targets.dtype.is_floating_point or targets.dtype in (torch.bool, torch.uint8):
         raise ValueError(f"targets is {targets.dtype}, wanted int64 indices into the vocabulary.")
-    if targets.device != hidden.device:
-        raise _elsewhere("targets", targets, hidden)
+    _check_device("targets", targets, hidden)
 
 
 def _check_target_values(targets: Tensor, counts: Tensor | None, ignore_index: int, vocabulary: int) -> None:
@@ -273,22 +233,19 @@ def _check_target_values(targets: Tensor, counts: Tensor | None, ignore_index: i
     elif not STATIC.get() and not bool(right.all()):
         at = int((~right).nonzero()[0])
         raise ValueError(
-            f"targets[{at}] is {int(targets[at])}, wanted 0 to {vocabulary - 1} or "
-            f"ignore_index={ignore_index}. "
+            f"targets[{at}] is {int(targets[at])}, wanted 0 to {vocabulary - 1} or {ignore_index=}. "
             "Tokenizer and model differ in vocabulary, or valid_vocab_size is too small."
         )
 
 
-def _check_rows(rows: Tensor, tokens: int, device: torch.device) -> Tensor:
+def _check_rows(rows: Tensor, hidden: Tensor) -> Tensor:
     """Check the ``rows`` argument, int64 ``[R]`` or bool ``[T]``, and return it as indices."""
-    if rows.device != device:
-        raise ValueError(f"rows is on {rows.device} and hidden on {device}, wanted one device. Move rows.")
-    if rows.dtype == torch.bool:
-        if rows.shape != (tokens,):
-            raise ValueError(f"rows is bool {list(rows.shape)}, wanted [{tokens}], one entry a token.")
-        return rows.nonzero().squeeze(1)
-    if rows.ndim != 1 or rows.dtype not in (torch.int64, torch.int32):
+    _check_device("rows", rows, hidden)
+    tokens, mask = hidden.shape[0], rows.dtype == torch.bool
+    if rows.ndim != 1 or (mask and len(rows) != tokens) or rows.is_floating_point():
         raise ValueError(f"rows is {rows.dtype} {list(rows.shape)}, wanted int64 [R] or bool [{tokens}].")
+    if mask:
+        return rows.nonzero().squeeze(1)
     if rows.device.type == "cpu" and rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= tokens):
         raise ValueError(
             f"rows goes from {int(rows.min())} to {int(rows.max())}, wanted indices 0 to {tokens - 1}."

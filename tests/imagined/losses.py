@@ -95,7 +95,6 @@ PLAIN: dict[str, Callable[[Any, Any], Tensor]] = {
     "tokens": _of_tokens(),
     "sequences": _of_tokens(reduction="sequences"),
     "smoothed": _of_tokens(label_smoothing=0.1, z_loss=1e-3),
-    "parts": lambda model, batch: sum(causal_lm_loss(model, batch, z_loss=1e-3, return_parts=True)[:1]),
     "stats": _stats,
     "top tokens": lambda model, batch: causal_lm_logprobs(model, batch, top_k=3).logp.sum(),
     "entropy": lambda model, batch: causal_lm_logprobs(model, batch).entropy.sum(),

@@ -40,11 +40,9 @@ def _linear(rng: random.Random) -> dict[str, Any]:
         "temperature": rng.choice([1.0, 0.5]),
         "softcap": rng.choice([None, 5.0]),
         "logit_scale": rng.choice([1.0, -2]),
-        "low_rank": rng.choice([None, (torch.randn(3, 2), torch.randn(7, 2))]),
         "ignore_index": -100,
         "valid_vocab_size": rng.choice([None, 7]),
         "chunk": rng.choice(["auto", 2]),
-        "sequence_parallel": False,
         "tp_group": None,
     }
 
@@ -227,7 +225,6 @@ def _model_loss(rng: random.Random) -> dict[str, Any]:
         "mtp_weight": 0.3,
         "router_balance": "microbatch",
         "router_z_loss": 0.0,
-        "return_parts": rng.random() < 0.5,
     }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.utils._python_dispatch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +20,6 @@ class Case:
     vocabulary: int = 101
     dtype: torch.dtype = torch.float64
     bias: bool = False
-    rank: int = 0
     ignored: float = 0.0
     softcap: float | None = None
     temperature: float = 1.0
@@ -28,11 +28,10 @@ class Case:
     seed: int = 0
 
     def tensors(self) -> tuple[list[Tensor], Tensor]:
-        """Leaves (hidden, weight, [bias], [x, up]) and targets."""
+        """Leaves (hidden, weight, [bias]) and targets."""
         torch.manual_seed(self.seed)
         shapes = [(self.tokens, self.width), (self.vocabulary, self.width)]
         shapes += [(self.vocabulary,)] if self.bias else []
-        shapes += [(self.tokens, self.rank), (self.vocabulary, self.rank)] if self.rank else []
         leaves = [torch.randn(shape).to(self.dtype).requires_grad_() for shape in shapes]
         targets = torch.randint(0, self.valid_vocab_size or self.vocabulary, (self.tokens,))
         targets[torch.rand(self.tokens) < self.ignored] = -100
@@ -40,10 +39,8 @@ class Case:
 
     def kwargs(self, leaves: list[Tensor]) -> dict[str, object]:
         """The keyword arguments of fused_linear_logprobs."""
-        rest = list(leaves[2:])
         return {
-            "bias": rest.pop(0) if self.bias else None,
-            "low_rank": (rest[0], rest[1]) if self.rank else None,
+            "bias": leaves[2] if self.bias else None,
             "softcap": self.softcap,
             "temperature": self.temperature,
             "logit_scale": self.logit_scale,
@@ -52,13 +49,7 @@ class Case:
 
     def logits(self, leaves: list[Tensor]) -> Tensor:
         """All of them."""
-        rest = list(leaves[2:])
-        z = leaves[0] @ leaves[1].T
-        if self.bias:
-            z = z + rest.pop(0)
-        if self.rank:
-            z = z + rest[0] @ rest[1].T
-        z = z * self.logit_scale
+        z = F.linear(*leaves) * self.logit_scale
         if self.softcap is not None:
             z = torch.tanh(z / self.softcap) * self.softcap
         return (z / self.temperature)[:, : self.valid_vocab_size]

@@ -35,9 +35,7 @@ def on_device(case: Case) -> tuple[list[Tensor], Tensor]:
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_values_and_gradients(dtype: torch.dtype) -> None:
-    case = Case(
-        tokens=300, width=128, vocabulary=1000, dtype=dtype, bias=True, rank=8, ignored=0.3, softcap=20.0
-    )
+    case = Case(tokens=300, width=128, vocabulary=1000, dtype=dtype, bias=True, ignored=0.3, softcap=20.0)
     leaves, targets = on_device(case)
     results = fused_linear_logprobs(leaves[0], leaves[1], targets, **case.kwargs(leaves))  # type: ignore[arg-type]
     scalar = fused_linear_cross_entropy(leaves[0], leaves[1], targets, **case.kwargs(leaves))  # type: ignore[arg-type]

@@ -16,10 +16,11 @@ pytest.importorskip("transformers")
 
 from transformers import LlamaForCausalLM
 
-from lightning_thd import causal_lm_loss
+from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd._static import static_shapes
 from lightning_thd.callbacks.cuda_graph import GraphedStep
 from lightning_thd.cuda_graph.recording import RecordingBackend
+from lightning_thd.loss import causal_lm_logprobs, causal_lm_loss_and_stats
 from lightning_thd.loss.lazy_logits import Record, carry_values, open_values
 from lightning_thd.loss.tiles.logits import LogitMap
 from lightning_thd.models import announce
@@ -116,27 +117,32 @@ def test_what_a_model_does_is_followed(number: int) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (lambda x: x + 1.0, r"applies '?\w*add"),
-        (lambda x: x * torch.ones(10), "multiplies its logits by tensor"),
-        (lambda x: x / 0.0, "applies 'truediv'|applies '__truediv__'|applies 'div'"),
-        (lambda x: x.softmax(-1), "applies 'softmax'"),
-        (lambda x: x[:, -1:], r"takes logits\["),
-        (lambda x: x[..., 2:], r"takes logits\["),
-        (lambda x: torch.tanh(torch.tanh(x)), "caps its logits by tanh twice"),
-        (
-            lambda x: torch.nn.functional.cross_entropy(x[0], torch.zeros(4, dtype=torch.long)),
-            r"takes logits\[",
-        ),
-        (lambda x: torch.ones(10) * x, "multiplies its logits by tensor"),
-        (lambda x: x.data, "applies 'data'"),
-    ],
-)
-def test_what_cannot_be_followed_is_refused(function: Callable[[Any], Any], message: str) -> None:
-    with pytest.raises(NotImplementedError, match=message):
-        function(carry_values(torch.ones(1), SHAPE))
+NOT_FOLLOWED: dict[str, Callable[[Any], Any]] = {
+    "add": lambda x: x + 1.0,
+    "tensor": lambda x: x * torch.ones(10),
+    "tensor before": lambda x: torch.ones(10) * x,
+    "infinite": lambda x: x / 0.0,
+    "softmax": lambda x: x.softmax(-1),
+    "last slot": lambda x: x[:, -1:],
+    "later columns": lambda x: x[..., 2:],
+    "rows": lambda x: x[0],
+    "two caps": lambda x: torch.tanh(torch.tanh(x)),
+    "joined": lambda x: torch.cat([x, x]),
+    "in place": lambda x: x.clamp_(-1.0, 1.0),
+    "assigned": lambda x: x.__setitem__((..., 0), 1.0),
+    "data": lambda x: x.data,
+    "no gradient": torch.no_grad()(lambda x: x * 2.0),
+}
+
+
+@pytest.mark.parametrize("name", NOT_FOLLOWED)
+def test_what_cannot_be_followed_gets_zeros_and_is_noted(name: str) -> None:
+    logits, function = carry_values(torch.ones(1), SHAPE), NOT_FOLLOWED[name]
+    assert not logits.lost
+    found, wanted = function(logits), function(torch.zeros(SHAPE))
+    assert logits.lost
+    if wanted is not None:
+        torch.testing.assert_close(found, wanted, equal_nan=True)
 
 
 def test_values_and_their_gradient_pass_through_and_hooks_see_it() -> None:
@@ -171,7 +177,28 @@ def test_a_compiled_model_loses_nothing_that_is_recorded() -> None:
     assert found[0].agrees(LogitMap(softcap=3.0))
 
 
-# ---- Heads with a forward of their own
+# ---- Heads, hooks and models whose logits are computed whole
+
+WHOLE = r"causal_lm_loss computes the logits of \w+ whole.* because "
+
+
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def compare(model: nn.Module, other: nn.Module | None = None) -> None:
+    """Compare loss, gradients and log-probabilities with those of the model's own logits."""
+    batch = random_batch(1)
+    found = causal_lm_loss(model, batch)
+    logits = (other or model)(**batch.hf_kwargs()).logits[0]
+    wanted = F.cross_entropy(logits, batch.targets, ignore_index=-100)
+    torch.testing.assert_close(found, wanted)
+    ours, theirs = gradients(model, found), gradients(other or model, wanted)
+    assert ours.keys() == theirs.keys()
+    for key, gradient in theirs.items():
+        torch.testing.assert_close(ours[key], gradient, msg=key)
 
 
 class Head(nn.Module):
@@ -184,40 +211,16 @@ class Head(nn.Module):
         self.down = nn.Parameter(torch.randn(4, width).to(weight.dtype))
         self.up = nn.Parameter(torch.zeros(vocabulary, 4).to(weight.dtype))
         self.offset = nn.Parameter(torch.zeros(vocabulary).to(weight.dtype))
-        self.factor, self.scale = nn.Parameter(torch.ones((), dtype=weight.dtype)), 1.0
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.function(self, hidden)
 
 
-def in_place(head: Head, x: Tensor) -> Tensor:
-    logits = F.linear(x, head.weight)
-    logits += head.offset
-    logits *= 1.09
-    return logits
-
-
-def measured(head: Head, x: Tensor) -> Tensor:
-    logits = F.linear(x, head.weight)
-    logits.detach().abs().max().item()
-    logits * 0.5
-    return logits
-
-
 def overwritten(head: Head, x: Tensor) -> Tensor:
     logits = F.linear(x, head.weight)
+    logits += head.offset
     logits[..., 0] = -5.0
     return logits
-
-
-class Reversed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return -grads[0]
 
 
 class Halved(torch.autograd.Function):
@@ -242,88 +245,57 @@ def without_gradient(head: Head, x: Tensor) -> Tensor:
 
 HEADS: dict[str, Callable[[Head, Tensor], Tensor]] = {
     "LoRA": lambda head, x: F.linear(x, head.weight) + F.linear(F.linear(x, head.down), head.up) * 2.0,
-    "LoRA by matmul": lambda head, x: (x @ head.down.T) @ head.up.T + torch.matmul(x, head.weight.t()),
-    "merged LoRA": lambda head, x: F.linear(x, head.weight + head.up @ head.down),
-    "bias": lambda head, x: F.linear(x, head.weight) - head.offset,
-    "factor": lambda head, x: F.linear(x, head.weight, head.offset) * head.factor,
-    "factor in Python": lambda head, x: head.scale * (x @ head.weight.T),
-    "factor of columns": lambda head, x: F.linear(x, head.weight) * (head.offset + 1.0),
-    "normalised": lambda head, x: F.linear(F.normalize(x, dim=-1), F.normalize(head.weight, dim=-1)) * 10,
-    "cap": lambda head, x: torch.tanh(F.linear(x, head.weight) / 3.0) * 3.0,
-    "layer before": lambda head, x: F.linear(F.gelu(F.linear(x, head.down.T @ head.down)), head.weight),
-    "LoRA with a backward of its own": lambda head, x: (
-        F.linear(x, head.weight) + F.linear(Halved.apply(x, head.down), head.up)
-    ),
-    "in place": in_place,
-    "measured": measured,
-}
-REFUSED: dict[str, tuple[Callable[[Head, Tensor], Tensor], str]] = {
-    "einsum": (
-        lambda head, x: torch.einsum("bth,vh->btv", x, head.weight),
-        "whose forward is not hidden @ weight.T",
-    ),
-    "relu": (lambda head, x: F.linear(x, head.weight).relu(), "whose forward is not hidden @ weight.T"),
-    "overwritten": (overwritten, r"overwritten \(test_head_call.py:.* applies '__setitem__'"),
-    "backward": (
-        lambda head, x: F.linear(x, head.weight) + F.linear(Reversed.apply(F.linear(x, head.down)), head.up),
-        "autograd function of its own",
-    ),
-    "backward of the product": (
-        lambda head, x: Halved.apply(x, head.weight),
-        "whose forward is not hidden @ weight.T",
-    ),
-    "without gradient": (without_gradient, "whose forward is not hidden @ weight.T"),
-    "drawn twice": (lambda head, x: F.linear(x, head.weight).clamp_(-9.0, 9.0), "applies 'clamp_'"),
+    "bias and factor": lambda head, x: (F.linear(x, head.weight) - head.offset) * (head.offset + 1.0),
+    "relu": lambda head, x: F.linear(x, head.weight).relu(),
+    "overwritten": overwritten,
+    "backward of its own": lambda head, x: Halved.apply(x, head.weight),
+    "without gradient": without_gradient,
 }
 
 
-def with_head(forward: Callable[[Head, Tensor], Tensor], dtype: torch.dtype) -> Any:
+def with_head(forward: Callable[[Head, Tensor], Tensor]) -> Any:
     torch.manual_seed(0)
-    model: Any = tiny_llama(dtype)
+    model: Any = tiny_llama(torch.float64)
     model.lm_head = Head(model.lm_head.weight, forward)
     return model
 
 
-def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_of_ones_own_is_run_as_it_is_and_learns(name: str) -> None:
-    model, batch = with_head(HEADS[name], torch.float64), random_batch(1)
-    for moved in (0.0, 0.1):  # as it starts, and after it has learned something
-        with torch.no_grad():
-            for part in (model.lm_head.up, model.lm_head.offset, model.lm_head.factor):
-                part.add_(moved * torch.randn_like(part))
-        model.lm_head.scale += moved
-        logits = model(**batch.hf_kwargs()).logits[0]
-        wanted = F.cross_entropy(logits, batch.targets, ignore_index=-100)
-        found = causal_lm_loss(model, batch)
-        torch.testing.assert_close(found, wanted)
-        ours, theirs = gradients(model, found), gradients(model, wanted)
-        assert ours.keys() == theirs.keys()
-        for key, gradient in theirs.items():
-            torch.testing.assert_close(ours[key], gradient, msg=key)
+    model = with_head(HEADS[name])
+    with pytest.warns(UserWarning, match=WHOLE + "its head is no plain linear layer but a .*Head"):
+        compare(model)
+    with torch.no_grad():
+        for part in (model.lm_head.up, model.lm_head.offset):
+            part.add_(0.1 * torch.randn_like(part))
+    compare(model)  # without another warning
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_head_that_is_no_sum_of_products_is_refused(name: str) -> None:
-    function, message = REFUSED[name]
-    model, batch = with_head(function, torch.float64), random_batch(1)
-    with pytest.raises((ValueError, NotImplementedError, RuntimeError), match=message):
-        causal_lm_loss(model, batch).backward()
+@pytest.mark.filterwarnings("ignore:causal_lm_loss computes the logits")
+def test_log_probabilities_and_statistics_of_whole_logits() -> None:
+    model, batch = with_head(HEADS["LoRA"]), random_batch(1)
+    plain: Any = tiny_llama(torch.float64)
+    plain.load_state_dict(model.state_dict(), strict=False)
+    for options in ({"label_smoothing": 0.1, "z_loss": 1e-3}, {"reduction": "sequences"}):
+        torch.testing.assert_close(*(causal_lm_loss(m, batch, **options) for m in (model, plain)))
+    found, wanted = (causal_lm_logprobs(m, batch, temperature=0.7, top_k=3) for m in (model, plain))
+    for a, b in zip((*found, *found.top), (*wanted, *wanted.top), strict=True):
+        torch.testing.assert_close(a, b)
+    stats = [causal_lm_loss_and_stats(m, batch)[1] for m in (model, plain)]
+    torch.testing.assert_close(*stats)
+    samples = [{"input_ids": [5, 6, 7, 8]}, {"input_ids": [5, 6, 9]}]
+    batches = [THDBatch.collate(samples, share_prefixes=share) for share in (True, False)]
+    torch.testing.assert_close(*(causal_lm_loss(model, batch) for batch in batches))
 
 
 def test_a_head_that_was_patched_is_run_as_it_is() -> None:
-    model, batch = tiny_llama(torch.float64), random_batch(1)
+    model = tiny_llama(torch.float64)
     head: Any = model.lm_head
     own, more = head.forward, nn.Parameter(torch.zeros_like(head.weight))
     head.forward = lambda hidden: own(hidden) + hidden @ more.T
-    causal_lm_loss(model, batch).backward()
-    assert more.grad is not None
-    assert torch.equal(more.grad, head.weight.grad)
+    with pytest.warns(UserWarning, match=WHOLE + "its head"):
+        causal_lm_loss(model, random_batch(1)).backward()
+    torch.testing.assert_close(more.grad, head.weight.grad)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -332,27 +304,21 @@ def test_a_head_with_a_parametrization_that_moves_is_read_once(tied: bool) -> No
     if tied:
         model.lm_head.weight = model.model.embed_tokens.weight
     spectral_norm(model.lm_head)
-    other, batch = copy.deepcopy(model), random_batch(1)
+    other = copy.deepcopy(model)
     for _ in range(2):  # each forward in training moves the vectors of its power iteration
-        found = causal_lm_loss(model, batch)
-        logits = other(**batch.hf_kwargs()).logits[0]
-        wanted = F.cross_entropy(logits, batch.targets, ignore_index=-100)
-        torch.testing.assert_close(found, wanted)
-        ours, theirs = gradients(model, found), gradients(other, wanted)
-        for key, gradient in theirs.items():
-            torch.testing.assert_close(ours[key], gradient, msg=key)
+        compare(model, other)
 
 
-def test_a_head_of_ones_own_is_recorded() -> None:
-    model, batch = with_head(HEADS["LoRA"], torch.float64), random_batch(1)
+@pytest.mark.filterwarnings("ignore:causal_lm_loss computes the logits")
+def test_whole_logits_are_recorded() -> None:
+    model, batch = with_head(HEADS["LoRA"]), random_batch(1)
     step = GraphedStep(causal_lm_loss, model, buckets=BUCKETS, backend=RecordingBackend(), require=True)
     torch.testing.assert_close(step(batch), causal_lm_loss(model, batch))
     assert step.stats.replays == 1
 
 
 def doubled_logits(module: nn.Module, args: Any, output: Any) -> Any:
-    if hasattr(output, "logits"):
-        output.logits = output.logits * 2
+    output.logits = output.logits * 2
     return output
 
 
@@ -365,48 +331,57 @@ def all_doubled(module: nn.Module, args: Any, output: Any) -> Any:
 @pytest.mark.parametrize(
     ("place", "hook", "message"),
     [
-        ("", doubled_logits, r"hook doubled_logits \(test_head_call.py.* asks for logits"),
-        (
-            "",
-            all_doubled,
-            r"one of all_doubled \(test_head_call.py.* changes its outputs, which are the loss",
-        ),
-        ("lm_head", lambda m, i, o: o + 1.0, r"<lambda> \(test_head_call.py.* applies 'add'"),
-        ("lm_head", lambda m, i, o: o.new_zeros(()), r"applies 'new_zeros'"),
-        ("lm_head", lambda m, i, o: torch.zeros(1), r"forward hook <lambda> \(test_head_call.py"),
+        ("", doubled_logits, r"doubled_logits \(test_head_call.py.* may read them"),
+        ("", all_doubled, r"all_doubled \(test_head_call.py.* may read them"),
+        ("lm_head", lambda m, i, o: o + 1.0, "the model applies add to them"),
+        ("lm_head", lambda m, i, o: o.detach() + m.weight.sum(), "the model applies detach to them"),
+        ("lm_head", lambda m, i, o: i[0] @ m.weight.T * 3.0, "the model returns others than those of its"),
+        ("lm_head", lambda m, i, o: o.argmax() and None, "the model applies argmax to them"),
     ],
 )
-def test_a_hook_that_changes_logits_is_named(place: str, hook: Callable[..., Any], message: str) -> None:
-    model, batch = tiny_llama(torch.float64), random_batch(1)
-    model.get_submodule(place).register_forward_hook(hook)
-    for _ in range(2):
-        with pytest.raises((ValueError, NotImplementedError), match=message):
-            causal_lm_loss(model, batch)
+def test_logits_that_a_hook_reads_or_changes_are_computed_whole(
+    place: str, hook: Callable[..., Any], message: str
+) -> None:
+    model = tiny_llama(torch.float64)
+    handle = model.get_submodule(place).register_forward_hook(hook)
+    with pytest.warns(UserWarning, match=WHOLE + message):
+        compare(model)
+    compare(model)
+    handle.remove()
+    compare(model)
+    assert not model.__dict__["_thd_head_call"]._whole
 
 
 class Doubled(LlamaForCausalLM):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outputs = super().__call__(*args, **kwargs)
-        if hasattr(outputs, "logits"):
-            outputs.logits = outputs.logits * 2
+        outputs.logits = outputs.logits * 2
         return outputs
 
 
-def test_a_call_around_the_forward_that_changes_logits_is_named() -> None:
+class Clipped(LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().forward(*args, **kwargs)
+        outputs.logits = outputs.logits.clamp(-0.1, 0.1)
+        return outputs
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [(Doubled, "__call__ .* may read them"), (Clipped, "the model applies clamp to")]
+)
+def test_a_model_that_changes_its_logits_is_followed(kind: type, message: str) -> None:
     model = tiny_llama(torch.float64)
-    model.__class__ = Doubled
-    with pytest.raises(ValueError, match=r"__call__ \(test_head_call.py.* asks for logits"):
-        causal_lm_loss(model, random_batch(1))
+    model.__class__ = kind
+    with pytest.warns(UserWarning, match=WHOLE + message):
+        compare(model)
 
 
-def test_hooks_of_a_head_are_followed_or_named() -> None:
-    model, batch = tiny_llama(torch.float64), random_batch(1)
+def test_a_factor_of_a_heads_hook_is_recorded_and_gradients_of_logits_are_whole() -> None:
+    model, seen = tiny_llama(torch.float64), list[torch.Size]()
     head: Any = model.lm_head
-    with head.register_forward_hook(lambda m, i, o: o * 2.0):
-        twice = causal_lm_loss(model, batch)
-    with torch.no_grad():
-        head.weight.mul_(2.0)
-    torch.testing.assert_close(causal_lm_loss(model, batch), twice)
-    head.register_full_backward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match=r"hook <lambda> \(test_head_call.py.* gradients"):
-        causal_lm_loss(model, batch)
+    head.register_forward_hook(lambda m, i, o: o * 2.0)
+    compare(model)
+    head.register_full_backward_hook(lambda m, inputs, outputs: seen.append(outputs[0].shape))
+    with pytest.warns(UserWarning, match=WHOLE + "<lambda> .* may read them"):
+        compare(model)
+    assert seen == [(1, len(random_batch(1).input_ids), 64)] * 2

@@ -34,7 +34,7 @@ def batch() -> THDBatch:
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "rows on another device": (
         lambda: fused_linear_logprobs(HIDDEN, WEIGHT, TARGETS, rows=TARGETS.to("meta")),
-        "rows is on meta and hidden on cpu, wanted one device. Move rows",
+        "rows is on meta and hidden on cpu, wanted one device. Move",
     ),
     "targets of floats": (
         lambda: mtp_targets(HIDDEN[0], OFFSETS, 1),

@@ -105,19 +105,6 @@ def test_further_weights_and_classes_multiply_and_leave_the_divisor_alone() -> N
 
 
 @pytest.mark.parametrize("reduction", ["tokens", "sequences"])
-def test_the_z_loss_comes_beside_the_loss_that_holds_it(reduction: Any) -> None:
-    model, batch = build("Llama"), make_batch(ignored=0.3)
-    for run in (torch.enable_grad, torch.no_grad):
-        with run():
-            loss, z_loss = causal_lm_loss(model, batch, reduction=reduction, z_loss=0.01, return_parts=True)
-            plain = causal_lm_loss(model, batch, reduction=reduction)
-        torch.testing.assert_close(loss - z_loss, plain)
-        assert not z_loss.requires_grad
-        assert z_loss > 0.01
-    assert causal_lm_loss(model, batch, return_parts=True).z_loss == 0.0
-
-
-@pytest.mark.parametrize("reduction", ["tokens", "sequences"])
 @pytest.mark.parametrize("cp", [2, 4])
 def test_the_shards_of_a_pack_weigh_what_the_pack_does(reduction: Any, cp: int) -> None:
     samples = make_samples("both", 5)

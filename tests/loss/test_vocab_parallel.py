@@ -14,7 +14,7 @@ from tests.ranks import RankError, run_ranks
 CASES = [
     Case(vocabulary=100),
     Case(vocabulary=100, dtype=torch.float32, ignored=0.4, softcap=5.0, temperature=0.7),
-    Case(vocabulary=100, bias=True, rank=3, ignored=0.02),
+    Case(vocabulary=100, bias=True, ignored=0.02),
     Case(vocabulary=100, valid_vocab_size=30),  # the last ranks hold padding alone
 ]
 
@@ -40,34 +40,25 @@ class _Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _shards(case: Case, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-    """This rank's rows of the weight, the bias and the LoRA; the rest whole."""
+def _shards(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The hidden states whole, and this rank's rows of weight and bias."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    whole = {0} | ({3} if case.bias and case.rank else {2} if case.rank else set())
-    return [
-        leaf.detach().clone().requires_grad_()
-        if i in whole
-        else leaf.detach().chunk(ranks)[rank].clone().requires_grad_()
-        for i, leaf in enumerate(leaves)
-    ]
+    parts = [leaves[0], *(leaf.chunk(ranks)[rank] for leaf in leaves[1:])]
+    return [part.detach().clone().requires_grad_() for part in parts]
 
 
-def run_case(case: Case, chunk: Any, sequence_parallel: bool) -> tuple[float, dict[str, int]]:
+def run_case(case: Case, chunk: Any) -> tuple[float, dict[str, int]]:
     """Largest relative error of outputs and gradients on this rank, and the collectives of both passes."""
     from lightning_thd.loss import fused_linear_logprobs
 
     counted = _Counted()
-    group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     full, targets = case.tensors()
-    local = _shards(case, full)
-    if sequence_parallel:
-        local[0] = full[0].detach().chunk(ranks)[rank].clone().requires_grad_()
+    local = _shards(full)
     counted.phase = "forward"
     with counted:
         results = fused_linear_logprobs(
-            local[0], local[1], targets, tp_group=group, chunk=chunk, sequence_parallel=sequence_parallel,
-            **case.kwargs(local),  # type: ignore[arg-type]
-        )  # fmt: skip
+            *local[:2], targets, tp_group=dist.group.WORLD, chunk=chunk, **case.kwargs(local)
+        )
     upstream = torch.randn(3, case.tokens, generator=torch.Generator().manual_seed(3)).double()
     counted.phase = "backward"
     with counted:
@@ -77,32 +68,22 @@ def run_case(case: Case, chunk: Any, sequence_parallel: bool) -> tuple[float, di
     sum((upstream[i] * expected[i]).sum() for i in range(3)).backward()  # type: ignore[union-attr]
     errors = [relative(a, b) for a, b in zip(results, expected, strict=True)]
     gradients = [leaf.grad for leaf in leaves64]
-    wanted = _shards(case, [gradient for gradient in gradients if gradient is not None])
-    if sequence_parallel:
-        assert gradients[0] is not None
-        wanted[0] = gradients[0].chunk(ranks)[rank]
+    wanted = _shards([gradient for gradient in gradients if gradient is not None])
     errors += [relative(leaf.grad, b) for leaf, b in zip(local, wanted, strict=True) if leaf.grad is not None]
     assert len(errors) == 3 + len(full)
     return max(errors), dict(counted.calls)
 
 
 def run_all(world: int) -> list[tuple[float, dict[str, int]]]:
-    found = [run_case(case, chunk, False) for case in CASES for chunk in ("auto", 3)]
-    even = Case(tokens=52, vocabulary=100, ignored=0.4)
-    found.append(run_case(even, 5, True))
-    return found
+    return [run_case(case, chunk) for case in CASES for chunk in ("auto", 3)]
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_equal_to_one_rank_with_one_collective_forward_and_one_backward(world: int) -> None:
     for found in run_ranks(run_all, world, world):
-        *plain, sequence_parallel = found
-        for case, (error, calls) in zip([c for c in CASES for _ in range(2)], plain, strict=True):
+        for case, (error, calls) in zip([c for c in CASES for _ in range(2)], found, strict=True):
             assert error < (1e-5 if case.dtype == torch.float32 else 1e-11)
             assert calls == {"forward all_gather": 1, "backward all_reduce": 1}
-        error, calls = sequence_parallel
-        assert error < 1e-11
-        assert calls == {"forward all_gather": 2, "backward reduce_scatter": 1}
 
 
 def run_loss() -> tuple[float, float]:
@@ -112,7 +93,7 @@ def run_loss() -> tuple[float, float]:
 
     case = Case(vocabulary=100, ignored=0.3)
     full, targets = case.tensors()
-    local = _shards(case, full)
+    local = _shards(full)
     options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.01, "reduction": "mean"}
     loss = fused_linear_cross_entropy(local[0], local[1], targets, tp_group=dist.group.WORLD, **options)
     loss.backward()

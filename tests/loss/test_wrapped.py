@@ -1,9 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import io
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_thd.loss import causal_lm_logprobs, causal_lm_loss
-from lightning_thd.loss.head import head_operands, run_head
 from tests.loss.families import VOCAB, build
 from tests.loss.support import gradients, make_batch, oracle
 from tests.ranks import run_ranks
@@ -87,7 +86,6 @@ def test_ddp() -> None:
 
 
 def run_tensor_parallel_styles() -> list[tuple[float, float]]:
-    # transformers before 5.16 leaves plain weights, which are refused (tested above)
     styles = ("replicated output", "sharded output", *(["transformers"] if DTENSORS else []))
     return [run_tensor_parallel(style) for style in styles]
 
@@ -125,21 +123,6 @@ def run_tensor_parallel(style: str) -> tuple[float, float]:
     return abs(loss.item() - total.item()), worst(found, expected)
 
 
-HOOKS = r"cut the model's head over 2 ranks \('colwise_gather_output'\).*transformers>=5.16"
-
-
-def test_rows_of_a_head_are_told_by_the_plan_that_transformers_leaves() -> None:
-    head, hidden = nn.Linear(4, 8), torch.zeros(1, 3, 4)
-    head._hf_tp_plan = "colwise_gather_output"  # type: ignore[assignment]
-    for ranks in (1, 2):
-        head._hf_device_mesh = SimpleNamespace(size=lambda ranks=ranks: ranks)  # type: ignore[assignment]
-        if ranks == 1:
-            assert head_operands(run_head(head, None, hidden)).vocabulary == 8
-        else:
-            with pytest.raises(ValueError, match=HOOKS):
-                run_head(head, None, hidden)
-
-
 def test_tensor_parallel_heads() -> None:
     for errors in run_ranks(run_tensor_parallel_styles, 2):
         assert max(map(max, errors)) < 1e-12
@@ -163,15 +146,15 @@ def test_peft(kind: str) -> None:
         model = model.double()
         model.base_model.set_adapter(["default", "other"])
     batch = make_batch(ignored=0.3)
-    assert (
-        worst(gradients(model, causal_lm_loss(model, batch)), gradients(model, oracle(model, batch))) < 1e-12
-    )
+    with contextlib.nullcontext() if kind == "modules_to_save" else pytest.warns(UserWarning, match="whole"):
+        loss = causal_lm_loss(model, batch)
+    assert worst(gradients(model, loss), gradients(model, oracle(model, batch))) < 1e-12
     with model.disable_adapter():
         torch.testing.assert_close(causal_lm_loss(model, batch), oracle(model, batch))
 
 
 @pytest.mark.filterwarnings("ignore")  # torchao's, when it is imported
-@pytest.mark.parametrize("how", ["int8", "intx", "float8 training", "quantised in training"])
+@pytest.mark.parametrize("how", ["int8", "float8 training", "quantised in training"])
 def test_heads_of_torchao(how: str) -> None:
     quantization = pytest.importorskip("torchao.quantization")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -186,19 +169,15 @@ def test_heads_of_torchao(how: str) -> None:
     if how == "quantised in training":
         fake = IntxFakeQuantizeConfig(torch.int4, group_size=32)
         quantization.quantize_(model, QATConfig(weight_config=fake, step="prepare"), filter_fn=wanted)
-        loss = causal_lm_loss(model, batch)
-        assert abs(loss.item() - plain.item()) > 1e-3
-        assert worst(gradients(model, loss), gradients(model, oracle(model, batch))) < 1e-5
-        return
-    if how == "float8 training":
+    elif how == "float8 training":
         convert_to_float8_training(
             model, config=Float8LinearConfig(emulate=True), module_filter_fn=lambda m, name: wanted(m, name)
         )
     else:
-        kind = {"int8": "Int8WeightOnlyConfig", "intx": "IntxWeightOnlyConfig"}[how]
-        quantization.quantize_(model, getattr(quantization, kind)(), filter_fn=wanted)
-    with pytest.raises(ValueError, match=r"head (multiplies by|is) a torchao\..* [Ll]eave (the head|it) out"):
-        causal_lm_loss(model, batch)
+        quantization.quantize_(model, quantization.Int8WeightOnlyConfig(), filter_fn=wanted)
+    loss = causal_lm_loss(model, batch)
+    assert abs(loss.item() - plain.item()) > 1e-4
+    assert worst(gradients(model, loss), gradients(model, oracle(model, batch))) < 1e-5
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # renamed in transformers 5.23, absent before

@@ -152,9 +152,8 @@ def divergence_and_gradients(
     found = sums.result()
     if group is not None:
         dist.all_reduce(losses, group=group)
-        for part in () if head.how.partial_hidden else (found.hidden, found.low_rank[0]):
-            if part is not None:
-                dist.all_reduce(part, group=group)
+        if found.hidden is not None and not head.how.partial_hidden:
+            dist.all_reduce(found.hidden, group=group)
     weighted = weights * losses
     return (weighted if head.counts is None else torch.where(head.counts, weighted, 0.0)).sum(), found
 

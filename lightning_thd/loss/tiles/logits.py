@@ -16,10 +16,10 @@ from torch import Tensor
 from lightning_thd._checks import real_number, whole_number
 from lightning_thd.loss.tiles.products import accumulate, operand, product
 
-# Hidden ``[R, H]``, weight, bias, and a LoRA's ``[R, r]`` and ``[V, r]``.
-Operands = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
-# Whether hidden, weight, bias and the LoRA need gradients.
-Needs = tuple[bool, bool, bool, bool]
+# Hidden ``[R, H]``, weight ``[V, H]`` and bias ``[V]``.
+Operands = tuple[Tensor, Tensor, Tensor | None]
+# Whether each of them needs a gradient.
+Needs = tuple[bool, bool, bool]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,18 +77,18 @@ class Settings:
     tp_group: dist.ProcessGroup | None  # ranks that share the vocabulary
     partial_hidden: bool  # the gradient of hidden is left for the caller to reduce over ``tp_group``
     ignore_index: int | None = None  # marks rows that do not count; None if all do
+    of_logits: bool = False  # the hidden states are logits already, and the weight is empty
 
 
 class Head:
     """A language model's head with its inputs, its settings, and tiles of rows and of columns that exist.
 
-    The product of a LoRA, ``low_rank``, is added. Rows for which ``counts`` ``[R]`` is False are taken as
-    zeros, whatever they hold; None means that all count.
+    Rows for which ``counts`` ``[R]`` is False are taken as zeros, whatever they hold; None means that all
+    count.
     """
 
     def __init__(self, operands: Operands, targets: Tensor, how: Settings, tile: tuple[int, int]) -> None:
-        self.hidden, self.weight, self.bias, low_x, low_weight = operands
-        self.low_rank = None if low_x is None or low_weight is None else (low_x, low_weight)
+        self.hidden, self.weight, self.bias = operands
         self.counts = None if how.ignore_index is None else targets != how.ignore_index
         self.how, self.tile = how, tile
         rows = self.hidden.shape[0]
@@ -118,33 +118,22 @@ class Head:
             return tile
         return operand(tile, self.how.compute, self.how.accumulator)
 
-    def logits(self, x: Tensor, w: Tensor, rows: slice | Tensor, columns: slice, out: Tensor) -> Tensor:
+    def logits(self, x: Tensor, w: Tensor, columns: slice, out: Tensor) -> Tensor:
         """Compute a tile's logits ``[c, v]`` from ``inputs`` and ``weights``, in the front of ``out``."""
         z = out[: x.shape[0] * w.shape[0]].view(-1, w.shape[0])
-        return self.finish(product(x, w, out=z), rows, columns)
+        return self.finish(product(x, w, out=z), columns)
 
-    def rounded_logits(
-        self, x: Tensor, w: Tensor, rows: slice, columns: slice, kept: Tensor, out: Tensor
-    ) -> Tensor:
+    def rounded_logits(self, x: Tensor, w: Tensor, columns: slice, kept: Tensor, out: Tensor) -> Tensor:
         """Compute logits from products rounded to bf16, which stay in the buffer ``kept``."""
         z = out[: x.shape[0] * w.shape[0]].view(-1, w.shape[0])
         kept = kept[: z.numel()].view_as(z)
-        return self.finish(z.copy_(torch.mm(x, w.t(), out=kept)), rows, columns)
+        return self.finish(z.copy_(torch.mm(x, w.t(), out=kept)), columns)
 
-    def finish(self, z: Tensor, rows: slice | Tensor, columns: slice) -> Tensor:
+    def finish(self, z: Tensor, columns: slice) -> Tensor:
         """Turn a tile of raw products into mapped logits in place, ``[c, v]``."""
-        if self.low_rank is not None:
-            x, w = self.low_rank_tile(rows, columns)
-            x, w = (operand(t, self.how.compute, self.how.accumulator).to(z.dtype) for t in (x, w))
-            z.addmm_(x, w.t())
         if self.bias is not None:
             z.add_(self.bias[columns])
         return self.how.logit_map.apply_(z)
-
-    def low_rank_tile(self, rows: slice | Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-        """Return the LoRA's operands of a tile, ``[c, r]`` and ``[v, r]``."""
-        assert self.low_rank is not None
-        return self.counted(self.low_rank[0], rows), self.low_rank[1][columns]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,11 +143,10 @@ class HeadGradients:
     hidden: Tensor | None  # ``[R, H]``, in the accumulator's dtype, or its own with rows outside
     weight: Tensor | None  # ``[V, H]``, in its own dtype
     bias: Tensor | None  # ``[V]``, in the accumulator's dtype
-    low_rank: tuple[Tensor | None, Tensor | None]  # ``[R, r]`` and ``[V, r]``, likewise
 
     def like(self, operands: Operands) -> list[Tensor | None]:
         """Return the gradients in the order and dtypes of the operands."""
-        parts = (self.hidden, self.weight, self.bias, *self.low_rank)
+        parts = (self.hidden, self.weight, self.bias)
         return [
             None if part is None or x is None else part.to(x.dtype)
             for part, x in zip(parts, operands, strict=True)
@@ -188,9 +176,6 @@ class GradientSums:
         elif needs[1]:
             self.weight = blank(head.weight.shape, dtype=head.weight.dtype, device=device)
         self.bias = torch.zeros(head.weight.shape[:1], dtype=wide, device=device) if needs[2] else None
-        self.low: list[Tensor] | None = None
-        if needs[3] and head.low_rank is not None:
-            self.low = [torch.zeros(part.shape, dtype=wide, device=device) for part in head.low_rank]
         self._tile: Tensor | None = None
         # Without rows, or without columns on this rank, no product fills an accumulator.
         self._blank = torch.empty_like if rows and how.columns else torch.zeros_like
@@ -221,10 +206,6 @@ class GradientSums:
             assert total is not None
             hidden = head.hidden[rows] if head.counts is None else head.counted(head.hidden, rows)
             accumulate(total, dx.t(), hidden, compute, first=rows.start == 0)
-        if self.low is not None:
-            x, w = head.low_rank_tile(rows, columns)
-            accumulate(self.low[0][rows], dx, w, compute, first=False)
-            accumulate(self.low[1][columns], dx.t(), x, compute, first=False)
 
     def close(self, outer: slice) -> None:
         """Finish a tile of the outer loop and round its accumulator."""
@@ -236,8 +217,7 @@ class GradientSums:
         """Return the accumulated gradients of the operands."""
         if self._wide_weight is not None:
             self.weight = self._wide_weight.result()
-        low = (None, None) if self.low is None else (self.low[0], self.low[1])
-        return HeadGradients(hidden=self.hidden, weight=self.weight, bias=self.bias, low_rank=low)
+        return HeadGradients(hidden=self.hidden, weight=self.weight, bias=self.bias)
 
 
 class WideSum:

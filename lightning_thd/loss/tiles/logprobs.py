@@ -54,7 +54,7 @@ def softmax_statistics(
     for columns in head.column_tiles:
         w = head.weights(columns)
         for rows in head.row_tiles:
-            z = head.logits(head.inputs(rows), w, rows, columns, first)
+            z = head.logits(head.inputs(rows), w, columns, first)
             if seen is not None:
                 seen(z, rows, columns)
             e = second[: z.numel()].view_as(z)
@@ -85,7 +85,7 @@ def gradients(
         sums.open(columns)
         for rows in head.row_tiles:
             if exact is None or narrow is None:
-                z = head.logits(head.inputs(rows), w, rows, columns, first)
+                z = head.logits(head.inputs(rows), w, columns, first)
             else:
                 z = _mixed_logits(head, rows, columns, w, narrow, first, exact[i])
             e = second[: z.numel()].view_as(z)
@@ -105,7 +105,7 @@ def gradients(
 
 def may_round(head: Head) -> bool:
     """Return whether a head's logits are its rounded products times a factor, as the estimate assumes."""
-    plain = head.how.logit_map.softcap is None and head.bias is None and head.low_rank is None
+    plain = head.how.logit_map.softcap is None and head.bias is None
     return head.how.native and plain and head.how.columns > 0 and not shapes_are_static()
 
 
@@ -122,7 +122,7 @@ def rounded_statistics(head: Head, targets: Tensor, *, entropy: bool, total: boo
     for i, columns in enumerate(tiles):
         w = head.weights(columns)
         for rows in head.row_tiles:
-            z = head.rounded_logits(head.inputs(rows), w, rows, columns, narrow, first)
+            z = head.rounded_logits(head.inputs(rows), w, columns, narrow, first)
             e = second[: z.numel()].view_as(z)
             update_statistics(each[i][:, rows], z, e, nowhere[rows], entropy=entropy, total=total)
     exact = rounding_shows(each, [t.stop - t.start for t in tiles], entropy=entropy)
@@ -181,7 +181,7 @@ def target_logits(head: Head, rows: slice, local: Tensor) -> Tensor:
 def _wide_logits(head: Head, rows: slice | Tensor, columns: slice, w: Tensor, out: Tensor) -> Tensor:
     """Multiply in the accumulator's dtype; a row's logits do not depend on the other rows."""
     x, w = (t.to(head.how.compute).to(head.how.accumulator) for t in (head.counted(head.hidden, rows), w))
-    return head.finish(product(x, w, out=out[: len(x) * len(w)].view(len(x), len(w))), rows, columns)
+    return head.finish(product(x, w, out=out[: len(x) * len(w)].view(len(x), len(w))), columns)
 
 
 def _mixed_logits(
@@ -191,7 +191,7 @@ def _mixed_logits(
     chosen = exact[rows].nonzero().squeeze(1)
     if 2 * len(chosen) > rows.stop - rows.start:
         return _wide_logits(head, rows, columns, w, out)
-    z = head.rounded_logits(head.inputs(rows), w, rows, columns, kept, out)
+    z = head.rounded_logits(head.inputs(rows), w, columns, kept, out)
     if len(chosen):
         wide = z.new_empty(len(chosen) * w.shape[0])
         z[chosen] = _wide_logits(head, chosen + rows.start, columns, w, wide)

@@ -7,7 +7,6 @@ made again. These rows span the whole vocabulary; a byte budget sets how many th
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -36,14 +35,9 @@ class Penalties:
     z_loss: float = 0.0
 
     def __post_init__(self) -> None:
-        if (type(self.label_smoothing), type(self.z_loss)) == (float, float) and (
-            0.0 <= self.label_smoothing < 1.0 and 0.0 <= self.z_loss < math.inf
-        ):
-            return
         if not 0.0 <= real_number(self.label_smoothing, "label_smoothing") < 1.0:
             raise ValueError(f"label_smoothing is {self.label_smoothing!r}, wanted at least 0 and below 1.")
-        if not real_number(self.z_loss, "z_loss") >= 0.0:
-            raise ValueError(f"z_loss is {self.z_loss!r}, wanted a finite factor, 0 or more; 1e-4 is usual.")
+        real_number(self.z_loss, "z_loss", least=0.0, advice="1e-4 is usual.")
 
     def loss(self, logp: Tensor, lse: Tensor, mean_logit: Tensor) -> Tensor:
         """Combine log-probability, lse and mean logit into the loss of each row, ``[R]``."""
@@ -53,10 +47,6 @@ class Penalties:
         if self.z_loss:
             loss = loss + self.z_loss * lse.square()
         return loss
-
-    def z_part(self, weights: Tensor, lse: Tensor) -> Tensor:
-        """Return the part of the loss that ``z_loss`` adds, ``[]``."""
-        return (weights * self.z_loss * lse.square()).sum()
 
     def gradients(self, weights: Tensor, lse: Tensor, vocabulary: int) -> RowGradients:
         """Differentiate ``weights * loss`` in each row's log-probability, lse and mean logit."""
@@ -77,13 +67,13 @@ def nll_and_gradients(
     *,
     penalties: Penalties,
     seen: Tensor | None = None,
-) -> tuple[Tensor, Tensor, HeadGradients]:
-    """Return the sum of ``weights * loss`` over the rows, the part that ``z_loss`` adds, and the gradients.
+) -> tuple[Tensor, HeadGradients]:
+    """Return the sum of ``weights * loss`` over the rows, and the gradients.
 
     All columns must be on this rank; a tile's rows are those whose logits are kept. ``weights`` ``[R]`` are 0
     for rows that do not count. ``seen`` ``[R]`` is filled with the losses of the rows.
     """
-    loss, z_part = head.hidden.new_zeros((2,), dtype=head.how.accumulator).unbind()
+    loss = head.hidden.new_zeros((), dtype=head.how.accumulator)
     sums = GradientSums(head, needs=needs, rows_outside=True)
     stash = Stash(head)
     for rows in head.row_tiles:
@@ -97,15 +87,13 @@ def nll_and_gradients(
         loss += row_losses.sum()
         if seen is not None:
             seen[rows] = row_losses
-        if penalties.z_loss:
-            z_part += penalties.z_part(weights[rows], lse)
         wanted = penalties.gradients(weights[rows], lse, head.how.columns)
         sums.open(rows)
         for columns in head.column_tiles:
             sums.add(stash.gradient(columns, targets[rows], lse, wanted), rows, columns)
         sums.close(rows)
     del stash  # before the weight's gradient is rounded
-    return loss, z_part, sums.result()
+    return loss, sums.result()
 
 
 class Stash:
@@ -132,9 +120,9 @@ class Stash:
         for columns in head.column_tiles:
             kept, w = self.kept[columns.start * count :], head.weights(columns)
             if self.wide is None:
-                z = head.logits(x, w, rows, columns, kept)
+                z = head.logits(x, w, columns, kept)
             else:
-                z = head.rounded_logits(x, w, rows, columns, kept, self.wide)
+                z = head.rounded_logits(x, w, columns, kept, self.wide)
             e = self.scratch[: z.numel()].view_as(z)
             update_statistics(stats, z, e, targets - columns.start, entropy=False, total=total)
         return stats
@@ -146,7 +134,7 @@ class Stash:
         if self.wide is None:
             return z
         wide = self.wide[: z.numel()].view_as(z)
-        return self.head.finish(wide.copy_(z), self.rows, columns)
+        return self.head.finish(wide.copy_(z), columns)
 
     def gradient(self, columns: slice, targets: Tensor, lse: Tensor, wanted: RowGradients) -> Tensor:
         """Return the gradient of a tile's raw products, ``[c, v]``, in place of its logits."""
