@@ -156,8 +156,10 @@ _PASSES_WINDOW: dict[type, bool] = {}
 def learn_window(config: Any) -> None:
     """Search the modeling file of ``config`` for a window that is passed to its attention."""
     name = type(config).__module__.replace(".configuration_", ".modeling_")
-    module = sys.modules.get(name)
-    source = "" if module is None else inspect.getsource(module)
+    try:
+        source = inspect.getsource(sys.modules[name])
+    except (KeyError, OSError, TypeError):  # a class of a notebook or of ``python -c`` has no file
+        source = ""
     # Layers pass it as an argument, or hold it as an attribute, which thd_attention reads too.
     _PASSES_WINDOW[type(config)] = re.search(r"\bsliding_window=|self\.sliding_window =", source) is not None
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -188,3 +190,12 @@ def test_a_window_that_the_layer_remembers_is_applied() -> None:
     ours = model(ids, use_cache=False).logits
     model.set_attn_implementation("eager")
     torch.testing.assert_close(ours, model(ids, use_cache=False).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_config_without_a_source_file_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook's cell and ``python -c`` define classes that have no file to read."""
+    monkeypatch.setitem(sys.modules, "cell", ModuleType("cell"))
+    config = type("Mine", (transformers.LlamaConfig,), {"__module__": "cell"})
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    made = config(vocab_size=8, **sizes)
+    transformers.LlamaForCausalLM._from_config(made, attn_implementation="thd")
