@@ -78,7 +78,7 @@ def test_a_full_disk_names_the_cache(tmp_path: Path) -> None:
     def full(place: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(CacheError, match=r"The cache .*c cannot be written \(the disk is full\). Pass"):
+    with pytest.raises(CacheError, match=r"The cache .*c cannot be written \(.*No space left.*\). Pass"):
         build_once(tmp_path / "c", full)
 
     def source(place: Path) -> None:

@@ -51,7 +51,7 @@ def test_lists_globs_and_folders_are_files_and_not_documents(tmp_path: Path) -> 
         assert texts(open_source(source)) == ["one", "two", "three"]
     data = THDDataModule([str(a), str(b)], capacity=32)
     assert sum(batch.stats.real_tokens for batch in batches(data)) == len("onetwothree") + 3
-    with pytest.raises(ValueError, match=r"The list has 2 strings, of which 1 name files, for example"):
+    with pytest.raises(ValueError, match=r"The list has 2 strings, of which 1 name files, and .a document. is none"):
         open_source([str(a), "a document"])
     with pytest.raises(ValueError, match="does not exist, and no file matches it"):
         open_source(["/nowhere/at-all"])
@@ -85,7 +85,7 @@ def test_compressed_files_json_and_columns_of_text(tmp_path: Path) -> None:
         if file.is_file():
             assert texts(open_source(file, cache_dir=tmp_path / "c")) == ["one", "two"], file
     (tmp_path / "x.npy").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"a \.npy file is no text"):
+    with pytest.raises(ValueError, match=r"a \.npy file is not read"):
         open_source(tmp_path / "x.npy")
 
 

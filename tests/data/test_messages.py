@@ -85,8 +85,6 @@ def test_bytes_of_something_else() -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", "text,n\na,1\nb\n", "a.csv, line 3: other than 2 cells"),
-        ("a.csv", "text,text\na,b\n", "a.csv: its first line 'text,text.*' gives no column names, each once"),
         ("a.parquet", "no such file", r"a.parquet is no Parquet file \(.*\). Write it again"),
         ("a.arrow", "no such file", r"a.arrow is no Arrow file \(.*\). Write it again"),
     ],
@@ -119,10 +117,10 @@ def test_a_folder_of_splits(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3]]})
     datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "saved")
-    with pytest.raises(ValueError, match=r"saved holds the splits test, train. Pass one, '.*saved/<split>'"):
+    with pytest.raises(ValueError, match=r"saved was saved by datasets. Pass datasets.load_from_disk"):
         open_source(tmp_path / "saved")
-    found = open_source(tmp_path / "saved" / "test")
-    assert len(found) == 2
+    with pytest.raises(ValueError, match=r"test was saved by datasets. Pass datasets.load_from_disk"):
+        open_source(tmp_path / "saved" / "test")
     with pytest.raises(IndexError):
         as_rows(rows)[2]
 

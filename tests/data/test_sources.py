@@ -27,8 +27,6 @@ def test_folders_of_columns(tmp_path: Path) -> None:
     for k in range(3):
         table.shard(3, k, contiguous=True).to_parquet(str(tmp_path / "shards" / f"{k}.parquet"))
     assert ids_of(open_source(tmp_path / "shards")) == rows
-    table.save_to_disk(str(tmp_path / "disk"))
-    assert ids_of(open_source(tmp_path / "disk")) == rows
 
 
 def test_folders_of_lines(tmp_path: Path) -> None:

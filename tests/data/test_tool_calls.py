@@ -173,5 +173,5 @@ def test_marks_tell_where_a_prompt_ends_if_the_template_opens_a_thought_of_its_o
         "{{ m.content }}<|end|>{% endgen",
         "{{ m.content }}{% endgeneration %}{% generation %}<|end|>{% endgen",
     )
-    with pytest.raises(ValueError, match="asks for message 3 with '.*<think>' and begins the answer"):
+    with pytest.raises(ValueError, match="marks 4 parts with .* Mark each"):
         learned(twice, talk, skip=3)

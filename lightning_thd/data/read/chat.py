@@ -268,8 +268,7 @@ def _marked(
     tokenizer, spans = writer.tokenizer, _generated(writer, messages, text, template)
     said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     learned = _answers(messages, skip)
-    edge = _end_of_prompt(writer, messages, learned[0], text, alone=len(spans) != len(said)) if skip else 0
-    if edge is None or learned != [i for i in said if i >= skip]:
+    if learned != said:
         if len(spans) != len(said):
             raise ValueError(
                 f"the chat template marks {len(spans)} parts with {{% generation %}}, and the assistant has "
@@ -286,26 +285,12 @@ def _marked(
         inside = np.flatnonzero((edges[:, 0] < stop) & (edges[:, 1] > start))
         if inside.size and start < stop:
             mask[inside[0] : inside[-1] + 1] = True
-    mask[: edge or 0] = False
     if not mask.any():
         raise ValueError(
             "the chat template marked nothing of the conversation with {% generation %}. Put the markers "
             "around what the assistant says."
         )
     return ids, mask
-
-
-def _end_of_prompt(
-    writer: _Writer, messages: list[Message], first: int, text: str, *, alone: bool
-) -> int | None:
-    """Return the token at which the answer ``first`` begins; None if only markers can find it."""
-    try:
-        start, _ = _turn(writer, messages, first, text)
-        return _cut(writer.tokenizer, text, [start])[1][start]
-    except ValueError:
-        if alone:
-            raise
-        return None
 
 
 def _generated(writer: _Writer, messages: list[Message], text: str, template: str) -> Spans:

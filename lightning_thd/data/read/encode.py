@@ -165,9 +165,6 @@ class Encoder:
     def _together(self, texts: list[str]) -> list[Ids]:
         """Encode by a tokenizer of transformers, and end each row."""
         tokenizer: Any = self.tokenizer
-        if not getattr(tokenizer, "is_fast", False):
-            encoded = tokenizer(texts, return_attention_mask=False)["input_ids"]
-            return [self._ended(as_ids(row)) for row in encoded]
         lists = tokenizer(texts, return_attention_mask=False, return_token_type_ids=False)["input_ids"]
         eos = self._eos if self.append_eos else None
         if eos is not None:

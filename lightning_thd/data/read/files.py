@@ -21,16 +21,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_thd._imports import require
 from lightning_thd.data.store.cache import build_once, cache_folder, content_of
 
-Kind = Literal["JSONL", "JSON", "table", "column", "text", "refused"]
+Kind = Literal["JSONL", "JSON", "column", "text", "refused"]
 # What is known of a suffix, for datasets and streams.
 _SUFFIXES: dict[Kind, str] = {
     "JSONL": ".jsonl .ndjson",
     "JSON": ".json",
-    "table": ".csv .tsv",
     "column": ".parquet .arrow .feather",
     "text": ".txt .md .rst .py .c .h .cpp .html .xml .log .tex",
     # Read as one document of text, these would train on noise.
-    "refused": ".zip .tar .npy .npz .bin .pt .safetensors .pdf .docx .png .jpg",
+    "refused": ".csv .tsv .zip .tar .npy .npz .bin .pt .safetensors .pdf .docx .png .jpg",
 }
 KINDS: dict[str, Kind] = {suffix: kind for kind, row in _SUFFIXES.items() for suffix in row.split()}
 # Compression suffix -> what begins to unpack one member.
@@ -87,9 +86,9 @@ def is_paths(source: object) -> bool:
     named = [isinstance(entry, Path) or _looks_like_a_path(entry) for entry in head]
     if any(named) and not all(named):
         raise ValueError(
-            f"The list has {len(source)} strings, of which {sum(named)} name files, for example "
-            f"{str(source[named.index(True)])!r}, and {str(source[named.index(False)])[:60]!r} is none. Give "
-            "only paths, or only documents, as dicts {'text': ...} where they look like paths."
+            f"The list has {len(source)} strings, of which {sum(named)} name files, and "
+            f"{str(source[named.index(False)])[:60]!r} is none. Give only paths, or documents as "
+            "{'text': ...}."
         )
     return all(named)
 
@@ -102,9 +101,7 @@ def _looks_like_a_path(text: str) -> bool:
     if any(sign in text for sign in "*?[") and next(_matches(text), None):
         return True
     known = is_data(text)
-    if known and (" " not in text or Path(text).exists()):
-        return True
-    return ("/" in text or known) and Path(text).exists()
+    return (known and " " not in text) or ((known or "/" in text) and Path(text).exists())
 
 
 def find_files(source: Paths, *, cache_dir: str | Path | None = None) -> list[SourceFile]:
@@ -149,18 +146,16 @@ def expand(source: str | Path) -> list[str]:
 
 def _in_folder(folder: Path) -> list[Path]:
     """List the data files in a folder, which must be of one kind."""
-    if (folder / "dataset_dict.json").is_file():
-        splits = [each.parent.name for each in sorted(folder.glob("*/state.json"))]
-        raise ValueError(f"{folder} holds the splits {', '.join(splits)}. Pass one, '{folder}/<split>'.")
-    if (folder / "state.json").is_file() and (
-        folder / "dataset_info.json"
-    ).is_file():  # save_to_disk wrote it
-        entries = json.loads((folder / "state.json").read_text())["_data_files"]
-        return [folder / Path(entry["filename"]).name for entry in entries]
+    if (folder / "dataset_dict.json").is_file() or (folder / "dataset_info.json").is_file():
+        raise ValueError(
+            f"{folder} was saved by datasets. Pass datasets.load_from_disk of it, or of a split."
+        )
     kinds: dict[str, list[Path]] = {}
     left_out: list[Path] = []
-    for file in sorted(_below(folder)):
-        if not (file.is_file() or file.is_symlink()):  # a link to nothing is refused when it is opened
+    for file in sorted(folder.rglob("*")):
+        if file.is_dir():
+            if file.is_symlink():
+                raise ValueError(f"{file} is a link to a folder, which is not followed. Give it in a list.")
             continue
         parts = file.relative_to(folder).parts
         hidden = any(part.startswith((".", "_")) for part in parts)
@@ -177,17 +172,6 @@ def _in_folder(folder: Path) -> list[Path]:
             f"have no suffix of data: {names}{', ...' if len(left_out) > 4 else ''}"
         )
     return found
-
-
-def _below(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
-    """Yield what is below a folder, through links to other folders, but not to one that it is in."""
-    here = folder.resolve()
-    above |= {here, *here.parents}
-    for entry in folder.iterdir():
-        if not entry.is_dir():
-            yield entry
-        elif entry.resolve() not in above:
-            yield from _below(entry, above)
 
 
 def _one_kind(folder: Path, kinds: dict[str, list[Path]]) -> list[Path]:
@@ -236,8 +220,9 @@ def _local(name: str, cache_dir: str | Path | None) -> SourceFile:
     suffix = suffix_of(name)
     if KINDS.get(suffix) == "refused":
         raise ValueError(
-            f"{name}: a {suffix} file is no text. Give .jsonl with one JSON object a line, .csv, .parquet or "
-            ".arrow with a column 'input_ids' or text, a text file, or a dataset that you have opened."
+            f"{name}: a {suffix} file is not read. Give .jsonl with one JSON object a line, .parquet or "
+            ".arrow with a column 'input_ids' or text, a text file, or a dataset that you have opened, as by "
+            "datasets.load_dataset('csv', data_files=...)."
         )
     path = Path(name)
     if "://" in name:

@@ -5,7 +5,6 @@ A record that cannot be read comes as ``Bad``, so that the caller may skip it an
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning_thd._imports import require
-from lightning_thd.batch.keys import names as keys_of
 from lightning_thd.data.read.files import KINDS, SourceFile
 from lightning_thd.data.store.columns import map_arrow
 from lightning_thd.data.store.index import MapDataset
@@ -23,9 +21,6 @@ CHUNK_BYTES = 1 << 22  # bytes of text in a chunk: about 4 s of a tokenizer at 1
 _CHUNK_ROWS = 1024
 _BATCH_ROWS = 256  # rows of columns that are unpacked at a time
 _BOM = b"\xef\xbb\xbf"
-_NUMBERS = frozenset(
-    keys_of("token", "type", "weight", "other_weight", "label", "mask")
-)  # columns of a table
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,40 +109,6 @@ def _json(file: SourceFile, start: int, stop: int) -> Iterator[Placed]:
     for i, entry in enumerate(_json_entries(file)[start:stop], start):
         known = isinstance(entry, str | dict)
         yield f"{file.name}, entry {i}", entry if known else Bad(f"a {type(entry).__name__}, not an object.")
-
-
-def _rows_of_table(file: SourceFile) -> Iterator[Placed]:
-    """Read a table as dicts of the column names in its first line; cells are strings, but for numbers."""
-    csv.field_size_limit(2**31 - 1)  # documents are longer than the module's 128 KiB
-    with file.path.open(encoding="utf-8-sig", newline="") as opened:
-        reader = csv.DictReader(opened, delimiter="\t" if file.suffix == ".tsv" else ",", strict=True)
-        line = 1
-        try:
-            names = list(reader.fieldnames or ())
-            if not names or len(set(names)) != len(names):
-                raise ValueError(
-                    f"{file.name}: its first line {','.join(names)[:80]!r} gives no column names, each once."
-                )
-            line = reader.line_num + 1
-            for row in reader:
-                cells = {name: _value(cell) if name in _NUMBERS else cell for name, cell in row.items()}
-                whole = None not in row and None not in row.values()
-                yield (
-                    f"{file.name}, line {line}",
-                    cells if whole else Bad(f"other than {len(names)} cells, for the columns {names}."),
-                )
-                line = reader.line_num + 1
-        except (csv.Error, UnicodeDecodeError) as err:
-            raise ValueError(
-                f"{file.name}, from line {line} on: the table cannot be read ({err}). Write UTF-8, quotes "
-                "inside of quoted cells twice, and close them; or give .jsonl."
-            ) from err
-
-
-def _value(cell: Any) -> Any:
-    """Read a cell of numbers, such as ``1`` or ``[1, 0]``; one of text stays as it is."""
-    found = parse_json(cell) if isinstance(cell, str) else cell
-    return found if isinstance(found, int | float | list) else cell
 
 
 def _documents(files: list[SourceFile]) -> Iterator[Placed]:
@@ -245,8 +206,6 @@ def file_chunks(files: list[SourceFile], *, chunk_bytes: int = CHUNK_BYTES) -> l
         elif kind == "JSON":
             starts = range(0, len(_json_entries(file)), _CHUNK_ROWS)
             chunks += [partial(_json, file, at, at + _CHUNK_ROWS) for at in starts]
-        elif kind == "table":
-            chunks.append(partial(_rows_of_table, file))
         else:
             first = 0
             for part, size in enumerate(part_sizes(file)):

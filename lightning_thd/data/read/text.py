@@ -56,7 +56,7 @@ def read_documents(path: Paths, *, text_key: str = "text") -> Iterator[str]:
     """Yield the documents of files of text, or of records with text under a key.
 
     Args:
-        path: as for ``THDDataModule``: a JSONL, CSV, Parquet or text file, a folder of them or a glob. A text
+        path: as for ``THDDataModule``: a JSONL, Parquet or text file, a folder of them or a glob. A text
             file is one document.
         text_key: the key of the text in a record.
 

@@ -26,11 +26,7 @@ _BLOCK_BYTES = 1 << 20
 _SAMPLES = 64  # blocks that are hashed of a file that is too large to hash whole
 _TELL_AFTER_S = 10.0  # seconds of waiting for another process before a line says so
 _WAIT_ENV = "LIGHTNING_THD_CACHE_TIMEOUT"  # seconds
-_FULL = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the quota of the disk is used up",
-    errno.EFBIG: "a limit on the size of files was reached, see ulimit -f",
-}
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, a quota or a limit on the size of files is full
 
 
 class CacheError(OSError):
@@ -109,10 +105,9 @@ def cache_errors(folder: Path) -> Iterator[None]:
         at_cache = bool(place) and (place.startswith(str(folder.parent)) or str(folder).startswith(place))
         if err.errno not in _FULL and not at_cache:
             raise  # the source raised it, and names itself
-        what = _FULL.get(err.errno or 0, str(err))
         raise CacheError(
             err.errno,
-            f"The cache {folder} cannot be written ({what}). Pass cache_dir= (or set XDG_CACHE_HOME), a "
+            f"The cache {folder} cannot be written ({err}). Pass cache_dir= (or set XDG_CACHE_HOME), a "
             "folder with room that you may write to.",
         ) from err
 

@@ -16,7 +16,7 @@ from lightning_thd.batch.media import GRIDS, PIXELS
 from lightning_thd.batch.samples import MOST_ID, wrapped
 
 IntArray = NDArray[np.int64]
-Facts = tuple[IntArray, NDArray[np.bool_], IntArray]
+Facts = tuple[IntArray, IntArray, NDArray[np.bool_], IntArray]
 
 
 class ColumnRows(Dataset[dict[str, Any]]):
@@ -97,17 +97,6 @@ def visible(dataset: object, values: NDArray[Any]) -> NDArray[Any]:
     return values if indices is None else values[np.asarray(indices.column(0))]
 
 
-def _compute() -> Any:
-    return require("pyarrow.compute", feature="reading Arrow columns")
-
-
-def list_lengths(table: Any, name: str) -> IntArray:
-    """Return the length of every list of a column, int64 ``[rows]``; 0 for an absent list."""
-    pc = _compute()
-    lengths = pc.fill_null(pc.list_value_length(table.column(name)), 0)
-    return np.asarray(lengths).astype(np.int64)
-
-
 def is_list(table: Any, name: str, *, floats: bool = False) -> bool:
     """Return whether a column exists and holds lists of integers (of floats with ``floats=True``)."""
     if name not in table.column_names:
@@ -149,19 +138,18 @@ def count_columns(dataset: object) -> Counted | None:
         return None
     if any(name in table.column_names and not is_list(table, name) for name in ("labels", "attention_mask")):
         return None
-    lengths = list_lengths(table, "input_ids")
-    _, wrong, most_of = _facts(table, "input_ids", lambda values: (values < 0) | (values > MOST_ID))
+    lengths, _, wrong, most_of = _facts(table, "input_ids", lambda values: (values < 0) | (values > MOST_ID))
     loss_tokens = np.maximum(lengths - 1, 0)
     if "labels" in table.column_names:
-        loss_tokens, bad, _ = _facts(
+        found, loss_tokens, bad, _ = _facts(
             table,
             "labels",
             lambda values: ((values < 0) & (values != IGNORE_INDEX)) | (values > MOST_ID) | wrapped(values),
         )
-        wrong = wrong | bad | (list_lengths(table, "labels") != lengths)
+        wrong = wrong | bad | (found != lengths)
     if "attention_mask" in table.column_names:
-        wrong = wrong | _facts(table, "attention_mask", lambda values: values != 1)[1]
-        wrong |= list_lengths(table, "attention_mask") != lengths
+        found, _, bad, _ = _facts(table, "attention_mask", lambda values: values != 1)
+        wrong = wrong | bad | (found != lengths)
     most = visible(dataset, most_of)
     at = int(most.argmax()) if len(most) else 0
     return Counted(
@@ -182,9 +170,10 @@ def without_pixels(dataset: Any) -> Any:
 
 
 def _facts(table: Any, name: str, refuse: Callable[[NDArray[Any]], NDArray[np.bool_]]) -> Facts:
-    """Return targets, faults and the largest value of every row of a column of lists."""
-    pc = _compute()
-    parts: list[Facts] = [(np.empty(0, np.int64), np.empty(0, bool), np.empty(0, np.int64))]
+    """Return length, targets, faults and the largest value of every row of a column of lists."""
+    pc = require("pyarrow.compute", feature="reading Arrow columns")
+    nothing = np.empty(0, np.int64)
+    parts: list[Facts] = [(nothing, nothing, np.empty(0, bool), nothing)]
     for chunk in table.column(name).chunks:
         values = chunk.flatten()
         lengths = np.asarray(pc.fill_null(pc.list_value_length(chunk), 0)).astype(np.int64)
@@ -200,6 +189,6 @@ def _facts(table: Any, name: str, refuse: Callable[[NDArray[Any]], NDArray[np.bo
             targets[rows] = np.add.reduceat(learned, begins, dtype=np.int64)
             wrong[rows] = np.logical_or.reduceat(bad, begins)
             most[rows] = np.maximum.reduceat(array, begins)
-        parts.append((targets, wrong, most))
-    targets, wrong, most = (np.concatenate(column) for column in zip(*parts, strict=True))
-    return targets, wrong, most
+        parts.append((lengths, targets, wrong, most))
+    lengths, targets, wrong, most = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return lengths, targets, wrong, most
