@@ -27,8 +27,9 @@ from benchmarks.balance import megatron
 from benchmarks.results import less
 from lightning_thd import Sequences, THDDataModule
 from lightning_thd.batch import THDStep
+from lightning_thd.data.loader import Made
 from lightning_thd.data.streams import Stream
-from lightning_thd.data.streams.engine import Engine, EngineStep
+from lightning_thd.data.streams.engine import Engine
 from lightning_thd.data.streams.intake import Tally, Told
 from lightning_thd.data.streams.ranks import moved_bytes
 from lightning_thd.data.streams.samples import META
@@ -125,7 +126,7 @@ def train(rank: int, ranks: int, count: int) -> tuple[float, float, float, float
     model = torch.nn.Sequential(torch.nn.Embedding(1000, 256), *layers, torch.nn.Linear(256, 1000))
     stream_s, made = [0.0], Engine.make
 
-    def timed(engine: Engine) -> EngineStep | None:
+    def timed(engine: Engine) -> Made | None:
         started = time.thread_time()
         step = made(engine)
         stream_s[0] += time.thread_time() - started

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +221,7 @@ class THDDataModule(LogsSources):
         Raises:
             MisconfigurationException: when ``global_batch`` contradicts them.
         """
-        link.check_packs(self.global_batch, ranks=ranks, accumulate=accumulate)
+        link.check_step(self.global_batch, ranks=ranks, accumulate=accumulate)
         self._attached = link.Host(
             rank=rank,
             ranks=ranks,
@@ -337,7 +338,6 @@ class THDDataModule(LogsSources):
             return running
         loader = self._streamed(streams, kind)
         self._streamed_with = now, self.trainer, loader
-        link.refuse_cut_steps(self.trainer, loader)
         if running is not None:
             states = [running.state_dict()]
         elif last is not None and of is not None and of is self.trainer and not of.ckpt_path:
@@ -367,16 +367,12 @@ class THDDataModule(LogsSources):
         classifier, predicts = link.sequence_classifier(host.model), name.partition("/")[0] == "predict"
         if classifier is not None and not predicts:
             sets.refuse_class_names(name, self._sources[name], settings.opener, classifier)
+        collate = partial(
+            settings.collator(host), share_prefixes=settings.share_prefixes, set_name=name.partition("/")[2]
+        )
+        one_each = settings.opener.packed != "off"
         maker = BatchMaker(
-            dataset=rows,
-            index=index,
-            align=host.alignment,
-            pad_to=settings.pad_to,
-            vocab_size=vocab_size,
-            **link.model_counts(host.model),
-            one_each=settings.opener.packed != "off",
-            share_prefixes=settings.share_prefixes,
-            set_name=name.partition("/")[2],
+            dataset=rows, index=index, collate=collate, vocab_size=vocab_size, one_each=one_each
         )
         steps = PlannedSteps(
             planner,

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from queue import SimpleQueue
 from threading import Thread
@@ -27,7 +27,6 @@ from torch.utils.data import DataLoader, Sampler, get_worker_info
 from torch.utils.data import Dataset as TorchDataset
 
 from lightning_thd._workers import end_with_parent
-from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.batch.collate import sequence_labels
 from lightning_thd.batch.samples import sequence_label
@@ -45,7 +44,6 @@ from lightning_thd.packing import PackPlanner, Spans, StepPlan
 from lightning_thd.packing.mixtures import MixturePlanner
 from lightning_thd.packing.sharing import SharedPlanner, SharedStepPlan
 from lightning_thd.parallel.context.shared_step import SharedStep, digest_of
-from lightning_thd.stats import Vision, Window
 
 T = TypeVar("T")
 Planner = PackPlanner | MixturePlanner
@@ -93,8 +91,8 @@ class Steps(Protocol):
     def source_of(self, ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """Return the number of the source of each sequence id."""
 
-    def length(self, epoch: int) -> int:
-        """Return the number of batches of an epoch; raise TypeError if it is unknown."""
+    def length(self, epoch: int) -> int | None:
+        """Return the number of batches of an epoch, None if it is unknown."""
 
     def steps(self, at: Position, limit: int | None) -> Iterator[Made]:
         """Make the steps from a position on; a Trainer takes at most ``limit`` batches of the epoch."""
@@ -154,21 +152,15 @@ class THDLoader:
         return getattr(self.source, "counts", {})
 
     @property
-    def dataset(self) -> Any:
-        """Refuse the dataset, which libraries ask for to skip batches or to share them out to processes."""
-        raise AttributeError(
-            "A THDLoader has no dataset to take batches of: it gives this rank's packs, and its state_dict() "
-            "is its position. To skip what was used, load that state, as accelerator.load_state and "
-            "fabric.load do."
-        )
-
-    @property
     def epoch(self) -> int:
         """Return the number of the epoch that is under way, or comes next."""
         return self._at.epoch
 
     def __len__(self) -> int:
-        return self.source.length(self._at.epoch)
+        length = self.source.length(self._at.epoch)
+        if length is None:
+            raise TypeError("A stream has no length. Pass steps_per_epoch to give its epochs one.")
+        return length
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch from its start, unless it is the one under way; a stream goes on where it is."""
@@ -209,7 +201,13 @@ class THDLoader:
         self._handed_out, handed, self._open = 0, 0.0, True
         self._begun_at = 0 if self._progress is None else self._progress.total()
         self._indices.clear()
-        limit = None if self._progress is None else self._progress.limit(self._length(at.epoch))
+        limit = None if self._progress is None else self._progress.limit(self.source.length(at.epoch))
+        if limit is not None and limit % self.per_step and self.source.goes_on:
+            raise MisconfigurationException(
+                f"limit_train_batches (which fast_dev_run sets too) takes {limit} batches of a stream, whose "
+                f"steps of {self.per_step} packs a rank are made whole: the last would be cut. Take another "
+                f"multiple of {self.per_step}."
+            )
         left = math.inf if limit is None else limit - at.step * self.per_step
         source = self._timed(self.source.steps(at, limit))
         while not at.ended and handed < left:
@@ -233,12 +231,6 @@ class THDLoader:
         if not self.source.goes_on:
             self._at = Position(epoch=self._at.epoch + 1, ended=True)
 
-    def _length(self, epoch: int) -> int | None:
-        try:
-            return self.source.length(epoch)
-        except TypeError:
-            return None
-
     def _after(self, at: Position, made: Made, *, ended: bool) -> Position:
         step, whole = at.step + 1, self.source.steps_per_epoch
         if ended or (made.last if whole is None else step == whole):
@@ -249,15 +241,7 @@ class THDLoader:
         given = iter(items)
         while True:
             began = time.perf_counter()
-            try:
-                item: T | None = next(given, None)
-            except ConnectionError as err:  # torch's own message names only a socket
-                if "in DataLoader worker" in str(err):  # the data set's own
-                    raise
-                raise RuntimeError(
-                    f"A DataLoader worker died while its batch was read ({err}), often for want of memory. "
-                    "Lower num_workers, prefetch_factor or capacity; the system's log may say why."
-                ) from err
+            item: T | None = next(given, None)
             self.waited_s += time.perf_counter() - began
             if item is None:
                 return
@@ -281,7 +265,8 @@ class THDLoader:
 
     def _take_back(self) -> None:
         """Queue again a stream's steps that the Trainer has dropped; warn if planned steps come twice."""
-        if self._open and self._progress is None and self._handed_out > 1 and not self._repeats:
+        repeats = self.source.goes_on or getattr(self.source, "fixed_order", False)
+        if self._open and self._progress is None and self._handed_out > 1 and not repeats:
             rank_zero_warn(
                 f"A loader of {len(self)} batches is iterated again after {self._handed_out} of epoch "
                 f"{self.epoch}, and gives them again. To go on with the rest, keep one iterator over it, or "
@@ -296,10 +281,6 @@ class THDLoader:
             self._again.extendleft(reversed([made for _, made in dropped]))
             for _ in dropped[: len(self.tokens)]:  # They are counted again when they are handed out again.
                 self.tokens.pop()
-
-    @property
-    def _repeats(self) -> bool:
-        return self.source.goes_on or (isinstance(self.source, PlannedSteps) and self.source.fixed_order)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last whole step that is done, the same on every rank."""
@@ -445,14 +426,9 @@ class BatchMaker:
 
     dataset: MapDataset
     index: SequenceIndex
-    align: Alignment | None = None
-    pad_to: int | None = None
+    collate: Callable[..., THDBatch] = collate_checked  # samples, their ids and scales -> batch
     vocab_size: int | None = None
-    windows: tuple[Window, ...] = ()
-    vision: Vision | None = None
     one_each: bool = False  # refuse rows whose position_ids mark several sequences
-    share_prefixes: bool = False
-    set_name: str = ""
 
     def batch(self, spans: Spans, scales: Scales = (None, None, None), microbatch: int = 0) -> THDBatch:
         """Read and collate a pack; without scales its loss is the mean over this batch."""
@@ -469,19 +445,13 @@ class BatchMaker:
             if not isinstance(self.dataset, MixedRows):
                 raise
             raise ValueError(f"{err} It is {self.dataset.place(i)}.") from err
-        batch = collate_checked(
+        batch = self.collate(
             samples,
-            align=self.align,
-            windows=self.windows,
-            vision=self.vision,
-            pad_to=self.pad_to,
             sequence_ids=spans.index.tolist(),
             loss_scale=scales[0],
             sequence_scale=scales[1],
             token_scale=scales[2],
             microbatch=microbatch,
-            set_name=self.set_name,
-            share_prefixes=self.share_prefixes,
         )
         if not samples and sequence_label(first := self.dataset[0], "Sequence 0"):
             batch = batch.replace(extras={"labels": sequence_labels([first])[:0]})
@@ -630,7 +600,8 @@ class Batches(TorchDataset[Batch]):
             assert isinstance(self._planner, SharedPlanner)
             degrees, batches = plan.degrees[self._rank].tolist(), []
             for at, (spans, degree) in enumerate(zip(own, degrees, strict=True)):
-                maker = replace(self._maker, align=self._planner.sharing.align(degree))
+                collate = partial(self._maker.collate, align=self._planner.sharing.align(degree))
+                maker = replace(self._maker, collate=collate)
                 batches.append(maker.batch(spans, tuple(scale / degree for scale in scales), at))
             return SharedStep(batches, degrees, digest_of(plan.degrees))
         if self._kind == "step":

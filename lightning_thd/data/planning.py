@@ -12,22 +12,23 @@ import numpy as np
 import numpy.typing as npt
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_thd._checks import choice, flags, whole_number
+from lightning_thd._checks import choice, flags, instance, whole_number
 from lightning_thd.batch.keys import TYPES, inputs
 from lightning_thd.batch.media import ExtrasCost, patch_table
+from lightning_thd.batch.thd_batch import THDBatch, collate_checked
 from lightning_thd.data.loader import Planner
 from lightning_thd.data.read.sources import Opener
 from lightning_thd.data.sets import DataSet
 from lightning_thd.data.store.cache import cached_arrays
 from lightning_thd.data.store.index import Empty, MapDataset, refuse_cuts
-from lightning_thd.data.trainer_link import Host, model_cost, model_patch
+from lightning_thd.data.trainer_link import Host, model_cost, model_counts, model_patch
 from lightning_thd.packing import Cost, PackPlanner, Packs, Scheduler, Sequences
 from lightning_thd.packing.entries import Oversize
 from lightning_thd.packing.lengths import make_slots
 from lightning_thd.packing.mixtures import Mixing, MixturePlanner, make_mixture
 from lightning_thd.packing.planner import Tail, media_digest
 from lightning_thd.packing.prefixes import PrefixPlanner
-from lightning_thd.packing.sharing import SharedPlanner
+from lightning_thd.packing.sharing import SharedPlanner, Sharing
 
 T = TypeVar("T")
 
@@ -66,24 +67,13 @@ class DataSettings:
 
     def __post_init__(self) -> None:
         advice = "Pass the tokens of a pack: 8_192."
-        capacity = whole_number(self.capacity, "capacity", least=None, advice=advice)
+        capacity = whole_number(self.capacity, "capacity", least=1, advice=advice)
         object.__setattr__(self, "capacity", capacity)
-        if capacity < 1:
-            raise ValueError(
-                f"capacity={capacity}: a pack holds at least 1 token. Pass the tokens of a pack."
-            )
-        if self.global_batch is not None and not isinstance(self.global_batch, Packs | Sequences):
-            raise TypeError(
-                f"global_batch is a {type(self.global_batch).__name__}. Pass Packs(n), Sequences(n) or None."
-            )
+        if self.global_batch is not None:
+            instance(self.global_batch, "global_batch", Packs, Sequences)
         choice(self.oversize, "oversize", *get_args(Oversize))
         choice(self.empty, "empty", *get_args(Empty))
         choice(self.tail, "tail", *get_args(Tail))
-        if self.extras_cost is not None and not callable(self.extras_cost):
-            raise TypeError(
-                f"extras_cost is a {type(self.extras_cost).__name__}. Pass a function from a row to the "
-                "number of its image patches."
-            )
         for name in ("pad_to", "vocab_size", "max_patches"):
             if getattr(self, name) is not None:
                 whole_number(getattr(self, name), name, least=1)
@@ -99,6 +89,10 @@ class DataSettings:
         """Return what one optimizer step takes: by default one pack a rank (or largest group) a batch."""
         groups = host.ranks if host.sharing is None else max(1, host.ranks // host.sharing.max_degree)
         return self.global_batch or Packs(groups * host.accumulate)
+
+    def collator(self, host: Host) -> partial[THDBatch]:
+        """Return the function that collates checked samples for the model of a host."""
+        return partial(collate_checked, align=host.alignment, pad_to=self.pad_to, **model_counts(host.model))
 
     def pins(self, host: Host) -> bool:
         """Return whether batches are page-locked."""
@@ -125,7 +119,7 @@ def make_planner(
     sharing = host.sharing if training else None
     capacity, oversize = settings.capacity, settings.oversize
     if sharing is not None:
-        _refuse_with_sharing(data, settings, host)
+        _refuse_with_sharing(data, settings, host, sharing)
     if not training and oversize == "error":
         oversize = "own_pack"  # so that nothing is lost
     largest = capacity if sharing is None else capacity * sharing.max_degree
@@ -225,34 +219,21 @@ def _refuse_sharing_prefixes(data: DataSet, host: Host) -> None:
         )
 
 
-def _refuse_with_sharing(data: DataSet, settings: DataSettings, host: Host) -> None:
+def _refuse_with_sharing(data: DataSet, settings: DataSettings, host: Host, sharing: Sharing) -> None:
     """Refuse what cannot be planned if long sequences are shared by several ranks."""
-    if data.weights is not None:
-        raise ValueError(
-            "context_parallel_size='dynamic' plans one source, not a mixture. Give a number of ranks, or "
-            "one source."
-        )
-    if host.sharing is not None and host.alignment != host.sharing.align(1):
-        raise ValueError(
-            f"context_parallel_size='dynamic' with a precision that aligns packs ({host.alignment}): that "
-            "is known for one degree only. Set a fixed context_parallel_size, or another precision."
-        )
-    if settings.max_patches is not None:
-        raise ValueError(
-            f"max_patches={settings.max_patches} under context_parallel_size='dynamic', which no batch with "
-            "images can use. Leave it out, or set a fixed context_parallel_size of 1."
-        )
-    if settings.pad_to is not None:
-        raise ValueError(
-            f"pad_to={settings.pad_to} under context_parallel_size='dynamic': packs of different degrees are "
-            "padded by different multiples. Leave pad_to out."
-        )
-    if settings.oversize == "own_pack":
-        raise ValueError(
-            "oversize='own_pack' under context_parallel_size='dynamic' would put a sequence above the "
-            "capacity of its ranks. Raise max_context_parallel_size, or set oversize='drop', 'truncate' or "
-            "'split'."
-        )
+    clashes = {
+        "a mixture": data.weights is not None,
+        f"a precision that aligns packs ({host.alignment})": host.alignment != sharing.align(1),
+        f"max_patches={settings.max_patches}": settings.max_patches is not None,
+        f"pad_to={settings.pad_to}": settings.pad_to is not None,
+        "oversize='own_pack'": settings.oversize == "own_pack",
+    }
+    for what, clashing in clashes.items():
+        if clashing:
+            raise ValueError(
+                f"{what} under context_parallel_size='dynamic', which plans the degree of each sequence of "
+                "one source. Leave it out, or set a fixed context_parallel_size."
+            )
 
 
 def counts_of(data: DataSet, planner: Planner) -> dict[str, int]:

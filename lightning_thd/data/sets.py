@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset
 
 from lightning_thd.batch.media import COLUMNS, ExtrasCost
 from lightning_thd.data.read.sources import Opener, Source
@@ -18,21 +19,13 @@ from lightning_thd.data.store.index import Empty, MapDataset, SequenceIndex, bui
 _BAR_FROM = 10_000  # sequences: below it counting takes less than a second
 
 
-class MixedRows(Dataset[dict[str, Any]]):
+class MixedRows(ConcatDataset[dict[str, Any]]):
     """A dataset made of several datasets laid end to end."""
 
     def __init__(self, datasets: Mapping[str, Any]) -> None:
+        super().__init__(datasets.values())
         self.names = tuple(datasets)
-        self.datasets = list(datasets.values())
-        self._ends = np.cumsum([len(dataset) for dataset in self.datasets])
         self.skipped = sum(int(getattr(dataset, "skipped", 0)) for dataset in self.datasets)
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        source, row = self._find(i)
-        return self.datasets[source][row]  # type: ignore[no-any-return]
 
     @property
     def keeps_rows(self) -> bool:
@@ -41,16 +34,8 @@ class MixedRows(Dataset[dict[str, Any]]):
 
     def place(self, i: int) -> str:
         """Return the source and row of a sequence as text, for messages."""
-        source, row = self._find(i)
-        return f"row {row} of {self.names[source]!r}"
-
-    def _find(self, i: int) -> tuple[int, int]:
-        if not 0 <= i < len(self):
-            raise IndexError(
-                f"Sequence {i} was asked of {len(self)}. Pass a number from 0 to {len(self) - 1}."
-            )
-        source = int(np.searchsorted(self._ends, i, side="right"))
-        return source, i - (int(self._ends[source - 1]) if source else 0)
+        source = bisect_right(self.cumulative_sizes, i)
+        return f"row {i - [0, *self.cumulative_sizes][source]} of {self.names[source]!r}"
 
 
 def join_indices(indices: list[SequenceIndex]) -> SequenceIndex:
@@ -58,27 +43,25 @@ def join_indices(indices: list[SequenceIndex]) -> SequenceIndex:
     counts = [len(index.lengths) for index in indices]
     starts = (np.cumsum(counts) - counts).tolist()
     pairs = list(zip(indices, starts, strict=True))
-    weights = sequence_weights = np.empty(0)
-    if any(len(index.weights) for index in indices):
-        weights = np.concatenate([x.weights if len(x.weights) else x.loss_tokens for x in indices])
-        sequence_weights = np.concatenate(
-            [x.sequence_weights if len(x.weights) else np.ones(len(x.lengths)) for x in indices]
-        )
-    sizes: NDArray[np.integer] = indices[0].sizes
-    if any(len(index.sizes) for index in indices):
-        sizes = np.concatenate(
-            [x.sizes if len(x.sizes) else np.zeros((len(x.lengths), COLUMNS), np.int64) for x in indices]
-        )
+
+    def joined(name: str, without: Callable[[SequenceIndex], NDArray[Any]]) -> NDArray[Any]:
+        """Join a column; an index without it gets other values, unless none has it."""
+        columns: list[NDArray[Any]] = [getattr(index, name) for index in indices]
+        if not any(map(len, columns)):
+            return columns[0]
+        filled = [x if len(x) else without(index) for x, index in zip(columns, indices, strict=True)]
+        return np.concatenate(filled)
+
     most, start = max(pairs, key=lambda pair: int(pair[0].largest[0]))
     return SequenceIndex(
         lengths=np.concatenate([index.lengths for index in indices]),
         loss_tokens=np.concatenate([index.loss_tokens for index in indices]),
         media=np.concatenate([index.media + start for index, start in pairs]),
-        weights=weights,
-        sequence_weights=sequence_weights,
+        weights=joined("weights", lambda index: index.loss_tokens),
+        sequence_weights=joined("sequence_weights", lambda index: np.ones(len(index.lengths))),
         largest=np.array([most.largest[0], most.largest[1] + start]),
         bad=np.concatenate([index.bad + start for index, start in pairs]),
-        sizes=sizes,
+        sizes=joined("sizes", lambda index: np.zeros((len(index.lengths), COLUMNS), np.int64)),
         seen=all(index.seen for index in indices),
         checked=all(index.checked for index in indices),
     )

@@ -189,52 +189,25 @@ def check_trainer(trainer: L.Trainer | None, step: Packs | Sequences | None) -> 
             "The model was converted to Transformer Engine's FP8, and this Trainer has no FP8Precision: its "
             "layers multiply in high precision outside fp8_context(model). Pass plugins=FP8Precision(...)."
         )
-    if host.whole_steps:
-        ranks = 1 if host.sharing is not None else host.ranks  # a plan of degrees needs no whole packs
-        check_whole_steps(step, ranks=ranks, accumulate=host.accumulate)
-    elif not (accumulates_itself(trainer) and isinstance(step, Packs) and step.n % host.ranks == 0):
-        check_packs(step, ranks=host.ranks, accumulate=host.accumulate)
+    # A module that runs its optimizers decides how many batches make a step.
+    own = module is not None and not module.automatic_optimization and isinstance(step, Packs)
+    ranks = 1 if host.sharing is not None else host.ranks  # a plan of degrees needs no whole packs
+    check_step(step, ranks=ranks, accumulate=host.accumulate, whole=host.whole_steps or own)
 
 
-def accumulates_itself(trainer: L.Trainer) -> bool:
-    """Return whether the module runs its optimizers, and so decides how many batches make a step."""
-    module = trainer.lightning_module
-    return module is not None and not module.automatic_optimization
-
-
-def check_whole_steps(step: Packs | Sequences | None, *, ranks: int, accumulate: int) -> None:
-    """Refuse accumulation and packs that do not suit a strategy running a whole step in one batch."""
-    if accumulate != 1:
+def check_step(step: Packs | Sequences | None, *, ranks: int, accumulate: int, whole: bool = False) -> None:
+    """Refuse a ``global_batch`` that contradicts ranks and accumulation; ``whole`` if a batch is a step."""
+    if accumulate != 1 and (whole or isinstance(step, Sequences)):
         raise MisconfigurationException(
-            f"accumulate_grad_batches={accumulate}, but a pipeline or context_parallel_size='dynamic' runs "
-            "all microbatches of a step in one batch. Set accumulate_grad_batches=1 and "
-            f"global_batch=Packs({ranks * accumulate}), or Sequences(n)."
+            f"accumulate_grad_batches={accumulate}, but a pipeline, context_parallel_size='dynamic' and "
+            "global_batch=Sequences(n) run all microbatches of a step in one batch. Set gradient "
+            "accumulation to 1. See docs/reference/messages.md#steps."
         )
-    if isinstance(step, Packs) and step.n % ranks:
-        raise MisconfigurationException(
-            f"global_batch={step} does not divide over {ranks} data-parallel ranks. Set a multiple of "
-            f"{ranks}."
-        )
-
-
-def check_packs(step: Packs | Sequences | None, *, ranks: int, accumulate: int) -> None:
-    """Refuse a ``global_batch`` that contradicts the number of ranks and the accumulation."""
-    if isinstance(step, Packs) and step.n != ranks * accumulate:
+    if isinstance(step, Packs) and (step.n % ranks if whole else step.n != ranks * accumulate):
         raise MisconfigurationException(
             f"global_batch={step} but {ranks} data-parallel ranks x accumulate_grad_batches={accumulate} "
-            f"make {ranks * accumulate} packs a step. Set Packs({ranks * accumulate}), or "
-            + (
-                f"accumulate_grad_batches={step.n // ranks}."
-                if step.n % ranks == 0
-                else f"a number of packs that {ranks} ranks divide."
-            )
-            + " See docs/reference/messages.md#steps."
-        )
-    if isinstance(step, Sequences) and accumulate != 1:
-        raise MisconfigurationException(
-            f"global_batch={step} decides by itself how many microbatches a step has, but "
-            f"accumulate_grad_batches={accumulate}. Set gradient accumulation to 1. "
-            "See docs/reference/messages.md#steps."
+            f"make {ranks * accumulate} packs a step. Set Packs({ranks * accumulate}), or accumulate as many "
+            "batches as give that number. See docs/reference/messages.md#steps."
         )
 
 
@@ -264,27 +237,6 @@ def settle_epoch(trainer: L.Trainer) -> list[Any]:
             count.completed = count.processed
         loop.restarting = True
     return []
-
-
-def refuse_cut_steps(trainer: L.Trainer | None, loader: Any) -> None:
-    """Refuse a Trainer's limit that ends an epoch inside a step, whose loss is divided by all its packs."""
-    limit = getattr(trainer, "limit_train_batches", None)
-    try:
-        total: int | None = len(loader)
-    except TypeError:  # nobody knows how many there are
-        total = None
-    share = isinstance(limit, float)
-    if limit is None or (share and total is None):
-        return
-    batches = int(limit * total) if share and total is not None else int(limit)
-    if batches % loader.per_step and (total is None or batches < total):
-        fits = -(-batches // loader.per_step) * loader.per_step
-        raise MisconfigurationException(
-            f"limit_train_batches={limit} (which fast_dev_run sets too) takes {batches} batches of a stream, "
-            f"whose steps of accumulate_grad_batches={loader.per_step} packs a rank are made whole: the last "
-            f"would train on a part of its packs by the loss of all. Take {fits}, another multiple of "
-            f"{loader.per_step}, or set accumulate_grad_batches=1."
-        )
 
 
 class Progress:

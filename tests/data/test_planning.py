@@ -19,7 +19,7 @@ from lightning_thd.data import planning
 from lightning_thd.data.read.sources import Opener
 from lightning_thd.data.sets import open_mixture, open_set
 from lightning_thd.data.store.index import build_index
-from lightning_thd.data.trainer_link import Host, check_whole_steps
+from lightning_thd.data.trainer_link import Host, check_step
 from lightning_thd.packing import Cost, balance
 from lightning_thd.packing.sharing import Sharing
 from tests.data.support import CAPACITY, make_trainer
@@ -213,19 +213,19 @@ def test_data_is_counted_once_a_node(tmp_path: Path) -> None:
 
 
 def test_packs_that_the_ranks_of_a_pipeline_do_not_divide() -> None:
-    with pytest.raises(MisconfigurationException, match="does not divide over 2 data-parallel ranks. Set a"):
-        check_whole_steps(Packs(3), ranks=2, accumulate=1)
+    with pytest.raises(MisconfigurationException, match="but 2 data-parallel ranks"):
+        check_step(Packs(3), ranks=2, accumulate=1, whole=True)
 
 
 def test_what_is_not_planned_by_degrees() -> None:
     opener, settings = Opener(), planning.DataSettings(capacity=CAPACITY)
     host = Host(ranks=2, sharing=Sharing(max_degree=2))
     mixture = open_mixture("train", {"a": (sequences(3), 1.0)}, opener, empty="error")
-    with pytest.raises(ValueError, match="context_parallel_size='dynamic' plans one source, not a mixture"):
+    with pytest.raises(ValueError, match="a mixture under context_parallel_size='dynamic', which plans"):
         planning.make_planner(mixture, settings, host, training=True)
     one = open_set("train", sequences(3), opener, empty="error")
     aligned = replace(host, alignment=Alignment(sequence_multiple=1, total_multiple=16))
-    with pytest.raises(ValueError, match="'dynamic' with a precision that aligns packs .*Set a fixed"):
+    with pytest.raises(ValueError, match="a precision that aligns packs .*set a fixed"):
         planning.make_planner(one, settings, aligned, training=True)
 
 

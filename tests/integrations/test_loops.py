@@ -353,7 +353,7 @@ def _misused(kind: str) -> str:
 MISUSED = {
     "accumulate": "ValueError: loop.backward() runs inside accelerator.accumulate(), but what the",
     "batch": "TypeError: step is a THDBatch",
-    "skip": "AttributeError: A THDLoader has no dataset to take batches of",
+    "skip": "AttributeError: 'THDLoader' object has no attribute 'dataset'",
     "optimizer": "TypeError: prepare_thd got None as optimizer; wanted a torch.optim.Opt",
     "names": "TypeError: prepare_fabric got a str, 'adam' as optimizer; wanted a torch",
 }

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch
+from lightning_thd.batch.thd_batch import collate_checked
 from lightning_thd.data.loader import BatchMaker, PlannedSteps, THDLoader
 from lightning_thd.data.store.index import build_index
 from lightning_thd.integrations.evaluation import mean_loss
@@ -76,7 +77,8 @@ def test_a_step_is_exact_over_ranks_and_microbatches(weights: str, reduction: An
     index = build_index(samples)
     weigh = partial(index.loss_weights, samples)
     planner = PackPlanner(index.lengths, 24, global_batch=Sequences(len(samples)), loss_tokens=weigh)
-    maker = BatchMaker(dataset=samples, index=index, align=Alignment(sequence_multiple=2, total_multiple=4))
+    collate = partial(collate_checked, align=Alignment(sequence_multiple=2, total_multiple=4))
+    maker = BatchMaker(dataset=samples, index=index, collate=collate)
     dp, smoothing, losses = 2, 0.1 if weights == "both" else 0.0, []
     for rank in range(dp):
         (step,) = THDLoader(PlannedSteps(planner, maker, rank=rank, dp=dp, kind="step"))

@@ -275,7 +275,7 @@ def refused(case: str) -> None:
     if case == "too_long":
         options["capacity"], message = 20, "has .* tokens but.*capacity|longest|capacity=40"
     elif case == "packs":
-        options["global_batch"], message = Packs(2), "a pipeline or context_parallel_size='dynamic' runs"
+        options["global_batch"], message = Packs(2), "a pipeline, context_parallel_size='dynamic' and"
     elif case == "tiling":
         largest, message = 4, "max_context_parallel_size=4 does not divide the 2 ranks.*size=2"
     elif case == "heads":

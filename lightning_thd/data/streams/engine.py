@@ -16,8 +16,9 @@ import numpy.typing as npt
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_thd.batch import THDStep
+from lightning_thd.data.loader import Made
 from lightning_thd.data.streams.intake import Intake, Settings
-from lightning_thd.data.streams.ranks import Wire, exchange, moved_bytes
+from lightning_thd.data.streams.ranks import Wire, exchange
 from lightning_thd.data.streams.schedule import (
     IntArray,
     Ledger,
@@ -36,16 +37,6 @@ BoolArray = npt.NDArray[np.bool_]
 ROW_BITS = 40  # The low bits of a sequence id are its row, the others the number of its shard.
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineStep:
-    """A planned, read and collated step of this rank, with the stream's state after it."""
-
-    step: THDStep  # this rank's microbatches
-    state: dict[str, Any]
-    last: bool  # the pass over the stream ends with it
-    tokens: IntArray  # real tokens of each source in the step, over all ranks, int64 ``[N]``
-
-
 class Engine:
     """Makes the steps of a stream, pass after pass; every method is a collective of the ranks that read."""
 
@@ -58,7 +49,6 @@ class Engine:
         self._intake = Intake(settings, wire)
         if state is not None:
             self._intake.marks = {shard: [mark] for shard, mark in state["marks"].items()}
-        self.moved_bytes = 0
         self._restore = None if state is None else (state, same)
         self._before = dict(self.counts)  # when the passes before had ended
         self._told: set[int] = set()  # sources whose end was announced
@@ -84,7 +74,7 @@ class Engine:
         self._given[number] = bool(ledger.cursors[source.first : source.stop].any())
         self._intake.open(number, int(ledger.rounds[number]), ledger.cursors)
 
-    def make_next(self) -> EngineStep | None:
+    def make_next(self) -> Made | None:
         """Make the next step, or nothing until the next pass is opened."""
         if self._closed:
             return None
@@ -93,20 +83,18 @@ class Engine:
         self._closed = made is None or made.last
         return made
 
-    def make(self) -> EngineStep | None:
+    def make(self) -> Made | None:
         """Plan, exchange and collate the next step; None when this pass over the stream has none left."""
+        settings = self._settings
         if self._restore is not None:
             (state, same), self._restore = self._restore, None
             found = self._intake.again(pending_rows(state))
-            self.ledger = restored(
-                state, found, dp=self._wire.ranks, same=same, source_of=self._settings.source_of
-            )
+            self.ledger = restored(state, found, dp=self._wire.ranks, same=same, source_of=settings.source_of)
         planned = self._next if self._next is not None else self._plan()
         self._next = None
         if planned is None:
             self._end_pass()
             return None
-        self.moved_bytes += moved_bytes(planned)
         microbatches = exchange(planned, self._intake.held, self._wire)
         try:
             step = self._collated(planned, microbatches)
@@ -117,7 +105,7 @@ class Engine:
         self.ledger.steps += 1
         whole = self.ledger.rounds.copy()  # passes over each source that are used up
         for table in (self.ledger.pool, *(step.table for step in self.ledger.planned)):
-            np.minimum.at(whole, self._settings.source_of[table["shard"]], table["round"])
+            np.minimum.at(whole, settings.source_of[table["shard"]], table["round"])
         last = self._restarts and int(whole.min()) > self.ledger.number
         if last:
             self.ledger.number, self.ledger.steps = self.ledger.number + 1, 0
@@ -127,10 +115,10 @@ class Engine:
             last = True
             self._end_pass()
             state = self._state()
-        sources = self._settings.source_of[planned.table["shard"]]
+        sources = settings.source_of[planned.table["shard"]]
         weights = planned.table["length"].astype(np.float64)
         tokens = np.bincount(sources, weights=weights, minlength=len(self._given)).astype(np.int64)
-        return EngineStep(step=step, state=state, last=last, tokens=tokens)
+        return Made(batches=[step], last=last, stream=state, tokens=tokens if settings.names else None)
 
     def _state(self) -> dict[str, Any]:
         """Return the state of the stream for a checkpoint, with the states of sources that have one."""
@@ -192,15 +180,12 @@ class Engine:
             target += settings.window
 
     def _tell(self, numbers: Collection[int]) -> None:
-        """Print once what follows from sources of a mixture having run dry."""
-        what = {
-            "restart": "it begins again, and keeps its share (dry='restart').",
-            "stop": "the epoch ends here; it begins again in the next, the others go on (dry='stop').",
-            "rest": "the others share what remains of the epoch (dry='rest').",
-        }[self._settings.dry]
+        """Print once that sources of a mixture ran dry."""
         for number in set(numbers) - self._told:
-            name = self._settings.sources[number].name
-            rank_zero_info(f"The source {name!r} of the mixture ran dry: {what}")
+            rank_zero_info(
+                f"The source {self._settings.sources[number].name!r} of the mixture ran dry: "
+                f"Mixing(dry={self._settings.dry!r})."
+            )
         self._told.update(numbers)
 
     def _gather(self, window: int, *, most: int | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -17,8 +17,7 @@ from lightning_thd.data.read.conversations import Records, kind_of
 from lightning_thd.data.read.encode import Encoder, Tokenizer
 from lightning_thd.data.read.vision_chat import VisionChat
 from lightning_thd.data.store.index import refuse_cut
-
-StreamOversize = Literal["error", "drop", "truncate", "own_pack"]
+from lightning_thd.packing.entries import Oversize
 
 # What every rank knows of a sequence that any rank holds; ranks send it to each other.
 META = np.dtype(
@@ -51,7 +50,7 @@ class Sampler:
     """Turns records into samples by the policies of a data module, and counts what they leave out."""
 
     capacity: int
-    oversize: StreamOversize = "error"
+    oversize: Oversize = "error"
     drop_empty: bool = False
     tokenizer: Tokenizer
     text_key: str = "text"

@@ -15,21 +15,21 @@ import numpy as np
 import numpy.typing as npt
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_thd._checks import real_number, whole_number
-from lightning_thd.batch.thd_batch import collate_checked
+from lightning_thd._checks import choice, real_number, whole_number
+from lightning_thd.batch import THDStep
 from lightning_thd.data.loader import Ahead, Kind, Made, Position
 from lightning_thd.data.planning import DataSettings
 from lightning_thd.data.read.encode import load_tokenizer
 from lightning_thd.data.read.sources import Opener
 from lightning_thd.data.read.vision_chat import VisionChat
 from lightning_thd.data.store.index import OnError
-from lightning_thd.data.streams.engine import ROW_BITS, Engine, EngineStep
+from lightning_thd.data.streams.engine import ROW_BITS, Engine
 from lightning_thd.data.streams.intake import Settings, Source
 from lightning_thd.data.streams.ranks import Peers, Wire
 from lightning_thd.data.streams.samples import Sampler
 from lightning_thd.data.streams.schedule import IntArray, Scheduling
 from lightning_thd.data.streams.shards import Shard, first_records, open_shards
-from lightning_thd.data.trainer_link import Host, model_cost, model_counts, model_patch, vocab_size
+from lightning_thd.data.trainer_link import Host, model_cost, model_patch, vocab_size
 from lightning_thd.packing import Cost, Packs
 from lightning_thd.packing.lengths import make_slots
 from lightning_thd.packing.mixtures import Mixing, check_weights, whole_shares
@@ -79,13 +79,10 @@ class Stream:
             whole_number(self.steps_per_epoch, "steps_per_epoch", least=1, advice="None has no limit.")
         if self.max_errors is not None:
             whole_number(self.max_errors, "max_errors", advice="None has no limit.")
-        if self.on_error not in (None, "raise", "skip"):
-            raise ValueError(f"on_error={self.on_error!r} is unknown. Choose 'raise' or 'skip'.")
-        if (
-            real_number(self.timeout_s, "timeout_s", advice="It is the seconds a rank waits for another.")
-            <= 0
-        ):
-            raise ValueError(f"timeout_s={self.timeout_s}; wanted seconds above 0. The default is 600.")
+        if self.on_error is not None:
+            choice(self.on_error, "on_error", "raise", "skip")
+        advice = "It is the seconds a rank waits for another."
+        real_number(self.timeout_s, "timeout_s", above=0, advice=advice)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,11 +155,9 @@ class StreamedSteps:
         self._ahead, self._pass_open = Ahead("thd-stream"), True
         self._error: Exception | None = None  # that ended the stream
 
-    def length(self, epoch: int) -> int:
+    def length(self, epoch: int) -> int | None:
         """Return the batches of an epoch of a given number of steps."""
-        if self.steps_per_epoch is None:
-            raise TypeError("A stream has no length. Pass steps_per_epoch to give its epochs one.")
-        return self.steps_per_epoch * self.per_step
+        return None if self.steps_per_epoch is None else self.steps_per_epoch * self.per_step
 
     @property
     def counts(self) -> dict[str, int]:
@@ -183,18 +178,15 @@ class StreamedSteps:
                     "A pass over the stream gave no step: it has too few sequences for one step of "
                     f"{self._settings.scheduling.step}, or none. Set tail='pad', or ask for fewer to a step."
                 )
-            step = made.step.pin_memory() if self._pin else made.step
-            yield Made(
-                batches=[step] if self.kind == "step" else step.microbatches,
-                last=made.last,
-                stream=made.state,
-                tokens=made.tokens if self.names else None,
-            )
+            (step,) = made.batches
+            assert isinstance(step, THDStep)
+            step = step.pin_memory() if self._pin else step
+            yield replace(made, batches=[step] if self.kind == "step" else step.microbatches)
 
-    def _received(self, at: Position) -> EngineStep | None:
+    def _received(self, at: Position) -> Made | None:
         """Return the next step, made by this rank or received from the rank that reads for it."""
         if not self._peers.reads:
-            made: EngineStep | None = self._peers.receive()
+            made: Made | None = self._peers.receive()
             return made
         try:
             made = self._taken(at)
@@ -205,7 +197,7 @@ class StreamedSteps:
         self._peers.send(made)
         return made
 
-    def _taken(self, at: Position) -> EngineStep | None:
+    def _taken(self, at: Position) -> Made | None:
         """Return the next step, and let the thread make one more: equally many on every rank."""
         settings = self._settings
         if self._error is not None:
@@ -219,7 +211,7 @@ class StreamedSteps:
             self.engine.open_pass()  # in this thread, in which workers start
         self._allow()
         try:
-            made: EngineStep | None = self._ahead.take()
+            made: Made | None = self._ahead.take()
         except Exception as err:
             self._error = err
             raise
@@ -347,9 +339,7 @@ def _settings(streams: Streams, settings: DataSettings, host: Host) -> Settings:
             tail=settings.tail,
             scheduler=settings.scheduler,
         ),
-        collate=partial(
-            collate_checked, align=host.alignment, pad_to=settings.pad_to, **model_counts(host.model)
-        ),
+        collate=settings.collator(host),
         window=max(max(one.window, one.shuffle_buffer) for one in streams.streams.values()),
         seed=settings.seed,
         num_workers=settings.num_workers,

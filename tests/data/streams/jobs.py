@@ -89,13 +89,13 @@ def describe(step: THDStep) -> dict[str, Any]:
 
 
 def run(source: Any, *, steps: int | None = None, state: Any = None, epochs: int = 1, **kwargs: Any) -> Any:
-    """Run a loader; return what every step held, the state after the last, and what was moved."""
+    """Run a loader; return what every step held, and the state after the last."""
     loader = module(source, **kwargs).train_steps()
     if state is not None:
         loader.load_state_dict(state)
     every = (step for _ in range(epochs) for step in loader)
     seen = [describe(step) for step in itertools.islice(every, steps)]
-    return seen, loader.state_dict(), loader.source.engine.moved_bytes if loader.source.engine else 0
+    return seen, loader.state_dict()
 
 
 def counted(ranks: list[Any]) -> Counter[int]:

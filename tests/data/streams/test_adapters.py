@@ -72,7 +72,7 @@ def test_a_source_with_a_state_goes_on_without_what_it_gave(kind: Any, workers: 
     whole, *_ = run(kind(), epochs=2, **kwargs)
     assert counted([(whole, None)]) == dict.fromkeys(range(300), 2)
     for cut in (1, 11, 18) if workers else (11,):
-        first, state, _ = run(kind(), steps=cut, epochs=2, **kwargs)
+        first, state = run(kind(), steps=cut, epochs=2, **kwargs)
         wait_for_readers()
         kind.made = 0
         rest, *_ = run(kind(), state=state, steps=1, **kwargs)
@@ -86,7 +86,7 @@ def test_a_source_with_a_state_goes_on_without_what_it_gave(kind: Any, workers: 
 def test_a_source_that_was_left_is_begun_anew(steps: int) -> None:
     source, kwargs = Continuing(), {"n": 20, "window": 30}
     whole, *_ = run(Continuing(), epochs=2, **kwargs)
-    _, state, _ = run(Continuing(), steps=17, epochs=2, **kwargs)  # in the second pass, from which some wait
+    _, state = run(Continuing(), steps=17, epochs=2, **kwargs)  # in the second pass, from which some wait
     for _ in range(2):  # the same object again: first as it came, then where it was left
         rest, *_ = run(source, state=state, steps=steps, **kwargs)
         assert rest == whole[17 : 17 + steps]
@@ -119,7 +119,7 @@ def one_object(made: Iterator[Any]) -> Callable[[], Iterator[Any]]:
 @pytest.mark.filterwarnings("ignore:The stream is a generator")
 def test_a_function_is_read_again_and_an_iterator_is_not() -> None:
     kwargs: dict[str, Any] = {"n": 20, "window": 30}
-    whole, state, _ = run(records, steps=7, **kwargs)
+    whole, state = run(records, steps=7, **kwargs)
     assert len(run(records, state=state, steps=2, **kwargs)[0]) == 2
     assert run(records, epochs=2, **kwargs)[0][:7] == whole
     generator = records()

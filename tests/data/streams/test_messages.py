@@ -41,7 +41,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: Stream(source=rows, timeout_s="1"),  # type: ignore[arg-type]
         "timeout_s is a str, '1'; wanted a number. It is the seconds a rank waits for another",
     ),
-    "no wait": (lambda: Stream(source=rows, timeout_s=0), "timeout_s=0; wanted seconds above 0. The default"),
+    "no wait": (lambda: Stream(source=rows, timeout_s=0), "timeout_s=0; wanted"),
     "a window beyond any memory": (lambda: Stream(source=rows, window=2**31), "window=2147483648; wanted at"),
     "packs that ranks do not share": (lambda: for_three(4), r"Packs\(n=4\) cannot be shared by 3"),
     "a scheduler of packs": (

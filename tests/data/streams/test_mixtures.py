@@ -92,7 +92,7 @@ def run(
         batches.load_state_dict(state)
     every = (step for _ in range(epochs) for step in batches)
     seen = [describe(step) for step in itertools.islice(every, steps)]
-    return seen, batches.state_dict(), 0
+    return seen, batches.state_dict()
 
 
 def ids_of(ranks: list[Any]) -> list[list[int]]:
@@ -176,7 +176,7 @@ def test_shares_hold_on_other_numbers_of_ranks(tmp_path: Path, dry: str) -> None
         total, of = total + sum(map(len, now)), of + sum(i >> 40 < 3 for ids in now for i in ids)
         used += counted(found)
         state = found[0][1]
-        assert all(repr(other) == repr(state) for _, other, _ in found)
+        assert all(repr(other) == repr(state) for _, other in found)
     assert total == 120
     assert set(used.values()) == {1}
 

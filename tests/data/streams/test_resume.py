@@ -23,7 +23,7 @@ def test_one_rank_goes_on_with_the_same_steps(tmp_path: Path, packs: bool, shuff
     kwargs: dict[str, Any] = {"packs": packs, "n": 2 if packs else 7, "shuffle_buffer": shuffle_buffer}
     whole, *_ = run(f"{tmp_path}/*.jsonl", epochs=2, **kwargs)
     for cut in (1, len(whole) // 2 - 1, len(whole) // 2, len(whole) // 2 + 1):
-        first, state, _ = run(f"{tmp_path}/*.jsonl", steps=cut, epochs=2, **kwargs)
+        first, state = run(f"{tmp_path}/*.jsonl", steps=cut, epochs=2, **kwargs)
         saved = torch.load(_save(state, tmp_path), weights_only=True)
         rest, *_ = run(f"{tmp_path}/*.jsonl", state=saved, epochs=2 - saved["epoch"], **kwargs)
         assert first + rest == whole
@@ -39,11 +39,11 @@ def test_workers_change_nothing_that_counts(tmp_path: Path) -> None:
     used: Counter[int] = Counter()
     state = None
     for workers in (2, 0, 1):
-        seen, state, _ = run(
+        seen, state = run(
             f"{tmp_path}/*.jsonl", state=state, steps=4 if workers != 1 else None, n=6, num_workers=workers
         )
-        check_content([(seen, None, 0)], read_shards(tmp_path), capacity=64)
-        used += counted([(seen, None, 0)])
+        check_content([(seen, None)], read_shards(tmp_path), capacity=64)
+        used += counted([(seen, None)])
     assert used == dict.fromkeys(read_shards(tmp_path), 1)
 
 
@@ -63,7 +63,7 @@ def test_other_numbers_of_ranks_use_what_is_left_once(tmp_path: Path, packs: boo
         check_content(results, wanted, capacity=64)
         used += counted(results)
         state = results[0][1]
-        assert all(repr(other) == repr(state) for _, other, _ in results)
+        assert all(repr(other) == repr(state) for _, other in results)
     assert used == dict.fromkeys(wanted, 1)
 
 

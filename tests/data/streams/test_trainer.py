@@ -162,7 +162,7 @@ def test_a_limit_inside_a_step_of_a_stream_is_refused(
     trainer = make_trainer(accumulate_grad_batches=2, **options)
     module = Seen()
     if batches is None:
-        with pytest.raises(MisconfigurationException, match="made whole: .* Take [248], another multiple"):
+        with pytest.raises(MisconfigurationException, match="made whole: .* Take another multiple"):
             trainer.fit(module, data)
     else:
         trainer.fit(module, data)
