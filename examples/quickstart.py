@@ -17,8 +17,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from lightning_thd import THDBatch, THDDataModule, THDThroughputMonitor, causal_lm_loss
-from lightning_thd.callbacks import CompileLayers
 from lightning_thd.data import ByteTokenizer, StdlibText
+from lightning_thd.parallel.fsdp import layers_of
 from lightning_thd.precision import fastest_precision
 from lightning_thd.report import show
 from lightning_thd.report.page import number
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="of the whole run, a resumed one included")
     parser.add_argument("--out", default="runs/quickstart")
     parser.add_argument("--precision", default=fastest_precision(), help="that of the Trainer")
-    parser.add_argument("--compile", action="store_true", help="compile the layers after 4 steps")
+    parser.add_argument("--compile", action="store_true", help="compile the layers")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
     args = parser.parse_args()
     if args.resume and not Path(args.out, "checkpoints", "last.ckpt").exists():
@@ -89,7 +89,6 @@ def main() -> None:
     data = THDDataModule(source, capacity=8_192, text_key=args.text_key, oversize="split")
     checkpoints = ModelCheckpoint(f"{args.out}/checkpoints", every_n_train_steps=20, save_last=True)
     callbacks = [THDThroughputMonitor(peak="measure", every_n_steps=5), checkpoints, OneLine()]
-    callbacks += [CompileLayers(report=print)] * args.compile
     trainer = L.Trainer(
         max_steps=args.steps,
         precision=args.precision,
@@ -100,6 +99,9 @@ def main() -> None:
         gradient_clip_val=1.0,
     )
     module = TinyQwen3()
+    if args.compile:
+        for layer in layers_of(module):
+            layer.compile(dynamic=True)
     size = sum(p.numel() for p in module.parameters()) / 1e6
     print(f"{size:.1f}M parameters, {trainer.strategy.root_device}, {args.precision}, {args.steps} steps")
     trainer.fit(module, data, ckpt_path="last" if args.resume else None)

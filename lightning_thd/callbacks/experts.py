@@ -9,7 +9,6 @@ import functools
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -40,7 +39,6 @@ class ExpertChoices:
         self.group, self.device = group, next((p.device for p in module.parameters()), torch.device("cpu"))
         self._experts = max((int(router.num_experts) for _, router in known), default=0)  # type: ignore[arg-type]
         self._counts: Tensor | None = None
-        self.last: npt.NDArray[np.int64] | None = None  # choices ``[L, E]`` of the last interval
         self._handles = [
             router.register_forward_hook(only_looking(functools.partial(self._see, at)))
             for at, (_, router) in enumerate(known)
@@ -80,7 +78,6 @@ class ExpertChoices:
         counts = self.take().cpu().numpy()
         if not counts.any():
             return {}
-        self.last = counts
         busiest = counts.max(axis=1) / np.maximum(counts.mean(axis=1), 1e-9)
         return {"experts/imbalance": float(busiest.mean()), "experts/worst_layer": float(busiest.max())}
 

@@ -6,7 +6,6 @@ one collective. The lengths of padded rows stay on the device until then.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -37,11 +36,6 @@ _BASE = attrgetter(*COUNTS)
 _CPU = torch.device("cpu")
 _OF_REAL_TOKENS = (
     *("packing/fill", "packing/attention_fraction", "device/real_items_per_sec", "real_items_per_sec"),
-)
-# Loggers get these keys unless all are asked for: the others repeat them in another unit, or are counts.
-_LOGGED = re.compile(
-    r".*?(device/(mfu|hfu|tflops_per_gpu|flops_per_sec|(real_)?items_per_sec)|packing/\w+|experts/\w+|total_flops"
-    r"|step_time/\w+|cuda_graph/\w+)"
 )
 _BINS = (
     32  # An interval's steps are joined into at most this many sums of work, which keeps the gather short.
@@ -304,11 +298,6 @@ class Meter:
         if self._since is not None:
             self._since = self.clock()
         return seconds
-
-
-def for_loggers(metrics: dict[str, float]) -> dict[str, float]:
-    """Return the metrics that loggers show by default."""
-    return {key: value for key, value in metrics.items() if _LOGGED.fullmatch(key)}
 
 
 def interval(rows: list[list[int]], model: FlopsModel | None, work: Work, seconds: float) -> Interval:

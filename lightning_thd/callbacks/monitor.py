@@ -17,9 +17,9 @@ from torch import nn
 
 from lightning_thd._checks import described, flags, whole_number
 from lightning_thd.callbacks.experts import expert_load
-from lightning_thd.callbacks.meter import Hardware, Meter, for_loggers
+from lightning_thd.callbacks.loggers import for_loggers, lay_out
+from lightning_thd.callbacks.meter import Hardware, Meter
 from lightning_thd.callbacks.module_flops import ModuleFlops, Policy
-from lightning_thd.callbacks.pictures import Pictures, lay_out, show_load, warn_without_loggers
 from lightning_thd.flops.model import FlopsModel, check_conventions
 from lightning_thd.flops.rates import check_peak
 from lightning_thd.flops.terms import Causal, Tokens
@@ -83,9 +83,6 @@ class THDThroughputMonitor(Callback):
         warmup_steps: optimizer steps at the start that are left out of the rates.
         progress_bar: show tokens/s, TFLOP/s and MFU in the progress bar.
         all_keys: give loggers every key; by default they get the short list, and ``latest`` holds every key.
-        pictures: once an epoch, give TensorBoard and W&B a drawing of rank 0's first packs, histograms of the
-            lengths in them and of their fill, and the load of experts by layer in the last interval; needs
-            matplotlib, and is no part of the rates.
         clock: returns seconds; None is ``time.perf_counter``.
     """
 
@@ -101,7 +98,6 @@ class THDThroughputMonitor(Callback):
         warmup_steps: int = 1,
         progress_bar: bool = True,
         all_keys: bool = False,
-        pictures: bool = False,
         clock: Callable[[], float] | None = None,
     ) -> None:
         super().__init__()
@@ -113,7 +109,7 @@ class THDThroughputMonitor(Callback):
         if every_n_steps is not None and whole_number(every_n_steps, "every_n_steps", least=None) < 1:
             raise ValueError(f"every_n_steps={every_n_steps}: log every 1 or more steps, or None.")
         whole_number(warmup_steps, "warmup_steps", advice="It is the number of steps left out of the rates.")
-        flags(progress_bar=progress_bar, all_keys=all_keys, pictures=pictures)
+        flags(progress_bar=progress_bar, all_keys=all_keys)
         if clock is not None and not callable(clock):
             raise TypeError(
                 f"clock is {described(clock)}; wanted a function that gives seconds, as time.perf_counter."
@@ -128,7 +124,6 @@ class THDThroughputMonitor(Callback):
         self.progress_bar = progress_bar
         self.all_keys = all_keys
         self.latest: dict[str, float] = {}
-        self._pictures = Pictures() if pictures else None
         self._clock = clock or time.perf_counter
         self._meters: dict[str, Meter] = {}
         self._hardware: Hardware | None = None
@@ -152,8 +147,14 @@ class THDThroughputMonitor(Callback):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Exclude the time inside this context from the training rates, as for a checkpoint."""
-        with self._left_out(None):
+        was_running = "train" in self._meters and self._meters["train"].pause()
+        self._marks.mark("other")
+        try:
             yield
+        finally:
+            self._marks.skip()
+            if was_running and "train" in self._meters:
+                self._meters["train"].resume()
 
     def watch(
         self,
@@ -244,27 +245,7 @@ class THDThroughputMonitor(Callback):
             meter.load(self._restored)
             self._restored = {}
         self._wrap_saving(trainer)
-        if self._pictures is not None and not getattr(trainer, "fast_dev_run", False):
-            warn_without_loggers(trainer.loggers)
         lay_out(trainer.loggers)
-        self._await_packs(trainer)  # a resumed epoch does not start
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start collecting the epoch's first packs for a picture."""
-        self._await_packs(trainer)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw the collected packs of an epoch too short to fill the picture, and the load of experts."""
-        self._draw(trainer)
-        load = self._meters["train"].experts if "train" in self._meters else None
-        if (
-            self._pictures is not None
-            and trainer.is_global_zero
-            and load is not None
-            and load.last is not None
-        ):
-            with self.paused():
-                show_load(load.last, trainer.loggers, trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -296,8 +277,6 @@ class THDThroughputMonitor(Callback):
             self._add("train", batch)
         elif self._flops is not None:
             self._flops.stop()
-        if self._pictures is not None and self._pictures.add(batch):
-            self._draw(trainer)
         if accumulates:
             return
         self._end_step()
@@ -450,36 +429,17 @@ class THDThroughputMonitor(Callback):
     def _for_loggers(self, metrics: dict[str, float]) -> dict[str, float]:
         return dict(metrics) if self.all_keys else for_loggers(metrics)
 
-    def _await_packs(self, trainer: Trainer) -> None:
-        if self._pictures is not None and trainer.is_global_zero:
-            self._pictures.begin(_capacity(trainer))
-
-    def _draw(self, trainer: Trainer) -> None:
-        if self._pictures is not None and trainer.is_global_zero:
-            with self.paused():
-                self._pictures.show(trainer.loggers, trainer.fit_loop.epoch_loop._batches_that_stepped)
-
-    @contextmanager
-    def _left_out(self, part: str | None) -> Iterator[None]:
-        """Exclude the time inside this context from the rates, and count it for a part of the step."""
-        was_running = "train" in self._meters and self._meters["train"].pause()
-        try:
-            with self._marks.apart(part):
-                yield
-        finally:
-            if was_running and "train" in self._meters:
-                self._meters["train"].resume()
-
     def _wrap_saving(self, trainer: Trainer) -> None:
         """Pause the clock while the Trainer saves, and reduce the counts before, for the checkpoint."""
         original = trainer.save_checkpoint
 
         @functools.wraps(original)
         def save(*args: Any, **kwargs: Any) -> None:
-            with self._left_out("checkpoint"):
+            with self.paused():
                 if "train" in self._meters and not self._failing:
                     self._meter("train").reduce(whole=True)
                 original(*args, **kwargs)
+                self._marks.mark("checkpoint")
 
         self._saving = trainer, trainer.__dict__.get("save_checkpoint"), save
         trainer.__dict__["save_checkpoint"] = save
@@ -510,7 +470,6 @@ class StepMarks:
         self._clock = clock
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._since: float | None = None
-        self._apart = 0.0  # the time since the last mark that other parts have already had
         self._steps = 0
         self._waited: tuple[Any, float] | None = None
 
@@ -518,8 +477,8 @@ class StepMarks:
         """Add the host time since the last mark to a named part of the step."""
         now = self._clock()
         if self._since is not None:
-            self._seconds[part] += now - self._since - self._apart
-        self._since, self._apart = now, 0.0
+            self._seconds[part] += now - self._since
+        self._since = now
 
     def waited(self, loader: Any) -> None:
         """Count a loader's wait for data since the last call, if it has a ``waited_s``."""
@@ -527,26 +486,18 @@ class StepMarks:
         if total is None:
             return
         if self._since is not None and self._waited is not None and self._waited[0] is loader:
-            took = total - self._waited[1]
-            self._seconds["data_wait"] += took
-            self._apart += took
+            self._seconds["data_wait"] += total - self._waited[1]
+            self._since += total - self._waited[1]
         self._waited = (loader, total)
 
     def end_step(self) -> None:
         """Increment the number of steps."""
         self._steps += 1
 
-    @contextmanager
-    def apart(self, part: str | None) -> Iterator[None]:
-        """Count the time inside this context for ``part`` (or for none) instead of the part around it."""
-        began = self._clock()
-        try:
-            yield
-        finally:
-            took = self._clock() - began
-            if part is not None and self._since is not None:
-                self._seconds[part] += took
-            self._apart += took
+    def skip(self) -> None:
+        """Leave the time since the last mark uncounted."""
+        if self._since is not None:
+            self._since = self._clock()
 
     def pause(self) -> None:
         """Leave the time until the next mark uncounted."""

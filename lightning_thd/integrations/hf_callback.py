@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_thd._imports import require
-from lightning_thd.callbacks.meter import for_loggers
+from lightning_thd.callbacks.loggers import for_loggers
 from lightning_thd.callbacks.monitor import THDThroughputMonitor
 from lightning_thd.cuda_graph.fingerprint import only_looking
 from lightning_thd.flops.model import FlopsModel

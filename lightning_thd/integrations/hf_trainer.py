@@ -18,7 +18,8 @@ from lightning_thd._find import unwrapped
 from lightning_thd._imports import require
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.callbacks.experts import expert_load
-from lightning_thd.callbacks.meter import Hardware, Meter, for_loggers
+from lightning_thd.callbacks.loggers import for_loggers
+from lightning_thd.callbacks.meter import Hardware, Meter
 from lightning_thd.callbacks.module_flops import ModuleFlops
 from lightning_thd.data import THDDataModule
 from lightning_thd.integrations.hf_data import (

@@ -23,7 +23,8 @@ from lightning_thd._checks import described, instance, whole_number
 from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.callbacks.experts import expert_load
-from lightning_thd.callbacks.meter import Hardware, Meter, for_loggers
+from lightning_thd.callbacks.loggers import for_loggers
+from lightning_thd.callbacks.meter import Hardware, Meter
 from lightning_thd.callbacks.module_flops import ModuleFlops
 from lightning_thd.cuda_graph import GraphCosts, GraphedStep
 from lightning_thd.cuda_graph.backend import Backend, CudaBackend

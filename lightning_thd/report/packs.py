@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from lightning_thd.report.look import CYCLE, Theme, dress, legend, look_of, new_figure
 
@@ -67,27 +66,6 @@ def draw_packs(
     axes.set_yticks(range(len(packs)))
     axes.set_ylim(max(len(packs), 1) - 0.5, -0.5)
     axes.set_xlim(0, capacity)
-    return figure
-
-
-def draw_load(counts: npt.NDArray[np.int64], *, theme: Theme = "light", width: float = 8.0) -> Any:
-    """Draw how often each expert of each layer was chosen, as a multiple of its layer's mean.
-
-    Args:
-        counts: ints ``[L, E]``, of L layers and E experts.
-        theme: ``light`` or ``dark``.
-        width: of the picture, in inches.
-
-    Returns:
-        A matplotlib Figure. ``[[3, 1]]`` shows 1.5 and 0.5.
-    """
-    load = counts / np.maximum(counts.mean(axis=1, keepdims=True), 1e-9)
-    figure = new_figure(width, 0.8 + 0.2 * width / 8 * max(6, len(counts)), theme)
-    axes = figure.add_subplot()
-    image = axes.imshow(load, aspect="auto", interpolation="nearest", cmap="cividis", vmin=0.0)
-    figure.colorbar(image, ax=axes, label="of the mean").ax.tick_params(colors=look_of(theme).ink)
-    said = f"busiest expert {load.max():.2f} times the mean"
-    dress(axes, theme, title=said, x="expert", y="layer with experts", grid=False)
     return figure
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_thd.callbacks import CompileLayers, ExpertBias, PackingCheck, THDFlops, THDThroughputMonitor
+from lightning_thd.callbacks import ExpertBias, PackingCheck, THDFlops, THDThroughputMonitor
 from lightning_thd.callbacks.cuda_graph import CUDAGraphCallback
 from lightning_thd.cuda_graph import GraphCosts
 from tests.flops.fuzz_table import FLOPS, STATS
@@ -24,7 +24,6 @@ def _monitor(rng: random.Random) -> dict[str, Any]:
         "every_n_steps": rng.choice([None, 5]),
         "warmup_steps": 1,
         "progress_bar": True,
-        "pictures": False,
         "clock": None,
     }
 
@@ -45,9 +44,6 @@ def _counted(**given: Any) -> float:
 
 
 TABLE = {
-    "callbacks.CompileLayers": Entry(
-        CompileLayers, lambda rng: {"eager_batches": rng.randint(2, 5), "report": print}
-    ),
     "callbacks.ExpertBias": Entry(ExpertBias, lambda _: {"rate": 1e-3}),
     "callbacks.PackingCheck": Entry(
         PackingCheck, lambda _: {"model": None, "vocab_size": 64, "lengths": (3, 2), "grad": True}

@@ -43,9 +43,12 @@ def test_the_parts_of_a_step() -> None:
         clock.now += 1.0
         marks.mark("optimizer")
         marks.end_step()
-        with marks.apart("checkpoint"):
-            clock.now += 0.5
         clock.now += 0.25
+        marks.mark("other")
+        clock.now += 0.5
+        marks.mark("checkpoint")
+        clock.now += 7.0
+        marks.skip()
         clock.now += 2.0
         loader.waited_s += 2.0
     marks.waited(loader)

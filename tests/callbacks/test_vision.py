@@ -1,18 +1,15 @@
-"""Two gloo ranks, one with images: rates, totals, imbalance and pictures count the vision tower."""
+"""Two gloo ranks, one with images: rates, totals and imbalance count the vision tower."""
 
 from __future__ import annotations
 
 import tempfile
 from typing import Any
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch.distributed as dist
-from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_thd.batch import THDBatch
-from lightning_thd.callbacks.pictures import Pictures
 from lightning_thd.flops import FlopsModel, SeqStats
 from tests.callbacks.fits import Clock, Memory, Module, trainer
 from tests.callbacks.fits import loader as loader_of
@@ -21,7 +18,6 @@ from tests.ranks import run_ranks
 
 FLOPS, STEPS, PEAK = FlopsModel.from_config(CONFIG), 4, 1e15
 LENGTHS, GRIDS = ([40, 24], [30, 30]), ([[1, 8, 12], [1, 4, 4]], None)
-PATCHES = 8 * 12 + 4 * 4
 
 
 def pack_of(rank: int) -> THDBatch:
@@ -63,13 +59,3 @@ def test_rates_and_imbalance_count_towers() -> None:
     assert row["train/device/mfu"] == pytest.approx(total / 2 / 0.5 / PEAK)
     work = [flops.hardware for flops in own]
     assert row["train/packing/imbalance"] == pytest.approx(max(work) * 2 / sum(work))
-
-
-def test_pictures_show_the_patches_of_packs() -> None:
-    pictures, logger = Pictures(), MagicMock(spec=TensorBoardLogger)
-    pictures.begin(capacity=64)
-    for rank in range(2):
-        pictures.add(pack_of(rank))
-    pictures.show([logger], 1)
-    shown = {call.args[0]: call.args[1] for call in logger.experiment.add_histogram.call_args_list}
-    assert shown["train/packing/patches_by_pack"].tolist() == [PATCHES, 0]
