@@ -51,18 +51,6 @@ TABLE: tuple[KnownBad, ...] = (
         instead="install flash-attn>=2.8, or use backend='torch', which is in torch",
     ),
     KnownBad(
-        feature="torch",
-        versions={"torch": "<2.11"},
-        problem="torch.nn.attention.varlen lacks functions that this package calls",
-        instead="install torch>=2.11",
-    ),
-    KnownBad(
-        feature="lightning",
-        versions={"lightning": "<2.6.6"},
-        problem="earlier releases carry known vulnerabilities",
-        instead="install lightning>=2.6.6",
-    ),
-    KnownBad(
         feature="graphs",
         versions={"torch": ">=2.12,<2.14"},
         problem="a capture that fails at its end keeps the memory of its pool reserved (pytorch pull 190348)",

@@ -7,13 +7,12 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_thd._checks import described, instance
 from lightning_thd._imports import require
 from lightning_thd.alignment import Layout
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
 from lightning_thd.integrations.evaluation import LossFn, balancing
-from lightning_thd.integrations.packed_loop import Engine, PackedLoop, as_loader, listed, share_packs
+from lightning_thd.integrations.packed_loop import Engine, PackedLoop, as_loader, share_packs
 from lightning_thd.loss import causal_lm_loss
 from lightning_thd.loss.router_balance import RouterBalance
 from lightning_thd.parallel.context.layout import Communication
@@ -68,15 +67,12 @@ def prepare_thd(
     Raises:
         ValueError: for Accelerate's own context or sequence parallelism, and data of another kind. Later,
             from ``loop.backward`` inside ``accelerator.accumulate()``, which would leave out steps.
-        TypeError: for what is no model, optimizer or scheduler.
     """
     schedulers = require("accelerate.scheduler", feature="prepare_thd")
     _refuse_parallelism(accelerator)
-    instance(model, "model", nn.Module, advice="Pass the model itself.")
-    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
-        raise TypeError(f"scheduler is {described(scheduler)}; wanted a learning-rate scheduler, or None.")
     _refuse_fast_scheduler(accelerator, scheduler)
-    optimizers = listed(optimizer, "prepare_thd", "optimizer")
+    several = isinstance(optimizer, list | tuple)
+    optimizers = optimizer if several else [optimizer]
     shared = share_packs(
         model,
         data=data_rank(accelerator),
@@ -88,7 +84,7 @@ def prepare_thd(
     accumulate = accelerator.gradient_accumulation_steps
     loader = as_loader(data, model, shared, accumulate=accumulate, device=accelerator.device)
     model, *prepared = accelerator.prepare(model, *optimizers)
-    optimizer = prepared if isinstance(optimizer, list | tuple) else prepared[0]
+    optimizer = prepared if several else prepared[0]
     if scheduler is not None:
         # With split_batches it steps once an optimizer step, whatever the number of processes.
         scheduler = schedulers.AcceleratedScheduler(scheduler, prepared, split_batches=True)
@@ -142,8 +138,6 @@ def _refuse_fast_scheduler(accelerator: Any, scheduler: Any) -> None:
 
 
 def _refuse_parallelism(accelerator: Any) -> None:
-    if not hasattr(accelerator, "parallelism_config"):
-        raise TypeError(f"accelerator is {described(accelerator)}; wanted an accelerate.Accelerator.")
     kind = getattr(accelerator.distributed_type, "name", "")
     if (why := why_refused(kind)) is not None:
         raise ValueError(

@@ -9,12 +9,11 @@ from lightning.fabric import Fabric
 from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
 from torch import nn
 
-from lightning_thd._checks import instance
 from lightning_thd.alignment import Layout
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
 from lightning_thd.integrations.evaluation import LossFn, balancing
-from lightning_thd.integrations.packed_loop import Engine, PackedLoop, as_loader, listed, share_packs
+from lightning_thd.integrations.packed_loop import Engine, PackedLoop, as_loader, share_packs
 from lightning_thd.loss import causal_lm_loss
 from lightning_thd.loss.router_balance import RouterBalance
 from lightning_thd.parallel.context.layout import Communication
@@ -61,12 +60,9 @@ def prepare_fabric(
         "loop": loop}`` with ``fabric.save`` and give the same to ``fabric.load`` to resume.
 
     Raises:
-        TypeError: for what is no Fabric, model or optimizer.
         ValueError: for data of another kind, an optimizer of parameters that were replaced, and a strategy
             that runs steps or cuts batches by itself.
     """
-    instance(fabric, "fabric", Fabric, advice="Pass a lightning Fabric that was launched.")
-    instance(model, "model", nn.Module, advice="Pass the model itself.")
     if (found := refused_engine(type(fabric.strategy))) is not None:
         raise ValueError(
             f"prepare_fabric under {found[0]}, {found[1]}. Use Fabric(strategy='ddp'), 'fsdp', "
@@ -119,7 +115,7 @@ def _set_up(fabric: Fabric, model: nn.Module, optimizer: Any) -> tuple[nn.Module
     prepared: nn.Module = model if isinstance(model, _FabricModule) else fabric.setup_module(model)
     calls = callable(optimizer) and not hasattr(optimizer, "param_groups")
     made = optimizer(prepared) if calls else optimizer
-    several = listed(made, "prepare_fabric", "optimizer")
+    several = made if isinstance(made, list | tuple) else [made]
     trained = {id(parameter) for parameter in prepared.parameters()}
     groups = [group for each in several for group in each.param_groups]
     lost = [p for group in groups for p in group["params"] if id(p) not in trained]
@@ -130,4 +126,4 @@ def _set_up(fabric: Fabric, model: nn.Module, optimizer: Any) -> tuple[nn.Module
             "of the prepared model, prepare_fabric(fabric, model, data, lambda m: AdamW(m.parameters()))."
         )
     ready = [x if isinstance(x, _FabricOptimizer) else fabric.setup_optimizers(x) for x in several]
-    return prepared, ready if isinstance(made, list | tuple) else ready[0]
+    return prepared, ready if several is made else ready[0]

@@ -20,7 +20,6 @@ from lightning_thd._workers import end_with_parent
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.batch.keys import PER_TOKEN, TYPES
 from lightning_thd.batch.samples import check_attention_mask
-from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
 from lightning_thd.data.read.sources import as_dataset
 from lightning_thd.data.store.index import MapDataset
@@ -32,19 +31,8 @@ TrainerBase: Any = object
 _FILE, _PLAN = "thd_stream.pt", "thd_plan.pt"
 # Columns that are packed, or that are looked at for what they say.
 _LOOKED_AT = frozenset(PER_TOKEN)
-# Arguments of THDDataModule that packed_trainer sets itself -> what a user sets instead.
-_GIVEN_ELSEWHERE = {
-    "train": "train_dataset=",
-    "val": "eval_dataset=",
-    "test": "trainer.evaluate(dataset)",
-    "predict": "trainer.predict(dataset)",
-    "capacity": "capacity= of packed_trainer",
-    "num_workers": "TrainingArguments(dataloader_num_workers=...)",
-    "prefetch_factor": "TrainingArguments(dataloader_prefetch_factor=...)",
-    "pin_memory": "TrainingArguments(dataloader_pin_memory=...)",
-}
-# Those that say how rows are read. The others plan training steps; an evaluation keeps every sequence whole.
-_OF_READING = frozenset({"cache_dir", "empty", "max_errors", "on_error", "vocab_size"})
+# Arguments of THDDataModule that say how rows are read. Others plan training, and an evaluation needs none.
+OF_READING = frozenset({"cache_dir", "empty", "max_errors", "on_error", "vocab_size"})
 _MASKS = ("completion_mask", "assistant_masks")  # TRL's columns: 1 for tokens to learn
 
 
@@ -53,27 +41,6 @@ def packed_dataset(dataset: Any, taken: frozenset[str] = frozenset()) -> MapData
     if dataset is None:
         raise ValueError("The Trainer has no dataset to pack. Pass train_dataset (and eval_dataset).")
     return cast("MapDataset", WithLabels(as_dataset(dataset), taken))
-
-
-def check_data_kwargs(given: Mapping[str, Any] | None) -> None:
-    """Refuse ``data_kwargs`` that THDDataModule does not take, or that packed_trainer gives it itself."""
-    known = inspect.signature(THDDataModule).parameters
-    for name in given or ():
-        if name in _GIVEN_ELSEWHERE:
-            raise TypeError(
-                f"data_kwargs has {name!r}, which packed_trainer gives to THDDataModule by itself. Say it as "
-                f"{_GIVEN_ELSEWHERE[name]}."
-            )
-        if name not in known:
-            raise TypeError(
-                f"data_kwargs has {name!r}, which is no argument of THDDataModule. It takes "
-                f"{', '.join(sorted(known.keys() - _GIVEN_ELSEWHERE.keys()))}."
-            )
-
-
-def evaluation_kwargs(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of ``data_kwargs`` that an evaluation set is read with too."""
-    return {name: value for name, value in given.items() if name in _OF_READING}
 
 
 def arguments_of(model: Any) -> frozenset[str]:

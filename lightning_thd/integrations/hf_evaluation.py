@@ -19,9 +19,9 @@ from lightning_thd.batch import THDBatch
 from lightning_thd.data import THDDataModule
 from lightning_thd.integrations.evaluation import mean_loss
 from lightning_thd.integrations.hf_data import (
+    OF_READING,
     TrainerBase,
     arguments_of,
-    evaluation_kwargs,
     keyed_loader,
     packed_dataset,
 )
@@ -57,7 +57,7 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
             capacity=self._capacity,
             num_workers=self.args.dataloader_num_workers,
             prefetch_factor=self.args.dataloader_prefetch_factor,
-            **evaluation_kwargs(self._data_kwargs),
+            **{name: value for name, value in self._data_kwargs.items() if name in OF_READING},
         )
         data.attach(rank=self.args.process_index, ranks=self.args.world_size, model=self.model)
         data.setup("validate")

@@ -29,7 +29,7 @@ _HONOURED = """
     ddp_static_graph ddp_backend ddp_timeout fsdp fsdp_config skip_memory_metrics debug do_train do_eval
     do_predict resume_from_checkpoint local_rank model_init_kwargs trust_remote_code
     router_aux_loss_coef chat_template_path dataset_text_field dataset_kwargs dataset_num_proc eos_token
-    max_length truncation_mode shuffle_dataset completion_only_loss assistant_only_loss loss_type
+    max_length truncation_mode shuffle_dataset completion_only_loss assistant_only_loss
     activation_offloading
 """
 HONOURED = frozenset(_HONOURED.split())
@@ -64,6 +64,11 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str, str]] = MappingProxyType(
         "packing": (_OFF, "packs by itself, before packed_trainer does", "Set it to False"),
         "padding_free": (_OFF, "packs by itself, before packed_trainer does", "Set it to False"),
         "eval_packing": (_OFF, "packs by itself, before packed_trainer does", "Set it to False"),
+        "loss_type": (
+            ("nll", None),
+            "computes a loss that packed_trainer does not",
+            "Use prepare_thd(loss_fn=...), with lightning_thd.loss.dft_loss for 'dft'",
+        ),
         "neftune_noise_alpha": (
             (None,),
             "scales its noise by the length of the row, which is the whole pack's",

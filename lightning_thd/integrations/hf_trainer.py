@@ -25,7 +25,6 @@ from lightning_thd.data import THDDataModule
 from lightning_thd.integrations.hf_data import (
     StreamsMixin,
     arguments_of,
-    check_data_kwargs,
     is_streamed,
     keyed_loader,
     packed_dataset,
@@ -35,13 +34,7 @@ from lightning_thd.integrations.hf_evaluation import EvaluationMixin
 from lightning_thd.integrations.hf_options import refuse_engines, refuse_options, refuse_trainer
 from lightning_thd.integrations.hf_rows import ROW_TRAINERS, PackedRowsMixin
 from lightning_thd.integrations.packed_loop import sum_over_packs
-from lightning_thd.loss import (
-    TokenStats,
-    causal_lm_logprobs,
-    causal_lm_loss,
-    causal_lm_loss_and_stats,
-    dft_loss,
-)
+from lightning_thd.loss import causal_lm_loss, causal_lm_loss_and_stats
 from lightning_thd.loss.router_balance import RouterBalance
 from lightning_thd.models.announce import NAME
 from lightning_thd.packing import Sequences
@@ -112,7 +105,6 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
         given = kwargs.get("args", args[1] if len(args) > 1 else None)
         if given is not None:
             refuse_options(given)  # before the base class warns about them or acts on them
-        check_data_kwargs(data_kwargs)
         super().__init__(*args, **kwargs)
         # TRL multiplies the balancing loss itself; causal_lm_loss takes the factor from the model.
         if (coefficient := getattr(self, "router_aux_loss_coef", None)) is not None:
@@ -182,12 +174,9 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
     def _loss(self, model: nn.Module, batch: THDBatch) -> Tensor:
         how: Any = {"label_smoothing": float(self.args.label_smoothing_factor)}
         how["router_balance"] = self._router_balance
-        if getattr(self.args, "loss_type", None) == "dft":
-            loss, stats = _dft_loss_and_stats(model, batch)
-        elif self._watches:
-            loss, stats = causal_lm_loss_and_stats(model, batch, **how)
-        else:
+        if not self._watches:
             return causal_lm_loss(model, batch, **how)
+        loss, stats = causal_lm_loss_and_stats(model, batch, **how)
         mode, own = "train" if model.training else "eval", torch.stack(stats).double()
         self._token_sums[mode] = own + self._token_sums.get(mode, 0.0)
         return loss
@@ -319,12 +308,6 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
                 "The dataset has images, which TRL prepares batch by batch in its collator. Use "
                 "THDDataModule with samples of pixel_values, as examples/vision_language.py does."
             )
-        balances = getattr(self, "aux_loss_enabled", False) or self._router_balance != "microbatch"
-        if balances and getattr(self.args, "loss_type", None) == "dft":
-            raise ValueError(
-                "SFTConfig(loss_type='dft') with a mixture of experts: its balancing loss is not added to "
-                "the DFT loss of packs. Set router_aux_loss_coef=0.0, or loss_type='nll'."
-            )
         wanted, accumulate = self._data_kwargs.get("global_batch"), self.args.gradient_accumulation_steps
         optimizer = str(getattr(self.args.optim, "value", self.args.optim))
         if isinstance(wanted, Sequences) and accumulate != 1:
@@ -343,11 +326,3 @@ def packs_of(inputs: dict[str, THDBatch | THDStep]) -> tuple[THDBatch, ...]:
     """Return the packs in a batch that the Trainer's loader gave."""
     batch = inputs["batch"]
     return batch.microbatches if isinstance(batch, THDStep) else (batch,)
-
-
-def _dft_loss_and_stats(model: nn.Module, batch: THDBatch) -> tuple[Tensor, TokenStats]:
-    found = causal_lm_logprobs(model, batch, top_k=1)
-    known, loss = batch.targets != -100, dft_loss(found.logp, batch)
-    entropy = found.entropy.detach().masked_fill(~known, 0.0).sum()
-    right = ((found.top.tokens[:, 0] == batch.targets) & known).sum()
-    return loss, TokenStats(entropy, right.to(entropy.dtype), known.sum().to(entropy.dtype))

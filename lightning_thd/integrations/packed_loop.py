@@ -19,7 +19,7 @@ from lightning.fabric.wrappers import _FabricModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_thd._checks import described, instance, whole_number
+from lightning_thd._checks import whole_number
 from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.callbacks.experts import expert_load
@@ -33,7 +33,6 @@ from lightning_thd.cuda_graph.module_state import sharded_by
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
 from lightning_thd.data.trainer_link import model_alignment
-from lightning_thd.flops.rates import check_peak
 from lightning_thd.integrations.evaluation import LossFn, mean_loss
 from lightning_thd.loss import causal_lm_loss
 from lightning_thd.packing import PackPlanner
@@ -162,9 +161,6 @@ class PackedLoop:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         whole_number(log_every_n_steps, "log_every_n_steps", least=1, advice="Log every 1 or more steps.")
-        whole_number(warmup_steps, "warmup_steps", advice="It is the number of steps left out of the rates.")
-        if not isinstance(peak, str) or peak not in ("auto", "measure"):
-            check_peak(peak)
         self.model, self.loader, self.optimizer, self.scheduler = model, loader, optimizer, scheduler
         self.global_step = 0
         self.latest: dict[str, float] = {}
@@ -194,13 +190,7 @@ class PackedLoop:
         Returns:
             fp32 ``[]``, this rank's share of the step's loss: its mean over the data-parallel ranks is the
             sum over all loss tokens of the step divided by their number. Detached.
-
-        Raises:
-            TypeError: for what is no step of the loader.
         """
-        instance(
-            step, "step", THDStep, advice="Pass what loop.loader gives; THDStep([batch]) holds one pack."
-        )
         if self._flops.outdated:  # weights were frozen or thawed since the last step
             self._meter.model = self._flops.model("train")
             self._meter.reduce(whole=True)
@@ -334,18 +324,6 @@ class PackedLoop:
             if self._graphed is not None:
                 self.latest |= self._graphed.stats.metrics()
             self._engine.log(for_loggers(self.latest), self.global_step)
-
-
-def listed(optimizer: Any, who: str, name: str) -> list[Any]:
-    """Return one optimizer or several as a list."""
-    given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    for each in given:
-        if not hasattr(each, "param_groups"):
-            raise TypeError(
-                f"{who} got {described(each)} as {name}; wanted a torch.optim.Optimizer over the model's "
-                "parameters, or a list of such."
-            )
-    return given
 
 
 def as_loader(

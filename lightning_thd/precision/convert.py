@@ -19,7 +19,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_thd._checks import instance, whole_number
 from lightning_thd.data.trainer_link import recipe_of
 from lightning_thd.flops.backward import checkpointing
 from lightning_thd.precision import engines
@@ -75,9 +74,7 @@ def convert_linear(
         ValueError: for a recipe or an engine that does not exist, and weights in float16.
         ModuleNotFoundError: when the engine is not installed.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}, wanted a torch.nn.Module.")
-    keep = check_selection(keep, convert, min_features)
+    keep = (keep,) if isinstance(keep, str) else tuple(keep)
     resolved = resolve(recipe, engine, emulate=emulate)
     parameter = next(iter(model.parameters()), None)
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
@@ -135,7 +132,6 @@ def fp8_context(model: nn.Module, *, group: Any = None) -> AbstractContextManage
     ``model`` may wrap the converted one. ``group`` are the ranks that share the statistics of delayed
     scaling; None keeps them on this rank.
     """
-    instance(model, "model", nn.Module, advice="Pass the model that convert_linear converted.")
     recipe = recipe_of(model)
     return engines.autocast(recipe, group) if recipe is not None and recipe.engine == "te" else nullcontext()
 
@@ -238,17 +234,6 @@ def check_strategy(strategy: object, recipe: Recipe) -> None:
 
 
 _WHOLE = "Use engine='torchao', or THDDDPStrategy, which keeps weights whole."
-
-
-def check_selection(keep: str | Iterable[str], convert: object, min_features: object) -> tuple[str, ...]:
-    """Check the arguments that choose which layers are converted, and return the patterns of names."""
-    names = (keep,) if isinstance(keep, str) or not isinstance(keep, Iterable) else tuple(keep)
-    if not all(isinstance(one, str) for one in names):
-        raise TypeError(f"keep={keep!r}; wanted names of layers, such as ('lm_head', '*router*').")
-    if convert is not None and not callable(convert):
-        raise TypeError(f"convert={convert!r}; wanted a function of name and layer, or None.")
-    whole_number(min_features, "min_features", advice="0 converts layers of any size.")
-    return names
 
 
 def check_weights(module: nn.Module) -> None:

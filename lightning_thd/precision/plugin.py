@@ -24,7 +24,6 @@ from lightning_thd.precision import engines
 from lightning_thd.precision.convert import (
     KEEP,
     Converted,
-    check_selection,
     check_strategy,
     check_weights,
     replace_layers,
@@ -63,7 +62,7 @@ class FP8Precision(Precision):
                 f"weights_dtype={weights_dtype} does not go with FP8: use torch.bfloat16, or torch.float32 "
                 "for weights in full precision."
             )
-        self.keep = check_selection(keep, convert, min_features)
+        self.keep = (keep,) if isinstance(keep, str) else tuple(keep)
         self.recipe = resolve(recipe, engine, emulate=emulate)
         self.precision = f"fp8-{engine}-{self.recipe.name}"  # type: ignore[assignment]  # a name of our own
         self.weights_dtype = weights_dtype

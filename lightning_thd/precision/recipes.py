@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_thd._checks import instance
+from lightning_thd._checks import choice
 from lightning_thd._imports import require
 from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.alignment import Recipe as Rules
@@ -77,9 +77,7 @@ _TE_CLASSES = {
 
 def resolve(recipe: Any, engine: str, *, emulate: bool = False) -> Recipe:
     """Return the ``Recipe`` for a user's name or recipe object, importing its engine."""
-    instance(emulate, "emulate", bool, advice="Pass True or False.")
-    if not isinstance(engine, str) or engine not in ("te", "torchao"):
-        raise ValueError(f"engine={engine!r} is not 'te' (Transformer Engine) or 'torchao'.")
+    choice(engine, "engine", "te", "torchao", advice="'te' is Transformer Engine.")
     if emulate and engine == "te":
         raise ValueError("emulate=True: Transformer Engine cannot emulate FP8. Use engine='torchao' with it.")
     if isinstance(recipe, str):
@@ -91,13 +89,7 @@ def _named(name: str, engine: str, emulate: bool) -> Recipe:
     if engine == "torchao" and name == "current":  # the default of both engines is the same arithmetic
         name = "tensorwise"
     names = [known for its_engine, known in _KNOWN if its_engine == engine]
-    if name not in names:
-        others = [known for its_engine, known in _KNOWN if its_engine != engine]
-        other = "torchao" if engine == "te" else "te"
-        hint = f" {name!r} is one of engine={other!r}." if name in others else ""
-        raise ValueError(
-            f"recipe={name!r} is none of engine={engine!r}, which has {', '.join(map(repr, names))}.{hint}"
-        )
+    choice(name, "recipe", *names, advice=f"These are engine={engine!r}'s.")
     known = next(found for key, found in _KNOWN.items() if key == (engine, name))
     if engine == "torchao":
         float8 = require("torchao.float8", feature=f"engine='torchao' (recipe={name!r})")

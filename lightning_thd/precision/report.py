@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from lightning_thd._checks import instance
 from lightning_thd.data.trainer_link import recipe_of
 from lightning_thd.flops.backward import share_of_experts, weights_by_layer
 from lightning_thd.flops.model import FlopsModel
@@ -48,7 +47,6 @@ def fp8_report(model: nn.Module, kept: Mapping[str, str] | None = None) -> FP8Re
 
     ``kept`` are the reasons of ``Converted.kept``. Without them sizes and kinds of layers give reasons.
     """
-    instance(model, "model", nn.Module, advice="Pass the model, converted or not.")
     recipe = recipe_of(model)
     converted: dict[str, tuple[int, int]] = {}
     linear: dict[str, tuple[int, int]] = {}

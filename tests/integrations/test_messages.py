@@ -50,27 +50,10 @@ class Images(Trainer):
     _is_vision_dataset = True
 
 
-class Experts(Trainer):
-    """Has found, as TRL's SFTTrainer does, that its model is a mixture of experts."""
-
-    aux_loss_enabled = True
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (Images, "The dataset has images, which TRL prepares batch by batch in its collator. Use THDData"),
-        (
-            Experts,
-            "with a mixture of experts: its balancing loss is not added .* Set router_aux_loss_coef=0.0",
-        ),
-    ],
-)
-def test_what_trl_finds_in_data_and_model(tmp_path: Path, kind: type, message: str) -> None:
+def test_a_dataset_with_images(tmp_path: Path) -> None:
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
-    args.loss_type = "dft"
-    with pytest.raises(ValueError, match=message):
-        packed_trainer(kind)(model=tiny_llama(), args=args, train_dataset=sequences(4), capacity=64)
+    with pytest.raises(ValueError, match="The dataset has images, which TRL prepares batch by batch in its"):
+        packed_trainer(Images)(model=tiny_llama(), args=args, train_dataset=sequences(4), capacity=64)
 
 
 def test_ranks_that_cannot_share_packs() -> None:
@@ -87,27 +70,6 @@ def test_ranks_that_cannot_share_packs() -> None:
             ValueError, match="=2 with a model in FP8, whose packs are aligned for one rank. Use"
         ):
             share_packs(model, data=(0, 4, None), **how)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"num_workers": 2}, r"data_kwargs has 'num_workers', .* TrainingArguments\(dataloader_num_workers="),
-        ({"val": []}, "data_kwargs has 'val', which packed_trainer gives .* Say it as eval_dataset="),
-        (
-            {"nonsense": 1},
-            "data_kwargs has 'nonsense', which is no argument of THDDataModule. It takes",
-        ),
-    ],
-)
-def test_data_kwargs_that_would_be_ignored_or_clash(
-    tmp_path: Path, given: dict[str, Any], message: str
-) -> None:
-    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
-    with pytest.raises(TypeError, match=message):
-        packed_trainer()(
-            model=tiny_llama(), args=args, train_dataset=sequences(4), capacity=64, data_kwargs=given
-        )
 
 
 def test_outputs_of_a_loss_without_logits(tmp_path: Path) -> None:

@@ -245,7 +245,7 @@ def test_recipes_of_the_engine_are_taken_as_objects(te: State) -> None:
     for unknown in (recipes.CustomRecipe(), {"amax_history_len": 16}):
         with pytest.raises(ValueError, match="is no Transformer Engine recipe whose alignment is known"):
             FP8Precision(unknown)
-    with pytest.raises(ValueError, match=r"recipe='rowwise' is none of engine='te'.*one of engine='torchao'"):
+    with pytest.raises(ValueError, match=r"recipe='rowwise'; wanted one of delayed, .*engine='te'"):
         FP8Precision("rowwise")
 
 
