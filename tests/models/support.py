@@ -1,4 +1,4 @@
-"""Tiny models that several test files of this folder build."""
+"""Tiny models, packs and losses that several test files of this folder build."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 
+from benchmarks.families import samples
 from benchmarks.tiny_configs import tiny
+from lightning_thd.batch import THDBatch
 
 ORIGINAL = 12
 LONGROPE = {
@@ -44,3 +47,17 @@ def documents(lengths: tuple[int, ...]) -> list[torch.Tensor]:
 def alone(name: str, ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():  # a fresh model each: a dynamic rope remembers the longest sequence it has met
         return build_rope(name, "eager")(input_ids=ids[None], use_cache=False).logits[0]
+
+
+def pack(**arguments: Any) -> THDBatch:
+    return THDBatch.collate([{"input_ids": ids} for ids in samples()], **arguments)
+
+
+def loss_alone(stock: Any) -> Tensor:
+    """Average the loss over the predicted tokens of all sequences, each alone."""
+    total, tokens = torch.zeros(()), 0
+    for ids in samples():
+        if len(ids) > 1:
+            total = total + stock(input_ids=ids[None], labels=ids[None]).loss * (len(ids) - 1)
+            tokens += len(ids) - 1
+    return total / tokens

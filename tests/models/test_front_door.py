@@ -23,6 +23,7 @@ from lightning_thd.batch import THDBatch
 from lightning_thd.models import register_thd
 from tests.models.families import build
 from tests.models.matrix import relative_error
+from tests.models.support import loss_alone, pack
 
 register_thd()
 Way = Callable[[Any], Any]
@@ -31,23 +32,9 @@ LLAVA, GEMMA = ("llava", "LlavaForConditionalGeneration"), ("gemma3", "Gemma3For
 NON_LEAF = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 
-def pack(**arguments: int) -> THDBatch:
-    return THDBatch.collate([{"input_ids": ids} for ids in samples()], **arguments)
-
-
 def small_pack() -> THDBatch:
     """Build a pack for the models of tests.models.families, whose vocabulary is smaller."""
     return THDBatch.collate([{"input_ids": ids % 60 + 3} for ids in samples()])
-
-
-def loss_alone(stock: Any) -> Tensor:
-    """Average the loss over the predicted tokens of all sequences, each alone."""
-    total, tokens = torch.zeros(()), 0
-    for ids in samples():
-        if len(ids) > 1:
-            total = total + stock(input_ids=ids[None], labels=ids[None]).loss * (len(ids) - 1)
-            tokens += len(ids) - 1
-    return total / tokens
 
 
 def assert_exact(model: Any, stock: Any, call: Way | None = None) -> None:

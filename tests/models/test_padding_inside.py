@@ -36,8 +36,8 @@ HEADS = {
 }
 
 
-def pack() -> THDBatch:
-    batch = THDBatch.collate([{"input_ids": ids} for ids in samples()], align=EIGHTS)
+def padded() -> THDBatch:
+    batch = support.pack(align=EIGHTS)
     assert batch.padded_lengths[:4] == (8, 8, 24, 16)
     assert batch.lengths == (7, 1, 21, 9)
     return batch
@@ -52,7 +52,7 @@ def moved(kwargs: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("family", MODELS)
 def test_no_token_sees_the_padding_behind_it(family: str) -> None:
     stock, ours = (build(family, MODELS[family], name) for name in ("eager", "thd"))
-    batch = pack()
+    batch = padded()
     want = [stock(input_ids=ids[None]).logits[0] for ids in samples()]
     for kwargs in (batch.hf_kwargs(), moved(batch.hf_kwargs())):
         got = batch.unpack(ours(**kwargs).logits)
@@ -73,27 +73,17 @@ def test_no_head_pools_the_padding(family: str) -> None:
         model.config.pad_token_id = None  # the last token of a row, whatever it is
         model.config.classifier_pooling = "mean"
     want = torch.cat([stock(input_ids=ids[None]).logits for ids in samples()])
-    got = ours(**moved(pack().hf_kwargs())).logits
+    got = ours(**moved(padded().hf_kwargs())).logits
     assert got.shape == (5, 2)  # the trailing pad is the last
     assert relative_error(got[:4], want) <= 1e-5
-
-
-@pytest.mark.parametrize("name", support.ROPES)
-def test_padding_makes_no_rope_longer_after_a_move(name: str) -> None:
-    rows = support.documents((9, 20, 3, 11))  # 9 and 11 are padded beyond the original 12
-    align = Alignment(sequence_multiple=16, total_multiple=16)
-    batch = THDBatch.collate([{"input_ids": ids} for ids in rows], align=align)
-    got = batch.unpack(support.build_rope(name, "thd")(**moved(batch.hf_kwargs())).logits)
-    for ids, logits in zip(rows, got, strict=True):
-        torch.testing.assert_close(logits, support.alone(name, ids), rtol=1e-4, atol=1e-5)
 
 
 def test_the_documented_value() -> None:
     offsets, real = torch.tensor([0, 8, 12]).int(), torch.tensor([0, 5, 9]).int()
     told: dict[str, Any] = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
-    padded = Pack(**told, cu_seqlens_real=real, max_length_q=8, max_length_k=8, slots=12)
-    assert padded.real_lengths == (5, 4)
-    assert padded.token_bounds.tolist() == [0, 5, 8, 12, 12]
+    spaced = Pack(**told, cu_seqlens_real=real, max_length_q=8, max_length_k=8, slots=12)
+    assert spaced.real_lengths == (5, 4)
+    assert spaced.token_bounds.tolist() == [0, 5, 8, 12, 12]
     plain = Pack(**told, max_length_q=8, max_length_k=8, slots=12)
     assert plain.real_lengths == (8, 4)
     assert plain.token_bounds is offsets
@@ -101,6 +91,6 @@ def test_the_documented_value() -> None:
 
 def test_an_encoder_on_a_shard_with_padded_sequences_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "in_use", False)  # put back afterwards
-    shard = shard_batch(pack(), group=None, cp=2, rank=0)
+    shard = shard_batch(padded(), group=None, cp=2, rank=0)
     with pytest.raises(ValueError, match=r"lets tokens see later ones, and context parallelism pads"):
         build("bert", "BertForMaskedLM", "thd")(**shard.hf_kwargs())

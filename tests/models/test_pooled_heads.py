@@ -12,9 +12,9 @@ pytest.importorskip("transformers")
 
 
 from benchmarks.families import build, samples
-from lightning_thd.batch import THDBatch
 from lightning_thd.models import register_thd
 from tests.models.matrix import relative_error
+from tests.models.support import pack
 
 register_thd()
 HEADS = {
@@ -35,10 +35,6 @@ class Whole(nn.Module):
 
     def forward(self, hidden: Tensor) -> Any:
         return self.pooler(hidden.mean(1, keepdim=True))
-
-
-def pack(**arguments: int) -> THDBatch:
-    return THDBatch.collate([{"input_ids": ids} for ids in samples()], **arguments)
 
 
 def both(family: str, head: str, **changes: Any) -> tuple[Any, Any]:

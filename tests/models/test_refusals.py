@@ -23,20 +23,13 @@ from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch
 from lightning_thd.models import register, register_thd
 from lightning_thd.models.refusals import refuse_early_release, refuse_unknown_layers
-from lightning_thd.parallel import THDShard, shard_batch
+from lightning_thd.parallel import shard_batch
 from tests.models import matrix
 from tests.models.families import FAMILIES, build
+from tests.models.support import loss_alone, pack
 from tests.tiny import tiny_llama
 
 register_thd()
-
-
-def pack(**arguments: Any) -> THDBatch:
-    return THDBatch.collate([{"input_ids": ids} for ids in samples()], **arguments)
-
-
-def shard() -> THDShard:
-    return shard_batch(pack(align=Alignment.for_(cp=2)), group=None, cp=2, rank=0)
 
 
 # ---- Layers
@@ -118,12 +111,7 @@ def test_no_sequence_predicts_the_next_ones_first_token(family: str) -> None:
     stock, ours = (tiny(family, CAUSAL[family], name) for name in ("eager", "thd"))
     batch = pack()
     got = ours(**batch.hf_kwargs(), labels=batch.input_ids[None]).loss
-    total, tokens = torch.zeros(()), 0
-    for ids in samples():
-        if len(ids) > 1:
-            total = total + stock(input_ids=ids[None], labels=ids[None]).loss * (len(ids) - 1)
-            tokens += len(ids) - 1
-    torch.testing.assert_close(got, total / tokens, rtol=1e-5, atol=0)
+    torch.testing.assert_close(got, loss_alone(stock), rtol=1e-5, atol=0)
 
 
 def test_shifted_labels_are_taken_as_they_are() -> None:
@@ -170,26 +158,21 @@ def test_a_loss_over_a_whole_row_is_refused() -> None:
 # ---- Shards, offsets and outputs
 
 
-def test_labels_of_a_shard() -> None:
-    part, model = shard(), tiny("llama", "LlamaForCausalLM", "thd")
-    with pytest.raises(
-        ValueError, match="got labels and one rank's shard of a pack, whose last token's target"
-    ):
-        model(**part.hf_kwargs(), labels=part.input_ids[None])
-
-
-def test_positions_counted_along_the_row_of_a_shard() -> None:
-    part, model = shard(), tiny("bart", "BartForCausalLM", "thd")
-    with pytest.raises(ValueError, match="one rank's shard of a pack, and counts positions along the row"):
-        model(**part.hf_kwargs())
-
-
-def test_one_row_of_half_a_sequence() -> None:
-    part, model = shard(), tiny("llama", "LlamaForSequenceClassification", "thd")
-    with pytest.raises(
-        ValueError, match="makes one row of every sequence, which needs whole sequences of known"
-    ):
-        model(**part.hf_kwargs())
+@pytest.mark.parametrize(
+    ("family", "name", "labels", "message"),
+    [
+        ("llama", "LlamaForCausalLM", True, "got labels and one rank's shard of a pack"),
+        ("bart", "BartForCausalLM", False, "one rank's shard of a pack, and counts positions along the row"),
+        ("llama", "LlamaForSequenceClassification", False, "makes one row of every sequence, which needs"),
+    ],
+)
+def test_what_needs_whole_sequences_refuses_a_shard(
+    family: str, name: str, labels: bool, message: str
+) -> None:
+    part = shard_batch(pack(align=Alignment.for_(cp=2)), group=None, cp=2, rank=0)
+    given = {"labels": part.input_ids[None]} if labels else {}
+    with pytest.raises(ValueError, match=message):
+        tiny(family, name, "thd")(**part.hf_kwargs(), **given)
 
 
 @pytest.mark.parametrize("offsets", [[0, 3, 5], [0, 3, 60], [0, 30, 20, 38], [5, 43]])

@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("transformers")
 
-import transformers
 
 from lightning_thd.models import register_thd
 from lightning_thd.models.register import after_import
@@ -27,28 +25,6 @@ def test_registering_after_transformers_was_imported() -> None:
         "import lightning_thd.models as t\nt.register_thd()\nt.register_thd()\nprint('thd' in table)",
     )
     assert out.split() == ["True"]
-
-
-def test_a_model_is_built_by_name_and_switched_by_name() -> None:
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="thd").eval()
-    ids = torch.arange(3, 10)[None]
-    ours = model(ids, use_cache=False).logits
-    model.set_attn_implementation("eager")
-    theirs = model(ids, use_cache=False).logits
-    model.set_attn_implementation("thd")
-    assert torch.equal(ours, model(ids, use_cache=False).logits)
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
-def test_a_model_with_an_attention_of_its_own_is_refused() -> None:
-    config = transformers.BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2)
-    with pytest.raises(
-        ValueError, match=r"Bloom.* has an attention of its own.*'thd' would leave it leaking"
-    ):
-        transformers.AutoModelForCausalLM.from_config(config, attn_implementation="thd")
 
 
 def test_after_import_runs_once_for_a_later_import(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
