@@ -253,7 +253,7 @@ def _by_limit(forward: Callable[..., Any]) -> Callable[..., Any]:
                     f"{limit} tokens by other frequencies than the rest of its pack. Use sequences of at "
                     f"most {limit} tokens, or padded rows with attn_implementation='eager'."
                 )
-            position_ids = position_ids.clamp(max=limit - 1)  # of padding
+            position_ids = position_ids.clamp(max=limit - 1)  # padding may have later positions
         return run(position_ids, *args, **kwargs)
 
     return forward_in_pack
