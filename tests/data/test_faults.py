@@ -51,7 +51,7 @@ def test_lists_globs_and_folders_are_files_and_not_documents(tmp_path: Path) -> 
         assert texts(open_source(source)) == ["one", "two", "three"]
     data = THDDataModule([str(a), str(b)], capacity=32)
     assert sum(batch.stats.real_tokens for batch in batches(data)) == len("onetwothree") + 3
-    with pytest.raises(ValueError, match=r"The list has 2 strings, of which 1 name files, and .a document. is none"):
+    with pytest.raises(ValueError, match=r"The list has 2 strings, of which 1 name files, and "):
         open_source([str(a), "a document"])
     with pytest.raises(ValueError, match="does not exist, and no file matches it"):
         open_source(["/nowhere/at-all"])

@@ -150,13 +150,6 @@ def test_files_of_which_some_have_labels_are_refused(tmp_path: Path, order: int)
         read(tmp_path, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["pixel_values", "next_label"])
-def test_columns_that_a_file_cannot_give_are_refused(tmp_path: Path, name: str) -> None:
-    file = _parquet(tmp_path, input_ids=[[1, 2]], **{name: [1.0]})
-    with pytest.raises(ValueError, match=f"has the column '{name}' beside its ids.*load_dataset"):
-        read(file, tmp_path)
-
-
 def test_lists_of_every_kind_of_arrow(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     kinds = [pa.large_list(pa.int64()), pa.list_(pa.int32(), 2), pa.list_(pa.int8()), pa.list_(pa.uint64())]

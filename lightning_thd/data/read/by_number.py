@@ -44,11 +44,6 @@ def _checked(record: Any, place: Place) -> Mapping[str, Any]:
 
 def _opened(file: SourceFile) -> Any:
     kind = KINDS.get(file.suffix, "text")
-    if kind == "column":
-        raise ValueError(
-            f"{file.name}: processor= reads lines of JSON, or rows of a dataset. Open the file with "
-            "datasets.load_dataset and pass that."
-        )
     if kind == "JSONL" or (kind == "JSON" and holds_lines(file)):
         return _Lines(file)
     return [found for chunk in file_chunks([file]) for found in chunk()]

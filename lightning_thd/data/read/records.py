@@ -14,7 +14,6 @@ from typing import Any
 
 from lightning_thd._imports import require
 from lightning_thd.data.read.files import KINDS, SourceFile
-from lightning_thd.data.store.columns import map_arrow
 from lightning_thd.data.store.index import MapDataset
 
 CHUNK_BYTES = 1 << 22  # bytes of text in a chunk: about 4 s of a tokenizer at 1 MB/s
@@ -149,13 +148,12 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
-def read_part(file: SourceFile, part: int, names: list[str] | None = None) -> Iterator[Any]:
-    """Read a part of a file of columns in Arrow batches of at most 256 rows; all columns, or those named."""
+def read_part(file: SourceFile, part: int) -> Iterator[Any]:
+    """Read a part of a file of columns in Arrow batches of at most 256 rows."""
     if file.suffix == ".parquet":
-        yield from open_parquet(file).iter_batches(batch_size=_BATCH_ROWS, row_groups=[part], columns=names)
+        yield from open_parquet(file).iter_batches(batch_size=_BATCH_ROWS, row_groups=[part])
         return
-    batch = map_arrow(file.path, file.name).to_batches()[part]
-    batch = batch if names is None else batch.select(names)
+    batch = map_arrow(file).to_batches()[part]
     for start in range(0, batch.num_rows, _BATCH_ROWS):
         yield batch.slice(start, _BATCH_ROWS)
 
@@ -163,9 +161,21 @@ def read_part(file: SourceFile, part: int, names: list[str] | None = None) -> It
 def part_sizes(file: SourceFile) -> list[int]:
     """Count the rows of every row group of a Parquet file or record batch of an Arrow file."""
     if file.suffix != ".parquet":
-        return [batch.num_rows for batch in map_arrow(file.path, file.name).to_batches()]
+        return [batch.num_rows for batch in map_arrow(file).to_batches()]
     metadata = open_parquet(file).metadata
     return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+
+
+def map_arrow(file: SourceFile) -> Any:
+    """Map an Arrow file, of the stream or the file format, into memory as a table."""
+    pa = require("pyarrow", feature="reading .arrow files")
+    try:
+        try:
+            return pa.ipc.open_file(pa.memory_map(str(file.path))).read_all()
+        except pa.ArrowInvalid:
+            return pa.ipc.open_stream(pa.memory_map(str(file.path))).read_all()
+    except pa.ArrowInvalid as err:
+        raise ValueError(f"{file.name} is no Arrow file ({err}). Write it again.") from err
 
 
 def open_parquet(file: SourceFile) -> Any:

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from lightning_thd._checks import choice, instance, whole_number
 from lightning_thd.data.read.by_number import RecordsByNumber, RowsByNumber
-from lightning_thd.data.read.columns import as_rows, open_columns
+from lightning_thd.data.read.columns import as_rows, hold_ids, load_columns
 from lightning_thd.data.read.conversations import Records, describe, kind_of
 from lightning_thd.data.read.encode import Encoder, Tokenizer, find_kind, load_tokenizer, tokenize
 from lightning_thd.data.read.files import KINDS, Paths, find_files, is_paths
@@ -108,13 +108,17 @@ class Opener:
         files = find_files(source, cache_dir=self.cache_dir)
         if self.processor is not None:
             key = {"files": [file.content for file in files], "names": [file.name for file in files]}
-            return self._rendered(RecordsByNumber(files), key)
+            columns = all(KINDS.get(file.suffix) == "column" for file in files)
+            rows = RowsByNumber(load_columns(files, self.cache_dir)) if columns else RecordsByNumber(files)
+            return self._rendered(rows, key)
         key = {"files": [file.content for file in files], "suffixes": [file.suffix for file in files]}
         name = str(source) if isinstance(source, str | Path) else f"{len(files)} files"
-        if self.records in ("auto", "ids") and all(KINDS.get(file.suffix) == "column" for file in files):
-            rows = open_columns(files, text_key=self.text_key, cache_dir=self.cache_dir)
-            if rows is not None:
-                return Opened(dataset=rows, key=key)
+        if (
+            self.records in ("auto", "ids")
+            and all(KINDS.get(file.suffix) == "column" for file in files)
+            and hold_ids(files, self.text_key)
+        ):
+            return Opened(dataset=as_rows(load_columns(files, self.cache_dir)), key=key)
         chunks = file_chunks(files)
         return self._tokenised(chunks, key, name)
 

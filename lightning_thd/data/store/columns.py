@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,19 +47,6 @@ def _value(cell: Any) -> Any:
     if not hasattr(cell, "values"):
         return cell.as_py()
     return np.empty(0, np.int64) if cell.values is None else cell.values.to_numpy(zero_copy_only=False)
-
-
-def map_arrow(path: Path, name: str) -> Any:
-    """Map an Arrow file, of the stream or the file format, into memory as a table."""
-    pa = require("pyarrow", feature="reading .arrow files")
-    try:
-        source = pa.memory_map(str(path))
-        try:
-            return pa.ipc.open_file(source).read_all()
-        except pa.ArrowInvalid:
-            return pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
-    except pa.ArrowInvalid as err:
-        raise ValueError(f"{name} is no Arrow file ({err}). Write it again.") from err
 
 
 def arrow_table(dataset: object) -> Any | None:
