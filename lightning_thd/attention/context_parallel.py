@@ -29,7 +29,7 @@ from lightning_thd.attention.kernels.raw import RawKernel
 from lightning_thd.attention.merge import AtHand, Ring, joined, merged_attention, split
 from lightning_thd.attention.spec import AttentionSpec, Offsets
 from lightning_thd.parallel.context import needs, partition, traffic
-from lightning_thd.parallel.context.costs import LayerSizes, compare_ways
+from lightning_thd.parallel.context.costs import LayerSizes, cheapest_way
 from lightning_thd.parallel.context.layout import ShardLayout
 from lightning_thd.parallel.exchange import all_gather_rows, exchange_rows, heads_to_rows, rows_to_heads
 
@@ -72,7 +72,7 @@ def _cheapest(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec, *, di
     if key not in layout.cache:
         counts = needs.need_counts(layout.padded_lengths, **layout.cut, causal=spec.causal, left=spec.left)
         most, pairs = _pairs(layout, spec)
-        ways = compare_ways(
+        layout.cache[key] = cheapest_way(
             sizes,
             layout.costs,
             cp=layout.cp,
@@ -81,9 +81,7 @@ def _cheapest(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec, *, di
             pairs=pairs,
             most_pairs=most,
             ulysses=divides,
-            ring=_rings(layout, spec),
         )
-        layout.cache[key] = ways[0].name
     way: Way = layout.cache[key]
     return way
 

@@ -18,9 +18,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_thd.parallel.across_ranks import communication_device
-from lightning_thd.parallel.context.costs import CommCosts
 from lightning_thd.parallel.context.shared_step import make_degree_groups
-from lightning_thd.parallel.mesh import CONTEXT, AxisSizes, Meshes, make_meshes, resolve_sizes
+from lightning_thd.parallel.mesh import AxisSizes, Meshes, make_meshes, resolve_sizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,8 +69,6 @@ def start_axes(strategy: Any, start: Callable[[], None]) -> Axes:
     groups = None
     if (sharing := strategy.sharing) is not None:
         groups = make_degree_groups(sizes.data, sharing.max_degree, tp=sharing.tp, device=wire)
-    if strategy.context_parallel_costs == "measure":
-        strategy.context_parallel_costs = _measured_costs(meshes, groups, wire)
     rank = sizes.data_rank(getattr(strategy, "global_rank", 0))
     return Axes(sizes=sizes, data_rank=rank, wire=wire, meshes=meshes, degree_groups=groups)
 
@@ -152,15 +149,6 @@ def _meshes(strategy: Any, sizes: AxisSizes) -> Meshes:
         return make_meshes(sizes, strategy.root_device.type, replicas=strategy.data_parallel_replicas)
     except ValueError as err:
         raise MisconfigurationException(str(err)) from err
-
-
-def _measured_costs(
-    meshes: Meshes | None, groups: Mapping[int, dist.ProcessGroup] | None, wire: torch.device
-) -> CommCosts | None:
-    """Time the group that shares packs; all ranks then use the same costs."""
-    if groups:
-        return CommCosts.measure(groups[max(groups)], wire)
-    return None if meshes is None else CommCosts.measure(meshes.group(CONTEXT), wire)
 
 
 def start_again(strategy: Any) -> None:

@@ -69,8 +69,8 @@ def check_ways(layout: Any, communication: Any, costs: Any) -> None:
     """Refuse unknown names of layouts and ways of communicating, and costs of a wrong type."""
     choice(layout, "context_parallel_layout", *get_args(Layout))
     choice(communication, "context_parallel_communication", *get_args(Communication))
-    if costs is not None and costs != "measure":
-        instance(costs, "context_parallel_costs", CommCosts, advice="Pass CommCosts(...), 'measure' or None.")
+    if costs is not None:
+        instance(costs, "context_parallel_costs", CommCosts, advice="Pass CommCosts(...), or None.")
 
 
 def sharing_of(strategy: Any) -> Sharing:
@@ -82,15 +82,14 @@ def sharing_of(strategy: Any) -> Sharing:
             "pass on microbatches of one degree. Set pipeline_parallel_size=1, or a fixed "
             "context_parallel_size."
         )
-    largest, costs = strategy.max_context_parallel_size, strategy.context_parallel_costs
-    known = costs if isinstance(costs, CommCosts) else CommCosts()
+    largest, costs = strategy.max_context_parallel_size, strategy.context_parallel_costs or CommCosts()
     try:
         sharing = Sharing(
             max_degree=largest,
             layout=strategy.context_parallel_layout,
             tp=strategy.sizes.tensor,
             sequence_parallel=strategy.sequence_parallel,
-            exchange=exchange_costs(strategy.lightning_module, known, largest),
+            exchange=exchange_costs(strategy.lightning_module, costs, largest),
             # DDP sums gradients once a step; sharded weights are gathered in every microbatch, or once.
             waits="step" if isinstance(strategy, DDPStrategy) or gathers_once(strategy) else "microbatch",
         )

@@ -91,7 +91,7 @@ class THDStrategyMixin(Strategy):
     sequence_parallel: bool = False
     context_parallel_layout: Layout = "dual_chunk"
     context_parallel_communication: Communication = "auto"
-    context_parallel_costs: CommCosts | Literal["measure"] | None = None
+    context_parallel_costs: CommCosts | None = None
     reshard_after_forward: bool | Literal["auto"] = "auto"
     broadcast_data: bool = False
     check_plans: bool = False

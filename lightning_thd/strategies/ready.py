@@ -83,8 +83,7 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
             ``needed`` those that some query sees, ``ring`` these one rank after the other, ``ulysses`` some
             rows of all heads for all rows of some heads. ``auto`` takes the cheapest for each layer by
             ``context_parallel_costs``.
-        context_parallel_costs: bandwidth, latency and FLOP rate; None is those of one node of H100s, and
-            ``measure`` times the link when the job starts.
+        context_parallel_costs: bandwidth, latency and FLOP rate; None is those of one node of H100s.
         broadcast_data: one rank reads for all that share its data.
         check_plans: compare what ranks are about to run at every batch.
         kwargs: those of Lightning's ``DDPStrategy``.
@@ -99,7 +98,7 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
         max_context_parallel_size: int | None = None,
         context_parallel_layout: Layout = "dual_chunk",
         context_parallel_communication: Communication = "auto",
-        context_parallel_costs: CommCosts | Literal["measure"] | None = None,
+        context_parallel_costs: CommCosts | None = None,
         broadcast_data: bool = False,
         check_plans: bool = False,
         **kwargs: Any,
@@ -165,7 +164,7 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
         sequence_parallel: bool = False,
         context_parallel_layout: Layout = "dual_chunk",
         context_parallel_communication: Communication = "auto",
-        context_parallel_costs: CommCosts | Literal["measure"] | None = None,
+        context_parallel_costs: CommCosts | None = None,
         reshard_after_forward: bool | Literal["auto"] = "auto",
         broadcast_data: bool = False,
         check_plans: bool = False,
