@@ -10,11 +10,9 @@ Legend: T slots, V vocabulary, E experts.
 from __future__ import annotations
 
 import contextlib
-import dis
 import inspect
 import re
 from collections.abc import Callable, Generator, Mapping
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,19 +29,10 @@ from lightning_thd.parallel.exchange import (
     sum_gradients,
     sum_ranks,
 )
-from lightning_thd.parallel.fsdp import layers_of
 
-# Blocks whose projections stay on the heads of their rank from product to product: tested family by family.
-_CUT_HEADS = frozenset({"bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h"})
-# Projections that end a block, by the names transformers gives them.
-_ROWS = frozenset({"o_proj", "out_proj", "down_proj", "w2", "fc2", "proj_down", "output_linear"})
+# Products of feed-forward blocks, whose columns are no heads.
+_FEED_FORWARD = frozenset({"gate_proj", "up_proj", "w1", "w3", "proj_up_gate", "proj_up"})
 _HEAD_NORM = re.compile(r"([qk])(?:uery|ey)?_(?:layer)?norm")
-_PRODUCTS = (
-    {"gate_proj", "up_proj", "down_proj"},
-    {"up_proj", "down_proj"},
-    {"w1", "w2", "w3"},
-    {"proj_up_gate", "proj_up", "proj_down"},
-)
 
 
 def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
@@ -75,10 +64,7 @@ def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], mesh: Devic
 
 
 def _match(model: nn.Module, plan: Mapping[str, str]) -> list[tuple[str, nn.Module, str]]:
-    patterns = {
-        re.compile(re.escape(name).replace(r"\*", r"\d+") + "$"): (name, style)
-        for name, style in plan.items()
-    }
+    patterns = {_pattern(name): (name, style) for name, style in plan.items()}
     found = []
     for name, module in model.named_modules():
         for pattern, (entry, style) in patterns.items():
@@ -94,6 +80,11 @@ def _match(model: nn.Module, plan: Mapping[str, str]) -> list[tuple[str, nn.Modu
             if not isinstance(module, nn.ModuleList) and any(True for _ in module.parameters()):
                 found.append((name, module, style))
     return found
+
+
+def _pattern(entry: str) -> re.Pattern[str]:
+    """Return the names of modules that an entry of a plan means, in which ``*`` is any number."""
+    return re.compile(re.escape(entry).replace(r"\*", r"\d+") + "$")
 
 
 def _between_products(model: nn.Module, matched: list[tuple[str, nn.Module, str]]) -> list[nn.Module]:
@@ -405,19 +396,17 @@ _CHECKS: dict[str, Callable[[str, nn.Module, int], None]] = {
 
 
 def model_plan(model: nn.Module, ranks: int = 1) -> dict[str, str]:
-    """Return a model's tensor-parallel plan: names below the model to styles.
+    """Return transformers' tensor-parallel plan of a model: names below the model to styles.
 
-    It is transformers' own plan. Experts are shared out if only an expert-parallel plan exists, and products
-    of layers that the plan leaves out are added. Weights that are tied to the head are cut like it.
+    Experts are shared out if only an expert-parallel plan exists. Weights tied to the head are cut like it.
     """
     theirs: dict[str, str] = {**_experts_of(model, ranks), **(getattr(model, "_tp_plan", None) or {})}
-    theirs = _without_other_styles(model, theirs)
-    plan = {**_own_plan(model, theirs, ranks), **theirs}
+    plan = _without_other_styles(model, theirs)
     if not any("layers" in name or "*" in name for name in plan):
         raise ValueError(
-            f"{type(model).__name__} comes without a tensor-parallel plan for its layers, and none of their "
-            "products can be cut without one. Pass a plan as tensor_parallel_plan={"
-            "'model.layers.*.self_attn.q_proj': 'colwise', ...}, or set tensor_parallel_size=1."
+            f"{type(model).__name__} comes without a tensor-parallel plan for its layers. Pass a plan as "
+            "tensor_parallel_plan={'model.layers.*.self_attn.q_proj': 'colwise', ...}, or set "
+            "tensor_parallel_size=1."
         )
     embedding, head = _name_of(model, "get_input_embeddings"), _name_of(model, "get_output_embeddings")
     tied = embedding is not None and head is not None and _tied(model)
@@ -431,7 +420,7 @@ def model_plan(model: nn.Module, ranks: int = 1) -> dict[str, str]:
 
 
 def _without_other_styles(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Leave out blocks in which a plan asks for a style that is not ours, as ``_own_plan`` cuts them too."""
+    """Leave out blocks in which a plan asks for a style that is not ours: they run whole on every rank."""
     others = {name for name, style in plan.items() if style not in _STYLES}
     blocks = set()
     for name, module in model.named_modules():
@@ -448,7 +437,7 @@ def _experts_of(model: nn.Module, ranks: int) -> dict[str, str]:
     """Return a plan for a model's experts, if ranks divide the number of experts of every layer."""
     plan: dict[str, str] = {}
     for name, style in (getattr(model, "_ep_plan", None) or {}).items():
-        pattern = re.compile(re.escape(name).replace(r"\*", r"\d+") + "$")
+        pattern = _pattern(name)
         found: list[Any] = [module for path, module in model.named_modules() if pattern.match(path)]
         counts = [getattr(module, "num_experts", None) for module in found]
         whole = all(
@@ -461,65 +450,14 @@ def _experts_of(model: nn.Module, ranks: int) -> dict[str, str]:
     return plan
 
 
-def _own_plan(model: nn.Module, theirs: Mapping[str, str], ranks: int) -> dict[str, str]:
-    """Return a plan for products that transformers' plan leaves out: layers, embedding and head.
-
-    A product whose columns are gathered, or whose input every rank has whole, equals the whole product in any
-    block. State-space and convolution blocks stay whole, as kernels read their weights directly.
-    """
-    planned = [re.compile(re.escape(name).replace(r"\*", r"\d+") + "$") for name in theirs]
-    names = {module: name for name, module in model.named_modules()}
-    cut_heads = getattr(getattr(model, "config", None), "model_type", None) in _CUT_HEADS
-    plan: dict[str, str] = {}
-    for layer in layers_of(model):
-        for block in layer.modules():
-            for name, style in _styles(block, ranks, cut_heads=cut_heads).items():
-                full = f"{names[block]}.{name}"
-                if not any(pattern.match(full) for pattern in planned):
-                    plan[full] = style
-    if not plan:
-        return plan
-    embedding, head = _name_of(model, "get_input_embeddings"), _name_of(model, "get_output_embeddings")
-    modules = dict(model.named_modules())
-    vocabulary: dict[str | None, str] = {embedding: "embedding_rowwise", head: "colwise_gather_output"}
-    for part, style in vocabulary.items():
-        module: Any = modules.get(part or "")
-        if (isinstance(module, nn.Embedding) or _is_product(module)) and module.weight.shape[0] % ranks == 0:
-            plan[str(part)] = style
-    return plan
-
-
-def _styles(block: nn.Module, ranks: int, *, cut_heads: bool) -> dict[str, str]:
-    """Return tensor-parallel styles for the products that are direct children of a block."""
-    children = dict(block.named_children())
-    convolves = any(isinstance(child, nn.Conv1d) for child in children.values())
-    if convolves or set(block._parameters) - {"sinks"}:
-        return {}
-    # A router may read the weight of a child in place of calling it.
-    code = [each.argval for each in dis.get_instructions(inspect.unwrap(type(block).forward))]
-    read = {name for name, member in pairwise(code) if member == "weight"}
-    found: dict[str, Any] = {
-        name: child for name, child in children.items() if _is_product(child) and name not in read
-    }
-    plain = not any(True for name, child in children.items() if name not in found for _ in child.parameters())
-    products = set(found) in _PRODUCTS and plain
-    heads = cut_heads and {"q_proj", "k_proj", "v_proj"} <= set(found) and plain
-    styles = {}
-    for name, child in found.items():
-        row = name in _ROWS
-        if child.weight.shape[1 if row else 0] % ranks == 0:
-            style = "rowwise" if row else "colwise"
-            whole = "rowwise_split_input" if row else "colwise_gather_output"
-            styles[name] = style if products or heads else whole
-    # A block that works on its own part between products has all its products cut, or none.
-    return styles if not (products or heads) or len(styles) == len(found) else {}
-
-
 def check_heads(model: nn.Module, ranks: int, plan: Mapping[str, str]) -> None:
     """Refuse head counts that the tensor-parallel ranks do not divide, where a plan cuts heads."""
     config: Any = getattr(model, "config", None)
-    products = set().union(*_PRODUCTS)
-    cut = [name for name, style in plan.items() if style == "colwise" and name.split(".")[-1] not in products]
+    cut = [
+        name
+        for name, style in plan.items()
+        if style == "colwise" and name.rpartition(".")[2] not in _FEED_FORWARD
+    ]
     if config is None or not cut:
         return
     config = config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -26,13 +26,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, load
-from torch.distributed.tensor import DTensor
 
 from lightning_thd.strategies.axes import cuts_weights
 from lightning_thd.strategies.optimizer_states import (
@@ -41,21 +36,14 @@ from lightning_thd.strategies.optimizer_states import (
     by_index,
     complete_groups,
     drop_unknown_options,
-    gather_names,
-    has_finetuning,
-    keep_own_names,
     load_states_of_folder,
     load_whole_states,
     parameters_of_folder,
     renamed,
-    restore_groups,
     trained,
     whole_state,
     without_fresh,
 )
-
-CURRENT = "current_model_state"  # WeightAveraging saves the current, not the averaged, weights under this key
-_AVERAGING = "averaging"  # subfolder of a checkpoint for these weights
 
 
 class Checkpoints:
@@ -103,10 +91,8 @@ class Checkpoints:
     def save(
         self, base: Callable[..., None], checkpoint: dict[str, Any], filepath: Any, options: Any
     ) -> None:
-        """Write a checkpoint, in the background if set, with averaged weights if any."""
+        """Write a checkpoint, in the background if set."""
         strategy, pipeline = self._strategy, self._strategy._pipeline
-        if pipeline is not None:
-            gather_names(checkpoint, strategy._callbacks, pipeline.channel.down)
         fresh = [i for i, optimizer in enumerate(strategy.optimizers) if not optimizer.state]
         if pipeline is not None:  # one stage may train nothing
             found: list[list[int]] = [[]] * pipeline.channel.ranks
@@ -117,8 +103,6 @@ class Checkpoints:
         if self._background is not None and options is None:
             self._background.save(checkpoint, Path(strategy.broadcast(filepath)))
             return
-        if cuts_weights(strategy) and CURRENT in checkpoint:
-            save_averaging(checkpoint, Path(strategy.broadcast(filepath)), folder=self._writes_folders)
         base(checkpoint, filepath, storage_options=options)
 
     def remove(self, base: Callable[[Any], None], filepath: Any) -> None:
@@ -168,8 +152,6 @@ class Checkpoints:
             )
         names = None if pipeline is None else pipeline.head_name
         saved: list[nn.Parameter] = []
-        if strategy.optimizers and has_finetuning(strategy._callbacks):
-            restore_groups(strategy._trainer, _rest_of(path, weights_only), stage=pipeline is not None)
         if is_folder(path):
             saved = parameters_of_folder(path, strategy.optimizers, strategy.model, names)
             drop_unknown_options(strategy.optimizers, path)
@@ -181,11 +163,6 @@ class Checkpoints:
         if strategy.optimizers:  # Clear the state torch made for optimizers that had made no step when saved.
             for i in checkpoint.get(FRESH, ()):
                 strategy.optimizers[i].state.clear()
-        if pipeline is not None:
-            own = [name for name, _ in strategy.lightning_module.named_parameters()]
-            keep_own_names(checkpoint, strategy._callbacks, own)
-        else:
-            load_averaging(checkpoint, path, strategy.model)
         return checkpoint
 
     def _load_shards(
@@ -248,8 +225,6 @@ class BackgroundSaves:
             shutil.rmtree(part, ignore_errors=True)  # left by a job that was killed
             part.mkdir(parents=True)
         dist.barrier(group=self._group)
-        if CURRENT in checkpoint:
-            save_averaging(checkpoint, part, folder=True)
         sharded = {"state_dict": checkpoint.pop("state_dict")}
         for i, state in enumerate(checkpoint.pop("optimizer_states", [])):
             sharded[f"optimizer_{i}"] = state
@@ -315,8 +290,6 @@ def read_folder(path: Path, *, weights_only: bool | None = None) -> dict[str, An
         (name for name in state if name.startswith("optimizer_")), key=lambda name: int(name.split("_")[1])
     )
     found.update(state_dict=state["state_dict"], optimizer_states=[state[name] for name in optimizers])
-    if (path / _AVERAGING).is_dir():
-        found[CURRENT] = _read(path / _AVERAGING)[CURRENT]
     return found
 
 
@@ -335,41 +308,3 @@ def _read(path: Path) -> dict[str, Any]:
     reader, planner = FileSystemReader(path), _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]
     _load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
     return state
-
-
-def save_averaging(checkpoint: dict[str, Any], path: Path, *, folder: bool) -> None:
-    """Save ``WeightAveraging``'s weights: sharded in a subfolder, or gathered whole; a collective."""
-    if folder:
-        dcp.state_dict_saver.save({CURRENT: checkpoint.pop(CURRENT)}, checkpoint_id=path / _AVERAGING)
-        return
-    for name in ("state_dict", CURRENT):
-        checkpoint[name] = {
-            key: (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
-            for key, value in checkpoint[name].items()
-        }
-
-
-def load_averaging(checkpoint: dict[str, Any], path: Path, module: nn.Module) -> None:
-    """Load average and current weights as shards into a checkpoint, for ``WeightAveraging`` to find them.
-
-    The module is sharded and holds the average weights.
-    """
-    in_folder = (path / _AVERAGING).is_dir()
-    if not in_folder and CURRENT not in checkpoint:
-        return
-    average = _clones(module)
-    if in_folder:
-        current = {CURRENT: _clones(module)}
-        dcp.state_dict_loader.load(current, checkpoint_id=path / _AVERAGING)
-        checkpoint[CURRENT] = current[CURRENT]
-    else:
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_model_state_dict(module, checkpoint[CURRENT], options=options)
-        checkpoint[CURRENT] = _clones(module)
-        module.load_state_dict(average)
-    checkpoint["state_dict"] = average
-
-
-def _clones(module: nn.Module) -> dict[str, Any]:
-    state: dict[str, Any] = get_model_state_dict(module)
-    return {name: value.clone() for name, value in state.items()}

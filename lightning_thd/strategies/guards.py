@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Iterable
 from typing import Any
 
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -74,20 +79,6 @@ def refuse_other_attention(module: nn.Module, cp: int) -> None:
             )
 
 
-def refuse_indivisible_heads(module: nn.Module, cp: int, communication: str) -> None:
-    """Refuse, before the first step, head counts that ``ulysses`` cannot divide."""
-    for name, child in module.named_modules() if communication == "ulysses" else ():
-        config: Any = getattr(child, "config", None)
-        text = config.get_text_config() if hasattr(config, "get_text_config") else None
-        heads = getattr(text, "num_attention_heads", None)
-        if isinstance(heads, int) and heads % cp:
-            raise MisconfigurationException(
-                f"{name or type(child).__name__} has {heads} query heads, which cannot be shared out among "
-                f"{cp} context-parallel ranks; ulysses wants a multiple of {cp}. Use "
-                "context_parallel_communication='auto', 'needed' or 'all_gather'."
-            )
-
-
 def refuse_unused_layout(batch: object) -> None:
     """Refuse a model that ran on a shard without an attention that sees other ranks' slots."""
     if isinstance(batch, THDShard) and not batch.layout.used:
@@ -108,10 +99,7 @@ def refuse_second_context_parallelism(module: nn.Module | None, cp: int) -> None
             "context_parallel_size=1. torch 2.11 keeps it active after an error inside of it: start a new "
             "process then."
         )
-    by_environment = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true" and any(
-        int(os.environ.get(f"PARALLELISM_CONFIG_{axis}_SIZE", "1")) > 1 for axis in ("CP", "SP")
-    )
-    if by_environment or (module is not None and _has_accelerate_hooks(module)):
+    if module is not None and _has_accelerate_hooks(module):
         raise MisconfigurationException(
             f"context_parallel_size={cp} while Accelerate's context parallelism is active, which drops "
             "document boundaries and cuts sequences a second time. Prepare the model without "
@@ -154,15 +142,6 @@ def refuse_compiled_module(module: object, sizes: AxisSizes) -> None:
         )
 
 
-def refuse_anomaly_detection(trainer: object, sizes: AxisSizes) -> None:
-    """Refuse ``Trainer(detect_anomaly=True)`` with cut gradients, which torch cannot look through."""
-    if sizes.tensor > 1 and getattr(trainer, "_detect_anomaly", False):
-        raise MisconfigurationException(
-            f"detect_anomaly=True with tensor_parallel_size={sizes.tensor}: torch's anomaly mode does not "
-            "know cut gradients. Look for the anomaly with tensor_parallel_size=1, or leave it out."
-        )
-
-
 def refuse_static_graph(model: object) -> None:
     """Refuse DDP's static graph for steps whose first backward pass is not synchronised."""
     if isinstance(model, DistributedDataParallel) and model.static_graph:
@@ -193,6 +172,28 @@ def refuse_links(callbacks: Iterable[Any]) -> None:
                 "ModelCheckpoint(save_last='link') with checkpoints that are written in the background: a "
                 "job killed meanwhile would leave last.ckpt pointing nowhere. Use save_last=True."
             )
+
+
+def refuse_callbacks(callbacks: Iterable[Any], strategy: Any) -> None:
+    """Refuse Lightning's callbacks that copy or unfreeze weights which ranks share out or average."""
+    shards = isinstance(strategy, ModelParallelStrategy)
+    refused = (WeightAveraging, StochasticWeightAveraging, BaseFinetuning) if shards else (BaseFinetuning,)
+    for callback in callbacks:
+        if isinstance(callback, refused) and (shards or isinstance(strategy, DDPStrategy)):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} under {type(strategy).__name__}: it copies weights that ranks "
+                "share out, or unfreezes weights whose gradients ranks would not average. Leave it out, or "
+                "train on one device."
+            )
+
+
+def refuse_unfrozen(frozen: Iterable[nn.Parameter]) -> None:
+    """Refuse weights that are trained by now but were frozen when DDP wrapped the module."""
+    if any(parameter.requires_grad for parameter in frozen):
+        raise MisconfigurationException(
+            "Weights were unfrozen after DDP wrapped the module, and DDP does not average their gradients. "
+            "Unfreeze them in configure_model(), and resume there from a checkpoint of the frozen training."
+        )
 
 
 def refuse_partial_sharding(model: nn.Module, sizes: AxisSizes) -> None:

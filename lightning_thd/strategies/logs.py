@@ -1,14 +1,10 @@
-"""What ``training_step`` logs in every microbatch of a step -> one logged value a step.
-
-Lightning leaves the synchronisation of a ``torchmetrics.Metric`` to the metric itself, which gathers from all
-ranks of the job, and takes what it returned last for the value of a step.
-"""
+"""What ``training_step`` logs in every microbatch of a step -> one logged value a step."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
 
 import lightning.pytorch as L
 import numpy as np
@@ -16,9 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torchmetrics import MaxMetric, Metric, MinMetric, SumMetric
-from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
-from torchmetrics.wrappers.abstract import WrapperMetric
+from torchmetrics import Metric, SumMetric
 
 from lightning_thd._user_code import user_line
 from lightning_thd.batch import THDBatch
@@ -26,8 +20,6 @@ from lightning_thd.batch.upload import uploaded
 from lightning_thd.parallel.pipeline.channel import Channel
 
 _FX = "training_step"
-# By these reductions the state of several updates is that of their parts.
-_JOINED = (dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min)
 
 
 class StepLogs:
@@ -41,10 +33,8 @@ class StepLogs:
     other only there. A name that is logged for the first time is reduced at once.
     """
 
-    def __init__(self, trainer: L.Trainer, *, microbatches: int, metrics: Sequence[Metric] = ()) -> None:
+    def __init__(self, trainer: L.Trainer, *, microbatches: int) -> None:
         self._trainer, self._microbatches = trainer, microbatches
-        self._objects = StepMetrics(metrics)
-        self._objects.begin(self._logged_objects())
         self._logged: dict[str, list[Tensor]] = {}
         several, known = microbatches > 1, self._values()
         self._late = {key: value for key, value in known.items() if several and value.meta.sync.should}
@@ -70,7 +60,13 @@ class StepLogs:
         for key, value in self._values().items():
             if value._forward_cache is not None:
                 self._logged.setdefault(key, []).append(value._forward_cache)
-        self._objects.end(self._logged_objects(), several=self._microbatches > 1)
+        for value in self._on_step().values():
+            if self._microbatches > 1 and not value.is_tensor:
+                raise MisconfigurationException(
+                    f"self.log({value.meta.name!r}, {type(value.value).__name__}, on_step=True) in a step of "
+                    "several microbatches, of which a metric has only the last one's value. Log it with "
+                    "on_step=False, on_epoch=True."
+                )
 
     def close(self) -> None:
         """Let Lightning reduce over ranks again, also if a microbatch raised."""
@@ -90,7 +86,6 @@ class StepLogs:
                 if not value.meta.on_epoch:
                     value.value = value._forward_cache
         self._logged.clear()
-        self._objects.finish(self._logged_objects())
         if self._results is not None and self._results.batch_size is not None:
             self._results.batch_size *= self._microbatches
 
@@ -101,9 +96,6 @@ class StepLogs:
     def _values(self) -> dict[str, Any]:
         """Return the tensors logged on_step by ``training_step``; a logged Metric has its own state."""
         return {key: value for key, value in self._on_step().items() if value.is_tensor}
-
-    def _logged_objects(self) -> list[Any]:
-        return [value for value in self._on_step().values() if not value.is_tensor]
 
     def _on_step(self) -> dict[str, Any]:
         results = self._results or {}
@@ -131,13 +123,14 @@ def _reduce(values: Tensor, meta: Any) -> Tensor:
 
 
 class SyncedMetrics:
-    """Makes metrics gather from the ranks that see different tokens, until it is closed.
+    """Makes a module's metrics gather from the ranks that see different tokens, until it is closed.
 
     Tensor-parallel ranks all see the same tokens and would count them again. A metric with its own
     ``process_group`` keeps it.
     """
 
-    def __init__(self, metrics: Sequence[Metric], group: dist.ProcessGroup) -> None:
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+        metrics = [child for child in module.modules() if isinstance(child, Metric)]
         self._metrics = [metric for metric in metrics if metric.process_group is None]
         for metric in self._metrics:
             metric.process_group = group
@@ -146,11 +139,6 @@ class SyncedMetrics:
         """Take the group from the metrics: it ends with the job, and no copy of a module can hold it."""
         for metric in self._metrics:
             metric.process_group = None
-
-
-def metrics_in(module: nn.Module) -> list[Metric]:
-    """Return the metrics among the children of a module."""
-    return [child for child in module.modules() if isinstance(child, Metric)]
 
 
 def refuse_sums(module: nn.Module, *, dynamic: bool) -> None:
@@ -176,106 +164,6 @@ def groups_of_sums(*, dynamic: bool) -> str:
     if dynamic:
         return f"{own}; with context_parallel_size='dynamic' no group has every pack once. {_MORE}"
     return f"self.trainer.strategy.data_parallel_group for what is the pack's, or to {own}. {_MORE}"
-
-
-class _Held(NamedTuple):
-    """A metric, its state before a step, and the updates in that."""
-
-    metric: Metric
-    state: dict[str, Any]
-    updates: int
-
-
-class StepMetrics:
-    """Gives metrics that ``training_step`` logs on_step the value of all microbatches of a step.
-
-    Between ``begin`` and ``finish`` a metric known to be logged so holds this step only; then it is joined
-    with what it held before. Maxima and minima are those of the microbatches.
-    """
-
-    def __init__(self, metrics: Sequence[Metric]) -> None:
-        self._metrics = metrics
-        self._before: dict[int, int] = {}  # by id: a metric's hash is of its state
-        self._held: dict[int, _Held] = {}
-        self._values: dict[int, list[Tensor]] = {}
-
-    def begin(self, logged: Iterable[Any]) -> None:
-        """Set the metrics that earlier steps logged on_step apart from those steps."""
-        self._before = {id(metric): metric._update_count for metric in self._metrics}
-        for metric in {id(result.value): result.value for result in logged}.values():
-            if can_join(metric) and metric._update_count:
-                state = {name: _copied(getattr(metric, name)) for name in metric._defaults}
-                self._held[id(metric)] = _Held(metric, state, metric._update_count)
-                metric.reset()
-
-    def end(self, logged: Iterable[Any], *, several: bool) -> None:
-        """Collect what a microbatch has given, and refuse metrics without a value of several microbatches."""
-        for result in logged:
-            metric: Any = result.value
-            if isinstance(metric, MaxMetric | MinMetric):
-                value: Any = metric._forward_cache
-                if value is not None:
-                    self._values.setdefault(id(metric), []).append(value)
-            elif several and not can_join(metric):
-                raise MisconfigurationException(
-                    f"self.log({result.meta.name!r}, {type(metric).__name__}, on_step=True) in a step of "
-                    "several microbatches, but this metric has only the value of the last one. Log it "
-                    "with on_step=False, on_epoch=True, or, if its states are sums, concatenations, maxima "
-                    "or minima of those of its batches, set full_state_update = False in its class."
-                )
-
-    def finish(self, logged: Iterable[Any]) -> None:
-        """Write the values of the step where Lightning reads them, and join the metrics with their past."""
-        for result in logged:
-            metric: Any = result.value
-            if id(metric) in self._values:
-                values = torch.stack(self._values[id(metric)])
-                result._forward_cache = values.max() if isinstance(metric, MaxMetric) else values.min()
-            elif metric._update_count and metric._forward_cache is not None:
-                of_step = id(metric) in self._held or self._before.get(id(metric)) == 0
-                # A metric that is logged for the first time long after its first update has no value yet.
-                result._forward_cache = _own_value(metric) if of_step else None
-        for held in self._held.values():
-            _join(held)
-        self._held.clear()
-        self._values.clear()
-
-
-def _join(held: _Held) -> None:
-    metric = held.metric
-    updates = metric._update_count
-    if updates:
-        with torch.no_grad():
-            metric._reduce_states(held.state)
-    else:
-        for name, value in held.state.items():
-            setattr(metric, name, value)
-    metric._update_count = held.updates + updates
-    metric._computed = None
-
-
-def can_join(metric: Metric) -> bool:
-    """Return whether the states of a metric's batches add up to that of all of them."""
-    return (
-        metric.full_state_update is False
-        and not metric.dist_sync_on_step
-        and not isinstance(metric, WrapperMetric)
-        and all(reduction in _JOINED for reduction in metric._reductions.values())
-    )
-
-
-def _own_value(metric: Metric) -> Any:
-    """Compute a metric of this rank's updates only, as its ``forward`` does."""
-    metric._to_sync, metric._should_unsync = False, False
-    try:
-        return metric.compute()
-    finally:
-        metric._to_sync, metric._should_unsync = metric.sync_on_compute, True
-        metric._computed = None
-
-
-def _copied(state: Any) -> Any:
-    return list(state) if isinstance(state, list) else state
 
 
 def _is_away(value: Any) -> bool:

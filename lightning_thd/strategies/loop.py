@@ -59,7 +59,7 @@ class StepLoop:
         if len(batch) > 1:
             refuse_static_graph(self._strategy.model)
         self._step = (batch, rest)
-        self._logs = StepLogs(trainer, microbatches=len(batch), metrics=self._strategy._metrics)
+        self._logs = StepLogs(trainer, microbatches=len(batch))
         output = self._forward(batch.microbatches[0], rest, last=len(batch) == 1)
         warn_of_extras(output, len(batch))
         self._losses = [loss_of(output).detach()]

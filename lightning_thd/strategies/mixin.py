@@ -17,8 +17,8 @@ from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
-from torchmetrics import Metric
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_thd._imports import available
 from lightning_thd.alignment import Alignment, Layout
@@ -33,17 +33,18 @@ from lightning_thd.strategies.axes import Axes, cuts_weights, fixed_context, siz
 from lightning_thd.strategies.checkpoints import Checkpoints
 from lightning_thd.strategies.dynamic import DYNAMIC, log_traffic, sharing_of
 from lightning_thd.strategies.guards import (
-    refuse_anomaly_detection,
+    refuse_callbacks,
     refuse_compiled_module,
     refuse_engine,
+    refuse_unfrozen,
     refuse_unused_layout,
 )
-from lightning_thd.strategies.logs import SyncedMetrics, groups_of_sums, metrics_in, refuse_sums, weigh
+from lightning_thd.strategies.logs import SyncedMetrics, groups_of_sums, refuse_sums, weigh
 from lightning_thd.strategies.loop import StepLoop, local_gradients
 from lightning_thd.strategies.norms import refused_norms_of_a_stage
 from lightning_thd.strategies.pack_cut import PackCut, prepare_loader
 from lightning_thd.strategies.pipeline import Pipeline, PipelineLoop, cut_before
-from lightning_thd.strategies.shards import Unfrozen, WeightShards
+from lightning_thd.strategies.shards import WeightShards
 
 _NOT_GIVEN: Any = object()
 
@@ -109,8 +110,7 @@ class THDStrategyMixin(Strategy):
     _pipeline: Pipeline | None = None
     _loop: StepLoop
     _checkpoints: Checkpoints
-    _unfrozen: Unfrozen | None = None
-    _metrics: tuple[Metric, ...] = ()
+    _frozen: tuple[nn.Parameter, ...] = ()  # when DDP wrapped the module
     _synced: SyncedMetrics | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -216,18 +216,18 @@ class THDStrategyMixin(Strategy):
         if pipeline is not None and stage is not None:
             pipeline.go_on(stage)
         refuse_compiled_module(module, axes.sizes)
-        refuse_anomaly_detection(trainer, axes.sizes)
         self._checkpoints.require_known()
         if self.context_parallel_size != 1:
             refuse_sums(module, dynamic=self.context_parallel_size == DYNAMIC)
-        self._metrics = tuple(metrics_in(module))
+        refuse_callbacks(self._callbacks, self)
         if axes.meshes is not None and axes.sizes.tensor * axes.sizes.pipeline > 1:
-            self._synced = SyncedMetrics(self._metrics, axes.meshes.data_context.get_group())
+            self._synced = SyncedMetrics(module, axes.meshes.data_context.get_group())
         run = self._microbatch
         self._loop = StepLoop(self, run) if pipeline is None else PipelineLoop(self, run, pipeline)
         if self._shards is None:
             super().setup(trainer)
-            self._unfrozen = Unfrozen.watch(self.model)
+            if isinstance(self.model, DistributedDataParallel):
+                self._frozen = tuple(p for p in self.model.parameters() if not p.requires_grad)
         else:
             self._shards.setup(trainer)
 
@@ -245,8 +245,7 @@ class THDStrategyMixin(Strategy):
         """
         if self._synced is not None:
             self._synced.close()
-        self._synced = self._unfrozen = None
-        self._metrics = ()
+        self._synced, self._frozen = None, ()
         super().teardown()
         end_job()
         if cuts_weights(self):
@@ -297,8 +296,7 @@ class THDStrategyMixin(Strategy):
             result = self._loop.rest(closure_loss, lambda loss: base(loss, optimizer, *args, **kwargs))
         else:
             result = base(closure_loss, optimizer, *args, **kwargs)
-        if self._unfrozen is not None:
-            self._unfrozen.average()
+        refuse_unfrozen(self._frozen)
         return result
 
     @contextlib.contextmanager
@@ -368,7 +366,7 @@ class THDStrategyMixin(Strategy):
         return self._checkpoints.optimizer_state(super().optimizer_state, optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint, in the background if set, with averaged weights if any."""
+        """Write a checkpoint, in the background if set."""
         self._checkpoints.save(super().save_checkpoint, checkpoint, filepath, storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:

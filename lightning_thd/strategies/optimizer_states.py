@@ -6,14 +6,12 @@ module, and torch's distributed checkpoints name them.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
@@ -25,7 +23,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer
 
 FRESH = "lightning_thd_fresh_optimizers"  # a checkpoint's key: indices of optimizers that had made no step
-_GROUPS = "internal_optimizer_metadata"  # Lightning's name of the groups in a finetuning callback's state
 
 
 def by_index(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) -> Mapping[str, Any]:
@@ -259,56 +256,3 @@ def drop_unknown_options(optimizers: Iterable[Optimizer], path: str | Path) -> N
             for option in [name for name in group if name != "params"]:
                 if f"optimizer_{i}.param_groups.{k}.{option}" not in known:
                     del group[option]
-
-
-def restore_groups(trainer: Any, found: Mapping[str, Any], *, stage: bool = False) -> None:
-    """Add the groups again that ``BaseFinetuning`` callbacks had added when a checkpoint was written.
-
-    Lightning restores such callbacks after the checkpoint of a sharded model, whose optimizers load with it.
-    A stage of a pipeline keeps the names of its own parameters.
-    """
-    for callback in _finetuning(trainer.callbacks):
-        state = found.get("callbacks", {}).get(callback.state_key)
-        if state is not None:
-            state = copy.deepcopy(state)
-            if stage:
-                _keep(state, {name for name, _ in trainer.lightning_module.named_parameters()})
-            callback.load_state_dict(state)
-            callback.on_fit_start(trainer, trainer.lightning_module)
-
-
-def has_finetuning(callbacks: Iterable[Any]) -> bool:
-    """Return whether a callback may add groups while it trains."""
-    return bool(_finetuning(callbacks))
-
-
-def gather_names(checkpoint: dict[str, Any], callbacks: Iterable[Any], group: dist.ProcessGroup) -> None:
-    """Add every stage's names to the groups that callbacks of a checkpoint list; a collective."""
-    for callback in _finetuning(callbacks):
-        state = checkpoint.get("callbacks", {}).get(callback.state_key)
-        if state is None:
-            continue
-        state = checkpoint["callbacks"][callback.state_key] = copy.deepcopy(state)
-        own = {i: [entry["params"] for entry in groups] for i, groups in state[_GROUPS].items()}
-        found: list[Any] = [None] * group.size()
-        dist.all_gather_object(found, own, group=group)
-        for i, groups in state[_GROUPS].items():
-            for k, entry in enumerate(groups):
-                entry["params"] = list(dict.fromkeys(name for stage in found for name in stage[i][k]))
-
-
-def keep_own_names(checkpoint: dict[str, Any], callbacks: Iterable[Any], names: Iterable[str]) -> None:
-    """Drop the names of other stages from the groups that callbacks of a checkpoint list, in place."""
-    for callback in _finetuning(callbacks):
-        if (state := checkpoint.get("callbacks", {}).get(callback.state_key)) is not None:
-            _keep(state, set(names))
-
-
-def _keep(state: dict[str, Any], names: set[str]) -> None:
-    for groups in state[_GROUPS].values():
-        for entry in groups:
-            entry["params"] = [name for name in entry["params"] if name in names]
-
-
-def _finetuning(callbacks: Iterable[Any]) -> list[BaseFinetuning]:
-    return [callback for callback in callbacks if isinstance(callback, BaseFinetuning)]

@@ -20,11 +20,7 @@ from lightning_thd.parallel.messages import Messages, on_host
 from lightning_thd.parallel.shard import THDShard, shard_batch, shard_step
 from lightning_thd.strategies.axes import Axes
 from lightning_thd.strategies.dynamic import check_batch, know_whole_packs
-from lightning_thd.strategies.guards import (
-    refuse_indivisible_heads,
-    refuse_other_attention,
-    refuse_second_context_parallelism,
-)
+from lightning_thd.strategies.guards import refuse_other_attention, refuse_second_context_parallelism
 
 
 class PackCut:
@@ -93,7 +89,6 @@ class PackCut:
         if not self._guarded:
             assert module is not None
             refuse_other_attention(module, self._most)
-            refuse_indivisible_heads(module, self._most, self._strategy.context_parallel_communication)
             self._guarded = True
         refuse_second_context_parallelism(module, self._most)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -16,17 +16,14 @@ from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel
 
 from lightning_thd.models.weights import draw_weights, read_weights, require_unchanged
 from lightning_thd.parallel import fsdp
 from lightning_thd.parallel.draws import SharedDraws
 from lightning_thd.parallel.mesh import TENSOR, Meshes
 from lightning_thd.parallel.messages import on_host
-from lightning_thd.parallel.pipeline.cut import stages_in
 from lightning_thd.parallel.sequence import apply_sequence_parallel
 from lightning_thd.parallel.tensor import apply_tensor_parallel, check_heads, model_plan
 from lightning_thd.strategies.axes import Axes
@@ -63,8 +60,6 @@ class WeightShards:
             self._towers = tuple(fsdp.tower_paths(self._put(strategy.model), make=False))
         else:
             self._shard(strategy.model)
-        if fits:
-            shard_copies(strategy._callbacks, strategy.model)
         if strategy._checkpoints.writes_behind:
             refuse_links(strategy._callbacks)
             strategy._checkpoints.open()
@@ -199,90 +194,6 @@ def _share_weights(module: nn.Module, group: dist.ProcessGroup) -> None:
     source = dist.get_global_rank(group, 0)
     for tensor in [*module.parameters(), *module.buffers()]:
         dist.broadcast(tensor.detach(), source, group=group)
-
-
-def shard_copies(callbacks: Iterable[L.Callback], model: nn.Module) -> None:
-    """Shard the model copies of Lightning's weight-averaging callbacks as the model is sharded.
-
-    ``WeightAveraging``, ``EMAWeightAveraging`` and ``StochasticWeightAveraging`` copy the module before a
-    strategy shards it. They update and swap parameter by parameter, and never run the copy.
-    """
-    found = False
-    for callback in callbacks:
-        copy = getattr(callback, "_average_model", None)
-        if isinstance(copy, nn.Module):
-            if any(True for _ in stages_in(model)):
-                raise MisconfigurationException(
-                    f"{type(callback).__name__} averages a copy of the whole model, and a rank of a pipeline "
-                    "has only its own layers. Leave the callback out, or set pipeline_parallel_size=1."
-                )
-            _replace_parameters(copy.module if isinstance(copy, AveragedModel) else copy, model)
-            found = True
-    if found:  # after an evaluation FSDP2 leaves the root's weights gathered, and a swap would miss them
-        for child in model.modules():
-            if isinstance(child, FSDPModule):
-                child.set_reshard_after_forward(True, recurse=False)
-
-
-def _replace_parameters(copy: nn.Module, model: nn.Module) -> None:
-    made: dict[int, nn.Parameter] = {}
-    for name, module in model.named_modules():
-        own = copy.get_submodule(name)
-        for key, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) not in made:  # a tied one once
-                clone = parameter.detach().clone()
-                made[id(parameter)] = nn.Parameter(clone, requires_grad=parameter.requires_grad)
-            own._parameters[key] = made[id(parameter)]
-
-
-class Unfrozen:
-    """Averages the gradients of weights that were frozen when DDP wrapped a module.
-
-    DDP reduces the gradients of what was trained at the start only. A callback such as ``BackboneFinetuning``
-    unfreezes weights later, whose gradients would stay those of each rank.
-    """
-
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self._model, self._group = model, model.process_group
-        self._frozen = [p for p in model.parameters() if not p.requires_grad]
-
-    @classmethod
-    def watch(cls, model: nn.Module | None) -> Unfrozen | None:
-        """Return what averages weights unfrozen later; None if nothing is frozen or DDP does not reduce."""
-        if not isinstance(model, DistributedDataParallel):
-            return None
-        return cls(model) if any(not p.requires_grad for p in model.parameters()) else None
-
-    @cached_property
-    def _host_group(self) -> dist.ProcessGroup:
-        return on_host(self._group)
-
-    def average(self) -> None:
-        """Average the gradients of those that are trained by now, after a backward pass that DDP reduces.
-
-        It is a collective of all ranks. A weight that no rank has used keeps no gradient, as on one process.
-        """
-        trained = [parameter for parameter in self._frozen if parameter.requires_grad]
-        if not trained or not self._model.require_backward_grad_sync:
-            return
-        used = torch.tensor([p.grad is not None for p in trained], dtype=torch.int32)
-        dist.all_reduce(used, dist.ReduceOp.MAX, group=self._host_group)
-        found = [p for p, by_any in zip(trained, used.tolist(), strict=True) if by_any]
-        for parameter in found:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        for dtype in dict.fromkeys(parameter.dtype for parameter in found):
-            self._average([p.grad for p in found if p.dtype == dtype and p.grad is not None])
-
-    def _average(self, gradients: list[Tensor]) -> None:
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        dist.all_reduce(flat, group=self._group)
-        flat /= dist.get_world_size(self._group)
-        sizes = [gradient.numel() for gradient in gradients]
-        for gradient, mean in zip(gradients, torch.split(flat, sizes), strict=True):
-            gradient.copy_(mean.view_as(gradient))
 
 
 def whole_state_dict(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:

@@ -200,7 +200,7 @@ def named(cell: Cell) -> Found:
 
 
 class Measured(Plain):
-    """Logs metric objects in training and validation, by step and by epoch."""
+    """Logs metric objects in training and validation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,8 +213,8 @@ class Measured(Plain):
         loss = causal_lm_loss(self.model, batch)
         self.mean(loss.detach(), weight=1.0 / batch.loss_scale)
         self.largest(float(batch_idx))
-        self.log("train/mean", self.mean, on_step=True, on_epoch=True)
-        self.log("train/largest", self.largest, on_step=True, on_epoch=True)
+        self.log("train/mean", self.mean, on_step=False, on_epoch=True)
+        self.log("train/largest", self.largest, on_step=False, on_epoch=True)
         return loss
 
     def validation_step(self, batch: THDBatch, batch_idx: int) -> None:
@@ -243,28 +243,15 @@ class Counting(Plain):
         self.log("val/tokens", self.seen)
 
 
-class Trainable(Plain):
-    """Trains what is not frozen when the optimizer is made."""
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        trained_now = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        return torch.optim.AdamW(trained_now, lr=1e-2, eps=1e-5)
-
-
 class Thaw(BaseFinetuning):
-    """Freezes a layer, and trains it too from the second epoch on."""
+    """Freezes a layer, and would train it later."""
 
     def freeze_before_training(self, pl_module: L.LightningModule) -> None:
         model: Any = pl_module.model
-        self.freeze([model.model.layers[0], model.model.embed_tokens])
+        self.freeze(model.model.layers[0])
 
     def finetune_function(self, pl_module: L.LightningModule, epoch: int, optimizer: Any) -> None:
-        model: Any = pl_module.model
-        if epoch >= 1:
-            self.make_trainable(model.model.layers[0])
-        if epoch == 1:
-            # Lightning's unfreeze_and_add_param_group compares weights by value, across meshes too.
-            optimizer.add_param_group({"params": list(model.model.layers[0].parameters()), "lr": 1e-2})
+        """Train nothing more."""
 
 
 class FreezesLater(Plain):
@@ -352,17 +339,6 @@ def finder(cell: Cell) -> Found:
     return full_parameters(module.model) | {"logged losses": losses}
 
 
-def frozen_and_resumed(cell: Cell) -> Found:
-    """Thaw a layer, and go on from a checkpoint of that time."""
-    options: dict[str, Any] = epochs(limit_train_batches=2, max_epochs=2)
-    keep = saver(cell, save_on_train_epoch_end=True, save_top_k=-1)
-    cell.fit(Trainable(), callbacks=[Thaw(), keep], enable_checkpointing=True, **options)
-    module = Trainable()
-    options["max_epochs"] = 3
-    cell.fit(module, callbacks=[Thaw()], ckpt_path=f"{cell.folder}/step=4.ckpt", **options)
-    return full_parameters(module.model)
-
-
 def reloaded(cell: Cell) -> Found:
     module, options = Plain(), epochs(limit_train_batches=2, max_epochs=3)
     trainer = cell.fit(module, reload_dataloaders_every_n_epochs=1, **options)
@@ -374,12 +350,6 @@ def packs_validated_in_between(cell: Cell) -> Found:
     options = epochs(max_epochs=2, check_val_every_n_epoch=None, val_check_interval=3, limit_train_batches=4)
     trainer = cell.fit(module, Packs(2 * cell.dp), accumulate_grad_batches=2, **options)
     return full_parameters(module.model) | logged(trainer)
-
-
-def of_epochs(cell: Cell) -> Found:
-    """Return what metrics tell of whole epochs: a step's value is of the rank's own packs."""
-    found = trained(Measured, val_check_interval=2, max_steps=4)(cell)
-    return {name: value for name, value in found.items() if "_step" not in name and name[7:] != "train/mean"}
 
 
 ATTACKS: dict[str, Callable[[Cell], Found]] = {
@@ -407,10 +377,8 @@ ATTACKS: dict[str, Callable[[Cell], Found]] = {
     "rates": rates,
     "named": named,
     "metrics": trained(Measured, val_check_interval=2, max_steps=4),
-    "metrics of epochs": of_epochs,
     "counts": trained(Counting, val_check_interval=2, max_steps=4),
-    "thawed": trained(Trainable, **epochs(callbacks=lambda: [Thaw()], limit_train_batches=2)),
-    "thawed and resumed": frozen_and_resumed,
+    "thawed": trained(Plain, callbacks=lambda: [Thaw()]),
     "frozen later": trained(FreezesLater, **epochs(limit_train_batches=2)),
     "by name": by_name,
     "two sets": two_sets,

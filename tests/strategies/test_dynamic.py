@@ -271,17 +271,12 @@ def refused(case: str) -> None:
     module, layout = Watched("qwen3", torch.float64), Layout(dp=2)
     options: dict[str, Any] = {"capacity": 64, "global_batch": STEP}
     largest, message = 2, ""
-    ways: dict[str, Any] = {}
     if case == "too_long":
         options["capacity"], message = 20, "has .* tokens but.*capacity|longest|capacity=40"
     elif case == "packs":
         options["global_batch"], message = Packs(2), "a pipeline, context_parallel_size='dynamic' and"
     elif case == "tiling":
         largest, message = 4, "max_context_parallel_size=4 does not divide the 2 ranks.*size=2"
-    elif case == "heads":
-        ways = {"context_parallel_communication": "ulysses"}
-        module.model.config.num_attention_heads = 7  # told before any attention runs
-        message = "has 7 query heads, which cannot be shared out among 2.*'needed'"
     elif case == "nodes":
         os.environ["LOCAL_WORLD_SIZE"], message = "3", "with 3 data ranks on a node.*size=1"
     elif case == "own_pack":
@@ -290,7 +285,7 @@ def refused(case: str) -> None:
         message = "degrees were planned, but the dataloader gave THDBatch"
     elif case == "pad_to":
         options["pad_to"], message = 64, "pad_to=64 under context_parallel_size='dynamic'"
-    made = THDDDPStrategy(context_parallel_size="dynamic", max_context_parallel_size=largest, **ways)
+    made = THDDDPStrategy(context_parallel_size="dynamic", max_context_parallel_size=largest)
     accumulate = 2 if case == "packs" else 1
     trainer = make_trainer(layout, strategy=made, max_steps=1, accumulate_grad_batches=accumulate)
     given: Any = THDDataModule(samples(), **options)
@@ -300,7 +295,7 @@ def refused(case: str) -> None:
         trainer.fit(module, given)
 
 
-CASES = ["too_long", "packs", "tiling", "own_pack", "pad_to", "heads", "other loader", "nodes"]
+CASES = ["too_long", "packs", "tiling", "own_pack", "pad_to", "other loader", "nodes"]
 
 
 def test_refusals() -> None:

@@ -222,7 +222,7 @@ def test_refusals() -> None:
     wanted = {
         "beside": r"Beside trains \['gate.weight', 'gate.bias'\] beside the Qwen3ForCausalLM",
         "clips": "sees only the gradients of this pipeline stage",
-        "averaged": "EMAWeightAveraging averages a copy of the whole model",
+        "averaged": "EMAWeightAveraging under THDModelParallelStrategy: it copies weights",
         "accumulated": "accumulate_grad_batches=2, but a pipeline runs all microbatches of a step",
         "second order": "LBFGS with tensor_parallel_size=1, pipeline_parallel_size=2: it runs training",
         "other sizes": "cut for pipeline_parallel_size=2 with stages_per_rank=1 by an earlier Trainer",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -23,10 +22,10 @@ from lightning_thd import Packs, THDBatch
 from lightning_thd.parallel.mesh import AxisSizes, resolve_sizes
 from lightning_thd.strategies import THDDDPStrategy, THDModelParallelStrategy, THDSingleDeviceStrategy
 from lightning_thd.strategies.guards import (
-    refuse_anomaly_detection,
     refuse_lbfgs,
     refuse_second_context_parallelism,
     refuse_static_graph,
+    refuse_unfrozen,
 )
 from lightning_thd.strategies.pack_cut import set_data_rank
 from lightning_thd.strategies.shards import policy_of
@@ -90,11 +89,12 @@ def test_a_static_graph_wants_every_backward_pass_synchronised() -> None:
         refuse_static_graph(model)
 
 
-def test_anomalies_of_cut_gradients_are_refused() -> None:
-    trainer = L.Trainer(detect_anomaly=True, logger=False, accelerator="cpu", enable_checkpointing=False)
-    refuse_anomaly_detection(trainer, AxisSizes(data=2))
-    with pytest.raises(MisconfigurationException, match="detect_anomaly=True with tensor_parallel_size=2"):
-        refuse_anomaly_detection(trainer, AxisSizes(tensor=2))
+def test_weights_that_are_unfrozen_later() -> None:
+    weight = nn.Parameter(torch.ones(2), requires_grad=False)
+    refuse_unfrozen([weight])
+    weight.requires_grad_(True)
+    with pytest.raises(MisconfigurationException, match="unfrozen after DDP wrapped .* Unfreeze them in con"):
+        refuse_unfrozen([weight])
 
 
 def test_fp16_scaling_is_refused() -> None:
@@ -182,15 +182,12 @@ def refusals() -> dict[str, str]:
 def refused(case: str) -> str:
     ddp, mp = Layout(strategy="thd_ddp", cp=2), Layout(tp=2)
     sequence_parallel = Layout(tp=2, options={"sequence_parallel": True})
-    os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = str(case == "accelerate").lower()
-    os.environ["PARALLELISM_CONFIG_CP_SIZE"] = "2"
     jobs: dict[str, Any] = {
         "size": (Layout(strategy="thd_ddp", cp=3), Job, None),
         "heads": (mp, Heads, None),
         "not thd": (ddp, NotThd, None),
         "hand written": (ddp, HandWritten, None),
         "no attention": (ddp, NoAttention, None),
-        "accelerate": (ddp, Job, None),
         "torch cp": (ddp, Job, None),
         "own parameter": (Layout(cp=2), OwnParameter, None),
         "iterable": (ddp, Job, loader(Stream())),
@@ -224,7 +221,6 @@ CASES = {
     "not thd": "attn_implementation='sdpa', which sees only the shard of its own rank. Build it",
     "hand written": r"attention \(MultiheadAttention\) sees only the shard.*Call lightning_thd.varlen",
     "no attention": "ran without calling varlen_attention.*batch.cu_seqlens_padded",
-    "accelerate": "Accelerate's context parallelism is active.*Prepare the model without",
     "own parameter": r"holds the parameters \['scale'\] itself.*Move them",
     "iterable": "Stream is iterable and does not say which part.*data_rank and data_size",
     "no pack": "cuts THDBatch, but the dataloader gave.*align=trainer.strategy.alignment",

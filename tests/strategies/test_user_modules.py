@@ -10,96 +10,19 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MinMetric, SumMetric
-from torchmetrics.wrappers import Running
+from torchmetrics import MeanMetric, SumMetric
 
-from lightning_thd import THDBatch, causal_lm_loss
-from lightning_thd.strategies.logs import can_join, refuse_sums
+from lightning_thd import THDBatch
+from lightning_thd.strategies.logs import refuse_sums
 from tests.ranks import run_ranks
 from tests.strategies.jobs import Layout, data, full_parameters, make_trainer
 from tests.strategies.matrix import STEP, Plain
 
 
-class ByStep(Plain):
-    """Logs metric objects by step, and keeps what was logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean, self.total, self.largest, self.least = MeanMetric(), SumMetric(), MaxMetric(), MinMetric()
-        self.rare = MeanMetric()
-        self.logged: list[dict[str, float]] = []
-        self.seen: list[list[float]] = []
-
-    def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
-        loss = causal_lm_loss(self.model, batch)
-        tokens = float(batch.loss_tokens)
-        self.mean(loss.detach(), weight=1.0 / batch.loss_scale)
-        for metric in (self.total, self.largest, self.least):
-            metric(tokens)
-        both: dict[str, Any] = {"on_step": True, "on_epoch": True}
-        self.log("mean", self.mean, **both)
-        self.log("total", self.total, **both)
-        self.log("largest", self.largest, **both)
-        self.log("least", self.least, **both)
-        self.rare(tokens)
-        if batch_idx % 2:
-            self.log("rare", self.rare)
-        if len(self.seen) == batch_idx:
-            self.seen.append([])
-        self.seen[-1].append(tokens)
-        return loss
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_end(outputs, batch, batch_idx)
-        connector = self.trainer._logger_connector
-        self.logged.append({name: float(value) for name, value in connector.metrics["log"].items()})
-
-
-def logged_by_step() -> tuple[list[dict[str, float]], list[list[float]], list[float], dict[str, float]]:
-    module = ByStep()
-    trainer = make_trainer(Layout(), strategy="thd", max_steps=-1, max_epochs=1, limit_train_batches=5)
-    trainer.fit(module, data(STEP))
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return module.logged, module.seen, module.losses, metrics
-
-
-def test_a_metric_object_tells_the_value_of_the_whole_step() -> None:
-    [(logged, seen, losses, metrics)] = run_ranks(logged_by_step, 1)
-    assert max(map(len, seen)) > 1  # several microbatches
-    for step, (found, tokens) in enumerate(zip(logged, seen, strict=True)):
-        assert found["mean_step"] == pytest.approx(losses[step], rel=1e-6)  # metrics keep fp32
-        assert found["total_step"] == sum(tokens)
-        assert (found["largest_step"], found["least_step"]) == (max(tokens), min(tokens))
-    everything = [count for step in seen for count in step]
-    assert metrics["total_epoch"] == sum(everything)
-    assert metrics["largest_epoch"] == max(everything)
-    weights = [sum(step) for step in seen]
-    mean = sum(w * loss for w, loss in zip(weights, losses, strict=True)) / sum(weights)
-    assert metrics["mean_epoch"] == pytest.approx(mean, rel=1e-6)
-    # Logged first in the second step, it could not be told from the one before; in the fourth it is.
-    assert "rare" not in logged[1]
-    assert logged[3]["rare"] == pytest.approx(sum(seen[3]) / len(seen[3]), rel=1e-6)
-
-
-class Own(Metric):
-    """A metric as people write it, without full_state_update."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
-
-    def update(self, value: float) -> None:
-        self.total = self.total + value
-
-    def compute(self) -> Tensor:
-        total: Tensor = self.total
-        return total
-
-
 class LogsOwn(Plain):
     def __init__(self) -> None:
         super().__init__()
-        self.own = Own()
+        self.own = MeanMetric()
 
     def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
         self.own(1.0)
@@ -112,16 +35,13 @@ def fit_own() -> None:
     trainer = make_trainer(Layout(), strategy="thd", max_steps=1)
     with pytest.raises(
         MisconfigurationException,
-        match=r"self\.log\('own', Own, on_step=True\) in a step of several microbatches.*set full_state",
+        match=r"self\.log\('own', MeanMetric, on_step=True\) in a step of several microb.*on_epoch=True",
     ):
         trainer.fit(LogsOwn(), data(STEP))
 
 
-def test_a_metric_that_cannot_tell_a_step_is_refused() -> None:
+def test_a_metric_object_by_step_is_refused() -> None:
     run_ranks(fit_own, 1)
-    assert not can_join(Own())
-    assert not can_join(Running(SumMetric(), window=2))
-    assert can_join(CatMetric())
 
 
 def test_sums_under_context_parallelism_must_say_of_what() -> None:
