@@ -1,8 +1,9 @@
-"""Integers of this rank -> the integers of every data-parallel rank, in one collective and one read."""
+"""What this rank has -> what every rank of a group has; and the groups and devices for it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -50,3 +51,27 @@ def communication_device(group: Any, device: torch.device) -> torch.device:
     if not (dist.is_available() and dist.is_initialized()):
         return torch.device("cpu")
     return torch.device("cpu") if dist.get_backend(group) == "gloo" else device
+
+
+def host_group(ranks: list[int], timeout_s: float | None = None) -> dist.ProcessGroup:
+    """Create a gloo group of some ranks, which communicates in CPU memory; only those ranks call this."""
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    group: dist.ProcessGroup = dist.new_group(
+        ranks, backend="gloo", timeout=timeout, use_local_synchronization=True
+    )
+    return group
+
+
+def on_host(group: dist.ProcessGroup, timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """Return a group of the same ranks that communicates in CPU memory: itself under gloo, else a new one."""
+    if dist.get_backend(group) == "gloo":
+        return group
+    timeout_s = None if timeout is None else timeout.total_seconds()
+    return host_group(dist.get_process_group_ranks(group), timeout_s)
+
+
+def broadcast_object(value: Any, group: dist.ProcessGroup | None, source: int) -> Any:
+    """Return, on every rank of a group, the object that its global rank ``source`` gives."""
+    found = [value]
+    dist.broadcast_object_list(found, source, group=group)
+    return found[0]

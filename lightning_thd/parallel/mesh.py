@@ -12,6 +12,8 @@ from typing import Literal
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lightning_thd._checks import whole_number
+
 DATA, CONTEXT, TENSOR = AXES = ("data_parallel", "context_parallel", "tensor_parallel")
 PIPELINE = "pipeline_parallel"
 
@@ -81,18 +83,12 @@ def resolve_sizes(
 
 
 def check_sizes(*, data: object, replicas: object = 1, **others: object) -> None:
-    """Raise ValueError for a size that is not a number of ranks."""
-    for name, size in {**others, "data": 1 if data == "auto" else data}.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(
-                f"{name}_parallel_size={size!r}; wanted 1 or more ranks"
-                + (" or 'auto'." if name == "data" else ", where 1 means not at all.")
-            )
-    if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
-        raise ValueError(
-            f"data_parallel_replicas={replicas!r}; wanted 1 or more. Set it to the number of nodes, or to a "
-            "divisor of the data-parallel ranks."
-        )
+    """Raise for a size that is not a number of ranks."""
+    if data != "auto":
+        whole_number(data, "data_parallel_size", least=1, advice="Or pass 'auto'.")
+    for name, size in others.items():
+        whole_number(size, f"{name}_parallel_size", least=1)
+    whole_number(replicas, "data_parallel_replicas", least=1, advice="Set it to the number of nodes.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

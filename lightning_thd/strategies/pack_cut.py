@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.parallel.across_ranks import broadcast_object, on_host
 from lightning_thd.parallel.agreement import check_agreement
 from lightning_thd.parallel.context.shared_step import SharedStep, check_shared_agreement, cut_step
 from lightning_thd.parallel.mesh import CONTEXT, AxisSizes
-from lightning_thd.parallel.messages import Messages, on_host
 from lightning_thd.parallel.shard import THDShard, shard_batch, shard_step
 from lightning_thd.strategies.axes import Axes
 from lightning_thd.strategies.dynamic import check_batch, know_whole_packs
@@ -138,7 +138,7 @@ class BroadcastLoader:
 
     def __init__(self, dataloader: Any, group: dist.ProcessGroup, timeout: timedelta | None = None) -> None:
         self._dataloader, self._reads = dataloader, group.rank() == 0
-        self._messages = Messages(on_host(group, timeout), dist.get_global_rank(group, 0))
+        self._group, self._source = on_host(group, timeout), dist.get_global_rank(group, 0)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_dataloader":
@@ -150,10 +150,10 @@ class BroadcastLoader:
 
     def __iter__(self) -> Iterator[Any]:
         if not self._reads:
-            while message := self._messages.receive():
+            while message := broadcast_object(None, self._group, self._source):
                 yield message[0]
             return
         for batch in self._dataloader:
-            self._messages.send((batch,))
+            broadcast_object((batch,), self._group, self._source)
             yield batch
-        self._messages.send(())  # the end
+        broadcast_object((), self._group, self._source)  # the end

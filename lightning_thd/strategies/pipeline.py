@@ -20,8 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_thd._user_code import described
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.batch.upload import uploaded
+from lightning_thd.parallel.across_ranks import broadcast_object, on_host
 from lightning_thd.parallel.mesh import another_group
-from lightning_thd.parallel.messages import on_host
 from lightning_thd.parallel.pipeline import Op, Schedule, expected_bubble, make_schedule
 from lightning_thd.parallel.pipeline.channel import (
     Channel,
@@ -326,13 +326,13 @@ class PipelineStep:
     def _share(self) -> list[Tensor]:
         """Send what the last stage has, in one message: losses, logs, and how the losses were made."""
         n, chunk = len(self._batches), self.stage.chunks - 1
-        message: list[Any] = [None]
+        message: Any = None
         if self.stage.holds_head:
             numbers = self._logs.values([self._values[m] for m in range(n)])
-            message = [(*numbers, [self._graphs[m, chunk] for m in range(n)], self._trains_tied)]
+            message = (*numbers, [self._graphs[m, chunk] for m in range(n)], self._trains_tied)
         group = self._pipeline.host_group  # in GPU memory the objects would be read back
-        dist.broadcast_object_list(message, dist.get_global_rank(group, self.channel.ranks - 1), group=group)
-        losses, logged, graphs, trains_tied = message[0]
+        last = dist.get_global_rank(group, self.channel.ranks - 1)
+        losses, logged, graphs, trains_tied = broadcast_object(message, group, last)
         self._logs.log(self._batches, logged)
         module = self._strategy.lightning_module
         differs = next(

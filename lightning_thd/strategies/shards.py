@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_thd.models.weights import draw_weights, read_weights, require_unchanged
 from lightning_thd.parallel import fsdp
+from lightning_thd.parallel.across_ranks import on_host
 from lightning_thd.parallel.draws import SharedDraws
 from lightning_thd.parallel.mesh import TENSOR, Meshes
-from lightning_thd.parallel.messages import on_host
 from lightning_thd.parallel.sequence import apply_sequence_parallel
 from lightning_thd.parallel.tensor import apply_tensor_parallel, check_heads, model_plan
 from lightning_thd.strategies.axes import Axes

@@ -21,7 +21,6 @@ from tests.trust.record import record
 ROOT = Path(__file__).parents[2]
 # Every place that turns bytes into objects, and why it is safe.
 LOADS = {
-    "parallel/messages.py pickle.loads": "a batch of this job's own reader, from rank to rank",
     "data/streams/ranks.py pickle.loads": "a sample of this job's own reader, from rank to rank",
     "data/store/cache.py np.load": "allow_pickle=False",
     "data/store/tokens.py np.load": "allow_pickle=False",

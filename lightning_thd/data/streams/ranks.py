@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_thd.data.streams.schedule import Planned, Table
-from lightning_thd.parallel.messages import Messages, host_group
+from lightning_thd.parallel.across_ranks import broadcast_object, host_group
 
 Held = dict[tuple[int, int, int], bytes]  # payloads by round, shard and row
 
@@ -70,13 +70,12 @@ class Peers:
     """The ranks that share one data rank: the first of them reads, the others receive its steps."""
 
     def __init__(self, readers: list[int], own: list[int], rank: int, *, timeout_s: float) -> None:
-        self.readers, self.reads = readers, own[0] == rank
+        self.readers, self._reader, self.reads = readers, own[0], own[0] == rank
         self._who, self._timeout_s = f"Rank {rank}, one of {own} that train on the same packs,", timeout_s
         self._group: Any = None
         if len(own) > 1:
             with self._waiting():
                 self._group = host_group(own, timeout_s)
-        self._messages = Messages(self._group, own[0])
 
     @classmethod
     def of_job(
@@ -102,12 +101,12 @@ class Peers:
         """Send a step, or the error that ended the stream, to the other ranks of this data rank."""
         if self._group is not None:
             with self._waiting():
-                self._messages.send(value)
+                broadcast_object(value, self._group, self._reader)
 
     def receive(self) -> Any:
         """Receive the reader's step, or raise the error that ended the stream."""
         with self._waiting():
-            value = self._messages.receive()
+            value = broadcast_object(None, self._group, self._reader)
         if isinstance(value, Exception):
             raise value
         return value

@@ -49,7 +49,7 @@ class LayerSizes:
     kv_heads: int  # G
     head_size: int  # D
     value_size: int  # E
-    element_bytes: int  # of one number
+    element_bytes: int  # what one number takes
 
     @property
     def key_bytes(self) -> int:
