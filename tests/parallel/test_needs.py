@@ -102,17 +102,17 @@ def test_an_exchange_brings_each_row_to_its_place(pack: tuple[list[int], int, st
     lengths, cp, layout = pack
     shards = [rank_indices(lengths, cp=cp, rank=rank, layout=layout) for rank in range(cp)]
     plans = [plan_exchange(lengths, cp=cp, rank=rank, layout=layout, left=left) for rank in range(cp)]
-    for rank, (plan, where) in enumerate(plans):
+    for rank, plan in enumerate(plans):
         received = []
-        for source, (other, _) in enumerate(plans):
+        for source, other in enumerate(plans):
             cuts = np.cumsum([0, *other.send_counts])
             received.append(shards[source][other.send_rows[cuts[rank] : cuts[rank + 1]]])
             assert len(received[-1]) == plan.receive_counts[source]
         rows = np.concatenate([shards[rank], *received])
-        came = where >= 0
-        assert (rows[where[came]] == np.flatnonzero(came)).all()
+        came = plan.where >= 0
+        assert (rows[plan.where[came]] == np.flatnonzero(came)).all()
         assert came.sum() == len(rows)
-        assert plan.group_rows == sum(sum(other.receive_counts) for other, _ in plans)
+        assert plan.group_rows == sum(sum(other.receive_counts) for other in plans)
 
 
 def test_a_window_sends_no_more_than_its_keys_over_a_boundary() -> None:

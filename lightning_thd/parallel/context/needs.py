@@ -59,12 +59,11 @@ def plan_block(
 ) -> Block | None:
     """Plan the call of a rank's queries on the keys that ``source`` holds; None if no query sees any of them.
 
-    ``left`` is the number of keys before its own that a query sees, -1 for all. A window needs the striped
-    layout: elsewhere the distance of two pieces differs from sequence to sequence, which no single call can
-    express. ``([8], cp=2, rank=1, source=0, layout="contiguous")`` has 4 queries on 4 keys.
+    ``([8], cp=2, rank=1, source=0, layout="contiguous")`` has 4 queries on 4 keys.
     """
     if layout == "striped":
         return _striped_block(padded_lengths, cp, rank, source, causal=causal, left=left)
+    # The distance of two pieces differs from sequence to sequence, which no single call can express.
     assert left < 0, "a window needs the striped partition"
     q_lengths, visible, first = _visible(padded_lengths, cp, rank, source, layout, causal=causal)
     right = 0 if causal and rank == source else -1
@@ -84,17 +83,21 @@ def needed_rows(
 ) -> Ints:
     """List the rows of ``source``'s shard whose keys a rank's queries see, int64, ascending, none twice."""
     if layout == "striped" or left < 0:
-        block = plan_block(
-            padded_lengths, cp=cp, rank=rank, source=source, layout=layout, causal=causal, left=left
-        )
+        how: dict[str, Any] = {"cp": cp, "layout": layout, "causal": causal, "left": left}
+        block = plan_block(padded_lengths, rank=rank, source=source, **how)
         return np.empty(0, np.int64) if block is None else _unique(block.kv_rows)
     seen = _seen(padded_lengths, cp, rank, layout, causal=causal, left=left)
     own = partition.rank_indices(padded_lengths, cp=cp, rank=source, layout=layout)
     return np.flatnonzero(seen[own])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Exchange:
+def _unique(rows: Ints) -> Ints:
+    marked = np.zeros(int(rows.max(initial=-1)) + 1, dtype=bool)  # faster than a sort
+    marked[rows] = True
+    return np.flatnonzero(marked)
+
+
+class Exchange(NamedTuple):
     """The rows that one rank sends and receives so that its queries find every key they see.
 
     Attributes:
@@ -102,44 +105,39 @@ class Exchange:
         send_counts: rows for every rank, 0 for itself.
         receive_counts: rows from every rank, 0 from itself.
         group_rows: rows that all ranks together receive; 0 if no rank needs a key of another.
-        most_rows: rows that the rank with the most receives or sends.
+        where: int64 ``[T]``, the row of each slot of the pack among own rows and received ones, or -1.
     """
 
-    send_rows: Ints
+    send_rows: Any  # on the host, or on the device in what ``exchanged`` returns
     send_counts: list[int]
     receive_counts: list[int]
     group_rows: int
-    most_rows: int
+    where: Ints
 
 
 def plan_exchange(
     padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout, causal: bool = True, left: int = -1
-) -> tuple[Exchange, Ints]:
+) -> Exchange:
     """Plan the one exchange after which every rank holds its own keys and all it needs, as ``plan_keys``."""
     counts = need_counts(padded_lengths, cp=cp, layout=layout, causal=causal, left=left)
-    options = {"cp": cp, "layout": layout, "causal": causal, "left": left}
-    sent = [
-        needed_rows(padded_lengths, rank=other, source=rank, **options)  # type: ignore[arg-type]
-        for other in range(cp)
-        if other != rank
-    ]
+    how: dict[str, Any] = {"cp": cp, "layout": layout, "causal": causal, "left": left}
+    others = [other for other in range(cp) if other != rank]
+    sent = [needed_rows(padded_lengths, rank=other, source=rank, **how) for other in others]
     owned = [partition.rank_indices(padded_lengths, cp=cp, rank=r, layout=layout) for r in range(cp)]
     where = np.full(sum(map(len, owned)), -1, dtype=np.int64)
     where[owned[rank]] = np.arange(len(owned[rank]))
     at = len(owned[rank])
-    for other in range(cp):
-        if other != rank and counts[rank, other]:
-            rows = needed_rows(padded_lengths, rank=rank, source=other, **options)  # type: ignore[arg-type]
-            where[owned[other][rows]] = np.arange(at, at + len(rows))
-            at += len(rows)
-    exchange = Exchange(
+    for other in others:
+        rows = needed_rows(padded_lengths, rank=rank, source=other, **how)
+        where[owned[other][rows]] = np.arange(at, at + len(rows))
+        at += len(rows)
+    return Exchange(
         send_rows=np.concatenate([np.empty(0, np.int64), *sent]),
         send_counts=counts[:, rank].tolist(),
         receive_counts=counts[rank].tolist(),
         group_rows=int(counts.sum()),
-        most_rows=int(max(counts.sum(0).max(), counts.sum(1).max())),
+        where=where,
     )
-    return exchange, where
 
 
 def need_counts(
@@ -156,11 +154,8 @@ def need_counts(
             seen = _seen(padded_lengths, cp, rank, layout, causal=causal, left=left)
             counts[rank] = np.bincount(owner[seen], minlength=cp)
             continue
-        for source in range(cp):
-            rows = needed_rows(
-                padded_lengths, cp=cp, rank=rank, source=source, layout=layout, causal=causal, left=left
-            )
-            counts[rank, source] = len(rows)
+        how: dict[str, Any] = {"cp": cp, "rank": rank, "layout": layout, "causal": causal, "left": left}
+        counts[rank] = [len(needed_rows(padded_lengths, source=source, **how)) for source in range(cp)]
     np.fill_diagonal(counts, 0)
     return counts
 
@@ -169,9 +164,8 @@ def _seen(
     padded_lengths: Sequence[int], cp: int, rank: int, layout: Layout, *, causal: bool, left: int
 ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """Mark the slots of the pack whose keys a rank's queries see, in O(T)."""
-    start, stop = partition.key_spans(
-        padded_lengths, cp=cp, rank=rank, layout=layout, causal=causal, left=left
-    )
+    how: dict[str, Any] = {"layout": layout, "causal": causal, "left": left}
+    start, stop = partition.key_spans(padded_lengths, cp=cp, rank=rank, **how)
     total = int(np.sum(padded_lengths))
     depth = np.bincount(start, minlength=total + 1) - np.bincount(stop, minlength=total + 1)
     marked: np.ndarray[tuple[int], np.dtype[np.bool_]] = np.cumsum(depth[:total]) > 0
@@ -239,25 +233,6 @@ def _block(
     )
 
 
-def _unique(rows: Ints) -> Ints:
-    marked = np.zeros(int(rows.max(initial=-1)) + 1, dtype=bool)
-    marked[rows] = True
-    return np.flatnonzero(marked)
-
-
-class Exchanged(NamedTuple):
-    """One exchange of the keys that ranks need of each other, as indices on the device.
-
-    ``where`` gives, on the host, the row of each slot of the pack among a rank's own rows and those received.
-    """
-
-    send_rows: Tensor
-    send_counts: list[int]
-    receive_counts: list[int]
-    group_rows: int
-    where: Ints
-
-
 class BlockCall(NamedTuple):
     """A kernel call of this rank's queries on the keys of one rank, as indices on the device."""
 
@@ -281,16 +256,13 @@ class RingStep(NamedTuple):
     call: BlockCall | None
 
 
-def exchanged(layout: ShardLayout, *, causal: bool, left: int) -> Exchanged:
+def exchanged(layout: ShardLayout, *, causal: bool, left: int) -> Exchange:
     """Return the exchange that brings every key this rank's queries see, computed once a batch."""
 
-    def make() -> Exchanged:
-        plan, where = plan_exchange(
-            layout.padded_lengths, **layout.cut, rank=layout.rank, causal=causal, left=left
-        )
-        return Exchanged(
-            layout.put(plan.send_rows), plan.send_counts, plan.receive_counts, plan.group_rows, where
-        )
+    def make() -> Exchange:
+        how: dict[str, Any] = {**layout.cut, "causal": causal, "left": left}
+        plan = plan_exchange(layout.padded_lengths, rank=layout.rank, **how)
+        return plan._replace(send_rows=layout.put(plan.send_rows))
 
     return layout.once(("exchange", causal, left), make)
 
