@@ -15,11 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 # torch 2.13 renamed both; the older ones have the same arguments.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 Map = Callable[[Tensor], Tensor]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor as a plain tensor that autograd follows."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class _Both(torch.autograd.Function):

@@ -21,10 +21,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from lightning_thd._find import model_with_head
 from lightning_thd.parallel.exchange import (
     gather_same,
     keep_own,
     keep_path,
+    local,
     sum_all_gradients,
     sum_gradients,
     sum_ranks,
@@ -170,11 +172,6 @@ def parameters_as(module: nn.Module, change: Callable[[Tensor], Tensor | None]) 
         yield
     finally:
         parameters.update(own)
-
-
-def local(parameter: Tensor) -> Tensor:
-    """Return this rank's part of a parameter as a plain tensor that autograd follows."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _colwise(module: Any, shards: _Shards) -> None:
@@ -396,10 +393,12 @@ _CHECKS: dict[str, Callable[[str, nn.Module, int], None]] = {
 
 
 def model_plan(model: nn.Module, ranks: int = 1) -> dict[str, str]:
-    """Return transformers' tensor-parallel plan of a model: names below the model to styles.
+    """Return transformers' tensor-parallel plan of a model or of the one inside a wrapper: names to styles.
 
     Experts are shared out if only an expert-parallel plan exists. Weights tied to the head are cut like it.
     """
+    if (inner := model_with_head(model)) is not None and inner is not model:
+        return _in_wrapper(model, inner, model_plan(inner, ranks))
     theirs: dict[str, str] = {**_experts_of(model, ranks), **(getattr(model, "_tp_plan", None) or {})}
     plan = _without_other_styles(model, theirs)
     if not any("layers" in name or "*" in name for name in plan):
@@ -417,6 +416,19 @@ def model_plan(model: nn.Module, ranks: int = 1) -> dict[str, str]:
         assert head is not None
         plan[head] = "colwise_gather_output"
     return plan
+
+
+def _in_wrapper(model: nn.Module, inner: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """Return a plan of the model inside a wrapper; beside adapters, products are cut and joined again."""
+    path = next(name for name, module in model.named_modules() if module is inner)
+    if not any(hasattr(module, "base_layer") for module in inner.modules()):
+        return {f"{path}.{name}": style for name, style in plan.items()}
+    joined = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
+    return {
+        f"{path}.{name}{'.base_layer' if hasattr(module, 'base_layer') else ''}": joined.get(style, style)
+        for name, module, style in _match(inner, plan)
+        if style != "replicated_with_grad_allreduce"
+    }
 
 
 def _without_other_styles(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:

@@ -41,26 +41,15 @@ class Call(NamedTuple):
 
 
 class ShardLayout:
-    """The slots of one pack that each context-parallel rank holds.
-
-    Args:
-        padded_lengths: slots of every sequence of the whole pack, a trailing pad included.
-        cp: context-parallel ranks.
-        rank: of them.
-        group: their process group; None only if nothing is communicated.
-        layout: ``dual_chunk``, ``contiguous``, ``striped`` or ``mixed``.
-        communication: what attention exchanges.
-        costs: what ``auto`` compares the ways by.
-        device: of the indices.
-    """
+    """The slots of one pack that each context-parallel rank holds."""
 
     def __init__(
         self,
-        padded_lengths: Sequence[int],
+        padded_lengths: Sequence[int],  # a trailing pad included
         *,
         cp: int,
         rank: int,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | None = None,  # None only if nothing is communicated
         layout: Layout = "dual_chunk",
         communication: Communication = "auto",
         costs: CommCosts | None = None,
@@ -127,18 +116,15 @@ class ShardLayout:
         """Return the kernel call of this rank's queries on gathered keys, computed once a batch."""
 
         def make() -> Call:
-            where = None
-            if self.layout != "contiguous":
-                where = partition.restore_indices(self.padded_lengths, **self.cut)
+            where = partition.restore_indices(self.padded_lengths, **self.cut)
             return self.make_call(where, causal=causal, left=left)
 
         return self.once(("call", causal, left), make)
 
-    def make_call(self, where: partition.Ints | None, *, causal: bool, left: int) -> Call:
-        """Build the kernel call on keys; ``where`` has the row of each slot of the pack, or is None."""
+    def make_call(self, where: partition.Ints, *, causal: bool, left: int) -> Call:
+        """Build the kernel call on keys; ``where`` has the row of each slot of the pack."""
         plan = partition.plan_keys(self.padded_lengths, **self.cut, rank=self.rank, causal=causal, left=left)
-        kv_index = plan.kv_slots if where is None else where[plan.kv_slots]
-        on_host = kv_index, offsets_of(plan.q_lengths), offsets_of(plan.kv_lengths)
+        on_host = where[plan.kv_slots], offsets_of(plan.q_lengths), offsets_of(plan.kv_lengths)
         rows, cu_seqlens_q, cu_seqlens_kv = self.put(on_host)
         return Call(
             kv_index=rows,

@@ -28,23 +28,14 @@ from lightning_thd.parallel.context.partition import Ints, ranges
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """A kernel call of one rank's queries on another rank's keys.
+    """A kernel call of one rank's queries on another rank's keys; its arrays are int64."""
 
-    Attributes:
-        q_rows: int64, rows of the rank's shard that see any of them; None is all rows.
-        q_lengths: int64 ``[P]``, queries of each sequence of the call.
-        kv_rows: int64, rows of the source's shard, sequence after sequence; some may occur twice.
-        kv_lengths: int64 ``[P]``, keys of each sequence of the call, at least 1.
-        left: keys before its own that a query sees, -1 for all; the last key is at the last query.
-        right: 0 is causal, -1 is all keys.
-    """
-
-    q_rows: Ints | None
-    q_lengths: Ints
-    kv_rows: Ints
-    kv_lengths: Ints
-    left: int
-    right: int
+    q_rows: Ints | None  # rows of the rank's shard that see any of the keys; None is all rows
+    q_lengths: Ints  # ``[P]``, queries of each sequence of the call
+    kv_rows: Ints  # rows of the source's shard, sequence after sequence; some may occur twice
+    kv_lengths: Ints  # ``[P]``, keys of each sequence of the call, at least 1
+    left: int  # keys before its own that a query sees, -1 for all; the last key is at the last query
+    right: int  # 0 is causal, -1 is all keys
 
 
 def plan_block(
@@ -98,21 +89,13 @@ def _unique(rows: Ints) -> Ints:
 
 
 class Exchange(NamedTuple):
-    """The rows that one rank sends and receives so that its queries find every key they see.
+    """The rows that one rank sends and receives so that its queries find every key they see."""
 
-    Attributes:
-        send_rows: int64, rows of its shard, those for rank 0 first; a row may be sent to several.
-        send_counts: rows for every rank, 0 for itself.
-        receive_counts: rows from every rank, 0 from itself.
-        group_rows: rows that all ranks together receive; 0 if no rank needs a key of another.
-        where: int64 ``[T]``, the row of each slot of the pack among own rows and received ones, or -1.
-    """
-
-    send_rows: Any  # on the host, or on the device in what ``exchanged`` returns
-    send_counts: list[int]
-    receive_counts: list[int]
-    group_rows: int
-    where: Ints
+    send_rows: Any  # int64 on the host, then the device: rows of its shard, those for rank 0 first
+    send_counts: list[int]  # rows for every rank, 0 for itself
+    receive_counts: list[int]  # rows from every rank, 0 from itself
+    group_rows: int  # rows that all ranks together receive; 0 if no rank needs a key of another
+    where: Ints  # ``[T]``, the row of each slot of the pack among own rows and received ones, or -1
 
 
 def plan_exchange(

@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeAlias, get_args
+from typing import NamedTuple, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,19 +85,12 @@ _WHO_PADS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pieces:
-    """Stretches of sequences, listed by sequence, first slot and end.
+class Pieces(NamedTuple):
+    """Stretches of sequences, int64 ``[P]`` each."""
 
-    Attributes:
-        sequence: int64 ``[P]``, the sequence each is a stretch of.
-        start: int64 ``[P]``, its first slot, counted inside the sequence.
-        stop: int64 ``[P]``, the slot after its last.
-    """
-
-    sequence: Ints
-    start: Ints
-    stop: Ints
+    sequence: Ints  # the sequence each is a stretch of
+    start: Ints  # its first slot, counted inside the sequence
+    stop: Ints  # the slot after its last
 
     @property
     def lengths(self) -> Ints:
@@ -109,14 +101,12 @@ class Pieces:
 def pieces_of_rank(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout) -> Pieces:
     """Return the stretches of sequences that a rank holds, in the order in which they lie there, none empty.
 
-    A striped shard holds no stretches: see ``rank_indices``. ``([8], cp=2, rank=0, layout="dual_chunk")``
-    holds 0..2 and 6..8.
+    ``([8], cp=2, rank=0, layout="dual_chunk")`` holds 0..2 and 6..8.
     """
     lengths = _checked(padded_lengths, cp, rank, layout)
     assert layout != "striped", "a striped shard is no list of stretches"
     if layout == "mixed":
-        sequence, start, stop = cut_mixed(tuple(lengths.tolist()), cp)[rank]
-        return Pieces(sequence=sequence, start=start, stop=stop)
+        return Pieces(*cut_mixed(tuple(lengths.tolist()), cp)[rank])
     if layout == "contiguous":
         share = int(lengths.sum()) // cp
         ends = np.cumsum(lengths)
@@ -130,7 +120,7 @@ def pieces_of_rank(padded_lengths: Sequence[int], *, cp: int, rank: int, layout:
         stop = start + np.repeat(chunk, 2)
         sequence = np.repeat(np.arange(len(lengths), dtype=np.int64), 2)
     held = stop > start
-    return Pieces(sequence=sequence[held], start=start[held], stop=stop[held])
+    return Pieces(sequence[held], start[held], stop[held])
 
 
 def rank_indices(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout) -> Ints:
@@ -145,9 +135,8 @@ def rank_indices(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: L
 
 def restore_indices(padded_lengths: Sequence[int], *, cp: int, layout: Layout) -> Ints:
     """Return the position of every slot of the pack when the ranks' shards are laid end to end."""
-    order = np.concatenate(
-        [rank_indices(padded_lengths, cp=cp, rank=rank, layout=layout) for rank in range(cp)]
-    )
+    shards = [rank_indices(padded_lengths, cp=cp, rank=rank, layout=layout) for rank in range(cp)]
+    order = np.concatenate(shards)
     restore = np.empty_like(order)
     restore[order] = np.arange(len(order))
     return restore
@@ -185,20 +174,16 @@ def striped_rows(
     return -((rank - firsts) // cp), -((rank - stops) // cp)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KeyPlan:
+class KeyPlan(NamedTuple):
     """The kernel calls that give a rank's queries every key they see.
 
-    Attributes:
-        q_lengths: int64 ``[P]``, queries of every call, which lie one after the other in the shard.
-        kv_lengths: int64 ``[P]``, keys of every call; the last is at the position of the last query, so that
-            bottom-right causality and windows keep their meaning.
-        kv_slots: int64, slots of the pack whose keys are wanted, call after call.
+    The last key of a call is at the position of its last query, so bottom-right causality and windows keep
+    their meaning.
     """
 
-    q_lengths: Ints
-    kv_lengths: Ints
-    kv_slots: Ints
+    q_lengths: Ints  # ``[P]``, queries of every call, which lie one after the other in the shard
+    kv_lengths: Ints  # ``[P]``, keys of every call
+    kv_slots: Ints  # slots of the pack whose keys are wanted, call after call
 
 
 def plan_keys(
@@ -212,11 +197,8 @@ def plan_keys(
 ) -> KeyPlan:
     """Split a rank's attention into kernel calls of unequal query and key lengths."""
     start, stop = key_spans(padded_lengths, cp=cp, rank=rank, layout=layout, causal=causal, left=left)
-    return KeyPlan(
-        q_lengths=pieces_of_rank(padded_lengths, cp=cp, rank=rank, layout=layout).lengths,
-        kv_lengths=stop - start,
-        kv_slots=ranges(start, stop),
-    )
+    queries = pieces_of_rank(padded_lengths, cp=cp, rank=rank, layout=layout).lengths
+    return KeyPlan(queries, stop - start, ranges(start, stop))
 
 
 def key_spans(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -18,26 +19,18 @@ from lightning_thd.alignment import Layout
 from lightning_thd.parallel.context import partition
 from lightning_thd.parallel.context.partition import Ints
 
+Mask: TypeAlias = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stretches:
-    """The stretches of all ranks, ordered by sequence and then by position.
 
-    Attributes:
-        sequence: int64 ``[Q]``, what each is a stretch of.
-        place: int64 ``[Q]``, 0 for the first of its sequence.
-        last: bool ``[Q]``, whether its sequence ends with it.
-        rank: int64 ``[Q]``, who holds it.
-        row: int64 ``[Q]``, its first row in the shard.
-        length: int64 ``[Q]``, slots.
-    """
+class Stretches(NamedTuple):
+    """The stretches of all ranks, ordered by sequence and then by position; ``[Q]`` of each."""
 
-    sequence: Ints
-    place: Ints
-    last: np.ndarray[tuple[int], np.dtype[np.bool_]]
-    rank: Ints
-    row: Ints
-    length: Ints
+    sequence: Ints  # what each is a stretch of
+    place: Ints  # 0 for the first of its sequence
+    last: Mask  # whether its sequence ends with it
+    rank: Ints  # who holds it
+    row: Ints  # its first row in the shard
+    length: Ints  # slots
 
     @classmethod
     def of(cls, padded_lengths: Sequence[int], *, cp: int, layout: Layout) -> Stretches:
@@ -51,14 +44,8 @@ class Stretches:
         firsts = np.flatnonzero(fresh)
         counts = np.diff(np.append(firsts, len(order)))
         place = np.arange(len(order)) - np.repeat(firsts, counts)
-        return cls(
-            sequence=sequence,
-            place=place,
-            last=place == np.repeat(counts, counts) - 1,
-            rank=rank[order],
-            row=row[order],
-            length=length[order],
-        )
+        last = place == np.repeat(counts, counts) - 1
+        return cls(sequence, place, last, rank[order], row[order], length[order])
 
 
 def _of_rank(padded_lengths: Sequence[int], cp: int, rank: int, layout: Layout) -> Ints:
@@ -71,17 +58,11 @@ def _of_rank(padded_lengths: Sequence[int], cp: int, rank: int, layout: Layout) 
     return np.stack([pieces.sequence[at], pieces.start[at], length, rows[at], np.full(len(at), rank)])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
-    """One step of passing states along sequences: which state meets which stretch's change.
+class Step(NamedTuple):
+    """One step of passing states along sequences: which state meets which stretch's change, ``[n]`` each."""
 
-    Attributes:
-        states: int64 ``[n]``, which of the states at hand the stretches left.
-        changes: int64 ``[n]``, which of the changes at hand they are; empty at the first step.
-    """
-
-    states: Ints
-    changes: Ints
+    states: Ints  # which of the states at hand the stretches left
+    changes: Ints  # which of the changes at hand they are; empty at the first step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,33 +70,20 @@ class StatePlan:
     """The stretches that one rank runs, and the states it sends and receives.
 
     Each of the first four is int64 ``[2, P']``: first rows and lengths of own stretches.
-
-    Attributes:
-        whole: whole sequences: no state enters, none leaves.
-        opening: the first stretch of a sequence that goes on elsewhere; its state is sent.
-        spanning: enters and leaves; its state and its change are sent.
-        closing: the last stretch of a sequence that began before it.
-        send_states: for every rank, int64, states to send: opening ones first, then spanning ones.
-        send_changes: for every rank, int64, changes to send, of spanning ones.
-        receive_states: from every rank, how many.
-        receive_changes: from every rank, how many.
-        steps: how states are joined, own before received ones.
-        entering: int64 ``[K]``, which of the states of all steps, laid end to end, enter the spanning
-            stretches and then the closing ones.
-        moved: int64 ``[cp, cp, 2]``, states and changes that rank r receives of rank s.
     """
 
-    whole: Ints
-    opening: Ints
-    spanning: Ints
-    closing: Ints
-    send_states: list[Ints]
-    send_changes: list[Ints]
-    receive_states: list[int]
-    receive_changes: list[int]
-    steps: list[Step]
+    whole: Ints  # whole sequences: no state enters, none leaves
+    opening: Ints  # the first stretch of a sequence that goes on elsewhere; its state is sent
+    spanning: Ints  # enters and leaves; its state and its change are sent
+    closing: Ints  # the last stretch of a sequence that began before it
+    send_states: list[Ints]  # for every rank: opening ones first, then spanning ones
+    send_changes: list[Ints]  # for every rank: those of spanning ones
+    receive_states: list[int]  # from every rank, how many
+    receive_changes: list[int]  # from every rank, how many
+    steps: list[Step]  # how states are joined, own before received ones
+    # ``[K]``, which states of all steps enter the spanning stretches and then the closing ones
     entering: Ints
-    moved: Ints
+    moved: Ints  # ``[cp, cp, 2]``, states and changes that rank r receives of rank s
 
 
 def plan_states(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout) -> StatePlan:
@@ -156,12 +124,12 @@ def plan_states(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: La
     )
 
 
-def _needed(every: Stretches, rank: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _needed(every: Stretches, rank: int) -> Mask:
     """Mark the stretches that lie before a rank's last stretch of the same sequence."""
     front = np.zeros(int(every.sequence.max(initial=-1)) + 1, dtype=np.int64)
     own = every.rank == rank
     np.maximum.at(front, every.sequence[own], every.place[own])
-    marked: np.ndarray[tuple[int], np.dtype[np.bool_]] = every.place < front[every.sequence]
+    marked: Mask = every.place < front[every.sequence]
     return marked
 
 
@@ -170,7 +138,7 @@ def _number(at: Ints, found: Ints) -> None:
     at[found] = np.arange(first, first + len(found))
 
 
-def _rows(every: Stretches, which: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Ints:
+def _rows(every: Stretches, which: Mask) -> Ints:
     return np.stack([every.row[which], every.length[which]])
 
 
@@ -187,7 +155,7 @@ def _join(every: Stretches, own: Ints, at: Ints, change: Ints) -> tuple[list[Ste
     for place in range(int(furthest.max(initial=0))):
         going = walked[furthest[walked] > place]
         stretch = first[going] + place
-        steps.append(Step(states=at[stretch], changes=change[stretch] if place else change[:0]))
+        steps.append(Step(at[stretch], change[stretch] if place else change[:0]))
         offsets.append(offsets[-1] + len(going))
     ordered = np.concatenate([enters[~every.last[enters]], enters[every.last[enters]]])
     begin = np.array(offsets, dtype=np.int64)[every.place[ordered] - 1]

@@ -14,17 +14,11 @@ _slots: Counter[str] = Counter()
 
 
 class Traffic(NamedTuple):
-    """The bytes this rank received in attention's exchanges since the last ``take``.
+    """The bytes this rank received in attention's exchanges since the last ``take``."""
 
-    Attributes:
-        received_bytes: by all ways, forward and backward.
-        slots: of the packs and shards that were run.
-        shares: way -> part of the layers' exchanges that took it.
-    """
-
-    received_bytes: int
-    slots: int
-    shares: dict[str, float]
+    received_bytes: int  # by all ways, forward and backward
+    slots: int  # those of the packs and shards that were run
+    shares: dict[str, float]  # way -> part of the layers' exchanges that took it
 
 
 def count(received_bytes: int, way: str) -> None:

@@ -15,8 +15,9 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from lightning_thd.parallel.exchange import local
 
 Direction: TypeAlias = Literal["down", "up"]
 
@@ -26,25 +27,16 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(slots=True)
 class Channel:
-    """Point-to-point messages between a rank and its neighbours in the pipeline.
+    """Point-to-point messages between a rank and its neighbours in the pipeline."""
 
-    Attributes:
-        down: group of the pipeline's ranks for activations.
-        up: another group of the same ranks for gradients.
-        wraps: two more groups, down and up, for messages between the last rank and the first with several
-            stages a rank: on one NCCL communicator, messages both ways between two ranks would wait for
-            each other.
-        fixed_dtype: of messages; None if later ranks learn it from the first message.
-        messages: activations and gradients that this rank has sent.
-        waited_s: seconds this rank has waited for messages; 0 on devices that the CPU does not wait for.
-    """
-
-    down: dist.ProcessGroup
-    up: dist.ProcessGroup
+    down: dist.ProcessGroup  # the pipeline's ranks, for activations
+    up: dist.ProcessGroup  # another group of the same ranks, for gradients
+    # Two more groups, down and up, between the last rank and the first with several stages a rank: on one
+    # NCCL communicator, messages both ways between two ranks would wait for each other.
     wraps: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
-    fixed_dtype: torch.dtype | None = None
-    messages: int = 0
-    waited_s: float = 0.0
+    fixed_dtype: torch.dtype | None = None  # None if later ranks learn it from the first message
+    messages: int = 0  # activations and gradients that this rank has sent
+    waited_s: float = 0.0  # for messages; 0 on devices that the CPU does not wait for
     _sent: deque[tuple[Any, Tensor]] = field(default_factory=deque)
     _posted: dict[Direction, deque[tuple[Any, Tensor]]] = field(
         default_factory=lambda: {"down": deque(), "up": deque()}
@@ -185,7 +177,7 @@ class Send(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, hidden: Tensor, channel: Channel) -> Tensor:
-        """Send hidden states to the next stage; ``anchor`` lets the loss have a gradient in any case."""
+        """Send hidden states to the next stage; ``anchor`` only gives the loss a gradient."""
         ctx.channel, ctx.shape, ctx.device = channel, hidden.shape, hidden.device
         channel.send(hidden, "down")
         # Anomaly detection would look for what made the gradient of a loss of it NaN, which nobody uses.
@@ -200,20 +192,20 @@ class Send(torch.autograd.Function):
 
 def copy_tied(weight: nn.Parameter, channel: Channel) -> None:
     """Copy the first stage's tied weight, whole or sharded, to the last stage; both call it."""
-    data = _local(weight.detach())
+    data = local(weight.detach())
     if channel.rank == 0:
         dist.send(data.contiguous(), _other_end(channel), group=channel.down)
-        return
-    received = torch.empty_like(data)
-    dist.recv(received, _other_end(channel), group=channel.down)
-    data.copy_(received)
+    else:
+        received = torch.empty_like(data)
+        dist.recv(received, _other_end(channel), group=channel.down)
+        data.copy_(received)
 
 
 def sum_tied(weight: nn.Parameter, channel: Channel) -> None:
     """Sum the reduced gradients of the embedding's and head's tied weight; both stages call it."""
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight)
-    own = _local(weight.grad)
+    own = local(weight.grad)
     other = torch.empty_like(own)
     peer, group = _other_end(channel), channel.up
     exchange = [
@@ -249,8 +241,3 @@ def _treatment(weight: nn.Parameter | None, optimizers: Sequence[Optimizer]) -> 
 def _other_end(channel: Channel) -> int:
     end = channel.ranks - 1 if channel.rank == 0 else 0
     return dist.get_global_rank(channel.down, end)
-
-
-def _local(tensor: Any) -> Tensor:
-    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local

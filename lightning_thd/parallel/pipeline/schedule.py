@@ -8,13 +8,14 @@ arXiv:2006.09503) and its interleaved form (Megatron-LM, arXiv:2104.04473).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 from lightning_thd._checks import whole_number
 
-_MOST_PASSES = 1 << 24  # passes of all ranks in a step, which takes minutes to plan
+_MOST_PASSES = 1 << 23  # forward passes of all ranks in a step, which take minutes to plan
 ScheduleName: TypeAlias = Literal["1f1b", "interleaved"]
 # (stage, microbatch) -> time of the forward pass; the backward pass takes twice as long
 Work: TypeAlias = Callable[[int, int], float]
@@ -40,7 +41,7 @@ class Schedule:
 
 def make_schedule(ranks: int, microbatches: int, *, chunks: int = 1) -> Schedule:
     """Make the schedule of a pipeline's step for any number of microbatches."""
-    _check_sizes(ranks, microbatches, chunks)
+    _check_sizes(ranks=ranks, microbatches=microbatches, chunks=chunks)
     forwards = _visits(ranks, microbatches, range(chunks))
     backwards = _visits(ranks, microbatches, range(chunks)[::-1])
     total = len(forwards)
@@ -55,14 +56,11 @@ def make_schedule(ranks: int, microbatches: int, *, chunks: int = 1) -> Schedule
     raise AssertionError("all forward passes first is a schedule")
 
 
-def _check_sizes(ranks: int, microbatches: int, chunks: int) -> None:
-    for name, number in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
+def _check_sizes(**sizes: int) -> None:
+    for name, number in sizes.items():
         whole_number(number, name, least=1)
-    if (passes := 2 * ranks * microbatches * chunks) > _MOST_PASSES:
-        raise ValueError(
-            f"ranks={ranks} x microbatches={microbatches} x chunks={chunks} are {passes} passes a step; "
-            f"wanted at most {_MOST_PASSES}. Lower one of them."
-        )
+    most = "It is the product of all sizes; lower one."
+    whole_number(math.prod(sizes.values()), "passes", most=_MOST_PASSES, advice=most)
 
 
 def _visits(ranks: int, microbatches: int, chunks: Sequence[int]) -> list[tuple[int, int]]:
@@ -136,6 +134,5 @@ def expected_bubble(ranks: int, microbatches: int, *, chunks: int = 1) -> float:
 
     Source: Megatron-LM (arXiv:2104.04473), section 2.2, as a share of the step's time.
     """
-    for name, number in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
-        whole_number(number, name, least=1)
+    _check_sizes(ranks=ranks, microbatches=microbatches, chunks=chunks)
     return (ranks - 1) / (chunks * microbatches + ranks - 1)
