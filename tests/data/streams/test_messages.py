@@ -141,7 +141,7 @@ def test_a_reader_that_gives_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("Timed out waiting 1000ms")
 
     monkeypatch.setattr("lightning_thd.data.streams.ranks.host_group", lambda ranks, timeout_s: None)
-    monkeypatch.setattr(dist, "broadcast", closed)
+    monkeypatch.setattr(dist, "broadcast_object_list", closed)
     peers = Peers([0], [0, 1], 1, timeout_s=1.0)
     with pytest.raises(
         RuntimeError,
