@@ -10,8 +10,8 @@ of a pack is a sequence of its own: nothing attends to it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -23,68 +23,28 @@ Recipe = Literal["tensorwise", "blockwise", "mxfp8", "nvfp4"]
 Layout = Literal["dual_chunk", "contiguous", "striped", "mixed"]
 
 
-class Rule(NamedTuple):
-    """What one kernel or collective requires of the slots on one rank.
-
-    ``shard`` is "local" for T / (cp x tp) slots and "gathered" for T / cp; without sequence parallel both are
-    T / cp. The slots of that shard must be a multiple of ``multiple``. ``name`` says what asserts it.
-    """
-
-    shard: Literal["local", "gathered"]
-    multiple: int
-    name: str
-
-
-_TE = "of Transformer Engine"
-_INPUT = Rule("local", 8, f"rows of an fp8 input: assert_dim_for_fp8_exec {_TE}")
-_GEMM = f"leading dimensions of a weight gradient: CanonicalizeGemmInput {_TE}"
-
-# Every assertion on the number of slots, by recipe, in Transformer Engine (main, 2026) and torch 2.13.
-# The model decides whether its features meet the rules on features. In a weight gradient slots are the inner
-# dimension.
-RULES: dict[Recipe, tuple[Rule, ...]] = {
-    "tensorwise": (  # delayed and current scaling, and torchao; torch's meta_scaled_mm wants the same 16
-        _INPUT,
-        Rule("gathered", 16, _GEMM),
-    ),
-    "blockwise": (
-        _INPUT,
-        Rule("gathered", 16, _GEMM),
-        Rule("local", 128, f"one scale for 128 slots: Float8BlockQuantizer.is_quantizable {_TE}"),
-    ),
-    "mxfp8": (_INPUT, Rule("local", 32, f"one scale for 32 slots: MXFP8Quantizer.make_empty {_TE}")),
-    "nvfp4": (
-        _INPUT,
-        Rule("local", 16, f"one scale for 16 slots: NVFP4Quantizer.make_empty {_TE}"),
-        Rule("gathered", 32, "16-byte rows of 4-bit numbers: cuBLAS"),
-        # Without this, three kernels run in place of one.
-        Rule("local", 128, f"fused Hadamard transform and cast: get_align_size_for_quantization {_TE}"),
-    ),
-}
-
-# One multiple a recipe, of the local shard, which satisfies every rule above whatever cp and tp are.
+# The slots of one rank must be a multiple of these, whatever cp and tp are. Transformer Engine (main, 2026)
+# and torch 2.13 assert them on the rows of an input, before sequence parallel gathers them, and on the inner
+# dimension of a weight gradient. The model decides whether its features meet rules of their own.
 TOKEN_MULTIPLE: dict[Recipe, int] = {
-    recipe: math.lcm(*(rule.multiple for rule in rules)) for recipe, rules in RULES.items()
+    "tensorwise": 16,  # CanonicalizeGemmInput, for delayed and current scaling; torch._scaled_mm for torchao
+    "blockwise": 128,  # one scale for 128 slots: Float8BlockQuantizer.is_quantizable
+    "mxfp8": 32,  # one scale for 32 slots: MXFP8Quantizer.make_empty
+    "nvfp4": 128,  # fused Hadamard transform and cast: get_align_size_for_quantization
 }
-
-_CONTEXT_SHARDS = Rule("gathered", 1, "equal shards of context parallelism")
-_SEQUENCE_SHARDS = Rule("local", 1, "equal shards of sequence parallelism")  # gloo aborts the process
-_DUAL_CHUNK = "Transformer Engine context_parallel.py: two chunks of every sequence on every rank"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alignment:
-    """The numbers that lengths and totals of a pack must be multiples of, and the rules behind them.
+    """The numbers that lengths and totals of a pack must be multiples of.
 
     Attributes:
         sequence_multiple: every padded length, in slots.
         total_multiple: the slots of the pack; a multiple of the other, so that the trailing pad fits.
-        requirements: the rules behind the numbers, for ``check``: (multiple of the pack's slots, name).
     """
 
     sequence_multiple: int = 1
     total_multiple: int = 1
-    requirements: tuple[tuple[int, str], ...] = field(default=(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("sequence_multiple", "total_multiple"):
@@ -113,17 +73,13 @@ class Alignment:
         choice(layout, "layout", *get_args(Layout))
         if recipe is not None:
             advice = "Delayed and current scaling and torchao are 'tensorwise'."
-            choice(recipe, "recipe", *RULES, advice=advice)
+            choice(recipe, "recipe", *TOKEN_MULTIPLE, advice=advice)
         slot_ranks = cp * tp if sequence_parallel else cp
         sequence_multiple = 2 * cp if cp > 1 and layout in ("dual_chunk", "mixed") else 1
         token_multiple = 1 if recipe is None else TOKEN_MULTIPLE[recipe]
-        rules = (_CONTEXT_SHARDS, _SEQUENCE_SHARDS, *(() if recipe is None else RULES[recipe]))
         return cls(
             sequence_multiple=sequence_multiple,
             total_multiple=math.lcm(sequence_multiple, slot_ranks * token_multiple),
-            requirements=tuple(
-                (rule.multiple * (slot_ranks if rule.shard == "local" else cp), rule.name) for rule in rules
-            ),
         )
 
     def joined_with(self, other: Alignment) -> Alignment:
@@ -132,7 +88,6 @@ class Alignment:
         return Alignment(
             sequence_multiple=sequence,
             total_multiple=math.lcm(sequence, self.total_multiple, other.total_multiple),
-            requirements=tuple(dict.fromkeys((*self.requirements, *other.requirements))),
         )
 
     def padded_length(self, length: int) -> int:
@@ -148,28 +103,18 @@ class Alignment:
         return -(-whole_number(total, "total") // self.total_multiple) * self.total_multiple
 
     def check(self, slots: int, *, padded_lengths: npt.ArrayLike | Tensor = ()) -> None:
-        """Raise ValueError for lengths that break a kernel's or collective's rule, naming it and the remedy.
-
-        Args:
-            slots: slots T of the pack.
-            padded_lengths: slots of every sequence, the trailing pad included.
-        """
+        """Raise ValueError for slots of a pack, or of its sequences, that are no multiples."""
         slots = whole_number(slots, "slots")
-        for multiple, name in self.requirements:
-            if slots % multiple:
-                raise ValueError(
-                    f"{slots} slots break the rule '{name}': wanted a multiple of {multiple}. {_WHO_PADS}"
-                )
         if slots % self.total_multiple:
             raise ValueError(
-                f"A pack has {slots} slots; wanted a multiple of {self.total_multiple}. {_WHO_PADS} "
-                f"Use {self.padded_total(slots)} slots."
+                f"A pack has {slots} slots; wanted a multiple of {self.total_multiple}, or a kernel or an "
+                f"exchange between ranks would fail. {_WHO_PADS} Use {self.padded_total(slots)} slots."
             )
         for i, length in enumerate(host_ints(padded_lengths, "padded_lengths").tolist()):
             if length % self.sequence_multiple:
                 raise ValueError(
-                    f"Sequence {i} has {length} slots; wanted a multiple of {self.sequence_multiple} "
-                    f"({_DUAL_CHUNK}). {_WHO_PADS}"
+                    f"Sequence {i} has {length} slots; wanted a multiple of {self.sequence_multiple}, for "
+                    f"two chunks on every context-parallel rank. {_WHO_PADS}"
                 )
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_thd.alignment import RULES, TOKEN_MULTIPLE, Alignment, Layout, Recipe
+from lightning_thd.alignment import Alignment, Layout, Recipe
 
 RECIPES: tuple[Recipe, ...] = get_args(Recipe)
 
@@ -53,11 +53,6 @@ def kernel_asserts(recipe: Recipe | None, local: int, gathered: int) -> list[str
         check(gathered % 32 == 0, "16-byte rows of 4-bit numbers in cuBLASLt")
         check(local % 128 == 0, "fused Hadamard cast")
     return failed
-
-
-def test_the_table() -> None:
-    assert TOKEN_MULTIPLE == {"tensorwise": 16, "blockwise": 128, "mxfp8": 32, "nvfp4": 128}
-    assert set(RULES) == set(RECIPES)
 
 
 @pytest.mark.parametrize(
@@ -122,44 +117,12 @@ def test_three_thousand_batches_break_no_assertion() -> None:
     assert unaligned > 300  # without the padding they do break
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("sp", [False, True])
-@pytest.mark.parametrize(("cp", "tp"), [(1, 1), (1, 4), (2, 2), (4, 2)])
-def test_check_refuses_exactly_what_a_kernel_or_a_shard_refuses(
-    recipe: Recipe, sp: bool, cp: int, tp: int
-) -> None:
-    # Whatever a kernel would refuse is named by its rule; what only misses the multiple of the table, which
-    # serves every tp with one number a recipe, is named by that multiple.
-    align = Alignment.for_(cp=cp, tp=tp, sequence_parallel=sp, recipe=recipe)
-    for slots in range(align.sequence_multiple, 2 * align.total_multiple + 1, align.sequence_multiple):
-        shards = cp * tp if sp else cp
-        broken = slots % shards != 0 or kernel_asserts(recipe, slots // shards, slots // cp) != []
-        if slots % align.total_multiple == 0:
-            assert not broken
-            align.check(slots)
-            continue
-        with pytest.raises(ValueError, match=r"break the rule '.+'" if broken else "wanted a multiple of"):
-            align.check(slots)
-
-
-def test_check_names_rule_multiple_and_who_pads() -> None:
+def test_check_names_the_multiple_and_who_pads() -> None:
     align = Alignment.for_(cp=2, tp=2, sequence_parallel=True, recipe="blockwise")
-    with pytest.raises(
-        ValueError,
-        match=r"544 slots break the rule 'one scale for 128 slots: .*': wanted a multiple of 512. "
-        r"THDBatch.collate pads when it is given align=",
-    ):
+    with pytest.raises(ValueError, match=r"544 slots; wanted a multiple of 512.*THDBatch.collate pads when"):
         align.check(544)
-    with pytest.raises(ValueError, match=r"6 slots break the rule 'equal shards of sequence paral"):
-        align.check(6)
-    with pytest.raises(ValueError, match=r"7 slots break the rule 'equal shards of context paral"):
-        align.check(7)
-    with pytest.raises(
-        ValueError, match=r"Sequence 1 has 6 slots; wanted a multiple of 4 .*context_parallel.py"
-    ):
+    with pytest.raises(ValueError, match=r"Sequence 1 has 6 slots; wanted a multiple of 4, for two chunks"):
         align.check(512, padded_lengths=[4, 6, 502])
-    with pytest.raises(ValueError, match=r"A pack has 24 slots; wanted a multiple of 16.*Use 32 slots"):
-        Alignment(sequence_multiple=4, total_multiple=16).check(24)
     Alignment().check(17, padded_lengths=[3, 14])
 
 

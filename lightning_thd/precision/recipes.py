@@ -22,7 +22,7 @@ class Recipe:
 
     name: str  # as users write it
     engine: Engine  # "te" or "torchao"
-    rules: Rules = "tensorwise"  # the row of ``alignment.RULES`` for the slots of a pack
+    rules: Rules = "tensorwise"  # the row of ``alignment.TOKEN_MULTIPLE``
     features: int = 16  # what the inputs and outputs of a layer must be multiples of
     capability: tuple[int, int] = (8, 9)  # the least compute capability, (8, 9) for Ada
     # compute capabilities from this one on are not served; None for no bound

@@ -54,8 +54,7 @@ def dress(axes: Any, theme: Theme, *, title: str, x: str, y: str = "", grid: boo
     axes.set_ylabel(y, color=look.ink)
     axes.tick_params(colors=look.ink, labelsize=9)
     for axis in (axes.xaxis, axes.yaxis):
-        if type(axis.get_major_locator()).__name__ != "StrCategoryLocator":  # bars were given names
-            axis.set_major_formatter(short)
+        axis.set_major_formatter(short)
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(look.quiet)

@@ -1,4 +1,4 @@
-"""Lengths and plans -> pictures of packs: lanes, lengths before and after, fill, work of ranks."""
+"""Lengths and plans -> pictures: packs as lanes, lengths before and after, load of experts, work of ranks."""
 
 from __future__ import annotations
 
@@ -86,19 +86,6 @@ def draw_lengths(
     return figure
 
 
-def draw_fill(packs: Sequence[Sequence[int]], capacity: int, *, theme: Theme = "light") -> Any:
-    """Draw the share of its slots that every pack uses, in the order of the plan."""
-    _require_fit(packs, capacity)
-    figure = new_figure(8, 2.6, theme)
-    axes = figure.add_subplot()
-    fill = 100 * np.asarray([sum(pack) / capacity for pack in packs])
-    axes.plot(fill, color=CYCLE[2], linewidth=1.4, marker="o" if len(fill) < 3 else None)
-    mean = float(fill.mean()) if len(fill) else 0.0
-    dress(axes, theme, title=f"fill of each pack, {mean:.1f} % in mean", x="pack", y="fill [%]")
-    axes.set_ylim(0, 102)
-    return figure
-
-
 def draw_work(before: Sequence[float], after: Sequence[float], *, theme: Theme = "light") -> Any:
     """Draw the work of each rank in a step, in any unit, unbalanced and balanced."""
     if len(before) != len(after) or not len(after):
@@ -126,24 +113,6 @@ def draw_work(before: Sequence[float], after: Sequence[float], *, theme: Theme =
         axes.set_xticks(ranks)
     # Above the right end of the axes, where no bar lies under it.
     legend(axes, theme, ncols=2, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2)
-    return figure
-
-
-def draw_shares(shares: dict[str, float], *, title: str, theme: Theme = "light") -> Any:
-    """Draw parts of a whole as bars: FLOPs by part, bytes by kind, batches by bucket."""
-    total = sum(shares.values())
-    if total <= 0 or min(shares.values()) < 0:
-        raise ValueError(f"draw_shares() got {shares}; wanted values of 0 or more with a sum above 0.")
-    figure = new_figure(8, 0.9 + 0.4 * len(shares), theme)
-    axes = figure.add_subplot()
-    percent = [100 * value / total for value in shares.values()]
-    bars = axes.barh(list(shares), percent, color=[CYCLE[i % len(CYCLE)] for i in range(len(shares))])
-    axes.bar_label(
-        bars, [f"{value:.1f} %" for value in percent], padding=4, color=look_of(theme).ink, fontsize=9
-    )
-    dress(axes, theme, title=title, x="share [%]", grid=False)
-    axes.set_xlim(0, 1.15 * max(percent))
-    axes.invert_yaxis()
     return figure
 
 

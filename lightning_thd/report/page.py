@@ -8,7 +8,6 @@ import html
 import io
 import math
 import platform
-import sys
 import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -16,7 +15,6 @@ from pathlib import Path
 from string import Template
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from lightning_thd._checks import instance
 from lightning_thd._imports import installed
 from lightning_thd.report.look import CYCLE, Theme, dress, legend, look_of, new_figure
 from lightning_thd.report.terminal import Table, show_table
@@ -128,7 +126,6 @@ def read_metrics(folder: str | Path) -> Series:
 
 def table(series: Series) -> Table:
     """Build a table of the first, median and last values that a training run logged."""
-    instance(series, "series", dict, advice="Pass read_metrics(folder).")
     rows = []
     for name, row in ROWS.items():
         values = [] if _says_nothing(series, name) else [value for _, value in _finite(series, name)]
@@ -153,10 +150,6 @@ def show(folder: str | Path, *, theme: PageTheme = "auto") -> None:
         png = picture(series, Path(folder) / "report.png", theme="light" if theme == "auto" else theme)
         page(series, Path(folder) / "report.html", theme=theme)
         print(f"Picture: {png}, to share: {png.with_suffix('.html')}")  # noqa: T201
-    if any(Path(folder).rglob("events.out.tfevents.*")):
-        beside = Path(sys.executable).with_name("tensorboard")  # PATH may not have it
-        command = str(beside) if beside.exists() else "tensorboard"
-        print(f"TensorBoard: {command} --logdir {folder}")  # noqa: T201
 
 
 def picture(series: Series, file: str | Path, *, theme: Theme = "light") -> Path:
@@ -174,7 +167,6 @@ def picture(series: Series, file: str | Path, *, theme: Theme = "light") -> Path
         ModuleNotFoundError: without matplotlib.
         ValueError: for a folder.
     """
-    instance(series, "series", dict, advice="Pass read_metrics(folder).")
     path = _file(file, "report.png")
     figure = draw_page(series, theme)
     figure.savefig(path, dpi=120, facecolor=figure.get_facecolor())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_thd.report.look import LOOKS, Theme, look_of, short
-from lightning_thd.report.packs import draw_fill, draw_lengths, draw_packs, draw_shares, draw_work
+from lightning_thd.report.packs import draw_lengths, draw_packs, draw_work
 
 PACKS = [[3, 5, 2], [9], [4, 4]]
 
@@ -44,15 +44,9 @@ def test_work_says_how_much_slower_the_slowest_rank_is() -> None:
     assert said == ["as it comes: 1.50 x mean", "planned: 1.00 x mean"]
 
 
-def test_shares_add_up() -> None:
-    figure = draw_shares({"linear": 3.0, "attention": 1.0}, title="FLOPs")
-    assert [width for _, width in bars(figure)] == [75.0, 25.0]
-
-
 @pytest.mark.parametrize("theme", LOOKS)
 def test_the_others_draw(theme: Theme, tmp_path: Path) -> None:
     draw_lengths([3, 5, 2, 9], PACKS, 10, theme=theme).savefig(tmp_path / "lengths.png")
-    draw_fill(PACKS, 10, theme=theme).savefig(tmp_path / "fill.png")
 
 
 @pytest.mark.parametrize(
@@ -61,7 +55,6 @@ def test_the_others_draw(theme: Theme, tmp_path: Path) -> None:
         (lambda: draw_packs([[11]], 10), "A pack holds 11 tokens but capacity=10"),
         (lambda: draw_packs([], 0), "capacity=0; wanted the slots of a pack"),
         (lambda: draw_work([1.0], [1.0, 2.0]), "1 ranks before and 2 after"),
-        (lambda: draw_shares({"a": 0.0}, title=""), "wanted values of 0 or more with a sum above 0"),
         (lambda: look_of("pink"), "theme='pink' is not one of 'light', 'dark'"),  # type: ignore[arg-type]
     ],
 )
