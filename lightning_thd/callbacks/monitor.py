@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lightning_thd._checks import described, flags, whole_number
+from lightning_thd._checks import flags, whole_number
 from lightning_thd.callbacks.experts import expert_load
 from lightning_thd.callbacks.loggers import for_loggers, lay_out
 from lightning_thd.callbacks.meter import Hardware, Meter
@@ -106,14 +106,10 @@ class THDThroughputMonitor(Callback):
         check_conventions(causal=causal, tokens=tokens)
         if recompute != "auto":
             check_conventions(recompute=recompute)
-        if every_n_steps is not None and whole_number(every_n_steps, "every_n_steps", least=None) < 1:
-            raise ValueError(f"every_n_steps={every_n_steps}: log every 1 or more steps, or None.")
+        if every_n_steps is not None:
+            whole_number(every_n_steps, "every_n_steps", least=1, advice="None is the Trainer's own number.")
         whole_number(warmup_steps, "warmup_steps", advice="It is the number of steps left out of the rates.")
         flags(progress_bar=progress_bar, all_keys=all_keys)
-        if clock is not None and not callable(clock):
-            raise TypeError(
-                f"clock is {described(clock)}; wanted a function that gives seconds, as time.perf_counter."
-            )
         self.peak = peak
         self.flops_model = flops_model
         self.causal: Causal = causal
@@ -177,10 +173,7 @@ class THDThroughputMonitor(Callback):
         hardware = Hardware.of(model, known, self.peak, precision, group=None, devices=ranks)
         self._flops, self._log = self._flops_of(model, sharded=False), log
         self._steps, self._graphs, self._marks = 0, _compiled_graphs(), StepMarks(self._clock)
-        meter = self._new_meter("train", "training", hardware, model)
-        if self._restored:
-            meter.load(self._restored)
-            self._restored = {}
+        self._new_meter("train", "training", hardware, model)
 
     @contextmanager
     def step(self, batch: Any) -> Iterator[None]:
@@ -238,12 +231,9 @@ class THDThroughputMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the FLOPs model and the device's peak, and start measuring."""
-        meter = self._open("train", trainer, pl_module)
+        self._open("train", trainer, pl_module)
         self._failing, self._steps, self._graphs = False, 0, _compiled_graphs()
         self._marks = StepMarks(self._clock)
-        if self._restored:
-            meter.load(self._restored)
-            self._restored = {}
         self._wrap_saving(trainer)
         lay_out(trainer.loggers)
 
@@ -343,9 +333,12 @@ class THDThroughputMonitor(Callback):
         module: nn.Module,
         group: Any = None,
     ) -> Meter:
-        self._meters[stage] = Meter(stage, work, self._clock, hardware)
+        self._meters[stage] = meter = Meter(stage, work, self._clock, hardware)
         if stage == "train":
-            self._meters[stage].experts = expert_load(module, group)
+            meter.experts = expert_load(module, group)
+            if self._restored:
+                meter.load(self._restored)
+                self._restored = {}
         return self._meter(stage)
 
     def _meter(self, stage: str) -> Meter:

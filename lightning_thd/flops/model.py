@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -26,9 +26,6 @@ from lightning_thd.stats import SeqStats, Vision, Window
 
 if TYPE_CHECKING:
     from torch import nn
-
-
-from dataclasses import fields
 
 Builder: TypeAlias = Callable[[Any], Sequence[Layer]]
 
@@ -81,7 +78,6 @@ class FlopsModel:
     recompute: Recompute = "none"
     # These are read off the layers once, so that a count per step does not walk hundreds of terms.
     _tables: dict[str, _Table] = field(init=False, repr=False, compare=False)
-    _members: dict[str, dict[str, _Table]] = field(init=False, repr=False, compare=False)
     _windows: tuple[Window, ...] = field(init=False, repr=False, compare=False)
     _vision_windows: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
@@ -89,24 +85,18 @@ class FlopsModel:
         check_conventions(**{name: getattr(self, name) for name in _CHOICES})
         whole_number(self.merge, "merge", least=1, advice="It is the patches that become one token.")
         flags(embedding=self.embedding, router=self.router)
-        works: dict[str, Callable[[Layer, Term], int]] = {
-            "training": lambda layer, term: term.training,
-            "forward": lambda layer, term: term.forward,
+        tables = {
+            "training": _sum_terms(self, lambda layer, term: term.training),
+            "forward": _sum_terms(self, lambda layer, term: term.forward),
         }
-        tables = {work: _sum_terms(self, cost) for work, cost in works.items()}
         for policy, again in _RUN_AGAIN.items():
             tables[policy] = _sum_terms(self, partial(_again, again))
-        members = {
-            name: {work: _sum_terms(self, cost, member=name) for work, cost in works.items()}
-            for name in dict.fromkeys(layer.model for layer in self.layers if layer.model)
-        }
         seen = {(basis, window) for _, basis, window in tables["forward"]}
         terms = [term for layer in self.layers for term in layer.terms if (term.basis, term.window) in seen]
         of_text = [t for t in terms if t.basis in ("pair", "all_pair")]
         pairs = dict.fromkeys(t.window for t in of_text if t.window is not None)
         areas = dict.fromkeys(t.window for t in terms if isinstance(t.window, int) and t not in of_text)
         object.__setattr__(self, "_tables", tables)
-        object.__setattr__(self, "_members", members)
         object.__setattr__(self, "_windows", tuple(pairs))
         object.__setattr__(self, "_vision_windows", tuple(areas))
 
@@ -119,7 +109,6 @@ class FlopsModel:
         tokens: Tokens = "real",
         embedding: bool = False,
         router: bool = False,
-        mtp_layers: int = 0,
         recompute: Recompute = "none",
     ) -> FlopsModel:
         """Build the FLOPs model of a transformers config, without importing transformers.
@@ -130,13 +119,12 @@ class FlopsModel:
             tokens: what a token is.
             embedding: count the embedding table as a matmul.
             router: count the routers of expert layers.
-            mtp_layers: multi-token-prediction layers that are trained; transformers' models have none.
             recompute: activation checkpointing.
 
         Raises:
             ValueError: for a family that is not known; register it, or use ``from_module``.
         """
-        name, layers, merge, patch = read_config(config, mtp_layers=mtp_layers)
+        name, layers, merge, patch = read_config(config)
         return cls(
             name=name,
             layers=layers,
@@ -203,17 +191,13 @@ class FlopsModel:
         check_conventions(recompute=policy)
         again = self._multiply(self._tables[policy], stats)
         return FlopsBreakdown(
-            **self._multiply(self._tables["training"], stats),
-            recompute=sum(again.values()),
-            models=self._by_member("training", stats),
+            **self._multiply(self._tables["training"], stats), recompute=sum(again.values())
         )
 
     def forward_flops(self, stats: SeqStats) -> FlopsBreakdown:
         """Return the FLOPs of a forward pass over ``stats``: validation, testing, prediction."""
         self._check(stats)
-        return FlopsBreakdown(
-            **self._multiply(self._tables["forward"], stats), models=self._by_member("forward", stats)
-        )
+        return FlopsBreakdown(**self._multiply(self._tables["forward"], stats))
 
     def for_module(self, module: nn.Module) -> FlopsModel:
         """Return a copy with the backward pass and recomputation that ``module`` really has.
@@ -224,12 +208,6 @@ class FlopsModel:
         layers, found = layers_of_module(self.layers, module)
         policy = self.recompute if self.recompute != "none" else found
         return replace(self, layers=layers, recompute=policy)
-
-    def _by_member(self, work: str, stats: SeqStats) -> tuple[tuple[str, int], ...]:
-        return tuple(
-            (name, sum(self._multiply(tables[work], stats).values()))
-            for name, tables in self._members.items()
-        )
 
     def _multiply(self, table: _Table, stats: SeqStats) -> dict[str, int]:
         columns: dict[str, int] = {}
@@ -271,12 +249,12 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
-def _sum_terms(model: FlopsModel, cost: Callable[[Layer, Term], int], *, member: str | None = None) -> _Table:
+def _sum_terms(model: FlopsModel, cost: Callable[[Layer, Term], int]) -> _Table:
     """Merge terms that multiply the same count, so that counting a batch costs a few products."""
     counts = {"embedding": model.embedding, "router": model.router}
     table: _Table = {}
     for layer in model.layers:
-        for term in layer.terms if member is None or layer.model == member else ():
+        for term in layer.terms:
             if counts.get(term.kind, True) and (flops := cost(layer, term)):
                 key = _COLUMN[term.kind], term.basis, term.window
                 table[key] = table.get(key, 0) + flops
@@ -332,7 +310,6 @@ def _scaled_layers(member: Member, policy: Recompute) -> list[Layer]:
     return [
         replace(
             layer,
-            model=member.name,
             recomputable=layer.recomputable and again,
             terms=tuple(_scaled_term(term, member) for term in layer.terms),
         )

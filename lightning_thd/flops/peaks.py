@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import re
-import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from lightning_thd._checks import instance, real_number
+from lightning_thd._checks import real_number
 from lightning_thd.flops.peak_table import PEAKS, Peak
 
 # The column of the table for each dtype that callers may name.
@@ -72,39 +69,12 @@ def find_peak(device_name: str) -> Peak | None:
 def device_name(device: torch.device | str) -> str:
     """Return an accelerator's name in the form of the table of peaks."""
     device = torch.device(device)
-    if device.type == "mps":
-        return _apple()
-    if device.type == "xla":
-        return _xla(dict(os.environ))
     library: Any = getattr(torch, device.type, None)
     if device.type == "cpu" or not hasattr(library, "get_device_name"):
         return device.type
     return str(library.get_device_name(device))
 
 
-def _apple() -> str:
-    try:
-        brand = subprocess.run(
-            ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return platform.processor() or "mps"
-    return brand.stdout.strip() or "mps"
-
-
-def _xla(environment: dict[str, str]) -> str:
-    """Return the chip's name from environment variables of TPU and Neuron machines."""
-    kind = environment.get("TPU_ACCELERATOR_TYPE", "").lower()
-    if kind:  # "v5litepod-16", "v5p-8", "v6e-4"
-        chip = kind.partition("-")[0]
-        chip = {"v5litepod": "v5e", "v5lite": "v5e"}.get(chip, chip)
-        return f"TPU {chip}" if chip.startswith("v") else chip
-    target = environment.get("NEURON_PLATFORM_TARGET_OVERRIDE", "").lower()  # "trn1", "trn2"
-    names = {"trn1": "Trainium1 NeuronCore", "trn2": "Trainium2 NeuronCore"}
-    return names.get(target, "xla")
-
-
-_LONGEST_S = 60
 # Rows, inner size, columns. The best of three counts, since no shape is best on every device.
 _GPU_SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (8192, 4096, 16384))
 _CPU_SHAPES = ((512, 512, 512), (1024, 1024, 1024), (2048, 1024, 1024))
@@ -129,17 +99,12 @@ def measure_flops(
         FLOP/s.
 
     Raises:
-        ValueError: when ``seconds`` is not positive, or more than 60.
+        ValueError: when ``seconds`` is not positive.
     """
-    if real_number(seconds, "seconds", above=0, advice="Give each shape about 0.1.") > _LONGEST_S:
-        raise ValueError(f"seconds={seconds}: wanted at most {_LONGEST_S} a shape. Give each about 0.1.")
+    real_number(seconds, "seconds", above=0, advice="Give each shape about 0.1.")
     if not dtype.is_floating_point:
         raise ValueError(f"dtype={dtype}: peaks are of floating products. Pass torch.bfloat16 or the like.")
-    instance(device, "device", torch.device, str, advice="Pass 'cuda' or 'cpu'.")
-    try:
-        device = torch.device(device)
-    except RuntimeError as err:
-        raise ValueError(f"device={device!r} is none that torch knows. Pass 'cuda' or 'cpu'.") from err
+    device = torch.device(device)
     shapes = _CPU_SHAPES if device.type == "cpu" else _GPU_SHAPES
     return max(_rate(device, dtype, shape, seconds, clock) for shape in shapes)
 

@@ -7,7 +7,7 @@ sums over terms and no special case.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from lightning_thd.stats import Blocks, SeqStats, Window
@@ -61,7 +61,6 @@ class Layer:
     path: str  # as ``named_modules`` gives it, without the model's own prefix: ``"layers.0"``
     terms: tuple[Term, ...]
     recomputable: bool = True  # activation checkpointing wraps layers of this kind
-    model: str = ""  # name of the model it belongs to; empty if there is only one
 
 
 def lone(path: str, term: Term) -> Layer:
@@ -141,8 +140,6 @@ class FlopsBreakdown:
         logits: the output projection.
         vision: vision tower and projector.
         recompute: forward passes run again by activation checkpointing.
-        models: where several models run, the FLOPs of each by its name: ``(("policy", 600), ("reference",
-            200))``; their sum is ``model``, up to the rounding of half squares.
     """
 
     linear: int = 0
@@ -150,7 +147,6 @@ class FlopsBreakdown:
     logits: int = 0
     vision: int = 0
     recompute: int = 0
-    models: tuple[tuple[str, int], ...] = field(default=(), compare=False)
 
     @property
     def model(self) -> int:
@@ -163,11 +159,8 @@ class FlopsBreakdown:
         return self.model + self.recompute
 
     def __add__(self, other: FlopsBreakdown) -> FlopsBreakdown:
-        models = dict(self.models)
-        for name, flops in other.models:
-            models[name] = models.get(name, 0) + flops
         sums: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in COLUMNS}
-        return FlopsBreakdown(**sums, models=tuple(models.items()))
+        return FlopsBreakdown(**sums)
 
 
 COLUMNS = ("linear", "attention", "logits", "vision", "recompute")

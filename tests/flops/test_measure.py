@@ -32,8 +32,6 @@ def test_measures_a_cpu(dtype: torch.dtype) -> None:
 def test_no_time_is_refused() -> None:
     with pytest.raises(ValueError, match="seconds=0; wanted a finite number above 0"):
         measure_flops("cpu", dtype=torch.float32, seconds=0)
-    with pytest.raises(ValueError, match="seconds=61: wanted at most 60 a shape. Give each about 0.1"):
-        measure_flops("cpu", dtype=torch.float32, seconds=61)
 
 
 def test_a_cpu_needs_no_waiting() -> None:

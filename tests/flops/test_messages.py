@@ -33,10 +33,6 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: measure_flops(dtype=torch.int8, device="cpu", seconds=0.01),
         r"dtype=torch.int8: peaks are of floating products. Pass torch.bfloat16",
     ),
-    "peak of no device": (
-        lambda: measure_flops("abacus", dtype=torch.float32, seconds=0.01),
-        "device='abacus' is none that torch knows. Pass 'cuda' or 'cpu'",
-    ),
     "no model": (lambda: join([]), "No model was given to count. Give one or more members"),
     "models counted in two ways": (
         lambda: join(

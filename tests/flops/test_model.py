@@ -145,16 +145,6 @@ def test_slots_count_the_padding_in_linear_and_logits_but_never_in_attention() -
     assert (slots.linear, slots.logits, slots.attention) == (2 * real.linear, 2 * real.logits, real.attention)
 
 
-def test_mtp_adds_a_layer_its_projection_and_the_logits() -> None:
-    stats = SeqStats.from_lengths(MIXED)
-    plain = FlopsModel.from_config(LLAMA2_7B).training_flops(stats)
-    more = FlopsModel.from_config(LLAMA2_7B, mtp_layers=1).training_flops(stats)
-    joint = 6 * stats.real_tokens * (3 * 4096 + 2 * 4096 * 4096)
-    assert more.linear == plain.linear + plain.linear // 32 + joint
-    assert more.attention == plain.attention + plain.attention // 32
-    assert more.logits == 2 * plain.logits
-
-
 def test_forward_is_a_third_of_training() -> None:
     model = FlopsModel.from_config(DEEPSEEK_V3)
     stats = SeqStats.from_lengths(MIXED)
@@ -266,11 +256,6 @@ def test_stats_with_a_window_on_a_model_without_one_are_refused() -> None:
 def test_stats_without_a_window_the_model_has_are_refused() -> None:
     with pytest.raises(ValueError, match=r"'tiny' has attention windows \[4\], which the stats do not count"):
         tiny(4).training_flops(SeqStats.from_lengths([8]))
-
-
-def test_negative_mtp_layers_are_refused() -> None:
-    with pytest.raises(ValueError, match="mtp_layers=-1 is negative"):
-        FlopsModel.from_config(LLAMA2_7B, mtp_layers=-1)
 
 
 # --- register

@@ -189,25 +189,6 @@ def test_lightnings_own_table_has_no_h200_and_a_sparse_h100_nvl() -> None:
     assert _CUDA_FLOPS["rtx 4090"][torch.bfloat16] == 82.6e12
 
 
-@pytest.mark.parametrize(
-    ("environment", "name"),
-    [
-        ({"TPU_ACCELERATOR_TYPE": "v5litepod-16"}, "TPU v5e"),
-        ({"TPU_ACCELERATOR_TYPE": "v6e-4"}, "TPU v6e"),
-        ({"TPU_ACCELERATOR_TYPE": "tpu7x-8"}, "tpu7x"),
-        ({"NEURON_PLATFORM_TARGET_OVERRIDE": "trn2"}, "Trainium2 NeuronCore"),
-        ({}, "xla"),
-    ],
-)
-def test_xla_devices_tell_their_chip(environment: dict[str, str], name: str, monkeypatch: Any) -> None:
-    for variable in ("TPU_ACCELERATOR_TYPE", "NEURON_PLATFORM_TARGET_OVERRIDE"):
-        monkeypatch.delenv(variable, raising=False)
-    for variable, value in environment.items():
-        monkeypatch.setenv(variable, value)
-    assert device_name("xla") == name
-    assert (find_peak(name) is None) == (name == "xla")
-
-
 def test_other_devices_are_named_by_their_own_library(monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.xpu, "get_device_name", lambda _: "Intel(R) Data Center GPU Max 1550")
     assert device_name("xpu") == "Intel(R) Data Center GPU Max 1550"

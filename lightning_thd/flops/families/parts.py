@@ -164,8 +164,3 @@ def kimi_delta(hidden: int, *, heads: int, head_dim: int, kernel: int) -> list[T
 def short_conv(hidden: int, *, kernel: int) -> list[Term]:
     """Return the terms of LFM2's gated short convolution: projections in and out, ``kernel`` taps."""
     return _scanned(hidden, hidden, 3 * hidden * hidden, recurrence("conv", 2 * kernel * hidden))
-
-
-def prediction_head(hidden: int) -> Term:
-    """Return what multi-token prediction adds to a decoder layer: 3h + 2h^2 (Megatron-LM)."""
-    return matmul("mtp", 3 * hidden + 2 * hidden * hidden)

@@ -20,11 +20,7 @@ from lightning_thd.flops.terms import Layer, Term, lone, matmul
 Read = Callable[[Sizes], list[Layer]]  # gives the layers between embedding and logits
 
 
-def read_config(
-    config: Any,
-    *,
-    mtp_layers: int = 0,
-) -> tuple[str, tuple[Layer, ...], int, int | None]:
+def read_config(config: Any) -> tuple[str, tuple[Layer, ...], int, int | None]:
     """Return the layers of the model that a config describes, patches merged into one, and a patch's edge."""
     if Sizes(config).model_type in _REGISTERED:
         name = Sizes(config).model_type
@@ -49,7 +45,7 @@ def read_config(
     embedding = lone("embed_tokens", matmul("embedding", table, kind="embedding"))
     layers = [embedding, *read(text), lone("lm_head", matmul("logits", table, kind="logits"))]
     vision, merge, patch = tower(sizes)
-    return sizes.model_type, (*vision, *layers, *_prediction(layers, text, mtp_layers)), merge, patch
+    return sizes.model_type, (*vision, *layers), merge, patch
 
 
 def register(model_type: str, builder: Callable[[Any], Sequence[Layer]]) -> None:
@@ -176,20 +172,6 @@ def _between_widths(sizes: Sizes, path: str) -> list[Layer]:
     if sizes.token_width == sizes.hidden:
         return []
     return [lone(path, matmul(path, sizes.token_width * sizes.hidden))]
-
-
-def _prediction(layers: list[Layer], sizes: Sizes, count: int) -> list[Layer]:
-    """Return multi-token prediction: ``count`` copies of the last layer, a projection and logits."""
-    if count < 0:
-        raise ValueError(
-            f"mtp_layers={count} is negative. Give the number of prediction layers that are trained."
-        )
-    last, logits = layers[-2], layers[-1]
-    extra = [
-        Layer(path=f"mtp.{index}", terms=(parts.prediction_head(sizes.hidden), *last.terms))
-        for index in range(count)
-    ]
-    return [*extra, *[logits] * count]
 
 
 _NORM_AFTER = ("gemma2", "gemma3_text", "olmo2", "olmo3", "glm4", "exaone4")  # a norm behind the MLP
