@@ -119,20 +119,17 @@ class Prefixes(Immutable):
         return blank.index_add(0, self.token_rows, tokens)[:-1]
 
 
-def _refused(name: str, instead: str) -> property:
+def _refused(name: str) -> property:
     def read(_: SharedBatch) -> Any:
         raise ValueError(
-            f"batch.{name} was read, but sequences of this batch share prefixes and {instead}. Or collate "
-            "with share_prefixes=False."
+            f"batch.{name} was read, but sequences of this batch share prefixes: a slot may have several "
+            "targets, and sequences have no slots of their own. Read batch.predictions, batch.prefixes or "
+            "batch.unpack(...), or collate with share_prefixes=False."
         )
 
     return property(read)
 
 
-_OFFSETS = (
-    "have no slots of their own; attention takes batch.prefixes (cu_seqlens_q, cu_seqlens_kv, keys), and "
-    "batch.unpack splits values by sequence"
-)
 _UNSHARED = ("targets", "cu_seqlens", "cu_seqlens_padded", "padded_lengths", "max_seqlen", "max_targets")
 _KEPT = tuple(name for name in THDBatch.__slots__ if name not in _UNSHARED)
 
@@ -149,12 +146,12 @@ class SharedBatch(THDBatch):
 
     prefixes: Prefixes
 
-    targets = _refused("targets", "a slot may have several: read batch.predictions")
-    cu_seqlens = _refused("cu_seqlens", _OFFSETS)
-    cu_seqlens_padded = _refused("cu_seqlens_padded", _OFFSETS)
-    padded_lengths = _refused("padded_lengths", _OFFSETS)
-    max_seqlen = _refused("max_seqlen", _OFFSETS)
-    max_targets = _refused("max_targets", "batch.predictions holds rows with a target only")
+    targets = _refused("targets")
+    cu_seqlens = _refused("cu_seqlens")
+    cu_seqlens_padded = _refused("cu_seqlens_padded")
+    padded_lengths = _refused("padded_lengths")
+    max_seqlen = _refused("max_seqlen")
+    max_targets = _refused("max_targets")
 
     @classmethod
     def _of(cls, state: Mapping[str, Any]) -> SharedBatch:
@@ -270,27 +267,18 @@ class SharedBatch(THDBatch):
 
 
 class _Tree(NamedTuple):
-    """The prefix tree of some sequences.
+    """The prefix tree of some sequences."""
 
-    Attributes:
-        leaves: sequences that have tokens of their own, in the order of their slots.
-        shared: of every sequence, its first tokens that a leaf before it holds.
-        slots: int64 ``[N]``, the slot of each token.
-        tokens: int64 ``[T]``, the token that each slot holds.
-    """
-
-    leaves: list[int]
-    shared: list[int]
-    slots: _Ints
-    tokens: _Ints
+    leaves: list[int]  # sequences that have tokens of their own, in the order of their slots
+    shared: list[int]  # how many first tokens of each sequence a leaf before it holds
+    slots: _Ints  # int64 ``[N]``, the slot of each token
+    tokens: _Ints  # int64 ``[T]``, the token that each slot holds
 
 
 def prefix_tree(keys: _Ints, lengths: Sequence[int]) -> _Tree | None:
-    """Find what sequences share, from keys ``[N]`` or ``[N, C]`` of their tokens; None if it is nothing.
-
-    Sequences are sorted by their bytes, longer ones first among those that begin alike. What a sequence
-    shares with all before it is then what it shares with the one before it.
-    """
+    """Find what sequences share, from keys ``[N]`` or ``[N, C]`` of their tokens; None if it is nothing."""
+    # Sorted by their bytes, longer ones first among those that begin alike, a sequence shares with all before
+    # it what it shares with the one before it.
     starts = [0, *accumulate(lengths)]
     raw, width = keys.tobytes(), keys.strides[0]
     rows = [raw[a * width : b * width] for a, b in pairwise(starts)]
@@ -400,12 +388,9 @@ def _padded(row: NDArray[Any], pad: int) -> Tensor:
 
 
 def _rows(targets: _Ints, slots: _Ints) -> tuple[tuple[_Ints, _Ints], _Ints]:
-    """Return slot and target ``[R]`` of every different prediction, and the row of each token ``[N]``.
-
-    A batch without any has one row, whose target is ignored.
-    """
+    """Return slot and target ``[R]`` of every different prediction, and the row of each token ``[N]``."""
     learned = np.flatnonzero(targets != IGNORE_INDEX)
-    if not learned.size:
+    if not learned.size:  # one row, whose target is ignored
         return (np.zeros(1, np.int64), np.full(1, IGNORE_INDEX)), np.ones(len(targets), np.int64)
     rows, inverse = np.unique((slots[learned] << 32) | targets[learned], return_inverse=True)
     of_token = np.full(len(targets), len(rows))
@@ -443,10 +428,7 @@ def _tree_of(samples: Sequence[Mapping[str, Any]], plain: dict[str, Any]) -> tup
 
 
 def _same_media(samples: Sequence[Mapping[str, Any]]) -> list[int] | None:
-    """Number samples by their further inputs, equal ones alike; None if no sample has any.
-
-    Which tokens stand for images is known from ``mm_token_type_ids``. Samples without it share nothing.
-    """
+    """Number samples by their further inputs, equal ones alike; None if no sample has any."""
     if not any(inputs(sample) for sample in samples):
         return None
     known: dict[bytes, int] = {}

@@ -173,10 +173,7 @@ def position_row(sample: Mapping[str, Any], length: int, name: str) -> NDArray[n
 
 
 def sequence_label(sample: Mapping[str, Any], name: str) -> dict[str, NDArray[Any]]:
-    """Read the label of a whole sequence, ``label`` or a scalar ``labels``: int64 or fp32, ``[]`` or ``[C]``.
-
-    Several labels are fp32, as the losses of transformers for several labels want them.
-    """
+    """Read the label of a whole sequence: int64 or fp32, ``[]``, or fp32 ``[C]`` as losses want several."""
     key = next((key for key in ("label", "labels") if sample.get(key) is not None), None)
     if key is None or (key == "labels" and not is_scalar(sample[key])):
         return {}
@@ -220,10 +217,7 @@ def with_label(sample: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def sample_weights(sample: Mapping[str, Any], length: int, name: str) -> tuple[NDArray[np.float32], float]:
-    """Read the loss weights of a sample: one for each token as a target, fp32 ``[n]``, and the sequence's.
-
-    One number weighs the sequence and all its tokens; one a token leaves the sequence's weight at 1.
-    """
+    """Read the loss weights of a sample: fp32 ``[n]``, one for each token as a target, and the sequence's."""
     given = sample.get("weights", 1.0)
     row = _floats(given)
     if row.dtype.kind not in "iufb" or row.shape not in ((), (length,)):
@@ -241,10 +235,7 @@ def sample_weights(sample: Mapping[str, Any], length: int, name: str) -> tuple[N
 
 
 def whole_weight(sample: Mapping[str, Any], name: str) -> tuple[float, float]:
-    """Add up the weights of a sequence's loss tokens, and return the sum and the weight of the sequence.
-
-    Labels ``[-100, 7, 8]`` with weights ``[1, 2, 3]`` give ``(5.0, 1.0)``.
-    """
+    """Add up the weights of a sequence's loss tokens; return the sum and the weight of the sequence."""
     labels = np.asarray(sample.get("labels", sample["input_ids"]))
     tokens, sequence = sample_weights(sample, len(labels), name)
     return float(tokens[1:][labels[1:] != IGNORE_INDEX].sum(dtype=np.float64)), sequence

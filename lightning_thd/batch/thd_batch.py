@@ -70,12 +70,7 @@ class _Rows(Tensor):
 
 
 def weighing_rows(weight: float) -> Tensor:
-    """Return a tensor without values that weighs a batch in the epoch means of ``self.log``.
-
-    Lightning takes ``size(0)`` of the first tensor it finds in a batch as the weight of a logged value. A
-    step's loss tokens per microbatch need not be whole, and rounded ones would change the mean, or make it
-    NaN if all round to 0. 12.5 gives ``size(0)`` 12.5 in a shape ``[12]``, on the meta device.
-    """
+    """Return a meta tensor whose ``size(0)``, for Lightning the weight of a batch, need not be whole."""
     whole = round(weight)
     rows: Any = torch.empty(whole, device="meta").as_subclass(_Rows)
     rows.weight = float(whole) if abs(weight - whole) <= _ROUNDING * weight else weight

@@ -36,10 +36,7 @@ class _Part(NamedTuple):
 
 
 class PinnedBatch:
-    """Tensors of the CPU by name, copied into one page-locked buffer.
-
-    ``padded_lengths`` are the slots of every sequence, a trailing pad included.
-    """
+    """Tensors of the CPU by name, copied into one page-locked buffer."""
 
     def __init__(self, tensors: dict[str, Tensor], padded_lengths: Sequence[int]) -> None:
         self._single = dict[str, Tensor]()  # that a buffer of bytes cannot hold, or that are on the device
@@ -67,11 +64,7 @@ class PinnedBatch:
 
 
 def uploaded(found: Any, device: torch.device) -> Any:
-    """Copy the numpy arrays in nested tuples and lists to a device, and return these with tensors.
-
-    To a CUDA device all arrays travel in one pinned copy that does not block. Vectors of int32 are offsets,
-    whose values are remembered.
-    """
+    """Copy the numpy arrays in nested tuples and lists to a device; vectors of int32 are offsets."""
     leaves, structure = tree_flatten(found)
     arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)}
     tensors = {i: torch.from_numpy(array) for i, array in arrays.items()}

@@ -33,8 +33,8 @@ from lightning_thd.parallel.shard import THDShard, gather_pack, pack_value
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
 Reduction = Literal["tokens", "sequences"]
-# Gives targets int64 [T] and their factors ([T], or one number) from targets, their depth and V.
-Factors = Callable[[Tensor, int, int], tuple[Tensor, Tensor | float]]
+# Gives targets int64 [T] and their factors [T] from targets and their depth.
+Factors = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 # DeepSeek-V3 (arXiv:2412.19437, section 2.2) starts with 0.3 times the mean loss of further predictions.
 _MTP_WEIGHT = 0.3
 
@@ -45,7 +45,6 @@ def causal_lm_loss(
     *,
     reduction: Reduction = "tokens",
     weights: Tensor | None = None,
-    class_weights: Tensor | None = None,
     label_smoothing: float = 0.0,
     z_loss: float | None = None,
     mtp_weight: float = _MTP_WEIGHT,
@@ -67,9 +66,8 @@ def causal_lm_loss(
         batch: the microbatch, on the model's device.
         reduction: "tokens" or "sequences".
         weights: floats ``[T]``, a further factor of each slot's loss, without gradient; no part of the
-            divisor, which only the data decides. With shared prefixes ``[N]``, one for each token of a
-            sequence.
-        class_weights: floats ``[V]``, a further factor by target, without gradient; no part of the divisor.
+            divisor, which only the data decides. ``classes[batch.targets.clamp(0)]`` weighs by target. With
+            shared prefixes ``[N]``, one for each token of a sequence.
         label_smoothing: share of a target's mass spread over the vocabulary.
         z_loss: factor of the squared lse of each loss token; None: the config's ``z_loss_coefficient``.
         mtp_weight: weight of the mean of further predictions, for a model that calls its head more than
@@ -95,7 +93,7 @@ def causal_lm_loss(
         real_number(mtp_weight, "mtp_weight", advice="It is what the further predictions weigh.")
     call = HeadCall.of(model)
     penalties = Penalties(label_smoothing=label_smoothing, z_loss=_z_loss(call) if z_loss is None else z_loss)
-    factors = loss_weights(batch, reduction, weights, class_weights, smoothed=label_smoothing > 0)
+    factors = loss_weights(batch, reduction, weights)
     scale = batch.sequence_scale if reduction == "sequences" else batch.loss_scale
     routers = None
     asked = router_balance != "microbatch" or router_z_loss is not None
@@ -134,7 +132,7 @@ def causal_lm_loss_and_stats(
     """
     call = HeadCall.of(model)
     penalties = Penalties(label_smoothing=label_smoothing, z_loss=_z_loss(call))
-    factors = loss_weights(batch, "tokens", None, None, smoothed=label_smoothing > 0)
+    factors = loss_weights(batch, "tokens", None)
     routers = routers_for(call, batch, router_balance)
     loss, stats = _loss(call, model, batch, penalties, factors, batch.loss_scale, stats=True, routers=routers)
     assert stats is not None
@@ -165,7 +163,7 @@ def _loss(
         operands, targets, most = predicting(operands, batch, depth)
         weight: Tensor | float = batch.loss_scale
         if factors is not None:
-            targets, weight = factors(targets, depth, operands.vocabulary)
+            targets, weight = factors(targets, depth)
         fused = operands.call(targets, logit_map, most)
         see = slots.append if not depth and (watcher is not None or recorded is not None) else None
         found: Tensor = linear_nll(fused, penalties, token_weights=weight, see=see)[None]
@@ -279,36 +277,21 @@ def dft_loss(logp: Tensor, batch: THDBatch) -> Tensor:
     return (losses if batch.weights is None else losses * batch.weights).sum() * batch.loss_scale
 
 
-def loss_weights(
-    batch: THDBatch,
-    reduction: Reduction,
-    weights: Tensor | None,
-    class_weights: Tensor | None,
-    *,
-    smoothed: bool,
-) -> Factors | None:
-    """Return the function that computes the factor of every slot's loss; None for the batch's scale only.
-
-    The function turns targets with a weight of zero into -100.
-    """
+def loss_weights(batch: THDBatch, reduction: Reduction, weights: Tensor | None) -> Factors | None:
+    """Return the function that weighs every slot's target; None if the batch's scale is the only factor."""
     if type(batch) is not THDBatch:
         check_batch(batch)
     if not isinstance(reduction, str) or reduction not in get_args(Reduction):
         raise ValueError(f"reduction is {reduction!r}, wanted 'tokens' or 'sequences'.")
     given = [part for part in (batch.weights, weights) if part is not None]
     shared = batch.prefixes if isinstance(batch, SharedBatch) else None
-    if not given and class_weights is None and reduction == "tokens" and shared is None:
+    if not given and reduction == "tokens" and shared is None:
         return None
     slots = batch.targets.shape if shared is None else shared.token_rows.shape
     if weights is not None and weights.shape != slots:
         raise ValueError(
             f"weights is {list(weights.shape)}, wanted one a slot, {list(slots)}: that of slot "
             "i weighs the token after it. Weights of the data belong into the samples, as 'weights'."
-        )
-    if class_weights is not None and (class_weights.ndim != 1 or smoothed):
-        raise ValueError(
-            f"class_weights is {list(class_weights.shape)}"
-            + (" and label_smoothing above 0, wanted one of the two." if smoothed else ", wanted [V].")
         )
     scale = batch.sequence_scale if reduction == "sequences" else batch.loss_scale
     if scale is None:
@@ -318,7 +301,7 @@ def loss_weights(
             "THDBatch.collate, or use reduction='tokens'."
         )
 
-    def factors(targets: Tensor, depth: int, vocabulary: int) -> tuple[Tensor, Tensor | float]:
+    def factors(targets: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         if depth:
             raise ValueError(
                 "Weights and reduction='sequences' say nothing of predictions further than the next token, "
@@ -332,13 +315,6 @@ def loss_weights(
             total = total * _shares(batch, wide)
         if shared is not None:
             total = shared.of_rows(total)
-        if class_weights is not None:
-            if len(class_weights) != vocabulary:
-                raise ValueError(
-                    f"class_weights has {len(class_weights)} entries, wanted {vocabulary}, one a row of "
-                    "the head."
-                )
-            total = total * class_weights.detach().index_select(0, targets.clamp(0, vocabulary - 1))
         return torch.where(total == 0, IGNORE_INDEX, targets), total * scale
 
     return factors

@@ -15,22 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_thd._checks import real_number
-from lightning_thd._static import shapes_are_static
 from lightning_thd.loss.dtensors import is_dtensor, local_hidden, plain
 from lightning_thd.loss.linear_nll import linear_nll, prepare_weighted, scalar_loss
 from lightning_thd.loss.prepare import Call, Prepared
-from lightning_thd.loss.tiles.divergence import (
-    Divergence,
-    HeadTeacher,
-    Kind,
-    TopTeacher,
-    divergence_and_gradients,
-)
+from lightning_thd.loss.tiles.divergence import Divergence, Kind, Teacher, divergence_and_gradients
 from lightning_thd.loss.tiles.logits import Head, HeadGradients, LogitMap, Needs
 from lightning_thd.loss.tiles.nll import Penalties
-
-# The student's head -> its teacher's log-probabilities, tile by tile.
-Teacher = Callable[[Head], HeadTeacher | TopTeacher]
 
 
 def fused_linear_distillation(
@@ -38,12 +28,11 @@ def fused_linear_distillation(
     weight: Tensor,
     targets: Tensor,
     *,
-    teacher_hidden: Tensor | None = None,
-    teacher_weight: Tensor | None = None,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
     teacher_bias: Tensor | None = None,
     teacher_softcap: float | None = None,
     teacher_logit_scale: float = 1.0,
-    teacher_topk: tuple[Tensor, Tensor] | None = None,
     kind: Kind = "kl",
     temperature: float = 1.0,
     alpha: float = 1.0,
@@ -75,9 +64,6 @@ def fused_linear_distillation(
       ``weight`` is, and ``teacher_bias`` ``[V]``: the teacher's head, which gets no gradient.
     - ``teacher_softcap``, ``teacher_logit_scale``: cap on the teacher's logits, and their factor before the
       cap.
-    - ``teacher_topk``: instead of hidden states, log-probabilities ``[T, k]`` and distinct tokens int64 ``[T,
-      k]`` of the teacher's likeliest tokens, ``LogProbs.top`` for example. Divided by the temperature and
-      normalised again, they are the teacher's whole distribution; -inf marks a missing token. Only for "kl".
     - ``kind``: the divergence; ``alpha``: its share, 0 to 1.
     - ``beta``: the teacher's share of the mixture, above 0 and below 1.
     - ``temperature``: divides the logits of both, after their caps.
@@ -109,34 +95,19 @@ def fused_linear_distillation(
         chunk=chunk,
         loss_tokens=loss_tokens,
     )
-    teacher_call: Call | None = None
-    if teacher_topk is None:
-        if teacher_hidden is None or teacher_weight is None:
-            raise ValueError("No teacher: pass teacher_hidden and teacher_weight, or teacher_topk.")
-        if is_dtensor(teacher_hidden):
-            teacher_hidden = local_hidden(teacher_hidden, None)[0]
-        teacher_call = replace(
-            call,
-            hidden=teacher_hidden.detach(),
-            weight=plain(teacher_weight).detach(),
-            bias=None if teacher_bias is None else plain(teacher_bias).detach(),
-            logit_map=replace(student_map, scale=teacher_logit_scale, softcap=teacher_softcap),
-            targets=plain(targets),
-        )
-    elif teacher_hidden is not None or teacher_weight is not None or kind != "kl":
-        raise ValueError(
-            f"teacher_topk came with kind={kind!r}, teacher_hidden "
-            f"{'absent' if teacher_hidden is None else 'given'} and teacher_weight "
-            f"{'absent' if teacher_weight is None else 'given'}, wanted neither, and kind='kl': it says "
-            "nothing of other tokens, which the other divergences ask for."
-        )
-    loss: Tensor = _distillation(
+    if is_dtensor(teacher_hidden):
+        teacher_hidden = local_hidden(teacher_hidden, None)[0]
+    teacher = replace(
         call,
-        teacher_call if teacher_topk is None else teacher_topk,
-        Divergence(kind=kind, beta=beta),
-        alpha=alpha,
-        token_weights=token_weights,
-        mean=reduction == "mean",
+        hidden=teacher_hidden.detach(),
+        weight=plain(teacher_weight).detach(),
+        bias=None if teacher_bias is None else plain(teacher_bias).detach(),
+        logit_map=replace(student_map, scale=teacher_logit_scale, softcap=teacher_softcap),
+        targets=plain(targets),
+    )
+    divergence = Divergence(kind=kind, beta=beta)
+    loss: Tensor = _distillation(
+        call, teacher, divergence, alpha=alpha, token_weights=token_weights, mean=reduction == "mean"
     )
     return loss
 
@@ -144,7 +115,7 @@ def fused_linear_distillation(
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _distillation(
     call: Call,
-    teacher: Call | tuple[Tensor, Tensor],
+    teacher: Call,
     divergence: Divergence,
     *,
     alpha: float,
@@ -152,7 +123,8 @@ def _distillation(
     mean: bool,
 ) -> Tensor:
     """Compute ``fused_linear_distillation`` from a student, a teacher and what is compared."""
-    prepared, weights = prepare_weighted(call, token_weights, mean=mean, share=alpha)
+    prepared, weights = prepare_weighted(call, token_weights, mean=mean)
+    weights = weights * alpha
     hard: Tensor | None = None
     if alpha < 1.0:
         untempered = replace(call, logit_map=replace(call.logit_map, temperature=1.0))
@@ -160,10 +132,7 @@ def _distillation(
         hard = hard * (1.0 - alpha)
         if alpha == 0.0:
             return hard
-    if isinstance(teacher, Call):
-        make = _head_teacher(call, teacher, prepared, token_weights)
-    else:
-        make = _top_teacher(call, teacher, prepared)
+    taught = _head_teacher(call, teacher, prepared, token_weights)
     operands, settings = prepared.operands, prepared.settings
     if settings.compute == torch.float16:  # gradients are made before anybody's loss scale is known
         hidden, weight, bias = operands
@@ -171,7 +140,7 @@ def _distillation(
         settings = replace(settings, compute=torch.float32)
 
     def job(head: Head, _: Tensor, weights: Tensor, needs: Needs) -> tuple[Tensor, HeadGradients]:
-        return divergence_and_gradients(head, make(head), weights, divergence, needs=needs)
+        return divergence_and_gradients(head, taught(head), weights, divergence, needs=needs)
 
     soft = scalar_loss(*operands, prepared.targets, weights, settings, job, "fused_linear_distillation")
     return soft if hard is None else soft + hard
@@ -179,8 +148,8 @@ def _distillation(
 
 def _head_teacher(
     call: Call, teacher: Call, prepared: Prepared, token_weights: Tensor | float | None
-) -> Teacher:
-    """Check a teacher's head against the student's and select the student's rows."""
+) -> Callable[[Head], Teacher]:
+    """Check a teacher's head against the student's; return it for the rows and tiles of the student's."""
     hidden, how = teacher.hidden, prepared.settings
     own, _ = prepare_weighted(replace(teacher, tp_group=how.tp_group), token_weights, mean=False)
     rows, wanted = own.operands[1].shape[0], prepared.operands[1].shape[0]
@@ -193,48 +162,4 @@ def _head_teacher(
             "Vocabularies that are padded differently need valid_vocab_size."
         )
     settings = replace(own.settings, columns=how.columns, start=how.start)
-    return lambda head: HeadTeacher(Head(own.operands, own.targets, settings, head.tile))
-
-
-def _top_teacher(call: Call, topk: tuple[Tensor, Tensor], prepared: Prepared) -> Teacher:
-    """Check a teacher's likeliest tokens, and normalise those of the rows that are multiplied."""
-    logp, tokens = topk
-    if logp.shape[:-1] != call.targets.shape or tokens.shape != logp.shape or not logp.shape[-1]:
-        raise ValueError(
-            f"teacher_topk is {list(logp.shape)} and {list(tokens.shape)}, wanted two of "
-            f"{[*call.targets.shape, 'k']}, one row a target."
-        )
-    if tokens.dtype.is_floating_point or not logp.dtype.is_floating_point:
-        raise ValueError(
-            f"teacher_topk is {logp.dtype} and {tokens.dtype}, wanted log-probabilities and int64 tokens."
-        )
-    logp, tokens = (x.detach().flatten(0, -2) for x in topk)
-    if prepared.kept is not None:
-        logp, tokens = logp[prepared.kept], tokens[prepared.kept]
-    missing = logp == -torch.inf
-    if prepared.counts is not None:  # rows that do not count may hold anything
-        logp = torch.where(prepared.counts[:, None], logp, 0.0)
-        missing = missing | ~prepared.counts[:, None]
-    _check_top_tokens(tokens, missing, prepared.settings.vocabulary)
-    tempered = logp.to(prepared.settings.accumulator) / call.logit_map.temperature
-    logp, tokens = tempered.log_softmax(-1), torch.where(missing, -1, tokens.long())
-    return lambda head: TopTeacher(logp, tokens, head.how.start)
-
-
-def _check_top_tokens(tokens: Tensor, missing: Tensor, vocabulary: int) -> None:
-    """Refuse tokens ``[R, k]`` outside of the vocabulary, or twice in a row: their share would be lost."""
-    if tokens.is_meta:
-        return
-    ordered = torch.where(missing, -1, tokens).sort(-1).values
-    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
-    outside = ((tokens < 0) | (tokens >= vocabulary)) & ~missing
-    if tokens.device.type != "cpu":
-        said = f"teacher_topk has a token outside the vocabulary of {vocabulary}, or one twice"
-        torch._assert_async(~(outside.any() | twice.any()), said)
-    elif not shapes_are_static() and bool(outside.any() | twice.any()):
-        row = int((outside.any(-1) | twice.any(-1)).nonzero()[0])
-        raise ValueError(
-            f"teacher_topk has the tokens {tokens[row].tolist()} for a token, wanted distinct ones from 0 to "
-            f"{vocabulary - 1}: the share of others would be lost. If a teacher gives fewer, fill up with "
-            "log-probabilities of -inf."
-        )
+    return lambda head: Teacher(Head(own.operands, own.targets, settings, head.tile))

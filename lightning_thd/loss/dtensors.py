@@ -50,12 +50,7 @@ def local_hidden(hidden: Any, group: dist.ProcessGroup | None) -> tuple[Tensor, 
 def group_of_operands(
     hidden: Tensor, weight: Any, group: dist.ProcessGroup | None
 ) -> dist.ProcessGroup | None:
-    """Return the tensor-parallel group of a distributed weight passed to a fused loss.
-
-    Ranks of tensor parallelism hold the same tokens, ranks of FSDP do not. A mesh does not show which of
-    the two it is, and a sum over the wrong ranks would go unnoticed. So either the hidden states must be
-    distributed too, or the group was named, or the mesh axis is called tensor parallel.
-    """
+    """Return the tensor-parallel group of a distributed weight passed to a fused loss."""
     own = vocabulary_group(weight)
     if group is not None:
         if own is None or dist.get_process_group_ranks(own) != dist.get_process_group_ranks(group):

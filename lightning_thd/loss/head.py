@@ -23,17 +23,12 @@ LINEAR_FORWARD = nn.Linear.forward
 def language_model(model: nn.Module) -> Any:
     """Unwrap DDP, torch.compile and PEFT down to the model that owns the head, or refuse it."""
     inner: Any = unwrapped(model, on_peft=refuse_losing_adapters)
-    if not hasattr(inner, "get_output_embeddings") or not hasattr(inner, "config"):
+    head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
+    if not isinstance(head, nn.Module) or not hasattr(inner, "config"):
         raise ValueError(
-            f"causal_lm_loss got a {type(inner).__name__}, wanted a Hugging Face causal language model "
-            "(with get_output_embeddings() and config). For another model, call "
-            "loss.fused_linear_cross_entropy(hidden, weight, batch.targets) on its last hidden states."
-        )
-    if not isinstance(inner.get_output_embeddings(), nn.Module):
-        raise ValueError(
-            f"causal_lm_loss got a {type(inner).__name__} without a language model's head "
-            f"(get_output_embeddings() gives {inner.get_output_embeddings()!r}). Load it as "
-            "AutoModelForCausalLM."
+            f"causal_lm_loss got a {type(inner).__name__}, wanted a Hugging Face causal language model. Load "
+            "it as AutoModelForCausalLM, or call loss.fused_linear_cross_entropy(hidden, weight, "
+            "batch.targets) on the last hidden states."
         )
     return inner
 

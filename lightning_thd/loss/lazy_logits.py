@@ -224,11 +224,7 @@ class _Open(torch.autograd.Function):
 
 
 def carry_values(values: Tensor, shape: Sequence[int]) -> LazyLogits:
-    """Wrap a head's results ``[n]`` as lazy logits ``(1, T, V)`` that pass gradients on.
-
-    The hooks that FSDP2 and DDP hang on a module's outputs then see the gradient pass, gather the weights
-    again in time, and reduce their gradients.
-    """
+    """Wrap a head's results ``[n]`` as lazy logits ``(1, T, V)`` that pass gradients on, as hooks expect."""
     logits: LazyLogits = _Carry.apply(values, tuple(shape))  # type: ignore[no-untyped-call]
     logits.record, logits.count, logits.learns = Record(), values.numel(), torch.is_grad_enabled()
     return logits

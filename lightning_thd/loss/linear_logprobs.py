@@ -40,7 +40,7 @@ from lightning_thd.loss.tiles.softmax import (
 
 class _Three(NamedTuple):
     logp: Tensor
-    entropy: Tensor | None
+    entropy: Any
     lse: Tensor
 
 
@@ -49,43 +49,24 @@ class LogProbs(_Three):
 
     Attributes:
         logp: log-probability of the target, in nats; 0 for ignored targets.
-        entropy: entropy of the whole distribution, in nats; 0 for ignored targets.
+        entropy: entropy of the whole distribution, in nats; 0 for ignored targets; None if not asked for.
         lse: log of the sum of exponentials of the logits; 0 for ignored targets.
+        top: the likeliest tokens and their log-probabilities; None if not asked for.
     """
 
-    _top: TopTokens | None = None
-
-    @property
-    def entropy(self) -> Tensor:
-        """Return the entropy of every token's distribution, or raise ValueError if it was not asked for."""
-        value = self[1]
-        if value is None:
-            raise ValueError(
-                "LogProbs.entropy was not computed, because the call said entropy=False. Call with "
-                "entropy=True."
-            )
-        return value
-
-    @property
-    def top(self) -> TopTokens:
-        """Return the likeliest tokens and their log-probabilities, or raise ValueError if there are none."""
-        if self._top is None:
-            raise ValueError(
-                "LogProbs.top was not computed. Call with top_k=1 for the likeliest token, or more."
-            )
-        return self._top
+    top: Any = None
 
     def with_top(self, top: TopTokens | None) -> LogProbs:
         """Return a copy that carries the likeliest tokens."""
         results = LogProbs(*self)
-        results._top = top
+        results.top = top
         return results
 
     def map(self, function: Callable[[Tensor], Tensor]) -> LogProbs:
         """Apply a function to every tensor that was computed."""
         logp, entropy, lse = self
         mapped = LogProbs(function(logp), None if entropy is None else function(entropy), function(lse))
-        return mapped.with_top(None if self._top is None else TopTokens(*map(function, self._top)))
+        return mapped.with_top(None if self.top is None else TopTokens(*map(function, self.top)))
 
 
 def fused_linear_logprobs(
@@ -184,11 +165,7 @@ def row_logprobs(
     mean: bool = False,
     top_k: int = 0,
 ) -> RowValues:
-    """Compute log-probability, entropy, lse and mean logit of prepared rows, ``[R]`` each.
-
-    An ignored target gives a log-probability that means nothing. Entropy and mean logit are zeros without a
-    gradient unless they are wanted.
-    """
+    """Compute ``RowValues`` of prepared rows; unwanted entropies and mean logits have no gradient."""
     if settings.of_logits:
         return _logits_logprobs(operands[0], targets, settings, top_k)
     *values, logits, tokens = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]

@@ -116,12 +116,9 @@ def linear_nll(
 
 
 def prepare_weighted(
-    call: Call, token_weights: Tensor | float | None, *, mean: bool, share: float = 1.0
+    call: Call, token_weights: Tensor | float | None, *, mean: bool
 ) -> tuple[Prepared, Tensor]:
-    """Prepare a call, and return the weights ``[R]`` of its rows times ``share``, 0 for ignored targets.
-
-    Targets of weight 0 are ignored, so that a NaN in their rows has no effect; they count in a mean.
-    """
+    """Prepare a call, and return the weights ``[R]`` of its rows, 0 for ignored targets."""
     each = isinstance(token_weights, Tensor) and token_weights.ndim > 0
     given = plain(call.targets) if each or mean else call.targets
     if isinstance(token_weights, Tensor) and each:
@@ -146,8 +143,6 @@ def prepare_weighted(
         weights = weights if token_weights is None else weights * token_weights
     if prepared.counts is not None:
         weights = torch.where(prepared.counts, weights, 0.0)
-    if share != 1.0:
-        weights = weights * share
     if mean:
         weights = weights / (given != call.ignore_index).sum().clamp_min(1)
     return prepared, weights

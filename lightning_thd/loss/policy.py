@@ -8,7 +8,7 @@ these arguments:
 - ``logp`` and ``old_logp``, floats ``[T]``: log-probabilities under the policy and under the one that
   sampled,
 - ``advantages``, ``[T]``, or ``[B]`` for one a row: they get no gradient,
-- ``rollouts``: the pack, or a rank's shard of it, with ``group``, the context-parallel ranks,
+- ``rollouts``: the pack,
 - ``clip``: how far below 1 the ratio of the policies may push; ``clip_high``: how far above, as far when
   None,
 - ``reference_logp``, floats ``[T]``, and ``beta``: the reference, and the factor of the divergence from it,
@@ -26,10 +26,9 @@ import math
 from typing import Literal, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_thd._checks import instance, real_number, whole_number
+from lightning_thd._checks import real_number, whole_number
 from lightning_thd.batch import IGNORE_INDEX
 from lightning_thd.loss.rollouts import PackedRollouts
 
@@ -47,7 +46,6 @@ def ppo_clip_loss(
     dual_clip: float | None = None,
     weights: Tensor | None = None,
     scale: float | None = None,
-    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Compute PPO's clipped policy-gradient loss: ``-min(r A, clip(r) A)`` a token.
 
@@ -61,7 +59,7 @@ def ppo_clip_loss(
     if dual_clip is not None:
         real_number(dual_clip, "dual_clip", above=1.0)
         losses = torch.where(of_slot < 0, torch.minimum(losses, -dual_clip * of_slot), losses)
-    return _reduced(losses, rollouts, "token_mean", None, weights, scale, group)
+    return _reduced(losses, rollouts, "token_mean", None, weights, scale)
 
 
 def grpo_loss(
@@ -79,7 +77,6 @@ def grpo_loss(
     max_tokens: int | None = None,
     weights: Tensor | None = None,
     scale: float | None = None,
-    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Compute the GRPO loss: a clipped policy gradient by advantages in a group, with a divergence penalty.
 
@@ -104,7 +101,7 @@ def grpo_loss(
         ratio = ratio.clamp(max=largest_ratio)
     losses = -torch.minimum(ratio * of_slot, clipped * of_slot)
     losses = losses + _divergence(logp, reference_logp, beta, rollouts, weights)
-    return _reduced(losses, rollouts, kind, max_tokens, weights, scale, group)
+    return _reduced(losses, rollouts, kind, max_tokens, weights, scale)
 
 
 def gspo_loss(
@@ -119,7 +116,6 @@ def gspo_loss(
     beta: float = 0.0,
     weights: Tensor | None = None,
     scale: float | None = None,
-    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Compute the GSPO loss: a clipped policy gradient with one probability ratio a response.
 
@@ -132,10 +128,10 @@ def gspo_loss(
     rows, of_row = rollouts.shape[0], _row_advantages(advantages, rollouts)
     if weights is not None and weights.shape != (rows,):
         raise ValueError(f"weights is {list(weights.shape)}, wanted one a row: [{rows}].")
-    ratio = _ratio(rollouts.means(given["logp"] - given["old_logp"].detach(), group=group))
+    ratio = _ratio(rollouts.means(given["logp"] - given["old_logp"].detach()))
     losses = -torch.minimum(ratio * of_row, ratio.clamp(low, high) * of_row)
     losses = torch.where(rollouts.counts > 0, losses, 0.0)
-    losses = losses + rollouts.means(_divergence(given["logp"], reference_logp, beta, rollouts), group=group)
+    losses = losses + rollouts.means(_divergence(given["logp"], reference_logp, beta, rollouts))
     if weights is not None:
         losses = torch.where(weights != 0, losses, 0.0) * weights.detach()
     return losses.sum() * (1.0 / max(1, rows) if scale is None else real_number(scale, "scale"))
@@ -150,7 +146,6 @@ def cispo_loss(
     largest_ratio: float = 5.0,
     weights: Tensor | None = None,
     scale: float | None = None,
-    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Compute the CISPO loss: ``-min(r, largest_ratio) A logp`` a token, whose factors get no gradient.
 
@@ -161,7 +156,7 @@ def cispo_loss(
     real_number(largest_ratio, "largest_ratio", above=0.0)
     logp, ratio, of_slot = _slots(logp, old_logp, advantages, rollouts, weights)
     losses = -ratio.detach().clamp(max=largest_ratio) * of_slot * logp
-    return _reduced(losses, rollouts, "token_mean", None, weights, scale, group)
+    return _reduced(losses, rollouts, "token_mean", None, weights, scale)
 
 
 def sapo_loss(
@@ -174,7 +169,6 @@ def sapo_loss(
     temperature_negative: float = 1.05,
     weights: Tensor | None = None,
     scale: float | None = None,
-    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Compute the SAPO loss: ``-4 / t sigmoid(t (r - 1)) A`` a token, a soft gate in place of a clip.
 
@@ -187,7 +181,7 @@ def sapo_loss(
     _, ratio, of_slot = _slots(logp, old_logp, advantages, rollouts, weights)
     t = torch.full_like(of_slot, temperature).masked_fill(of_slot <= 0, temperature_negative)
     losses = -4.0 / t * torch.sigmoid(t * (ratio - 1.0)) * of_slot
-    return _reduced(losses, rollouts, "grpo", None, weights, scale, group)
+    return _reduced(losses, rollouts, "grpo", None, weights, scale)
 
 
 def vespo_loss(
@@ -199,7 +193,6 @@ def vespo_loss(
     k: tuple[float, float] = (2.0, 3.0),
     lam: tuple[float, float] = (3.0, 2.0),
     scale: float | None = None,
-    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Compute the VESPO loss: ``-phi(w) A logp`` a token, a smooth weight of a response in place of a clip.
 
@@ -215,14 +208,14 @@ def vespo_loss(
     given = _given(rollouts, logp=logp, old_logp=old_logp)
     of_row = _row_advantages(advantages, rollouts)
     distance = (given["logp"] - given["old_logp"]).detach().clamp(-20.0, 20.0)
-    log_w = rollouts.sums(distance, group=group).clamp(math.log(1e-8), 20.0)
+    log_w = rollouts.sums(distance).clamp(math.log(1e-8), 20.0)
     positive = of_row >= 0
     exponent, decay = (
         torch.where(positive, log_w.new_full((), x), log_w.new_full((), y)) for x, y in (k, lam)
     )
     phi = (exponent * log_w + decay * (1.0 - log_w.exp())).exp()
     losses = -_advantages(phi * of_row, rollouts) * given["logp"]
-    return _reduced(losses, rollouts, "token_mean", None, None, scale, group)
+    return _reduced(losses, rollouts, "token_mean", None, None, scale)
 
 
 def group_advantages(
@@ -238,14 +231,13 @@ def group_advantages(
         ValueError: when the rewards are not whole groups, or a group of one is to be normalised.
     """
     real_number(epsilon, "epsilon", least=0.0)
-    instance(normalise, "normalise", bool, advice="Pass True or False.")
     group_size = whole_number(group_size, "group_size", least=None, advice="It is the rollouts of a prompt.")
-    if not rewards.is_floating_point():
-        raise ValueError(f"rewards is {rewards.dtype}, wanted floats. Call rewards.float().")
-    if rewards.ndim != 1 or group_size < 1 + normalise or rewards.shape[0] % group_size:
+    least = 2 if normalise else 1
+    whole = rewards.ndim == 1 and group_size >= least and not rewards.shape[0] % group_size
+    if not whole or not rewards.is_floating_point():
         raise ValueError(
-            f"rewards is {list(rewards.shape)} with group_size={group_size}, wanted [B], a multiple of a "
-            f"group of at least {1 + normalise}."
+            f"rewards is {rewards.dtype} {list(rewards.shape)} with {group_size=}, wanted floats [B], a "
+            f"multiple of a group of at least {least}."
         )
     groups = rewards.view(-1, group_size)
     centred = groups - groups.mean(1, keepdim=True)
@@ -293,9 +285,8 @@ def _advantages(advantages: Tensor, rollouts: PackedRollouts) -> Tensor:
     slots, rows = rollouts.held.shape, rollouts.shape[0]
     if advantages.shape == slots == (rows,) and max(rollouts.batch.lengths) > 1:
         raise ValueError(
-            f"advantages is {list(advantages.shape)}, and the pack has {rows} rows in as many slots, so it "
-            "cannot be told whether they are of rows or of slots. Make the rollouts with a slot more: "
-            f"PackedRollouts.from_padded(..., pad_to={rows + 1})."
+            f"advantages is {list(advantages.shape)}, and the pack has {rows} rows in as many slots. Make it "
+            f"with a slot more: PackedRollouts.from_padded(..., pad_to={rows + 1})."
         )
     if advantages.shape == (rows,) and slots != (rows,):
         of_row = torch.cat([advantages.detach(), advantages.new_zeros(1)])
@@ -342,20 +333,17 @@ def _reduced(
     max_tokens: int | None,
     weights: Tensor | None,
     scale: float | None,
-    group: dist.ProcessGroup | None,
 ) -> Tensor:
     if weights is not None:
         factors = _given(rollouts, weights=weights)["weights"].detach()
         losses = torch.where(factors != 0, losses, 0.0) * factors
-    rows = rollouts.means(losses, group=group) if kind == "grpo" else rollouts.sums(losses, group=group)
+    rows = rollouts.means(losses) if kind == "grpo" else rollouts.sums(losses)
     if max_tokens is not None:
         whole_number(max_tokens, "max_tokens", least=1, advice="It is the longest response's tokens.")
     if scale is not None:
         return rows.sum() * real_number(scale, "scale")
     if kind == "dr_grpo" and max_tokens is None:
-        raise ValueError(
-            f"kind='dr_grpo' got max_tokens={max_tokens!r}, wanted the longest response's tokens."
-        )
+        raise ValueError("kind='dr_grpo' got no max_tokens, wanted the longest response's tokens.")
     if kind == "token_mean":
         return rows.sum() / rollouts.counts.sum().clamp_min(1)
     return rows.sum() / (max(1, rollouts.shape[0]) * (max_tokens or 1 if kind == "dr_grpo" else 1))

@@ -23,13 +23,13 @@ from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from lightning_thd._checks import instance, real_number
 from lightning_thd.batch import IGNORE_INDEX, THDBatch
-from lightning_thd.loss.rollouts import segment_sums, sum_over_group
+from lightning_thd.loss.rollouts import segment_sums
+from lightning_thd.parallel.shard import THDShard
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
 __all__ = [
@@ -46,36 +46,37 @@ DPOKind = Literal[
     "sigmoid", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
     "apo_zero", "apo_down", "discopop", "sigmoid_norm", "aot", "aot_unpaired",
 ]  # fmt: skip
+# The kinds that have label smoothing.
+_SMOOTH = ("sigmoid", "sigmoid_norm", "aot", "aot_unpaired", "robust", "exo_pair")
 # DiscoPOP's temperature, arXiv:2406.08414, equation 5.
 _DISCOPOP_TAU = 0.05
 
 
-def sequence_sums(values: Tensor, batch: THDBatch, *, group: dist.ProcessGroup | None = None) -> Tensor:
+def sequence_sums(values: Tensor, batch: THDBatch) -> Tensor:
     """Sum values of slots, floats ``[T]``, over the loss tokens of every sequence; differentiable.
 
     Values ``[1, 2, 4]`` of the sequences ``[5, 6]`` and ``[7]`` give ``[1, 0]``: the last token of a sequence
-    predicts nothing. ``group`` are context-parallel ranks, each with other slots of the same sequences. The
-    gradient is that of the sum of all ranks' losses, so that their mean is right.
+    predicts nothing.
 
     Returns:
         ``[S]``, in the order of ``batch.sequence_ids``.
 
     Raises:
-        ValueError: for another number of slots.
+        ValueError: for another number of slots, and for a context-parallel shard of a batch.
     """
     instance(batch, "batch", THDBatch, advice="Pass the pack.")
-    targets = batch.token_targets
-    if not values.is_floating_point() or values.device != targets.device:
+    if isinstance(batch, THDShard):
         raise ValueError(
-            f"values is {values.dtype} on {values.device}, wanted floats on {targets.device}. Pass "
-            "what causal_lm_logprobs(model, batch) gives."
+            "The batch is one rank's shard, whose slots hold parts of sequences. Set context_parallel_size=1."
         )
-    if values.shape != targets.shape:
-        raise ValueError(f"values is {list(values.shape)}, wanted one a slot: {list(targets.shape)}.")
+    targets = batch.token_targets
+    if not values.is_floating_point() or values.shape != targets.shape:
+        raise ValueError(
+            f"values is {values.dtype} {list(values.shape)}, wanted floats {list(targets.shape)}, one a slot."
+        )
     sequence = seq_idx_from_cu_seqlens(batch.token_offsets, values.shape[0]).flatten().long()
     counted = torch.where(targets != IGNORE_INDEX, values, 0.0)
-    total = segment_sums(counted, sequence, len(batch.lengths))
-    return total if group is None else sum_over_group(total, group)
+    return segment_sums(counted, sequence, len(batch.lengths))
 
 
 def dpo_loss(
@@ -121,9 +122,12 @@ def dpo_loss(
     """
     if kind not in get_args(DPOKind):
         raise ValueError(f"kind is {kind!r}, wanted one of {', '.join(get_args(DPOKind))}.")
-    given = {"chosen": chosen, "rejected": rejected}
-    given |= {"reference_chosen": reference_chosen, "reference_rejected": reference_rejected}
-    _check_rows(**given)
+    _check_rows(
+        chosen=chosen,
+        rejected=rejected,
+        reference_chosen=reference_chosen,
+        reference_rejected=reference_rejected,
+    )
     real_number(beta, "beta", above=0.0)
     _check_smoothing(kind, label_smoothing)
     chosen, rejected, reference_chosen, reference_rejected = _counted(
@@ -132,17 +136,13 @@ def dpo_loss(
     c, r = chosen - reference_chosen, rejected - reference_rejected
     if kind in ("ipo", "sigmoid_norm"):
         if chosen_tokens is None or rejected_tokens is None:
-            raise ValueError(
-                f"kind={kind!r} averages over tokens, wanted chosen_tokens and rejected_tokens, the tokens "
-                "of each response."
-            )
+            raise ValueError(f"{kind=} averages over tokens, wanted chosen_tokens and rejected_tokens.")
         _check_rows(chosen=chosen, chosen_tokens=chosen_tokens, rejected_tokens=rejected_tokens)
         c, r = c / chosen_tokens.clamp_min(1), r / rejected_tokens.clamp_min(1)
     if kind in ("aot", "aot_unpaired"):
         if weights is not None or scale is not None:
             raise ValueError(
-                f"kind={kind!r} sorts the pairs of a step, so weights and scale have no meaning. Compute the "
-                "log-probabilities of all pairs first, and leave both out."
+                f"{kind=} sorts the pairs of a step, so weights and scale have no meaning. Leave both out."
             )
         if kind == "aot":
             c, r = chosen - rejected, reference_chosen - reference_rejected
@@ -283,15 +283,10 @@ def kto_loss(
         raise ValueError(
             f"desirable is {desirable.dtype} {list(desirable.shape)}, wanted bool {list(logps.shape)}."
         )
-    real_number(desirable_weight, "desirable_weight")
-    real_number(undesirable_weight, "undesirable_weight")
     real_number(beta, "beta", above=0.0)
-    if isinstance(divergence, Tensor):
-        if divergence.numel() != 1:
-            raise ValueError(f"divergence is {list(divergence.shape)}, wanted one number for the step.")
-        divergence = divergence.detach()
-    else:
-        real_number(divergence, "divergence")
+    divergence = torch.as_tensor(divergence).detach()
+    if divergence.numel() != 1:
+        raise ValueError(f"divergence is {list(divergence.shape)}, wanted one number for the step.")
     logps, reference_logps = _counted(weights, logps, reference_logps)
     distance = logps - reference_logps - divergence
     losses = torch.where(
@@ -333,16 +328,10 @@ def reward_pair_loss(
 def _check_smoothing(kind: str, value: float) -> None:
     """Refuse a share of a half or more, and label smoothing of a variant that has none, or needs some."""
     real_number(value, "label_smoothing", least=0.0)
-    smooth = ("sigmoid", "sigmoid_norm", "aot", "aot_unpaired", "robust", "exo_pair")
-    if value >= 0.5 or (value and kind not in smooth):
-        raise ValueError(
-            f"label_smoothing is {value!r} with kind={kind!r}, wanted below 0.5, and 0 but for "
-            f"{', '.join(map(repr, smooth))}."
-        )
-    if kind == "exo_pair" and not value:
-        raise ValueError(
-            "kind='exo_pair' needs label_smoothing above 0: its target is (1 - e, e); 1e-3 is usual."
-        )
+    needed = kind == "exo_pair"
+    if value >= 0.5 or (value and kind not in _SMOOTH) or (needed and not value):
+        wanted = "above 0, 1e-3 for example," if needed else f"0 but for {', '.join(_SMOOTH)},"
+        raise ValueError(f"label_smoothing is {value!r} with {kind=}, wanted {wanted} and below 0.5.")
 
 
 def _weighted_mean(losses: Tensor, weights: Tensor | None, scale: float | None) -> Tensor:
@@ -367,16 +356,11 @@ def _counted(weights: Tensor | None, *rows: Tensor, blank: float = 0.0) -> tuple
 
 
 def _check_rows(**tensors: Tensor) -> None:
-    """Refuse arguments that do not hold one float a response, on one device."""
-    (first, one), *others = tensors.items()
-    for name, tensor in others:
-        if tensor.shape != one.shape or tensor.device != one.device:
-            raise ValueError(
-                f"{name} is {list(tensor.shape)} on {tensor.device} and {first} {list(one.shape)} on "
-                f"{one.device}, wanted the same."
-            )
-    if one.ndim != 1:
-        raise ValueError(f"{first} is {list(one.shape)}, wanted one number a response, [P].")
+    """Refuse arguments that do not hold one number a response; integers may only count tokens."""
+    shape = next(iter(tensors.values())).shape
     for name, tensor in tensors.items():
+        if tensor.ndim != 1 or tensor.shape != shape:
+            shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+            raise ValueError(f"Shapes are {shapes}, wanted one number a response, [P], of each.")
         if not tensor.dtype.is_floating_point and not name.endswith("_tokens"):
             raise ValueError(f"{name} is {tensor.dtype}, wanted floats.")

@@ -28,9 +28,7 @@ _WAITS = {"cuda"}
 class Call:
     """The arguments common to all fused losses, described at ``fused_linear_logprobs``.
 
-    ``logit_map`` holds temperature, cap, scale and valid columns. Without a ``weight``, ``hidden`` are logits
-    ``[..., V]``. ``partial_hidden`` leaves the gradient of ``hidden`` a partial sum over ``tp_group``. At
-    most ``loss_tokens`` targets count: if the caller knows the number, nothing waits for a GPU.
+    Without a ``weight``, ``hidden`` are logits ``[..., V]``.
     """
 
     hidden: Tensor
@@ -157,12 +155,10 @@ def _local(call: Call) -> Call:
 def rows_with_target(
     targets: Tensor, ignore_index: int, *, at_most: int | None = None
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """Return the rows whose target ``[T]`` counts, their targets, and which of these count, None for all.
+    """Return the rows whose target ``[T]`` counts, their targets, and which of these count; None for all.
 
-    In fine-tuning most tokens have no target; leaving their rows out saves their products. How many are left
-    is data. It is read from the device, and shapes vary from batch to batch; ``static_shapes`` turns that
-    off, for the capture of a graph. With ``at_most``, the most that count, nothing is read; what is missing
-    is filled up with rows that do not count.
+    The number is read from the device, but not under ``static_shapes``. Given ``at_most``, the most that
+    count, nothing is read; what is missing is filled up with rows that do not count.
     """
     capturing = targets.is_cuda and torch.cuda.is_current_stream_capturing()
     if STATIC.get() or targets.is_meta or capturing:

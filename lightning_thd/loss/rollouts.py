@@ -9,11 +9,9 @@ log-probability of ``input_ids[b, n]``, and nobody shifts by one by hand.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_thd.alignment import Alignment
@@ -21,7 +19,6 @@ from lightning_thd.batch import THDBatch
 from lightning_thd.batch.prefixes import SharedBatch
 from lightning_thd.loss.causal_lm import causal_lm_logprobs
 from lightning_thd.loss.linear_logprobs import LogProbs
-from lightning_thd.parallel.exchange import mapped, reduced
 
 Of = Literal["prediction", "token"]
 
@@ -35,7 +32,7 @@ class PackedRollouts:
         held: int64 ``[T]``, the place of each slot's token in the rows laid end to end; B * N for a pad.
         predicted: int64 ``[T]``, the place of the token after it; B * N if there is none.
         row: int64 ``[T]``, the row of each slot's sequence, its padding included; B for the trailing pad.
-        counts: int64 ``[B]``, response tokens of every row that can be predicted, over all ranks.
+        counts: int64 ``[B]``, response tokens of every row that can be predicted.
         shape: (B, N).
     """
 
@@ -103,16 +100,6 @@ class PackedRollouts:
         batch = moved.replace(extras={key: moved.extras[key] for key in extras})
         return replace(self, batch=batch, **arrived)
 
-    @property
-    def mask(self) -> Tensor:
-        """Return the attention mask of the tokens held here, bool ``[B, N]``."""
-        return self.unpack(torch.ones_like(self.held, dtype=torch.bool), of="token", fill=False)
-
-    @property
-    def rows(self) -> Tensor:
-        """Return the slots that predict a response token, int64 ``[R]``."""
-        return (self.batch.token_targets != -100).nonzero().squeeze(1)
-
     def pack(self, values: Tensor, *, of: Of = "prediction", fill: float = 0.0) -> Tensor:
         """Gather padded values ``[B, N, ...]`` into the slots of the pack, ``[T, ...]``; differentiable.
 
@@ -126,7 +113,7 @@ class PackedRollouts:
             raise ValueError(
                 f"pack() got {list(values.shape)}, wanted [{rows}, {columns}, ...] as the ids were."
             )
-        index = self._index(of, values)
+        index = self._index(of)
         flat = values.flatten(0, 1)
         known = (index < rows * columns).view(-1, *[1] * (flat.ndim - 1))
         return torch.where(known, flat.index_select(0, index.clamp(max=rows * columns - 1)), fill)
@@ -137,14 +124,12 @@ class PackedRollouts:
         *,
         of: Of = "prediction",
         fill: float = 0.0,
-        group: dist.ProcessGroup | None = None,
     ) -> Tensor:
         """Scatter values of slots, ``[T, ...]`` or ``[1, T, ...]``, to rows ``[B, N, ...]``; differentiable.
 
         ``of="prediction"`` puts slot t's value at the place of the token it predicts, ``of="token"`` at that
-        of its own token; ``fill`` is for all other places, such as the first token of a row. ``group`` are
-        context-parallel ranks, each with other slots; every rank gets all rows, with ``fill`` 0. Slots ``[1,
-        2, 3, 4]`` of the rows of ``from_padded`` become ``[[0, 1, 0], [0, 0, 3]]`` of predictions.
+        of its own token; ``fill`` is for all other places, such as the first token of a row. Slots ``[1, 2,
+        3, 4]`` of the rows of ``from_padded`` become ``[[0, 1, 0], [0, 0, 3]]`` of predictions.
         """
         if values.ndim > 1 and values.shape[0] == 1 and self.held.shape[0] != 1:
             values = values[0]
@@ -153,29 +138,18 @@ class PackedRollouts:
                 f"unpack() got {list(values.shape)}, but this pack has {self.held.shape[0]} slots here. Pass "
                 f"[{self.held.shape[0]}, ...], one value a slot."
             )
-        if group is not None and fill:
-            raise ValueError(f"unpack() got fill={fill} over a group, wanted 0: ranks add up their parts.")
         rows, columns = self.shape
         blank = values.new_full((rows * columns + 1, *values.shape[1:]), fill)
-        padded = blank.index_copy(0, self._index(of, values), values)[:-1].view(
-            rows, columns, *values.shape[1:]
-        )
-        return padded if group is None else sum_over_group(padded, group)
+        return blank.index_copy(0, self._index(of), values)[:-1].view(rows, columns, *values.shape[1:])
 
-    def sums(self, values: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
-        """Sum per-prediction values ``[T]`` over the response tokens of every row, ``[B]``; differentiable.
-
-        Slots that predict no response token do not count. ``group`` are context-parallel ranks, each with
-        other slots of the same rows. The gradient over it is that of the sum of all ranks' losses, so that
-        their mean (DDP, FSDP) is right.
-        """
+    def sums(self, values: Tensor) -> Tensor:
+        """Sum per-prediction values ``[T]`` over every row's response tokens, ``[B]``; differentiable."""
         counted = torch.where(self.batch.token_targets != -100, values, 0.0)
-        total = segment_sums(counted, self.row, self.shape[0])
-        return total if group is None else sum_over_group(total, group)
+        return segment_sums(counted, self.row, self.shape[0])
 
-    def means(self, values: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
+    def means(self, values: Tensor) -> Tensor:
         """Average per-prediction values over the response tokens of every row, ``[B]``; see ``sums``."""
-        return self.sums(values, group=group) / self.counts.clamp_min(1)
+        return self.sums(values) / self.counts.clamp_min(1)
 
     def logprobs(
         self,
@@ -183,14 +157,10 @@ class PackedRollouts:
         *,
         temperature: float = 1.0,
         entropy: bool = True,
-        group: dist.ProcessGroup | None = None,
     ) -> LogProbs:
-        """Run a model over the pack and return log-probabilities as padded rows ``[B, N]``.
-
-        The arguments are those of ``causal_lm_logprobs`` and, for a shard, the group of its ranks.
-        """
+        """Run a model over the pack and return ``causal_lm_logprobs`` as padded rows ``[B, N]``."""
         packed = causal_lm_logprobs(model, self.batch, temperature=temperature, entropy=entropy)
-        return packed.map(lambda values: self.unpack(values, group=group))
+        return packed.map(self.unpack)
 
     def sequence_logprobs(
         self,
@@ -198,71 +168,32 @@ class PackedRollouts:
         *,
         temperature: float = 1.0,
         mean: bool = False,
-        group: dist.ProcessGroup | None = None,
     ) -> Tensor:
         """Run a model over the pack and return the log-probability of each response, ``[B]``.
 
         ``mean`` divides it by the response's tokens; the other arguments are those of ``logprobs``.
         """
         logp = causal_lm_logprobs(model, self.batch, temperature=temperature, entropy=False).logp
-        return self.means(logp, group=group) if mean else self.sums(logp, group=group)
+        return self.means(logp) if mean else self.sums(logp)
 
-    def shard(self, slots: Tensor, batch: THDBatch | None = None) -> PackedRollouts:
-        """Select the slots of one context-parallel rank.
-
-        ``slots``, int64, index the T slots in the order in which the rank holds them: slots of one sequence
-        together, sequences in order. ``batch`` is the rank's shard of the pack; without one the pack keeps
-        its tokens, and its targets are selected.
-        """
-        total = self.held.shape[0]
-        row = self.row[slots.clamp(0, total - 1)]
-        if bool((slots < 0).any() | (slots >= total).any() | (row[1:] < row[:-1]).any()):
-            raise ValueError(
-                f"shard() got slots {slots.tolist()[:8]}... of {total}, wanted indices 0 to {total - 1} that "
-                "keep the sequences in order, as every partition of a pack does."
-            )
-        if batch is None:
-            targets = self.batch.targets[slots]
-            batch = self.batch.replace(targets=targets, max_targets=self.batch.max_targets)
-        return replace(
-            self,
-            batch=batch,
-            held=self.held[slots],
-            predicted=self.predicted[slots],
-            row=row,
-        )
-
-    def _index(self, of: Of, values: Tensor) -> Tensor:
+    def _index(self, of: Of) -> Tensor:
         if of not in ("prediction", "token"):
             raise ValueError(f"of is {of!r}, wanted 'prediction' or 'token'.")
-        index = self.predicted if of == "prediction" else self.held
-        if index.device != values.device:
-            raise ValueError(
-                f"values are on {values.device} and the rollouts on {index.device}, wanted one device. Pack "
-                "them where the model runs: from_padded keeps the device of input_ids."
-            )
-        return index
+        return self.predicted if of == "prediction" else self.held
 
 
 def _on_host(
     input_ids: Tensor, attention_mask: Tensor, response_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Check ids and masks, and return ids, attention and response mask as bool ``[B, N]``, on the host."""
-    given = (input_ids, attention_mask, response_mask)
-    shapes = [list(x.shape) for x in given if x is not None]
+    response_mask = attention_mask if response_mask is None else response_mask
+    shapes = [list(x.shape) for x in (input_ids, attention_mask, response_mask)]
     if input_ids.ndim != 2 or any(shape != shapes[0] for shape in shapes):
         raise ValueError(
             f"from_padded() got shapes {shapes} for ids, attention mask and response mask, wanted one [B, N]."
         )
     if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
         raise ValueError(f"input_ids is {input_ids.dtype}, wanted integers. Pass the tokenizer's ids.")
-    devices = {x.device for x in given if x is not None}
-    if len(devices) > 1 or input_ids.is_meta:
-        raise ValueError(
-            f"from_padded() got tensors on {', '.join(sorted(map(str, devices)))}, wanted one device that "
-            "holds values. Move them there."
-        )
-    response_mask = attention_mask if response_mask is None else response_mask
     if not input_ids.is_cpu:
         on_device = torch.stack([input_ids.long(), attention_mask.bool().long(), response_mask.bool().long()])
         input_ids, attention_mask, response_mask = on_device.cpu()
@@ -302,15 +233,8 @@ def segment_sums(values: Tensor, segment: Tensor, num_segments: int) -> Tensor:
     """Add up values ``[T]`` by segment, without atomics and without reading the device, ``[B]``.
 
     The segments ``[T]`` never fall; entries of ``num_segments`` and above are left out.
-    ``([1., 2., 3.], [0, 0, 2], 3)`` becomes ``[3., 0., 3.]``.
     """
     bounds = torch.arange(num_segments + 1, device=segment.device)
     offsets = torch.searchsorted(segment.contiguous(), bounds)
     sums: Tensor = torch.segment_reduce(values, "sum", offsets=offsets, initial=0, unsafe=True)
     return sums
-
-
-def sum_over_group(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum a tensor over ranks, with the gradient of the sum of all ranks' losses."""
-    total = partial(reduced, group=group)
-    return mapped(values, total, total)

@@ -59,10 +59,7 @@ def watching(batch: THDBatch) -> tuple[Watcher | None, list[SlotLosses] | None]:
 
 @contextmanager
 def recorded_losses() -> Iterator[list[SlotLosses]]:
-    """Collect the slot losses computed in this context, in a list; it stays empty without a watcher.
-
-    For a recorded step: every replay fills the tensors again, and :func:`show` hands them on.
-    """
+    """Collect the slot losses of a recorded step in a list, which every replay fills again for ``show``."""
     found: list[SlotLosses] = []
     token = RECORDED.set(found if WATCHER and WATCHER[0]() is not None else None)
     try:
@@ -89,16 +86,12 @@ def log_token_losses(batch: THDBatch, losses: Tensor, weights: Tensor | None = N
     """
     instance(batch, "batch", THDBatch, advice="Pass the batch that training_step was given.")
     targets = batch.token_targets
-    for name, values in (("losses", losses), ("weights", weights)):
-        if values is None and name == "weights":
-            continue
-        instance(values, name, Tensor, advice="Pass a tensor with a value for each slot of the batch.")
-        assert values is not None
-        if values.shape != targets.shape:
-            raise ValueError(
-                f"{name} has the shape {list(values.shape)}, wanted one value a slot, as batch.targets: "
-                f"{list(targets.shape)}."
-            )
+    shapes = {values.shape for values in (losses, weights) if values is not None}
+    if shapes != {targets.shape}:
+        raise ValueError(
+            f"losses and weights are {sorted(map(list, shapes))}, wanted one value a slot, as batch.targets: "
+            f"{list(targets.shape)}."
+        )
     counts = targets != IGNORE_INDEX
     factors = torch.ones_like(losses) if weights is None else weights.detach().to(losses.dtype)
     factors = torch.where(counts, factors, 0.0)

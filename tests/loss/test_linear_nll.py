@@ -194,7 +194,7 @@ def test_low_precision(dtype: torch.dtype) -> None:
         ({"label_smoothing": 1.0}, "label_smoothing is 1.0, wanted at least 0 and below 1"),
         ({"z_loss": -1.0}, "z_loss=-1.0; wanted a finite number of 0.0 or more"),
         ({"token_weights": torch.ones(3)}, r"token_weights is \[3\], wanted one a token"),
-        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"temperature": 0.0}, "temperature=0.0"),
     ],
 )
 def test_messages(changes: dict[str, Any], message: str) -> None:

@@ -157,7 +157,7 @@ def test_microbatches_with_a_scale_make_the_loss_of_the_step() -> None:
         losses = []
         for part in (slice(0, 1), slice(1, 4)):
             ids = torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS)[part]
-            mask = rollouts.mask[part].long()
+            mask = rollouts.unpack(torch.ones(rollouts.held.shape), of="token")[part].long()
             own = PackedRollouts.from_padded(ids, mask, response_mask=response[part].long())
             logp, old = (own.pack(x[part], fill=math.nan) for x in values[:2])
             losses.append(policy.grpo_loss(logp, old, values[3][part], own, kind=kind, scale=2 / total))  # type: ignore[arg-type]
@@ -195,7 +195,7 @@ GRPO: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"logp": torch.zeros(26)}, ValueError, r"logp is \[26\], wanted one a slot"),
     ({"advantages": torch.ones(3)}, ValueError, r"advantages is \[3\], wanted one a row, \[4\]"),
     ({"kind": "x"}, ValueError, "kind is 'x', wanted one of grpo"),
-    ({"kind": "dr_grpo"}, ValueError, "got max_tokens=None"),
+    ({"kind": "dr_grpo"}, ValueError, "got no max_tokens"),
     ({"beta": 0.1}, ValueError, "beta is 0.1 and reference_logp absent"),
     ({"reference_logp": torch.zeros(27)}, ValueError, "reference_logp given"),
     ({"clip": 0.0}, ValueError, "clip=0.0; wanted a finite number above 0.0"),
@@ -221,7 +221,7 @@ def test_messages_of_the_others() -> None:
         policy.gspo_loss(zeros, zeros, zeros, rollouts)
     with pytest.raises(ValueError, match=r"weights is \[27\], wanted one a row: \[4\]"):
         policy.gspo_loss(zeros, zeros, ones, rollouts, weights=zeros)
-    with pytest.raises(ValueError, match=r"rewards is \[5\] with group_size=2"):
+    with pytest.raises(ValueError, match=r"rewards is torch.float32 \[5\] with group_size=2"):
         policy.group_advantages(torch.ones(5), 2)
     with pytest.raises(ValueError, match="group of at least 2"):
         policy.group_advantages(torch.ones(2), 1)
@@ -277,7 +277,7 @@ def test_advantages_of_as_many_rows_as_slots_are_refused(of_slots: bool) -> None
     mask = torch.tensor([[1, 1, 1], [0, 0, 1], [0, 0, 0], [0, 0, 0]])  # 4 rows in 4 slots
     ids = torch.arange(12).view(4, 3)
     logp, advantages = -torch.rand(5, dtype=torch.float64), torch.tensor([1.0, 2.0, 3.0, 4.0]).double()
-    with pytest.raises(ValueError, match=r"4 rows in as many slots, .* pad_to=5\)"):
+    with pytest.raises(ValueError, match=r"4 rows in as many slots.* pad_to=5\)"):
         policy.grpo_loss(logp[:4], logp[:4], advantages, PackedRollouts.from_padded(ids, mask))
     wider = PackedRollouts.from_padded(ids, mask, pad_to=5)
     if of_slots:

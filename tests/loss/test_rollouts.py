@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -13,7 +12,6 @@ from lightning_thd.alignment import Alignment
 from lightning_thd.loss import PackedRollouts
 from lightning_thd.loss.rollouts import segment_sums
 from tests.loss.families import build
-from tests.ranks import run_ranks
 
 IDS = torch.tensor([[5, 6, 0], [0, 7, 8]])
 MASK = torch.tensor([[1, 1, 0], [0, 1, 1]])
@@ -48,8 +46,6 @@ def test_worked_examples() -> None:
     assert packed.pack(values, fill=-1.0).tolist() == [2.0, -1.0, 4.0, -1.0]
     assert packed.pack(values, of="token").tolist() == [1.0, 2.0, 3.0, 4.0]
     assert packed.unpack(torch.arange(1.0, 5.0)).tolist() == [[0.0, 1.0, 0.0], [0.0, 0.0, 3.0]]
-    assert packed.mask.tolist() == MASK.bool().tolist()
-    assert packed.rows.tolist() == [0, 2]
     assert segment_sums(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 0, 2]), 3).tolist() == [3.0, 0.0, 3.0]
 
 
@@ -59,7 +55,7 @@ def test_there_and_back(seed: int, multiple: int, total: int) -> None:
     ids, mask, response = random_rows(seed)
     align = Alignment(sequence_multiple=multiple, total_multiple=max(multiple, total))
     packed = PackedRollouts.from_padded(ids, mask, response_mask=response, align=align)
-    assert torch.equal(packed.mask, mask)
+    assert torch.equal(packed.unpack(torch.ones(packed.held.shape), of="token").bool(), mask)
     counted = predictable(mask, response)
     assert torch.equal(packed.counts, counted.sum(1))
     # what a slot predicts is its target, wherever it has one
@@ -117,59 +113,13 @@ def test_model_in_one_call_equals_each_row_by_itself() -> None:
     torch.testing.assert_close(ours, theirs)
 
 
-def shards() -> dict[str, Any]:
-    """Two context-parallel ranks, chunks r and 3 - r of every sequence, against one."""
-    rank = dist.get_rank()
-    ids, mask, response = random_rows(6)
-    align = Alignment(sequence_multiple=4, total_multiple=4)
-    whole = PackedRollouts.from_padded(ids, mask, response_mask=response, align=align)
-    slots, start = [], 0
-    for length in whole.batch.padded_lengths:
-        chunk = length // 4
-        for part in (rank, 3 - rank):
-            slots += range(start + part * chunk, start + (part + 1) * chunk)
-        start += length
-    mine = torch.tensor(slots)
-    local = whole.shard(mine)
-    values = torch.randn(
-        start, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-    ).requires_grad_()
-    group = dist.group.WORLD
-    assert group is not None
-    weights = torch.arange(1.0, 6.0, dtype=torch.float64)
-    padded = torch.randn(5, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    part = values.detach()[mine].requires_grad_()
-    loss = (local.means(part, group=group) * weights).sum() + (local.unpack(part, group=group) * padded).sum()
-    (loss / 2).backward()  # the mean over two ranks
-    expected = (whole.means(values) * weights).sum() + (whole.unpack(values) * padded).sum()
-    expected.backward()
-    assert values.grad is not None
-    assert part.grad is not None
-    return {
-        "loss": (loss - expected).abs().item(),
-        "gradient": (part.grad - values.grad[mine]).abs().max().item(),
-        "mask": torch.equal(local.unpack(torch.ones(len(mine)), of="token", group=group).bool(), mask),
-    }
-
-
-def test_sums_means_and_rows_across_context_parallel_ranks() -> None:
-    for found in run_ranks(shards, 2):
-        assert found["loss"] < 1e-12
-        assert found["gradient"] < 1e-12
-        assert found["mask"]
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda p: p.pack(torch.zeros(3, 2)), r"pack\(\) got \[3, 2\], wanted \[2, 3, ...\]"),
         (lambda p: p.unpack(torch.zeros(5)), r"unpack\(\) got \[5\], but this pack has 4 slots"),
         (lambda p: p.unpack(torch.zeros(4), of="row"), "of is 'row', wanted 'prediction' or 'token'"),
-        (lambda p: p.unpack(torch.zeros(4), fill=1.0, group=object()), "fill=1.0 over a group, wanted 0"),
-        (lambda p: p.unpack(torch.zeros(4, device="meta")), "values are on meta and the rollouts on cpu"),
-        (lambda p: p.shard(torch.tensor([2, 0])), "keep the sequences in order"),
-        (lambda p: p.shard(torch.tensor([0, 4])), r"of 4, wanted indices 0 to 3"),
-        (lambda p: PackedRollouts.from_padded(IDS, MASK[:1]), r"shapes \[\[2, 3\], \[1, 3\]\]"),
+        (lambda p: PackedRollouts.from_padded(IDS, MASK[:1]), r"shapes \[\[2, 3\], \[1, 3\]"),
         (lambda p: PackedRollouts.from_padded(IDS, MASK * 0), "without a real token"),
         (
             lambda p: PackedRollouts.from_padded(IDS, MASK, response_mask=torch.ones(2, 3)),

@@ -23,10 +23,7 @@ _WIDEST_ACCELERATOR = 8192
 def tile_shape(
     rows: int, columns: int, *, device: torch.device, itemsize: int, chunk: int | Literal["auto"]
 ) -> tuple[int, int]:
-    """Choose rows and columns of a tile so that two of them fit the budget of their device.
-
-    8,192 x 32,000 in fp32 on a CPU gives ``(1024, 2048)``.
-    """
+    """Choose rows and columns of a tile so that two of them fit the budget of their device."""
     budget = CPU_BYTES if device.type == "cpu" else _ACCELERATOR_BYTES
     elements = budget // (2 * itemsize)
     widest = _WIDEST.get(device.type, _WIDEST_ACCELERATOR)
@@ -45,11 +42,7 @@ def stash_shape(
     kept_itemsize: int,
     chunk: int | Literal["auto"],
 ) -> tuple[int, int]:
-    """Choose the tile of a loss that keeps the logits of a few rows, of ``kept_itemsize`` bytes each.
-
-    As many rows as the budget holds, but enough to keep the multiplier busy. 8,192 rows and 32,000 columns
-    in fp32 on a CPU give 512 rows, 151,936 columns give 256.
-    """
+    """Choose the tile of a loss that keeps the logits of a few rows, of ``kept_itemsize`` bytes each."""
     if chunk == "auto":
         on_cpu = device.type == "cpu"
         budget, fewest = (_CPU_STASH_BYTES, 256) if on_cpu else (_ACCELERATOR_STASH_BYTES, 1024)

@@ -66,57 +66,24 @@ class Divergence:
         return torch.logaddexp(s + math.log1p(-self.beta), t + math.log(self.beta))
 
 
-class HeadTeacher:
-    """A teacher given by its hidden states and head, with the rows, columns and tiles of the student's."""
+class Teacher:
+    """A teacher's hidden states and head, with the rows, columns and tiles of the student's."""
 
     def __init__(self, head: Head) -> None:
-        self._stash = Stash(head)
-        self._lse = head.hidden.new_empty(0)
-
-    def fill(self, rows: slice) -> Tensor:
-        """Compute the logits of some rows and return their statistics, ``[5, c]``, which ranks merge."""
-        return self._stash.fill(rows, _nowhere(rows, self._lse), total=False)
-
-    def open(self, stats: Tensor) -> None:
-        """Receive the softmax statistics of the whole vocabulary, merged over ranks."""
-        self._lse = stats[MAX] + stats[SUM].log()
+        self.stash = Stash(head)
+        self.lse = head.hidden.new_empty(0)  # log-sums of the rows in the stash, over the whole vocabulary
 
     def logprobs(self, columns: slice) -> Tensor:
         """Return a tile of log-probabilities, ``[c, v]``."""
-        return self._stash.logits(columns) - self._lse[:, None]
-
-
-class TopTeacher:
-    """A teacher known by its likeliest tokens ``[R, k]``, whose probabilities add up to 1."""
-
-    def __init__(self, logp: Tensor, tokens: Tensor, start: int) -> None:
-        self._logp, self._tokens, self._start = logp, tokens, start
-        self._rows = slice(0, 0)
-
-    def fill(self, rows: slice) -> Tensor:
-        """Select some rows and return no statistics, ``[0, c]``."""
-        self._rows = rows
-        return self._logp.new_empty((0, rows.stop - rows.start))
-
-    def open(self, stats: Tensor) -> None:
-        """Ignore the merged statistics, of which this teacher has none."""
-
-    def logprobs(self, columns: slice) -> Tensor:
-        """Return a tile of log-probabilities, ``[c, v]``, -inf for all other tokens."""
-        width = columns.stop - columns.start
-        local = self._tokens[self._rows] - self._start - columns.start
-        here = (local >= 0) & (local < width)
-        tile = self._logp.new_full((len(local), width + 1), -torch.inf)
-        return tile.scatter_(1, torch.where(here, local, width), self._logp[self._rows])[:, :width]
+        return self.stash.logits(columns) - self.lse[:, None]
 
 
 def divergence_and_gradients(
-    head: Head, teacher: HeadTeacher | TopTeacher, weights: Tensor, divergence: Divergence, *, needs: Needs
+    head: Head, teacher: Teacher, weights: Tensor, divergence: Divergence, *, needs: Needs
 ) -> tuple[Tensor, HeadGradients]:
     """Return the sum of ``weights * divergence`` over the rows, ``[]``, and its gradients.
 
-    The rows of the student's tiles are those whose logits are kept; ``weights`` ``[R]`` are 0 for rows that
-    do not count. Ranks that share the vocabulary run one or two collectives a tile of rows.
+    Ranks that share the vocabulary run one or two collectives a tile of rows.
     """
     group = head.how.tp_group
     losses = head.hidden.new_zeros(head.hidden.shape[0], dtype=head.how.accumulator)
@@ -158,18 +125,14 @@ def divergence_and_gradients(
     return (weighted if head.counts is None else torch.where(head.counts, weighted, 0.0)).sum(), found
 
 
-def _open(stash: Stash, teacher: HeadTeacher | TopTeacher, rows: slice) -> Tensor:
+def _open(stash: Stash, teacher: Teacher, rows: slice) -> Tensor:
     """Fill the stashes of student and teacher with some rows, and return the student's log-sums, ``[c]``."""
     head = stash.head
-    stats = stash.fill(rows, _nowhere(rows, head.hidden), total=False)
-    others = teacher.fill(rows).to(stats.dtype)
+    nowhere = torch.full((rows.stop - rows.start,), -1, device=head.hidden.device)
+    stats = stash.fill(rows, nowhere, total=False)
+    taught = teacher.stash.fill(rows, nowhere, total=False).to(stats.dtype)
     if head.how.tp_group is not None:
-        stats, every = merge_ranks(stats, others, head.weight.shape[0], head.how.tp_group)
-        others = merge_parts(every) if len(others) else others
-    teacher.open(others)
+        stats, every = merge_ranks(stats, taught, head.weight.shape[0], head.how.tp_group)
+        taught = merge_parts(every)
+    teacher.lse = taught[MAX] + taught[SUM].log()
     return stats[MAX] + stats[SUM].log()
-
-
-def _nowhere(rows: slice, like: Tensor) -> Tensor:
-    """Return targets that are in no tile, ``[c]``."""
-    return torch.full((rows.stop - rows.start,), -1, device=like.device)

@@ -32,18 +32,11 @@ class LogitMap:
     valid_vocab_size: int | None = None  # columns of the vocabulary that exist; None for all
 
     def __post_init__(self) -> None:
-        for name, value in (
-            ("scale", self.scale),
-            ("temperature", self.temperature),
-            ("softcap", self.softcap),
-        ):
-            if (type(value) is float and 0.0 < value < math.inf) or value is None:
-                continue
-            number = real_number(value, name, advice="Leave it out for none.")
-            if number == 0 or (number < 0 and name != "scale"):
-                wanted = "a finite number other than 0" if name == "scale" else "a finite number above 0"
-                hint = " Greedy decoding is argmax, not temperature 0." if name == "temperature" else ""
-                raise ValueError(f"{name} is {value!r}, wanted {wanted}; leave it out for none.{hint}")
+        if not real_number(self.scale, "scale"):
+            raise ValueError("scale is 0, wanted another number; leave it out for none.")
+        real_number(self.temperature, "temperature", above=0.0, advice="Greedy decoding is argmax.")
+        if self.softcap is not None:
+            real_number(self.softcap, "softcap", above=0.0, advice="Leave it out for none.")
         if self.valid_vocab_size is not None:
             whole_number(self.valid_vocab_size, "valid_vocab_size", least=1)
 
@@ -81,10 +74,9 @@ class Settings:
 
 
 class Head:
-    """A language model's head with its inputs, its settings, and tiles of rows and of columns that exist.
+    """A head with its inputs, its settings, and tiles of rows and of columns that exist.
 
-    Rows for which ``counts`` ``[R]`` is False are taken as zeros, whatever they hold; None means that all
-    count.
+    Rows for which ``counts`` ``[R]`` is False are taken as zeros, whatever they hold; None: all count.
     """
 
     def __init__(self, operands: Operands, targets: Tensor, how: Settings, tile: tuple[int, int]) -> None:
@@ -154,11 +146,7 @@ class HeadGradients:
 
 
 class GradientSums:
-    """Accumulators of the operands' gradients, to which every tile adds, all in the accumulator's dtype.
-
-    Whichever loop is outside, the operand it runs over is finished tile by tile. The other one is added to
-    once an outer tile.
-    """
+    """Accumulators of the operands' gradients; the operand of the outer loop is finished tile by tile."""
 
     def __init__(self, head: Head, *, needs: Needs, rows_outside: bool) -> None:
         self.head, self.rows_outside = head, rows_outside

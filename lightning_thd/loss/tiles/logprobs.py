@@ -45,9 +45,8 @@ def softmax_statistics(
 ) -> Tensor:
     """Compute five statistics of every row's logits, ``[5, R]``, in one pass over the tiles.
 
-    Rows whose target, int64 ``[R]``, is on another rank get 0 in TARGET. ``entropy`` fills WEIGHTED,
-    ``total`` TOTAL. ``seen`` is shown every tile of logits ``[c, v]``, its rows and columns, and must not
-    change it.
+    ``entropy`` fills WEIGHTED, ``total`` TOTAL. ``seen`` is shown every tile of logits ``[c, v]``, its rows
+    and columns.
     """
     stats = blank_statistics(head.hidden, head.hidden.shape[0], head.how.accumulator)
     first, second = head.scratch(), head.scratch()
@@ -74,8 +73,7 @@ def gradients(
 ) -> HeadGradients:
     """Recompute the logits tile by tile and return the gradients of the operands.
 
-    ``lse`` ``[R]`` is over the whole vocabulary. ``exact``, bool ``[tiles, R]``, marks rows of each tile of
-    columns whose logits may not be rounded, as ``rounded_statistics`` chose them; None marks all.
+    ``lse`` ``[R]`` is over the whole vocabulary; ``exact`` comes from ``rounded_statistics``; None: all.
     """
     sums = GradientSums(head, needs=needs, rows_outside=False)
     first, second = head.scratch(), head.scratch()
@@ -110,10 +108,7 @@ def may_round(head: Head) -> bool:
 
 
 def rounded_statistics(head: Head, targets: Tensor, *, entropy: bool, total: bool) -> tuple[Tensor, Tensor]:
-    """Compute ``softmax_statistics`` from rounded products, and from exact ones if the rounding would show.
-
-    Also returns bool ``[tiles, R]``: the rows of each tile of columns made exactly.
-    """
+    """Compute ``softmax_statistics``, and bool ``[tiles, R]``: the rows of each tile made exactly."""
     tiles, wide = head.column_tiles, head.how.accumulator
     blank = blank_statistics(head.hidden, head.hidden.shape[0], wide)
     each = blank.repeat(len(tiles), 1, 1)

@@ -70,8 +70,7 @@ def nll_and_gradients(
 ) -> tuple[Tensor, HeadGradients]:
     """Return the sum of ``weights * loss`` over the rows, and the gradients.
 
-    All columns must be on this rank; a tile's rows are those whose logits are kept. ``weights`` ``[R]`` are 0
-    for rows that do not count. ``seen`` ``[R]`` is filled with the losses of the rows.
+    ``weights`` ``[R]`` are 0 for rows that do not count; ``seen`` ``[R]`` is filled with the rows' losses.
     """
     loss = head.hidden.new_zeros((), dtype=head.how.accumulator)
     sums = GradientSums(head, needs=needs, rows_outside=True)
@@ -97,11 +96,7 @@ def nll_and_gradients(
 
 
 class Stash:
-    """The logits of a few rows over all columns, kept from one pass over the tiles to the next.
-
-    Kept in the accumulator's dtype. A CPU with native bf16 rounds them to bf16, as the model's head does, at
-    half the memory.
-    """
+    """The logits of a few rows over all columns; a CPU with native bf16 rounds them, at half the memory."""
 
     def __init__(self, head: Head) -> None:
         self.head, how = head, head.how

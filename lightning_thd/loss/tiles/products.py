@@ -79,8 +79,7 @@ def _one_dnn() -> Callable[..., Tensor] | None:
 def one_dnn_product(a: Tensor, b: Tensor) -> Tensor | None:
     """Compute ``a @ b``, ``[c, k]`` and ``[k, v]``, with oneDNN; None if torch.mm should.
 
-    Operators under a dispatch mode, which counts FLOPs or records them for a graph, stay those of ATen.
-    So do products that may be rounded to less than fp32 (``torch.backends.mkldnn.matmul.fp32_precision``).
+    Operators under a dispatch mode, which counts or records them, stay those of ATen.
     """
     if a.device.type != "cpu" or a.dtype != torch.float32 or b.dtype != torch.float32:
         return None
@@ -99,10 +98,7 @@ def _may_round() -> bool:
 
 
 def exponential(x: Tensor, *, out: Tensor) -> Tensor:
-    """Write ``e^x`` into ``out``, which may be ``x``.
-
-    On a CPU in fp32 as ``2^(x log2 e)``, whose relative error is 6e-8 times ``1 + |x|``.
-    """
+    """Write ``e^x`` into ``out``, which may be ``x``; on a CPU in fp32 as ``2^(x log2 e)``."""
     if x.device.type != "cpu" or x.dtype != torch.float32:
         return torch.exp(x, out=out)
     return torch.mul(x, _LOG2_E, out=out).exp2_()

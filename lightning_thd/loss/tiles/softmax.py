@@ -37,8 +37,7 @@ def update_statistics(
 ) -> None:
     """Update the statistics ``[5, c]`` of some rows with a tile ``z`` of their logits, ``[c, v]``.
 
-    ``z`` is destroyed when ``entropy`` (WEIGHTED) is wanted, and ``e`` is scratch. ``targets`` int64 ``[c]``
-    are counted from the tile's first column. ``total`` fills TOTAL.
+    ``entropy`` destroys ``z``, and ``e`` is scratch; ``targets`` count from the tile's first column.
     """
     here, index = _targets_here(targets, z.shape[1])
     stats[TARGET] += torch.where(here, z.gather(1, index).squeeze(1), 0.0)
@@ -88,10 +87,9 @@ class RowGradients:
 def logit_gradient(
     logit_map: LogitMap, z: Tensor, e: Tensor, targets: Tensor, lse: Tensor, wanted: RowGradients
 ) -> Tensor:
-    """Turn mapped logits ``z`` into the gradient of the raw product, in ``z`` or ``e`` (both destroyed).
+    """Turn mapped logits ``z`` into the gradient of the raw product, in ``z`` or the scratch ``e``.
 
-    ``z`` and the scratch ``e`` are ``[c, v]``; ``targets`` int64 ``[c]`` are counted from the tile's first
-    column. ``lse`` ``[c]`` is over the whole vocabulary.
+    Both are ``[c, v]``; ``targets`` int64 ``[c]`` count from the tile's first column.
     """
     factor = logit_map.scale / logit_map.temperature
     direct = (wanted.direct * factor)[:, None]
@@ -134,8 +132,7 @@ def merge_ranks(
 ) -> tuple[Tensor, Tensor]:
     """Combine every rank's statistics in one all-gather of ``[5 + n, R + 1]``.
 
-    Rows ``others`` ``[n, R]`` are for the caller to merge, and come back as ``[P, n, R]``. ``columns``, V of
-    this rank's shard, travels along, so that unequal shards are refused without a further collective.
+    Rows ``others`` ``[n, R]`` come back as ``[P, n, R]``; ``columns`` shows unequal shards.
     """
     ranks = dist.get_world_size(group)
     sent = torch.cat([stats, others])
