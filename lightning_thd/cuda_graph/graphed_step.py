@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from lightning_thd._checks import instance
+from lightning_thd._checks import flags, instance
 from lightning_thd.batch import THDBatch
 from lightning_thd.batch.prefixes import SharedBatch
 from lightning_thd.cuda_graph.backend import Backend, CudaBackend
@@ -104,6 +104,7 @@ class GraphedStep:
         require: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        flags(require=require)
         instance(module, "module", nn.Module, advice="Pass the module that is trained.")
         instance(buckets, "buckets", list, tuple, advice="See make_buckets((24, 80), slots=...).")
         self.buckets = sorted(buckets)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_thd._checks import described
 from lightning_thd._imports import require
 from lightning_thd.alignment import Layout
 from lightning_thd.data import THDDataModule
@@ -70,6 +71,8 @@ def prepare_thd(
     """
     schedulers = require("accelerate.scheduler", feature="prepare_thd")
     _refuse_parallelism(accelerator)
+    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
+        raise TypeError(f"scheduler is {described(scheduler)}; wanted a learning-rate scheduler, or None.")
     _refuse_fast_scheduler(accelerator, scheduler)
     several = isinstance(optimizer, list | tuple)
     optimizers = optimizer if several else [optimizer]

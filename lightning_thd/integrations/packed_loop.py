@@ -33,6 +33,7 @@ from lightning_thd.cuda_graph.module_state import sharded_by
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
 from lightning_thd.data.trainer_link import model_alignment
+from lightning_thd.flops.rates import check_peak
 from lightning_thd.integrations.evaluation import LossFn, mean_loss
 from lightning_thd.loss import causal_lm_loss
 from lightning_thd.packing import PackPlanner
@@ -161,6 +162,8 @@ class PackedLoop:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         whole_number(log_every_n_steps, "log_every_n_steps", least=1, advice="Log every 1 or more steps.")
+        if not isinstance(peak, str) or peak not in ("auto", "measure"):
+            check_peak(peak)
         self.model, self.loader, self.optimizer, self.scheduler = model, loader, optimizer, scheduler
         self.global_step = 0
         self.latest: dict[str, float] = {}

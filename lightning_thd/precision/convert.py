@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_thd._checks import whole_number
 from lightning_thd.data.trainer_link import recipe_of
 from lightning_thd.flops.backward import checkpointing
 from lightning_thd.precision import engines
@@ -75,6 +76,7 @@ def convert_linear(
         ModuleNotFoundError: when the engine is not installed.
     """
     keep = (keep,) if isinstance(keep, str) else tuple(keep)
+    min_features = whole_number(min_features, "min_features")
     resolved = resolve(recipe, engine, emulate=emulate)
     parameter = next(iter(model.parameters()), None)
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")

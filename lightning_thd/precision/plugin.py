@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from lightning_thd._checks import whole_number
 from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.batch import THDStep
 from lightning_thd.data.trainer_link import alignment_of, recipe_of
@@ -67,7 +68,7 @@ class FP8Precision(Precision):
         self.precision = f"fp8-{engine}-{self.recipe.name}"  # type: ignore[assignment]  # a name of our own
         self.weights_dtype = weights_dtype
         self.convert = convert
-        self.min_features = min_features
+        self.min_features = whole_number(min_features, "min_features")
         self.converted: Converted | None = None
         self._rules: Alignment | None = self.alignment()  # what packs must be multiples of
         self._group: Any = None  # the ranks that share statistics

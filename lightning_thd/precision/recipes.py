@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_thd._checks import choice
+from lightning_thd._checks import choice, flags
 from lightning_thd._imports import require
 from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.alignment import Recipe as Rules
@@ -77,6 +77,7 @@ _TE_CLASSES = {
 
 def resolve(recipe: Any, engine: str, *, emulate: bool = False) -> Recipe:
     """Return the ``Recipe`` for a user's name or recipe object, importing its engine."""
+    flags(emulate=emulate)
     choice(engine, "engine", "te", "torchao", advice="'te' is Transformer Engine.")
     if emulate and engine == "te":
         raise ValueError("emulate=True: Transformer Engine cannot emulate FP8. Use engine='torchao' with it.")
