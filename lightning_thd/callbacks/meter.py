@@ -129,6 +129,7 @@ class Meter:
         self.name, self.work, self.clock = name, work, clock
         self.hardware = hardware or Hardware()
         self.model = model
+        self.pad_id: int | None = None
         self.experts: ExpertChoices | None = None
         self.capacity = 0  # slots of a pack, which fill is a share of; 0 takes those of the batch
         self.untold = False
@@ -165,7 +166,7 @@ class Meter:
 
     def add(self, batch: Any) -> int:
         """Count a batch's microbatches in the running step and return how many it held."""
-        found = microbatches(batch)
+        found = microbatches(batch, self.pad_id)
         self.steps[-1].extend(found)
         return len(found)
 

@@ -69,8 +69,8 @@ class THDThroughputMonitor(Callback):
     counts into metrics, under the names of Lightning's ``ThroughputMonitor`` and more: see
     docs/reference/keys.md.
     It works without packs too: padded rows count their real tokens, by the ``attention_mask``,
-    ``position_ids`` or ``lengths`` beside the ids, and a message at the end says what packing would save.
-    Validation, checkpoints, compilation and the first ``warmup_steps`` do not count in the rates.
+    ``position_ids``, ``lengths`` or -100 labels beside the ids, and a message at the end says what packing
+    would save. Validation, checkpoints, compilation and the first ``warmup_steps`` do not count in the rates.
 
     Args:
         peak: dense FLOP/s of one device; "auto" looks the device up, "measure" times matmuls once.
@@ -334,6 +334,8 @@ class THDThroughputMonitor(Callback):
         group: Any = None,
     ) -> Meter:
         self._meters[stage] = meter = Meter(stage, work, self._clock, hardware)
+        ids = (getattr(getattr(child, "config", None), "pad_token_id", None) for child in module.modules())
+        meter.pad_id = next((pad_id for pad_id in ids if isinstance(pad_id, int)), None)
         if stage == "train":
             meter.experts = expert_load(module, group)
             if self._restored:

@@ -71,16 +71,16 @@ _Look: TypeAlias = Callable[[str], Any]  # a key of a batch, or its attribute ->
 Seen: TypeAlias = tuple[SeqStats, Lengths]
 
 
-def microbatches(batch: Any) -> list[Seen]:
+def microbatches(batch: Any, pad_id: int | None = None) -> list[Seen]:
     """Find every pack and batch of padded rows in a batch, with its ``SeqStats`` and, if known, its lengths.
 
     A batch is a ``THDStep``, a ``THDBatch``, bare ``SeqStats``, rows of padded token ids ``[B, N]`` as a
     tensor, under ``"input_ids"`` (or ``"inputs_embeds"``), or these inside dicts, tuples and lists. Lengths
-    of padded rows come from what is beside the ids: ``attention_mask``, ``position_ids``, ``cu_seq_lens_q``
-    or ``lengths``. Nothing names the tensors of a tuple, so its first one is counted as full rows.
+    of padded rows come from what is beside the ids: ``attention_mask``, ``position_ids``, ``cu_seq_lens_q``,
+    ``lengths``, or ``labels`` with a ``pad_id``. In a tuple of tensors, a mask is recognised by its values.
     """
     if isinstance(several := getattr(batch, "microbatches", None), Sequence):
-        return [seen for one in several for seen in microbatches(one)]
+        return [seen for one in several for seen in microbatches(one, pad_id)]
     if isinstance(batch, SeqStats):
         return [(batch, None)]
     if isinstance(stats := getattr(batch, "stats", None), SeqStats):
@@ -88,14 +88,14 @@ def microbatches(batch: Any) -> list[Seen]:
         return [(stats, Shared.of(batch) if shared else getattr(batch, "lengths", None))]
     look = batch.get if isinstance(batch, Mapping) else partial(_attribute, batch)
     if (ids := look("input_ids")) is not None:
-        return _rows(ids, look)
+        return _rows(ids, look, pad_id)
     if isinstance(embeds := look("inputs_embeds"), Tensor) and embeds.dim() == 3:
-        return _rows(embeds[..., 0].long(), look)
+        return _rows(embeds[..., 0].long(), look, None)
     if isinstance(batch, Mapping):
-        return _inside(list(batch.values()))
+        return _inside(list(batch.values()), pad_id)
     if isinstance(batch, (list, tuple)):
-        return _inside(batch) or (_rows(batch[0], lambda name: None) if batch else [])
-    return _rows(batch, look)
+        return _inside(batch, pad_id) or _tensors(batch)
+    return _rows(batch, look, pad_id)
 
 
 def _attribute(batch: Any, name: str) -> Any:
@@ -136,18 +136,48 @@ def _on_host(images: Mapping[str, Tensor], found: Mapping[int, np.ndarray[Any, A
     return {**images, **{name: grid[(grid > 0).all(1)] for name, grid in grids.items()}}
 
 
-def _inside(values: Iterable[Any]) -> list[Seen]:
+def _inside(values: Iterable[Any], pad_id: int | None) -> list[Seen]:
     """Return the packs among the members of a container; a bare tensor there may be anything."""
-    return [seen for value in values if not isinstance(value, Tensor) for seen in microbatches(value)]
+    return [seen for value in values if not isinstance(value, Tensor) for seen in microbatches(value, pad_id)]
 
 
-def _rows(ids: Any, look: _Look) -> list[Seen]:
-    """Return padded rows with the lengths and images that the tensors beside their ids tell."""
-    if not _are_rows(ids):
+def _tensors(members: Sequence[Any]) -> list[Seen]:
+    """Return the rows of a tuple of tensors: token ids first, and a mask if one of the others is one."""
+    if not members or not _are_rows(ids := members[0]):
         return []
-    stats, lengths = _told_rows(ids, look)
-    images = _images(look)
-    return [(stats, replace(_as_rows(lengths), images=images) if images else lengths)]
+    masks = [each for each in members[1:] if _fits(each, ids)]
+    if not masks:
+        return _dense(ids)
+    lengths = torch.full((ids.shape[0],), -1, device=ids.device)
+    for mask in reversed(masks):
+        real = mask.to(ids.device) == 1
+        lengths = torch.where(_hides_padding(mask.to(ids.device), ids), real.sum(1), lengths)
+    return _padded(ids, lengths)
+
+
+def _hides_padding(mask: Tensor, ids: Tensor) -> Tensor:
+    """Return whether a tensor is a mask: zeros and ones, some in each row, that hide one and the same id."""
+    # Token types and labels lie in tuples too: what their zeros would hide are different tokens.
+    real = mask == 1
+    ids = ids.long()
+    largest = torch.iinfo(ids.dtype).max
+    hidden_low, hidden_high = torch.where(real, largest, ids).amin(), torch.where(real, -1, ids).amax()
+    one_id = (hidden_high < 0) | (hidden_low == hidden_high)
+    return (real | (mask == 0)).all() & real.any(1).all() & one_id
+
+
+def _rows(ids: Any, look: _Look, pad_id: int | None) -> list[Seen]:
+    """Return padded rows with the lengths that the tensors beside their ids tell."""
+    if isinstance(ids, (list, tuple)):  # one tensor a microbatch, and lists of what is beside it
+        return [
+            seen
+            for i, one in enumerate(ids)
+            for seen in _rows(one, partial(_part, look, i, len(ids)), pad_id)
+        ]
+    found = _told_rows(ids, look, pad_id)
+    if not found or not (images := _images(look)):
+        return found
+    return [(stats, replace(_as_rows(lengths), images=images)) for stats, lengths in found]
 
 
 def _images(look: _Look) -> dict[str, Tensor]:
@@ -166,9 +196,16 @@ def _as_rows(lengths: Lengths) -> Rows:
     return Rows((len(lengths), lengths[0]), torch.tensor([-1]))
 
 
-def _told_rows(ids: Tensor, look: _Look) -> Seen:
+def _told_rows(ids: Any, look: _Look, pad_id: int | None) -> list[Seen]:
     """Return one batch of rows, with the lengths that the tensors beside its ids tell."""
-    mask, positions = look("attention_mask"), look("position_ids")
+    if getattr(ids, "layout", None) is torch.jagged:  # a nested tensor
+        lengths = ids.lengths()
+        return _padded(ids.values()[None], ids.offsets().diff() if lengths is None else lengths)
+    if isinstance(ids, Tensor) and ids.dim() > 2:  # the choices of a question are rows of their own
+        return _told_rows(ids.flatten(0, -2), partial(_flat, look, ids.shape), pad_id)
+    if not _are_rows(ids):
+        return []
+    mask, positions, labels = (look(name) for name in ("attention_mask", "position_ids", "labels"))
     mask = mask if _fits(mask, ids) else None
     if _fits(positions, ids):
         return _padded(ids, _run_lengths(positions.long(), mask), by_length=True)
@@ -180,8 +217,19 @@ def _told_rows(ids: Tensor, look: _Look) -> Seen:
     for name in _LENGTHS:
         if (lengths := look(name)) is not None and (told := _told(lengths, len(ids))) is not None:
             return _padded(ids, told.clamp(max=ids.shape[1]))  # counted before the rows were cut
-    rows, length = ids.shape
-    return SeqStats.from_lengths([length] * rows), Dense((length,) * rows)
+    if pad_id is not None and _fits(labels, ids):
+        return _padded(ids, _between_pads((ids != pad_id) | (labels != -100)))
+    return _dense(ids)
+
+
+def _part(look: _Look, i: int, parts: int, name: str) -> Any:
+    value = look(name)
+    return value[i] if isinstance(value, (list, tuple)) and len(value) == parts else None
+
+
+def _flat(look: _Look, shape: torch.Size, name: str) -> Any:
+    value = look(name)
+    return value.flatten(0, -2) if isinstance(value, Tensor) and value.shape == shape else value
 
 
 def _are_rows(ids: Any) -> bool:
@@ -204,9 +252,21 @@ def _told(lengths: Any, rows: int) -> Tensor | None:
     return lengths.long() if lengths.shape == (rows,) and whole else None
 
 
-def _padded(ids: Tensor, counts: Tensor, *, by_length: bool = False) -> Seen:
+def _padded(ids: Tensor, counts: Tensor, *, by_length: bool = False) -> list[Seen]:
     rows, length = ids.shape
-    return SeqStats(slots=rows * length), Rows((rows, length), counts.detach().long(), by_length)
+    return [(SeqStats(slots=rows * length), Rows((rows, length), counts.detach().long(), by_length))]
+
+
+def _dense(ids: Tensor) -> list[Seen]:
+    rows, length = ids.shape
+    return [(SeqStats.from_lengths([length] * rows), Dense((length,) * rows))]
+
+
+def _between_pads(real: Tensor) -> Tensor:
+    """Return the slots from the first real one to the last of every row; pads between them are tokens."""
+    forward, backward = real.long(), real.flip(1).long()
+    spans = real.shape[1] - forward.argmax(1) - backward.argmax(1)
+    return torch.where(real.any(1), spans, 0)
 
 
 def _real(mask: Tensor) -> Tensor:

@@ -41,6 +41,12 @@ def padded(lengths: list[int], *, left: bool = False) -> dict[str, torch.Tensor]
     return {"input_ids": torch.where(mask == 1, ids, PAD), "attention_mask": mask}
 
 
+def with_labels(lengths: list[int], *, left: bool = False) -> dict[str, torch.Tensor]:
+    rows = padded(lengths, left=left)
+    labels = torch.where(rows["attention_mask"] == 1, rows["input_ids"], -100)
+    return {"input_ids": rows["input_ids"], "labels": labels}
+
+
 def with_positions(lengths: list[int], fill: int, *, left: bool) -> dict[str, torch.Tensor]:
     rows = padded(lengths, left=left)
     mask = rows["attention_mask"]
@@ -56,6 +62,14 @@ SHAPES: dict[str, Any] = {
         name: x.bool() if name == "attention_mask" else x for name, x in padded(lengths).items()
     },
     "tuple of a dict": lambda lengths: (padded(lengths), torch.ones(len(lengths))),
+    "tuple of tensors": lambda lengths: tuple(padded(lengths).values()),
+    "mask last": lambda lengths: (
+        padded(lengths)["input_ids"],
+        with_labels(lengths)["labels"],
+        padded(lengths)["attention_mask"].bool(),
+    ),
+    "labels": with_labels,
+    "labels left": lambda lengths: with_labels(lengths, left=True),
     "lengths": lambda lengths: {"input_ids": padded(lengths)["input_ids"], "lengths": torch.tensor(lengths)},
     "list of lengths": lambda lengths: {"input_ids": padded(lengths)["input_ids"], "lengths": lengths},
     "mask and plain positions": lambda lengths: {
@@ -142,12 +156,14 @@ def test_images_beside_padded_rows_are_counted(tmp_path: Path, masked: bool) -> 
     assert row["train/total_flops"] == pytest.approx(4 * model.training_flops(stats).model, rel=1e-9)
 
 
-def test_embeddings_are_rows_as_ids_are() -> None:
+def test_embeddings_and_choices_are_rows_as_ids_are() -> None:
     rows = padded([5, 3, 8, 2])
     embeds = {"inputs_embeds": torch.rand(4, N, 6), "attention_mask": rows["attention_mask"]}
-    ((stats, lengths),) = resolve(microbatches(embeds))
-    assert sorted(lengths or ()) == [2, 3, 5, 8]
-    assert stats.slots == 4 * N
+    choices = {name: x.view(2, 2, N) for name, x in rows.items()}
+    for batch in (embeds, choices):
+        ((stats, lengths),) = resolve(microbatches(batch))
+        assert sorted(lengths or ()) == [2, 3, 5, 8]
+        assert stats.slots == 4 * N
 
 
 @pytest.mark.parametrize(
@@ -211,6 +227,9 @@ def odd_batches() -> dict[str, tuple[Any, list[int]]]:
     rows, lengths = padded([5, 3, 8]), [3, 5, 8]
     ids, mask = rows["input_ids"], rows["attention_mask"]
     numbers = torch.tensor([[1, 1, 2, 2, 2, 3, 0, 0], [1, 1, 1, 1, 2, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1]])
+    nested = torch.nested.nested_tensor(
+        [torch.ones(n, dtype=torch.long) for n in lengths], layout=torch.jagged
+    )
     return {
         "mask added to scores": ({**rows, "attention_mask": torch.where(mask == 1, 0.0, -1e9)}, lengths),
         "mask of -inf": ({**rows, "attention_mask": torch.where(mask == 1, 0.0, -torch.inf)}, lengths),
@@ -219,11 +238,18 @@ def odd_batches() -> dict[str, tuple[Any, list[int]]]:
         "numbered sequences": ({"input_ids": ids, "attention_mask": numbers}, [1, 2, 3, 4, 4, 7]),
         "slots": (Slotted(ids.roll(-1, 1), ids, mask), lengths),
         "named tuple": (Named(ids.roll(-1, 1), ids, mask), lengths),
+        "bytes in a tuple": ((ids.byte(), mask), lengths),
+        "floats in a tuple": ((ids, mask.float()), lengths),
+        "lists of microbatches": (
+            {"input_ids": [ids, ids], "attention_mask": [mask, mask]},
+            sorted(lengths * 2),
+        ),
         "lengths before a cut": ({"input_ids": ids, "length": [5, 3, 20]}, lengths),
         "one token between": (
             {"input_ids": ids[:1], "position_ids": torch.tensor([[0, 1, 2, 0, 0, 1, 0, 0]])},
             [1, 2, 3],
         ),
+        "nested": ({"input_ids": nested}, lengths),
     }
 
 
@@ -246,14 +272,22 @@ def test_what_is_no_length_of_the_rows_tells_nothing(beside: dict[str, Any]) -> 
     assert stats.real_tokens == 16
 
 
-def test_tensors_that_nothing_names_tell_no_lengths() -> None:
+def test_ids_of_padding_inside_a_row_are_tokens() -> None:
+    ids = torch.tensor([[5, 0, 6, 0, 0], [0, 0, 0, 0, 0]])
+    labels = torch.where(ids == 0, -100, ids)
+    ((_, lengths),) = resolve(microbatches({"input_ids": ids, "labels": labels}, pad_id=0))
+    assert lengths == (3, 0)
+
+
+def test_a_tuple_of_types_or_labels_is_no_mask() -> None:
     rows = padded([5, 3])
-    for batch in (tuple(rows.values()), {**rows, "attention_mask": None, "labels": rows["input_ids"]}):
-        ((stats, lengths),) = resolve(microbatches(batch))
+    types = torch.tensor([[0, 0, 0, 1, 1, 0, 0, 0], [0, 1, 1, 0, 0, 0, 0, 0]])
+    for other in (types, rows["input_ids"].roll(-1, 1)):
+        ((stats, lengths),) = resolve(microbatches((rows["input_ids"], other)))
         assert isinstance(lengths, Dense)
         assert stats.real_tokens == 16
-    for batch in ({"input_ids": [rows["input_ids"]] * 2}, {"input_ids": rows["input_ids"].view(1, 2, N)}):
-        assert not microbatches(batch)
+    ((stats, _),) = resolve(microbatches((rows["input_ids"], types, rows["attention_mask"])))
+    assert stats.real_tokens == 8
 
 
 @pytest.mark.parametrize("shape", ["ids", "dict", "plain positions"])
