@@ -6,8 +6,8 @@ do what they did.
 - Position embeddings of the RoBERTa kind start at ``padding_idx + 1`` and skip padding tokens. Those of the
   BART kind count along the row.
 - Longrope and dynamic ropes look at the longest position of the whole call, so one long sequence of a pack
-  would turn the positions of all short ones. Sequences beyond the length the model was first trained on are
-  refused.
+  would turn the positions of all short ones. Sequences up to the length the model was first trained on are
+  computed together, and each longer one in a call of its own.
 - ESM scales a row by the share of its tokens that is masked, and Llama 4 scales queries by their slot.
 - Gemma3n takes the root of a token's mean square. Its padding token has a zero embedding, at which the
   root's gradient is infinite. Multiplied by a trailing pad's zero gradient it becomes NaN, which spreads to
@@ -23,13 +23,16 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lightning_thd._patches import layer_classes, patch_forward
 from lightning_thd._static import shapes_are_static
+from lightning_thd.batch.upload import uploaded
 from lightning_thd.models.pack import Pack, current_pack, model_pack
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
@@ -206,11 +209,11 @@ def _behind_sequences(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def adopt_ropes(model_class: type, config: Any) -> None:
-    """Patch the length-dependent rotary embeddings of a model class to refuse what one call would mix."""
+    """Patch the length-dependent rotary embeddings a model class uses to treat each sequence by itself."""
     if any(_depends_on_length(kind) for kind in _rope_types(config)):
         for cls in layer_classes(model_class):
             if cls.__name__.endswith("RotaryEmbedding"):
-                patch_forward("ropes", cls, "_thd_rope", _by_limit)
+                patch_forward("ropes", cls, "_thd_rope", _by_sequence)
 
 
 def _depends_on_length(kind: str) -> bool:
@@ -227,7 +230,7 @@ def _rope_types(config: Any) -> Iterator[str]:
                 yield entry["rope_type"]
 
 
-def _by_limit(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _by_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def forward_in_pack(self: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         pack = current_pack() and model_pack()  # the first raises if a recomputation lost its pack
@@ -243,27 +246,62 @@ def _by_limit(forward: Callable[..., Any]) -> Callable[..., Any]:
             limit = parameters["original_max_position_embeddings"]
         else:
             limit = self.original_max_seq_len
+        # If no sequence exceeds the limit, one call serves all. The longest length is already on the host.
         shard = pack.shard
         longest = pack.max_length_k if shard is None else max(shard.padded_lengths)
-        if longest > limit:
-            by_slots = shard is not None or pack.prefixes is not None or shapes_are_static()
-            if by_slots or _longest_real(pack) > limit:
-                raise ValueError(
-                    f"{type(self).__name__} has a rope of type {kind!r}, which turns a sequence longer than "
-                    f"{limit} tokens by other frequencies than the rest of its pack. Use sequences of at "
-                    f"most {limit} tokens, or padded rows with attn_implementation='eager'."
-                )
-            position_ids = position_ids.clamp(max=limit - 1)  # padding may have later positions
-        return run(position_ids, *args, **kwargs)
+        if longest <= limit:
+            return run(position_ids, *args, **kwargs)
+        pack.refuse_prefixes(self, f"turns those longer than {limit} tokens by other frequencies")
+        if shard is not None or shapes_are_static():
+            where = "in a recorded step" if shard is None else "under context parallelism"
+            raise ValueError(
+                f"{type(self).__name__} has a rope of type {kind!r}, which turns a sequence longer than "
+                f"{limit} tokens differently from a shorter one, and lengths cannot be told apart {where}. "
+                f"Use sequences of at most {limit} tokens."
+            )
+        if position_ids.shape[-1] != pack.slots:
+            raise ValueError(
+                f"{type(self).__name__} turns {position_ids.shape[-1]} positions of a pack of {pack.slots} "
+                f"slots by a rope of type {kind!r}: keys of its own, which belong to no sequence. Use "
+                f"sequences of at most {limit} tokens, or padded rows with attn_implementation='eager'."
+            )
+        return _one_by_one(run, pack, position_ids, limit, args, kwargs)
 
     return forward_in_pack
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _longest_real(pack: Pack) -> int:
-    """Return the length of the longest sequence without padding, behind or inside the sequences."""
-    count = None if pack._sequences is None else len(pack._sequences)
-    return max(pack.real_lengths[:count], default=0)
+def _one_by_one(
+    run: Callable[..., Any],
+    pack: Pack,
+    position_ids: Tensor,
+    limit: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Tensor | tuple[Tensor, ...]:
+    """Compute rotary embeddings of short sequences in one call and of every long one in its own."""
+    lengths = pack.real_lengths
+    is_long = uploaded(np.repeat(np.array(lengths) > limit, pack.lengths), position_ids.device)
+    short = position_ids.masked_fill(is_long, 0)
+    if lengths != pack.lengths:  # Padding slots may have positions beyond the limit.
+        short = short.clamp(max=limit - 1)
+    whole: Tensor | tuple[Tensor, ...] = run(short, *args, **kwargs)
+    for end, slots, length in zip(accumulate(pack.lengths), pack.lengths, lengths, strict=True):
+        if length > limit:
+            positions = position_ids[..., end - slots : end]
+            own = run(positions if length == slots else positions.clamp(max=length - 1), *args, **kwargs)
+            if isinstance(whole, Tensor):  # cosine and sine as one complex number
+                whole = _place(own, whole, end)
+            else:
+                whole = tuple(_place(one, all_of, end) for one, all_of in zip(own, whole, strict=True))
+    return whole
+
+
+def _place(value: Tensor, whole: Tensor, end: int) -> Tensor:
+    """Return ``whole`` with the slots before ``end`` replaced by ``value``."""
+    placed = whole.clone()
+    placed[..., end - value.shape[-2] : end, :] = value
+    return placed
 
 
 def _forget_and_run(

@@ -2,7 +2,8 @@
 
 The probe runs packs of random tokens and changes one sequence at a time. What moves in another sequence is a
 leak, and so is a gradient that reaches its inputs. Every sequence in a pack of its own must give what it gave
-in the pack: by the same call, and by transformers' own eager attention, which this package does not touch.
+in the pack: by the same call, and by transformers' own eager attention, which this package does not touch. A
+trailing pad may move no gradient.
 
 Legend: T slots in a pack, V vocabulary.
 """
@@ -23,6 +24,8 @@ from lightning_thd._find import text_config
 from lightning_thd.batch import THDBatch
 from lightning_thd.models.pack import packed
 from lightning_thd.models.probe_model import (
+    averaging_norms,
+    calls_noted,
     first_leaking_module,
     in_fp32,
     is_stock,
@@ -44,7 +47,8 @@ LENGTHS = (7, 1, 16, 3, 8)
 _LEAK: dict[torch.dtype, float] = {torch.float64: 1e-12, torch.float32: 1e-6}
 _ERROR: dict[torch.dtype, float] = {torch.float64: 1e-9, torch.float32: 1e-4}
 _HALF_LEAK, _HALF_ERROR = 1e-2, 5e-2
-_MANY = 300_000_000  # parameters; a copy in fp32 should still fit beside the model
+_PAD = 5  # slots
+_MANY = 300_000_000  # parameters; two copies of their gradients should still fit beside the model
 
 
 def check_options(vocab_size: object, tolerance: object) -> None:
@@ -71,8 +75,8 @@ def check_packing(
 
     The model is put in ``eval()`` meanwhile. Parameters and their gradients are unchanged afterwards. During
     the check, parameters that are all zero hold small noise, because a layer whose output is multiplied by
-    zero shows no leak. It takes about three forwards a sequence of ``sum(lengths)`` tokens, and two backwards
-    with ``grad``.
+    zero shows no leak. Batch norms that would average over the pack in training count as a leak. It takes
+    about three forwards a sequence of ``sum(lengths)`` tokens, and two backwards with ``grad``.
 
     Args:
         model: a Hugging Face causal LM, or any model that ``forward`` can call.
@@ -85,9 +89,10 @@ def check_packing(
         tolerance: what packed and alone may differ by, relative to the largest logit; None: by the dtype.
         raise_on_leak: raise rather than return a report that is not ok.
         seed: of the random tokens.
-        thorough: compare with stock eager attention. If ``lengths`` is left out, a sequence is added that is
-            longer than every window and chunk within 1,024 tokens. Larger ones are set to 9 during the
-            check, for packed and stock runs alike. Takes two more forwards a sequence.
+        thorough: compare with stock eager attention, and check that a trailing pad changes no gradient. If
+            ``lengths`` is left out, a sequence is added that is longer than every window, chunk and rope
+            limit within 1,024 tokens. Larger limits are set to 9 during the check, for packed and stock runs
+            alike. Takes three more forwards a sequence, and four backwards with ``grad``.
 
     Returns:
         The report; as text, a table. A model in half precision that differs without a leak is measured once
@@ -106,11 +111,15 @@ def check_packing(
         lengths = (*lengths, *lengths_to_reach(model, max(LENGTHS)))
     batch = random_pack(model, vocab_size, lengths, seed)
     run = forward or default_forward(model)
+    norms = averaging_norms(model)
 
     def measure() -> _Probe:
-        probe = _Probe(model, run, batch, grad=grad)
+        with calls_noted(norms) as ran:
+            probe = _Probe(model, run, batch, grad=grad)
+        probe.measured["batch_norms"] = tuple(dict.fromkeys(ran))
         if thorough:
             probe.compare_with_stock()
+            probe.add_a_pad()
         return probe
 
     limits = lowered_limits(model) if thorough else nullcontext()
@@ -246,6 +255,30 @@ class _Probe:
         for i, x in wanted.items():
             self.keep("reference_error", (whole[slots_of(self.batch, i)] - x).abs().max().item() / scale, i)
 
+    def add_a_pad(self) -> None:
+        """Compare the gradients of parameters with and without a trailing pad."""
+        parameters = [p for p in self.model.parameters() if p.requires_grad and p.is_floating_point()]
+        size = sum(p.numel() for p in parameters)
+        if not self.grad or not parameters or size > _MANY:
+            if self.grad:
+                self.skipped.append(f"gradients with a trailing pad: {size:,} parameters")
+            return
+        rows = [{"input_ids": ids.cpu()} for ids in self.batch.unpack(self.batch.input_ids)]
+        slots = sum(self.batch.lengths)
+        padded = THDBatch.collate(rows, pad_to=slots + _PAD).to(self.batch.input_ids.device)
+        weights: Tensor | None = None
+        found = []
+        for batch in (self.batch, padded):
+            logits = self.logits(batch)[:slots]
+            weights = torch.randn_like(logits) if weights is None else weights
+            total = (logits * weights).sum()
+            found.append(torch.autograd.grad(total, parameters, allow_unused=True))
+        pairs = [(a, b) for a, b in zip(*found, strict=True) if a is not None and b is not None]
+        largest = max((a.abs().max().item() for a, _ in pairs), default=0.0)
+        for a, b in pairs:
+            scale = max(a.abs().max().item(), 1e-3 * largest, 1e-30)
+            self.keep("pad_error", (a - b).abs().max().item() / scale, 0)
+
     @contextmanager
     def _inputs_watched(self) -> Generator[None]:
         """Make the embedding's output a leaf in this context, so that its gradient can be read."""
@@ -282,6 +315,8 @@ class _Probe:
     def culprit(self, report: PackingReport) -> str | None:
         """Return the first module at which the two runs that should agree differ, or None."""
         with torch.no_grad():
+            if report.batch_norms and report.same and not report.leaks:
+                return report.batch_norms[0]
             run = partial(partial, self.logits)
             if report.leak > report.leak_tolerance:
                 others = torch.ones(self.batch.input_ids.shape[-1], dtype=torch.bool)

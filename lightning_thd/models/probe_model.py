@@ -1,8 +1,8 @@
 """What the leak probe does to a model and restores: random state, zero weights, rounding, attention, hooks.
 
 A layer whose output projection is zero, as many are when training begins, lets everything pass and shows no
-leak. Stock eager attention with the same weights gives the logits to compare with. Hooks on every module find
-the first one that leaks.
+leak. A batch norm averages over all sequences of a pack, but not in ``eval()``. Stock eager attention with
+the same weights gives the logits to compare with. Hooks on every module find the first one that leaks.
 
 Legend: T slots of a run, V vocabulary.
 """
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_thd.models.pack import NOTES
 
@@ -98,6 +99,30 @@ def in_fp32(model: nn.Module, *, most: int) -> Generator[bool]:
                 tensor.data = data
 
 
+def averaging_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the batch norms of a model that average over their input in training, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+    }
+
+
+@contextmanager
+def calls_noted(modules: dict[str, nn.Module]) -> Generator[list[str]]:
+    """Yield a list to which every call of a module inside this context adds its name."""
+    called: list[str] = []
+    handles = [
+        module.register_forward_pre_hook(lambda *_, name=name: called.append(name))
+        for name, module in modules.items()
+    ]
+    try:
+        yield called
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 # ---- Stock attention
 
 # Slots. Longer sequences make the probe slow on a CPU, so larger limits are lowered to _LOW meanwhile.
@@ -106,6 +131,8 @@ _LIMITS = frozenset(
     {"sliding_window", "attention_chunk_size", "attention_window_size", "chunk_size", "mamba_chunk_size"}
     | {"floor_scale", "log_scaling_n_floor", "local_attention", "sliding_window_size", "window_size"}
 )
+# The lengths that dynamic rotary embeddings keep.
+_ROPE_LIMITS = ("original_max_seq_len", "max_seq_len_cached")
 
 
 def is_stock(model: nn.Module) -> bool:
@@ -138,34 +165,48 @@ def logits_alone(model: nn.Module, input_ids: Tensor) -> Tensor:
 
 
 def lengths_to_reach(model: nn.Module, longest: int) -> list[int]:
-    """Find a sequence length beyond all windows and chunks that are near enough to be tried."""
+    """Find a sequence length beyond all windows, chunks and ropes that are near enough to be tried."""
     near = [size for _, _, size in _limits(model) if longest <= size < _REACH]
     return [max(near) + 5] if near else []
 
 
 @contextmanager
 def lowered_limits(model: nn.Module) -> Generator[None]:
-    """Lower far windows and chunks inside this context, for packed and stock runs alike."""
+    """Lower far windows, chunks and ropes inside this context, for packed and stock runs alike."""
     far = [(holder, name, size) for holder, name, size in _limits(model) if size >= _REACH]
     noted = [(x, name, x.__dict__[name]) for x in model.modules() for name in NOTES if name in x.__dict__]
     try:
         for holder, name, _ in far:
-            setattr(holder, name, _LOW)
+            _set(holder, name, _LOW)
         for module, name, _ in noted if far else ():  # what was noted no longer holds
             del module.__dict__[name]
         yield
     finally:
-        for holder, name, value in far:
-            setattr(holder, name, value)
-        for module, name, value in noted:
-            module.__dict__[name] = value
+        for holder, name, value in (*far, *noted):
+            _set(holder.__dict__ if name in NOTES else holder, name, value)
+
+
+def _set(holder: Any, name: str, value: Any) -> None:
+    if isinstance(holder, dict):
+        holder[name] = value
+    else:
+        setattr(holder, name, value)
 
 
 def _limits(model: nn.Module) -> Iterator[tuple[Any, str, int]]:
     """Yield the lengths from which a model computes differently: who holds them, name and length."""
+    for config in _attention_configs(model):
+        rope = getattr(config, "rope_parameters", None) or {}
+        entries = [entry for entry in (rope, *rope.values()) if isinstance(entry, dict)]
+        if any("dynamic" in str(entry.get("rope_type")) for entry in entries):
+            yield config, "max_position_embeddings", config.max_position_embeddings
+        for entry in entries:
+            if entry.get("rope_type") == "longrope":
+                yield entry, "original_max_position_embeddings", entry["original_max_position_embeddings"]
     for holder in (*_attention_configs(model), *model.modules()):
+        rotary = "dynamic" in str(vars(holder).get("rope_type"))
         for name, size in list(vars(holder).items()):
-            if type(size) is int and name in _LIMITS:
+            if type(size) is int and (name in _LIMITS or (rotary and name.endswith(_ROPE_LIMITS))):
                 yield holder, name, size
 
 

@@ -25,6 +25,9 @@ class PackingReport:
         tolerance: what ``error`` and ``gradient_error`` may be.
         reference_error: largest difference of a logit between the pack and the sequence under stock eager
             attention with the same weights; None if there is none to compare with.
+        pad_error: largest difference that a trailing pad makes to the gradient of a parameter; None when not
+            asked for.
+        batch_norms: names of the batch norms that would average over a pack in training.
         skipped: what was not looked at, and why.
         module: first module whose inputs are clean and whose outputs are not; None when all is well.
     """
@@ -40,6 +43,8 @@ class PackingReport:
     leak_tolerance: float
     tolerance: float
     reference_error: float | None = None
+    pad_error: float | None = None
+    batch_norms: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     module: str | None = None
 
@@ -57,7 +62,8 @@ class PackingReport:
     @property
     def ok(self) -> bool:
         """Return whether the pack passes every check."""
-        return self.same and not self.leaks and self.matches_stock
+        agrees = self.same and not self.leaks and self.matches_stock
+        return agrees and self.pads_are_inert and not self.batch_norms
 
     @property
     def matches_stock(self) -> bool:
@@ -68,6 +74,11 @@ class PackingReport:
     def reference_tolerance(self) -> float:
         """Return the largest allowed ``reference_error``: stock softmax is in fp32 at best."""
         return max(self.tolerance, _SOFTMAX)
+
+    @property
+    def pads_are_inert(self) -> bool:
+        """Return whether a trailing pad leaves gradients equal and finite, if checked."""
+        return self.pad_error is None or self.pad_error <= self.tolerance
 
     def __str__(self) -> str:
         built = "" if self.attention is None else f" ({self.layers} layers, attention {self.attention})"
@@ -81,9 +92,13 @@ class PackingReport:
                 f"  gradient leak               {self.gradient_leak:.1e} (allowed {self.leak_tolerance:.0e})",
                 f"  gradient against alone      {self.gradient_error:.1e} (allowed {self.tolerance:.0e})",
             ]
-        if self.reference_error is not None:
-            allowed = self.reference_tolerance
-            lines.append(f"  against stock eager         {self.reference_error:.1e} (allowed {allowed:.0e})")
+        for name, value, allowed in (
+            ("against stock eager        ", self.reference_error, self.reference_tolerance),
+            ("gradient with trailing pad ", self.pad_error, self.tolerance),
+        ):
+            if value is not None:
+                lines.append(f"  {name} {value:.1e} (allowed {allowed:.0e})")
+        lines += [f"  averages in training        {name}, a batch norm" for name in self.batch_norms]
         lines += [f"  not looked at               {what}" for what in self.skipped]
         lines.append(f"  first wrong module          {self.module or 'none'}")
         return "\n".join(lines)
@@ -102,8 +117,12 @@ class PackingLeakError(RuntimeError):
             what = "lets sequences of a pack see each other"
         elif not report.same:
             what = "differs between packed and alone"
-        else:
+        elif report.batch_norms:
+            what = "has batch norms, which average over all sequences of a pack in training"
+        elif not report.matches_stock:
             what = "differs between a pack and stock eager attention"
+        else:
+            what = "has other gradients, or none that are finite, with a trailing pad"
         if report.attention is None:  # no model of transformers
             remedy = (
                 "Let every layer stop at batch.cu_seqlens: call varlen_attention, read batch.position_ids"

@@ -21,7 +21,7 @@ from lightning_thd.models.pack import pack_from_positions
 from tests.models.support import ROPES, alone, build_rope, documents
 
 register_thd()
-LENGTHS = (7, 1, 3, 12)  # up to the ropes' original length
+LENGTHS = (7, 20, 3, 12, 15)  # shorter than, equal to and longer than the ropes' original length
 
 
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12))
@@ -100,7 +100,7 @@ def test_ropes_turn_each_sequence_as_if_alone(name: str, compiled: bool) -> None
     torch._dynamo.reset()
     model = build_rope(name, "thd")
     run = torch.compile(model, backend="eager") if compiled else model
-    for lengths in (LENGTHS, LENGTHS[::-1], (3, 5)):
+    for lengths in (LENGTHS, LENGTHS[::-1], (3, 5)):  # short ones again after long ones
         rows = documents(lengths)
         batch = THDBatch.collate([{"input_ids": ids} for ids in rows])
         with torch.no_grad():
@@ -113,11 +113,12 @@ def test_ropes_turn_each_sequence_as_if_alone(name: str, compiled: bool) -> None
 @pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("name", ROPES)
 def test_padding_inside_a_sequence_does_not_make_it_longer(name: str, told: bool, compiled: bool) -> None:
-    rows = documents((9, 12, 3, 11))  # all are padded beyond the original 12
+    # 9 and 11 are padded beyond the original 12, 13 and 20 are beyond it already, and 16 needs no padding.
+    rows = documents((9, 20, 3, 11, 13, 16))
     batch = THDBatch.collate(
         [{"input_ids": ids} for ids in rows], align=Alignment(sequence_multiple=16, total_multiple=16)
     )
-    assert batch.padded_lengths[:4] == (16, 16, 16, 16)
+    assert batch.padded_lengths[:6] == (16, 32, 16, 16, 16, 16)
     torch._dynamo.reset()
     model = build_rope(name, "thd")
     run = torch.compile(model, backend="eager") if compiled else model
@@ -129,14 +130,13 @@ def test_padding_inside_a_sequence_does_not_make_it_longer(name: str, told: bool
 
 
 @pytest.mark.parametrize("name", ROPES)
-def test_sequences_beyond_the_original_length_are_refused(name: str) -> None:
+def test_a_recorded_step_takes_short_sequences_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_rope(name, "thd")
-    padded, long = ({"input_ids": ids} for ids in documents((3, 13)))
-    batch = THDBatch.collate([padded], pad_to=20)  # a pad is no sequence
-    with packed(batch):
-        model(**batch.hf_kwargs())
-    with pytest.raises(ValueError, match="Use sequences of at most 12 tokens"):
-        model(**THDBatch.collate([padded, long]).hf_kwargs())
+    monkeypatch.setattr("lightning_thd.models.positions.shapes_are_static", lambda: True)
+    short, long = (THDBatch.collate([{"input_ids": ids} for ids in documents(x)]) for x in ((3, 12), (3, 13)))
+    model(**short.hf_kwargs())
+    with pytest.raises(ValueError, match=r"longer than 12 tokens.*in a recorded step.*at most 12 tokens"):
+        model(**long.hf_kwargs())
 
 
 # ---- Zero embeddings

@@ -220,6 +220,31 @@ def test_a_head_of_zero_is_checked_and_a_constant_of_zero_is_refused() -> None:
         check_packing(Own(), vocab_size=32, forward=lambda model, batch: model(batch) * 0.0)
 
 
+class Averaging(Own):
+    """A model whose batch norm mixes the sequences of a pack while it trains, and not in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+        self.unused = nn.BatchNorm1d(16)
+
+    def forward(self, batch: THDBatch) -> Tensor:
+        return self.norm(super().forward(batch))
+
+
+def test_a_batch_norm_that_trains_is_a_leak_and_a_frozen_one_is_not() -> None:
+    model = Averaging()
+    with pytest.raises(
+        PackingLeakError, match=r"batch norms, which average .*; the first .* is norm\."
+    ) as caught:
+        check_packing(model, vocab_size=32)
+    assert caught.value.report.batch_norms == ("norm",)
+    assert "averages in training        norm" in str(caught.value.report)
+    assert model.norm.num_batches_tracked == 0
+    model.norm.eval()
+    assert check_packing(model, vocab_size=32).ok
+
+
 @pytest.mark.parametrize(
     ("family", "model_class"),
     [
