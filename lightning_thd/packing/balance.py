@@ -267,18 +267,10 @@ def scheduled_bins(
         )
     bins = [bin_ for rank in plan for bin_ in rank]
     order = np.concatenate([np.empty(0, np.int64), *bins])
-    outside = (order < 0) | (order >= len(lengths))
-    if outside.any():
+    if sorted(order.tolist()) != list(range(len(lengths))):
         raise ValueError(
-            f"The scheduler used position {order[outside][0]} of {len(lengths)} sequences. "
-            "It must return positions in the lengths it was given."
-        )
-    uses = np.bincount(order, minlength=len(lengths))
-    if (uses != 1).any():
-        wrong = int((uses != 1).argmax())
-        raise ValueError(
-            f"The scheduler used position {wrong} {uses[wrong]} times, of {len(lengths)} sequences. "
-            "It must put each position in one microbatch."
+            f"The scheduler used {len(order)} positions, up to {order.max(initial=-1)}, for {len(lengths)} "
+            "sequences. It must put each position in the lengths it was given in one microbatch."
         )
     bounds = [("slots", lengths, capacity), *([] if seen is None else [("patches", seen.patches, seen.most)])]
     for number, bin_ in enumerate(bins):

@@ -176,12 +176,7 @@ def count_packs(lengths: IntArray, capacity: int) -> int:
 def _argsort_descending(values: IntArray) -> IntArray:
     """Sort by length, longest first, ties in the order given; 16-bit keys take numpy's linear radix sort."""
     keys = values.max() - values
-    if keys.max() < 1 << 16:
-        return np.argsort(keys.astype(np.uint16), kind="stable")
-    low = np.argsort((keys & 0xFFFF).astype(np.uint16), kind="stable")
-    high = keys[low] >> 16
-    kind = np.uint16 if high.max() < 1 << 16 else np.int64
-    return np.asarray(low[np.argsort(high.astype(kind), kind="stable")])
+    return np.argsort(keys.astype(np.uint16) if keys.max() < 1 << 16 else keys, kind="stable")
 
 
 def _histogram(descending: IntArray) -> tuple[list[int], list[int]]:

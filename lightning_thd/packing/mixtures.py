@@ -31,7 +31,6 @@ EpochSize = Literal["longest", "shortest"] | int
 
 _DRAWS = 11  # purpose of the key, apart from those of windows.py and planner.py
 _MOST_PASSES = 1000  # An epoch with more passes over a source was hardly meant, and takes long to plan.
-_LARGE = 1e100  # Weights above it may overflow where they are added.
 # Weights of streams become fractions of at most this denominator: 0.3 is 3/10, so that shares stay exact.
 _DENOMINATOR = 10**9
 _KEEP = 2  # planners of epochs that stay: the present one and the next, which workers prefetch
@@ -39,15 +38,11 @@ _KEEP = 2  # planners of epochs that stay: the present one and the next, which w
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mixing:
-    """How the sources of a mixture make an epoch: temperature, length, and what ends it.
+    """How the sources of a mixture make an epoch: its length, and what ends it.
 
     Attributes:
-        temperature: weights become ``weight ** (1 / temperature)`` before they are made shares: 1 keeps them,
-            a large one makes the sources equal.
         epoch: the number of sequences in an epoch. ``"longest"`` uses every source completely at least once,
             and ``"shortest"`` uses no sequence twice.
-        passes: passes over each source in an epoch, by its name, in place of weights: 2 uses every
-            sequence of it twice, 0.5 half of them, the other half in the next epoch.
         dry: only for streams, whose sizes are not known: what happens when a source runs dry. ``"restart"``,
             the default, reads it again, so that its share holds, and ends the epoch once every source was
             used completely. ``"stop"`` ends the epoch, and the other sources continue in the next one where
@@ -56,43 +51,17 @@ class Mixing:
             passes, and on average within a pass. Streams, whose lengths are not known, take sequences only.
     """
 
-    temperature: float = 1.0
     epoch: EpochSize = "longest"
-    passes: Mapping[str, float] | None = None
     dry: Literal["restart", "stop", "rest"] | None = None
     shares: Literal["sequences", "tokens"] = "sequences"
-
-    def tempered(self, weights: Mapping[str, float]) -> dict[str, float]:
-        """Return the weights with the temperature applied, up to a common factor."""
-        if self.temperature == 1 and max(weights.values()) < _LARGE:
-            return {name: float(weight) for name, weight in weights.items()}
-        logs = {name: math.log(weight) for name, weight in weights.items()}
-        largest = max(logs.values())
-        raised = {name: math.exp((value - largest) / self.temperature) for name, value in logs.items()}
-        if none := [name for name, value in raised.items() if not value]:
-            raise ValueError(
-                f"temperature={self.temperature} leaves {none[0]!r} no share. Raise it: 1 keeps the weights, "
-                "and more make the sources equal."
-            )
-        return raised
 
     def __post_init__(self) -> None:
         if self.dry not in (None, "restart", "stop", "rest"):
             raise ValueError(f"dry={self.dry!r} is unknown. Choose 'restart', 'stop' or 'rest'.")
         if self.shares not in ("sequences", "tokens"):
             raise ValueError(f"shares={self.shares!r} is unknown. Choose 'sequences' or 'tokens'.")
-        if not _is_number(self.temperature) or not 0 < self.temperature < np.inf:
-            raise ValueError(
-                f"temperature={self.temperature!r}: wanted a number above 0; 1 keeps the weights."
-            )
-        if self.passes is not None:
-            instance(self.passes, "passes", Mapping, advice="Pass {name: passes over it}, or None.")
         if not isinstance(self.epoch, str) or self.epoch not in ("longest", "shortest"):
             whole_number(self.epoch, "epoch", least=1, advice="Pass 'longest', 'shortest' or a number.")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
 
 
 def share_out(
@@ -100,18 +69,17 @@ def share_out(
 ) -> dict[str, int]:
     """Return how many sequences of each source an epoch takes."""
     mixing = Mixing() if mixing is None else mixing
-    instance(mixing, "mixing", Mixing, advice="Pass Mixing(temperature=..., epoch=..., passes=...), or None.")
+    instance(mixing, "mixing", Mixing, advice="Pass Mixing(epoch=..., shares=...), or None.")
     if mixing.dry is not None:
         raise ValueError(
             f"Mixing(dry={mixing.dry!r}) is for streams; no source here is one. Mixing(epoch=) says how many "
             "sequences an epoch of sources with a length takes."
         )
     _check_sizes(sizes, weights)
-    if mixing.passes is not None:
-        return _by_passes(sizes, mixing.passes)
-    raised = mixing.tempered({name: weights[name] for name in sizes})
-    total = sum(raised.values())
-    shares = {name: value / total for name, value in raised.items()}
+    largest = max(weights.values())  # a sum of large weights may overflow
+    scaled = {name: weights[name] / largest for name in sizes}
+    total = sum(scaled.values())
+    shares = {name: value / total for name, value in scaled.items()}
     if isinstance(mixing.epoch, str):
         choose = max if mixing.epoch == "longest" else min
         # a share of 0, too small for a float, wants more passes of the others than any number
@@ -120,16 +88,6 @@ def share_out(
     else:
         number = int(mixing.epoch)
     counts = _round(shares, number)
-    _refuse_passes(counts, sizes)
-    if none := [name for name, count in counts.items() if not count]:
-        raise ValueError(
-            f"An epoch of {number} sequences has none of {none[0]!r}, whose share is {shares[none[0]]:.2g}. "
-            "Raise its weight, or set Mixing(epoch=) to more sequences."
-        )
-    return counts
-
-
-def _refuse_passes(counts: Mapping[str, int], sizes: Mapping[str, int]) -> None:
     name = max(sizes, key=lambda name: counts[name] / sizes[name])
     if counts[name] > _MOST_PASSES * sizes[name]:
         raise ValueError(
@@ -137,6 +95,12 @@ def _refuse_passes(counts: Mapping[str, int], sizes: Mapping[str, int]) -> None:
             f"{sizes[name]:,} sequences. Bring the weights closer together, or set Mixing(epoch='shortest') "
             "or a smaller number of sequences."
         )
+    if none := [name for name, count in counts.items() if not count]:
+        raise ValueError(
+            f"An epoch of {number} sequences has none of {none[0]!r}, whose share is {shares[none[0]]:.2g}. "
+            "Raise its weight, or set Mixing(epoch=) to more sequences."
+        )
+    return counts
 
 
 def _check_sizes(sizes: Mapping[str, int], weights: Mapping[str, float]) -> None:
@@ -155,27 +119,12 @@ def _check_sizes(sizes: Mapping[str, int], weights: Mapping[str, float]) -> None
 def check_weights(weights: Mapping[str, float]) -> None:
     """Refuse weights that are not finite numbers above 0."""
     for name, weight in weights.items():
-        if not _is_number(weight) or not 0 < weight < np.inf:
+        number = isinstance(weight, int | float | np.number) and not isinstance(weight, bool)
+        if not number or not 0 < weight < np.inf:
             raise ValueError(
                 f"The weight of {name!r} is {weight!r}. Weights are finite numbers above 0; leave out a "
                 "source that is not wanted."
             )
-
-
-def _by_passes(sizes: Mapping[str, int], passes: Mapping[str, float]) -> dict[str, int]:
-    if set(passes) != set(sizes):
-        raise ValueError(
-            f"passes names {sorted(passes)}, but the sources are {sorted(sizes)}. Name each once."
-        )
-    counts = {}
-    for name, size in sizes.items():
-        if not _is_number(passes[name]) or not 0 < passes[name] < np.inf:
-            raise ValueError(
-                f"passes[{name!r}]={passes[name]!r}: wanted a number above 0, 1 for each sequence once."
-            )
-        counts[name] = max(1, round(size * float(passes[name])))
-    _refuse_passes(counts, sizes)
-    return counts
 
 
 def _round(shares: Mapping[str, float], number: int) -> dict[str, int]:

@@ -18,7 +18,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lightning_thd import CUDAGraphCallback, Packs, Sequences, THDDataModule, causal_lm_loss
 from lightning_thd.loss import log_token_losses
 from lightning_thd.module import CausalLMModule
-from lightning_thd.packing.mixtures import Mixing
 from tests.data.support import CAPACITY, flat, make_trainer
 from tests.ranks import run_ranks
 from tests.tiny import TinyModule, nll, sequences, tiny_llama
@@ -121,10 +120,8 @@ def test_an_error_in_a_mixture_names_the_source() -> None:
         lengths = (2, 2)
         loss_tokens = (1, 1)
 
-    sources = {"a": (sequences(3), 1), "b": (Lies([{"input_ids": [1, 2]}, {"input_ids": [1, 2, 3]}]), 1)}
-    data = THDDataModule(
-        sources, capacity=CAPACITY, global_batch=Packs(1), mixing=Mixing(passes={"a": 1, "b": 1})
-    )
+    sources = {"a": (sequences(3), 3), "b": (Lies([{"input_ids": [1, 2]}, {"input_ids": [1, 2, 3]}]), 2)}
+    data = THDDataModule(sources, capacity=CAPACITY, global_batch=Packs(1))
     data.setup("fit")
     with pytest.raises(ValueError, match="Sequence 4 has 3 tokens, but 2 were counted.* It is row 1 of 'b'"):
         list(data.train_dataloader())

@@ -116,9 +116,7 @@ TABLE = {
     ),
     "packing.sharing.check_tiling": Entry(check_tiling, lambda _: {"ranks": 4, "max_degree": 2}),
     "packing.sharing.share_out": Entry(share_out, _shared),
-    "packing.mixtures.Mixing": Entry(
-        Mixing, lambda rng: {"temperature": 2.0, "epoch": "longest", "passes": None, "shares": "tokens"}
-    ),
+    "packing.mixtures.Mixing": Entry(Mixing, lambda _: {"epoch": "longest", "shares": "tokens"}),
     "packing.mixtures.share_out": Entry(
         share_out_mixture,
         lambda rng: {"sizes": {"a": 3, "b": 5}, "weights": {"a": 1, "b": rng.random() + 0.1}, "mixing": None},

@@ -168,10 +168,10 @@ def answer(
         ([[[0, 1, 2]]], "1 ranks with.*must return 2 lists"),
         ([[[0], [1]], [[2]]], r"\[1, 2\] microbatches.*the same number"),
         ([[], []], "at least one"),
-        ([[[0, 1]], [[]]], "used position 2 0 times, of 3"),
-        ([[[0, 1]], [[1, 2]]], "used position 1 2 times"),
-        ([[[0, 1]], [[2, 3]]], "position 3 of 3 sequences"),
-        ([[[0, 1]], [[2, -1]]], "position -1 of 3 sequences"),
+        *[
+            (plan, "put each position")
+            for plan in ([[[0, 1]], [[]]], [[[0, 1]], [[1, 2]]], [[[0, 1]], [[2, -1]]])
+        ],
         ([[[1, 2, 0]], [[]]], "12 slots in microbatch 0 of rank 0, above the 8"),
     ],
 )

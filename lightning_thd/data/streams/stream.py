@@ -95,11 +95,11 @@ class Streams:
 
     def __post_init__(self) -> None:
         check_weights(self.weights)
-        if self.mixing.passes is not None or self.mixing.epoch != "longest" or self.mixing.shares == "tokens":
+        if self.mixing.epoch != "longest" or self.mixing.shares == "tokens":
             raise ValueError(
-                "Mixing(passes=), Mixing(epoch=) and Mixing(shares='tokens') need sources whose sizes are "
-                "known, and a stream's is not. Give weights, Mixing(dry=) for what happens when a source "
-                "runs dry, and Stream(steps_per_epoch=) for epochs of a given length."
+                "Mixing(epoch=) and Mixing(shares='tokens') need sources whose sizes are known, and a "
+                "stream's is not. Give weights, Mixing(dry=) for what happens when a source runs dry, and "
+                "Stream(steps_per_epoch=) for epochs of a given length."
             )
         lengths = {one.steps_per_epoch for one in self.streams.values()} - {None}
         if len(lengths) > 1:
@@ -110,8 +110,7 @@ class Streams:
 
     def open(self, opener: Opener, parts: int) -> tuple[list[Shard], list[Source]]:
         """Open the sources as shards; some can be asked for any number of ``parts``."""
-        raised = self.mixing.tempered(self.weights)
-        shares = dict(zip(raised, whole_shares([*raised.values()]), strict=True))
+        shares = dict(zip(self.weights, whole_shares([*self.weights.values()]), strict=True))
         shards: list[Shard] = []
         sources: list[Source] = []
         for name, one in self.streams.items():

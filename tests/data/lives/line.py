@@ -17,10 +17,7 @@ from tests.data.lives.setups import MOST, Rows, Setup
 
 def exact_counts(sizes: Mapping[str, int], weights: Mapping[str, float], mixing: Mixing) -> dict[str, float]:
     """Say what an epoch would take of sources of these sizes if sequences could be cut."""
-    if mixing.passes is not None:
-        return {name: float(sizes[name] * mixing.passes[name]) for name in sizes}
-    raised = {name: weight ** (1 / mixing.temperature) for name, weight in weights.items()}
-    shares = {name: value / sum(raised.values()) for name, value in raised.items()}
+    shares = {name: weight / sum(weights.values()) for name, weight in weights.items()}
     wanted = [sizes[name] / shares[name] for name in sizes]
     sized = {"longest": max(wanted), "shortest": min(wanted)}
     number = round(sized[mixing.epoch]) if isinstance(mixing.epoch, str) else mixing.epoch

@@ -244,24 +244,17 @@ def setups(draw: Any, *, kinds: tuple[str, ...] = ("map", "mixture", "stream", "
         tail="drop" if drops else "pad",
         window=draw(st.sampled_from([1, 3, 16])),
         seed=draw(st.integers(0, 99)),
-        mixing=_mixing(draw, streamed, lengths) if number > 1 else None,
+        mixing=_mixing(draw, streamed) if number > 1 else None,
         shuffle=draw(st.sampled_from([0, 5])) if streamed else 0,
         steps_per_epoch=draw(st.sampled_from([None, None, 3])) if streamed and not drops else None,
         batches=packs and not streamed and draw(st.booleans()),
     )
 
 
-def _mixing(draw: Any, streamed: bool, lengths: list[tuple[int, ...]]) -> Mixing:
+def _mixing(draw: Any, streamed: bool) -> Mixing:
     if streamed:
         return Mixing(dry=draw(st.sampled_from(["restart", "stop", "rest"])))
-    names = [f"s{k}" for k in range(len(lengths))]
-    kinds = [
-        Mixing(),
-        Mixing(temperature=2.0),
-        Mixing(epoch=30),
-        Mixing(passes={name: draw(st.sampled_from([0.5, 1, 2])) for name in names}),
-    ]
-    return draw(st.sampled_from(kinds))
+    return draw(st.sampled_from([Mixing(), Mixing(epoch=30)]))
 
 
 def reference(setup: Setup, folder: Path, capacity: int, epochs: int) -> list[list[list[tuple[int, ...]]]]:
