@@ -55,17 +55,6 @@ def test_loaders_work_without_a_trainer(num_workers: int) -> None:
     ]
 
 
-def test_sequences_give_steps_with_the_scale_of_the_whole_step() -> None:
-    samples = sequences(60, labels=True)
-    data = THDDataModule(samples, capacity=CAPACITY, global_batch=Sequences(14))
-    data.setup("fit")
-    for step in data.train_dataloader():
-        assert isinstance(step, THDStep)
-        counts = [b.loss_tokens for b in step.microbatches]
-        scales = {b.loss_scale for b in step.microbatches}
-        assert scales == {len(step) / sum(counts)}
-
-
 def test_the_last_step_of_a_limited_epoch_is_still_the_mean_over_its_tokens() -> None:
     samples = sequences(60, labels=True)
     module = TinyModule(lr=0.0)

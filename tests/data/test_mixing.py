@@ -229,9 +229,3 @@ def test_steps_replayed_from_graphs_log_the_same_losses_of_sources(tmp_path: Pat
     assert graphs.stats.replays > 5  # of those after the 32 that are observed
     for name, values in losses_by_hand(epochs=5).items():
         assert found[name] == pytest.approx(values, rel=1e-6), name
-
-
-def test_a_loss_of_ones_own_is_logged_by_source(tmp_path: Path) -> None:
-    found = logged_losses(source_losses(tmp_path, own=True))
-    for name, values in losses_by_hand().items():
-        assert found[name] == pytest.approx(values, rel=1e-6), name

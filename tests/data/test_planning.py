@@ -114,45 +114,33 @@ def test_windows_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         order()
 
 
-def test_the_cost_is_that_of_the_model() -> None:
+class Late(TinyModule):
+    """Builds its model when training begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made, self.model = self.model, None  # type: ignore[assignment]
+        self._modules.pop("made")
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = TinyModule().model
+
+
+@pytest.mark.parametrize("kind", [TinyModule, Late])
+@pytest.mark.parametrize("mine", [None, Cost(linear=1, quadratic=0)])
+def test_the_cost_is_that_of_the_model_or_the_users(kind: type[TinyModule], mine: Cost | None) -> None:
     seen: list[Cost] = []
 
     def spy(lengths: Any, capacity: int, *, dp: int, cost: Cost) -> Any:
         seen.append(cost)
         return balance(lengths, capacity, dp=dp, cost=cost)
 
-    module = TinyModule()
-    data = THDDataModule(sequences(30), capacity=CAPACITY, global_batch=Sequences(10), scheduler=spy)
-    make_trainer(strategy="thd").fit(module, data)
-    assert seen[0] == Cost.from_flops(FlopsModel.from_config(module.model.config), longest=CAPACITY)
-    mine = Cost(linear=1, quadratic=0)
-    data = THDDataModule(
-        sequences(30), capacity=CAPACITY, global_batch=Sequences(10), scheduler=spy, cost=mine
-    )
-    make_trainer(strategy="thd").fit(TinyModule(), data)
-    assert seen[-1] == mine
-
-
-def test_a_model_built_late_is_still_found() -> None:
-    seen: list[Cost] = []
-
-    def spy(lengths: Any, capacity: int, *, dp: int, cost: Cost) -> Any:
-        seen.append(cost)
-        return balance(lengths, capacity, dp=dp, cost=cost)
-
-    class Late(TinyModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.made, self.model = self.model, None  # type: ignore[assignment]
-            self._modules.pop("made")
-
-        def configure_model(self) -> None:
-            if self.model is None:
-                self.model = TinyModule().model
-
-    data = THDDataModule(sequences(30), capacity=CAPACITY, global_batch=Sequences(10), scheduler=spy)
-    make_trainer(strategy="thd").fit(Late(), data)
-    assert seen[0] == Cost.from_flops(FlopsModel.from_config(TinyModule().model.config), longest=CAPACITY)
+    step = Sequences(10)
+    data = THDDataModule(sequences(30), capacity=CAPACITY, global_batch=step, scheduler=spy, cost=mine)
+    make_trainer(strategy="thd").fit(kind(), data)
+    of_model = FlopsModel.from_config(TinyModule().model.config)
+    assert seen[0] == (mine or Cost.from_flops(of_model, longest=CAPACITY))
 
 
 def test_a_scheduler_of_ones_own_places_the_sequences() -> None:

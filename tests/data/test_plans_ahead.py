@@ -89,17 +89,3 @@ def test_a_copy_and_a_fork_leave_the_thread_behind() -> None:
         right = same(ahead.step(0, 1), plain.step(0, 1)) and same(ahead.step(0, 2), plain.step(0, 2))
         os._exit(0 if right else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-class Asking:
-    """A dataset whose items tell whether a worker planned ahead."""
-
-    def __init__(self) -> None:
-        self.ahead = PlansAhead(PackPlanner(LENGTHS, 512, global_batch=Sequences(32)), 1)
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, k: int) -> bool:
-        self.ahead.step(0, k)
-        return self.ahead._ahead._thread is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_thd import Packs, Sequences, THDDataModule
 from lightning_thd.data.streams import Stream
@@ -24,7 +22,7 @@ from tests.data.streams.jobs import counted, describe, write_shards
 from tests.data.support import CAPACITY
 from tests.data.test_mixing import logged_losses, source_losses
 from tests.ranks import run_ranks
-from tests.tiny import TinyModule, nll, quiet_trainer, sequences
+from tests.tiny import TinyModule, nll, sequences
 
 WEIGHTS = {"code": 0.3, "chat": 0.7}
 
@@ -179,39 +177,6 @@ def test_shares_hold_on_other_numbers_of_ranks(tmp_path: Path, dry: str) -> None
         assert all(repr(other) == repr(state) for _, other in found)
     assert total == 120
     assert set(used.values()) == {1}
-
-
-class Numbers(DummyLogger):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logged: dict[str, float] = {}
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.logged |= metrics
-
-
-def test_shares_are_logged_as_those_of_other_mixtures(tmp_path: Path) -> None:
-    def records() -> Iterator[dict[str, Any]]:
-        while True:
-            yield {"input_ids": [1, 2, 3, 4]}
-
-    kept = Numbers()
-    trainer = quiet_trainer(
-        max_steps=12,
-        strategy="thd",
-        logger=kept,
-        log_every_n_steps=2,
-    )
-    data = THDDataModule(
-        {"code": (records, 1), "chat": (Stream(records), 3)}, capacity=64, global_batch=Sequences(8)
-    )
-    trainer.fit(TinyModule(), data)
-    logged = kept.logged
-    assert logged["data/code/share"] == pytest.approx(0.25)
-    assert logged["data/chat/tokens"] == 3 * logged["data/code/tokens"]
-    assert logged["data/code/tokens"] == 12 * 8 * 0.25 * 4  # the steps after the last interval too
 
 
 def stream_of_losses(folder: Path) -> THDDataModule:
