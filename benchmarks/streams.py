@@ -31,9 +31,8 @@ from lightning_thd.data.loader import Made
 from lightning_thd.data.streams import Stream
 from lightning_thd.data.streams.engine import Engine
 from lightning_thd.data.streams.intake import Tally, Told
-from lightning_thd.data.streams.ranks import moved_bytes
 from lightning_thd.data.streams.samples import META
-from lightning_thd.data.streams.schedule import POOL, Scheduling, Table, plan_steps
+from lightning_thd.data.streams.schedule import POOL, Planned, Scheduling, Table, plan_steps, work_of
 from lightning_thd.packing import Cost
 from lightning_thd.packing.lengths import make_slots
 
@@ -70,6 +69,11 @@ def gathered(each: int) -> int:
     return len(pickle.dumps(told))
 
 
+def moved_bytes(step: Planned) -> int:
+    """Return the bytes that a step moves between all ranks together."""
+    return int(step.table["bytes"][step.table["holder"] != step.targets()].sum())
+
+
 def slowest(work: npt.NDArray[np.float64]) -> float:
     """Return the work of the slowest rank of every microbatch, summed, of the mean rank's."""
     return float(work.max(0).sum() * len(work) / work.sum())
@@ -84,7 +88,7 @@ def balance_of(dp: int, draw: Any) -> tuple[float, float, float]:
         lengths = draw(rng, WINDOW * dp)
         (step,), _ = plan_steps(pool_of(lengths, dp), how, ended=False)
         assert np.add.reduceat(step.table["length"], step.offsets[:-1]).max() <= CAPACITY
-        ours.append(slowest(step.work(cost)))
+        ours.append(slowest(np.add.reduceat(work_of(step.table, cost), step.offsets[:-1]).reshape(dp, -1)))
         plan = megatron(lengths, CAPACITY, dp, cost)
         peer.append(slowest(np.array([[float(cost(lengths[ids]).sum()) for ids in rank] for rank in plan])))
         moved += moved_bytes(step) + dp * gathered(WINDOW) * (dp > 1)

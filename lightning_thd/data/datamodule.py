@@ -276,7 +276,11 @@ class THDDataModule(LogsSources):
     @property
     def set_names(self) -> dict[str, tuple[str, ...]]:
         """Return the names of the sets of each stage that has several, in the order of its loaders."""
-        return sets.names_by_stage(self._sources)
+        found: dict[str, tuple[str, ...]] = {}
+        for stage, _, name in (source.partition("/") for source in self._sources):
+            if name:
+                found[stage] = (*found.get(stage, ()), name)
+        return found
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
@@ -401,23 +405,16 @@ class THDDataModule(LogsSources):
         return self._planners[key]
 
 
-def _as_streams(train: object, mixing: Mixing | None) -> Streams | None:
+def _as_streams(train: Any, mixing: Mixing | None) -> Streams | None:
     """Wrap training data that can only be iterated as streams; None for data with a length."""
-    if not sets.is_mixture(train):
-        if train is None or not (isinstance(train, Stream) or is_stream(train)):
-            return None
-        one = train if isinstance(train, Stream) else Stream(source=train)
-        return Streams(streams={"": one}, weights={"": 1.0}, mixing=Mixing(dry="rest"))
-    assert isinstance(train, Mapping)
-    sources = [x[0] if isinstance(x, tuple | list) and len(x) == 2 else x for x in train.values()]
-    if not any(isinstance(source, Stream) or is_stream(source) for source in sources):
+    mixed = sets.is_mixture(train)
+    given = {"": train}
+    if mixed:
+        given = {name: x[0] if isinstance(x, tuple | list) and x else x for name, x in train.items()}
+    if not any(isinstance(one, Stream) or is_stream(one) for one in given.values()):
         return None
-    parts = {name: sets.weighted(name, given) for name, given in train.items()}
-    return Streams(
-        streams={
-            name: source if isinstance(source, Stream) else Stream(source=source)
-            for name, (source, _) in parts.items()
-        },
-        weights={name: weight for name, (_, weight) in parts.items()},
-        mixing=mixing or Mixing(),
-    )
+    streams = {name: one if isinstance(one, Stream) else Stream(source=one) for name, one in given.items()}
+    if not mixed:
+        return Streams(streams=streams, weights={"": 1.0}, mixing=Mixing(dry="rest"))
+    weights = {name: sets.weighted(name, x)[1] for name, x in train.items()}
+    return Streams(streams=streams, weights=weights, mixing=mixing or Mixing())

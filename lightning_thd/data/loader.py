@@ -111,6 +111,10 @@ class THDLoader:
         self, source: Steps, *, progress: Progress | None = None, capacity: int = 0, predicts: bool = False
     ) -> None:
         self.source, self._progress, self.capacity = source, progress, capacity
+        self.planner: Planner | None = source.planner if isinstance(source, PlannedSteps) else None
+        self.per_step = source.per_step
+        # Ranks that share packs get them from the rank that reads, without a strategy.
+        self.reads_for_peers = source.goes_on
         self.waited_s = 0.0  # spent so far on reading and collating, or on waiting for workers that do
         self.tokens: deque[npt.NDArray[np.int64]] = deque(maxlen=_REMEMBERED)
         self._given: deque[tuple[int, Position, Made]] = deque()  # not finished, as in _states
@@ -130,21 +134,6 @@ class THDLoader:
     def batch_sampler(self) -> _SamplerForLightning:
         """Return what Lightning takes for the sampler of the batches."""
         return _SamplerForLightning(self, self._indices)
-
-    @property
-    def planner(self) -> Planner | None:
-        """Return the planner of the steps; None for a stream."""
-        return self.source.planner if isinstance(self.source, PlannedSteps) else None
-
-    @property
-    def per_step(self) -> int:
-        """Return the batches of a rank to a step."""
-        return self.source.per_step
-
-    @property
-    def reads_for_peers(self) -> bool:
-        """Return whether ranks that share packs get them from the rank that reads, without a strategy."""
-        return self.source.goes_on
 
     @property
     def counts(self) -> dict[str, int]:
@@ -457,17 +446,11 @@ class BatchMaker:
             batch = batch.replace(extras={"labels": sequence_labels([first])[:0]})
         largest = max(int(batch.input_ids.max()), int(batch.token_targets.max()))
         if self.vocab_size is not None and largest >= self.vocab_size:
-            self._refuse(batch)
+            raise ValueError(
+                f"One of the sequences {list(batch.sequence_ids)} has the token id or label {largest}, but "
+                f"the model's vocabulary has {self.vocab_size} entries. Use the tokenizer it was made for."
+            )
         return batch
-
-    def _refuse(self, batch: THDBatch) -> None:
-        for what, row in (("token id", batch.input_ids), ("label", batch.token_targets)):
-            for i, ids in zip(batch.sequence_ids, batch.unpack(row), strict=True):
-                if int(ids.max()) >= (self.vocab_size or 0):
-                    raise ValueError(
-                        f"Sequence {i} has the {what} {int(ids.max())}, but the model's vocabulary has "
-                        f"{self.vocab_size} entries. Use the tokenizer the model was made for."
-                    )
 
 
 class PlannedSteps:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,12 +186,3 @@ def named_sources(sources: Mapping[str, Any]) -> dict[str, Any]:
         elif source is not None:
             named[stage] = source
     return named
-
-
-def names_by_stage(sources: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Return the names of the sets of each stage that has several: ``val/a`` and ``val/b`` give a and b."""
-    found: dict[str, tuple[str, ...]] = {}
-    for stage, _, name in (source.partition("/") for source in sources):
-        if name:
-            found[stage] = (*found.get(stage, ()), name)
-    return found

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import lightning.pytorch as L
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -158,14 +158,6 @@ def check_trainer(trainer: L.Trainer | None, step: Packs | Sequences | None) -> 
     if trainer is None:
         return
     callbacks = cast("list[L.Callback]", trainer.callbacks)  # type: ignore[attr-defined]
-    if any(
-        isinstance(callback, GradientAccumulationScheduler) and callback.going_to_accumulate_grad_batches()
-        for callback in callbacks
-    ):
-        raise MisconfigurationException(
-            "GradientAccumulationScheduler changes the packs of a step between epochs, which would "
-            "change the loss. Use a fixed Trainer(accumulate_grad_batches=...)."
-        )
     module = trainer.lightning_module
     if any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks) and (
         is_overridden("configure_model", module) and not any(True for _ in module.parameters())
@@ -263,8 +255,7 @@ class Progress:
 
     def total(self) -> int:
         """Return how many batches of all epochs and fits the Trainer has finished."""
-        batches: Any = self._trainer.fit_loop.epoch_loop.batch_progress
-        return int(batches.total.processed)
+        return int(self._batches.total.processed)
 
     def limit(self, length: int | None) -> int | None:
         """Return how many batches the Trainer takes of an epoch of a length; None where nobody knows."""

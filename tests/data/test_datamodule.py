@@ -189,8 +189,10 @@ def test_bad_input_is_refused(make: Any, message: str) -> None:
 
 def test_trainer_clashes_are_refused() -> None:
     data = THDDataModule(sequences(9), capacity=CAPACITY)
-    with pytest.raises(MisconfigurationException, match="GradientAccumulationScheduler changes the packs"):
-        make_trainer(callbacks=[GradientAccumulationScheduler({0: 1, 1: 2})]).fit(TinyModule(), data)
+    with pytest.raises(MisconfigurationException, match="accumulate_grad_batches is 2, but was 1"):
+        make_trainer(max_epochs=2, callbacks=[GradientAccumulationScheduler({0: 1, 1: 2})]).fit(
+            TinyModule(), data
+        )
     averaging = StochasticWeightAveraging(1e-3)  # its copy of this module has no weights yet
     with pytest.raises(MisconfigurationException, match="StochasticWeightAveraging .* average nothing"):
         make_trainer(callbacks=[averaging]).fit(CausalLMModule(tiny_llama), data)

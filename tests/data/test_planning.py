@@ -224,5 +224,5 @@ def test_an_id_past_the_vocabulary_where_only_lengths_were_known() -> None:
     rows = Counted([{"input_ids": [1, 2]}, {"input_ids": [3, 64, 5]}])
     data = THDDataModule(rows, capacity=CAPACITY, vocab_size=64)
     data.setup("fit")
-    with pytest.raises(ValueError, match="Sequence 1 has the token id 64, but the model's vocabulary has"):
+    with pytest.raises(ValueError, match="has the token id or label 64, but the model's vocabulary has"):
         list(data.train_dataloader())

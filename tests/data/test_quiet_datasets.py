@@ -179,5 +179,5 @@ def test_labels_that_are_not_shifted_are_taken(tmp_path: Path, rows: Any) -> Non
 def test_labels_past_the_vocabulary_are_refused(tmp_path: Path) -> None:
     labels = np.array([-100, 2, -100, 400])
     rows = [{"input_ids": np.array([1, 2, 3, 4], np.uint16), "labels": labels}]
-    with pytest.raises(ValueError, match="Sequence 0 has the label 400, but the model's vocabulary has"):
+    with pytest.raises(ValueError, match="has the token id or label 400, but the model's vocabulary has"):
         trained_on(rows, tmp_path, vocab_size=100)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from lightning_thd.data.streams.schedule import (
     restored,
     rows_of,
 )
+from lightning_thd.packing import Sequences
 from lightning_thd.packing.mixtures import take_turns
 from lightning_thd.packing.plan import step_scale
 
@@ -106,7 +108,7 @@ class Engine:
         whole = self.ledger.rounds.copy()  # passes over each source that are used up
         for table in (self.ledger.pool, *(step.table for step in self.ledger.planned)):
             np.minimum.at(whole, settings.source_of[table["shard"]], table["round"])
-        last = self._restarts and int(whole.min()) > self.ledger.number
+        last = settings.dry == "restart" and int(whole.min()) > self.ledger.number
         if last:
             self.ledger.number, self.ledger.steps = self.ledger.number + 1, 0
         state = self._state()
@@ -128,14 +130,10 @@ class Engine:
             self._intake.drop_marks(pending, ledger.cursors)
         return {**ledger.state(), "marks": {shard: found[0] for shard, found in marks.items() if found}}
 
-    @property
-    def _restarts(self) -> bool:
-        return bool(self._settings.names) and self._settings.dry == "restart"
-
     def _end_pass(self) -> None:
         """Begin the next pass: over all sources, or with ``dry="stop"`` over those that ran dry."""
         ledger, settings = self.ledger, self._settings
-        stops = bool(settings.names) and settings.dry == "stop"
+        stops = settings.dry == "stop"
         dry = np.flatnonzero(self._intake.dry) if stops else np.arange(len(settings.sources))
         for number in dry.tolist():
             ledger.cursors[settings.sources[number].first : settings.sources[number].stop] = 0
@@ -199,7 +197,7 @@ class Engine:
         np.maximum.at(ledger.cursors, fresh["shard"], fresh["row"] + 1)
         self._given[np.unique(settings.source_of[fresh["shard"]])] = True
         ledger.pool = np.concatenate([ledger.pool, fresh])
-        if self._restarts:
+        if settings.dry == "restart":
             for number in np.flatnonzero(intake.dry).tolist():
                 self._restart(number)
 
@@ -226,21 +224,18 @@ class Engine:
         )
         ids = (table["shard"].astype(np.int64) << ROW_BITS) | table["row"]
         bounds = planned.offsets[rank * m : (rank + 1) * m + 1].tolist()
-        return THDStep(
-            [
-                self._settings.collate(
-                    samples,
-                    sequence_ids=ids[start:stop].tolist(),
-                    loss_scale=loss,
-                    sequence_scale=sequences,
-                    token_scale=tokens,
-                    microbatch=at,
-                )
-                for at, (samples, start, stop) in enumerate(
-                    zip(microbatches, bounds[:-1], bounds[1:], strict=True)
-                )
-            ]
-        )
+        batches = []
+        for at, (samples, (start, stop)) in enumerate(zip(microbatches, pairwise(bounds), strict=True)):
+            batch = self._settings.collate(
+                samples,
+                sequence_ids=ids[start:stop].tolist(),
+                loss_scale=loss,
+                sequence_scale=sequences,
+                token_scale=tokens,
+                microbatch=at,
+            )
+            batches.append(batch)
+        return THDStep(batches)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -299,7 +294,7 @@ def order_of(ledger: Ledger, settings: Settings, exhausted: BoolArray) -> Order:
     ended, found_dry = bool(out.all()), set()
     while not ended:
         waiting = [len(queue) - count for queue, count in zip(queues, used.tolist(), strict=True)]
-        left = how.needed - len(turns) if how.takes_first else None
+        left = how.needed - len(turns) if isinstance(how.step, Sequences) else None
         more, blocked = take_turns(shares_of(settings, out), drawn.tolist(), waiting, left)
         turns += more
         used += np.bincount(np.array(more, np.int64), minlength=len(sources))

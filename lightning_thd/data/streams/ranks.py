@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lightning_thd.data.streams.schedule import Planned, Table
+from lightning_thd.data.streams.schedule import Planned
 from lightning_thd.parallel.across_ranks import broadcast_object, host_group
 
 Held = dict[tuple[int, int, int], bytes]  # payloads by round, shard and row
@@ -115,21 +115,11 @@ class Peers:
         return waiting(self._who, self._timeout_s)
 
 
-def keys_of(table: Table) -> list[tuple[int, int, int]]:
-    """Return the key (pass, shard, row) of every sequence of a table."""
-    return list(zip(*(table[name].tolist() for name in ("round", "shard", "row")), strict=True))
-
-
-def moved_bytes(planned: Planned) -> int:
-    """Return the bytes that a step moves between all ranks together."""
-    moves = planned.table["holder"] != planned.targets()
-    return int(planned.table["bytes"][moves].sum())
-
-
 def exchange(planned: Planned, held: Held, wire: Wire) -> list[list[dict[str, Any]]]:
     """Exchange the samples of a step between ranks, and drop those that are used; a collective."""
     table, holders, rank = planned.table, planned.table["holder"], wire.rank
-    keys, targets = keys_of(table), planned.targets()
+    keys = list(zip(*(table[name].tolist() for name in ("round", "shard", "row")), strict=True))
+    targets = planned.targets()
     payloads = {i: held.pop(keys[i]) for i in np.flatnonzero(holders == rank).tolist()}
     outgoing, coming = [], []
     for other in range(wire.ranks):

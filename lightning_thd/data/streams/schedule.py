@@ -6,7 +6,6 @@ A pure function of numbers that every rank has, so that every rank finds the sam
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,11 +44,6 @@ class Scheduling:
     scheduler: Scheduler | None = None  # a function in place of ``packing.balance``, for ``Sequences(n)``
 
     @property
-    def takes_first(self) -> bool:
-        """Return whether a step takes a fixed number of sequences, the first of the pool."""
-        return isinstance(self.step, Sequences)
-
-    @property
     def needed(self) -> int:
         """Return the fewest sequences that make a step."""
         return self.step.n if isinstance(self.step, Sequences) else 1
@@ -72,11 +66,6 @@ class Planned:
         """Return the rank that runs each sequence of the table."""
         ranks = np.arange(len(self.offsets) - 1) // self.microbatches
         return np.repeat(ranks, np.diff(self.offsets))
-
-    def work(self, cost: Cost) -> npt.NDArray[np.float64]:
-        """Return the work of each microbatch, float64 ``[dp, microbatches]``."""
-        sums = np.concatenate([[0.0], np.cumsum(work_of(self.table, cost))])
-        return np.diff(sums[self.offsets]).reshape(self.dp, -1)
 
 
 def work_of(table: Table, cost: Cost) -> npt.NDArray[np.float64]:
@@ -111,7 +100,8 @@ def _pack_steps(pool: Table, how: Scheduling, each: int, ended: bool) -> tuple[l
     steps = []
     for first in range(0, microsteps - each + 1, each):
         chosen = [bins[b] for b in bin_of[:, first : first + each].ravel()]
-        steps.append(_planned(whole.table, chosen, how.dp))
+        rows = np.concatenate([np.empty(0, np.int64), *chosen])
+        steps.append(Planned(rows_of(whole.table, rows), np.cumsum([0, *map(len, chosen)]), how.dp))
     # The lightest packs come last: those that make no whole step are packed again with the sequences to come.
     left = [bins[b] for b in bin_of[:, len(steps) * each :].ravel()]
     rest = whole.table[np.sort(np.concatenate([np.empty(0, np.int64), *left]))]
@@ -155,11 +145,6 @@ def _dealt_bins(
     offsets = np.concatenate([packs.offsets, np.full(count - len(packs), packs.offsets[-1])])
     sums = np.concatenate([[0.0], np.cumsum(work_of(table, how.cost)[packs.indices])])
     return seated(packs.indices, offsets, np.diff(sums[offsets]), how.dp)
-
-
-def _planned(table: Table, bins: Sequence[IntArray], dp: int) -> Planned:
-    rows = np.concatenate([np.empty(0, np.int64), *bins])
-    return Planned(rows_of(table, rows), np.cumsum([0, *map(len, bins)]), dp)
 
 
 _VERSION = 2

@@ -35,7 +35,6 @@ from lightning_thd.packing.lengths import make_slots
 from lightning_thd.packing.mixtures import Mixing, check_weights, whole_shares
 from lightning_thd.packing.planner import fingerprint
 
-_MOST_KEPT = 2**31 - 1  # sequences in the memory of one rank
 _AHEAD = 2  # Two steps are made while one runs.
 
 
@@ -71,10 +70,8 @@ class Stream:
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        advice = "It is the number of sequences a rank keeps."
-        whole_number(self.window, "window", least=1, most=_MOST_KEPT, advice=advice)
-        advice = "0 keeps the order of the shards."
-        whole_number(self.shuffle_buffer, "shuffle_buffer", most=_MOST_KEPT, advice=advice)
+        whole_number(self.window, "window", least=1, advice="It is the number of sequences a rank keeps.")
+        whole_number(self.shuffle_buffer, "shuffle_buffer", advice="0 keeps the order of the shards.")
         if self.steps_per_epoch is not None:
             whole_number(self.steps_per_epoch, "steps_per_epoch", least=1, advice="None has no limit.")
         if self.max_errors is not None:

@@ -36,7 +36,6 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "no shards": (lambda: loader([]), "The stream has no shards: its source is an empty list. Pass at least"),
     "no stream": (lambda: loader(5), "int is no stream. Pass paths, an IterableDataset, or a function that"),
     "no wait": (lambda: Stream(source=rows, timeout_s=0), "timeout_s=0; wanted"),
-    "a window beyond any memory": (lambda: Stream(source=rows, window=2**31), "window=2147483648; wanted at"),
     "packs that ranks do not share": (lambda: for_three(4), r"Packs\(n=4\) cannot be shared by 3"),
     "a scheduler of packs": (
         lambda: loader(rows, scheduler=lambda lengths, capacity, **_: []),
