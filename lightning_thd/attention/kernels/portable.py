@@ -50,12 +50,12 @@ class Rows(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Sequences of like length as one batch; ``hidden`` is bool ``[B, 1, R, K]``, or None if ``causal``."""
+    """Sequences of like length as one batch, and their numbers of queries and keys, int64 ``[B]``."""
 
     q: Rows
     k: Rows
-    hidden: Tensor | None
-    causal: bool
+    lengths: Tensor
+    key_lengths: Tensor
 
 
 class PortableKernel:
@@ -105,26 +105,30 @@ class PortableKernel:
 
 def _groups(at: Offsets, spec: AttentionSpec) -> tuple[Group, ...]:
     offsets = host_offsets(at.cu_q), host_offsets(at.cu_kv)
-    return _make_groups(*offsets, spec.left, spec.right, at.cu_q.device)
+    return _make_groups(*offsets, spec.right, at.cu_q.device)
 
 
-def _masked_groups(at: Offsets, spec: AttentionSpec, like: Tensor) -> Iterator[tuple[Group, Tensor | None]]:
-    """Yield the groups of a call, each with its additive mask in the dtype of ``like``."""
+def _masked_groups(at: Offsets, spec: AttentionSpec, like: Tensor) -> Iterator[tuple[Group, Tensor]]:
+    """Yield the groups of a call, each with its additive mask ``[B, 1, 1, R, K]`` in the dtype of ``like``."""
     for group in _groups(at, spec):
-        hidden = None if group.hidden is None else group.hidden.unsqueeze(1)
-        if group.causal:
-            square = torch.ones(group.q.length, group.k.length, dtype=torch.bool, device=like.device)
-            hidden = square.triu(1)
-        if hidden is None:
-            yield group, None
-        else:
-            zeros = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
-            yield group, zeros.masked_fill(hidden, -torch.inf)
+        row = torch.arange(group.q.length, device=like.device)[:, None]
+        key = torch.arange(group.k.length, device=like.device)
+        lengths, key_lengths = (x[:, None, None] for x in (group.lengths, group.key_lengths))
+        distance = key - row - (key_lengths - lengths)
+        hidden = key >= key_lengths
+        if spec.left >= 0:
+            hidden = hidden | (distance < -spec.left)
+        if spec.right >= 0:
+            hidden = hidden | (distance > spec.right)
+        yield (
+            group,
+            torch.zeros_like(distance, dtype=like.dtype).masked_fill(hidden, -torch.inf)[:, None, None],
+        )
 
 
 @lru_cache(maxsize=32)
 def _make_groups(
-    cu_q: tuple[int, ...], cu_kv: tuple[int, ...], left: int, right: int, device: torch.device
+    cu_q: tuple[int, ...], cu_kv: tuple[int, ...], right: int, device: torch.device
 ) -> tuple[Group, ...]:
     """Group sequences of like length, shortest first; sequences without queries or keys are left out."""
     found = [(b - a, d - c, a, c) for (a, b), (c, d) in zip(pairwise(cu_q), pairwise(cu_kv), strict=True)]
@@ -138,30 +142,20 @@ def _make_groups(
             last.append(one)
         else:
             groups.append([one])
-    made: tuple[Group, ...] = uploaded(tuple(_make_group(each, left, right) for each in groups), device)
+    made: tuple[Group, ...] = uploaded(tuple(_make_group(each, right) for each in groups), device)
     return made
 
 
-def _make_group(members: list[tuple[int, int, int, int]], left: int, right: int) -> Group:
+def _make_group(members: list[tuple[int, int, int, int]], right: int) -> Group:
     """Return a group with arrays in place of tensors, for one upload of all groups."""
     lengths, key_lengths, starts, key_starts = np.array(members, dtype=np.int64).T
-    rows, keys = int(lengths.max()), int(key_lengths.max())
-    row, key = np.arange(rows), np.arange(keys)
+    row, key = np.arange(int(lengths.max())), np.arange(int(key_lengths.max()))
     real, real_k = row < lengths[:, None], key < key_lengths[:, None]
     q = starts[:, None] + np.where(real, row, 0)
     k = key_starts[:, None] + np.where(real_k, key, 0)
-    # queries never see the padding behind them
-    causal = right == 0 and left < 0 and bool((lengths == key_lengths).all())
-    hidden: Any = None
-    if not causal:
-        distance = key - row[:, None] - (key_lengths - lengths)[:, None, None]
-        mask = ~real_k[:, None, :] | np.zeros((1, rows, 1), dtype=bool)
-        mask |= (distance < -left) if left >= 0 else False
-        mask |= (distance > right) if right >= 0 else False
-        hidden = mask[:, None] if mask.any() else None
     if right >= 0:  # the first queries may see nothing
         real &= row + (key_lengths - lengths)[:, None] + right >= 0
-    return Group(_rows(q, real), _rows(k, real_k), hidden, causal)
+    return Group(_rows(q, real), _rows(k, real_k), lengths, key_lengths)
 
 
 def _rows(taken: Any, real: Any) -> Rows:
