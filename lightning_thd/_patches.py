@@ -79,8 +79,8 @@ PATCHES: Final[dict[str, Patch]] = {
         "transformers has context parallelism for them",
     ),
     "position tables": Patch(
-        "forward of learned and sinusoidal position embeddings",
-        "They count along the row.",
+        "forward of position embeddings of the RoBERTa kind",
+        "They start at padding_idx + 1 and skip padding tokens, along the row.",
         "models/positions.py",
         "they take position_ids in every family",
     ),

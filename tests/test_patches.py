@@ -45,7 +45,6 @@ def test_what_is_replaced_while_models_are_built_is_in_the_table() -> None:
     for family, model_class in (
         ("llama", "LlamaForCausalLM"),
         ("roberta", "RobertaForSequenceClassification"),
-        ("bart", "BartForCausalLM"),
         ("bamba", "BambaForCausalLM"),
         ("gemma3n_text", "Gemma3nForCausalLM"),
         ("deepseek_v32", "DeepseekV32ForCausalLM"),

@@ -3,8 +3,7 @@
 Some of transformers' layers do not take a pack as it is. Their classes are patched once; outside a pack they
 do what they did.
 
-- Position embeddings of the RoBERTa kind start at ``padding_idx + 1`` and skip padding tokens. Those of the
-  BART kind count along the row.
+- Position embeddings of the RoBERTa kind start at ``padding_idx + 1`` and skip padding tokens.
 - Longrope and dynamic ropes look at the longest position of the whole call, so one long sequence of a pack
   would turn the positions of all short ones. Sequences up to the length the model was first trained on are
   computed together, and each longer one in a call of its own.
@@ -21,7 +20,6 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-import sys
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any
@@ -36,38 +34,18 @@ from lightning_thd.batch.upload import uploaded
 from lightning_thd.models.pack import Pack, current_pack, model_pack
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
-_ROW_COUNTER = re.compile(r"\w*(Learned|Sinusoidal)PositionalEmbedding")
 _FROM_TOKENS_NAME = "create_position_ids_from_input_ids"
 _FROM_TOKENS = re.compile(rf"{_FROM_TOKENS_NAME}\(\s*input_ids,\s*self\.padding_idx")
 
 
 def adopt_position_tables(model_class: type) -> None:
     """Patch the position embeddings a model class uses to restart in every sequence of a pack."""
-    for base in model_class.__mro__:
-        module = sys.modules.get(base.__module__)
-        if module is None or ".modeling_" not in base.__module__:
-            continue
-        tables = [cls for cls in vars(module).values() if inspect.isclass(cls) and issubclass(cls, nn.Module)]
-        given = any(hasattr(cls, "config_class") and "position_ids" in _parameters(cls) for cls in tables)
-        for cls in tables:
-            if cls.__module__ != base.__module__:
-                continue
-            names = _parameters(cls)
-            called = getattr(inspect.unwrap(cls.forward), "__code__", None)  # fast; reading the source is not
-            skips = _FROM_TOKENS_NAME in getattr(called, "co_names", ())
-            if "position_ids" in names and skips and _FROM_TOKENS.search(inspect.getsource(cls.forward)):
-                patch_forward("position tables", cls, "_thd_positions", _from_padding_index)
-            elif not given and _ROW_COUNTER.fullmatch(cls.__name__) and len(names) > 1:
-                patch_forward("position tables", cls, "_thd_positions", _from_sequence_starts)
-
-
-def counts_in_sequences(module: nn.Module) -> bool:
-    """Return whether a position embedding restarts in every sequence of a pack."""
-    return hasattr(type(module).forward, "_thd_positions")
-
-
-def _parameters(cls: Any) -> list[str]:
-    return list(inspect.signature(cls.forward).parameters)[1:]
+    for cls in layer_classes(model_class):
+        called = getattr(inspect.unwrap(cls.forward), "__code__", None)  # fast; reading the source is not
+        skips = _FROM_TOKENS_NAME in getattr(called, "co_names", ())
+        names = inspect.signature(cls.forward).parameters
+        if "position_ids" in names and skips and _FROM_TOKENS.search(inspect.getsource(cls.forward)):
+            patch_forward("position tables", cls, "_thd_positions", _from_padding_index)
 
 
 def _from_padding_index(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,29 +103,6 @@ def _without_masked(embeds: Tensor, masked: Tensor, pack: Pack) -> Tensor:
     seen = (1 - _HIDDEN_IN_TRAINING) / (1 - counts / lengths.clamp(min=1))
     embeds = embeds.masked_fill(masked.unsqueeze(-1), 0.0)
     return (embeds * seen.index_select(0, members)[None, :, None]).to(embeds.dtype)
-
-
-def _from_sequence_starts(forward: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def forward_in_pack(
-        self: nn.Module, like: Any, past: Any = 0, position_ids: Tensor | None = None, **kwargs: Any
-    ) -> Any:
-        pack = model_pack()
-        if pack is None:
-            given = {} if position_ids is None else {"position_ids": position_ids}
-            return forward(self, like, past, **given, **kwargs)
-        pack.refuse_shard(self, "counts positions along the row")
-        pack.refuse_prefixes(self, "counts positions by itself")
-        if position_ids is not None:  # counted along the row by the model
-            return forward(
-                self, like, past, position_ids=_starts_at_zero(pack).view_as(position_ids), **kwargs
-            )
-        # Compute the positions of a row as long as the longest sequence, and look up each slot's.
-        row = like[:, : pack.max_length_q] if isinstance(like, Tensor) else torch.Size((1, pack.max_length_q))
-        table = forward(self, row, past, **kwargs)
-        return table.index_select(-2, _starts_at_zero(pack))
-
-    return forward_in_pack
 
 
 def _members(pack: Pack) -> Tensor:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from lightning_thd.batch.samples import refuse_shifted
 from lightning_thd.models.mixers import MIXERS
 from lightning_thd.models.pack import NOTES, Pack
-from lightning_thd.models.positions import counts_in_sequences
 from lightning_thd.seqlens import host_values
 
 # ---- When the attention is chosen
@@ -147,7 +146,7 @@ def _refuse_layer(found: _Found) -> None:
             "those of the neighbouring sequences of a pack too. Feed this model padded rows, one sequence "
             "each, or build it with trigram_input=False."
         )
-    if not _POSITION_TABLE.search(kind) or "Rotary" in kind or counts_in_sequences(module):
+    if not _POSITION_TABLE.search(kind) or "Rotary" in kind:
         return
     if "position_ids" not in inspect.signature(type(found.owner).forward).parameters:
         raise ValueError(

@@ -14,7 +14,7 @@ from lightning_thd.batch import THDBatch
 from lightning_thd.models import packed
 from lightning_thd.models.attend import chunk_offsets, thd_attention
 from lightning_thd.models.masks import tell_limit
-from lightning_thd.models.pack import Scope, scoped
+from lightning_thd.models.pack import Pack, Scope, scoped
 from lightning_thd.parallel.context import layout
 from lightning_thd.parallel.shard import shard_batch
 from lightning_thd.seqlens import cu_seqlens_from_lengths
@@ -186,6 +186,13 @@ def test_the_masks_a_model_asks_for_say_what_its_layers_see(
         out, _ = thd_attention(layer, q, k, v, None)
     allowed = torch.ones(5, 5, dtype=torch.bool)
     torch.testing.assert_close(out, oracle(q, k, v, allowed.tril() if causal else allowed))
+
+
+def test_a_layer_of_a_model_with_both_masks_that_is_not_causal_is_refused() -> None:
+    layer, batch = Layer(is_causal=False), THDBatch.collate([{"input_ids": [1] * 5}])
+    scope = Scope(Pack.from_batch(batch), None, module=layer, masks=("causal", "bidirectional"))
+    with scoped(scope), pytest.raises(ValueError, match="a causal and a bidirectional mask"):
+        thd_attention(layer, *qkv(1, 5), None)
 
 
 def test_layers_of_one_kind_choose_their_kernel_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:

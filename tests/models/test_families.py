@@ -48,7 +48,7 @@ def test_the_families_whose_turn_is_today_are_exact_or_refused() -> None:
     [
         ("causal", "deepseek_v4", "refused", "adds keys of its own"),
         ("causal", "minimax_m3_vl_text", "refused", "block_indices"),
-        ("causal", "bigbird_pegasus", "refused", "causal and a bidirectional mask"),
+        ("causal", "bart", "refused", "counts positions along the whole row"),
         ("causal", "gemma4_unified", "exact", ""),
         ("image_text", "gemma3", "exact", ""),
         pytest.param("image_text", "deepseek_vl_hybrid", "exact", "", marks=pytest.mark.slow),

@@ -48,12 +48,6 @@ WRONG: dict[str, tuple[str, str, Callable[[Patch], None], str]] = {
         "differs between a pack and stock eager",
     ),
     "camembert's offset": ("camembert", "CamembertForCausalLM", no_offset, "stock eager attention"),
-    "bart's row": (
-        "bart",
-        "BartForCausalLM",
-        lambda patch: patch.setattr(positions, "_starts_at_zero", along_the_row),
-        "differs between packed and alone|stock eager attention",
-    ),
     "paligemma's mask": (
         "paligemma",
         "PaliGemmaForConditionalGeneration",

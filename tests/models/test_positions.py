@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -59,8 +58,6 @@ FAMILIES = {
     "xlm-roberta": "XLMRobertaForCausalLM",
     "camembert": "CamembertForCausalLM",
     "data2vec-text": "Data2VecTextForCausalLM",
-    "bart": "BartForCausalLM",
-    "marian": "MarianForCausalLM",
 }
 
 
@@ -69,9 +66,8 @@ def test_position_tables_count_each_sequence_as_if_alone(family: str) -> None:
     assert compare("causal", family, FAMILIES[family])[0] == "exact"
 
 
-@pytest.mark.parametrize("family", ["roberta", "bart"])
-def test_padding_tokens_inside_a_sequence_count_as_in_a_row(family: str) -> None:
-    stock, ours = (build(family, FAMILIES[family], name) for name in ("eager", "thd"))
+def test_padding_tokens_inside_a_sequence_count_as_in_a_row() -> None:
+    stock, ours = (build("roberta", FAMILIES["roberta"], name) for name in ("eager", "thd"))
     documents = [torch.tensor([9, 0, 11, 12]), torch.tensor([0, 9]), torch.tensor([8])]
     batch = THDBatch.collate([{"input_ids": ids} for ids in documents])
     with torch.no_grad():
@@ -79,16 +75,6 @@ def test_padding_tokens_inside_a_sequence_count_as_in_a_row(family: str) -> None
         for ids, logits in zip(documents, got, strict=True):
             want = stock(input_ids=ids[None], use_cache=False).logits[0]
             torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_compiled_before_the_first_call_it_is_the_same() -> None:
-    torch._dynamo.reset()
-    model = build("bart", FAMILIES["bart"], "thd")
-    batch = THDBatch.collate([{"input_ids": [9, 10, 11]}, {"input_ids": [12, 13]}])
-    compiled: Any = torch.compile(model, backend="eager")
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(**batch.hf_kwargs()).logits, model(**batch.hf_kwargs()).logits)
 
 
 # ---- Ropes whose frequencies depend on length

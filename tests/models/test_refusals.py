@@ -162,7 +162,6 @@ def test_a_loss_over_a_whole_row_is_refused() -> None:
     ("family", "name", "labels", "message"),
     [
         ("llama", "LlamaForCausalLM", True, "got labels and one rank's shard of a pack"),
-        ("bart", "BartForCausalLM", False, "one rank's shard of a pack, and counts positions along the row"),
         ("llama", "LlamaForSequenceClassification", False, "makes one row of every sequence, which needs"),
     ],
 )

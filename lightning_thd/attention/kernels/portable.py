@@ -109,7 +109,7 @@ def _groups(at: Offsets, spec: AttentionSpec) -> tuple[Group, ...]:
 
 
 def _masked_groups(at: Offsets, spec: AttentionSpec, like: Tensor) -> Iterator[tuple[Group, Tensor]]:
-    """Yield the groups of a call, each with its additive mask ``[B, 1, 1, R, K]`` in the dtype of ``like``."""
+    """Yield the groups of a call and their additive masks ``[B, 1, 1, R, K]`` in the dtype of ``like``."""
     for group in _groups(at, spec):
         row = torch.arange(group.q.length, device=like.device)[:, None]
         key = torch.arange(group.k.length, device=like.device)
