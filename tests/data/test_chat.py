@@ -100,20 +100,6 @@ def test_prompts_and_completions(tmp_path: Path, num_workers: int) -> None:
     assert own[0]["input_ids"].tolist() == [*b"two plus two is four", 257]
 
 
-def test_hugging_face_rows_of_conversations_are_tokenised() -> None:
-    datasets = pytest.importorskip("datasets")
-    rows = datasets.Dataset.from_list([{"messages": talk} for talk in TALKS])
-    data = THDDataModule(rows, capacity=256, tokenizer=make_tokenizer(), val=[{"messages": TALKS[0]}])
-    data.setup("fit")
-    [batch] = data.train_dataloader()
-    [alone] = data.val_dataloader()
-    assert isinstance(batch, THDBatch)
-    assert isinstance(alone, THDBatch)
-    for i, ids in zip(batch.sequence_ids, batch.unpack(batch.input_ids), strict=True):
-        assert ids.tolist() == list(encode_chat(make_tokenizer(), TALKS[i])[0])
-    assert alone.input_ids.tolist() == list(encode_chat(make_tokenizer(), TALKS[0])[0])
-
-
 def test_documents_end_with_eos_once() -> None:
     tokenizer = make_tokenizer(None)
     texts = [("a", "blue and red"), ("b", "four<|end|>")]

@@ -240,9 +240,6 @@ def test_a_store_of_several_pieces_keeps_labels_of_sequences(tmp_path: Path) -> 
     pieces = [piece(1, 2), Rows_(np.arange(0), np.arange(0)), piece(0.5)]
     store = cached_store(None, lambda first: pieces, cache_dir=tmp_path)
     assert [row["label"] for row in store] == [1.0, 2.0, 0.5]
-    mixed = [piece(1), piece()._replace(tokens=np.arange(1), lengths=np.ones(1, int), label=None)]
-    with pytest.raises(ValueError, match="Records before have 'label' and these have no 'label'"):
-        cached_store(None, lambda first: mixed, cache_dir=tmp_path)
 
 
 def test_links_in_a_folder(tmp_path: Path) -> None:

@@ -14,16 +14,12 @@ import pytest
 from lightning_thd import THDDataModule
 from lightning_thd.data import ByteTokenizer
 from lightning_thd.data.read.columns import as_rows
-from tests.data.chats import CALLING, MARKED, PLAIN, TALKS, make_tokenizer
+from tests.data.chats import PLAIN, make_tokenizer
 from tests.data.support import open_source
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 ALPACA = {"instruction": "a", "output": "b"}
 CALL = {"name": "f", "arguments": {}}
-NOTHING_MARKED = (
-    "{% for m in messages %}{{ m.content }}{% endfor %}"
-    "{% if 0 %}{% generation %}{% endgeneration %}{% endif %}"
-)
 
 
 @pytest.mark.parametrize(
@@ -56,23 +52,6 @@ def test_a_record_that_would_train_on_something_else(tmp_path: Path, record: Any
     file.write_text(json.dumps(record))
     with pytest.raises(ValueError, match=message):
         open_source(file, tokenizer=make_tokenizer(PLAIN))
-
-
-def test_a_call_of_a_tool_has_no_content(tmp_path: Path) -> None:
-    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": CALL}]}
-    file = tmp_path / "a.jsonl"
-    file.write_text(json.dumps({"messages": [USER, call, ANSWER]}))
-    assert len(open_source(file, tokenizer=make_tokenizer(CALLING))) == 1
-    with pytest.raises(ValueError, match=f"leaves out the call of '{CALL['name']}' in message 1, so that an"):
-        open_source(file, tokenizer=make_tokenizer(PLAIN))
-
-
-def test_a_template_that_marks_nothing(tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text(json.dumps({"messages": TALKS[0]}))
-    with pytest.raises(ValueError, match=r"template marked nothing of the conversation with \{% generation"):
-        open_source(file, tokenizer=make_tokenizer(NOTHING_MARKED))
-    assert len(open_source(file, tokenizer=make_tokenizer(MARKED))) == 1
 
 
 def test_bytes_of_something_else() -> None:

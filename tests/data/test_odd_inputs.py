@@ -121,11 +121,6 @@ def test_what_would_train_on_something_else_is_refused(case: str, tmp_path: Path
         read(write(tmp_path, name, content), tmp_path)
 
 
-def test_bad_bytes_are_skipped_line_by_line(tmp_path: Path) -> None:
-    data = write(tmp_path, "a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n{"text": "b"}\n')
-    assert texts(data, tmp_path, on_error="skip") == ["a", "b"]
-
-
 def test_a_file_that_is_named_twice_is_said(tmp_path: Path) -> None:
     file = write(tmp_path, "a.jsonl", lines({"text": "a"}))
     (tmp_path / "b.jsonl").symlink_to(file)
@@ -173,6 +168,7 @@ def _datasets() -> dict[str, Callable[[], Any]]:
         "joined": lambda: datasets.concatenate_datasets([table.select([2]), table.select(range(2))]),
         "torch": lambda: table.with_format("torch"),
         "hidden labels": lambda: table.with_format("numpy", columns=["input_ids"]),
+        "shown labels": lambda: table.with_format("torch", columns=["input_ids"], output_all_columns=True),
         "next label": lambda: table.add_column("next_label", [7, 8, 9]),
         "transform": lambda: table.with_transform(
             lambda rows: {"input_ids": [[9, 8] for _ in rows["input_ids"]]}
@@ -182,13 +178,10 @@ def _datasets() -> dict[str, Callable[[], Any]]:
     }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("selection", "slice", "filter", "shuffle", "joined", "torch", "hidden labels"),
-        *("next label", "transform", "subset", "concatenated"),
-    ],
-)
+VIEWS = ("selection", "slice", "filter", "shuffle", "joined", "torch", "hidden labels", "shown labels")
+
+
+@pytest.mark.parametrize("name", [*VIEWS, "next label", "transform", "subset", "concatenated"])
 def test_views_of_datasets_give_what_their_samples_show(tmp_path: Path, name: str) -> None:
     view = _datasets()[name]()
     rows = []
@@ -212,15 +205,7 @@ def test_shards_of_a_stream_that_are_cut_are_refused(tmp_path: Path, suffix: str
         list(THDDataModule(Stream(str(file)), capacity=512, global_batch=Packs(1)).train_steps())
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "loss_mask",
-        "segment_ids",
-        "shift_labels",
-        "loss_weights",
-    ],
-)
+@pytest.mark.parametrize("name", ["loss_mask", "segment_ids", "shift_labels", "loss_weights"])
 def test_masks_that_nobody_reads_are_refused_wherever_they_stand(tmp_path: Path, name: str) -> None:
     pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     datasets = pytest.importorskip("datasets")
@@ -256,16 +241,6 @@ def test_a_mask_beside_labels_says_that_labels_count(tmp_path: Path) -> None:
         read(rows, tmp_path)
 
 
-def test_labels_of_minus_one_are_found_when_the_data_is_prepared(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    rows = [{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [3, 4], "labels": [-1, 4]}]
-    for source in (rows, datasets.Dataset.from_list(rows)):
-        with pytest.raises(ValueError, match="1 has the label -1. Labels are ids, or -100"):
-            THDDataModule(source, capacity=64, cache_dir=tmp_path).setup("fit")
-        with pytest.warns(UserWarning, match="1 bad rows are left out; the first: Row 1 has the label -1"):
-            assert [ids for ids, _ in read(source, tmp_path, on_error="skip")] == [[1, 2]]
-
-
 def test_files_of_a_folder_that_only_begin_as_those_about_data_are_data(tmp_path: Path) -> None:
     folder = tmp_path / "d"
     (folder / ".hidden").mkdir(parents=True)
@@ -273,11 +248,3 @@ def test_files_of_a_folder_that_only_begin_as_those_about_data_are_data(tmp_path
     for name in names:
         (folder / name).write_text(name)
     assert texts(str(folder), tmp_path) == ["license-1.txt", "state-of-things.txt"]
-
-
-def test_labels_beside_the_formatted_columns_are_used(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    dataset = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]], "labels": [[1, -100, 3]]})
-    formatted = dataset.with_format("torch", columns=["input_ids"], output_all_columns=True)
-    assert "labels" in formatted[0]
-    assert read(formatted, tmp_path) == read(dataset, tmp_path) == [([1, 2, 3], [-100, 3, -100])]

@@ -34,6 +34,12 @@ OF_PARTS = (
 )
 
 
+NOTHING_MARKED = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{% if 0 %}{% generation %}{% endgeneration %}{% endif %}"
+)
+
+
 def _words() -> PreTrainedTokenizerFast:
     """A tokenizer that has no token for blanks and line ends."""
     words = ["[UNK]", "user", "assistant", "hello", "there", "good", "bye", "end", "what", "now", ":"]
@@ -127,6 +133,7 @@ def test_turns_of_sharegpt_that_are_not_to_be_learned(tmp_path: Path) -> None:
         ),
         (PLAIN, [{**USER, "content": {"a": 1}}, ANSWER], "the content of message 0 as Python does"),
         (PLAIN, [{**USER, "content": [{"type": "text"}]}, ANSWER], "holds no string under 'text'"),
+        (NOTHING_MARKED, [USER, ANSWER], r"template marked nothing of the conversation with \{% generation"),
         (KNOWN_ROLES, [{**USER, "role": "Human"}, ANSWER], "leaves out message 0 of the role 'Human', which"),
         (OF_PARTS, [USER, ANSWER], "leaves out message 0 of the role 'user', which says 'Hi there'"),
         (

@@ -19,6 +19,7 @@ from tests.data.chats import PLAIN, make_tokenizer
 TOKENS, OFFSETS = np.array([5, 6, 7], np.uint16), np.array([0, 1, 3])
 WITH = Rows(TOKENS, np.array([1, 2]), np.array([-100, 6, 7]))
 WITHOUT = Rows(TOKENS, np.array([1, 2]))
+LABELLED = WITHOUT._replace(label=np.array([0, 1]))
 
 
 @pytest.mark.parametrize(
@@ -51,6 +52,7 @@ def test_a_store_of_arrays(call: Callable[[], Any], message: str) -> None:
     [
         ([WITHOUT, WITH], "Records before have no 'labels' and these have 'labels'. Give all"),
         ([WITH, WITHOUT], "Records before have 'labels' and these have no 'labels'. Give all"),
+        ([LABELLED, WITHOUT], "Records before have 'label' and these have no 'label'. Give all"),
     ],
 )
 def test_pieces_that_do_not_belong_together(tmp_path: Path, parts: list[Rows], message: str) -> None:
