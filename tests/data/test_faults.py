@@ -216,7 +216,7 @@ def test_rows_that_are_no_samples_are_named() -> None:
     with pytest.raises(TypeError, match="Row 1 of the dataset is a NoneType"):
         THDDataModule([{"input_ids": [1]}, None], capacity=8).setup("fit")
     table = datasets.Dataset.from_dict({"input_ids": [[1]]})
-    with pytest.raises(TypeError, match=r"holds the splits train, test. Pass one of them,"):
+    with pytest.raises(TypeError, match=r"keys \['train', 'test'\] is no dataset. Pass one of"):
         THDDataModule(datasets.DatasetDict(train=table, test=table), capacity=8).setup("fit")
     with pytest.raises(TypeError, match=r"A dict with the keys \['input_ids'\] is no dataset"):
         THDDataModule({"input_ids": [[1]]}, capacity=8).setup("fit")

@@ -280,8 +280,8 @@ def test_processors_that_cannot_are_refused_by_name() -> None:
         pass
 
     for given, message in (
-        (Gemma3Processor(), "processor=Gemma3Processor cannot render .* see each other both ways"),
-        (object(), "processor=object cannot render conversations for packs: it is not known here"),
+        (Gemma3Processor(), "processor=Gemma3Processor cannot render conversations for packs"),
+        (object(), "processor=object cannot render conversations for packs"),
     ):
         with pytest.raises(ValueError, match=message):
             THDDataModule([chat(0)], capacity=512, processor=given).setup("fit")

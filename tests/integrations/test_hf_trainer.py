@@ -250,7 +250,7 @@ def test_what_is_no_dataset_of_ids_is_named(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     trainer, rows = make_trainer(str(tmp_path), 1), datasets.Dataset.from_list([{"input_ids": [5, 6]}])
     for given, message in (
-        (datasets.DatasetDict(train=rows, test=rows), r"holds the splits train, test\. Pass one of them"),
+        (datasets.DatasetDict(train=rows, test=rows), r"keys \['train', 'test'\] is no dataset"),
         ({"input_ids": [[5, 6]]}, r"A dict with the keys \['input_ids'\] is no dataset"),
         ([{"text": "a"}], r"Row 0 of the dataset has the keys \['text'\] and no 'input_ids'\. Tokenise it"),
     ):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 from lightning_thd.data.read.records import Bad, parse_json
 
@@ -41,20 +41,6 @@ def kind_of(record: dict[str, Any] | str, text_key: str) -> Kind | None:
         if any(all(key in record for key in way) for way in ways):
             return kind  # type: ignore[return-value]
     return "text" if isinstance(record.get(text_key), str) else None
-
-
-def describe(kind: Kind, text_key: str) -> str:
-    """Return a short text on how records of a kind are read, and how to choose another kind."""
-    how = {
-        "text": f"documents under {text_key!r}",
-        "ids": "token ids under 'input_ids'",
-        "prompt": "prompts with completions, loss on the completions",
-        "messages": "conversations under 'messages', loss on what the assistant says",
-        "sharegpt": "conversations of from and value (ShareGPT), loss on what the assistant says",
-        "alpaca": "instructions with outputs (Alpaca), loss on the outputs",
-    }[kind]
-    others = [name for name in get_args(Kind) if name != kind]
-    return f"{how}. To read them otherwise pass records=, one of {', '.join(others)}"
 
 
 class Conversation(NamedTuple):

@@ -113,7 +113,7 @@ class Encoder:
         """Encode records and lay their ids end to end."""
         given = list(placed)
         skipped: list[Skipped] = []
-        found = self._texts(given, skipped) if self.kind == "text" else self._labelled(given, skipped)
+        found = self._texts(given) or self._one_by_one(given, skipped)
         ids = [row.ids for row in found]
         lengths = np.array([len(row) for row in ids], np.int64)
         labels = None
@@ -136,26 +136,16 @@ class Encoder:
             raise ValueError(f"{place}: {err if known else reason}") from err
         skipped.append(Skipped(str(place), str(err) if known else reason))
 
-    def _texts(self, given: list[Placed], skipped: list[Skipped]) -> list[_Row]:
-        good: list[tuple[str | Line, str, Number | None]] = []
-        for place, record in given:
-            try:
-                if isinstance(record, Bad):
-                    raise ValueError(record.reason)
-                good.append((place, text_of(record, self.text_key), _label_of(record)))
-            except ValueError as err:
-                self._leave_out(place, err, skipped)
+    def _texts(self, given: list[Placed]) -> list[_Row] | None:
+        """Encode records of text at once; None for others, or if one of them cannot be encoded."""
+        if self.kind != "text" or any(isinstance(record, Bad) for _, record in given):
+            return None
         try:
-            encoded = self._batch([text for _, text, _ in good])
-            return [_Row(row, None, label) for row, (_, _, label) in zip(encoded, good, strict=True)]
-        except Exception:  # one of them, in whatever words the tokenizer has: find out which
-            rows: list[_Row] = []
-            for place, text, label in good:
-                try:
-                    rows.append(_Row(self._batch([text])[0], None, label))
-                except Exception as err:
-                    self._leave_out(place, err, skipped)
-            return rows
+            labels = [_label_of(record) for _, record in given]
+            encoded = self._batch([text_of(record, self.text_key) for _, record in given])
+        except Exception:  # in whatever words the tokenizer has: one by one they say which
+            return None
+        return [_Row(ids, None, label) for ids, label in zip(encoded, labels, strict=True)]
 
     def _batch(self, texts: list[str]) -> list[Ids]:
         if not is_hugging_face(self.tokenizer):
@@ -174,11 +164,11 @@ class Encoder:
         # lists of Rust's own unsigned integers: a third of the time that numpy takes to find out their type
         return [np.frombuffer(array("i", row), np.int32) for row in lists]
 
-    def _labelled(self, given: list[Placed], skipped: list[Skipped]) -> list[_Row]:
+    def _one_by_one(self, given: list[Placed], skipped: list[Skipped]) -> list[_Row]:
         rows: list[_Row] = []
         for place, record in given:
             try:
-                row = _Row(*self._one(record), _label_of(record))
+                row = self._one(record)
                 if rows and (row.labels is None) != (rows[0].labels is None):
                     has, had = ("none", "some") if row.labels is None else ("labels", "none")
                     raise ValueError(
@@ -189,14 +179,16 @@ class Encoder:
                 self._leave_out(place, err, skipped)
         return rows
 
-    def _one(self, record: Record) -> tuple[Ids, Ids | None]:
+    def _one(self, record: Record) -> _Row:
         if isinstance(record, Bad):
             raise ValueError(record.reason)
+        if self.kind == "text":
+            return _Row(self._batch([text_of(record, self.text_key)])[0], None, _label_of(record))
         found = kind_of(record, self.text_key)
         if isinstance(record, str) or (found != self.kind and not _fits(record, self.kind)):
             raise ValueError(f"a record of kind {found!r} among those of kind {self.kind!r}. Sort them.")
         if self.kind == "ids":
-            return ids_of_record(record)
+            return _Row(*ids_of_record(record), _label_of(record))
         for name in names("raw", "audio", "media"):
             if record.get(name):
                 raise ValueError(f"{name!r} was found: {_NO_AUDIO if 'audio' in name else _NO_IMAGES}")
@@ -207,7 +199,7 @@ class Encoder:
             )
         ids, mask = self._conversation(record)
         row = np.asarray(ids, np.int64)
-        return row, np.where(mask, row, IGNORE_INDEX)
+        return _Row(row, np.where(mask, row, IGNORE_INDEX), _label_of(record))
 
     def _conversation(self, record: dict[str, Any]) -> tuple[Sequence[int] | Ids, NDArray[np.bool_]]:
         if self.kind == "prompt" and not all(

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from lightning_thd._checks import choice, instance, whole_number
 from lightning_thd.data.read.by_number import RecordsByNumber, RowsByNumber
 from lightning_thd.data.read.columns import as_rows, hold_ids, load_columns
-from lightning_thd.data.read.conversations import Records, describe, kind_of
+from lightning_thd.data.read.conversations import Records, kind_of
 from lightning_thd.data.read.encode import Encoder, Tokenizer, find_kind, load_tokenizer, tokenize
 from lightning_thd.data.read.files import KINDS, Paths, find_files, is_paths
 from lightning_thd.data.read.prepacked import holds_packs, open_packed
@@ -162,7 +162,7 @@ class Opener:
                 on_error=self.on_error,
             )
             by = getattr(tokenizer, "name_or_path", "") or repr(tokenizer)[:60]
-            rank_zero_info(f"Tokenising {name} with {by}: {describe(kind, self.text_key)}")
+            rank_zero_info(f"Tokenising {name} with {by}: {kind!r} records. Set another kind by records=.")
             return tokenize(
                 chunks[first:],
                 encoder,
@@ -178,16 +178,9 @@ class Opener:
 def as_dataset(source: object) -> MapDataset:
     """Check that a source is a map-style dataset of samples, and say what to pass if it is none."""
     if isinstance(source, Mapping):
-        splits = [name for name, value in source.items() if hasattr(value, "column_names")]
-        if splits and len(splits) == len(source):
-            raise TypeError(
-                f"{type(source).__name__} holds the splits {', '.join(splits)}. Pass one of them, "
-                f"dataset[{splits[0]!r}], and another to validate on."
-            )
         raise TypeError(
-            f"A dict with the keys {list(source)[:8]} is no dataset. Pass a list of samples "
-            "{'input_ids': ids}, datasets.Dataset.from_dict(...) of columns, or for a mixture "
-            "{name: (source, weight)} as train= of THDDataModule."
+            f"A dict with the keys {list(source)[:8]} is no dataset. Pass one of its splits, a list of "
+            "samples {'input_ids': ids}, or as train= a mixture {name: (source, weight)}."
         )
     if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
         raise TypeError(

@@ -32,11 +32,6 @@ IntArray = NDArray[np.int64]
 CONVERSATIONS = ("messages", "sharegpt", "prompt", "alpaca")
 _GRIDS = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor")
 _ONE_SIZE = ("LlavaProcessor",)
-_REFUSED = {
-    "Gemma3Processor": "the tokens of an image see each other both ways in Gemma 3, which attention over "
-    "packs does not apply",
-    "PaliGemmaProcessor": "its prefix is seen both ways, which attention over packs does not apply",
-}
 
 
 class VisionChat:
@@ -52,21 +47,15 @@ class VisionChat:
         names = [kind.__name__ for kind in type(processor).__mro__]
         self.has_grids = any(name in names for name in _GRIDS)
         if not self.has_grids and not any(name in names for name in _ONE_SIZE):
-            why = next((_REFUSED[name] for name in names if name in _REFUSED), "it is not known here")
             raise ValueError(
-                f"processor={names[0]} cannot render conversations for packs: {why}. Known are "
+                f"processor={names[0]} cannot render conversations for packs. Known are "
                 f"{', '.join((*_GRIDS, *_ONE_SIZE))}. Pass one of these, or a dataset of your own whose "
                 "samples carry input_ids, labels and pixel_values."
             )
-        template = getattr(processor, "chat_template", None) or processor.tokenizer.chat_template
-        if not template:
-            raise ValueError(
-                f"processor={names[0]} has no chat template, by which conversations are rendered. Set its "
-                "chat_template."
-            )
         self.processor, self.images = processor, processor.image_processor
         self.tokenizer = copy.copy(processor.tokenizer)
-        self.tokenizer.chat_template = template
+        if template := getattr(processor, "chat_template", None):
+            self.tokenizer.chat_template = template
 
     def fingerprint(self) -> str | None:
         """Return what decides ids and grids, for caches; None for a tokenizer without a fingerprint."""

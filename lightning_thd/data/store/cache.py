@@ -180,10 +180,7 @@ def reopen(folder: Path, *, version: int) -> Arrays | None:
         return open_arrays(folder, version=version)
     except ValueError as err:
         rank_zero_warn(f"{err} It is built again now.")
-        away = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-        with suppress(OSError):
-            os.replace(folder, away)
-        shutil.rmtree(away, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         return None
 
 

@@ -6,11 +6,11 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +20,6 @@ from lightning_thd._checks import host_ints, whole_number
 from lightning_thd.batch.samples import MOST_ID, refuse_wrapped
 from lightning_thd.data.store.cache import (
     build_once,
-    cache_errors,
-    cache_folder,
     cached_folder,
     open_arrays,
     reopen,
@@ -216,27 +214,16 @@ def cached_store(
         _fill(place, parts, max_errors)
         seal(place, version=_VERSION)
 
-    if key is None:
-        parent = cache_folder(cache_dir)
-        with cache_errors(parent / "unnamed"):
-            parent.mkdir(parents=True, exist_ok=True)
-            unnamed = Path(tempfile.mkdtemp(dir=parent, prefix="unnamed-"))
-            try:
-                (unnamed / "store").mkdir()
-                build(unnamed / "store")
-            except BaseException:
-                shutil.rmtree(unnamed, ignore_errors=True)
-                raise
-        store = TokenStore.open(unnamed / "store")
-        weakref.finalize(store, _remove, unnamed, os.getpid())
-        return store
-    folder = cached_folder("tokens", key, cache_dir)
+    folder = cached_folder("tokens", {"unnamed": uuid4().hex} if key is None else key, cache_dir)
     arrays = reopen(folder, version=_VERSION)
-    if arrays is None:
-        build_once(folder, build, resume=True)
-        return TokenStore.open(folder)
-    _refuse_more(_listed(folder), max_errors)  # it may have been built with another bound
-    return TokenStore._from_arrays(folder, arrays)
+    if arrays is not None:
+        _refuse_more(_listed(folder), max_errors)  # it may have been built with another bound
+        return TokenStore._from_arrays(folder, arrays)
+    build_once(folder, build, resume=key is not None)
+    store = TokenStore.open(folder)
+    if key is None:
+        weakref.finalize(store, _remove, folder, os.getpid())
+    return store
 
 
 def _remove(folder: Path, owner: int) -> None:
