@@ -1,8 +1,4 @@
-"""A Lightning strategy with the mixin -> the axes of its job: sizes, this rank's place, process groups.
-
-The attributes of the mixin give the sizes, or a ``ModelParallelStrategy`` its own arguments. Ranks that share
-a pack are then taken from its data axis: the ranks of its mesh's ``data_parallel`` axis see different tokens.
-"""
+"""A Lightning strategy with the mixin -> the axes of its job: sizes, this rank's place, process groups."""
 
 from __future__ import annotations
 
@@ -24,20 +20,13 @@ from lightning_thd.parallel.mesh import AxisSizes, Meshes, make_meshes, resolve_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axes:
-    """The axes of a job that has started, fixed until it ends.
-
-    Attributes:
-        sizes: ranks along each axis.
-        data_rank: this rank's index among the ranks that read different data.
-        wire: the device on which the job's process group communicates.
-        meshes: the mesh and its groups; None if every rank holds all weights and reads its own data.
-        degree_groups: groups that share microbatches under dynamic context parallelism, by size.
-    """
+    """The axes of a job that has started, fixed until it ends."""
 
     sizes: AxisSizes
-    data_rank: int
-    wire: torch.device
-    meshes: Meshes | None
+    data_rank: int  # this rank's index among the ranks that read different data
+    wire: torch.device  # the device on which the job's process group communicates
+    meshes: Meshes | None  # None if every rank holds all weights and reads its own data
+    # Groups that share microbatches under dynamic context parallelism, by size.
     degree_groups: Mapping[int, dist.ProcessGroup] | None
 
 
@@ -53,18 +42,18 @@ def gathers_once(strategy: Any) -> bool:
 
 def start_axes(strategy: Any, start: Callable[[], None]) -> Axes:
     """Start the job's process group and build the mesh of its axes; ``start`` is the base's own method."""
-    _refuse_axes_of_weights(strategy)
+    _refuse_axes(strategy)
     start_again(strategy)
-    if cuts_weights(strategy) and _own_axes(strategy) is None:
+    if cuts_weights(strategy):
         strategy._setup_distributed()
         sizes = sizes_of(strategy)
-        meshes: Meshes | None = _meshes(strategy, sizes)
-        assert meshes is not None
-        strategy._device_mesh = strategy.lightning_module._device_mesh = meshes.axes
+        own = _meshes(strategy, sizes)
+        strategy._device_mesh = strategy.lightning_module._device_mesh = own.axes
+        meshes: Meshes | None = own
     else:
         start()
         sizes = sizes_of(strategy)
-        meshes = _meshes(strategy, sizes) if sizes.peers > 1 or cuts_weights(strategy) else None
+        meshes = _meshes(strategy, sizes) if sizes.peers > 1 else None
     wire = communication_device(None, strategy.root_device)
     groups = None
     if (sharing := strategy.sharing) is not None:
@@ -74,9 +63,15 @@ def start_axes(strategy: Any, start: Callable[[], None]) -> Axes:
 
 
 def sizes_of(strategy: Any) -> AxisSizes:
-    """Return the sizes that a strategy's attributes and arguments ask for, checked against the job."""
+    """Return the sizes that a strategy's attributes ask for, checked against the job."""
     try:
-        return _resolved(strategy)
+        return resolve_sizes(
+            getattr(strategy, "world_size", 1),
+            data=strategy.data_parallel_size,
+            context=fixed_context(strategy),
+            tensor=strategy.tensor_parallel_size,
+            pipeline=strategy.pipeline_parallel_size,
+        )
     except ValueError as err:
         raise MisconfigurationException(str(err)) from err
 
@@ -87,56 +82,17 @@ def fixed_context(strategy: Any) -> int:
     return 1 if isinstance(size, str) else int(size)
 
 
-def _resolved(strategy: Any) -> AxisSizes:
-    world, own = getattr(strategy, "world_size", 1), _own_axes(strategy)
-    data, tensor = strategy.data_parallel_size, strategy.tensor_parallel_size
-    context, pipeline = fixed_context(strategy), strategy.pipeline_parallel_size
-    if own is None:
-        if tensor != 1 and not cuts_weights(strategy):
-            raise ValueError(
-                f"tensor_parallel_size={tensor} under {type(strategy).__name__}, which does not cut weights "
-                "by rows and columns. Put THDStrategyMixin on ModelParallelStrategy, or use "
-                "THDModelParallelStrategy(tensor_parallel_size=...)."
-            )
-        return resolve_sizes(
-            world, data="auto" if data is None else data, context=context, tensor=tensor, pipeline=pipeline
-        )
-    own_data, own_tensor = own
-    fits = own_data % context == 0 and data in (None, "auto", own_data // context) and pipeline == 1
-    if not fits or tensor not in (1, own_tensor):
-        raise ValueError(
-            f"{type(strategy).__name__} was given data_parallel_size={own_data} and "
-            f"tensor_parallel_size={own_tensor}, but its attributes say data_parallel_size={data}, "
-            f"context_parallel_size={context} and tensor_parallel_size={tensor}, "
-            f"pipeline_parallel_size={pipeline}. Ranks that share a pack are taken from the data axis: "
-            f"give it data_parallel_size=<groups> * {context} and no pipeline, or only the attributes."
-        )
-    return resolve_sizes(world, data=own_data // context, context=context, tensor=own_tensor)
-
-
-def _own_axes(strategy: Any) -> tuple[int, int] | None:
-    """Return the data and tensor sizes given to a ``ModelParallelStrategy`` itself, ``auto`` resolved.
-
-    None if the strategy is another one, or was left at ``auto`` while the mixin's attributes give sizes.
-    """
-    if not cuts_weights(strategy):
-        return None
-    data, tensor = strategy._data_parallel_size, strategy._tensor_parallel_size
-    asked = strategy.data_parallel_size is not None or strategy.context_parallel_size != 1
-    asked = asked or strategy.tensor_parallel_size != 1 or strategy.pipeline_parallel_size != 1
-    if data == tensor == "auto" and asked:
-        return None
-    return (
-        strategy.num_nodes if data == "auto" else data,
-        strategy.num_processes if tensor == "auto" else tensor,
-    )
-
-
-def _refuse_axes_of_weights(strategy: Any) -> None:
-    """Refuse axes that share weights or layers under a strategy that keeps them whole."""
+def _refuse_axes(strategy: Any) -> None:
+    """Refuse axes of a strategy that keeps weights whole, and sizes that are no attributes."""
     if cuts_weights(strategy):
+        given = {name: getattr(strategy, f"_{name}_parallel_size") for name in ("data", "tensor")}
+        if set(given.values()) != {"auto"}:
+            raise MisconfigurationException(
+                f"{type(strategy).__name__} was given sizes as arguments ({given}), which know no context "
+                "parallelism. Set the attributes data_parallel_size and tensor_parallel_size instead."
+            )
         return
-    for name in ("data_parallel_replicas", "pipeline_parallel_size"):
+    for name in ("data_parallel_replicas", "tensor_parallel_size", "pipeline_parallel_size"):
         if (size := getattr(strategy, name)) != 1:
             raise MisconfigurationException(
                 f"{name}={size} under {type(strategy).__name__}, which does not share weights out. Use "

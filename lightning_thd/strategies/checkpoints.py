@@ -41,7 +41,6 @@ from lightning_thd.strategies.optimizer_states import (
     parameters_of_folder,
     renamed,
     trained,
-    whole_state,
     without_fresh,
 )
 
@@ -53,17 +52,18 @@ class Checkpoints:
         self._strategy = strategy
         self._background: BackgroundSaves | None = None
 
-    @property
-    def _writes_folders(self) -> bool:
-        return cuts_weights(self._strategy) and bool(self._strategy._save_distributed_checkpoint)
-
     def require_known(self) -> None:
-        """Refuse background saves of a strategy that writes one file of whole weights."""
-        if self._strategy.asynchronous_checkpoints and not self._writes_folders:
+        """Refuse background saves of whole weights, and sharded weights saved as one file."""
+        strategy, name = self._strategy, type(self._strategy).__name__
+        if not cuts_weights(strategy) and strategy.asynchronous_checkpoints:
             raise MisconfigurationException(
-                f"asynchronous_checkpoints=True under {type(self._strategy).__name__}, which writes one file "
-                "of whole weights. Use Trainer(plugins=[AsyncCheckpointIO()]), or THDModelParallelStrategy "
-                "with save_distributed_checkpoint=True."
+                f"asynchronous_checkpoints=True under {name}, which writes one file of whole weights. Use "
+                "Trainer(plugins=[AsyncCheckpointIO()]), or THDModelParallelStrategy."
+            )
+        if cuts_weights(strategy) and not strategy._save_distributed_checkpoint:
+            raise MisconfigurationException(
+                f"save_distributed_checkpoint=False under {name}, whose checkpoints are folders that every "
+                "rank writes its part of. Leave it True; save_pretrained(folder) writes whole weights."
             )
 
     @property
@@ -71,7 +71,7 @@ class Checkpoints:
         """Return whether folders are to be written in the background."""
         strategy = self._strategy
         asked = strategy.asynchronous_checkpoints or isinstance(strategy.checkpoint_io, AsyncCheckpointIO)
-        return self._writes_folders and asked
+        return cuts_weights(strategy) and asked
 
     def open(self) -> None:
         """Prepare for saves in the background; a collective."""
@@ -124,10 +124,7 @@ class Checkpoints:
         inner = getattr(optimizer, "_optimizer", optimizer)
         fresh = not inner.state
         with trained(inner.state):
-            if self._writes_folders:
-                state = base(optimizer)
-            else:  # Lightning would number parameters by their place in the module, which torch cannot load
-                state = dict(whole_state(inner, strategy.model, keep=strategy.is_global_zero))
+            state = base(optimizer)
         if fresh:
             inner.state.clear()
         if pipeline is not None:

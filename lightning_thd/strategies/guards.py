@@ -212,6 +212,5 @@ def refuse_partial_sharding(model: nn.Module, sizes: AxisSizes) -> None:
                 f"{name} was sharded over {over} ranks in configure_model(), but {wanted} ranks see "
                 f"different tokens ({sizes.data} data-parallel x {sizes.context} context-parallel), so its "
                 "gradient would not be averaged over all of them. Call fully_shard on the whole model with "
-                "device_mesh['data_context_parallel'] (device_mesh['data_parallel'] of a strategy that was "
-                "given its sizes), or leave sharding to the strategy."
+                "device_mesh['data_context_parallel'], or leave sharding to the strategy."
             )

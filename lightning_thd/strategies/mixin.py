@@ -69,21 +69,15 @@ class THDStrategyMixin(Strategy):
 
     Set the attributes below on your class. With ``context_parallel_size`` above 1 ranks share packs: batches
     are cut after they were moved, and data is handed out to groups of ranks. On a ``ModelParallelStrategy``
-    the model is cut and sharded too, over the axes that the strategy's arguments or these attributes give.
-
-    Attributes:
-        data_parallel_size: groups that read different data; ``auto`` takes what the other axes leave, and
-            None also allows a ``ModelParallelStrategy`` to give it by its own arguments.
-
-    The other attributes are the arguments of ``THDModelParallelStrategy`` and ``THDDDPStrategy`` of the same
-    names. Lightning's ``AsyncCheckpointIO`` among the Trainer's plugins sets ``asynchronous_checkpoints``
-    too.
+    the model is cut and sharded too. The attributes are the arguments of ``THDModelParallelStrategy`` and
+    ``THDDDPStrategy`` of the same names. Lightning's ``AsyncCheckpointIO`` among the Trainer's plugins sets
+    ``asynchronous_checkpoints`` too.
 
     Raises:
         TypeError: when a class puts it on a strategy that runs steps by itself: DeepSpeed, XLA.
     """
 
-    data_parallel_size: int | Literal["auto"] | None = None
+    data_parallel_size: int | Literal["auto"] = "auto"
     data_parallel_replicas: int = 1
     context_parallel_size: int | Literal["dynamic"] = 1
     max_context_parallel_size: int | None = None
@@ -190,8 +184,7 @@ class THDStrategyMixin(Strategy):
     def setup_environment(self) -> None:
         """Start the job's process group, build the mesh of its axes, and make the parts.
 
-        Under a ``ModelParallelStrategy`` the LightningModule sees the mesh as ``device_mesh``: the strategy's
-        own if its arguments give sizes, else ours of three axes.
+        Under a ``ModelParallelStrategy`` the LightningModule sees the mesh as ``device_mesh``.
         """
         self._axes, self._checkpoints = None, Checkpoints(self)
         axes = self._axes = start_axes(self, super().setup_environment)

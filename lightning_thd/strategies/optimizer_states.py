@@ -127,13 +127,6 @@ def without_fresh(checkpoint: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     ]
 
 
-def whole_state(optimizer: Optimizer, model: nn.Module, *, keep: bool) -> Mapping[str, Any]:
-    """Gather the whole state of a sharded model's optimizer, numbered on ranks that keep it; a collective."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_optimizer_state_dict(model, optimizer, options=options)
-    return by_index(state, optimizer, model) if keep else state
-
-
 def load_whole_states(
     states: Sequence[Mapping[str, Any]], optimizers: Sequence[Optimizer], model: nn.Module
 ) -> None:

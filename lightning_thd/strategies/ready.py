@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_thd._checks import flags, instance, whole_number
+from lightning_thd._checks import choice, flags, instance, whole_number
 from lightning_thd.alignment import Layout
 from lightning_thd.parallel.context.costs import CommCosts
 from lightning_thd.parallel.context.layout import Communication
@@ -104,8 +104,16 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        _share_packs(self, context_parallel_size, max_context_parallel_size, broadcast_data, check_plans)
-        _choose_ways(self, context_parallel_layout, context_parallel_communication, context_parallel_costs)
+        _configure(
+            self,
+            context_parallel_size=context_parallel_size,
+            max_context_parallel_size=max_context_parallel_size,
+            context_parallel_layout=context_parallel_layout,
+            context_parallel_communication=context_parallel_communication,
+            context_parallel_costs=context_parallel_costs,
+            broadcast_data=broadcast_data,
+            check_plans=check_plans,
+        )
 
     def configure_ddp(self) -> None:
         """Wrap the model in DDP, which then tolerates a vision tower unused on ranks whose packs are text."""
@@ -136,10 +144,8 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
         reshard_after_forward: free a layer's gathered weights between its forward and backward pass, and
             gather them again for every microbatch; with False they are gathered once a step and stay until
             its end. ``auto`` frees them, but not under a pipeline.
-        save_distributed_checkpoint: every rank writes its part into a folder that any layout can load; else
-            rank 0 writes one file of whole weights.
-        asynchronous_checkpoints: write those folders in the background; a checkpoint takes its name when it
-            is whole, and the one before it stays until then. ``wait_for_checkpoint()`` waits for it.
+        asynchronous_checkpoints: write checkpoints in the background; one takes its name when it is whole,
+            and the one before it stays until then. ``wait_for_checkpoint()`` waits for it.
         process_group_backend: of ``torch.distributed``.
         timeout: of its collectives; a rank that dies ends the job after it at the latest.
         pipeline_parallel_size: ranks that share the layers of a model; docs/guides/pipelines.md says
@@ -147,7 +153,6 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
         pipeline_schedule: ``1f1b``, or ``interleaved`` with several stages a rank and a smaller bubble.
         stages_per_rank: stages of each rank, above 1 only for ``interleaved``.
         pipeline_split: ``auto`` by FLOPs and memory, or the number of layers of each stage.
-        expert_parallel_size: must be 1; tensor-parallel ranks share out experts.
     """
 
     strategy_name = "thd_model_parallel"
@@ -168,7 +173,6 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
         reshard_after_forward: bool | Literal["auto"] = "auto",
         broadcast_data: bool = False,
         check_plans: bool = False,
-        save_distributed_checkpoint: bool = True,
         asynchronous_checkpoints: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -176,56 +180,39 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
         pipeline_schedule: ScheduleName = "1f1b",
         stages_per_rank: int = 1,
         pipeline_split: Literal["auto"] | Sequence[int] = "auto",
-        expert_parallel_size: int = 1,
     ) -> None:
-        super().__init__(
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-        )
-        if whole_number(expert_parallel_size, "expert_parallel_size", advice="1 makes no such axis.") != 1:
-            raise MisconfigurationException(
-                f"expert_parallel_size={expert_parallel_size}: there is no expert axis. Supported are "
-                "data_parallel_size, context_parallel_size, pipeline_parallel_size and tensor_parallel_size, "
-                "whose ranks share out experts."
-            )
-        _check_pipeline(pipeline_parallel_size, pipeline_schedule, stages_per_rank, pipeline_split)
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         check_sizes(data=data_parallel_size, tensor=tensor_parallel_size, replicas=data_parallel_replicas)
+        _check_pipeline(pipeline_parallel_size, pipeline_schedule, stages_per_rank, pipeline_split)
         if tensor_parallel_plan is not None:
             advice = "Pass names of modules and their styles: {'mlp.up_proj': 'colwise'}."
             instance(tensor_parallel_plan, "tensor_parallel_plan", Mapping, advice=advice)
         if process_group_backend is not None:
             instance(process_group_backend, "process_group_backend", str, advice="Pass 'nccl' or 'gloo'.")
-        flags(
-            sequence_parallel=sequence_parallel,
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            asynchronous_checkpoints=asynchronous_checkpoints,
+        if reshard_after_forward != "auto":
+            flags(reshard_after_forward=reshard_after_forward)
+        flags(sequence_parallel=sequence_parallel, asynchronous_checkpoints=asynchronous_checkpoints)
+        _configure(
+            self,
+            context_parallel_size=context_parallel_size,
+            max_context_parallel_size=max_context_parallel_size,
+            context_parallel_layout=context_parallel_layout,
+            context_parallel_communication=context_parallel_communication,
+            context_parallel_costs=context_parallel_costs,
+            broadcast_data=broadcast_data,
+            check_plans=check_plans,
         )
-        if pipeline_parallel_size > 1 and not save_distributed_checkpoint:
-            raise ValueError(
-                f"save_distributed_checkpoint=False with pipeline_parallel_size={pipeline_parallel_size}: "
-                "the first rank would write only the weights of its own layers. Leave it True; "
-                "save_pretrained(folder) writes whole weights."
-            )
+        self.data_parallel_size = data_parallel_size
+        self.data_parallel_replicas = data_parallel_replicas
+        self.tensor_parallel_size = tensor_parallel_size
+        self.tensor_parallel_plan = tensor_parallel_plan
+        self.sequence_parallel = sequence_parallel and tensor_parallel_size > 1
+        self.reshard_after_forward = reshard_after_forward
+        self.asynchronous_checkpoints = asynchronous_checkpoints
         self.pipeline_parallel_size = pipeline_parallel_size
         self.pipeline_schedule = pipeline_schedule
         self.stages_per_rank = stages_per_rank
         self.pipeline_split = pipeline_split
-        self.data_parallel_size = data_parallel_size
-        self.data_parallel_replicas = data_parallel_replicas
-        _share_packs(self, context_parallel_size, max_context_parallel_size, broadcast_data, check_plans)
-        _choose_ways(self, context_parallel_layout, context_parallel_communication, context_parallel_costs)
-        self.tensor_parallel_size = tensor_parallel_size
-        self.tensor_parallel_plan = tensor_parallel_plan
-        self.sequence_parallel = sequence_parallel and tensor_parallel_size > 1
-        if not isinstance(reshard_after_forward, bool) and (
-            not isinstance(reshard_after_forward, str) or reshard_after_forward != "auto"
-        ):
-            raise ValueError(
-                f"reshard_after_forward={reshard_after_forward!r} is not one of True, False, 'auto'."
-            )
-        self.reshard_after_forward = reshard_after_forward
-        self.asynchronous_checkpoints = asynchronous_checkpoints
 
     def save_pretrained(self, folder: str | Path, model: nn.Module | None = None) -> None:
         """Write the whole weights into a Hugging Face folder; a collective, rank 0 writes.
@@ -264,40 +251,29 @@ def register_strategies() -> None:
             StrategyRegistry.register(strategy.strategy_name, strategy, description=strategy.__doc__ or "")
 
 
-def _share_packs(strategy: Any, size: Any, largest: int | None, broadcast: bool, compare: bool) -> None:
-    """Check and keep how many ranks share a pack, whether one reads for all, and whether they compare."""
-    check_degrees(size, largest)
-    flags(broadcast_data=broadcast, check_plans=compare)
-    strategy.context_parallel_size, strategy.max_context_parallel_size = size, largest
-    strategy.broadcast_data, strategy.check_plans = broadcast, compare
-
-
-def _choose_ways(strategy: Any, layout: Any, communication: Any, costs: Any) -> None:
-    """Check and keep how packs are cut, and how attention exchanges its keys."""
-    check_ways(layout, communication, costs)
-    strategy.context_parallel_layout, strategy.context_parallel_communication = layout, communication
-    strategy.context_parallel_costs = costs
+def _configure(strategy: Any, **options: Any) -> None:
+    """Check and keep how ranks share packs, by the names of the mixin's attributes."""
+    check_degrees(options["context_parallel_size"], options["max_context_parallel_size"])
+    flags(broadcast_data=options["broadcast_data"], check_plans=options["check_plans"])
+    ways = ("context_parallel_layout", "context_parallel_communication", "context_parallel_costs")
+    check_ways(*map(options.__getitem__, ways))
+    for name, value in options.items():
+        setattr(strategy, name, value)
 
 
 def _check_pipeline(
     size: int, schedule: str, stages_per_rank: int, split: Literal["auto"] | Sequence[int]
 ) -> None:
     whole_number(size, "pipeline_parallel_size", least=1)
-    whole_number(stages_per_rank, "stages_per_rank", least=None)
-    if schedule not in ("1f1b", "interleaved"):
-        raise ValueError(f"pipeline_schedule={schedule!r} is not one of '1f1b', 'interleaved'.")
-    if (stages_per_rank > 1) != (schedule == "interleaved") or stages_per_rank < 1:
+    whole_number(stages_per_rank, "stages_per_rank", least=1)
+    choice(schedule, "pipeline_schedule", *get_args(ScheduleName))
+    if (stages_per_rank > 1) != (schedule == "interleaved"):
         raise ValueError(
             f"pipeline_schedule={schedule!r} with stages_per_rank={stages_per_rank}: 'interleaved' takes 2 "
             "or more stages a rank, '1f1b' one."
         )
-    if size == 1 and stages_per_rank > 1:
+    if size == 1 and (stages_per_rank > 1 or not isinstance(split, str)):
         raise ValueError(
-            f"stages_per_rank={stages_per_rank} with pipeline_parallel_size=1: set pipeline_parallel_size "
-            "to the ranks of the pipeline."
-        )
-    if size == 1 and not isinstance(split, str):
-        raise ValueError(
-            f"pipeline_split={list(split)} with pipeline_parallel_size=1: there are no stages to split into. "
-            "Set pipeline_parallel_size, or leave the split out."
+            f"stages_per_rank={stages_per_rank}, pipeline_split={split!r} with pipeline_parallel_size=1: "
+            "there are no stages. Set pipeline_parallel_size, or leave both out."
         )

@@ -36,8 +36,6 @@ def test_an_uneven_kernel_is_paid_for() -> None:
     assert chosen([65_536], "contiguous", flops_per_s=1e12) == "ulysses"
 
 
-
-
 def test_bytes() -> None:
     assert GQA.key_bytes == 4096
     assert GQA.gather_bytes(1000, 4) == 3 * 1000 * 4096

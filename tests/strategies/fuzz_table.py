@@ -37,14 +37,12 @@ def _model_parallel(rng: random.Random) -> dict[str, Any]:
         "tensor_parallel_plan": None,
         "sequence_parallel": False,
         "reshard_after_forward": True,
-        "save_distributed_checkpoint": True,
         "process_group_backend": None,
         "timeout": timedelta(seconds=9),
         "pipeline_parallel_size": 1,
         "pipeline_schedule": "1f1b",
         "stages_per_rank": 1,
         "pipeline_split": "auto",
-        "expert_parallel_size": 1,
     }
 
 

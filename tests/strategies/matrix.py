@@ -75,8 +75,6 @@ def strategy_of(strategy: str, name: str) -> Strategy | str:
         made = own[strategy]()
         for size, value in sizes.items():
             setattr(made, size, value)
-        if strategy == "own_model_parallel":
-            made.data_parallel_size = "auto"
         return made
     from lightning_thd.strategies import THDDDPStrategy, THDModelParallelStrategy
     from lightning_thd.strategies.ready import THDSingleDeviceStrategy

@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.checkpoint import FileSystemWriter
 
-from lightning_thd import Sequences
+from lightning_thd import Sequences, THDDDPStrategy
 from tests.ranks import RankError, run_ranks
 from tests.strategies.jobs import Job, Layout, data, full_parameters, make_trainer
 from tests.tiny import largest_error, sequences
@@ -98,12 +98,16 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_job(tmp_path: Path) -> Non
     assert (tmp_path / "step=2.ckpt").is_dir()
 
 
+class Behind(THDDDPStrategy):
+    asynchronous_checkpoints = True
+
+
 def refusals(folder: str) -> list[str]:
     found = []
     linked = ModelCheckpoint(folder, every_n_train_steps=1, save_last="link")
     ways: list[tuple[Layout, dict[str, Any]]] = [
         (BEHIND, {"callbacks": [linked], "enable_checkpointing": True}),
-        (Layout(options={"asynchronous_checkpoints": True, "save_distributed_checkpoint": False}), {}),
+        (Layout(strategy="thd_ddp"), {"strategy": Behind()}),
     ]
     for layout, options in ways:
         try:
@@ -118,4 +122,4 @@ def test_what_cannot_be_written_behind_is_refused(tmp_path: Path) -> None:
     assert linked.startswith(
         "ModelCheckpoint(save_last='link') with checkpoints that are written in the back"
     )
-    assert whole.startswith("asynchronous_checkpoints=True under THDModelParallelStrategy, which writes one")
+    assert whole.startswith("asynchronous_checkpoints=True under Behind, which writes one file")

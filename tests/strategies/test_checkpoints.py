@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,59 +73,45 @@ PLACES = {
     "one": Layout(strategy="thd_ddp"),
 }
 # Adam's state is in what is resumed, so weights that were loaded without it would differ by 1e-2.
-WAYS = [(a, b, kind) for a in PLACES for b in PLACES for kind in ("folder", "file")]
-WAYS = [
-    way for way in WAYS if PLACES[way[0]].strategy != "thd_ddp" or way[2] == "file"
-]  # whole weights leave as one file
+WAYS = [(a, b) for a in PLACES for b in PLACES]
 
 
-def written(cell: tuple[str, str], folder: str) -> dict[str, Any]:
+def written(source: str, folder: str) -> dict[str, Any]:
     warnings.filterwarnings("ignore")
-    source, kind = cell
     module = Grouped()
-    saver = ModelCheckpoint(
-        f"{folder}/{source} {kind}", filename="{step}", every_n_train_steps=SAVED, save_top_k=-1
-    )
-    trainer = make_trainer(
-        of_kind(PLACES[source], kind), max_steps=STEPS, callbacks=[saver], enable_checkpointing=True
-    )
+    saver = ModelCheckpoint(f"{folder}/{source}", filename="{step}", every_n_train_steps=SAVED, save_top_k=-1)
+    trainer = make_trainer(PLACES[source], max_steps=STEPS, callbacks=[saver], enable_checkpointing=True)
     trainer.fit(module, data(Sequences(12)))
     return full_parameters(module.model)
 
 
-def of_kind(layout: Layout, kind: str) -> Layout:
-    if layout.strategy == "thd_ddp":
-        return layout
-    return replace(layout, options={**layout.options, "save_distributed_checkpoint": kind == "folder"})
-
-
-def resumed(way: tuple[str, str, str], folder: str) -> dict[str, Any]:
+def resumed(way: tuple[str, str], folder: str) -> dict[str, Any]:
     warnings.filterwarnings("ignore")
-    source, target, kind = way
+    source, target = way
     module = Grouped()
     trainer = make_trainer(PLACES[target], max_steps=STEPS)
-    path = f"{folder}/{source} {kind}/step={SAVED}.ckpt"
+    path = f"{folder}/{source}/step={SAVED}.ckpt"
     trainer.fit(module, data(Sequences(12)), ckpt_path=path)
     assert trainer.global_step == STEPS
     return full_parameters(module.model)
 
 
-def check_ways(ways: list[tuple[str, str, str]], folder: Path) -> None:
+def check_ways(ways: list[tuple[str, str]], folder: Path) -> None:
     """Write every source once and read it in every target, all of a number of ranks in one start of them."""
     wanted = {}
-    sources = list(dict.fromkeys((a, kind) for a, _, kind in ways))
+    sources = list(dict.fromkeys(source for source, _ in ways))
     for world in (1, 2, 4):
-        cells = [cell for cell in sources if PLACES[cell[0]].world == world]
+        cells = [source for source in sources if PLACES[source].world == world]
         for cell, outcomes in zip(cells, run_row(written, world, cells, str(folder)), strict=True):
             assert outcomes[0].error is None, (cell, outcomes[0].error)
             wanted[cell] = outcomes[0].value
-            saved = folder / " ".join(cell) / f"step={SAVED}.ckpt"
-            assert saved.is_dir() == (cell[1] == "folder")
+            saved = folder / cell / f"step={SAVED}.ckpt"  # whole weights are one file
+            assert saved.is_dir() == (PLACES[cell].strategy != "thd_ddp")
     faults = []
     for world in (1, 2, 4):
         into = [way for way in ways if PLACES[way[1]].world == world]
         for way, outcomes in zip(into, run_row(resumed, world, into, str(folder)), strict=True):
-            compare = partial(largest_error, wanted=wanted[way[0], way[2]])
+            compare = partial(largest_error, wanted=wanted[way[0]])
             errors = [error_or(outcome, compare) for outcome in outcomes]
             # Other layouts pad other packs: the same sums in another order.
             faults += [(way, e) for e in errors if isinstance(e, str) or not e < 1e-10]
@@ -134,7 +119,7 @@ def check_ways(ways: list[tuple[str, str, str]], folder: Path) -> None:
 
 
 def test_folders_load_into_whole_weights_and_files_into_shards(tmp_path: Path) -> None:
-    check_ways([("tp2", "ddp cp2", "folder"), ("ddp cp2", "dp2", "file")], tmp_path)
+    check_ways([("tp2", "ddp cp2"), ("ddp cp2", "dp2")], tmp_path)
 
 
 @pytest.mark.slow
@@ -142,35 +127,33 @@ def test_every_layout_into_every_other(tmp_path: Path) -> None:
     check_ways(WAYS, tmp_path)
 
 
-def begun(cell: tuple[str, str, str | None], folder: str) -> dict[str, Any]:
+def begun(cell: tuple[str, str | None], folder: str) -> dict[str, Any]:
     """Train with a checkpoint before the first step, or from such a one."""
     warnings.filterwarnings("ignore")
-    place, kind, source = cell
+    place, source = cell
     module = Grouped()
     if source is None:
-        path = f"{folder}/{place} {kind}.ckpt"
+        path = f"{folder}/{place}.ckpt"
         module.on_train_start = lambda: module.trainer.save_checkpoint(path)  # type: ignore[method-assign]
-    trainer = make_trainer(of_kind(PLACES[place], kind), max_steps=STEPS)
+    trainer = make_trainer(PLACES[place], max_steps=STEPS)
     trainer.fit(module, data(Sequences(12)), ckpt_path=None if source is None else f"{folder}/{source}.ckpt")
     return full_parameters(module.model)
 
 
-BEGUN: list[tuple[str, str, str | None]] = [
-    ("dp2", "folder", None),
-    ("tp2", "file", None),
-    ("ddp", "file", None),
-    ("tp2", "folder", "dp2 folder"),
-    ("dp2", "folder", "tp2 file"),
-    ("dp2", "folder", "ddp file"),
-    ("ddp", "file", "dp2 folder"),
+BEGUN: list[tuple[str, str | None]] = [
+    ("dp2", None),
+    ("tp2", "dp2"),
+    ("ddp", None),
+    ("dp2", "ddp"),
+    ("ddp", "dp2"),
 ]
 
 
-@pytest.mark.parametrize("cells", [BEGUN[:1] + BEGUN[3:4], pytest.param(BEGUN, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cells", [BEGUN[:2], pytest.param(BEGUN, marks=pytest.mark.slow)])
 def test_a_checkpoint_before_the_first_step_counts_no_step(
-    cells: list[tuple[str, str, str | None]], tmp_path: Path
+    cells: list[tuple[str, str | None]], tmp_path: Path
 ) -> None:
-    [wanted] = run_ranks(written, 1, ("one", "file"), str(tmp_path))
+    [wanted] = run_ranks(written, 1, "one", str(tmp_path))
     for cell, outcomes in zip(cells, run_row(begun, 2, cells, str(tmp_path)), strict=True):
         for outcome in outcomes:
             assert outcome.error is None, (cell, outcome.error)
@@ -194,13 +177,6 @@ def test_states_of_other_parameters_are_refused() -> None:
     assert by_index(state, theirs, module)["state"] == {0: "b", 1: "a"}
     with pytest.raises(ValueError, match=r"state of 2 parameters that this one does not hold, \['1.bias'"):
         by_index(named, part, module)
-
-
-def test_a_pipeline_writes_no_file() -> None:
-    with pytest.raises(
-        ValueError, match=r"pipeline_parallel_size=2: the first rank would write only the weights"
-    ):
-        THDModelParallelStrategy(pipeline_parallel_size=2, save_distributed_checkpoint=False)
 
 
 def test_what_to_export_must_be_clear(tmp_path: Path) -> None:

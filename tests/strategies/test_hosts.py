@@ -56,7 +56,7 @@ class OnFSDP(THDStrategyMixin, FSDPStrategy):
 
 
 class OnModelParallel(THDStrategyMixin, ModelParallelStrategy):
-    """Takes sizes by Lightning's arguments."""
+    """Shards by FSDP2 over all ranks."""
 
 
 class ByAttributes(THDStrategyMixin, ModelParallelStrategy):
@@ -115,14 +115,10 @@ def strategy_of(name: str) -> Strategy:
         "one device": lambda: OnOneDevice(device=torch.device("cpu")),
         "fsdp": lambda: OnFSDP(),
         "fsdp cp": lambda: type("WithContext", (OnFSDP,), {"context_parallel_size": 2})(),
-        "tp": lambda: OnModelParallel(data_parallel_size=1, tensor_parallel_size=2),
-        "dp": lambda: OnModelParallel(data_parallel_size=2, tensor_parallel_size=1),
-        "auto": lambda: OnModelParallel(),
-        "cp tp": lambda: WithContext(data_parallel_size=2, tensor_parallel_size=2),
+        "dp": lambda: OnModelParallel(),
         "attributes": lambda: ByAttributes(),
-        "dp cp": lambda: WithContext(data_parallel_size=2, tensor_parallel_size=1),
-        "cp by attribute": lambda: WithContext(),
-        "no data axis": lambda: WithContext(data_parallel_size=1, tensor_parallel_size=2),
+        "cp": lambda: WithContext(),
+        "arguments": lambda: WithContext(data_parallel_size=1, tensor_parallel_size=2),
         "ours": lambda: THDModelParallelStrategy(),
         "keeps": lambda: THDModelParallelStrategy(reshard_after_forward=False),
         "tp ddp": lambda: WithTensor(),
@@ -158,17 +154,13 @@ JOBS = {
     "one device": (Job, Layout()),
     "fsdp": (Job, Layout(dp=2)),
     "fsdp cp": (Job, Layout(cp=2)),
-    "tp": (Configured, Layout(tp=2)),
-    "auto": (Configured, Layout(tp=2)),
-    "dp cp": (ShardsItself, Layout(cp=2)),
-    "cp by attribute": (ShardsOverAll, Layout(cp=2)),
-    "attributes": (Job, Layout(cp=2, tp=2)),
-    "cp tp": (Configured, Layout(cp=2, tp=2)),
+    "cp": (ShardsOverAll, Layout(cp=2)),
+    "attributes": (Configured, Layout(cp=2, tp=2)),
 }
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "dp cp" else pytest.mark.slow) for name in JOBS]
+    "name", [pytest.param(name, marks=[] if name == "cp" else pytest.mark.slow) for name in JOBS]
 )
 def test_any_host_trains_as_one_process(name: str) -> None:
     module, layout = JOBS[name]
@@ -196,7 +188,7 @@ def test_fsdp_on_a_gpu_trains_as_one_process() -> None:
 
 def refused(name: str, world: int) -> str:
     module = {"dp cp axis": ShardsItself, "part": ShardsPart, "tp alone": ShardsTensor}.get(name, Configured)
-    found = {"dp cp axis": "cp by attribute", "part": "dp", "tp alone": "dp"}.get(name, name)
+    found = {"dp cp axis": "cp", "part": "dp", "tp alone": "dp"}.get(name, name)
     trainer = make_trainer(Layout(dp=world), strategy=strategy_of(found))
     try:
         trainer.fit(module(), data(STEP))
@@ -207,9 +199,8 @@ def refused(name: str, world: int) -> str:
 
 REFUSALS = {
     "replicas": "data_parallel_replicas=2 under WithReplicas, which does not share weights out",
-    "no data axis": "was given data_parallel_size=1 and tensor_parallel_size=2.*"
-    ".*context_parallel_size=2 and.*<groups> [*] 2",
-    "tp ddp": "tensor_parallel_size=2 under WithTensor, which does not cut weights.*ModelParallelStrategy",
+    "arguments": "WithContext was given sizes as arguments .* Set the attributes data_parallel_size",
+    "tp ddp": "tensor_parallel_size=2 under WithTensor, which does not share weights out",
     "dp cp axis": "was sharded over 1 ranks in configure_model.., but 2 ranks see "
     "different.*1 data-parallel x 2 context",
     "part": r"model.model.embed_tokens.weight was sharded over 1 ranks.*Call fully_shard on the whole model",
