@@ -18,11 +18,9 @@ from torch import Tensor, nn
 
 
 class SharedDraws:
-    """Gives every microbatch its own random stream, which depends on its number only.
+    """Gives every microbatch its own random stream, by its number and the rank's place.
 
-    Args:
-        seed: the same on all ranks.
-        place: of this rank among those that see different tokens; ranks of one place draw the same numbers.
+    Ranks of one place, which see the same tokens, draw the same numbers.
     """
 
     def __init__(self, seed: int, place: int) -> None:
@@ -90,7 +88,6 @@ def draw_from_own_stream(layer: nn.Module, index: int) -> None:
 def take_number() -> int:
     """Draw one number from the CPU's global random stream.
 
-    Every layer takes one, on the ranks that do not hold it too, so that a user's own draws in
-    ``training_step`` are the same on all stages.
+    Every layer takes one, on ranks that do not hold it too, so a user's own draws are the same on all stages.
     """
     return int(torch.empty((), dtype=torch.int64).random_())

@@ -115,10 +115,7 @@ def _own_part(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 
 def gather_same(x: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
-    """Gather the ranks' parts along ``dim``, for work that is the same on all ranks.
-
-    All ranks then have the same gradient, and the backward pass keeps this rank's part of it.
-    """
+    """Gather the ranks' parts along ``dim``, for work that is the same on all ranks, gradients included."""
     own = partial(_own_part, group=group, dim=dim)
     return mapped(x, partial(_gather_dim, group=group, dim=dim), own)
 
@@ -130,11 +127,7 @@ def keep_own(x: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
 
 
 def all_gather_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather all ranks' rows, equally many, end to end; the gradient is reduce-scattered.
-
-    Returns:
-        ``[P * N, ...]``. One all-gather of ``(P - 1) * N`` rows received by every rank, and the same back.
-    """
+    """Gather all ranks' rows, equally many, as ``[P * N, ...]``; the gradient is reduce-scattered."""
     return mapped(rows, partial(stacked, group=group), partial(_scattered, group=group))
 
 

@@ -88,10 +88,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def reshard(module: nn.Module) -> None:
-    """Free weights that FSDP2 left gathered, as it does with the root's after evaluation.
-
-    ``parameters()`` gives the gathered copies until then, and an optimizer made of them trains nothing.
-    """
+    """Free weights that FSDP2 left gathered: an optimizer made of gathered copies trains nothing."""
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.reshard()
@@ -134,10 +131,7 @@ def _called(model: Any, getter: str) -> nn.Module | None:
 
 
 class TowerPaths:
-    """Ties a model's towers to its embedding, so that every backward pass reaches their gradients.
-
-    It does so while ``active`` is true, which the embedding's forward call reads.
-    """
+    """Ties a model's towers to its embedding while ``active``, so backward passes reach their gradients."""
 
     def __init__(self, model: Any) -> None:
         self.active = False

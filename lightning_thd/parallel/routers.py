@@ -96,10 +96,7 @@ def wants_balance(inner: Any) -> bool:
 
 
 def scores_of(inner: Any) -> Scores | None:
-    """Return how a model turns logits into probabilities in its balancing loss; None if that is not known.
-
-    A family without a balancing loss of its own is balanced by the scores of its routers.
-    """
+    """Return how a model turns logits into probabilities in its balancing loss; None if that is not known."""
     module = module_of_loss(inner)
     if module is not None:
         return "softmax" if _is_switch(getattr(module, FUNCTION)) else None
@@ -142,15 +139,11 @@ def require_known_balance(inner: Any) -> None:
 
 
 class RouterRelay:
-    """Adds up the sums of routers from the first stage of a pipeline to the last.
-
-    Attributes:
-        channel: carries the sums of a microbatch down, and their gradient up, in fp64.
-        group: the ranks of the whole job that hold the same layers; None is the world.
-    """
+    """Adds up the sums of routers from the first stage of a pipeline to the last."""
 
     def __init__(self, channel: Channel, stage: Stage, group: dist.ProcessGroup | None = None) -> None:
-        self.channel, self.stage, self.group = channel, stage, group
+        self.channel = channel  # carries the sums of a microbatch down, and their gradient up, in fp64
+        self.stage, self.group = stage, group  # the ranks that hold the same layers; None is the world
         self.received: Tensor | None = None
 
     def add(self, own: Tensor) -> Tensor:
@@ -173,10 +166,7 @@ class RouterRelay:
 
 
 def leave_to_losses(inner: Any) -> None:
-    """Patch a stage's forward to hand out router logits only if a loss asks for them by name, in place.
-
-    A stage's own balancing loss would be that of its layers only.
-    """
+    """Patch a stage's forward to leave the balancing loss, which needs the layers of all stages, to ours."""
     forward = inner.forward
 
     def stage_forward(*args: Any, **kwargs: Any) -> Any:

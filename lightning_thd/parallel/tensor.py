@@ -90,10 +90,9 @@ def _pattern(entry: str) -> re.Pattern[str]:
 
 
 def _between_products(model: nn.Module, matched: list[tuple[str, nn.Module, str]]) -> list[nn.Module]:
-    """Return activations and norms of heads with parameters that see this rank's columns only.
+    """Return activations and norms of heads that see this rank's columns only, which plans leave out.
 
-    Apertus's xIELU is one; transformers' plans of GLM-4.5 and Qwen3-VL with experts leave out the norms of
-    queries and keys. Refuses blocks that compare the columns of a token with each other.
+    Refuses blocks that compare the columns of a token with each other.
     """
     known = {id(module) for _, module, _ in matched}
     whole = {id(module) for _, module, style in matched if style == "colwise_gather_output"}

@@ -113,11 +113,7 @@ class Checkpoints:
             self._background.remove(partial(base, filepath))
 
     def optimizer_state(self, base: Callable[[Any], dict[str, Any]], optimizer: Any) -> dict[str, Any]:
-        """Return an optimizer's state, empty before its first step, with the names of all stages.
-
-        torch makes this state by a step with zero gradients. Adam would count that step, so the state is
-        cleared.
-        """
+        """Return an optimizer's state, empty before its first step, with the names of all stages."""
         strategy, pipeline = self._strategy, self._strategy._pipeline
         if not cuts_weights(strategy):
             return base(optimizer)
@@ -125,7 +121,7 @@ class Checkpoints:
         fresh = not inner.state
         with trained(inner.state):
             state = base(optimizer)
-        if fresh:
+        if fresh:  # torch has made a step with zero gradients, which Adam would count
             inner.state.clear()
         if pipeline is not None:
             state = complete_groups(renamed(state, pipeline.head_name), pipeline.channel.down)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, get_args
 
 import lightning.pytorch as L
@@ -22,7 +21,6 @@ from lightning_thd.parallel.context import traffic
 from lightning_thd.parallel.context.costs import CommCosts, LayerSizes
 from lightning_thd.parallel.context.layout import Communication, know_whole_pack
 from lightning_thd.parallel.context.shared_step import SharedStep
-from lightning_thd.parallel.mesh import AxisSizes
 from lightning_thd.stats import SeqStats
 from lightning_thd.strategies.axes import gathers_once
 
@@ -30,11 +28,7 @@ DYNAMIC = "dynamic"
 
 
 def log_traffic(trainer: L.Trainer) -> None:
-    """Log what attention exchanged since the last log, at steps at which the Trainer logs.
-
-    ``context_parallel/bytes_per_token`` are the bytes that this rank received in all layers, forward and
-    backward, for each slot that it ran. ``context_parallel/<way>`` is the share of the calls that took a way.
-    """
+    """Log what attention exchanged since the last log, at steps at which the Trainer logs."""
     connector = trainer._logger_connector
     if not connector.should_update_logs:
         return
@@ -93,23 +87,10 @@ def sharing_of(strategy: Any) -> Sharing:
             # DDP sums gradients once a step; sharded weights are gathered in every microbatch, or once.
             waits="step" if isinstance(strategy, DDPStrategy) or gathers_once(strategy) else "microbatch",
         )
-        check_ranks(sharing, strategy.sizes)
+        check_tiling(strategy.sizes.data, largest)
     except ValueError as err:
         raise MisconfigurationException(str(err)) from err
     return sharing
-
-
-def check_ranks(sharing: Sharing, sizes: AxisSizes) -> None:
-    """Refuse ranks that groups do not divide, in the job or within a node."""
-    check_tiling(sizes.data, sharing.max_degree)
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", sizes.world)) // sizes.tensor
-    largest = sharing.max_degree
-    if local and local % largest and largest % local:
-        fits = max(d for d in sharing.degrees if local % d == 0)
-        raise ValueError(
-            f"max_context_parallel_size={largest} with {local} data ranks on a node: groups would lie across "
-            f"nodes unevenly. Use max_context_parallel_size={fits}, or nodes of a power of two of ranks."
-        )
 
 
 def check_batch(batch: Any, *, training: bool) -> None:
@@ -129,9 +110,8 @@ def know_whole_packs(batch: Any) -> None:
 def exchange_costs(module: nn.Module | None, costs: CommCosts, largest: int) -> tuple[float, ...] | None:
     """Return the exchange's cost for each slot of a rank, in units of a token's linear work.
 
-    For groups of 2, 4, ... ranks it is the bytes of all layers, forward and backward, by the cheaper of two
-    ways, at ``bandwidth_bytes_per_s``, over the FLOPs of a token at ``flops_per_s``. None for a model
-    without a known config.
+    There is one number for groups of 2, 4, ... ranks: bytes of all layers, forward and backward, by the
+    cheaper of two ways. A model without a known config gives None.
     """
     config = model_config(module)
     if config is None:

@@ -129,10 +129,7 @@ def _has_accelerate_hooks(module: nn.Module) -> bool:
 
 
 def refuse_compiled_module(module: object, sizes: AxisSizes) -> None:
-    """Refuse ``torch.compile(lightning_module)`` if ranks share packs.
-
-    The order of the attention's collectives would differ between ranks in the backward pass, which then hang.
-    """
+    """Refuse ``torch.compile(lightning_module)`` if ranks share packs: their collectives would hang."""
     if sizes.peers > 1 and getattr(module, "_compiler_ctx", None) is not None:
         raise MisconfigurationException(
             f"torch.compile({type(module).__name__}) while {sizes.peers} ranks share each pack "

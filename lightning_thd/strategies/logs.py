@@ -25,12 +25,9 @@ _FX = "training_step"
 class StepLogs:
     """Reduces the values that ``training_step`` logs in the microbatches of a step to one value each.
 
-    Values logged on_step are reduced by their own ``reduce_fx``, the mean by default. That is exact for the
-    loss, whose mean over microbatches and ranks is the step's: see ``THDBatch.loss_scale``. Values logged
-    on_epoch are weighted by loss tokens, see ``weigh``.
-
-    What ``sync_dist=True`` reduces over ranks is reduced once, at the step's end, so that ranks wait for each
-    other only there. A name that is logged for the first time is reduced at once.
+    Values logged on_step are reduced by their own ``reduce_fx``; the mean is exact for the loss. Those with
+    ``sync_dist=True`` are reduced over ranks once, at the step's end. A name that is logged for the first
+    time is reduced at once.
     """
 
     def __init__(self, trainer: L.Trainer, *, microbatches: int) -> None:
@@ -74,11 +71,7 @@ class StepLogs:
             value.meta.sync._generate_sync_fn()
 
     def finish(self) -> None:
-        """Write the reduced values to where Lightning reads the values of the step.
-
-        What other hooks log from now on, such as ``on_train_batch_end``, weighs as much as the step: its loss
-        tokens on this rank.
-        """
+        """Write the reduced values to where Lightning reads the values of the step."""
         for key, value in self._values().items():
             if values := self._logged.get(key):
                 reduced = _reduce(torch.stack(values), value.meta)
@@ -86,6 +79,7 @@ class StepLogs:
                 if not value.meta.on_epoch:
                     value.value = value._forward_cache
         self._logged.clear()
+        # What other hooks log from now on weighs as much as the step: its loss tokens on this rank.
         if self._results is not None and self._results.batch_size is not None:
             self._results.batch_size *= self._microbatches
 
@@ -103,11 +97,7 @@ class StepLogs:
 
 
 def weigh(results: Any, batch: THDBatch) -> None:
-    """Weigh values logged on_epoch by the step's loss tokens per microbatch and rank.
-
-    Lightning would count the rows of the batch, a whole number. With this weight the mean over an epoch is
-    exact without rounding.
-    """
+    """Weigh values logged on_epoch by the step's loss tokens per microbatch and rank, without rounding."""
     results.batch = batch
     results.batch_size = 1.0 / batch.loss_scale if batch.loss_scale else 0
 
@@ -142,10 +132,7 @@ class SyncedMetrics:
 
 
 def refuse_sums(module: nn.Module, *, dynamic: bool) -> None:
-    """Refuse metrics that sum over ranks that share packs: a number may be the pack's or this rank's slots'.
-
-    A metric whose ``process_group`` is set says which it is.
-    """
+    """Refuse metrics that sum over ranks that share packs, unless their ``process_group`` says of what."""
     for name, child in module.named_modules():
         if isinstance(child, SumMetric) and child.process_group is None:
             raise MisconfigurationException(
@@ -171,11 +158,7 @@ def _is_away(value: Any) -> bool:
 
 
 class RecordedLogs:
-    """Records the ``self.log`` calls of a pipeline's step, and logs those of the last stage on every stage.
-
-    Only the last stage has the loss. It sends its values once a step, in one message; every rank then logs
-    them as if it had computed them.
-    """
+    """Records the ``self.log`` calls of a pipeline's step, and logs the last stage's on every stage."""
 
     def __init__(self, trainer: L.Trainer, channel: Channel) -> None:
         self._trainer, self._channel = trainer, channel

@@ -26,12 +26,7 @@ from lightning_thd.strategies.logs import StepLogs
 
 
 class StepLoop:
-    """Runs the microbatches of a ``THDStep``; batches of any other kind are left to the base strategy.
-
-    Args:
-        strategy: of Lightning, with the mixin.
-        run: the user's ``training_step`` on one microbatch.
-    """
+    """Runs the microbatches of a ``THDStep``; batches of any other kind are left to the base strategy."""
 
     def __init__(self, strategy: Any, run: Callable[..., Any]) -> None:
         self._strategy, self._run = strategy, run
@@ -125,11 +120,7 @@ def local_gradients(strategy: Any) -> AbstractContextManager[Any] | None:
 
 
 def _kept_weights(strategy: Any) -> AbstractContextManager[None]:
-    """Keep gathered weights past a backward pass if they are not freed after forward passes either.
-
-    A step of several microbatches then gathers weights once. Its peak of memory stays the same, as it lies at
-    the end of a forward pass.
-    """
+    """Keep gathered weights past a backward pass if they are not freed after forward passes either."""
     model = getattr(strategy, "model", None)
     if gathers_once(strategy) and isinstance(model, nn.Module):
         return _without("set_reshard_after_backward", model)

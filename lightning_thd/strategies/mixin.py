@@ -232,15 +232,12 @@ class THDStrategyMixin(Strategy):
             self._pipeline.make_optimizers(super().setup_optimizers, trainer)
 
     def teardown(self) -> None:
-        """Wait for this rank's part of the last checkpoint, and end what belongs to the job.
-
-        Shards that are still held then refuse no other attention.
-        """
+        """Wait for this rank's part of the last checkpoint, and end what belongs to the job."""
         if self._synced is not None:
             self._synced.close()
         self._synced, self._frozen = None, ()
         super().teardown()
-        end_job()
+        end_job()  # shards that are still held refuse no other attention from now on
         if cuts_weights(self):
             self.checkpoint_io.teardown()  # Lightning's ModelParallelStrategy leaves that out
         if self._axes is not None:
@@ -327,10 +324,8 @@ class THDStrategyMixin(Strategy):
     ) -> Any:
         """Reduce as the base strategy does, except for means of integers and sums of logged values.
 
-        Lightning divides sums of values by the mean batch size of the ranks: of 101 tokens on two ranks it
-        makes 50, and an epoch's mean is wrong by 1 %. A sum that ``self.log`` asks for counts once what ranks
-        of the same data have in common. Under context parallelism such a sum is refused: a number may be the
-        pack's or this rank's slots'.
+        Lightning makes 50 of the mean of 101 tokens on two ranks. A sum that ``self.log`` asks for counts
+        once what ranks of the same data have in common; under context parallelism it is refused.
         """
         if group is None and isinstance(reduce_op, str) and reduce_op.lower() == "sum":
             group = self._group_of_sums()  # self.log always names the group, its default None

@@ -36,12 +36,8 @@ def clip_by_norm(
 ) -> Tensor:
     """Scale gradients to a norm over everything of at most ``max_norm`` and return the norm; a collective.
 
-    Args:
-        parameters: with gradients, DTensors or plain.
-        max_norm: the largest norm.
-        device: of the norm of a rank that trains nothing; NCCL refuses CPU tensors.
-        across: ranks with other parameters of the same model, the stages of a pipeline.
-        counted_elsewhere: ``id`` of parameters that another of those ranks holds too and counts.
+    ``across`` is the group of ranks with other parameters of the same model, and ``counted_elsewhere`` the
+    ids of parameters that another of them counts. The norm of a rank that trains nothing is on ``device``.
     """
     own = list(parameters)
     groups = _by_mesh(own)

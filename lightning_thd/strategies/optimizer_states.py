@@ -153,8 +153,7 @@ def set_state(
 ) -> None:
     """Load an optimizer's state by name, and the options of its empty groups; a collective.
 
-    A group of the embedding only is empty on every pipeline stage but the first. torch loads the options of
-    one empty group at most, and only if it is the last one.
+    torch loads the options of one empty group at most, and only if it is the last one.
     """
     groups, saved = optimizer.param_groups, state["param_groups"]
     empty = {i: group for i, group in enumerate(groups) if not group["params"]}
@@ -206,10 +205,7 @@ def renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any
 
 
 def complete_groups(state: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
-    """Add every pipeline stage's parameter names to an optimizer state's groups; a collective.
-
-    torch's distributed checkpoint keeps the list of one rank.
-    """
+    """Add every pipeline stage's parameter names to an optimizer state's groups; a collective."""
     found: list[Any] = [None] * group.size()
     dist.all_gather_object(found, [entry["params"] for entry in state["param_groups"]], group=group)
     if len({len(groups) for groups in found}) > 1:
@@ -239,10 +235,7 @@ def parameters_of_folder(
 
 
 def drop_unknown_options(optimizers: Iterable[Optimizer], path: str | Path) -> None:
-    """Drop optimizer options that a checkpoint folder lacks, on which torch would fail.
-
-    A learning rate finder leaves one: the scheduler of its trial adds ``initial_lr``.
-    """
+    """Drop optimizer options that a checkpoint folder lacks, such as a rate finder's ``initial_lr``."""
     known = FileSystemReader(path).read_metadata().state_dict_metadata.keys()
     for i, optimizer in enumerate(optimizers):
         for k, group in enumerate(optimizer.param_groups):

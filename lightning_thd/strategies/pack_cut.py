@@ -105,11 +105,7 @@ def prepare_loader(strategy: Any, axes: Axes, dataloader: Any) -> Any:
 
 
 def set_data_rank(dataloader: object, rank: int, sizes: AxisSizes) -> None:
-    """Set which part of the data an iterable dataset reads on this rank.
-
-    A dataset with the attributes ``data_rank`` and ``data_size`` is given them. If ranks must read the same
-    data, the split of ``datasets.distributed.split_dataset_by_node`` is checked, and any other is refused.
-    """
+    """Set which part of the data an iterable dataset reads on this rank, or refuse an unknown part."""
     dataset: Any = getattr(dataloader, "dataset", None)
     if not isinstance(dataset, IterableDataset):
         return
@@ -131,13 +127,11 @@ def set_data_rank(dataloader: object, rank: int, sizes: AxisSizes) -> None:
 
 
 class BroadcastLoader:
-    """Iterates a dataloader on the first rank of a group only, and sends every batch to the others.
-
-    Batches travel through CPU memory: on the device they would wait for the work that is queued there.
-    """
+    """Iterates a dataloader on the first rank of a group only, and sends every batch to the others."""
 
     def __init__(self, dataloader: Any, group: dist.ProcessGroup, timeout: timedelta | None = None) -> None:
         self._dataloader, self._reads = dataloader, group.rank() == 0
+        # On the device batches would wait for the work that is queued there.
         self._group, self._source = on_host(group, timeout), dist.get_global_rank(group, 0)
 
     def __getattr__(self, name: str) -> Any:

@@ -37,21 +37,13 @@ from lightning_thd.strategies.loop import StepLoop, loss_of, warn_of_extras
 
 
 class Pipeline:
-    """The stage that this rank holds of a model cut by depth, and its messages to the other stages.
-
-    Args:
-        strategy: with the mixin and ``pipeline_parallel_size`` above 1.
-        axes: of the job; making the channel is a collective of it.
-
-    Attributes:
-        waited: share of the last step that this rank waited for other stages, on a CPU.
-        expected_wait: the same by the schedule's formula.
-    """
+    """The stage that this rank holds of a model cut by depth, and its messages to the other stages."""
 
     def __init__(self, strategy: Any, axes: Axes) -> None:
         self._strategy, self._axes = strategy, axes
-        self.channel = self._make_channel()
+        self.channel = self._make_channel()  # a collective of the job
         self.stage: Stage | None = None
+        # The share of the last step that this rank waited for other stages, on a CPU, and by the formula.
         self.waited = self.expected_wait = 0.0
         self.compared = False  # whether the stages have compared how they make the loss
 
@@ -61,10 +53,7 @@ class Pipeline:
         return on_host(self.channel.down)
 
     def _make_channel(self, dtype: torch.dtype | None = None) -> Channel:
-        """Create one process group for activations and one for gradients; a collective of the job.
-
-        Routers of experts send ``dtype``; layers' activations have the dtype of the first message.
-        """
+        """Create one process group for activations and one for gradients; a collective of the job."""
         timeout: timedelta | None = getattr(self._strategy, "_timeout", None)
         several = self._strategy.stages_per_rank > 1
         groups = (another_group(self._axes.sizes, timeout=timeout) for _ in range(4 if several else 2))
@@ -234,10 +223,8 @@ class PipelineLoop(StepLoop):
         return result
 
     def _synchronise(self, step: PipelineStep, op: Op) -> None:
-        """Reduce a chunk's gradients in its last backward pass only, then free its weights.
-
-        What is no layer, an embedding or a head, waits for the rank's last pass of all.
-        """
+        """Reduce a chunk's gradients in its last backward pass only, then free its weights."""
+        # What is no layer, an embedding or a head, waits for the rank's last pass of all.
         stage, last = step.stage, op is step.program[-1]
         ends_chunk = op.microbatch == len(step.step) - 1
         ending = {id(m) for m in stage.modules_of(op.chunk)} if ends_chunk else set()
@@ -373,17 +360,10 @@ class PipelineStep:
 def require_only_loss(module: Any, loss: Tensor, made: Collection[Any]) -> tuple[str, ...]:
     """Refuse a loss that depends on weights in another way than through the model's own loss.
 
-    Only the last stage has the loss. On the others it is NaN that leads back to their layers, and what is
-    added to it would be something else on every rank.
-
-    Args:
-        module: the LightningModule.
-        loss: what ``training_step`` returned.
-        made: nodes of the graph in which the model's own loss and balancing loss end, on this rank.
-
-    Returns:
-        The kinds of nodes between the loss and the model's own loss, which are the same on every stage.
+    The model's own loss and balancing loss end in the nodes ``made``. Returns the kinds of nodes between them
+    and the loss, which are the same on every stage.
     """
+    # On other stages than the last the loss is NaN that leads back to their layers.
     seen, left = {id(node) for node in made}, [loss.grad_fn]
     held, leaves = [], set()  # a node that nobody holds is freed, and its id is given to another
     while left:

@@ -144,10 +144,7 @@ class WeightShards:
             yield
 
     def free_after_validation(self, trainer: L.Trainer) -> None:
-        """Free, after the last batch, what FSDP2 left gathered.
-
-        Until then ``parameters()`` gives gathered copies: a callback that freezes one would freeze nothing.
-        """
+        """Free, after the last batch, what FSDP2 left gathered: a callback would freeze a gathered copy."""
         if trainer._evaluation_loop.batch_progress.is_last_batch:
             fsdp.reshard(self._strategy.model)
 

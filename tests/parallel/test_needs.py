@@ -115,14 +115,6 @@ def test_an_exchange_brings_each_row_to_its_place(pack: tuple[list[int], int, st
         assert plan.group_rows == sum(sum(other.receive_counts) for other in plans)
 
 
-def test_a_window_sends_no_more_than_its_keys_over_a_boundary() -> None:
-    lengths, window = [4096, 40, 8192, 1000, 3056], 128
-    counts = need_counts(lengths, cp=4, layout="contiguous", left=window - 1)
-    assert counts.sum(1).max() < window
-    dual = need_counts([4096, 8192], cp=4, layout="dual_chunk", left=window - 1)
-    assert dual.sum(1).max() <= 2 * 2 * (window - 1)  # two sequences, two boundaries of each
-
-
 @pytest.mark.parametrize(("layout", "most"), [("contiguous", 0.05), ("dual_chunk", 0.8), ("mixed", 0.1)])
 def test_bytes_of_a_pack_of_documents(layout: str, most: float) -> None:
     rng = np.random.default_rng(0)

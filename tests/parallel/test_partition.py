@@ -24,14 +24,6 @@ def te_rule(cu_seqlens_padded: list[int], cp: int, rank: int) -> list[int]:
     return slots
 
 
-@pytest.mark.parametrize(
-    ("rank", "slots"), [(0, [0, 1, 6, 7, 8, 9, 14, 15]), (1, [2, 3, 4, 5, 10, 11, 12, 13])]
-)
-def test_two_sequences_of_eight(rank: int, slots: list[int]) -> None:
-    found = partition.rank_indices([8, 8], cp=2, rank=rank, layout="dual_chunk")
-    assert found.tolist() == slots
-
-
 @given(chunks=st.lists(st.integers(0, 9), min_size=1, max_size=12), cp=st.integers(1, 8))
 def test_dual_chunk_is_the_rule_of_transformer_engine(chunks: list[int], cp: int) -> None:
     lengths = [2 * cp * n for n in chunks]
@@ -83,12 +75,6 @@ def test_calls_hold_exactly_the_keys_a_query_may_see(
                 assert seen.tolist() == wanted.tolist()
 
 
-def test_real_lengths_of_a_shard() -> None:
-    how = {"cp": 2, "layout": "dual_chunk"}
-    assert partition.held_real_lengths([5, 6], [8, 8], rank=0, **how).tolist() == [2, 2]
-    assert partition.held_real_lengths([5, 6], [8, 8], rank=1, **how).tolist() == [3, 4]
-
-
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8), cp=st.integers(1, 4), data=st.data())
 def test_real_tokens_are_shared_out(lengths: list[int], cp: int, data: st.DataObject) -> None:
     layout = data.draw(st.sampled_from(LAYOUTS))
@@ -97,39 +83,6 @@ def test_real_tokens_are_shared_out(lengths: list[int], cp: int, data: st.DataOb
         partition.held_real_lengths(lengths, padded, cp=cp, rank=rank, layout=layout) for rank in range(cp)
     ]
     assert np.sum(parts, axis=0).tolist() == lengths
-
-
-def draw(kind: str, rng: np.random.Generator, capacity: int, multiple: int) -> list[int]:
-    """Lengths of one pack of about ``capacity`` slots, rounded up to ``multiple``."""
-    means = {"short": 600, "long": 8_000, "mixed": 2_000}
-    lengths: list[int] = []
-    while sum(lengths) < capacity - multiple:
-        if kind == "uniform":
-            length = int(rng.integers(1, 4_096))
-        else:
-            length = int(rng.lognormal(np.log(means[kind]), 1.0)) + 1
-        length = min(-(-length // multiple) * multiple, (capacity - sum(lengths)) // multiple * multiple)
-        lengths.append(length)
-    return lengths
-
-
-@pytest.mark.parametrize("kind", ["short", "long", "mixed", "uniform"])
-@pytest.mark.parametrize("cp", [2, 4, 8])
-def test_dual_chunk_balances_work(kind: str, cp: int) -> None:
-    """a * s + b * s^2 of a step, max / mean over ranks, over 20 packs."""
-    rng = np.random.default_rng(3)
-    worst = {"dual_chunk": 0.0, "contiguous": 0.0}
-    for _ in range(20):
-        lengths = draw(kind, rng, 32_768, 2 * cp)
-        for layout in worst:
-            # One slot of an 8-billion model costs 6 * 8e9, one pair 12 * 4096 * 32 layers FLOPs.
-            work = partition.causal_work(
-                lengths, cp=cp, layout=layout, per_slot=48e9, per_pair=12 * 4096 * 32
-            )
-            pairs = partition.causal_work(lengths, cp=cp, layout=layout)
-            worst[layout] = max(worst[layout], work.max() / work.mean(), pairs.max() / pairs.mean())
-    assert worst["dual_chunk"] <= 1.05
-    assert worst["contiguous"] > worst["dual_chunk"]
 
 
 @pytest.mark.parametrize(

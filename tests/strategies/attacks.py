@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,20 +13,17 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     LearningRateFinder,
-    LearningRateMonitor,
     ModelCheckpoint,
-    ModelSummary,
     Timer,
 )
-from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torchmetrics import MaxMetric, MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_thd import Packs, Sequences, THDBatch, THDDataModule, causal_lm_loss
 from tests.strategies.jobs import CAPACITY, full_parameters, make_optimizer
-from tests.strategies.matrix import STEP, Cell, Manual, Plain, given, logged
-from tests.tiny import quiet_trainer, sequences
+from tests.strategies.matrix import STEP, Cell, Plain, given, logged
+from tests.tiny import sequences
 
 Found = dict[str, Tensor]
 
@@ -81,22 +77,7 @@ class Sums(Plain):
         return loss
 
 
-class Scheduled(Plain):
-    """Steps a scheduler every optimizer step or every epoch."""
-
-    interval = "step"
-
-    def configure_optimizers(self) -> Any:
-        optimizer = make_optimizer(self.model)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": self.interval}}
-
-
-class ScheduledByEpoch(Scheduled):
-    interval = "epoch"
-
-
-class Watching(Scheduled):
+class Watching(Plain):
     """Lowers its rate when the validation loss does not fall."""
 
     def configure_optimizers(self) -> Any:
@@ -105,28 +86,6 @@ class Watching(Scheduled):
             optimizer, factor=0.5, patience=0, threshold=9.0
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val/loss"}}
-
-
-class TwoOptimizers(Manual):
-    """Trains embedding and head by one optimizer and the layers by another, clipped by value."""
-
-    def configure_optimizers(self) -> Any:
-        layers = list(self.model.model.layers.parameters())
-        inside = {id(parameter) for parameter in layers}
-        others = [parameter for parameter in self.model.parameters() if id(parameter) not in inside]
-        return [torch.optim.AdamW(part, lr=1e-2, eps=1e-5) for part in (layers, others)]
-
-    def training_step(self, batch: THDBatch, batch_idx: int) -> dict[str, Tensor]:
-        first, second = self.optimizers()  # type: ignore[misc]
-        for optimizer in (first, second):
-            optimizer.zero_grad()
-        loss = causal_lm_loss(self.model, batch)
-        self.manual_backward(loss)
-        self.clip_gradients(first, gradient_clip_val=0.01, gradient_clip_algorithm="value")
-        self.clip_gradients(second, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
-        first.step()
-        second.step()
-        return {"loss": loss.detach()}
 
 
 def trained(module: type[Plain], step: Packs | Sequences = STEP, **options: Any) -> Callable[[Cell], Found]:
@@ -142,12 +101,6 @@ def trained(module: type[Plain], step: Packs | Sequences = STEP, **options: Any)
 
 def epochs(**options: Any) -> dict[str, Any]:
     return {"max_steps": -1, "max_epochs": 2, **options}
-
-
-def manual_twice(cell: Cell) -> Found:
-    module = TwoOptimizers()
-    cell.fit(module, Packs(cell.dp), gradient_clip_val=None)
-    return full_parameters(module.model)
 
 
 def fit_twice(cell: Cell) -> Found:
@@ -171,32 +124,6 @@ def validate_first(cell: Cell) -> Found:
     (after,) = trainer.test(module, given(multiple=cell.multiple), verbose=False)
     numbers = {**{f"logged before {k}": v for k, v in before.items()}, "logged after": after["test/loss"]}
     return full_parameters(module.model) | {k: torch.tensor(v).double() for k, v in numbers.items()}
-
-
-def rates(cell: Cell) -> Found:
-    logger = CSVLogger(cell.folder)
-    module = Scheduled()
-    cell.fit(module, callbacks=[LearningRateMonitor("step"), ModelSummary()], logger=logger)
-    logger.save()
-    if dist.is_initialized() and dist.get_rank() != 0:
-        return full_parameters(module.model)
-    with (Path(logger.log_dir) / "metrics.csv").open() as file:
-        found = [float(row["lr-AdamW"]) for row in csv.DictReader(file) if row["lr-AdamW"]]
-    return full_parameters(module.model) | {"logged rates": torch.tensor(found, dtype=torch.float64)}
-
-
-def named(cell: Cell) -> Found:
-    """Fit under a strategy's name."""
-    module = Plain()
-    trainer = quiet_trainer(
-        strategy=cell.strategy,
-        devices="auto" if cell.dp == 1 else cell.dp,
-        max_steps=3,
-        gradient_clip_val=0.5,
-        num_sanity_val_steps=0,
-    )
-    trainer.fit(module, given(multiple=cell.multiple))
-    return full_parameters(module.model)
 
 
 class Measured(Plain):
@@ -259,16 +186,6 @@ class FreezesLater(Plain):
 
     def on_train_epoch_start(self) -> None:
         self.model.model.embed_tokens.requires_grad_(self.current_epoch == 0)
-
-
-class Planned(Plain):
-    """Plans its rates over the steps that the Trainer says it will run."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = make_optimizer(self.model)
-        steps = int(self.trainer.estimated_stepping_batches)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 class Fused(Plain):
@@ -339,12 +256,6 @@ def finder(cell: Cell) -> Found:
     return full_parameters(module.model) | {"logged losses": losses}
 
 
-def reloaded(cell: Cell) -> Found:
-    module, options = Plain(), epochs(limit_train_batches=2, max_epochs=3)
-    trainer = cell.fit(module, reload_dataloaders_every_n_epochs=1, **options)
-    return full_parameters(module.model) | {"steps": torch.tensor(float(trainer.global_step))}
-
-
 def packs_validated_in_between(cell: Cell) -> Found:
     module = Plain()
     options = epochs(max_epochs=2, check_val_every_n_epoch=None, val_check_interval=3, limit_train_batches=4)
@@ -355,9 +266,7 @@ def packs_validated_in_between(cell: Cell) -> Found:
 ATTACKS: dict[str, Callable[[Cell], Found]] = {
     "logs": trained(LogsEverywhere, val_check_interval=1, max_steps=3),
     "sums": trained(Sums, val_check_interval=2, max_steps=4),
-    "by epoch": trained(ScheduledByEpoch, **epochs(limit_train_batches=2)),
     "plateau": trained(Watching, **epochs(limit_train_batches=2)),
-    "manual twice": manual_twice,
     "fraction": trained(Plain, **epochs(limit_train_batches=0.5, val_check_interval=0.5, max_epochs=1)),
     "overfit": trained(Plain, overfit_batches=1),
     "fast": trained(Plain, fast_dev_run=2),
@@ -374,8 +283,6 @@ ATTACKS: dict[str, Callable[[Cell], Found]] = {
     ),
     "fit twice": fit_twice,
     "validate first": validate_first,
-    "rates": rates,
-    "named": named,
     "metrics": trained(Measured, val_check_interval=2, max_steps=4),
     "counts": trained(Counting, val_check_interval=2, max_steps=4),
     "thawed": trained(Plain, callbacks=lambda: [Thaw()]),
@@ -383,9 +290,7 @@ ATTACKS: dict[str, Callable[[Cell], Found]] = {
     "by name": by_name,
     "two sets": two_sets,
     "finder": finder,
-    "reloaded": reloaded,
     "validated in between": packs_validated_in_between,
-    "planned": trained(Planned, **epochs(max_epochs=1)),
     "fused": trained(Fused, callbacks=lambda: [Timer({"hours": 1})]),
     "traced": trained(Plain, profiler="simple", detect_anomaly=True, deterministic=True),
 }

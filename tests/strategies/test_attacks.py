@@ -17,7 +17,7 @@ from tests.strategies.jobs import Layout, data, make_trainer
 from tests.strategies.matrix import STEP, Plain, error_of, layout_of
 
 # Two data-parallel ranks have packs of their own: what is of a pack differs, and is not compared here.
-OF_A_PACK = {"logs", "sums", "manual twice", "overfit", "rates", "finder", "validated in between"}
+OF_A_PACK = {"logs", "sums", "overfit", "finder", "validated in between"}
 # What ranks that share packs refuse: the sum could be of the pack or of a rank's slots.
 REFUSED_SUMS = {
     "sums": r"MisconfigurationException: self.log\(reduce_fx='sum'",
@@ -37,16 +37,10 @@ def errors_of_row(strategy: str, layout: str, names: list[str], folder: Path) ->
     """Return, for every attack, the errors of weights and logs of each rank, or what it raised."""
     [wanted] = run_ranks(all_of, 1, names, "thd", "one", str(folder), timeout_s=600)
     row = run_row(attack, layout_of(layout).world, names, strategy, layout, str(folder))
-    found: dict[str, list[Any]] = {}
-    for name, outcomes, expected in zip(names, row, wanted, strict=True):
-        # The first rank alone logs rates.
-        others = expected if name == "rates" else {}
-        found[name] = [error_or(outcome, partial(_compare, expected, others)) for outcome in outcomes]
-    return found
-
-
-def _compare(expected: dict[str, Any], others: dict[str, Any], value: dict[str, Any]) -> tuple[float, float]:
-    return error_of({**others, **value}, expected)
+    return {
+        name: [error_or(outcome, partial(error_of, wanted=expected)) for outcome in outcomes]
+        for name, outcomes, expected in zip(names, row, wanted, strict=True)
+    }
 
 
 def check(strategy: str, layout: str, names: list[str], folder: Path) -> None:
@@ -83,7 +77,7 @@ def test_some(tmp_path: Path) -> None:
     ],
 )
 def test_every_attack(strategy: str, layout: str, tmp_path: Path) -> None:
-    left_out = OF_A_PACK if layout_of(layout).dp > 1 else {"named"}  # a name alone gives no sizes
+    left_out = OF_A_PACK if layout_of(layout).dp > 1 else set()
     left_out |= DDP_ALONE if strategy == "thd_ddp" else set()
     check(strategy, layout, [name for name in ATTACKS if name not in left_out], tmp_path)
 

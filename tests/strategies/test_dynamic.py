@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -169,71 +166,6 @@ def compare(found: list[dict[str, Any]], family: str, steps: int) -> None:
         assert max(rank["slots"]) <= CAPACITY
 
 
-class Late(Watched):
-    """A job whose first rank sleeps once in its second step, and that keeps when that step's parts began."""
-
-    def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
-        self.began: list[float] = getattr(self, "began", [])
-        if batch_idx == 1:
-            self.began.append(time.monotonic())
-        loss = super().training_step(batch, batch_idx)
-        if dist.get_rank() == 0 and len(self.began) == 1:
-            time.sleep(2.0)
-        self.log("train/rank", float(dist.get_rank()), sync_dist=True, on_epoch=True)
-        return loss
-
-
-def one_late_step(name: str, options: dict[str, Any]) -> tuple[Sharing, list[float], float]:
-    warnings.simplefilter("ignore")
-    rng = np.random.default_rng(0)
-    made = strategy(name, **options)
-    made.max_context_parallel_size = 2
-    module = Late("qwen3", torch.float64)
-    trainer = make_trainer(
-        Layout(dp=dist.get_world_size()),
-        "qwen3",
-        strategy=made,
-        max_steps=2,
-        callbacks=[],
-        enable_checkpointing=False,
-    )
-    data = THDDataModule(
-        [{"input_ids": rng.integers(0, VOCAB, n)} for n in [10] * 8 * dist.get_world_size()],
-        capacity=CAPACITY,
-        global_batch=Sequences(4 * dist.get_world_size()),
-    )
-    trainer.fit(module, data)
-    return trainer.strategy.sharing, module.began, float(trainer.callback_metrics["train/rank"])
-
-
-def late_steps(ways: list[tuple[str, dict[str, Any]]]) -> list[tuple[Sharing, list[float], float]]:
-    return [one_late_step(*way) for way in ways]
-
-
-def test_ranks_wait_for_each_other_where_the_plan_says() -> None:
-    ways: list[tuple[str, dict[str, Any]]]
-    ways = [("thd_ddp", {}), ("thd_model_parallel", {"reshard_after_forward": False})]
-    (one, kept_one), (other, kept_other) = run_ranks(late_steps, 2, ways)
-    (sharing, first, mean), (_, second, other_mean) = one, other
-    assert sharing.waits == "step"
-    assert len(first) == len(second) == 4
-    assert second[-1] < first[0] + 2.0 <= first[1]  # the other went on while the first slept
-    assert mean == other_mean == 0.5  # as it logs, and as the mean over ranks is taken, once a step
-    (sharing, first, _), (_, second, _) = kept_one, kept_other
-    assert sharing.waits == "step"  # of weights that are gathered once
-    assert second[-1] < first[1]
-
-
-@pytest.mark.slow
-def test_ranks_wait_for_those_that_share_their_weights_in_every_microbatch() -> None:
-    (sharing, first, _), (_, second, _), (_, third, _), (_, fourth, _) = run_ranks(
-        one_late_step, 4, "thd_model_parallel", {"data_parallel_replicas": 2}
-    )
-    assert sharing.waits == "microbatch"
-    assert second[1] >= first[0] + 2.0  # the neighbour waits for the first rank's weights
-    assert max(third[-1], fourth[-1]) < first[1]  # the other replica goes on
-
-
 def test_steps_of_mixed_lengths_and_of_packs_equal_one_process() -> None:
     needed = {"context_parallel_communication": "needed"}
     runs = [("thd_ddp", "qwen3", 8, {}), ("thd_model_parallel", "qwen3", 3, needed)]
@@ -277,8 +209,6 @@ def refused(case: str) -> None:
         options["global_batch"], message = Packs(2), "a pipeline, context_parallel_size='dynamic' and"
     elif case == "tiling":
         largest, message = 4, "max_context_parallel_size=4 does not divide the 2 ranks.*size=2"
-    elif case == "nodes":
-        os.environ["LOCAL_WORLD_SIZE"], message = "3", "with 3 data ranks on a node.*size=1"
     elif case == "own_pack":
         options["oversize"], message = "own_pack", "'own_pack' under context_parallel_size='dynamic'"
     elif case == "other loader":
@@ -295,7 +225,7 @@ def refused(case: str) -> None:
         trainer.fit(module, given)
 
 
-CASES = ["too_long", "packs", "tiling", "own_pack", "pad_to", "other loader", "nodes"]
+CASES = ["too_long", "packs", "tiling", "own_pack", "pad_to", "other loader"]
 
 
 def test_refusals() -> None:

@@ -167,7 +167,6 @@ def fit_with(kind: type[Job]) -> str:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Penalty, r"more than the model's loss: .* \(test_pipeline.py:\d+: def training_step"),
         (Logits, r"Only the last pipeline stage has logits.*\n  test_pipeline.py:\d+: return self.model\("),
         (Deciding, r"by \['DivBackward0'.* on the last .*: it decides by the loss, and only the last stage"),
     ],

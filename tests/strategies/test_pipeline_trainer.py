@@ -1,4 +1,4 @@
-"""What else a Trainer does, on stages: tests, callbacks, schedulers, resumes, dropout, compiled layers."""
+"""What else a Trainer does, on stages: tests, callbacks, schedulers, resumes, dropout."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as L
 import pytest
 import torch
 import transformers
@@ -14,7 +13,6 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor
 
 from lightning_thd import Sequences, THDBatch, causal_lm_loss
-from lightning_thd.module import CausalLMModule
 from tests.ranks import run_ranks
 from tests.strategies.jobs import Job, Layout, data, full_parameters, make_optimizer, make_trainer
 from tests.tiny import sequences
@@ -145,26 +143,3 @@ def test_dropout_is_the_stages_own_and_reproducible() -> None:
                 torch.testing.assert_close(value, recomputed["params"][name], rtol=1e-9, atol=1e-10)
         assert len(set(first[0]["drawn"])) == len(first[0]["drawn"]) > 3
         assert sorted(first[0]["drawn"]) == sorted(last[0]["drawn"])
-
-
-def compiled(layout: Layout, compile: Any) -> list[float]:
-    warnings.filterwarnings("ignore")
-    torch.manual_seed(0)
-    module = CausalLMModule(Job("qwen3@4").model.float(), compile=compile)
-    losses: list[float] = []
-
-    class Keep(L.Callback):
-        def on_train_batch_end(
-            self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
-        ) -> None:
-            losses.append(float(outputs["loss"]))
-
-    make_trainer(layout, max_steps=3, callbacks=[Keep()]).fit(module, data(Sequences(12)))
-    return losses
-
-
-@pytest.mark.slow
-def test_compiled_layers_on_stages() -> None:
-    (wanted,) = run_ranks(compiled, 1, Layout(), "off")
-    for losses in run_ranks(compiled, 2, Layout(pp=2), "layers", timeout_s=500.0):
-        assert losses == pytest.approx(wanted, rel=1e-4)

@@ -55,9 +55,8 @@ class Channel:
     def meet(self, device: torch.device) -> None:
         """Make all communicators of a GPU in one order, on every rank of the pipeline.
 
-        NCCL makes them at the first collective of a group and at the first message between two ranks, and
-        waits there for the others. A rank that receives in one group and another that sends in a second one
-        would wait for ever.
+        NCCL makes them at the first use of a group or pair, and waits there for the others: a rank that
+        receives in one group and another that sends in a second one would wait for ever.
         """
         if device.type == "cpu":
             return

@@ -120,8 +120,7 @@ def _around(
 ) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
     """Return the modules with parameters that are registered before and behind the layers, by name.
 
-    If a module runs at another place than it is registered, an error shows it: an embedding gives NaN on
-    other stages, and a module behind the layers raises if it runs before them.
+    A module that runs elsewhere raises: an embedding gives NaN, and ``_require_behind`` watches the others.
     """
     head, seen_layers = inner.get_output_embeddings(), False
     before: dict[str, nn.Module] = {}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
-from lightning_thd._checks import host_ints, whole_number
+from lightning_thd._checks import host_ints, real_number, whole_number
 from lightning_thd.flops import FlopsModel
 from lightning_thd.stats import SeqStats
 
@@ -22,6 +22,10 @@ class LayerCost:
 
     flops: float
     parameters: int = 0
+
+    def __post_init__(self) -> None:
+        real_number(self.flops, "flops")
+        whole_number(self.parameters, "parameters")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

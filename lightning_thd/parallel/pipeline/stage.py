@@ -108,11 +108,9 @@ class Stage:
             )
 
     def again(self) -> bool:
-        """Return whether this rank repeats a call whose head failed, and count both calls as one.
-
-        With gradients only the head repeats, on the hidden states that it has already received: nobody
-        expects the messages of a second call. Without gradients all stages repeat.
-        """
+        """Return whether this rank repeats a call whose head failed, and count both calls as one."""
+        # With gradients only the head repeats, on the hidden states that it has already received: nobody
+        # expects the messages of a second call.
         if torch.is_grad_enabled() and not self.holds_head:
             return False
         self._calls.pop()
@@ -156,11 +154,7 @@ class Stage:
         return hidden
 
     def stand_in(self, size: int, hidden: Tensor) -> Tensor:
-        """Return ``[size]`` values that a rank without the head uses in place of those the head computed.
-
-        With gradients these are NaN that lead back through this rank's layers. Without gradients they are the
-        values themselves, by one broadcast.
-        """
+        """Return ``[size]`` values for a rank without the head: the head's, or NaN that has a gradient."""
         self._calls.append(user_line())
         if torch.is_grad_enabled():
             assert self.tail is not None
@@ -286,7 +280,7 @@ class Boundary(nn.Module):
 def returned_by(layer: nn.Module) -> int | None:
     """Read from a layer's source how many values it returns as a tuple; None if it returns no tuple.
 
-    ``return hidden_states, attn_weights`` gives 2. A stage needs the number for layers that it never runs.
+    A stage needs the number for layers that it never runs.
     """
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(type(layer).forward)))

@@ -7,7 +7,6 @@ import pytest
 from benchmarks.pipeline import bubble_fraction
 from lightning_thd.parallel.pipeline import expected_bubble, make_schedule
 from lightning_thd.parallel.pipeline.schedule import Op, timeline
-from tests.parallel.pipeline.support import in_flight
 
 SHAPES = [(p, n, v) for p in (1, 2, 3, 4, 8) for n in (1, 2, 3, 4, 7, 8, 12, 16) for v in (1, 2, 3)]
 
@@ -42,11 +41,6 @@ def test_two_ranks_by_hand() -> None:
 def test_the_bubble_of_equal_microbatches_is_the_formula(p: int, n: int, v: int) -> None:
     found = bubble_fraction(make_schedule(p, n, chunks=v), equal)
     assert found == pytest.approx(expected_bubble(p, n, chunks=v), rel=0.05)
-
-
-@pytest.mark.parametrize("p", [2, 4, 8])
-def test_activations_in_flight_are_those_of_1f1b(p: int) -> None:
-    assert list(map(in_flight, make_schedule(p, 3 * p).programs)) == list(range(p, 0, -1))
 
 
 @pytest.mark.parametrize(("ranks", "microbatches", "chunks"), [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
