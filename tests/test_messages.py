@@ -33,7 +33,7 @@ def rollouts() -> PackedRollouts:
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "padded rows of other shapes": (
         lambda: THDBatch.from_padded(IDS, MASK[:, :5]),
-        r"from_padded\(\) got shapes \[\(2, 6\), \(2, 5\)\].*same \[B, N\]",
+        r"from_padded\(\) got shapes \[\[2, 6\], \[2, 5\], \[2, 6\]\].*wanted one \[B, N\]",
     ),
     "sample without ids": (
         lambda: THDBatch.collate([{"labels": [1]}]),
@@ -45,7 +45,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "rollouts of other shapes": (
         lambda: PackedRollouts.from_padded(IDS, MASK[:1]),
-        r"shapes \[\[2, 6\], \[1, 6\]\] for ids, attention mask and response mask, wanted one \[B, N\]",
+        r"shapes \[\[2, 6\], \[1, 6\], \[1, 6\]\] for input_ids, attention_mask and response_mask",
     ),
     "values of other shapes": (
         lambda: rollouts().pack(torch.zeros(2, 5)),
@@ -53,7 +53,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "integer hidden states": (
         lambda: fused_linear_logprobs(HIDDEN.long(), WEIGHT, TARGETS),
-        "hidden is torch.int64 and weight torch.float32, wanted fp32, fp64, bf16 or fp16",
+        "hidden is torch.int64 and weight torch.float32, wanted one dtype of fp32, fp64, bf16 and fp16",
     ),
     "bias of another length": (
         lambda: fused_linear_logprobs(HIDDEN, WEIGHT, TARGETS, bias=torch.zeros(4)),

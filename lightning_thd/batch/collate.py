@@ -28,7 +28,7 @@ from lightning_thd.batch.samples import (
     sample_weights,
     sequence_label,
 )
-from lightning_thd.seqlens import INT32_MAX, position_ids_from_cu_seqlens
+from lightning_thd.seqlens import INT32_MAX
 from lightning_thd.stats import SeqStats, Vision, Window
 
 Sample = Mapping[str, Any]
@@ -287,15 +287,10 @@ def _types(samples: Sequence[Sample], key: str, starts: list[int], lengths: list
 def joined(samples: Sequence[Sample], key: str) -> Tensor:
     """Concatenate a further model input of all samples that have it, along its first axis."""
     parts = [as_tensor(sample[key]) for sample in samples if key in sample]
-    first = parts[0]
-    for part in parts[1:]:
-        if part.shape[1:] != first.shape[1:] or part.dtype != first.dtype or part.device != first.device:
-            raise ValueError(
-                f"Samples carry {key!r} as {first.dtype} {list(first.shape)} on {first.device} and as "
-                f"{part.dtype} {list(part.shape)} on {part.device}. Extras are concatenated along the first "
-                "axis: give them one dtype, one device and the same other axes."
-            )
-    return torch.cat(parts)
+    try:
+        return torch.cat(parts)
+    except RuntimeError as err:
+        raise ValueError(f"Samples carry {key!r}, which is concatenated along the first axis: {err}") from err
 
 
 class PackWeights(NamedTuple):
@@ -344,83 +339,39 @@ def pack_weights(
 
 
 def padded_fields(input_ids: Any, attention_mask: Any, labels: Any) -> dict[str, Any]:
-    """Build the fields of ``THDBatch.from_padded``; the arguments are described there."""
-    input_ids = int_tensor(input_ids, "input_ids")
+    """Build the fields of ``THDBatch.from_padded`` on the host; the arguments are described there."""
     if getattr(labels, "dtype", None) in (torch.uint8, torch.uint16, np.uint8, np.uint16):
         refuse_wrapped(np.asarray(as_tensor(labels).cpu()), "from_padded")
-    labels = None if labels is None else int_tensor(labels, "labels")
-    try:
-        attention_mask = as_tensor(attention_mask)
-    except (TypeError, ValueError, RuntimeError) as err:
-        wanted = f"attention_mask is {described(attention_mask)}; wanted a tensor [B, N] of 0 and 1."
-        raise TypeError(wanted) from err
-    given = [t for t in (input_ids, attention_mask, labels) if t is not None]
-    shapes = [tuple(t.shape) for t in given]
-    if input_ids.ndim != 2 or len(set(shapes)) != 1:
+    source = int_tensor(input_ids if labels is None else labels, "labels")
+    ids, mask, source = padded_on_host(input_ids, attention_mask, source, "labels")
+    below = (ids < 0) | ((source < 0) & (source != IGNORE_INDEX))
+    if bool((below & mask).any()):
         raise ValueError(
-            f"from_padded() got shapes {shapes} for input_ids, attention_mask and labels. "
-            "All must be the same [B, N]."
+            "from_padded() got ids below 0, or labels below 0 that are not -100, where the mask is 1. Labels "
+            "are ids, or -100 where ignored."
         )
-    devices = [str(t.device) for t in given]
-    if len(set(devices)) != 1 or devices[0] == "meta":
-        raise ValueError(
-            f"from_padded() got tensors on {', '.join(devices)}, wanted all on one device that holds values. "
-            "Move them there."
-        )
-    mask = attention_mask.bool()
-    lengths = _checked_lengths(input_ids, attention_mask, mask, labels)
-    slots = sum(lengths)
-    if slots == 0:
-        raise ValueError(
-            f"from_padded() got an attention_mask of shape {shapes[1]} without a real token. "
-            "Pass 1 where a token is real."
-        )
-    cu_seqlens = cumulative(lengths).to(input_ids.device)
-    ids = input_ids[mask].long()
-    source = ids if labels is None else labels[mask].long()
-    targets = torch.cat([source[1:], source.new_full((1,), IGNORE_INDEX)])
-    # The slot before every boundary ends a sequence; rows of length 0 name a neighbour's end once more.
-    targets[cu_seqlens[1:].long() - 1] = IGNORE_INDEX
-    counted = torch.cat([targets.new_zeros(1), (targets != IGNORE_INDEX).cumsum(0)])
-    own: list[int] = counted[cu_seqlens.long()].diff().tolist()
-    loss_tokens = sum(own)
-    return {
-        "input_ids": ids,
-        "targets": targets,
-        "position_ids": position_ids_from_cu_seqlens(cu_seqlens, slots),
-        "cu_seqlens": cu_seqlens,
-        "cu_seqlens_padded": cu_seqlens,
-        "lengths": lengths,
-        "padded_lengths": lengths,
-        "stats": SeqStats.from_lengths(lengths, slots=slots, loss_tokens=loss_tokens),
-        "sequence_ids": range(len(lengths)),
-        "max_targets": loss_tokens,
-        "loss_scale": mean_scale(loss_tokens),
-        "sequence_scale": mean_scale(sum(n > 0 for n in own)),
-        "token_scale": mean_scale(slots),
-        "sequence_shares": [mean_scale(n) for n in own],
-    }
+    rows = zip(ids.numpy(), source.numpy(), mask.numpy(), strict=True)
+    return lay_out([{"input_ids": row[real], "labels": own[real]} for row, own, real in rows])
 
 
-def _checked_lengths(
-    input_ids: Tensor, attention_mask: Tensor, mask: Tensor, labels: Tensor | None
-) -> list[int]:
-    """Return the length of every row, after checking mask, ids and labels with one device read."""
-    source = input_ids if labels is None else labels
-    faults = [
-        ((attention_mask != 0) & (attention_mask != 1)).any(),
-        ((input_ids < 0) & mask).any(),
-        ((source < 0) & (source != IGNORE_INDEX) & mask).any(),
-    ]
-    *lengths, masked, ids, targets = torch.cat([mask.sum(1), torch.stack(faults).long()]).tolist()
-    if masked:
+def padded_on_host(
+    input_ids: Any, attention_mask: Any, other: Tensor, name: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Check padded ids and their mask, read a device once, and return them and the other, ``[B, N]``."""
+    ids, mask = int_tensor(input_ids, "input_ids"), attention_mask
+    mask = mask if isinstance(mask, Tensor) else as_tensor(np.asarray(mask))
+    shapes = [list(x.shape) for x in (ids, mask, other)]
+    if ids.ndim != 2 or shapes[1:] != shapes[:1] * 2:
+        raise ValueError(
+            f"from_padded() got shapes {shapes} for input_ids, attention_mask and {name}, wanted one [B, N]."
+        )
+    odd = (mask != 0) & (mask != 1)
+    ids, mask, other, odd = torch.stack([x.long() for x in (ids, mask, other, odd)]).cpu()
+    if bool(odd.any()):
         raise ValueError(
             "from_padded() got an attention_mask with values other than 0 and 1. Pass 1 where a token is "
             "real, else 0: a mask that is added to scores, or numbers sequences, means something else."
         )
-    if ids or targets:
-        found = "ids below 0" if ids else "labels below 0 that are not -100"
-        raise ValueError(
-            f"from_padded() got {found} where the mask is 1. Labels are ids, or -100 where ignored."
-        )
-    return list(lengths)
+    if not bool(mask.any()):
+        raise ValueError(f"from_padded() got an attention_mask {shapes[1]} without a real token.")
+    return ids, mask.bool(), other

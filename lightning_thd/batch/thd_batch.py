@@ -276,7 +276,7 @@ class THDBatch(_Pinned):
 
     @classmethod
     def from_padded(cls, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> THDBatch:
-        """Pack a padded batch by its mask, never by its pad id; reads the mask back once.
+        """Pack a padded batch by its mask, never by its pad id; reads a device once.
 
         Args:
             input_ids: ints ``[B, N]``: a tensor, list or array.
@@ -289,10 +289,11 @@ class THDBatch(_Pinned):
 
         Raises:
             TypeError: for what holds no numbers.
-            ValueError: when shapes or devices differ, the mask is all zero or holds other values than 0 and
+            ValueError: when shapes differ, the mask is all zero or holds other values than 0 and
                 1, or an id is below 0.
         """
-        return cls(**padded_fields(input_ids, attention_mask, labels))
+        batch = cls(**padded_fields(input_ids, attention_mask, labels))
+        return batch.to(input_ids.device) if isinstance(input_ids, Tensor) else batch
 
     @property
     def token_targets(self) -> Tensor:

@@ -28,7 +28,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_thd._checks import real_number, whole_number
+from lightning_thd._checks import flags, real_number, whole_number
 from lightning_thd.batch import IGNORE_INDEX
 from lightning_thd.loss.rollouts import PackedRollouts
 
@@ -231,6 +231,7 @@ def group_advantages(
         ValueError: when the rewards are not whole groups, or a group of one is to be normalised.
     """
     real_number(epsilon, "epsilon", least=0.0)
+    flags(normalise=normalise)
     group_size = whole_number(group_size, "group_size", least=None, advice="It is the rollouts of a prompt.")
     least = 2 if normalise else 1
     whole = rewards.ndim == 1 and group_size >= least and not rewards.shape[0] % group_size

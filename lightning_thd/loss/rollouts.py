@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch
+from lightning_thd.batch.collate import padded_on_host
 from lightning_thd.batch.prefixes import SharedBatch
 from lightning_thd.loss.causal_lm import causal_lm_logprobs
 from lightning_thd.loss.linear_logprobs import LogProbs
@@ -58,7 +59,7 @@ class PackedRollouts:
 
         Args:
             input_ids: ints ``[B, N]``, prompt and response.
-            attention_mask: ``[B, N]``, nonzero for real tokens; left, right or ragged padding. Rows
+            attention_mask: ``[B, N]``, 1 for real tokens, else 0; left, right or ragged padding. Rows
                 without a token keep their place.
             response_mask: ``[B, N]``, nonzero for tokens that the policy sampled; ``attention_mask``
                 when absent.
@@ -74,7 +75,13 @@ class PackedRollouts:
         Raises:
             ValueError: when the shapes differ, nothing is real, or a response token is masked out.
         """
-        ids, mask, response = _on_host(input_ids, attention_mask, response_mask)
+        response = attention_mask if response_mask is None else response_mask != 0
+        ids, mask, response = padded_on_host(input_ids, attention_mask, response, "response_mask")
+        response = response.bool()
+        if bool((response & ~mask).any()):
+            raise ValueError(
+                "response_mask marks tokens that attention_mask hides, wanted a part of it. Multiply the two."
+            )
         lengths: list[int] = mask.sum(1).tolist()
         rows = [row for row, length in enumerate(lengths) if length]
         kept = [lengths[row] for row in rows]
@@ -180,33 +187,6 @@ class PackedRollouts:
         if of not in ("prediction", "token"):
             raise ValueError(f"of is {of!r}, wanted 'prediction' or 'token'.")
         return self.predicted if of == "prediction" else self.held
-
-
-def _on_host(
-    input_ids: Tensor, attention_mask: Tensor, response_mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Check ids and masks, and return ids, attention and response mask as bool ``[B, N]``, on the host."""
-    response_mask = attention_mask if response_mask is None else response_mask
-    shapes = [list(x.shape) for x in (input_ids, attention_mask, response_mask)]
-    if input_ids.ndim != 2 or any(shape != shapes[0] for shape in shapes):
-        raise ValueError(
-            f"from_padded() got shapes {shapes} for ids, attention mask and response mask, wanted one [B, N]."
-        )
-    if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
-        raise ValueError(f"input_ids is {input_ids.dtype}, wanted integers. Pass the tokenizer's ids.")
-    if not input_ids.is_cpu:
-        on_device = torch.stack([input_ids.long(), attention_mask.bool().long(), response_mask.bool().long()])
-        input_ids, attention_mask, response_mask = on_device.cpu()
-    mask, response = attention_mask.bool(), response_mask.bool()
-    if not bool(mask.any()):
-        raise ValueError(f"from_padded() got an attention_mask {shapes[1]} without a real token.")
-    if bool((response & ~mask).any()):
-        row = int((response & ~mask).any(1).nonzero()[0])
-        raise ValueError(
-            f"response_mask marks tokens of row {row} that attention_mask hides, wanted a part of it. "
-            "Multiply the two."
-        )
-    return input_ids, mask, response
 
 
 def _index_plan(mask: Tensor, batch: THDBatch) -> tuple[Tensor, Tensor, Tensor]:

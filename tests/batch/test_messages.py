@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from lightning_thd.batch import THDBatch, THDStep
 
@@ -36,10 +35,6 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
             [{**SAMPLES[0], "position_ids": [[0, 1, 2]] * 3}, {**SAMPLES[1], "position_ids": [0, 1]}]
         ),
         r"Sample 1 has position_ids of shape \(2,\), and a sample before it of another kind. Give every",
-    ),
-    "padded rows without values": (
-        lambda: THDBatch.from_padded(torch.ones(1, 2, dtype=torch.long, device="meta"), [[1, 1]]),
-        "got tensors on meta, cpu, wanted all on one device that holds values. Move them there",
     ),
     "unpacking what is no tensor": (
         lambda: batch().unpack([1, 2, 3]),  # type: ignore[arg-type]

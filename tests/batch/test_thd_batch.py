@@ -209,7 +209,7 @@ def test_bad_samples_are_refused(samples: list[Any], kwargs: dict[str, Any], mes
 
 def test_bad_padded_batches_are_refused() -> None:
     ids = torch.zeros(2, 3, dtype=torch.long)
-    with pytest.raises(ValueError, match=r"shapes \[\(2, 3\), \(3,\)\]"):
+    with pytest.raises(ValueError, match=r"shapes \[\[2, 3\], \[3\]"):
         THDBatch.from_padded(ids, torch.ones(3))
     with pytest.raises(ValueError, match="without a real token"):
         THDBatch.from_padded(ids, torch.zeros(2, 3))

@@ -47,7 +47,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "rollouts of floats": (
         lambda: PackedRollouts.from_padded(IDS.float(), MASK),
-        "input_ids is torch.float32, wanted integers. Pass the tokenizer's ids",
+        "input_ids is torch.float32; wanted an integer dtype",
     ),
 }
 

@@ -123,7 +123,7 @@ def test_model_in_one_call_equals_each_row_by_itself() -> None:
         (lambda p: PackedRollouts.from_padded(IDS, MASK * 0), "without a real token"),
         (
             lambda p: PackedRollouts.from_padded(IDS, MASK, response_mask=torch.ones(2, 3)),
-            "response_mask marks tokens of row 0 that attention_mask hides",
+            "response_mask marks tokens that attention_mask hides",
         ),
     ],
 )
