@@ -55,14 +55,6 @@ def test_bf16_autocast_is_the_same() -> None:
     assert graphs.stats.replays >= 4
 
 
-def test_dropout_runs_from_graphs_and_differs_from_step_to_step() -> None:
-    graphs = callback(max_sequences=12)
-    data = Repeated([random_batch(3, count=6)] * 40)
-    module, _ = fit(graphs, module=GraphModule(dropout=0.3, lr=0.0), data=data, max_steps=40)
-    assert graphs.stats.replays == 9  # those after the 31 that were observed
-    assert len(set(module.outputs)) == 40
-
-
 def test_without_a_planner_the_first_batches_are_observed() -> None:
     batches = [random_batch(seed, count=5) for seed in range(40)]
     graphs = callback(max_sequences="auto")

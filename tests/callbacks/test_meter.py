@@ -63,20 +63,6 @@ def test_the_table_equals_a_count_of_each(batches: list[list[int]]) -> None:
         assert from_ints(row, MODEL) == SeqStats.from_lengths(lengths, windows=MODEL.windows)
 
 
-def test_more_steps_than_bins_are_joined() -> None:
-    meters = [make_meter() for _ in range(2)]
-    for step in range(100):
-        for rank, meter in enumerate(meters):
-            meter.add(SeqStats.from_lengths([10 if (step + rank) % 2 else 20]))
-            meter.end_step()
-    rows = [meter.flush() for meter in meters]
-    assert len(rows[0]) == len(make_meter().flush())
-    found = interval(rows, None, "training", 1.0)
-    assert found.peak is None
-    assert found.mean == 1500
-    assert 1500 <= found.heaviest <= 2000
-
-
 def test_a_rank_that_left_steps_out_lends_its_own_rate() -> None:
     """Ten steps of 8 tokens in 10 s on either rank, but one measures only the last five: 16 tokens/s."""
     rows = []
@@ -135,19 +121,6 @@ def test_other_windows_without_lengths_are_refused() -> None:
     windows = re.escape(str(list(MODEL.windows)))
     with pytest.raises(ValueError, match=f"other windows than the model's {windows} and carries no lengths"):
         meter.flush()
-
-
-def test_nothing_of_a_batch_but_integers_is_kept() -> None:
-    import gc
-    import weakref
-
-    meter = make_meter()
-    batch = pack(8)
-    ids = weakref.ref(batch.input_ids)
-    meter.add(batch)
-    del batch
-    gc.collect()
-    assert ids() is None
 
 
 def test_the_clock_stops_and_goes_on() -> None:

@@ -58,9 +58,6 @@ SHAPES: dict[str, Any] = {
     "right": padded,
     "left": lambda lengths: padded(lengths, left=True),
     "encoding": lambda lengths: BatchEncoding(padded(lengths)),
-    "boolean mask": lambda lengths: {
-        name: x.bool() if name == "attention_mask" else x for name, x in padded(lengths).items()
-    },
     "tuple of a dict": lambda lengths: (padded(lengths), torch.ones(len(lengths))),
     "tuple of tensors": lambda lengths: tuple(padded(lengths).values()),
     "mask last": lambda lengths: (
@@ -72,10 +69,6 @@ SHAPES: dict[str, Any] = {
     "labels left": lambda lengths: with_labels(lengths, left=True),
     "lengths": lambda lengths: {"input_ids": padded(lengths)["input_ids"], "lengths": torch.tensor(lengths)},
     "list of lengths": lambda lengths: {"input_ids": padded(lengths)["input_ids"], "lengths": lengths},
-    "mask and plain positions": lambda lengths: {
-        **padded(lengths),
-        "position_ids": torch.arange(N).expand(len(lengths), N),
-    },
 }
 
 
@@ -170,6 +163,8 @@ def test_embeddings_and_choices_are_rows_as_ids_are() -> None:
     "beside",
     [
         {"length": [{"a": 1}] * 2},
+        {"length": ["short", "long"]},
+        {"lengths": [[1, 2], [3]]},
         {"lengths": torch.tensor([3, -1])},
         {"lengths": torch.tensor([1j, 2j])},
         {"cu_seqlens": torch.tensor([0, 9, 3])},
@@ -259,17 +254,6 @@ def test_batches_of_other_libraries_count_their_sequences(name: str) -> None:
     found = [lengths or () for _, lengths in resolve(microbatches(batch))]
     assert not any(isinstance(lengths, Dense) for lengths in found)
     assert sorted(length for lengths in found for length in lengths) == wanted
-
-
-@pytest.mark.parametrize(
-    "beside",
-    [{"length": ["short", "long"]}, {"lengths": [[1, 2], [3]]}, {"cu_seqlens": torch.tensor([0, 64, 99])}],
-    ids=["words", "ragged", "of images"],
-)
-def test_what_is_no_length_of_the_rows_tells_nothing(beside: dict[str, Any]) -> None:
-    ((stats, lengths),) = resolve(microbatches({"input_ids": padded([5, 3])["input_ids"], **beside}))
-    assert isinstance(lengths, Dense)
-    assert stats.real_tokens == 16
 
 
 def test_ids_of_padding_inside_a_row_are_tokens() -> None:
