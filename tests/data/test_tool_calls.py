@@ -48,7 +48,7 @@ def learned(template: str, messages: list[Any], **kwargs: Any) -> str:
     ],
 )
 def test_a_call_that_the_template_leaves_out(template: str, called: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="leaves out the call of '(colour|depth)' in message 1, so that an"):
+    with pytest.raises(ValueError, match="leaves out the call of '(colour|depth)' in message 1. Take"):
         learned(template, [USER, called, RESULT, ANSWER])
 
 

@@ -147,9 +147,8 @@ def _refuse_unread(template: str, options: Mapping[str, Any], messages: Sequence
         for name in _THOUGHTS:
             if name not in template and any(words not in text for words in _words(message.get(name))):
                 raise ValueError(
-                    f"message {i} has {name!r}, which the chat template does not write, so that the answer "
-                    "would be learned without it. Take a template that reads it, put it into the content, or "
-                    "drop the key."
+                    f"message {i} has {name!r}, which the chat template does not write. Take a template that "
+                    "reads it, put it into the content, or drop the key."
                 )
 
 
@@ -193,8 +192,7 @@ def _check_content(message: Message, images: bool) -> None:
         if kind != "text" and not (images and kind == "image"):
             raise ValueError(
                 f"a message holds a part of type {kind!r}, and only text is tokenised here. Pass processor= "
-                "for images; video goes through the model's processor in a dataset of your own; audio "
-                "cannot be packed."
+                "for images; give video in a dataset of your own; audio cannot be packed."
             )
         if kind == "text" and not isinstance(part.get("text"), str):
             raise ValueError("a part of type 'text' holds no string under 'text'. Mend or remove it.")
@@ -234,9 +232,8 @@ def _refuse_unwritten(writer: _Writer, messages: list[Message], text: str) -> No
         for name, changed in calls:
             if _writes_alike(writer, messages, i, changed, text):
                 raise ValueError(
-                    f"the chat template leaves out the call of {name!r:.40} in message {i}, so that an "
-                    "answer without it would be learned. Take a template that writes tool_calls, or "
-                    "put the call into the message's content. "
+                    f"the chat template leaves out the call of {name!r:.40} in message {i}. Take a template "
+                    "that writes tool_calls, or put the call into the message's content. "
                     "See docs/reference/messages.md#chat-templates."
                 )
         said = [part.get("text") for part in parts] if parts else [content]
@@ -248,9 +245,8 @@ def _refuse_unwritten(writer: _Writer, messages: list[Message], text: str) -> No
         if _writes_alike(writer, messages, i, {**message, "content": more}, text):
             raise ValueError(
                 f"the chat template leaves out message {i} of the role {message['role']!r}, which says "
-                f"{next(filter(None, said), None)!r:.40}. Give it a role that the template "
-                "knows, and the content as the template takes it, a string or a list of parts; or remove it. "
-                "See docs/reference/messages.md#chat-templates."
+                f"{next(filter(None, said), None)!r:.40}. Give a role that it knows, and the content as the "
+                "template takes it; or remove it. See docs/reference/messages.md#chat-templates."
             )
 
 
@@ -272,8 +268,7 @@ def _marked(
         if len(spans) != len(said):
             raise ValueError(
                 f"the chat template marks {len(spans)} parts with {{% generation %}}, and the assistant has "
-                f"{len(said)} messages, so those that are not to be learned cannot be told apart. Mark each "
-                "message once."
+                f"{len(said)} messages, of which some are not to be learned. Mark each message once."
             )
         spans = [span for i, span in zip(said, spans, strict=True) if i in learned]
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -326,17 +321,14 @@ def _turn(writer: _Writer, messages: list[Message], i: int, text: str) -> tuple[
     before = writer.write(messages[:i], prompt=True) if i else _before_first(writer, messages, after)
     if not text.startswith(after):
         raise ValueError(
-            f"the chat template writes the turns up to message {i} otherwise when more follow, so what the "
-            "assistant says cannot be told apart (templates that drop earlier reasoning do so). Put "
-            "{% generation %} and {% endgeneration %} around it in tokenizer.chat_template, or give one "
-            "conversation for every answer. "
-            "See docs/reference/messages.md#chat-templates."
+            f"the chat template writes the turns up to message {i} otherwise when more follow. Put "
+            "{% generation %} and {% endgeneration %} around answers in tokenizer.chat_template, or give one "
+            "conversation for every answer. See docs/reference/messages.md#chat-templates."
         )
     if not after.startswith(before):
         raise ValueError(
-            f"the chat template asks for message {i} with {before[-24:]!r} and begins the answer otherwise, "
-            "so what the assistant says cannot be told apart (templates that open a thought do so). Put "
-            "{% generation %} and {% endgeneration %} around it in tokenizer.chat_template."
+            f"the chat template asks for message {i} with {before[-24:]!r} and begins the answer otherwise. "
+            "Put {% generation %} and {% endgeneration %} around answers in tokenizer.chat_template."
         )
     return len(before), len(after)
 

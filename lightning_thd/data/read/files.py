@@ -137,9 +137,8 @@ def expand(source: str | Path) -> list[str]:
     found = sorted(name for name in _matches(path) if Path(name).is_file())
     if not found:
         raise ValueError(
-            f"{text} does not exist, and no file matches it. Give a file, a folder, a glob or a list of "
-            f"them: {', '.join(name for name, kind in KINDS.items() if kind not in ('text', 'refused'))} or "
-            f"text, also with {', '.join(PACKED)}."
+            f"{text} does not exist, and no file matches it. Give a file, a folder, a glob or a list, of "
+            f"{', '.join(name for name, kind in KINDS.items() if kind not in ('text', 'refused'))} or text."
         )
     return found
 
@@ -220,9 +219,8 @@ def _local(name: str, cache_dir: str | Path | None) -> SourceFile:
     suffix = suffix_of(name)
     if KINDS.get(suffix) == "refused":
         raise ValueError(
-            f"{name}: a {suffix} file is not read. Give .jsonl with one JSON object a line, .parquet or "
-            ".arrow with a column 'input_ids' or text, a text file, or a dataset that you have opened, as by "
-            "datasets.load_dataset('csv', data_files=...)."
+            f"{name}: a {suffix} file is not read. Give .jsonl, .parquet, .arrow or text, or a dataset that "
+            "you have opened, as by datasets.load_dataset('csv', data_files=...)."
         )
     path = Path(name)
     if "://" in name:

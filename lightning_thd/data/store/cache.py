@@ -107,8 +107,7 @@ def cache_errors(folder: Path) -> Iterator[None]:
             raise  # the source raised it, and names itself
         raise CacheError(
             err.errno,
-            f"The cache {folder} cannot be written ({err}). Pass cache_dir= (or set XDG_CACHE_HOME), a "
-            "folder with room that you may write to.",
+            f"The cache {folder} cannot be written ({err}). Pass cache_dir=, a folder with room to write to.",
         ) from err
 
 

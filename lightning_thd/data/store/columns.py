@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,17 +105,8 @@ def is_label(table: Any, name: str) -> bool:
     return name == "label" and is_list(table, name, floats=True)
 
 
-class Counted(NamedTuple):
-    """What columns give for every row, and the largest id with its row; (-1, 0) without tokens."""
-
-    lengths: IntArray
-    loss_tokens: IntArray
-    largest: IntArray
-    wrong: NDArray[np.bool_]
-
-
-def count_columns(dataset: object) -> Counted | None:
-    """Count tokens and loss tokens of every sequence by the columns ``input_ids`` and ``labels``."""
+def count_columns(dataset: object) -> dict[str, NDArray[Any]] | None:
+    """Count the tokens and loss tokens of every sequence by its columns; bad rows count as empty."""
     table = arrow_table(dataset)
     if table is None:
         return None
@@ -124,7 +115,7 @@ def count_columns(dataset: object) -> Counted | None:
         return None
     if any(name in table.column_names and not is_list(table, name) for name in ("labels", "attention_mask")):
         return None
-    lengths, _, wrong, most_of = _facts(table, "input_ids", lambda values: (values < 0) | (values > MOST_ID))
+    lengths, _, wrong, most = _facts(table, "input_ids", lambda values: (values < 0) | (values > MOST_ID))
     loss_tokens = np.maximum(lengths - 1, 0)
     if "labels" in table.column_names:
         found, loss_tokens, bad, _ = _facts(
@@ -136,14 +127,17 @@ def count_columns(dataset: object) -> Counted | None:
     if "attention_mask" in table.column_names:
         found, _, bad, _ = _facts(table, "attention_mask", lambda values: values != 1)
         wrong = wrong | bad | (found != lengths)
-    most = visible(dataset, most_of)
-    at = int(most.argmax()) if len(most) else 0
-    return Counted(
-        visible(dataset, lengths),
-        visible(dataset, loss_tokens),
-        np.array([most[at] if len(most) else -1, at], np.int64),
-        visible(dataset, wrong),
+    lengths[wrong], loss_tokens[wrong], most[wrong] = 0, 0, -1
+    lengths, loss_tokens, wrong, most = (
+        visible(dataset, column) for column in (lengths, loss_tokens, wrong, most)
     )
+    at = int(most.argmax())
+    return {
+        "lengths": lengths,
+        "loss_tokens": loss_tokens,
+        "largest": np.array([most[at], at]),
+        "bad": np.flatnonzero(wrong),
+    }
 
 
 def without_pixels(dataset: Any) -> Any:

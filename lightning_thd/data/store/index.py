@@ -192,11 +192,8 @@ class SequenceIndex:
         at = spans.index
         of_sequence = (self.weights if len(self.weights) else self.loss_tokens)[at].astype(np.float64)
         sequence = self.sequence_weights[at] if len(self.weights) else np.ones(len(at))
-        cut = np.flatnonzero(spans.lengths != self.lengths[at])
-        if not len(cut):
-            return np.array([of_sequence, sequence * (of_sequence > 0)])
         own = of_sequence.copy()
-        for k in cut:  # these are read again
+        for k in np.flatnonzero(spans.lengths != self.lengths[at]):  # cut ones are read again
             i, start, stop = int(at[k]), int(spans.start[k]), int(spans.stop[k])
             continued = bool(spans.continued[k])
             if not len(self.weights) and self.loss_tokens[i] == self.lengths[i] - 1:
@@ -378,19 +375,14 @@ def _known(dataset: MapDataset, on_error: OnError) -> dict[str, NDArray[Any]] | 
         if isinstance(dataset, TokenStore):
             known |= {"largest": np.array(dataset.largest), "sizes": _NO_SIZES}
         return known
-    columns = count_columns(dataset)
-    if columns is None or "weights" in dataset[0] or inputs(dataset[0]):
+    counted = count_columns(dataset)
+    if counted is None or "weights" in dataset[0] or inputs(dataset[0]):
         return None
-    bad = np.flatnonzero(columns.wrong)
+    bad = counted["bad"]
     if len(bad) and on_error == "raise":
         why = _why(dataset, int(bad[0]))
         raise ValueError(f"{why} ({len(bad)} of {len(dataset)} rows are bad.) {_ADVICE}")
-    lengths, loss = columns.lengths.copy(), columns.loss_tokens.copy()
-    lengths[bad] = loss[bad] = 0
-    # The largest id may be in a bad row, so it is unknown if there are any.
-    largest = columns.largest if not len(bad) else np.array((-1, 0))
-    found = {"lengths": lengths, "loss_tokens": loss, "largest": largest, "bad": bad}
-    return {**found, "sizes": _NO_SIZES}
+    return {**counted, "sizes": _NO_SIZES}
 
 
 class _Measured(TorchDataset[tuple[float, ...]]):
