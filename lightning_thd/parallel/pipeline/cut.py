@@ -79,7 +79,8 @@ def cut_model(
         head.register_forward_hook(stage.share_logits)
     else:
         dtype = getattr(getattr(head, "weight", None), "dtype", torch.float32)
-        inner.set_output_embeddings(NoHead(_rows(head, inner), stage, dtype))
+        rows = getattr(head, "out_features", 0) or inner.config.get_text_config(decoder=True).vocab_size
+        inner.set_output_embeddings(NoHead(rows, stage, dtype))
     set_stage(inner, stage)
     if routers_of(inner):
         stage.balance = RouterRelay(channel if balance is None else balance(), stage, peers)
@@ -159,17 +160,12 @@ def _refuse_shared(inner: Any, layers: nn.ModuleList) -> None:
                     "hold layers of their own. Set pipeline_parallel_size=1."
                 )
     config = inner.config.get_text_config(decoder=True)
-    if getattr(config, "num_kv_shared_layers", None):
-        raise ValueError(
-            f"{type(inner).__name__} has num_kv_shared_layers={config.num_kv_shared_layers!r}: its later "
-            "layers use keys of earlier ones, which lie on other stages. Set pipeline_parallel_size=1."
-        )
-    if getattr(config, "hidden_size_per_layer_input", None):
-        raise ValueError(
-            f"{type(inner).__name__} has hidden_size_per_layer_input={config.hidden_size_per_layer_input!r}: "
-            "each of its layers is given an embedding of its own, which only the first pipeline stage has. "
-            "Set pipeline_parallel_size=1."
-        )
+    for option in ("num_kv_shared_layers", "hidden_size_per_layer_input"):
+        if value := getattr(config, option, None):
+            raise ValueError(
+                f"{type(inner).__name__} has {option}={value!r}: its layers use keys of earlier ones or an "
+                "embedding each, which lie on other pipeline stages. Set pipeline_parallel_size=1."
+            )
     if wants_balance(inner):
         require_known_balance(inner)
 
@@ -249,8 +245,3 @@ def _require_behind(name: str, owner: nn.Module, stage: Stage) -> None:
             )
 
     module.register_forward_pre_hook(check)
-
-
-def _rows(head: Any, inner: Any) -> int:
-    size: int = getattr(head, "out_features", 0) or inner.config.get_text_config(decoder=True).vocab_size
-    return size
