@@ -62,20 +62,14 @@ def refuse_engine(strategy: type) -> None:
 def refuse_other_attention(module: nn.Module, cp: int) -> None:
     """Refuse a model whose attention would see only the slots of its own rank."""
     for name, child in module.named_modules():
-        config: Any = getattr(child, "config", None)
-        chosen = getattr(config, "_attn_implementation", None)
-        if chosen is not None and chosen != "thd" and hasattr(child, "set_attn_implementation"):
+        chosen = getattr(getattr(child, "config", None), "_attn_implementation", None)
+        other = chosen not in (None, "thd") and hasattr(child, "set_attn_implementation")
+        if other or isinstance(child, nn.MultiheadAttention | nn.Transformer):
             raise MisconfigurationException(
-                f"context_parallel_size={cp}, but {name or 'the model'} ({type(child).__name__}) runs "
-                f"attn_implementation={chosen!r}, which sees only the shard of its own rank. Build it with "
-                "attn_implementation='thd', or set context_parallel_size=1. "
-                "See docs/reference/messages.md#attention."
-            )
-        if isinstance(child, nn.MultiheadAttention | nn.Transformer):
-            raise MisconfigurationException(
-                f"context_parallel_size={cp}, but {name} ({type(child).__name__}) sees only the shard of "
-                "its own rank. Call lightning_thd.varlen_attention in its place, or set "
-                "context_parallel_size=1."
+                f"context_parallel_size={cp}, but the attention of {name or 'the model'} "
+                f"({type(child).__name__}, {chosen!r}) sees only the shard of its own rank. Build the model "
+                "with attn_implementation='thd', call lightning_thd.varlen_attention, or set "
+                "context_parallel_size=1. See docs/reference/messages.md#attention."
             )
 
 
@@ -84,9 +78,8 @@ def refuse_unused_layout(batch: object) -> None:
     if isinstance(batch, THDShard) and not batch.layout.used:
         raise MisconfigurationException(
             f"context_parallel_size={batch.layout.cp}, but the model ran without calling varlen_attention on "
-            "the batch, so nothing it did saw the slots of other ranks. Call lightning_thd.varlen_attention "
-            "with batch.cu_seqlens_padded, use a transformers model with attn_implementation='thd', or set "
-            "context_parallel_size=1."
+            "the batch. Call it with batch.cu_seqlens_padded, use a transformers model with "
+            "attn_implementation='thd', or set context_parallel_size=1."
         )
 
 
@@ -95,15 +88,12 @@ def refuse_second_context_parallelism(module: nn.Module | None, cp: int) -> None
     if _torch_context_parallel_is_active():
         raise MisconfigurationException(
             f"context_parallel_size={cp} while torch's context_parallel() is active, which cuts sequences a "
-            "second time and knows no document boundaries. Leave its context, or set "
-            "context_parallel_size=1. torch 2.11 keeps it active after an error inside of it: start a new "
-            "process then."
+            "second time. Leave its context; after an error inside of it, start a new process."
         )
     if module is not None and _has_accelerate_hooks(module):
         raise MisconfigurationException(
-            f"context_parallel_size={cp} while Accelerate's context parallelism is active, which drops "
-            "document boundaries and cuts sequences a second time. Prepare the model without "
-            "ParallelismConfig(cp_size, sp_size), or set context_parallel_size=1."
+            f"context_parallel_size={cp} while Accelerate's context parallelism is active, which cuts "
+            "sequences a second time. Prepare the model without ParallelismConfig(cp_size, sp_size)."
         )
 
 
@@ -132,10 +122,8 @@ def refuse_compiled_module(module: object, sizes: AxisSizes) -> None:
     """Refuse ``torch.compile(lightning_module)`` if ranks share packs: their collectives would hang."""
     if sizes.peers > 1 and getattr(module, "_compiler_ctx", None) is not None:
         raise MisconfigurationException(
-            f"torch.compile({type(module).__name__}) while {sizes.peers} ranks share each pack "
-            f"({sizes.context} context-parallel x {sizes.tensor} tensor-parallel), which can wait for each "
-            "other for ever: it compiles training_step with its collectives. Compile the model in it, "
-            "self.model.compile(), and give the Trainer the module as it is."
+            f"torch.compile({type(module).__name__}) while {sizes.peers} ranks share each pack: compiled "
+            "collectives can wait for each other for ever. Compile the model in it, self.model.compile()."
         )
 
 
@@ -156,8 +144,7 @@ def refuse_lbfgs(optimizers: list[Any], sizes: AxisSizes) -> None:
         if isinstance(getattr(optimizer, "optimizer", optimizer), LBFGS):
             raise MisconfigurationException(
                 f"LBFGS with tensor_parallel_size={sizes.tensor}, pipeline_parallel_size={sizes.pipeline}: "
-                "it runs training_step again until products over all weights are small, and each rank would "
-                "take those of its own. Set both sizes to 1, or use an optimizer that steps once, as AdamW."
+                "it decides by products over all weights, of which a rank has a part. Set both sizes to 1."
             )
 
 
@@ -207,7 +194,6 @@ def refuse_partial_sharding(model: nn.Module, sizes: AxisSizes) -> None:
         if over != wanted:
             raise MisconfigurationException(
                 f"{name} was sharded over {over} ranks in configure_model(), but {wanted} ranks see "
-                f"different tokens ({sizes.data} data-parallel x {sizes.context} context-parallel), so its "
-                "gradient would not be averaged over all of them. Call fully_shard on the whole model with "
-                "device_mesh['data_context_parallel'], or leave sharding to the strategy."
+                f"different tokens ({sizes.data} data-parallel x {sizes.context} context-parallel). Call "
+                "fully_shard on the whole model with device_mesh['data_context_parallel'], or leave it out."
             )

@@ -145,10 +145,9 @@ def refused_norms_of_a_stage() -> Generator[None]:
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise MisconfigurationException(
-            "torch.nn.utils sees only the gradients of this pipeline stage, so a norm would be another one "
-            "on every rank. To clip, set Trainer(gradient_clip_val=...) or call self.clip_gradients(...) in "
-            "configure_gradient_clipping; to read norms, use lightning_thd.strategies.norms.grad_norm; or "
-            f"set pipeline_parallel_size=1.\n  {user_line()}"
+            "torch.nn.utils sees only the gradients of this pipeline stage. To clip, set "
+            "Trainer(gradient_clip_val=...) or call self.clip_gradients(...) in configure_gradient_clipping; "
+            f"to read norms, use lightning_thd.strategies.norms.grad_norm.\n  {user_line()}"
         )
 
     # All functions of that module call it, whatever name they were imported by.

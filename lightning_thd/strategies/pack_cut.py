@@ -121,8 +121,7 @@ def set_data_rank(dataloader: object, rank: int, sizes: AxisSizes) -> None:
     raise MisconfigurationException(
         f"{type(dataset).__name__} is iterable and does not say which part of the data it reads, but "
         f"{sizes.peers} ranks share each pack and must read the same.{found} Give it attributes data_rank "
-        f"and data_size (set to {rank} and {sizes.data} here before it is read), split it by "
-        "strategy.distributed_sampler_kwargs, or let one rank read for its peers with broadcast_data=True."
+        "and data_size, which are set here, or let one rank read for its peers with broadcast_data=True."
     )
 
 

@@ -73,9 +73,8 @@ class Pipeline:
         strategy = self._strategy
         if not strategy.lightning_module.automatic_optimization:
             raise MisconfigurationException(
-                f"pipeline_parallel_size={strategy.pipeline_parallel_size} runs the microbatches of a step "
-                "in an order of its own, which automatic_optimization=False would not see. Use automatic "
-                "optimisation, or pipeline_parallel_size=1."
+                f"pipeline_parallel_size={strategy.pipeline_parallel_size} orders the microbatches of a step "
+                "by itself, which automatic_optimization=False would not see. Use automatic optimisation."
             )
         _refuse_weights_outside(module, language_model_of(module))
         names = tied_names(module)
@@ -108,8 +107,7 @@ class Pipeline:
                 raise
             raise MisconfigurationException(
                 "configure_optimizers gives the optimizer no parameters on pipeline stage "
-                f"{self.channel.rank}, whose layers are all frozen. Give it the frozen weights too, or a "
-                'list of groups, [{"params": [...]}], which may be empty on a stage.'
+                f"{self.channel.rank}, whose layers are all frozen. Give it the frozen weights too."
             ) from err
         if self.stage is not None and self.stage.tied_names:
             require_same_ends(self.stage.tied, self._strategy.optimizers, self.channel)
@@ -144,9 +142,8 @@ def cut_before(module: nn.Module, ranks: int, stages_per_rank: int) -> Stage | N
         if (stage.split.ranks, stage.chunks) != (ranks, stages_per_rank):
             raise MisconfigurationException(
                 f"The model was cut for pipeline_parallel_size={stage.split.ranks} with stages_per_rank="
-                f"{stage.chunks} by an earlier Trainer, and this one asks for {ranks} with {stages_per_rank}"
-                "; each rank has only its own layers. Give both the same sizes, or build a new model and "
-                "load a checkpoint."
+                f"{stage.chunks} by an earlier Trainer, and this one asks for {ranks}, {stages_per_rank}. "
+                "Give both the same sizes, or build a new model and load a checkpoint."
             )
         return stage
     return None
@@ -188,8 +185,7 @@ class PipelineLoop(StepLoop):
         if (accumulate := strategy._trainer.accumulate_grad_batches) != 1:
             raise MisconfigurationException(
                 f"accumulate_grad_batches={accumulate}, but a pipeline runs all microbatches of a step in "
-                "one batch and updates behind it. Set it to 1, with THDDataModule(global_batch=Packs(n)) or "
-                "THDStep batches of your own."
+                "one batch. Set it to 1, with THDDataModule(global_batch=Packs(n)) or THDStep batches."
             )
         if not isinstance(batch, THDBatch | THDStep):
             raise MisconfigurationException(
@@ -379,10 +375,9 @@ def require_only_loss(module: Any, loss: Tensor, made: Collection[Any]) -> tuple
         names = [name for name, parameter in module.named_parameters() if id(parameter) in leaves]
         raise MisconfigurationException(
             f"training_step of {type(module).__name__} returns more than the model's loss: it depends on "
-            f"{names[:4] or 'other weights'} in another way too ({_definition(module)}). Stages of a "
-            "pipeline have a part of the weights each, so the sum would be another one on every rank. Return "
-            "causal_lm_loss(self.model, batch), perhaps times a number, or set pipeline_parallel_size=1. "
-            "See docs/reference/messages.md#pipelines."
+            f"{names[:4] or 'other weights'} in another way too ({_definition(module)}), and a stage has "
+            "only a part of them. Return causal_lm_loss(self.model, batch), perhaps times a number, or set "
+            "pipeline_parallel_size=1. See docs/reference/messages.md#pipelines."
         )
     # Stages may compute in different dtypes, so conversions do not count.
     return tuple(node.name() for node in held if "ToCopy" not in node.name())

@@ -55,7 +55,7 @@ def fit(module: Job, train: Any = None, layout: Layout = STAGES, **options: Any)
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Manual, "in an order of its own, which automatic_optimization=False would not see. Use automatic"),
+        (Manual, "by itself, which automatic_optimization=False would not see. Use automatic"),
         (Twice, r"training_step computed 2 losses of the model for a microbatch; pipeline stages run one"),
         (Nothing, r"training_step computed 0 losses of the model for a microbatch; pipeline stages run one"),
         (Metric, r"self.log\('metric', MeanMetric\) in training_step: only the last pipeline stage has the"),

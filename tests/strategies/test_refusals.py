@@ -212,8 +212,8 @@ def refused(case: str) -> str:
 CASES = {
     "size": "context_parallel_size=3 x tensor_parallel_size=1 does not divide the 2 processes",
     "heads": "num_key_value_heads=3, which 2 tensor-parallel ranks do not divide; wanted",
-    "not thd": "attn_implementation='sdpa', which sees only the shard of its own rank. Build it",
-    "hand written": r"attention \(MultiheadAttention\) sees only the shard.*Call lightning_thd.varlen",
+    "not thd": r"\(Qwen3\w+, 'sdpa'\) sees only the shard of its own rank. Build the model",
+    "hand written": r"\(MultiheadAttention, None\) sees only the shard.*call lightning_thd.varlen",
     "no attention": "ran without calling varlen_attention.*batch.cu_seqlens_padded",
     "own parameter": r"holds the parameters \['scale'\] itself.*Move them",
     "iterable": "Stream is iterable and does not say which part.*data_rank and data_size",
@@ -224,7 +224,7 @@ CASES = {
     "compiled": r"torch.compile\(Job\) while 2 ranks share each pack.*self.model.compile\(\)",
     "unaligned": "Sequence 0 has 3 slots.*wants a multiple of 4.*THDBatch.collate",
     # The last one: torch 2.11 keeps it active after the error.
-    "torch cp": r"torch's context_parallel\(\) is active.*Leave its context.*error.*start a new process",
+    "torch cp": r"torch's context_parallel\(\) is active.*Leave its context.*start a new process",
 }
 
 
@@ -259,28 +259,6 @@ def test_attention_is_refused_under_the_newer_way_of_torch() -> None:
     finally:
         _attention._disable_context_parallel_dispatcher()
     refuse_second_context_parallelism(None, 2)
-
-
-class SeedlessData(L.LightningDataModule):
-    """A data module whose ranks read different data."""
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        rank = torch.distributed.get_rank()
-        return loader(sequences(8, seed=rank))
-
-
-def different_plans() -> str:
-    trainer = make_trainer(Layout(strategy="thd_ddp", cp=2), gradient_clip_val=None)
-    try:
-        trainer.fit(Job(), SeedlessData())
-    except ValueError as err:
-        return str(err)
-    raise AssertionError("not refused")
-
-
-def test_peers_that_read_different_packs() -> None:
-    for found in run_ranks(different_plans, 2):
-        assert "Ranks 0, 1 share one pack (2 context-parallel x 1 tensor-parallel ranks) but read" in found
 
 
 def test_iterable_data_is_given_its_part() -> None:
