@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as L
+from torch.utils.data import IterableDataset
 
 from lightning_thd.data.read.sources import Opener
 from lightning_thd.data.store.index import MapDataset
 from tests.tiny import quiet_trainer
 
 CAPACITY = 48
+
+
+class Rows(IterableDataset[Any]):
+    """Rows that can only be iterated."""
+
+    def __init__(self, *rows: Any) -> None:
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._rows)
 
 
 def make_trainer(**kwargs: Any) -> L.Trainer:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset
 
 from lightning_thd import Sequences, THDBatch, THDDataModule
 from lightning_thd.data.read.chat import encode_chat
@@ -20,14 +19,7 @@ from lightning_thd.data.store.tokens import TokenStore, cached_store
 from lightning_thd.data.streams import Stream
 from lightning_thd.packing.mixtures import share_out
 from tests.data.chats import PLAIN, make_tokenizer
-
-
-class Rows(IterableDataset[Any]):
-    def __init__(self, *rows: Any) -> None:
-        self.rows = rows
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.rows)
+from tests.data.support import Rows
 
 
 def read(train: Any, **how: Any) -> list[list[int]]:

@@ -151,20 +151,6 @@ def test_what_rows_do_not_say_is_declared_by_a_function() -> None:
             plan(THDDataModule(given, capacity=64, extras_cost=lambda row, many=many: many))
 
 
-def test_a_mixture_of_images_and_text_counts_both() -> None:
-    texts = [{"input_ids": np.arange(9)} for _ in range(30)]
-    data = THDDataModule(
-        {"a": (rows(), 0.5), "b": (texts, 0.5)},
-        capacity=64,
-        max_patches=100,
-        cost=COST,
-        global_batch=Packs(2),
-    )
-    plans = plan(data)
-    assert all(one.microbatch_patches.max() <= 100 for one in plans)
-    assert all(one.patches.tolist() == [[*PATCHES, *[0] * 30][i] for i in one.spans.index] for one in plans)
-
-
 def test_images_that_are_dropped_take_no_part_in_a_mixture() -> None:
     texts = [{"input_ids": np.arange(9)} for _ in range(40)]
     data = THDDataModule(

@@ -57,18 +57,6 @@ def test_known_data_is_counted_once(tmp_path: Path) -> None:
     assert again.lengths.tolist() == expected.lengths.tolist()
 
 
-def test_data_that_changed_under_its_fingerprint_is_found_out(tmp_path: Path) -> None:
-    def run(rows: list[dict[str, Any]]) -> None:
-        data = THDDataModule(Known(rows), capacity=CAPACITY, cache_dir=tmp_path)
-        data.prepare_data()
-        data.setup("fit")
-        list(data.train_dataloader())
-
-    run(sequences(20))
-    with pytest.raises(ValueError, match="were counted. Correct the dataset.*delete the cache"):
-        run(sequences(20, seed=1))
-
-
 def test_hugging_face_labels_are_counted_in_their_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
     samples = sequences(60, labels=True)

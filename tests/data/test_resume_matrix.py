@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +9,12 @@ import lightning.pytorch as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
 
 from lightning_thd import THDBatch, THDDataModule
-from tests.data.support import make_trainer
+from tests.data.support import Rows, make_trainer
 
 LENGTH, ROWS, EPOCHS = 4, 7, 2
 LIMITS = ("none", "below", "above", "not a multiple")
-
-
-class Rows(IterableDataset[Any]):
-    def __init__(self, first: int, stop: int) -> None:
-        self._ids = range(first, stop)
-
-    def __iter__(self) -> Iterator[Any]:
-        return ({"input_ids": [i] * LENGTH} for i in self._ids)
 
 
 class Records(L.LightningModule):
@@ -64,12 +54,13 @@ class Records(L.LightningModule):
 
 
 def source(kind: str) -> Any:
+    rows = [{"input_ids": [i] * LENGTH} for i in range(9)]
     if kind == "map":
-        return list(Rows(0, ROWS))
+        return rows[:ROWS]
     if kind == "stream":
-        return Rows(0, ROWS)
-    make = list if kind == "mixture" else (lambda rows: rows)
-    return {"a": (make(Rows(0, 4)), 0.5), "b": (make(Rows(4, 9)), 0.5)}
+        return Rows(*rows[:ROWS])
+    a, b = (rows[:4], rows[4:]) if kind == "mixture" else (Rows(*rows[:4]), Rows(*rows[4:]))
+    return {"a": (a, 0.5), "b": (b, 0.5)}
 
 
 def fit(module: Records, kind: str, accumulate: int, limit: str, *, epochs: int, path: Any = None) -> None:

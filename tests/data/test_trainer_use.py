@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,32 +12,19 @@ import torch
 from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_thd import Packs, Sequences, THDBatch, THDDataModule
 from lightning_thd.data.streams import Stream
 from lightning_thd.module import CausalLMModule
-from tests.data.support import CAPACITY, make_trainer
+from tests.data.support import CAPACITY, Rows, make_trainer
 from tests.tiny import TinyModule, largest_error, sequences, tiny_llama
 
 SAMPLES = sequences(40)
 
 
-class Rows(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return iter(SAMPLES)
-
-
 def weights(module: TinyModule) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in module.model.named_parameters()}
-
-
-class Part(IterableDataset[Any]):
-    def __init__(self, rows: list[Any]) -> None:
-        self.rows = rows
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.rows)
 
 
 class Indices(BasePredictionWriter):
@@ -62,15 +48,6 @@ def test_writers_of_predictions_get_the_indices_of_each_packs_sequences() -> Non
     assert writer.of_epoch == writer.of_batches
 
 
-def test_the_ready_module_predicts_several_sets() -> None:
-    data = THDDataModule(capacity=CAPACITY, predict={"a": SAMPLES, "b": SAMPLES[:3]})
-    found = make_trainer().predict(CausalLMModule(tiny_llama), data)
-    assert [sorted(i for batch in one for i, _ in batch) for one in found] == [
-        list(range(len(SAMPLES))),
-        [0, 1, 2],
-    ]
-
-
 class SavesAt(L.Callback):
     """Saves a checkpoint when a hook is called for the n-th time."""
 
@@ -91,11 +68,11 @@ class SavesAt(L.Callback):
         # Lightning still counts the batches of the epoch before there
         (SAMPLES, Packs(2), "on_train_epoch_start", 2, 2),
         pytest.param(SAMPLES, Sequences(7), "on_train_epoch_start", 3, 1, marks=pytest.mark.slow),
-        pytest.param(Rows(), Packs(2), "on_train_epoch_start", 2, 2, marks=pytest.mark.slow),
+        pytest.param(Rows(*SAMPLES), Packs(2), "on_train_epoch_start", 2, 2, marks=pytest.mark.slow),
         # inside the first step of an epoch
-        (Rows(), Packs(2), "on_train_batch_start", 2, 3),
+        (Rows(*SAMPLES), Packs(2), "on_train_batch_start", 2, 3),
         # an epoch's last validation is no beginning of the next
-        (Rows(), Packs(2), "on_validation_end", 1, 2),
+        (Rows(*SAMPLES), Packs(2), "on_validation_end", 1, 2),
     ],
 )
 def test_a_checkpoint_of_any_hook_goes_on_with_what_is_left(
@@ -132,7 +109,7 @@ def test_accumulation_changed_while_it_trains_is_refused(step: Sequences | None)
         trainer.fit(TinyModule(), THDDataModule(SAMPLES, capacity=CAPACITY, global_batch=step))
     streamed = make_trainer(max_epochs=2, strategy="thd", callbacks=[Changes()])
     with pytest.raises(MisconfigurationException, match=r"accumulate_grad_batches is 2, but was 1 when the"):
-        streamed.fit(TinyModule(), THDDataModule(Rows(), capacity=CAPACITY, global_batch=step))
+        streamed.fit(TinyModule(), THDDataModule(Rows(*SAMPLES), capacity=CAPACITY, global_batch=step))
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -204,7 +181,7 @@ def made(train: Any = SAMPLES, step: Packs | Sequences | None = None) -> Any:
 
 
 @pytest.mark.parametrize("strategy", ["auto", "thd"])
-@pytest.mark.parametrize("train", [SAMPLES, Rows()], ids=["planned", "streamed"])
+@pytest.mark.parametrize("train", [SAMPLES, Rows(*SAMPLES)], ids=["planned", "streamed"])
 def test_a_training_loader_without_its_data_module_is_refused(train: Any, strategy: str) -> None:
     module = TinyModule()
     with pytest.raises(MisconfigurationException, match=r"by itself.*fit\(module, datamodule=data\)"):
@@ -253,14 +230,14 @@ class Stops(L.Callback):
                     {"max_epochs": 2, "val_check_interval": 2},
                 ),
                 ({"a": (SAMPLES, 1.0)}, {"max_epochs": -1, "max_steps": 5}, {"max_epochs": 2}),
-                (Stream(source=Rows(), steps_per_epoch=3), {"max_epochs": 1}, {"max_epochs": 3}),
+                (Stream(source=Rows(*SAMPLES), steps_per_epoch=3), {"max_epochs": 1}, {"max_epochs": 3}),
             )
         ),
         # under max_steps it would run one batch of an epoch that was complete, and lose the others
         (SAMPLES, {"max_epochs": 1}, {"max_epochs": -1, "max_steps": 14}),
         # the states of loaders are not restored at the end of an epoch: a stream began anew
         (
-            Stream(source=Rows(), steps_per_epoch=3),
+            Stream(source=Rows(*SAMPLES), steps_per_epoch=3),
             {"max_epochs": -1, "max_steps": 5},
             {"max_epochs": -1, "max_steps": 8},
         ),
@@ -276,7 +253,7 @@ def test_the_checkpoint_at_a_fits_end_goes_on(
 def test_a_stream_goes_on_where_its_loader_is_asked_for_again() -> None:
     def seen(**settings: Any) -> list[tuple[int, ...]]:
         module = TinyModule()
-        stream = Stream(source=Rows(), steps_per_epoch=2)
+        stream = Stream(source=Rows(*SAMPLES), steps_per_epoch=2)
         make_trainer(max_epochs=4, **settings).fit(module, THDDataModule(stream, capacity=CAPACITY))
         return module.seen
 
@@ -296,7 +273,7 @@ def test_a_stream_goes_on_where_its_loader_is_asked_for_again() -> None:
 @pytest.mark.parametrize("steps", [None, 3])
 def test_another_fit_of_a_trainer_goes_on_in_a_stream(steps: int | None) -> None:
     def data() -> THDDataModule:
-        return THDDataModule(Stream(source=Rows(), steps_per_epoch=steps), capacity=CAPACITY)
+        return THDDataModule(Stream(source=Rows(*SAMPLES), steps_per_epoch=steps), capacity=CAPACITY)
 
     module, whole, given = TinyModule(), TinyModule(), data()
     trainer = make_trainer(max_epochs=-1, max_steps=2)
@@ -354,7 +331,7 @@ def test_tokens_of_a_mixtures_sources_go_on_after_a_resume(streamed: bool, tmp_p
             callbacks=list(callbacks),
         )
         parts = {"a": SAMPLES[:25], "b": SAMPLES[25:]}
-        train: Any = {name: (Part(rows) if streamed else rows, 0.5) for name, rows in parts.items()}
+        train: Any = {name: (Rows(*rows) if streamed else rows, 0.5) for name, rows in parts.items()}
         trainer.fit(TinyModule(), THDDataModule(train, capacity=CAPACITY), ckpt_path=path)
         logger.save()
         with (Path(logger.log_dir) / "metrics.csv").open() as file:

@@ -84,19 +84,18 @@ class Intake:
         self.marks: dict[int, list[Mark]] = {}  # the states of shards that have one, in order
         self.counts = dict.fromkeys(("bad", "tail_dropped", *POLICIES), 0)
         self._tallies = [Tally() for _ in self._sources]  # this rank's
-        self._readers: list[Reader | None] = [None] * len(self._sources)
-        self._taken = [0] * len(self._sources)  # by this rank in the present round
+        self._readers: dict[int, Reader] = {}  # by source
 
     def open(self, number: int, round_: int, cursors: IntArray) -> None:
         """Begin a pass over a source; worker processes start in the calling thread."""
-        settings, source, again = self._settings, self._sources[number], self._readers[number] is not None
+        settings, source, before = self._settings, self._sources[number], self._readers.get(number)
         shards = np.arange(source.first, source.stop)
         sizes = [settings.shards[i].size for i in shards.tolist()]
         own = shards[assign(sizes, self._wire.ranks, first=source.first)[self._wire.rank]]
         if source.shuffle_buffer:
             order = np.random.default_rng([settings.seed, round_]).permutation(shards)
             own = order[np.isin(order, own)]
-        few = again and self._taken[number] < _WORKERS_FROM and len(self._sources) > 1
+        few = before is not None and before.taken < _WORKERS_FROM and len(self._sources) > 1
         reading = Reading(
             shards=settings.shards,
             own=own.tolist(),
@@ -112,7 +111,6 @@ class Intake:
             num_workers=0 if few else settings.num_workers,
             timeout_s=settings.timeout_s,
         )
-        self._taken[number] = 0
         self.exhausted[number] = False
 
     @property
@@ -127,20 +125,12 @@ class Intake:
 
     def again(self, pending: dict[int, dict[int, list[int]]]) -> Table:
         """Read a checkpoint's pending sequences again, each on the rank that has its shard; a collective."""
-        return self._shared(lambda: [one for reader in self._open_readers for one in reader.again(pending)])
-
-    @property
-    def _open_readers(self) -> list[Reader]:
-        return [reader for reader in self._readers if reader is not None]
+        return self._shared(
+            lambda: [one for reader in self._readers.values() for one in reader.again(pending)]
+        )
 
     def _take(self, counts: list[int]) -> list[Read]:
-        found: list[Read] = []
-        for number, (reader, count) in enumerate(zip(self._readers, counts, strict=True)):
-            if reader is not None and count:
-                taken = reader.take(count)
-                self._taken[number] += len(taken)
-                found += taken
-        return found
+        return [one for number, reader in self._readers.items() for one in reader.take(counts[number])]
 
     def _shared(self, read: Callable[[], list[Read]]) -> Table:
         """Read on every rank, and return the ``POOL`` of what all ranks read; a collective."""
@@ -149,14 +139,14 @@ class Intake:
             reads = read() if failure is None else reads
         except Exception as err:  # sent to the other ranks, which wait
             failure = err
-        for reader in self._open_readers:
+        for reader in self._readers.values():
             marks |= reader.marks
             reader.marks = {}
         told: list[Told] = self._wire.objects(
             Told(
                 table=self._table(reads),
                 failure=None if failure is None else f"{failure}",
-                exhausted=[reader is None or reader.exhausted for reader in self._readers],
+                exhausted=[reader.exhausted for reader in self._readers.values()],
                 tallies=self._tallies,
                 marks=marks,
             )
@@ -319,7 +309,7 @@ class Reader:
         self, reading: Reading, tally: Tally, *, skips: bool, num_workers: int, timeout_s: float
     ) -> None:
         self._reading, self._tally, self._skips = reading, tally, skips
-        self.exhausted = False
+        self.exhausted, self.taken = False, 0
         self.marks: dict[int, list[Mark]] = {}  # that were met since they were asked for last
         self._rows = iter(reading)
         if workers := min(num_workers, len(reading.own)):
@@ -351,6 +341,7 @@ class Reader:
                 self._tally.last.append(place)
             elif read.sample is not None:
                 taken.append(read)
+        self.taken += len(taken)
         return taken
 
     def again(self, pending: dict[int, dict[int, list[int]]]) -> list[Read]:

@@ -99,39 +99,10 @@ class Seen(TinyModule):
     def __init__(self) -> None:
         super().__init__()
         self.ids: list[int] = []
-        self.validated = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.ids += batch.sequence_ids
         return super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.validated += len(batch.sequence_ids)
-
-
-def test_a_stream_of_two_data_modules_a_module_fitted_twice_and_validation_between(tmp_path: Path) -> None:
-    warnings.simplefilter("ignore")
-    write_shards(tmp_path, [20, 11])
-    stream = Stream(f"{tmp_path}/*.jsonl", window=8)
-    modules = [
-        THDDataModule(stream, capacity=64, global_batch=Sequences(5), val=[{"input_ids": [1, 2, 3]}] * 4)
-        for _ in range(2)
-    ]
-    for data in modules:
-        module = Seen()
-        trainer(val_check_interval=2, check_val_every_n_epoch=None).fit(module, data)
-        assert len(module.ids) == len(set(module.ids)) == 31
-        assert module.validated >= 4 * 3
-    again = Seen()
-    trainer().fit(again, modules[0])  # a new Trainer begins anew
-    assert sorted(again.ids) == sorted(module.ids)
-    more = trainer(max_epochs=1)
-    other = Seen()
-    more.fit(other, modules[1])
-    more.fit_loop.max_epochs = 2
-    more.fit(other, modules[1])  # a second fit of the same Trainer, which fetches a batch and drops it
-    assert len(other.ids) == 62
-    assert set(other.ids) == set(module.ids)
 
 
 def test_epochs_that_a_trainer_ends_early_lose_nothing(tmp_path: Path) -> None:

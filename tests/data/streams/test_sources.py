@@ -14,12 +14,12 @@ import pyarrow as pa
 import pytest
 import zstandard
 from pyarrow import parquet
-from torch.utils.data import IterableDataset
 
 from lightning_thd import Sequences, THDDataModule
 from lightning_thd.data.streams import is_stream
 from lightning_thd.data.streams.shards import open_shards
 from tests.data.streams.jobs import run
+from tests.data.support import Rows
 
 ROWS = [[i % 50 for i in range(n)] for n in (3, 9, 4, 7, 2, 5, 8, 6, 3, 11)]
 RECORDS = [{"input_ids": row} for row in ROWS]
@@ -41,11 +41,6 @@ def columns(folder: Path, suffix: str) -> str:
     return str(path)
 
 
-class Torch(IterableDataset):
-    def __iter__(self) -> Iterator[Any]:
-        return iter(RECORDS)
-
-
 def generate() -> Iterator[Any]:
     yield from RECORDS
 
@@ -63,17 +58,15 @@ SOURCES: dict[str, Any] = {
     "fsspec glob": lambda folder: "file://" + written(folder, "x.jsonl", LINES).replace("x.", "*."),
     "parquet": lambda folder: columns(folder, "parquet"),
     "arrow": lambda folder: columns(folder, "arrow"),
-    "torch": lambda folder: Torch(),
+    "torch": lambda folder: Rows(*RECORDS),
     "Hugging Face": lambda folder: hf(),
     "function": lambda folder: generate,
     "generator": lambda folder: generate(),
-    "several": lambda folder: [written(folder, "x.jsonl", LINES[: LINES.index(b"\n") + 1]), Rest()],
+    "several": lambda folder: [
+        written(folder, "x.jsonl", LINES[: LINES.index(b"\n") + 1]),
+        Rows(*RECORDS[1:]),
+    ],
 }
-
-
-class Rest(IterableDataset):
-    def __iter__(self) -> Iterator[Any]:
-        return iter(RECORDS[1:])
 
 
 @pytest.mark.parametrize("kind", SOURCES)

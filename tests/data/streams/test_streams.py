@@ -16,17 +16,6 @@ def job(folder: str, kwargs: dict) -> object:
     return run(f"{folder}/*.jsonl", **kwargs)
 
 
-@pytest.mark.parametrize("packs", [False, True])
-@pytest.mark.parametrize("labels", [False, True])
-def test_one_rank_uses_every_sequence_once(tmp_path: Path, packs: bool, labels: bool) -> None:
-    write_shards(tmp_path, SIZES, labels=labels)
-    wanted = read_shards(tmp_path)
-    result = run(f"{tmp_path}/*.jsonl", packs=packs, n=4 if packs else 12)
-    assert counted([result]) == dict.fromkeys(wanted, 1)
-    check_content([result], wanted, capacity=64)
-    assert result[1]["epoch"] == 1
-
-
 @pytest.mark.parametrize("packs", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_ranks_use_every_sequence_once_and_run_as_many_microbatches(tmp_path: Path, packs: bool) -> None:
     write_shards(tmp_path, SIZES, labels=True)

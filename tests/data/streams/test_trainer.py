@@ -6,7 +6,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -131,14 +130,7 @@ def test_ranks_that_share_a_pack_get_it_from_one_reader(tmp_path: Path, broadcas
 def test_what_a_stream_cannot_do(tmp_path: Path) -> None:
     write_samples(tmp_path, 6)
     data = THDDataModule(Stream(source=f"{tmp_path}/*.jsonl"), capacity=CAPACITY, global_batch=Sequences(6))
-    trainer = L.Trainer(
-        accelerator="cpu",
-        strategy="thd",
-        overfit_batches=1,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-    )
+    trainer = make_trainer(strategy="thd", overfit_batches=1)
     with pytest.raises(MisconfigurationException, match="overfit_batches repeats the first batches"):
         trainer.fit(Seen(), data)
 
