@@ -11,6 +11,7 @@ import pytest
 
 from lightning_thd import Packs, THDDataModule
 from lightning_thd.data.streams import Stream
+from lightning_thd.data.streams.ranks import Peers
 from tests.data.streams.jobs import module, write_shards
 from tests.ranks import pretended_ranks
 
@@ -113,3 +114,14 @@ def test_ranks_without_a_job(tmp_path: Path) -> None:
         pytest.raises(ValueError, match=r"The ranks of the job have the data ranks \[0\]; wanted each of 0"),
     ):
         next(iter(data.train_steps()))
+
+
+def test_a_reader_that_gives_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("Timed out waiting 1000ms")
+
+    monkeypatch.setattr("lightning_thd.data.streams.ranks.host_group", lambda ranks, timeout_s: None)
+    monkeypatch.setattr("lightning_thd.data.streams.ranks.broadcast_object", closed)
+    peers = Peers([0], [0, 1], 1, timeout_s=1.0)
+    with pytest.raises(RuntimeError, match="Rank 1, one of .* waited for the others in vain"):
+        peers.receive()
