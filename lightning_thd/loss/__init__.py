@@ -14,14 +14,12 @@ from lightning_thd.loss.distillation import fused_linear_distillation
 from lightning_thd.loss.linear_logprobs import LogProbs, fused_linear_logprobs
 from lightning_thd.loss.linear_nll import fused_linear_cross_entropy
 from lightning_thd.loss.rollouts import PackedRollouts
-from lightning_thd.loss.tiles.logprobs import TopTokens
 from lightning_thd.loss.watch import log_token_losses
 
 __all__ = [
     "LogProbs",
     "PackedRollouts",
     "TokenStats",
-    "TopTokens",
     "causal_lm_logprobs",
     "causal_lm_loss",
     "causal_lm_loss_and_stats",

@@ -21,12 +21,11 @@ from lightning_thd.batch.thd_batch import check_batch
 from lightning_thd.batch.upload import uploaded
 from lightning_thd.loss.head import HeadOperands
 from lightning_thd.loss.head_call import HeadCall
-from lightning_thd.loss.linear_logprobs import LogProbs, linear_logprobs
+from lightning_thd.loss.linear_logprobs import LogProbs, linear_logprobs, row_logprobs
 from lightning_thd.loss.linear_nll import linear_nll
-from lightning_thd.loss.prepare import Call
+from lightning_thd.loss.prepare import Call, prepare
 from lightning_thd.loss.router_balance import RouterBalance, Routers, routers_for
 from lightning_thd.loss.tiles.logits import LogitMap
-from lightning_thd.loss.tiles.logprobs import TopTokens
 from lightning_thd.loss.tiles.nll import Penalties
 from lightning_thd.loss.watch import RECORDED, WATCHER, SlotLosses, watching
 from lightning_thd.parallel.shard import THDShard, gather_pack, pack_value
@@ -109,7 +108,7 @@ class TokenStats(NamedTuple):
 
     Attributes:
         entropy: of the model's distribution in front of each, in nats.
-        correct: how many the model finds likelier than any other token.
+        correct: how many the model finds as likely as any other token, or likelier.
         tokens: their number.
     """
 
@@ -189,19 +188,19 @@ def _loss(
 @torch.no_grad()
 def _token_stats(call: Call, batch: THDBatch) -> Tensor:
     """Return the sums of entropies, right guesses and ones over the tokens that a call scores, ``[3]``."""
-    results = linear_logprobs(call, entropy=True, top_k=1)
-    known = call.targets != -100
-    right = results.top.tokens[..., 0] == call.targets
-    counts = known.to(results.entropy.dtype)
+    prepared = prepare(call)
+    rows = row_logprobs(prepared.operands, prepared.targets, prepared.settings, entropy=True, right=True)
+    each = torch.stack([rows.entropy, rows.right.to(rows.entropy.dtype), torch.ones_like(rows.entropy)], 1)
+    sums = prepared.restore(each).flatten(0, -2)
     if isinstance(batch, SharedBatch):  # a row stands for several tokens
-        rows = batch.prefixes
-        each = torch.ones_like(rows.token_rows) if batch.weights is None else (batch.weights != 0).long()
-        counts = counts * rows.of_rows(each)
-    return torch.stack([(results.entropy * counts).sum(), (right * counts).sum(), counts.sum()])
+        tokens = batch.prefixes.token_rows
+        counted = torch.ones_like(tokens) if batch.weights is None else (batch.weights != 0).long()
+        sums = sums * batch.prefixes.of_rows(counted)[:, None]
+    return sums.sum(0)
 
 
 def causal_lm_logprobs(
-    model: nn.Module, batch: THDBatch, *, temperature: float = 1.0, entropy: bool = True, top_k: int = 0
+    model: nn.Module, batch: THDBatch, *, temperature: float = 1.0, entropy: bool = True
 ) -> LogProbs:
     """Compute log-probability, entropy and lse of every target of a batch, differentiable.
 
@@ -210,7 +209,6 @@ def causal_lm_logprobs(
         batch: the microbatch, on the model's device.
         temperature: divides the model's logits, after its own scale and cap.
         entropy: whether it is wanted.
-        top_k: number of likeliest tokens wanted in every slot with a target, ``LogProbs.top``.
 
     Returns:
         Three tensors ``[T]``, 0 where there is no target; fp32 (fp64 for an fp64 model). Entry i belongs to
@@ -224,18 +222,13 @@ def causal_lm_logprobs(
     instance(model, "model", nn.Module, advice="Pass the model itself.")
     check_batch(batch)
     instance(entropy, "entropy", bool, advice="Pass True or False.")
-    whole_number(top_k, "top_k", advice="0 keeps no tokens.")
-    wide = 3 + 2 * top_k if entropy else 2 + 2 * top_k
+    wide = 3 if entropy else 2
 
     def values(operands: HeadOperands, depth: int, logit_map: LogitMap) -> Tensor:
         operands, targets, most = predicting(operands, batch, depth)
         call = operands.call(targets, replace(logit_map, temperature=temperature), most)
-        results = linear_logprobs(call, entropy=entropy, top_k=top_k)
-        columns = [part.flatten() for part in results if part is not None]
-        if top_k:  # ids travel among the floats: fp32 holds all below 2^24
-            parts = (part.flatten(0, -2).to(columns[0].dtype) for part in results.top)
-            columns += [column for part in parts for column in part.unbind(1)]
-        return torch.cat(columns)
+        results = linear_logprobs(call, entropy=entropy)
+        return torch.cat([part.flatten() for part in results if part is not None])
 
     shared = batch.prefixes if isinstance(batch, SharedBatch) else None
     rows = batch.input_ids.shape[-1] if shared is None else shared.targets.shape[0]
@@ -243,11 +236,7 @@ def causal_lm_logprobs(
     columns = list(found["values"].chunk(wide))
     if shared is not None:
         columns = [shared.of_tokens(column) for column in columns]
-    results = LogProbs(columns[0], columns[1] if entropy else None, columns[2 if entropy else 1])
-    if top_k:
-        logp, tokens = torch.stack(columns[-2 * top_k :], dim=1).detach().chunk(2, dim=1)
-        results = results.with_top(TopTokens(logp, tokens.long()))
-    return results
+    return LogProbs(columns[0], columns[1] if entropy else None, columns[-1])
 
 
 def dft_loss(logp: Tensor, batch: THDBatch) -> Tensor:

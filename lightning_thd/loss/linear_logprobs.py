@@ -14,12 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_thd._checks import instance, whole_number
+from lightning_thd._checks import instance
 from lightning_thd.loss.prepare import Call, prepare, refuse_double_backward, scoring_head
 from lightning_thd.loss.tiles.logits import LogitMap, Operands, Settings
 from lightning_thd.loss.tiles.logprobs import (
-    Top,
-    TopTokens,
     gradients,
     may_round,
     rounded_statistics,
@@ -38,35 +36,23 @@ from lightning_thd.loss.tiles.softmax import (
 )
 
 
-class _Three(NamedTuple):
-    logp: Tensor
-    entropy: Any
-    lse: Tensor
-
-
-class LogProbs(_Three):
+class LogProbs(NamedTuple):
     """Log-probability, entropy and log-sum-exp of every token; a tuple of three differentiable tensors.
 
     Attributes:
         logp: log-probability of the target, in nats; 0 for ignored targets.
         entropy: entropy of the whole distribution, in nats; 0 for ignored targets; None if not asked for.
         lse: log of the sum of exponentials of the logits; 0 for ignored targets.
-        top: the likeliest tokens and their log-probabilities; None if not asked for.
     """
 
-    top: Any = None
-
-    def with_top(self, top: TopTokens | None) -> LogProbs:
-        """Return a copy that carries the likeliest tokens."""
-        results = LogProbs(*self)
-        results.top = top
-        return results
+    logp: Tensor
+    entropy: Any
+    lse: Tensor
 
     def map(self, function: Callable[[Tensor], Tensor]) -> LogProbs:
         """Apply a function to every tensor that was computed."""
-        logp, entropy, lse = self
-        mapped = LogProbs(function(logp), None if entropy is None else function(entropy), function(lse))
-        return mapped.with_top(None if self.top is None else TopTokens(*map(function, self.top)))
+        entropy = None if self.entropy is None else function(self.entropy)
+        return LogProbs(function(self.logp), entropy, function(self.lse))
 
 
 def fused_linear_logprobs(
@@ -85,7 +71,6 @@ def fused_linear_logprobs(
     chunk: int | Literal["auto"] = "auto",
     loss_tokens: int | None = None,
     entropy: bool = True,
-    top_k: int = 0,
 ) -> LogProbs:
     """Compute log-probabilities of ``softmax(cap * tanh(scale * (x W^T + b) / cap) / temperature)``.
 
@@ -104,7 +89,6 @@ def fused_linear_logprobs(
         chunk: tokens of a tile; "auto" keeps two tiles within a byte budget. Changes no number but rounding.
         loss_tokens: the most targets that count, if the host knows it, so that nothing waits for a GPU.
         entropy: whether the entropy is wanted; without it a pass over every tile is saved.
-        top_k: number of likeliest tokens wanted beside, ``LogProbs.top``; without gradient.
 
     Returns:
         Three tensors of the shape of ``targets``, or ``[R]`` with ``rows``. Hidden ``[[0.]]``, weight
@@ -127,33 +111,27 @@ def fused_linear_logprobs(
         chunk=chunk,
         loss_tokens=loss_tokens,
     )
-    results: LogProbs = linear_logprobs(call, entropy=entropy, top_k=top_k)
+    results: LogProbs = linear_logprobs(call, entropy=entropy)
     return results
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def linear_logprobs(call: Call, *, entropy: bool, top_k: int = 0) -> LogProbs:
+def linear_logprobs(call: Call, *, entropy: bool) -> LogProbs:
     """Compute ``fused_linear_logprobs`` from the arguments as one ``Call``."""
     instance(entropy, "entropy", bool)
-    top_k = whole_number(top_k, "top_k")
     prepared = prepare(call)
-    if top_k > prepared.settings.vocabulary:
-        raise ValueError(
-            f"top_k is {top_k}, wanted 0 to the vocabulary's {prepared.settings.vocabulary} tokens."
-        )
-    found = row_logprobs(prepared.operands, prepared.targets, prepared.settings, entropy=entropy, top_k=top_k)
-    results = LogProbs(found.logp, found.entropy if entropy else None, found.lse).with_top(found.top)
-    return results.map(prepared.restore)
+    found = row_logprobs(prepared.operands, prepared.targets, prepared.settings, entropy=entropy)
+    return LogProbs(found.logp, found.entropy if entropy else None, found.lse).map(prepared.restore)
 
 
 class RowValues(NamedTuple):
-    """Log-probability, entropy, lse and mean logit of prepared rows ``[R]``, and their likeliest tokens."""
+    """Log-probability, entropy, lse and mean logit of prepared rows ``[R]``."""
 
     logp: Tensor
     entropy: Tensor
     lse: Tensor
     mean_logit: Tensor
-    top: TopTokens | None
+    right: Tensor  # bool, whether no logit is above the target's
 
 
 def row_logprobs(
@@ -163,19 +141,16 @@ def row_logprobs(
     *,
     entropy: bool = False,
     mean: bool = False,
-    top_k: int = 0,
+    right: bool = False,
 ) -> RowValues:
     """Compute ``RowValues`` of prepared rows; unwanted entropies and mean logits have no gradient."""
     if settings.of_logits:
-        return _logits_logprobs(operands[0], targets, settings, top_k)
-    *values, logits, tokens = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
-        *operands, targets, settings, entropy, mean, top_k
-    )
-    top = TopTokens(logits - values[2].detach()[:, None], tokens) if top_k else None
-    return RowValues(values[0], values[1], values[2], values[3], top)
+        return _logits_logprobs(operands[0], targets, settings)
+    values = _LinearLogprobs.apply(*operands, targets, settings, entropy, mean, right)  # type: ignore[no-untyped-call]
+    return RowValues(*values)
 
 
-def _logits_logprobs(logits: Tensor, targets: Tensor, settings: Settings, top_k: int) -> RowValues:
+def _logits_logprobs(logits: Tensor, targets: Tensor, settings: Settings) -> RowValues:
     """Compute ``row_logprobs`` of logits ``[R, V]`` by torch's own functions."""
     wide = logits.to(settings.accumulator)
     if settings.ignore_index is not None:  # a row that does not count may hold anything
@@ -184,25 +159,22 @@ def _logits_logprobs(logits: Tensor, targets: Tensor, settings: Settings, top_k:
     log_p, lse = z.log_softmax(-1), z.logsumexp(-1)
     logp = log_p.gather(1, targets.clamp(0, settings.vocabulary - 1)[:, None]).squeeze(1)
     entropy = -(log_p.exp() * log_p.clamp_min(LOWEST)).sum(-1)
-    top = TopTokens(*log_p.detach().topk(top_k)) if top_k else None
-    return RowValues(logp, entropy, lse, z.mean(-1), top)
+    return RowValues(logp, entropy, lse, z.mean(-1), logp >= log_p.amax(-1))
 
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        operands, (targets, settings, entropy, mean, top_k) = arguments[:3], arguments[3:]
+        operands, (targets, settings, entropy, mean, right) = arguments[:3], arguments[3:]
         head = scoring_head(operands, targets, settings)
-        top, exact = Top(head, top_k), None
+        exact = None
         with without_autocast(head.hidden.device):
-            if may_round(head) and not top_k:
+            if may_round(head) and not right:
                 stats, exact = rounded_statistics(head, targets, entropy=entropy, total=mean)
             else:
-                seen = top.update if top_k else None
-                stats = softmax_statistics(head, targets, entropy=entropy, total=mean, seen=seen)
+                stats = softmax_statistics(head, targets, entropy=entropy, total=mean)
             if settings.tp_group is not None:
-                stats, others = merge_ranks(stats, top.columns(), head.weight.shape[0], settings.tp_group)
-                top.merge(others)
+                stats, _ = merge_ranks(stats, stats[:0], head.weight.shape[0], settings.tp_group)
         log_sum = stats[SUM].log()
         lse = stats[MAX] + log_sum
         # The largest logit and log(sum) are subtracted one by one: exact if the target is nearly certain.
@@ -217,8 +189,9 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*operands, targets, lse, spread, exact)
         constant = [*([] if entropy else [spread]), *([] if mean else [centre])]
-        ctx.mark_non_differentiable(*constant, top.logits, top.tokens)
-        return logp, spread, lse, centre, top.logits, top.tokens
+        likeliest = stats[TARGET] >= stats[MAX]
+        ctx.mark_non_differentiable(*constant, likeliest)
+        return logp, spread, lse, centre, likeliest
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

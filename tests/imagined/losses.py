@@ -96,7 +96,6 @@ PLAIN: dict[str, Callable[[Any, Any], Tensor]] = {
     "sequences": _of_tokens(reduction="sequences"),
     "smoothed": _of_tokens(label_smoothing=0.1, z_loss=1e-3),
     "stats": _stats,
-    "top tokens": lambda model, batch: causal_lm_logprobs(model, batch, top_k=3).logp.sum(),
     "entropy": lambda model, batch: causal_lm_logprobs(model, batch).entropy.sum(),
     "dft": lambda model, batch: dft_loss(causal_lm_logprobs(model, batch).logp, batch),
 }

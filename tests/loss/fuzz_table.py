@@ -49,7 +49,7 @@ def _linear(rng: random.Random) -> dict[str, Any]:
 
 def _logprobs(rng: random.Random) -> dict[str, Any]:
     rows = rng.choice([None, torch.tensor([0, 1]), torch.tensor([True, False, True])])
-    return {**_linear(rng), "rows": rows, "entropy": rng.random() < 0.5, "top_k": rng.choice([0, 2])}
+    return {**_linear(rng), "rows": rows, "entropy": rng.random() < 0.5}
 
 
 def _cross_entropy(rng: random.Random) -> dict[str, Any]:
@@ -239,7 +239,7 @@ TABLE = {
     ),
     "loss.causal_lm_logprobs": Entry(
         causal_lm_logprobs,
-        lambda rng: {"model": MODEL, "batch": BATCH, "temperature": 0.5, "entropy": True, "top_k": 2},
+        lambda rng: {"model": MODEL, "batch": BATCH, "temperature": 0.5, "entropy": True},
     ),
     "loss.dft_loss": Entry(
         dft_loss, lambda _: {"logp": -torch.rand(BATCH.token_targets.shape), "batch": BATCH}

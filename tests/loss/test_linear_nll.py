@@ -62,6 +62,8 @@ def test_value_and_gradients(dtype: torch.dtype, softcap: float | None, mean: bo
         )  # fmt: skip
         leaves, targets = case.tensors()
         weights = torch.rand(case.tokens, dtype=dtype) if weighted else None
+        if weights is not None:
+            weights[::5] = 0.0
         options: dict[str, Any] = {
             "label_smoothing": smoothing,
             "z_loss": z_loss,

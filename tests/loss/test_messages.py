@@ -106,3 +106,6 @@ def test_a_head_cut_in_other_ways() -> None:
         weight = distribute_tensor(torch.zeros(8, 4), mesh, [Replicate(), Shard(0)])
         with pytest.raises(ValueError, match=r"and tp_group another group, .*Leave tp_group out, or pass"):
             fused_linear_logprobs(HIDDEN, weight, TARGETS, tp_group=dist.group.WORLD)
+        weight = distribute_tensor(torch.zeros(8, 4), init_device_mesh("cpu", (4,)), [Shard(0)])
+        with pytest.raises(ValueError, match=r"unknown whether the ranks hold the same tokens.*fully_shard"):
+            fused_linear_logprobs(HIDDEN, weight, TARGETS)

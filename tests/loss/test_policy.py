@@ -70,6 +70,14 @@ def outputs(values: list[Tensor], response: Tensor, **settings: Any) -> tuple[An
     return stand_in, inputs
 
 
+def compare(ours: Tensor, theirs: Tensor, logp: Tensor, response: Tensor) -> None:
+    """Compare losses and their gradients in padded log-probabilities, which are NaN outside responses."""
+    torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
+    mine, other = (torch.autograd.grad(loss, logp, retain_graph=True)[0] for loss in (ours, theirs))
+    torch.testing.assert_close(mine[response], other[response], rtol=1e-8, atol=1e-10)
+    assert not mine[~response].nan_to_num(0.0).any()
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 @pytest.mark.parametrize(
@@ -87,33 +95,23 @@ def test_equal_to_trl(kind: Any, trl_kind: str, beta: float) -> None:
     rollouts, response = make_rollouts()
     values = padded_values(2, response)
     values[0].requires_grad_()
-    level = "sequence" if kind == "gspo" else "token"
-    delta = None if kind == "gspo" else 2.0
+    level, delta = ("sequence", None) if kind == "gspo" else ("token", 2.0)
     stand_in, inputs = outputs(
         values, response, loss_type=trl_kind, importance_sampling_level=level, beta=beta, delta=delta
     )
     theirs = trainer._compute_loss(stand_in, None, inputs)
     logp, old, reference, advantages = packed(rollouts, values)
-    more: dict[str, Any] = {
-        "clip": 0.2,
-        "clip_high": 0.3,
-        "beta": beta,
-        "reference_logp": reference if beta else None,
-    }
+    given = (logp, old, advantages, rollouts)
+    more: dict[str, Any] = {"clip": 0.2, "clip_high": 0.3}
+    penalty: dict[str, Any] = {"beta": beta, "reference_logp": reference if beta else None}
     if kind == "gspo":
-        ours = policy.gspo_loss(logp, old, advantages, rollouts, **more)
+        ours = policy.gspo_loss(*given, **more, **penalty)
     else:
-        ours = policy.grpo_loss(
-            logp, old, advantages, rollouts, kind=kind, largest_ratio=2.0, max_tokens=20, **more
-        )
-    torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
-    mine, other = (torch.autograd.grad(loss, values[0], retain_graph=True)[0] for loss in (ours, theirs))
-    torch.testing.assert_close(mine[response], other[response], rtol=1e-8, atol=1e-10)
-    assert not mine[~response].nan_to_num(0.0).any()  # where the values are NaN
+        ours = policy.grpo_loss(*given, kind=kind, largest_ratio=2.0, max_tokens=20, **more, **penalty)
+    compare(ours, theirs, values[0], response)
     if kind == "token_mean" and not beta:
-        ppo = policy.ppo_clip_loss(logp, old, advantages, rollouts, clip=0.2, clip_high=0.3)
         torch.testing.assert_close(
-            ppo, policy.grpo_loss(logp, old, advantages, rollouts, kind=kind, clip=0.2, clip_high=0.3)
+            policy.ppo_clip_loss(*given, **more), policy.grpo_loss(*given, kind=kind, **more)
         )
 
 
@@ -135,18 +133,15 @@ def test_further_losses_equal_trl(kind: Any) -> None:
         inputs["advantages"] = inputs["advantages"][:, None]
     theirs = trainer._compute_loss(stand_in, None, inputs)
     logp, old, _, advantages = packed(rollouts, values)
-    if kind == "cispo":
-        ours = policy.cispo_loss(logp, old, advantages, rollouts, largest_ratio=stand_in.epsilon_high)
-    elif kind == "sapo":
-        ours = policy.sapo_loss(logp, old, advantages, rollouts, temperature=2.0, temperature_negative=1.25)
-    elif kind == "vespo":
-        ours = policy.vespo_loss(logp, old, advantages, rollouts)
-    else:  # GSPO whose rows count by their tokens
-        weights = rollouts.counts.double()
-        ours = policy.gspo_loss(logp, old, advantages, rollouts, clip=0.2, clip_high=0.3, weights=weights)
-    torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
-    mine, other = (torch.autograd.grad(loss, values[0], retain_graph=True)[0] for loss in (ours, theirs))
-    torch.testing.assert_close(mine[response], other[response], rtol=1e-8, atol=1e-10)
+    given = (logp, old, advantages, rollouts)
+    ours = {
+        "cispo": lambda: policy.cispo_loss(*given, largest_ratio=stand_in.epsilon_high),
+        "sapo": lambda: policy.sapo_loss(*given, temperature=2.0, temperature_negative=1.25),
+        "vespo": lambda: policy.vespo_loss(*given),
+        # GSPO whose rows count by their tokens
+        "luspo": lambda: policy.gspo_loss(*given, clip=0.2, clip_high=0.3, weights=rollouts.counts.double()),
+    }[kind]()
+    compare(ours, theirs, values[0], response)
 
 
 def test_microbatches_with_a_scale_make_the_loss_of_the_step() -> None:

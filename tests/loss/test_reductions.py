@@ -17,16 +17,13 @@ from lightning_thd.data.loader import BatchMaker, PlannedSteps, THDLoader
 from lightning_thd.data.store.index import build_index
 from lightning_thd.integrations.evaluation import mean_loss
 from lightning_thd.loss import (
-    causal_lm_logprobs,
     causal_lm_loss,
-    fused_linear_logprobs,
 )
 from lightning_thd.loss.causal_lm import loss_weights
 from lightning_thd.models import register_thd
 from lightning_thd.packing import PackPlanner, Sequences
 from lightning_thd.parallel.shard import shard_batch
 from tests.loss.families import VOCAB, build
-from tests.loss.oracles import Case
 from tests.loss.support import gradients, make_batch
 
 pytest.importorskip("transformers")
@@ -135,38 +132,6 @@ def test_an_evaluation_weighs_its_tokens() -> None:
         mean_loss(by_sequence, model, batches, device=torch.device("cpu"))
 
 
-def test_the_likeliest_tokens_come_in_the_same_pass() -> None:
-    model, batch = build("Gemma2"), make_batch(ignored=0.3)
-    found = causal_lm_logprobs(model, batch, top_k=3, entropy=False)
-    log_p = model(**batch.hf_kwargs()).logits[0].log_softmax(-1)
-    counts = batch.targets != -100
-    values, tokens = log_p.topk(3)
-    assert torch.equal(found.top.tokens[counts], tokens[counts])
-    torch.testing.assert_close(found.top.logp[counts], values[counts])
-    assert not found.top.logp[~counts].any()
-    assert not found.top.logp.requires_grad
-    assert causal_lm_logprobs(model, batch).top is None
-
-
-@pytest.mark.parametrize("chunk", ["auto", 7])
-@pytest.mark.parametrize("k", [1, 5, 101])
-def test_top_k_of_tiles(chunk: Any, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_thd.loss.tiles import budget
-
-    monkeypatch.setitem(budget._WIDEST, "cpu", 7)
-    monkeypatch.setattr(budget, "CPU_BYTES", 7 * 5 * 16)
-    case = Case(ignored=0.4, temperature=0.7)
-    leaves, targets = case.tensors()
-    found = fused_linear_logprobs(leaves[0], leaves[1], targets, temperature=0.7, chunk=chunk, top_k=k)
-    values, tokens = case.logits(leaves).log_softmax(-1).topk(k)
-    counts = targets != -100
-    assert torch.equal(found.top.tokens[counts], tokens[counts])
-    torch.testing.assert_close(found.top.logp[counts], values[counts])
-    torch.testing.assert_close(
-        found.logp, fused_linear_logprobs(leaves[0], leaves[1], targets, temperature=0.7).logp
-    )
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -187,8 +152,3 @@ def test_an_unknown_number_of_sequences_is_said() -> None:
         ValueError, match=r"needs batch.sequence_scale.*pass sequence_scale to THDBatch.collate"
     ):
         causal_lm_loss(build("Llama"), batch, reduction="sequences")
-
-
-def test_more_top_tokens_than_the_vocabulary_has() -> None:
-    with pytest.raises(ValueError, match="top_k is 102, wanted 0 to the vocabulary's 101 tokens"):
-        fused_linear_logprobs(torch.randn(4, 16), torch.randn(101, 16), torch.arange(4), top_k=102)

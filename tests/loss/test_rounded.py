@@ -85,13 +85,9 @@ def test_a_nan_is_seen() -> None:
     assert ours.logp.isnan().nonzero().flatten().tolist() == [3]
 
 
-def test_a_cap_and_top_tokens_are_exact_everywhere() -> None:
+def test_a_cap_is_exact_everywhere() -> None:
     hidden, weight, targets = operands("peaked")
     logits = hidden.double() @ weight.double().T
     capped = fused_linear_logprobs(hidden, weight, targets, softcap=10.0, entropy=False).logp
     exact = values((10.0 * (logits / 10.0).tanh()).log_softmax(-1), targets)[0]
     assert (capped - exact).abs().max() < 1e-3
-    top = fused_linear_logprobs(hidden, weight, targets, top_k=3).top
-    wanted = logits.log_softmax(-1).topk(3)
-    assert torch.equal(top.tokens, wanted.indices)
-    assert (top.logp - wanted.values).abs().max() < 1e-3

@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_thd import THDBatch, causal_lm_loss
+from lightning_thd import causal_lm_loss
 from lightning_thd.loss import head_call
-from tests.tiny import tiny_llama
+from tests.loss.families import build
+from tests.loss.support import gradients, make_batch
+
+LENGTHS = (9, 30, 2)
 
 
 class RoundsOutputs(nn.Module):
@@ -24,30 +27,19 @@ class RoundsOutputs(nn.Module):
         return {name: value.bfloat16() for name, value in self.module(**kwargs).items()}
 
 
-def _batch() -> THDBatch:
-    return THDBatch.collate([{"input_ids": [i % 60 for i in range(length)]} for length in (9, 30, 2)])
-
-
-def _gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
-    loss.backward()
-    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    model.zero_grad()
-    assert found
-    return found
-
-
 def test_a_loss_is_not_rounded_by_an_output_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_call, "is_users", lambda file: False)  # FSDP2 is no user's code
-    model, batch = tiny_llama().train(), _batch()
+    model, batch = build("Llama").train(), make_batch(lengths=LENGTHS)
     loss, rounded = causal_lm_loss(model, batch), causal_lm_loss(RoundsOutputs(model), batch)
     assert rounded.dtype == loss.dtype == torch.float64  # that of the test model
     assert torch.equal(loss, rounded)
-    wanted = _gradients(model, loss)
-    assert all(torch.equal(a, b) for a, b in zip(wanted, _gradients(model, rounded), strict=True))
+    wanted, found = gradients(model, loss), gradients(model, rounded)
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())
 
 
 def test_rotary_frequencies_stay_in_fp32() -> None:
-    model, batch = tiny_llama().train(), _batch()
+    model, batch = build("Llama").train(), make_batch(lengths=LENGTHS)
     loss, rotary = causal_lm_loss(model, batch), model.model.rotary_emb
     rotary.to(torch.bfloat16)  # FSDP1 does so to all buffers of its mixed precision
     assert torch.equal(causal_lm_loss(model, batch), loss)
@@ -55,7 +47,7 @@ def test_rotary_frequencies_stay_in_fp32() -> None:
 
 
 def test_frequencies_set_by_hand_are_left_as_they_are() -> None:
-    model, batch = tiny_llama().train(), _batch()
+    model, batch = build("Llama").train(), make_batch(lengths=LENGTHS)
     rotary = model.model.rotary_emb
     rotary.inv_freq = (rotary.inv_freq * 3).to(torch.bfloat16)
     causal_lm_loss(model, batch)

@@ -7,9 +7,7 @@ its gradient is finished before the next one. Memory is two tiles; nothing of si
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import sqrt
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,12 +39,10 @@ def softmax_statistics(
     *,
     entropy: bool,
     total: bool,
-    seen: Callable[[Tensor, slice, slice], None] | None = None,
 ) -> Tensor:
     """Compute five statistics of every row's logits, ``[5, R]``, in one pass over the tiles.
 
-    ``entropy`` fills WEIGHTED, ``total`` TOTAL. ``seen`` is shown every tile of logits ``[c, v]``, its rows
-    and columns.
+    ``entropy`` fills WEIGHTED, ``total`` TOTAL.
     """
     stats = blank_statistics(head.hidden, head.hidden.shape[0], head.how.accumulator)
     first, second = head.scratch(), head.scratch()
@@ -54,8 +50,6 @@ def softmax_statistics(
         w = head.weights(columns)
         for rows in head.row_tiles:
             z = head.logits(head.inputs(rows), w, columns, first)
-            if seen is not None:
-                seen(z, rows, columns)
             e = second[: z.numel()].view_as(z)
             local = targets[rows] - head.how.start - columns.start
             update_statistics(stats[:, rows], z, e, local, entropy=entropy, total=total)
@@ -191,46 +185,3 @@ def _mixed_logits(
         wide = z.new_empty(len(chosen) * w.shape[0])
         z[chosen] = _wide_logits(head, chosen + rows.start, columns, w, wide)
     return z
-
-
-class TopTokens(NamedTuple):
-    """The likeliest tokens of every row, likeliest first; no gradient.
-
-    Attributes:
-        logp: log-probabilities ``[..., k]``, in nats.
-        tokens: int64 ``[..., k]``, vocabulary indices.
-    """
-
-    logp: Tensor
-    tokens: Tensor
-
-
-class Top:
-    """The k largest logits of every row among the tiles seen so far."""
-
-    def __init__(self, head: Head, k: int) -> None:
-        shape = (head.hidden.shape[0], k)
-        self.k, self._start = k, head.how.start
-        self.logits = head.hidden.new_full(shape, -torch.inf, dtype=head.how.accumulator)
-        self.tokens = head.hidden.new_zeros(shape, dtype=torch.int64)
-
-    def update(self, z: Tensor, rows: slice, columns: slice) -> None:
-        """Update the k largest logits with a tile ``z`` ``[c, v]``."""
-        values, tokens = z.topk(min(self.k, z.shape[1]), dim=1)
-        tokens += columns.start + self._start
-        self._keep(rows, torch.cat([self.logits[rows], values], 1), torch.cat([self.tokens[rows], tokens], 1))
-
-    def _keep(self, rows: slice, logits: Tensor, tokens: Tensor) -> None:
-        self.logits[rows], index = logits.topk(self.k, dim=1)
-        self.tokens[rows] = tokens.gather(1, index)
-
-    def columns(self) -> Tensor:
-        """Return logits and tokens as floats ``[2k, R]``; fp32 holds all ids below 2^24."""
-        return torch.cat([self.logits.t(), self.tokens.t().to(self.logits.dtype)])
-
-    def merge(self, every: Tensor) -> None:
-        """Merge what ``columns`` returned on all ranks, ``[P, 2k, R]``."""
-        if self.k:
-            logits, tokens = every[:, : self.k], every[:, self.k :]
-            rows = slice(0, len(self.logits))
-            self._keep(rows, logits.flatten(0, 1).t(), tokens.flatten(0, 1).t().long())
