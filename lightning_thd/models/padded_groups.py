@@ -9,7 +9,7 @@ Legend: T slots in a pack, S sequences, N rows of a group, L its longest row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,35 +43,40 @@ def plan_groups(lengths: Sequence[int], device: torch.device) -> Groups:
 
     ``[2, 3]`` is one group with sources ``[[2, 3, 4], [0, 1, 5]]`` and back ``[3, 4, 0, 1, 2]``.
     """
-    sizes = np.asarray(lengths, dtype=np.int64)
-    starts = np.concatenate([[0], np.cumsum(sizes)])
-    total = int(starts[-1])
-    back = np.empty(total, dtype=np.int64)
-    grids: list[IntArray] = []
-    placed = 0
-    for _, grid in _grids(sizes, starts):
-        places = placed + np.arange(grid.size).reshape(grid.shape)
-        real = grid < total
-        back[grid[real]] = places[real]
-        placed += grid.size
-        grids.append(grid)
-    *sources, on_device = uploaded([*grids, back], device)
-    return Groups(sources=tuple(sources), back=on_device)
+    grids = [grid for _, grid in padded_rows(lengths)]
+    *sources, back = uploaded([*grids, places_in(grids, sum(lengths))], device)
+    return Groups(sources=tuple(sources), back=back)
 
 
-def group_rows(
-    lengths: Sequence[int], device: torch.device, *, padded: Sequence[int] | None = None
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Arrange sequences as padded rows, in groups of similar length.
+def padded_rows(
+    lengths: Sequence[int] | IntArray, padded: Sequence[int] | None = None
+) -> Iterator[tuple[IntArray, IntArray]]:
+    """Yield groups of sequences of similar length, longest first, and the slots of each; T marks padding.
 
-    ``padded`` gives the slots of every sequence if some are padding. Yields the sequences of a group, int64
-    ``[N]``, and the slots of each, int64 ``[N, L]``; T marks padding.
+    ``padded`` gives the slots of every sequence if some are padding. Numbers of sequences are int64 ``[N]``,
+    their slots ``[N, L]``.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     starts = np.concatenate([[0], np.cumsum(sizes if padded is None else padded)])
-    for members, grid in _grids(sizes, starts):
-        rows, slots = uploaded([members, grid], device)
-        yield rows, slots
+    order = np.argsort(-sizes, kind="stable")
+    order = order[sizes[order] > 0]
+    while len(order):
+        longest = int(sizes[order[0]])
+        smallest = 1 if longest <= _SMALL else int(np.ceil(longest * _SHARE))
+        count = int(np.count_nonzero(sizes[order] >= smallest))  # order is by falling length
+        members, order = order[:count], order[count:]
+        offsets = np.arange(longest)
+        inside = offsets < sizes[members, None]
+        yield members, np.where(inside, starts[members, None] + offsets, starts[-1])
+
+
+def places_in(grids: Iterable[IntArray], slots: int) -> IntArray:
+    """Return the place of every slot when the rows of all groups are laid end to end, int64 ``[T]``."""
+    flat = np.concatenate([*(grid.ravel() for grid in grids), np.empty(0, dtype=np.int64)])
+    real = flat < slots
+    back = np.empty(slots, dtype=np.int64)
+    back[flat[real]] = np.flatnonzero(real)
+    return back
 
 
 def plan_static_group(cu_seqlens: Tensor, max_seqlen: int, slots: int) -> Groups:
@@ -93,20 +98,6 @@ def plan_static_group(cu_seqlens: Tensor, max_seqlen: int, slots: int) -> Groups
     members = torch.repeat_interleave(lengths, output_size=slots)
     places = torch.arange(slots, device=cu_seqlens.device) - starts.index_select(0, members)
     return Groups(sources=(sources,), back=members * max_seqlen + places)
-
-
-def _grids(sizes: IntArray, starts: IntArray) -> Iterator[tuple[IntArray, IntArray]]:
-    """Yield groups of sequences of similar length, longest first, and the slots of each, T for padding."""
-    order = np.argsort(-sizes, kind="stable")
-    order = order[sizes[order] > 0]
-    while len(order):
-        longest = int(sizes[order[0]])
-        smallest = 1 if longest <= _SMALL else int(np.ceil(longest * _SHARE))
-        count = int(np.count_nonzero(sizes[order] >= smallest))  # order is by falling length
-        members, order = order[:count], order[count:]
-        offsets = np.arange(longest)
-        inside = offsets < sizes[members, None]
-        yield members, np.where(inside, starts[members, None] + offsets, starts[-1])
 
 
 def run_grouped(

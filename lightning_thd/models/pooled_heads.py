@@ -22,8 +22,9 @@ from torch import Tensor
 
 from lightning_thd._patches import patch
 from lightning_thd._static import shapes_are_static
+from lightning_thd.batch.upload import uploaded
 from lightning_thd.models.pack import Pack, Scope, current_scope, scoped
-from lightning_thd.models.padded_groups import group_rows
+from lightning_thd.models.padded_groups import padded_rows
 
 # Parts of the names of outputs that may be pooled: one row for all sequences of a pack.
 _POOLED_OUTPUTS = ("logit", "pool", "embeds", "score", "reward")
@@ -164,7 +165,7 @@ def _classify(forward: Callable[..., Any], model: Any, given: dict[str, Any], pa
         ids = torch.full((1, pack.slots), filler + 1, device=logits.device)
     kept = {"return_dict": given["return_dict"]} if "return_dict" in given else {}
     rows = torch.empty(len(padded), logits.shape[-1], dtype=logits.dtype, device=logits.device)
-    for members, places in group_rows(lengths, logits.device, padded=padded):
+    for members, places in uploaded(list(padded_rows(lengths, padded)), logits.device):
         source = places if shared is None else shared.slots_of(places, pack.slots)
         real = source < pack.slots
         token_rows = torch.where(real, ids[0][source.clamp(max=pack.slots - 1)], filler)

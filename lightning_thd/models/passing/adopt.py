@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_thd._patches import patch
-from lightning_thd.models.padded_groups import Groups, plan_groups
+from lightning_thd.models.padded_groups import padded_rows, places_in
 from lightning_thd.models.passing.scan import DeltaRule, StateSpace, scan_shard
 from lightning_thd.parallel.context import layout as layouts
 from lightning_thd.parallel.context import needs, partition, traffic
@@ -202,7 +202,7 @@ class _Reach(NamedTuple):
     """Stretches with the inputs before them: the slots of their rows, their groups, and this rank's rows."""
 
     rows: Tensor
-    groups: Groups
+    sources: tuple[Tensor, ...]
     own: Tensor
 
 
@@ -232,7 +232,7 @@ def convolve_shard(
     reach = layout.once(("convolution", left), lambda: _reach(layout, left))
     taken = torch.cat([rows.index_select(0, reach.rows), rows.new_zeros(1, rows.shape[1])])
     outputs = []
-    for source in reach.groups.sources:
+    for source in reach.sources:
         grid = taken.index_select(0, source.flatten()).unflatten(0, source.shape)  # type: ignore[no-untyped-call]
         out = original(grid.transpose(1, 2).contiguous(), weight, bias, activation=activation, **others)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
@@ -242,13 +242,8 @@ def convolve_shard(
 
 def _reach(layout: ShardLayout, left: int) -> _Reach:
     plan = partition.plan_keys(layout.padded_lengths, **layout.cut, rank=layout.rank, causal=True, left=left)
-    groups = plan_groups(plan.kv_lengths.tolist(), torch.device("cpu"))
+    grids = [grid for _, grid in padded_rows(plan.kv_lengths)]
     ends = np.cumsum(plan.kv_lengths)
     own = partition.ranges(ends - plan.q_lengths, ends)
-    on_host = [source.numpy() for source in groups.sources]
-    *sources, here = layout.put([*on_host, groups.back.numpy()[own]])
-    return _Reach(
-        needs.needed_call(layout, causal=True, left=left).kv_index,
-        Groups(sources=tuple(sources), back=groups.back),
-        here,
-    )
+    *sources, here = layout.put([*grids, places_in(grids, int(plan.kv_lengths.sum()))[own]])
+    return _Reach(needs.needed_call(layout, causal=True, left=left).kv_index, tuple(sources), here)

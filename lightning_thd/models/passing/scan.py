@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_thd.models.padded_groups import group_rows
+from lightning_thd.models.padded_groups import padded_rows, places_in
 from lightning_thd.parallel.context import traffic
 from lightning_thd.parallel.context.layout import ShardLayout
 from lightning_thd.parallel.context.partition import Ints, ranges
@@ -245,29 +245,15 @@ def _plan(layout: ShardLayout) -> _At:
     plan, slots = plan_states(layout.padded_lengths, **layout.cut, rank=layout.rank), layout.local_slots
     kinds = [_group(kind, slots) for kind in (plan.opening, plan.spanning, plan.closing, plan.whole)]
     steps = [(step.states, step.changes) for step in plan.steps]
-    sent = (*kinds, _back(kinds, slots), [*plan.send_states], [*plan.send_changes], steps, plan.entering)
+    back = places_in([rows for kind in kinds for _, rows in kind], slots)
+    sent = (*kinds, back, [*plan.send_states], [*plan.send_changes], steps, plan.entering)
     *groups, back, send_states, send_changes, steps, entering = layout.put(sent)
     opening, spanning, closing, whole = ([_Rows(*each) for each in kind] for kind in groups)
     return _At(plan, whole, opening, spanning, closing, back, send_states, send_changes, steps, entering)
 
 
-_HostRows: TypeAlias = list[tuple[Ints, Ints]]
-
-
-def _group(kind: Ints, slots: int) -> _HostRows:
+def _group(kind: Ints, slots: int) -> list[tuple[Ints, Ints]]:
     """Sort stretches, by first row and length ``[2, P]``, into groups of similar length, on the host."""
     first, lengths = kind
     rows = np.append(ranges(first, first + lengths), slots)
-    return [
-        (members.numpy(), rows[grid.numpy()])
-        for members, grid in group_rows(lengths.tolist(), torch.device("cpu"))
-    ]
-
-
-def _back(kinds: list[_HostRows], slots: int) -> Ints:
-    """Return the position of every slot's output when all groups are laid end to end."""
-    flat = np.concatenate([rows.ravel() for kind in kinds for _, rows in kind])
-    back = np.empty(slots, dtype=np.int64)
-    real = flat < slots
-    back[flat[real]] = np.flatnonzero(real)
-    return back
+    return [(members, rows[grid]) for members, grid in padded_rows(lengths)]
