@@ -23,6 +23,7 @@ from tests.ranks import run_ranks
 LENGTHS = [8, 24, 8, 0, 40, 16]
 LAYOUTS = ["dual_chunk", "contiguous", "striped", "mixed"]
 WAYS = list(product(LAYOUTS, ["all_gather", "ulysses", "needed", "ring", "auto"]))
+AHEAD = {"causal": False, "window": (2, 2)}
 SAMPLED = 7  # one combination of options and way in so many; a prime, so that ways and options alternate
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -63,13 +64,17 @@ def whole(heads: int, kv_heads: int, value_size: int, options: dict[str, Any]) -
     return found if sinks is None else [*found, sinks.grad]
 
 
+def shard_of(layout: str = "dual_chunk", communication: str = "auto") -> ShardLayout:
+    group: Any = dist.group.WORLD
+    return ShardLayout(
+        LENGTHS, cp=group.size(), rank=group.rank(), group=group, layout=layout, communication=communication
+    )
+
+
 def sharded(
     heads: int, kv_heads: int, value_size: int, options: dict[str, Any], layout: str, communication: str
 ) -> list[Tensor]:
-    group = dist.group.WORLD
-    at = ShardLayout(
-        LENGTHS, cp=group.size(), rank=group.rank(), group=group, layout=layout, communication=communication
-    )
+    at = shard_of(layout, communication)
     q, k, v, grad = (x[at.own] for x in tensors(heads, kv_heads, value_size))
     sinks = sinks_of(options, heads)
     inputs = [x.requires_grad_() for x in (q, k, v)]
@@ -115,30 +120,6 @@ def test_shards_equal_the_pack(cp: int, heads: int, kv_heads: int, value_size: i
     assert max(run_ranks(compare_all, cp, heads, kv_heads, value_size, every, one_in)) < 1e-13
 
 
-def look_ahead() -> None:
-    q, k, v, _ = tensors(4, 2, 8)
-    group = dist.group.WORLD
-    for communication, heads in (("all_gather", 4), ("ulysses", 3)):  # the others: test_refusals
-        at = ShardLayout(LENGTHS, cp=2, rank=group.rank(), group=group, communication=communication)
-        offsets = at.offsets()
-        message = "looks ahead.*'ulysses'" if heads == 4 else "3 query heads.*multiple of 2"
-        with pytest.raises(ValueError, match=message):
-            varlen_attention(
-                q[at.own, :heads],
-                k[at.own, :1],
-                v[at.own, :1],
-                offsets,
-                offsets,
-                40,
-                40,
-                causal=False,
-                window=(2, 2),
-            )
-    made_anew = offsets.clone()
-    with pytest.raises(ValueError, match="not those of the batch.*batch.cu_seqlens_padded itself"):
-        varlen_attention(q[at.own], k[at.own], v[at.own], made_anew, made_anew, 40, 40)
-
-
 def test_shards_kept_by_a_cycle_alone_refuse_nothing() -> None:
     q, k, v, _ = tensors(4, 2, 8)
     shard = ShardLayout([8, 40, 16], cp=2, rank=0)
@@ -160,28 +141,18 @@ def volume(layout: str, communication: str, heads: int, kv_heads: int) -> tuple[
     counted = [0]
     size = dist.get_world_size()
 
-    def gather(original: Any) -> Any:
-        def counting(out: Tensor, given: Tensor, **kwargs: Any) -> Any:
-            counted[-1] += out.nbytes * (size - 1) // size
-            return original(out, given, **kwargs)
+    def counting(original: Any, *, given: bool = False) -> Any:
+        def count(*tensors: Tensor, **kwargs: Any) -> Any:
+            counted[-1] += tensors[given].nbytes * (size - 1) // size
+            return original(*tensors, **kwargs)
 
-        return counting
-
-    def scatter(original: Any) -> Any:
-        def counting(out: Tensor, given: Tensor, **kwargs: Any) -> Any:
-            counted[-1] += given.nbytes * (size - 1) // size
-            return original(out, given, **kwargs)
-
-        return counting
+        return count
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange, "_gather", gather(exchange._gather))
-        patch.setattr(exchange, "_reduce_scatter", scatter(exchange._reduce_scatter))
-        patch.setattr(dist, "all_to_all_single", gather(dist.all_to_all_single))
-        group = dist.group.WORLD
-        at = ShardLayout(
-            LENGTHS, cp=size, rank=group.rank(), group=group, layout=layout, communication=communication
-        )
+        patch.setattr(exchange, "_gather", counting(exchange._gather))
+        patch.setattr(exchange, "_reduce_scatter", counting(exchange._reduce_scatter, given=True))
+        patch.setattr(dist, "all_to_all_single", counting(dist.all_to_all_single))
+        at = shard_of(layout, communication)
         q, k, v, grad = (x[at.own] for x in tensors(heads, kv_heads, 8))
         offsets = at.offsets()
         out = varlen_attention(
@@ -192,25 +163,27 @@ def volume(layout: str, communication: str, heads: int, kv_heads: int) -> tuple[
     return counted[0], counted[1]
 
 
+REFUSED: list[tuple[str, int, dict[str, Any], str]] = [
+    *(
+        (way, 4, AHEAD, f"looks ahead, which {way} cannot.*'ulysses'")
+        for way in ("all_gather", "needed", "ring")
+    ),
+    ("ulysses", 3, AHEAD, "3 query heads.*multiple of 2"),
+    ("ring", 4, {"backend": "te"}, "backend='te'.*needs_lse=True"),
+]
+
+
 def all_refusals() -> None:
-    look_ahead()
-    for communication in ("needed", "ring"):
-        refusals(communication)
-
-
-def refusals(communication: str) -> None:
-    """Windows that look ahead, and a backend whose results cannot be merged."""
+    """Windows that look ahead, a backend whose results cannot be merged, and offsets of another batch."""
     q, k, v, _ = tensors(4, 2, 8)
-    group = dist.group.WORLD
-    at = ShardLayout(LENGTHS, cp=2, rank=group.rank(), group=group, communication=communication)
-    offsets = at.offsets()
-    with pytest.raises(ValueError, match=f"looks ahead, which {communication} cannot.*'ulysses'"):
-        varlen_attention(
-            q[at.own], k[at.own], v[at.own], offsets, offsets, 40, 40, causal=False, window=(2, 2)
-        )
-    if communication == "ring":
-        with pytest.raises(ValueError, match="backend='te'.*needs_lse=True"):
-            varlen_attention(q[at.own], k[at.own], v[at.own], offsets, offsets, 40, 40, backend="te")
+    for communication, heads, options, message in REFUSED:
+        at = shard_of(communication=communication)
+        given, offsets = (q[at.own, :heads], k[at.own, :1], v[at.own, :1]), at.offsets()
+        with pytest.raises(ValueError, match=message):
+            varlen_attention(*given, offsets, offsets, 40, 40, **options)
+    made_anew = offsets.clone()
+    with pytest.raises(ValueError, match="not those of the batch.*batch.cu_seqlens_padded itself"):
+        varlen_attention(*given, made_anew, made_anew, 40, 40)
 
 
 def test_refusals() -> None:
@@ -219,12 +192,10 @@ def test_refusals() -> None:
 
 def half_precision(communication: str, layout: str) -> float:
     """Error of bf16 shards against the pack in fp64, over that of the pack in bf16."""
-    group, spread = dist.group.WORLD, []
+    spread = []
     for dtype, cut in ((torch.float64, False), (torch.bfloat16, False), (torch.bfloat16, True)):
         q, k, v, grad = (x.to(dtype) for x in tensors(4, 2, 8))
-        at = ShardLayout(
-            LENGTHS, cp=2, rank=group.rank(), group=group, layout=layout, communication=communication
-        )
+        at = shard_of(layout, communication)
         own, offsets = (at.own, at.offsets()) if cut else (slice(None), cu_seqlens_from_lengths(LENGTHS))
         inputs = [x[own].requires_grad_() for x in (q, k, v)]
         out = varlen_attention(*inputs, offsets, offsets, 40, 40)
