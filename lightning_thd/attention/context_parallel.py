@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_thd.attention.kernels.raw import RawKernel
-from lightning_thd.attention.merge import AtHand, Ring, joined, merged_attention, split
+from lightning_thd.attention.merge import KeySource, joined, merged_attention, split
 from lightning_thd.attention.spec import AttentionSpec, Offsets
 from lightning_thd.parallel.context import needs, partition, traffic
 from lightning_thd.parallel.context.costs import LayerSizes, cheapest_way
@@ -141,12 +141,12 @@ def context_parallel_attention(
         steps = needs.ring_steps(layout, causal=spec.causal, left=spec.left)
         traffic.count(sum(step.receive_count for step in steps) * sizes.key_bytes, way)
         assert layout.group is not None
-        ring = Ring(steps, layout.group)
+        ring = KeySource([[s.call] if s.call else [] for s in steps], steps, layout.group)
         return merged_attention(raw_kernel(), ring, q_NHD, k_NGD, v_NGE, spec=spec, sinks=sinks)
     if layout.layout == "striped":
         blocks = needs.block_calls(layout, causal=spec.causal, left=spec.left, gathered=way == "all_gather")
         k, v = _bring(k_NGD, v_NGE, way, layout, spec, sizes)
-        return merged_attention(raw_kernel(), AtHand(blocks), q_NHD, k, v, spec=spec, sinks=sinks)
+        return merged_attention(raw_kernel(), KeySource([blocks]), q_NHD, k, v, spec=spec, sinks=sinks)
     if way == "all_gather":
         call = layout.call(causal=spec.causal, left=spec.left)
     else:

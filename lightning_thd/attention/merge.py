@@ -12,6 +12,7 @@ Legend: N slots of a shard, H query heads, G key-value heads, D head size, E val
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,60 +25,31 @@ from lightning_thd.attention.spec import AttentionSpec, Offsets
 from lightning_thd.parallel.context.needs import BlockCall, RingStep
 
 
-class AtHand:
-    """A key source whose keys all lie in one tensor of this rank, which every call indexes."""
+class KeySource:
+    """The keys of merged attention: this rank's rows, then those of one rank after the other around a ring.
 
-    _rows: Tensor | None
-    _grad: Tensor | None
-
-    def __init__(self, calls: list[BlockCall]) -> None:
-        self.calls: list[BlockCall | None] = list(calls)
-        self.release()
-
-    def begin(self, rows: Tensor) -> None:
-        """Store the key-value rows and forget the gradient of earlier ones."""
-        self._rows, self._grad = rows, None
-
-    def rows(self, step: int) -> Tensor:
-        """Return all rows, whatever the number of the call."""
-        assert self._rows is not None
-        return self._rows
-
-    def gradient(self, step: int, dtype: torch.dtype) -> Tensor:
-        """Return the one gradient tensor that all kernel calls add to."""
-        if self._grad is None:
-            self._grad = torch.zeros_like(self.rows(step), dtype=dtype)
-        return self._grad
-
-    def give(self, step: int) -> None:
-        """Keep the gradient of a kernel call, which stays on this rank."""
-
-    def total(self) -> Tensor:
-        """Return the gradient of all rows, zeros if no call added to it."""
-        assert self._rows is not None
-        return torch.zeros_like(self._rows) if self._grad is None else self._grad
-
-    def release(self) -> None:
-        """Drop the rows and their gradient."""
-        self._rows = self._grad = None
-
-
-class Ring:
-    """A key source that gets the keys of one rank after the other, the next ones while a kernel runs."""
+    ``calls`` are the kernel calls of each step; the first step is on this rank's rows. The rows of the next
+    step travel while the kernels of one run.
+    """
 
     _own: Tensor | None
     _at_hand: Tensor | None
     _partial: Tensor | None
     _grad: Tensor | None
 
-    def __init__(self, steps: list[RingStep], group: dist.ProcessGroup) -> None:
-        self.steps, self.group = steps, group
-        self.calls: list[BlockCall | None] = [step.call for step in steps]
+    def __init__(
+        self,
+        calls: Sequence[Sequence[BlockCall]],
+        steps: Sequence[RingStep] = (),
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.calls, self.steps, self.group = calls, steps, group
         self.release()
 
     def begin(self, rows: Tensor) -> None:
         """Store this rank's rows and start sending the first neighbour the keys it needs."""
-        _meet(self.group, rows.device)
+        if self.group is not None:
+            _meet(self.group, rows.device)
         self.release()
         self._own = rows
         self._send(1)
@@ -104,9 +76,9 @@ class Ring:
 
     def give(self, step: int) -> None:
         """Send the gradient of another rank's keys back, and start to receive that of this rank's keys."""
-        at, own = self.steps[step], self._own
-        assert own is not None
         if step:
+            at, own = self.steps[step], self._own
+            assert own is not None
             assert self._partial is not None
             sent = self._partial.to(own.dtype)  # as many bytes as the keys took
             coming = sent.new_empty((len(at.send_rows), sent.shape[1]))
@@ -164,7 +136,7 @@ def _meet(group: dist.ProcessGroup, device: torch.device) -> None:
 
 def merged_attention(
     kernel: RawKernel,
-    source: AtHand | Ring,
+    source: KeySource,
     q_NHD: Tensor,
     k_NGD: Tensor,
     v_NGE: Tensor,
@@ -184,7 +156,7 @@ class _Merged(torch.autograd.Function):
     def forward(
         ctx: Any,
         kernel: RawKernel,
-        source: AtHand | Ring,
+        source: KeySource,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -195,9 +167,9 @@ class _Merged(torch.autograd.Function):
         out = q.new_zeros((*q.shape[:2], v.shape[2]), dtype=wide)
         lse = q.new_full(q.shape[:2], -torch.inf, dtype=wide)
         source.begin(joined(k, v))
-        for step, call in enumerate(source.calls):
+        for step, calls in enumerate(source.calls):
             rows = source.rows(step)
-            if call is not None:
+            for call in calls:
                 k_part, v_part = split(rows.index_select(0, call.kv_index), k, v)
                 part = kernel.forward(_take(q, call), k_part, v_part, _offsets(call), _sides(spec, call))
                 _merge(out, lse, *part, call)
@@ -216,10 +188,10 @@ class _Merged(torch.autograd.Function):
         finite = lse.masked_fill(lse == -torch.inf, torch.inf)  # weights of such rows become exp(-inf) = 0
         dq = torch.zeros_like(q, dtype=lse.dtype)
         source.begin(joined(k, v))
-        for step, call in enumerate(source.calls):
+        for step, calls in enumerate(source.calls):
             rows = source.rows(step)
             drows = source.gradient(step, lse.dtype)
-            if call is not None:
+            for call in calls:
                 k_part, v_part = split(rows.index_select(0, call.kv_index), k, v)
                 saved = Saved(_take(q, call), k_part, v_part, _take(out, call), _take(finite, call))
                 parts = ctx.kernel.backward(_take(grad, call), saved, _offsets(call), _sides(spec, call))

@@ -164,10 +164,7 @@ def volume(layout: str, communication: str, heads: int, kv_heads: int) -> tuple[
 
 
 REFUSED: list[tuple[str, int, dict[str, Any], str]] = [
-    *(
-        (way, 4, AHEAD, f"looks ahead, which {way} cannot.*'ulysses'")
-        for way in ("all_gather", "needed", "ring")
-    ),
+    *((way, 4, AHEAD, f"ahead, which {way} cannot.*'ulysses'") for way in ("all_gather", "needed", "ring")),
     ("ulysses", 3, AHEAD, "3 query heads.*multiple of 2"),
     ("ring", 4, {"backend": "te"}, "backend='te'.*needs_lse=True"),
 ]
