@@ -10,8 +10,7 @@ There are four ways by which keys reach other ranks:
 - ``ulysses``: rows are traded for heads, the kernel sees the whole pack with H / cp heads, and the output is
   traded back.
 
-``auto`` computes the cost of every way that can run the layer (``parallel.context.costs``) and takes the
-cheapest, for each batch and kind of layer.
+``auto`` compares ``needed`` and ``ulysses`` for each batch and kind of layer (``parallel.context.costs``).
 
 Legend: T slots in a pack, N = T / cp, H query heads, G key-value heads, D head size, E value head size.
 """
@@ -58,7 +57,7 @@ def choose_way(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> W
     if asked == "all_gather":
         return asked
     if asked == "auto":
-        return _cheapest(layout, sizes, spec, divides=divides)
+        return _cheapest(layout, sizes, spec)
     # A window has few keys at distances that differ from sequence to sequence: one exchange brings them.
     return "needed" if asked == "ring" and not _rings(layout, spec) else asked
 
@@ -67,20 +66,18 @@ def _rings(layout: ShardLayout, spec: AttentionSpec) -> bool:
     return layout.layout == "striped" or spec.left < 0
 
 
-def _cheapest(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec, *, divides: bool) -> Way:
+def _cheapest(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> Way:
     key = ("way", sizes, spec.causal, spec.left)
     if key not in layout.cache:
         counts = needs.need_counts(layout.padded_lengths, **layout.cut, causal=spec.causal, left=spec.left)
         most, pairs = _pairs(layout, spec)
         layout.cache[key] = cheapest_way(
             sizes,
-            layout.costs,
             cp=layout.cp,
             slots=layout.local_slots,
             needed_rows=int(max(counts.sum(0).max(), counts.sum(1).max())),
             pairs=pairs,
             most_pairs=most,
-            ulysses=divides,
         )
     way: Way = layout.cache[key]
     return way

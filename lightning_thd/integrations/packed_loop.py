@@ -86,7 +86,7 @@ def share_packs(
     rank, ranks, group = data
     advice = "It is a number of ranks; 'dynamic' needs THDDDPStrategy or THDModelParallelStrategy."
     size = whole_number(size, "context_parallel_size", least=1, advice=advice)
-    check_ways(layout, communication, None)
+    check_ways(layout, communication)
     if ranks % size:
         raise ValueError(
             f"context_parallel_size={size} does not divide the {ranks} ranks that read data. Start a "

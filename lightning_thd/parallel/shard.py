@@ -21,7 +21,6 @@ from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.batch.prefixes import SharedBatch
 from lightning_thd.batch.thd_batch import check_batch, rows_of_slots, weighing_rows
 from lightning_thd.parallel.context import traffic
-from lightning_thd.parallel.context.costs import CommCosts
 from lightning_thd.parallel.context.layout import Communication, ShardLayout, offsets_of
 from lightning_thd.parallel.context.partition import held_real_lengths
 from lightning_thd.parallel.exchange import all_gather_rows
@@ -114,7 +113,6 @@ def shard_batch(
     rank: int | None = None,
     layout: Layout = "dual_chunk",
     communication: Communication = "auto",
-    costs: CommCosts | None = None,
 ) -> THDShard:
     """Cut a pack and return this rank's ``THDShard``."""
     check_batch(batch)
@@ -136,7 +134,6 @@ def shard_batch(
         group=group,
         layout=layout,
         communication=communication,
-        costs=costs,
         device=batch.input_ids.device,
     )
     return _own_part(batch, at)

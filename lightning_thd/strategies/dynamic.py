@@ -11,14 +11,14 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 
-from lightning_thd._checks import choice, instance, whole_number
+from lightning_thd._checks import choice, whole_number
 from lightning_thd._find import model_config
 from lightning_thd.alignment import Layout
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.flops import FlopsModel
 from lightning_thd.packing.sharing import Sharing, check_tiling
 from lightning_thd.parallel.context import traffic
-from lightning_thd.parallel.context.costs import CommCosts, LayerSizes
+from lightning_thd.parallel.context.costs import BYTES_PER_S, FLOPS_PER_S, LayerSizes
 from lightning_thd.parallel.context.layout import Communication, know_whole_pack
 from lightning_thd.parallel.context.shared_step import SharedStep
 from lightning_thd.stats import SeqStats
@@ -59,12 +59,10 @@ def check_degrees(size: Any, largest: int | None) -> None:
         )
 
 
-def check_ways(layout: Any, communication: Any, costs: Any) -> None:
-    """Refuse unknown names of layouts and ways of communicating, and costs of a wrong type."""
+def check_ways(layout: Any, communication: Any) -> None:
+    """Refuse unknown names of layouts and ways of communicating."""
     choice(layout, "context_parallel_layout", *get_args(Layout))
     choice(communication, "context_parallel_communication", *get_args(Communication))
-    if costs is not None:
-        instance(costs, "context_parallel_costs", CommCosts, advice="Pass CommCosts(...), or None.")
 
 
 def sharing_of(strategy: Any) -> Sharing:
@@ -76,14 +74,14 @@ def sharing_of(strategy: Any) -> Sharing:
             "pass on microbatches of one degree. Set pipeline_parallel_size=1, or a fixed "
             "context_parallel_size."
         )
-    largest, costs = strategy.max_context_parallel_size, strategy.context_parallel_costs or CommCosts()
+    largest = strategy.max_context_parallel_size
     try:
         sharing = Sharing(
             max_degree=largest,
             layout=strategy.context_parallel_layout,
             tp=strategy.sizes.tensor,
             sequence_parallel=strategy.sequence_parallel,
-            exchange=exchange_costs(strategy.lightning_module, costs, largest),
+            exchange=exchange_costs(strategy.lightning_module, largest),
             # DDP sums gradients once a step; sharded weights are gathered in every microbatch, or once.
             waits="step" if isinstance(strategy, DDPStrategy) or gathers_once(strategy) else "microbatch",
         )
@@ -107,7 +105,7 @@ def know_whole_packs(batch: Any) -> None:
     apply_to_collection(batch, THDBatch, lambda pack: know_whole_pack(pack.cu_seqlens_padded))
 
 
-def exchange_costs(module: nn.Module | None, costs: CommCosts, largest: int) -> tuple[float, ...] | None:
+def exchange_costs(module: nn.Module | None, largest: int) -> tuple[float, ...] | None:
     """Return the exchange's cost for each slot of a rank, in units of a token's linear work.
 
     There is one number for groups of 2, 4, ... ranks: bytes of all layers, forward and backward, by the
@@ -125,12 +123,12 @@ def exchange_costs(module: nn.Module | None, costs: CommCosts, largest: int) -> 
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     size = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
     layer = LayerSizes(heads=heads, kv_heads=kv_heads, head_size=size, value_size=size, element_bytes=2)
-    token_s = flops / 1024 / costs.flops_per_s
+    token_s = flops / 1024 / FLOPS_PER_S
     found = []
     for degree in (1 << i for i in range(1, largest.bit_length())):
         moved = layer.gather_bytes(1024, degree)
         if heads % degree == 0:
             moved = min(moved, layer.ulysses_bytes(1024, degree))
         slot_bytes = 2 * text.num_hidden_layers * moved / 1024
-        found.append(slot_bytes / costs.bandwidth_bytes_per_s / token_s)
+        found.append(slot_bytes / BYTES_PER_S / token_s)
     return tuple(found)

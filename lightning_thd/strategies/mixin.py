@@ -25,7 +25,6 @@ from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.batch import THDBatch
 from lightning_thd.models.weights import postponed_reading
 from lightning_thd.packing.sharing import Sharing
-from lightning_thd.parallel.context.costs import CommCosts
 from lightning_thd.parallel.context.layout import Communication, end_job
 from lightning_thd.parallel.mesh import CONTEXT, DATA, AxisSizes
 from lightning_thd.parallel.pipeline import ScheduleName
@@ -86,7 +85,6 @@ class THDStrategyMixin(Strategy):
     sequence_parallel: bool = False
     context_parallel_layout: Layout = "dual_chunk"
     context_parallel_communication: Communication = "auto"
-    context_parallel_costs: CommCosts | None = None
     reshard_after_forward: bool | Literal["auto"] = "auto"
     broadcast_data: bool = False
     check_plans: bool = False

@@ -33,7 +33,6 @@ class PackCut:
         self._how = {
             "layout": strategy.context_parallel_layout,
             "communication": strategy.context_parallel_communication,
-            "costs": strategy.context_parallel_costs,
         }
         self._checked_stage: object = None
         self._guarded = False

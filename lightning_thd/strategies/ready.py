@@ -20,7 +20,6 @@ from torch import nn
 
 from lightning_thd._checks import choice, flags, instance, whole_number
 from lightning_thd.alignment import Layout
-from lightning_thd.parallel.context.costs import CommCosts
 from lightning_thd.parallel.context.layout import Communication
 from lightning_thd.parallel.fsdp import models_of, trains_towers
 from lightning_thd.parallel.mesh import check_sizes
@@ -82,8 +81,7 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
         context_parallel_communication: what attention exchanges: ``all_gather`` all keys and values,
             ``needed`` those that some query sees, ``ring`` these one rank after the other, ``ulysses`` some
             rows of all heads for all rows of some heads. ``auto`` takes the cheapest for each layer by
-            ``context_parallel_costs``.
-        context_parallel_costs: bandwidth, latency and FLOP rate; None is those of one node of H100s.
+            its time on H100s.
         broadcast_data: one rank reads for all that share its data.
         check_plans: compare what ranks are about to run at every batch.
         kwargs: those of Lightning's ``DDPStrategy``.
@@ -98,7 +96,6 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
         max_context_parallel_size: int | None = None,
         context_parallel_layout: Layout = "dual_chunk",
         context_parallel_communication: Communication = "auto",
-        context_parallel_costs: CommCosts | None = None,
         broadcast_data: bool = False,
         check_plans: bool = False,
         **kwargs: Any,
@@ -110,7 +107,6 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
             max_context_parallel_size=max_context_parallel_size,
             context_parallel_layout=context_parallel_layout,
             context_parallel_communication=context_parallel_communication,
-            context_parallel_costs=context_parallel_costs,
             broadcast_data=broadcast_data,
             check_plans=check_plans,
         )
@@ -130,7 +126,7 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
     others. All ranks begin with rank 0's weights. Build the model in ``__init__`` or ``configure_model``;
     one that is sharded there already is left as it is. ``context_parallel_size``,
     ``max_context_parallel_size``, ``context_parallel_layout``, ``context_parallel_communication``,
-    ``context_parallel_costs``, ``broadcast_data`` and ``check_plans`` are those of ``THDDDPStrategy``.
+    ``broadcast_data`` and ``check_plans`` are those of ``THDDDPStrategy``.
 
     Args:
         data_parallel_size: groups that read different data; ``auto`` takes what the others leave.
@@ -169,7 +165,6 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
         sequence_parallel: bool = False,
         context_parallel_layout: Layout = "dual_chunk",
         context_parallel_communication: Communication = "auto",
-        context_parallel_costs: CommCosts | None = None,
         reshard_after_forward: bool | Literal["auto"] = "auto",
         broadcast_data: bool = False,
         check_plans: bool = False,
@@ -198,7 +193,6 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
             max_context_parallel_size=max_context_parallel_size,
             context_parallel_layout=context_parallel_layout,
             context_parallel_communication=context_parallel_communication,
-            context_parallel_costs=context_parallel_costs,
             broadcast_data=broadcast_data,
             check_plans=check_plans,
         )
@@ -255,8 +249,7 @@ def _configure(strategy: Any, **options: Any) -> None:
     """Check and keep how ranks share packs, by the names of the mixin's attributes."""
     check_degrees(options["context_parallel_size"], options["max_context_parallel_size"])
     flags(broadcast_data=options["broadcast_data"], check_plans=options["check_plans"])
-    ways = ("context_parallel_layout", "context_parallel_communication", "context_parallel_costs")
-    check_ways(*map(options.__getitem__, ways))
+    check_ways(options["context_parallel_layout"], options["context_parallel_communication"])
     for name, value in options.items():
         setattr(strategy, name, value)
 

@@ -22,7 +22,6 @@ def _ddp(rng: random.Random) -> dict[str, Any]:
         "context_parallel_size": rng.choice([1, 2]),
         "context_parallel_layout": rng.choice(["dual_chunk", "contiguous"]),
         "context_parallel_communication": rng.choice(["auto", "all_gather"]),
-        "context_parallel_costs": None,
         "broadcast_data": False,
         "check_plans": rng.random() < 0.5,
     }

@@ -238,7 +238,6 @@ def test_refusals() -> None:
     [
         ({"context_parallel_layout": "zigzag"}, ValueError, "'zigzag'; wanted one of dual_chunk"),
         ({"context_parallel_communication": "p2p"}, ValueError, "'p2p'; wanted one of auto"),
-        ({"context_parallel_costs": 5e10}, TypeError, "context_parallel_costs is a float"),
     ],
 )
 def test_ways_that_there_are_not(options: dict[str, Any], error: type[Exception], message: str) -> None:

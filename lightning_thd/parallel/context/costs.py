@@ -1,4 +1,4 @@
-"""Sizes of a layer and the needs of a batch -> what each way of communicating costs, in bytes and seconds.
+"""Sizes of a layer and the needs of a batch -> the way of communicating that takes the least time.
 
 Every rank computes the same costs from values on the host, so all ranks of a group make the same choice.
 
@@ -10,35 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_thd._checks import real_number
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CommCosts:
-    """Bandwidth, latency and kernel speed, by which ``context_parallel_communication="auto"`` chooses.
-
-    The defaults are those of eight H100 in one node: NVLink 4 moves 450 GB/s each way (NVIDIA H100 data
-    sheet); a small NCCL collective takes about 20 us; bf16 flash attention runs at some 500 TFLOP/s. Between
-    nodes pass the bandwidth of one GPU: 50 GB/s with 400 Gb/s InfiniBand.
-
-    Attributes:
-        bandwidth_bytes_per_s: bytes that a rank receives from its group in a second.
-        latency_s: seconds of one collective.
-        flops_per_s: speed of the attention kernel.
-    """
-
-    bandwidth_bytes_per_s: float = 450e9
-    latency_s: float = 20e-6
-    flops_per_s: float = 500e12
-
-    def __post_init__(self) -> None:
-        for name in ("bandwidth_bytes_per_s", "flops_per_s"):
-            real_number(getattr(self, name), name, above=0)
-        real_number(self.latency_s, "latency_s", least=0)
-
-    def seconds(self, received_bytes: float, *, messages: int) -> float:
-        """Return the seconds of exchanges by bandwidth and latency: 1,000 bytes at 1 GB/s take 1 us."""
-        return messages * self.latency_s + received_bytes / self.bandwidth_bytes_per_s
+# Eight H100 in one node: NVLink 4 moves 450 GB/s each way (NVIDIA H100 data sheet), a small NCCL collective
+# takes about 20 us, and bf16 flash attention runs at some 500 TFLOP/s.
+BYTES_PER_S = 450e9
+LATENCY_S = 20e-6
+FLOPS_PER_S = 500e12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,23 +57,16 @@ class LayerSizes:
 
 
 def cheapest_way(
-    sizes: LayerSizes,
-    costs: CommCosts,
-    *,
-    cp: int,
-    slots: int,
-    needed_rows: int,
-    pairs: float,
-    most_pairs: float,
-    ulysses: bool,
-) -> Literal["ulysses", "needed", "all_gather"]:
-    """Return the way of communicating with which a layer's exchange and kernel take the least time."""
-    needed = needed_rows * sizes.key_bytes
-    even, most = (x * sizes.pair_flops / costs.flops_per_s for x in (pairs / cp, most_pairs))
-    seconds: dict[Literal["ulysses", "needed", "all_gather"], float] = {
-        "needed": costs.seconds(needed, messages=1 if needed else 0) + most,
-        "all_gather": costs.seconds(sizes.gather_bytes(slots, cp), messages=1) + most,
-    }
-    if ulysses:
-        seconds["ulysses"] = costs.seconds(sizes.ulysses_bytes(slots, cp), messages=4) + even
-    return min(seconds, key=seconds.__getitem__)
+    sizes: LayerSizes, *, cp: int, slots: int, needed_rows: int, pairs: float, most_pairs: float
+) -> Literal["ulysses", "needed"]:
+    """Return the way of communicating with which a layer's exchange and kernel take the least time.
+
+    An all-gather is never cheaper than the needed keys. ``pairs`` are those of all ranks, ``most_pairs``
+    those of the busiest; Ulysses shares them out evenly.
+    """
+    if sizes.heads % cp:
+        return "needed"
+    kernel_s = (most_pairs - pairs / cp) * sizes.pair_flops / FLOPS_PER_S
+    needed_s = needed_rows * sizes.key_bytes / BYTES_PER_S + (LATENCY_S if needed_rows else 0.0)
+    ulysses_s = sizes.ulysses_bytes(slots, cp) / BYTES_PER_S + 4 * LATENCY_S
+    return "ulysses" if ulysses_s <= needed_s + kernel_s else "needed"

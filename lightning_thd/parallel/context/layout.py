@@ -20,11 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_thd._checks import instance, whole_number
+from lightning_thd._checks import whole_number
 from lightning_thd.alignment import Layout
 from lightning_thd.batch.upload import uploaded
 from lightning_thd.parallel.context import partition
-from lightning_thd.parallel.context.costs import CommCosts
 
 Communication = Literal["auto", "all_gather", "ulysses", "needed", "ring"]
 _T = TypeVar("_T")
@@ -52,7 +51,6 @@ class ShardLayout:
         group: dist.ProcessGroup | None = None,  # None only if nothing is communicated
         layout: Layout = "dual_chunk",
         communication: Communication = "auto",
-        costs: CommCosts | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         if communication not in get_args(Communication):
@@ -61,13 +59,10 @@ class ShardLayout:
             )
         whole_number(cp, "cp", least=1, advice="It is the number of context-parallel ranks.")
         whole_number(rank, "rank", most=cp - 1, advice=f"Ranks of cp={cp} count from 0.")
-        if costs is not None:
-            instance(costs, "costs", CommCosts, advice="Pass CommCosts(...), or None.")
         self.padded_lengths = tuple(int(length) for length in padded_lengths)
         self.cp, self.rank, self.group = cp, rank, group
         self.layout: Layout = layout
         self.communication: Communication = communication
-        self.costs = CommCosts() if costs is None else costs
         self.device = torch.device(device)
         self.slots = sum(self.padded_lengths)
         self.local_slots = self.slots // cp
