@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as L
 from torch.utils.data import IterableDataset
 
+from lightning_thd import THDBatch, THDDataModule
 from lightning_thd.data.read.sources import Opener
 from lightning_thd.data.store.index import MapDataset
 from tests.tiny import quiet_trainer
@@ -36,3 +37,15 @@ def flat(seen: list[tuple[int, ...]]) -> list[int]:
 def open_source(path: Any, **how: Any) -> MapDataset:
     """Open paths as a dataset of token ids; the arguments are those of ``THDDataModule``."""
     return Opener(**how).open(path).dataset
+
+
+def batches_of(data: THDDataModule) -> list[THDBatch]:
+    """Set a module up and return the packs of an epoch."""
+    data.setup("fit")
+    return [batch for step in data.train_steps() for batch in step.microbatches]
+
+
+def read(train: Any, **how: Any) -> list[list[int]]:
+    """Return the ids of every sequence of an epoch, sorted."""
+    batches = batches_of(THDDataModule(train, capacity=64, **how))
+    return sorted(row.tolist() for batch in batches for row in batch.unpack(batch.input_ids))

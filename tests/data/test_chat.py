@@ -59,13 +59,6 @@ def test_a_tokenizer_that_writes_first_words_otherwise_is_followed() -> None:
     assert spoken(make_tokenizer(), ids, mask) == ["Blue.<|end|>", "Red, or green.<|end|>"]
 
 
-@pytest.mark.parametrize("template", [PLAIN, MARKED])
-def test_a_prompt_of_messages_has_no_loss(template: str) -> None:
-    tokenizer = make_tokenizer(template)
-    ids, mask = encode_chat(tokenizer, TALKS[1], skip=3)
-    assert spoken(tokenizer, ids, mask) == ["Red, or green.<|end|>"]
-
-
 def test_eos_that_is_also_pad_is_a_target(tmp_path: Path) -> None:
     file = tmp_path / "talks.jsonl"
     file.write_text("\n".join(json.dumps({"messages": talk}) for talk in TALKS))

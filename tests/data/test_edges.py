@@ -19,19 +19,7 @@ from lightning_thd.data.store.tokens import TokenStore, cached_store
 from lightning_thd.data.streams import Stream
 from lightning_thd.packing.mixtures import share_out
 from tests.data.chats import PLAIN, make_tokenizer
-from tests.data.support import Rows
-
-
-def read(train: Any, **how: Any) -> list[list[int]]:
-    """Return the ids of every sequence of an epoch, sorted."""
-    data = THDDataModule(train, capacity=64, **how)
-    data.setup("fit")
-    return sorted(
-        row.tolist()
-        for step in data.train_steps()
-        for b in step.microbatches
-        for row in b.unpack(b.input_ids)
-    )
+from tests.data.support import Rows, batches_of, read
 
 
 def texts(train: Any, **how: Any) -> list[str]:
@@ -118,19 +106,22 @@ class OneBuffer:
 
     def __init__(self, rows: np.ndarray, **others: np.ndarray) -> None:
         self._rows, self._others, self._buffer = rows, others, np.empty_like(rows[0])
+        self._pixels = {} if others else {"pixel_values": torch.from_numpy(self._buffer)}
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         self._buffer[:] = self._rows[i]
-        return {"input_ids": self._buffer, **self._others}
+        return {"input_ids": self._buffer, **self._others, **self._pixels}
 
 
 def test_a_buffer_that_is_handed_out_again_fills_no_other_sequence() -> None:
     rows = np.arange(240).reshape(4, 60)
-    assert read(OneBuffer(rows)) == rows.tolist()
-    long = OneBuffer(np.arange(400).reshape(4, 100))
+    batches = batches_of(THDDataModule(OneBuffer(rows), capacity=64))
+    assert sorted(batch.input_ids.tolist() for batch in batches) == rows.tolist()
+    assert all(torch.equal(batch.extras["pixel_values"], batch.input_ids) for batch in batches)
+    long = OneBuffer(np.arange(400).reshape(4, 100), attention_mask=np.ones(100, int))
     pieces = read(long, oversize="split", global_batch=Sequences(3))
     assert sorted(chain(*pieces)) == [*range(400)]
     packed = OneBuffer(rows, lengths=np.array([20, 40]))

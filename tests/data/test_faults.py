@@ -17,22 +17,17 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from lightning_thd import THDBatch, THDDataModule
+from lightning_thd import THDDataModule
 from lightning_thd.data import TokenStore
 from lightning_thd.data.read.columns import as_rows
 from tests.data.chats import make_tokenizer
-from tests.data.support import open_source
+from tests.data.support import batches_of, open_source
 
 
 def texts(dataset: Any) -> list[str]:
     return [
         bytes(np.asarray(dataset[i]["input_ids"])[:-1].astype(np.uint8)).decode() for i in range(len(dataset))
     ]
-
-
-def batches(data: THDDataModule) -> list[THDBatch]:
-    data.setup("fit")
-    return [batch for batch in data.train_dataloader() if isinstance(batch, THDBatch)]
 
 
 def lines(path: Path, *documents: str) -> Path:
@@ -49,7 +44,7 @@ def test_lists_globs_and_folders_are_files_and_not_documents(tmp_path: Path) -> 
     for source in (str(tmp_path / "*.jsonl"), tmp_path, [str(tmp_path / "a*"), str(tmp_path / "b*")]):
         assert texts(open_source(source)) == ["one", "two", "three"]
     data = THDDataModule([str(a), str(b)], capacity=32)
-    assert sum(batch.stats.real_tokens for batch in batches(data)) == len("onetwothree") + 3
+    assert sum(batch.stats.real_tokens for batch in batches_of(data)) == len("onetwothree") + 3
     with pytest.raises(ValueError, match=r"The list has 2 strings, of which 1 name files, and "):
         open_source([str(a), "a document"])
     with pytest.raises(ValueError, match="does not exist, and no file matches it"):
@@ -152,16 +147,16 @@ def test_bad_lines_are_named_or_skipped_and_listed(tmp_path: Path, name: str) ->
     with pytest.raises(ValueError, match=message):
         open_source(file)
     data = THDDataModule(file, capacity=32, on_error="skip", cache_dir=tmp_path / "c")
-    [batch] = batches(data)
+    [batch] = batches_of(data)
     assert batch.stats.real_tokens == len("goodtoo") + 2
     assert data.counts["train"]["skipped"] == 1
     [listed] = (tmp_path / "c").glob("tokens-*/skipped.jsonl")
     assert json.loads(listed.read_text())["place"] == f"{file}, line 2"
     with pytest.raises(ValueError, match=r"1 records are bad, more than max_errors=0; the first: .*line 2"):
-        batches(THDDataModule(file, capacity=32, on_error="skip", max_errors=0, cache_dir=tmp_path / "d"))
-    batches(THDDataModule(file, capacity=32, on_error="skip", cache_dir=tmp_path / "d"))
+        batches_of(THDDataModule(file, capacity=32, on_error="skip", max_errors=0, cache_dir=tmp_path / "d"))
+    batches_of(THDDataModule(file, capacity=32, on_error="skip", cache_dir=tmp_path / "d"))
     with pytest.raises(ValueError, match=r"1 records are bad, more than max_errors=0; the first: .*line 2"):
-        batches(THDDataModule(file, capacity=32, on_error="skip", max_errors=0, cache_dir=tmp_path / "d"))
+        batches_of(THDDataModule(file, capacity=32, on_error="skip", max_errors=0, cache_dir=tmp_path / "d"))
 
 
 def test_a_tokenizer_that_raises_names_the_line(tmp_path: Path) -> None:
@@ -201,7 +196,7 @@ def test_bad_rows_are_named_at_preparation_or_skipped(tmp_path: Path, form: str,
         THDDataModule(source, capacity=8).setup("fit")
     data = THDDataModule(source, capacity=8, on_error="skip")
     with pytest.warns(UserWarning, match="1 bad rows are left out; the first: Row 2"):
-        [batch] = batches(data)
+        [batch] = batches_of(data)
     assert sorted(batch.sequence_ids) == [0, 1, 3]
     assert data.counts["train"]["skipped"] == 1
     assert data.counts["train"]["empty"] == 0
@@ -247,7 +242,7 @@ def test_errors_of_collation_name_the_row_of_the_dataset() -> None:
     rows = Lies([{"input_ids": [1, 2]}, {"input_ids": [3, 4]}, {"input_ids": [5, -6]}])
     data = THDDataModule(rows, capacity=4)
     with pytest.raises(ValueError, match="Sequence 2 has the token id -6"):
-        batches(data)
+        batches_of(data)
 
 
 def test_labels_that_changed_under_a_fingerprint_are_found_out(tmp_path: Path) -> None:
@@ -256,9 +251,9 @@ def test_labels_that_changed_under_a_fingerprint_are_found_out(tmp_path: Path) -
 
     first = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}]
     then = [{"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}]
-    batches(THDDataModule(Known(first), capacity=4, cache_dir=tmp_path))
+    batches_of(THDDataModule(Known(first), capacity=4, cache_dir=tmp_path))
     with pytest.raises(ValueError, match="Sequence 0 has 1 loss tokens, but 2 were counted. Correct"):
-        batches(THDDataModule(Known(then), capacity=4, cache_dir=tmp_path))
+        batches_of(THDDataModule(Known(then), capacity=4, cache_dir=tmp_path))
 
 
 def test_a_file_of_the_same_size_and_time_is_read_again(tmp_path: Path) -> None:
@@ -273,7 +268,7 @@ def test_a_file_of_the_same_size_and_time_is_read_again(tmp_path: Path) -> None:
 
 def test_other_columns_of_a_dataset_are_left_out() -> None:
     rows = _table([{"input_ids": [1, 2], "name": "a", "special_tokens_mask": [0, 0], "length": 2}] * 3)
-    [batch] = batches(THDDataModule(rows, capacity=8))
+    [batch] = batches_of(THDDataModule(rows, capacity=8))
     assert batch.extras == {}
     assert batch.stats.real_tokens == 6
 

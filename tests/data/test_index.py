@@ -6,11 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lightning_thd import THDDataModule
 from lightning_thd.data.store.index import build_index
 from lightning_thd.packing import PackPlanner, Packs
 from lightning_thd.packing.entries import Oversize
@@ -106,32 +104,3 @@ def test_lengths_that_do_not_match_are_refused() -> None:
     index = build_index(samples)
     with pytest.raises(ValueError, match=r"Sequence 0 has \d+ tokens, but 999 were counted"):
         index.sample(samples, 0, 0, 999)
-
-
-class OneBuffer:
-    """A dataset that hands out the same arrays again and again, with other values in them."""
-
-    def __init__(self, lengths: bool) -> None:
-        self._ids = np.zeros(3, np.int64)
-        if lengths:
-            self.lengths = [3] * 4
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        self._ids[:] = i + 1
-        return {"input_ids": self._ids, "labels": self._ids, "pixel_values": torch.from_numpy(self._ids)}
-
-
-@pytest.mark.parametrize("lengths", [False, True])
-def test_a_dataset_may_hand_out_one_buffer(lengths: bool) -> None:
-    data: Any = OneBuffer(lengths)
-    if lengths:
-        data.loss_tokens = [2] * 4
-    module = THDDataModule(data, capacity=12)
-    module.setup("fit")
-    [batch] = list(module.train_dataloader())
-    rows = dict(zip(batch.sequence_ids, batch.unpack(batch.input_ids), strict=True))
-    assert {i: row.tolist() for i, row in rows.items()} == {i: [i + 1] * 3 for i in range(4)}
-    assert sorted(batch.extras["pixel_values"].tolist()) == [1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]

@@ -13,8 +13,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from lightning_thd import THDBatch, THDDataModule, causal_lm_loss
-from lightning_thd.data.store.index import build_index
-from tests.data.support import make_trainer
+from tests.data.support import batches_of, make_trainer
 from tests.models.test_vision import IMAGE, build
 from tests.models.test_vision import sample as make_sample
 
@@ -83,11 +82,6 @@ def test_images_train_as_if_each_sequence_was_alone(num_workers: int) -> None:
     assert module.total == pytest.approx(expected, rel=1e-7)
 
 
-def batches(data: THDDataModule) -> list[THDBatch]:
-    data.setup("fit")
-    return [batch for batch in data.train_dataloader() if isinstance(batch, THDBatch)]
-
-
 def image_samples(count: int = 6, long: int = 30) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = [{"input_ids": np.arange(1, 6)} for _ in range(count)]
     rows[2] = {"input_ids": np.arange(long), "pixel_values": np.ones((4, 2)), "image_grid_thw": [[1, 2, 2]]}
@@ -95,20 +89,14 @@ def image_samples(count: int = 6, long: int = 30) -> list[dict[str, Any]]:
     return rows
 
 
-def test_the_index_knows_who_carries_images() -> None:
-    index = build_index(image_samples(), num_workers=1)
-    assert index.media.tolist() == [2]
-    assert index.lengths.tolist() == [5, 5, 30, 5, 5, 5]
-
-
 @pytest.mark.parametrize("oversize", ["truncate", "split"])
 def test_a_sequence_with_images_is_never_cut(oversize: Any) -> None:
     message = "Sequence 2 has 30 tokens, more than fit a pack, and carries image_grid_thw, pixel_values"
     with pytest.raises(ValueError, match=message):
-        batches(THDDataModule(image_samples(), capacity=8, oversize=oversize))
+        batches_of(THDDataModule(image_samples(), capacity=8, oversize=oversize))
     texts = image_samples(long=7)
     texts[4] = {"input_ids": np.arange(20)}  # text beside them may be cut
-    assert batches(THDDataModule(texts, capacity=8, oversize=oversize))
+    assert batches_of(THDDataModule(texts, capacity=8, oversize=oversize))
 
     class KnowsLengths(list[Any]):
         @property
@@ -116,15 +104,15 @@ def test_a_sequence_with_images_is_never_cut(oversize: Any) -> None:
             return [len(row["input_ids"]) for row in self]
 
     with pytest.raises(ValueError, match=message):  # never read before: refused when it is
-        batches(THDDataModule(KnowsLengths(image_samples()), capacity=8, oversize=oversize))
+        batches_of(THDDataModule(KnowsLengths(image_samples()), capacity=8, oversize=oversize))
 
 
 def test_a_sequence_with_images_is_dropped_or_has_its_own_pack() -> None:
     data = THDDataModule(image_samples(), capacity=8, oversize="drop")
-    assert sorted(i for batch in batches(data) for i in batch.sequence_ids) == [0, 1, 3, 4, 5]
+    assert sorted(i for batch in batches_of(data) for i in batch.sequence_ids) == [0, 1, 3, 4, 5]
     assert data.counts["train"]["dropped"] == 1
     [alone] = [
-        b for b in batches(THDDataModule(image_samples(), capacity=8, oversize="own_pack")) if b.extras
+        b for b in batches_of(THDDataModule(image_samples(), capacity=8, oversize="own_pack")) if b.extras
     ]
     assert alone.sequence_ids == (2,)
     assert alone.extras["pixel_values"].shape == (4, 2)

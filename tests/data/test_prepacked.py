@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_thd import Sequences, THDBatch, THDDataModule
+from lightning_thd import Sequences, THDDataModule
 from lightning_thd.data.read.prepacked import holds_packs, open_packed
 from lightning_thd.data.store.index import build_index
-from tests.data.support import open_source
+from tests.data.support import batches_of, open_source
 from tests.tiny import sequences
 
 FORMATS = ["lengths", "seq_lengths", "cu_seqlens", "position_ids"]
@@ -64,13 +64,6 @@ def test_every_format_gives_the_sequences_back(lengths: list[int], form: str, pa
 
 def rows_of(samples: list[dict[str, Any]], each: int = 5) -> list[dict[str, Any]]:
     return [pack_by_hand(samples[i : i + each], "lengths") for i in range(0, len(samples), each)]
-
-
-def batches_of(data: THDDataModule) -> list[THDBatch]:
-    data.setup("fit")
-    found = list(data.train_dataloader())
-    assert all(isinstance(batch, THDBatch) for batch in found)
-    return found  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_thd import THDBatch, THDDataModule
+from lightning_thd import THDDataModule
+from tests.data.support import read
 
 datasets = pytest.importorskip("datasets")
 
@@ -44,37 +45,27 @@ class Subclass(datasets.Dataset):  # type: ignore[misc]
         return {"input_ids": [token + 5 for token in row["input_ids"]]}
 
 
-def trained_on(source: Any, cache: Path, **kwargs: Any) -> list[list[int]]:
-    data = THDDataModule(source, capacity=16, cache_dir=cache, **kwargs)
-    data.setup("fit")
-    rows: list[list[int]] = []
-    for batch in data.train_dataloader():
-        assert isinstance(batch, THDBatch)
-        rows += [row.tolist() for row in batch.unpack(batch.input_ids)]
-    return sorted(rows)
-
-
-def test_a_wrapper_that_hands_attributes_on_decides_its_samples(tmp_path: Path) -> None:
+def test_a_wrapper_that_hands_attributes_on_decides_its_samples() -> None:
     table = datasets.Dataset.from_list(ROWS).select_columns("input_ids")
-    assert trained_on(Wrapper(table, 5), tmp_path) == [[6, 7, 8], [9, 10]]
-    assert trained_on(table, tmp_path) == [[1, 2, 3], [4, 5]]
+    assert read(Wrapper(table, 5)) == [[6, 7, 8], [9, 10]]
+    assert read(table) == [[1, 2, 3], [4, 5]]
 
 
-def test_the_fingerprint_inside_of_a_wrapper_is_not_its_own(tmp_path: Path) -> None:
+def test_the_fingerprint_inside_of_a_wrapper_is_not_its_own() -> None:
     table = datasets.Dataset.from_list(ROWS).select_columns("text")
     ended = [[*b"abx", 257], [*b"cx", 257]]
-    assert trained_on(Wrapper(table, 1), tmp_path) == ended
-    assert trained_on(Wrapper(table, 0), tmp_path) == [[*b"ab", 257], [*b"c", 257]]
+    assert read(Wrapper(table, 1)) == ended
+    assert read(Wrapper(table, 0)) == [[*b"ab", 257], [*b"c", 257]]
 
 
-def test_a_subclass_decides_its_samples(tmp_path: Path) -> None:
+def test_a_subclass_decides_its_samples() -> None:
     table = datasets.Dataset.from_list(ROWS).select_columns("input_ids")
-    assert trained_on(Subclass(table.data), tmp_path) == [[6, 7, 8], [9, 10]]
+    assert read(Subclass(table.data)) == [[6, 7, 8], [9, 10]]
 
 
 @pytest.mark.parametrize("kind", ["int8", "bool"])
 @pytest.mark.parametrize("as_list", [False, True])
-def test_padded_rows_are_found_when_the_data_is_prepared(tmp_path: Path, kind: str, as_list: bool) -> None:
+def test_padded_rows_are_found_when_the_data_is_prepared(kind: str, as_list: bool) -> None:
     rows = [
         {"input_ids": [1, 2, 3], "attention_mask": [1, 1, 1]},
         {"input_ids": [4, 5, 0], "attention_mask": [1, 1, 0]},
@@ -85,9 +76,9 @@ def test_padded_rows_are_found_when_the_data_is_prepared(tmp_path: Path, kind: s
     )
     source = list(table) if as_list else table.select([2, 1, 0])
     with pytest.raises(ValueError, match=r"(Row|Sequence) 1 has 3 input_ids and an attention_mask of shape"):
-        THDDataModule(source, capacity=16, cache_dir=tmp_path).setup("fit")
+        THDDataModule(source, capacity=16).setup("fit")
     with pytest.warns(UserWarning, match="1 bad rows are left out"):
-        assert trained_on(source, tmp_path, on_error="skip") == [[1, 2, 3], [6]]
+        assert read(source, on_error="skip") == [[1, 2, 3], [6]]
 
 
 @pytest.mark.parametrize(
@@ -97,12 +88,12 @@ def test_padded_rows_are_found_when_the_data_is_prepared(tmp_path: Path, kind: s
         ([[1], [1, 1]], "attention_mask is no row of ones .* Leave it out"),
     ],
 )
-def test_masks_that_are_none_of_their_row(tmp_path: Path, mask: Any, message: str) -> None:
+def test_masks_that_are_none_of_their_row(mask: Any, message: str) -> None:
     rows = [{"input_ids": [1, 2], "attention_mask": [1, 1]}, {"input_ids": [3, 4], "attention_mask": mask}]
     ragged = "no row" in message
     source = [rows[1]] if ragged else datasets.Dataset.from_list(rows)
     with pytest.raises(ValueError, match=message):
-        THDDataModule(source, capacity=16, cache_dir=tmp_path).setup("fit")
+        THDDataModule(source, capacity=16).setup("fit")
 
 
 def _stream(rows: int = 10, shards: int = 3) -> Any:
@@ -126,19 +117,19 @@ ACROSS = {
 
 
 @pytest.mark.parametrize("case", list(ACROSS))
-def test_steps_that_look_at_several_shards(tmp_path: Path, case: str) -> None:
+def test_steps_that_look_at_several_shards(case: str) -> None:
     wanted = sorted(row["input_ids"] for row in ACROSS[case]())
     with pytest.warns(UserWarning, match=r"counts rows over all its \d+ shards.* One process reads it"):
-        assert trained_on(ACROSS[case](), tmp_path, empty="drop") == wanted
+        assert read(ACROSS[case](), empty="drop") == wanted
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_shards_that_can_be_read_apart_are(tmp_path: Path, shards: int) -> None:
+def test_shards_that_can_be_read_apart_are(shards: int) -> None:
     source = _stream(shards=shards).filter(lambda row: row["input_ids"][0] > 3).shuffle(seed=1, buffer_size=4)
     if shards == 1:
         source = source.skip(2).take(4)
     wanted = sorted(row["input_ids"] for row in source)
-    assert trained_on(source, tmp_path) == wanted
+    assert read(source) == wanted
 
 
 def _shifted(count: int = 3, length: int = 9) -> list[dict[str, list[int]]]:
@@ -162,7 +153,7 @@ def test_labels_that_are_shifted_already_are_refused(tmp_path: Path, kind: str, 
         "parquet": tmp_path / "a.parquet",
     }[kind]
     with pytest.raises(ValueError, match="the labels are the next tokens, as if they were shifted already"):
-        trained_on(source, tmp_path, oversize="truncate")
+        read(source, oversize="truncate")
 
 
 @pytest.mark.parametrize(
@@ -174,12 +165,12 @@ def test_labels_that_are_shifted_already_are_refused(tmp_path: Path, kind: str, 
         [{"input_ids": [i], "labels": [i + 1]} for i in range(20)],
     ],
 )
-def test_labels_that_are_not_shifted_are_taken(tmp_path: Path, rows: Any) -> None:
-    assert trained_on(rows, tmp_path, oversize="own_pack") == sorted(row["input_ids"] for row in rows)
+def test_labels_that_are_not_shifted_are_taken(rows: Any) -> None:
+    assert read(rows, oversize="own_pack") == sorted(row["input_ids"] for row in rows)
 
 
-def test_labels_past_the_vocabulary_are_refused(tmp_path: Path) -> None:
+def test_labels_past_the_vocabulary_are_refused() -> None:
     labels = np.array([-100, 2, -100, 400])
     rows = [{"input_ids": np.array([1, 2, 3, 4], np.uint16), "labels": labels}]
     with pytest.raises(ValueError, match="has the token id or label 400, but the model's vocabulary has"):
-        trained_on(rows, tmp_path, vocab_size=100)
+        read(rows, vocab_size=100)

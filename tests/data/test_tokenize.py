@@ -15,7 +15,7 @@ from lightning_thd.data import ByteTokenizer
 from lightning_thd.data.read.encode import Encoder, find_kind, tokenize
 from lightning_thd.data.read.files import find_files
 from lightning_thd.data.read.records import file_chunks, row_chunks
-from lightning_thd.data.store.tokens import Rows, cached_store
+from lightning_thd.data.store.tokens import cached_store
 from tests.data.support import open_source
 from tests.scripts import run_python
 
@@ -59,18 +59,6 @@ def test_an_error_in_a_process_names_the_line(tmp_path: Path) -> None:
         open_source(file, num_workers=2)
     with pytest.raises(ValueError, match="The source has no record"):
         find_kind(row_chunks([]), records="auto", text_key="text", on_error="raise")
-
-
-def test_labels_go_to_disk_with_their_counts(tmp_path: Path) -> None:
-    rows = [Rows(np.array([5, 6, 70_000]), np.array([2, 1]), np.array([-100, 6, 70_000])) for _ in range(3)]
-    store = cached_store(None, lambda first: rows, cache_dir=tmp_path)
-    assert store.tokens.dtype == np.uint32
-    assert store.loss_tokens.tolist() == [1, 0] * 3
-    assert store[4]["labels"].tolist() == [-100, 6]
-    bad = [Rows(np.array([-1]), np.array([1]))]
-    with pytest.raises(ValueError, match="Token ids start at 0, got -1"):
-        cached_store(None, lambda first: bad, cache_dir=tmp_path / "bad")
-    assert not list((tmp_path / "bad").iterdir())
 
 
 _MEASURE = """
