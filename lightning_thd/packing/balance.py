@@ -32,7 +32,7 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 MOST_MICROBATCHES = 2**24  # A step of more microbatches, over all ranks, is a mistake.
-_UNEVEN = 1.05  # A plan whose ranks wait for 5 % more than an even share is tried with one more microbatch.
+_UNEVEN = 1.04  # A plan whose ranks wait for 5 % more than an even share is tried with one more microbatch.
 _EVEN_ENOUGH = 1.01  # A plan whose ranks wait for at most 1 % more than an even share is not improved.
 
 
@@ -121,8 +121,8 @@ def balanced_bins(
         seen = None if seen is None else Seen(np.where(over, 0, seen.patches), seen.most)
     step = _Step(sizes, work, slots.usable, dp, seen)
     count = dp * (step.fewest() if num_microbatches is None else num_microbatches)
-    spread = owner, even = step.spread(count)
-    if owner is None or not even:
+    owner = step.spread(count)
+    if owner is None or step.waits(owner, count) > step.enough:
         packs = best_fit(sizes, slots, None if seen is None else seen.patches) if given is None else given
         least = max(1, -(-len(packs) // dp))
         wanted = dp * (least if num_microbatches is None else num_microbatches)
@@ -131,10 +131,10 @@ def balanced_bins(
                 f"{len(lengths)} sequences need {len(packs)} packs of {slots.text} but dp={dp} with "
                 f"num_microbatches={num_microbatches} has {wanted}. Pass num_microbatches={least}, or None."
             )
-        owner, count = step.best(wanted, packs, spread if wanted == count else None), wanted
+        owner, count = step.best(wanted, packs), wanted
         waits = step.waits(owner, count)
         # Packs full of patches may leave no room for equal work.
-        if seen is not None and num_microbatches is None and waits > step.least * _UNEVEN:
+        if seen is not None and num_microbatches is None and waits > step.enough * _UNEVEN:
             roomier = step.best(count + dp, packs)
             if step.waits(roomier, count + dp) * _UNEVEN < waits:
                 owner, count = roomier, count + dp
@@ -169,9 +169,9 @@ class _Step:
     seen: Seen | None
 
     @property
-    def least(self) -> float:
-        """Return the work that any plan waits for: an even share, or the largest sequence."""
-        return max(float(self.work.sum()) / self.dp, float(self.work.max(initial=0.0)))
+    def enough(self) -> float:
+        """Return what an even plan waits for: an even share of the work, or the largest sequence."""
+        return max(float(self.work.sum()) / self.dp, float(self.work.max(initial=0.0))) * _EVEN_ENOUGH
 
     def fewest(self) -> int:
         """Return the microbatches of a rank that full packs would make."""
@@ -186,27 +186,24 @@ class _Step:
     def waits(self, owner: IntArray, count: int) -> float:
         return waiting(self.bin_work(owner, count), self.dp)
 
-    def spread(self, count: int) -> tuple[IntArray | None, bool]:
-        """Place the most work first; return the bins, None if a sequence fits nowhere, and if it is even."""
+    def spread(self, count: int) -> IntArray | None:
+        """Return the bins with the most work placed first, or None if a sequence fits nowhere."""
         items = _items(self.lengths, self.work, self.seen)
         room = self.capacity, UNBOUNDED if self.seen is None else self.seen.most
-        best, least = None, np.inf
-        for below in (np.zeros(count), _levels(items, self.dp, count // self.dp)):
-            if best is not None and not below.any():
-                break
-            owner = _most_work_first(items, room, below)
-            if owner is not None and (waits := self.waits(owner, count)) < least:
-                best, least = owner, waits
-            if least <= self.least * _EVEN_ENOUGH:
-                return best, True
-        return best, False
+        found = _most_work_first(items, room, np.zeros(count))
+        if found is not None and self.waits(found, count) <= self.enough:
+            return found
+        filled = _most_work_first(items, room, _levels(items, self.dp, count // self.dp))
+        return min(
+            (owner for owner in (found, filled) if owner is not None),
+            key=lambda owner: self.waits(owner, count),
+            default=None,
+        )
 
-    def best(
-        self, count: int, packs: Packing, spread: tuple[IntArray | None, bool] | None = None
-    ) -> IntArray:
+    def best(self, count: int, packs: Packing) -> IntArray:
         """Choose the bins that wait least: filled by work, by best fit, or microstep after microstep."""
-        filled, even = spread or self.spread(count)
-        if filled is not None and even:
+        filled = self.spread(count)
+        if filled is not None and self.waits(filled, count) <= self.enough:
             return filled
         packed = np.empty(len(self.work), np.int64)
         packed[packs.indices] = np.repeat(np.arange(len(packs)), np.diff(packs.offsets))
@@ -216,7 +213,7 @@ class _Step:
             self.capacity,
             dp=self.dp,
             num_microbatches=count // self.dp,
-            enough=self.least * _EVEN_ENOUGH,
+            enough=self.enough,
             seen=self.seen,
         )
         found = [owner for owner in (filled, packed, level) if owner is not None]

@@ -106,14 +106,6 @@ def test_large_sequences_share_the_first_microstep_and_the_rest_is_even(
     assert [[len(bin_) for bin_ in rank] for rank in plan] == [[1, 20], [1, 20]]
 
 
-def test_one_sequence_above_an_even_share_is_waited_for_and_not_searched_around(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(balanced_bins.__globals__, "best_fit", None)
-    lengths = [60] + [1] * 60
-    assert waited(balance(lengths, 64, dp=4, cost=COST), lengths) == COST([60])[0]
-
-
 def test_full_packs_fall_back_to_best_fit() -> None:
     """Eight packs filled to the last slot: longest first runs into the cap, best fit does not."""
     lengths = [6, 4] * 5 + [7, 3] * 2 + [5, 3, 2]
@@ -205,14 +197,3 @@ def test_exchanges_never_wait_for_more_nor_break_the_cap(
         return np.bincount(owner, weights=work, minlength=dp * groups).reshape(groups, dp).max(1).sum()
 
     assert as_grouped(after) <= as_grouped(before) * (1 + 1e-12)
-
-
-def test_exchanges_find_an_even_plan() -> None:
-    """Two bins of 6 + 5 and 4 + 3 become 6 + 3 and 4 + 5; a bin of 9 alone gives nothing up."""
-    sizes = np.array([6, 5, 4, 3])
-    owner = np.array([0, 0, 1, 1])
-    exchange(owner, sizes, sizes.astype(float), 100, dp=2, num_microbatches=1)
-    assert np.bincount(owner, weights=sizes).tolist() == [9, 9]
-    alone = np.array([0, 1, 1])
-    exchange(alone, np.array([9, 2, 3]), np.array([9.0, 2.0, 3.0]), 100, dp=2, num_microbatches=1)
-    assert alone.tolist() == [0, 1, 1]

@@ -1,19 +1,9 @@
 import numpy as np
 import pytest
 
+from benchmarks.balance import LLAMA_8B
 from lightning_thd.flops import FlopsModel, SeqStats
 from lightning_thd.packing import Cost
-
-LLAMA_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "intermediate_size": 14_336,
-    "vocab_size": 128_256,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-}
 
 
 def test_is_the_models_own_work() -> None:
