@@ -6,23 +6,23 @@ S sequences, N tokens of the longest, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_thd._imports import require
 from lightning_thd.batch import THDBatch
 from lightning_thd.data import THDDataModule
+from lightning_thd.data.loader import THDLoader
 from lightning_thd.integrations.evaluation import mean_loss
 from lightning_thd.integrations.hf_data import (
     OF_READING,
     TrainerBase,
+    TrainerPacks,
     arguments_of,
-    keyed_loader,
     packed_dataset,
 )
 from lightning_thd.precision.convert import in_low_precision
@@ -47,7 +47,7 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
     def _pins(self) -> bool:
         return bool(self.args.dataloader_pin_memory) and torch.device(self.args.device).type == "cuda"
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> TrainerPacks:
         """Return a loader of this rank's evaluation packs, which hold every sequence once."""
         dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
         if isinstance(dataset, str):
@@ -59,11 +59,16 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
             prefetch_factor=self.args.dataloader_prefetch_factor,
             **{name: value for name, value in self._data_kwargs.items() if name in OF_READING},
         )
-        data.attach(rank=self.args.process_index, ranks=self.args.world_size, model=self.model)
+        data.attach(
+            rank=self.args.process_index,
+            ranks=self.args.world_size,
+            model=self.model,
+            device=self.args.device if self._pins else "cpu",
+        )
         data.setup("validate")
-        return keyed_loader(data.val_dataloader(), pin_memory=self._pins)
+        return TrainerPacks(cast("THDLoader", data.val_dataloader()))
 
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+    def get_test_dataloader(self, test_dataset: Any) -> TrainerPacks:
         """Return a loader of this rank's packs of a test set."""
         return self.get_eval_dataloader(test_dataset)
 
@@ -75,7 +80,7 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
 
     def evaluation_loop(
         self,
-        dataloader: DataLoader[Any],
+        dataloader: TrainerPacks,
         description: str,
         prediction_loss_only: bool | None = None,
         ignore_keys: Any = None,
@@ -120,10 +125,10 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
             num_samples=self._sum_over_ranks(sequences),
         )
 
-    def _packs_told_of(self, dataloader: DataLoader[Any]) -> Iterator[THDBatch]:
+    def _packs_told_of(self, dataloader: TrainerPacks) -> Iterator[THDBatch]:
         """Yield the packs of a loader, and call the callbacks after each has run."""
         for inputs in dataloader:
-            yield inputs["batch"]
+            yield cast("THDBatch", inputs["batch"])
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
 
     def _prepare_for_evaluation(self) -> None:

@@ -6,12 +6,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_thd._checks import choice, described
 from lightning_thd._find import unwrapped
@@ -23,10 +22,10 @@ from lightning_thd.callbacks.meter import Hardware, Meter
 from lightning_thd.callbacks.module_flops import ModuleFlops
 from lightning_thd.data import THDDataModule
 from lightning_thd.integrations.hf_data import (
-    StreamsMixin,
+    PositionMixin,
+    TrainerPacks,
     arguments_of,
     is_streamed,
-    keyed_loader,
     packed_dataset,
     streamed_dataset,
 )
@@ -78,7 +77,7 @@ def packed_trainer(trainer_class: type | None = None) -> type:
     return type(f"Packed{base.__name__}", (_PackedTrainerMixin, base), {"__doc__": base.__doc__})
 
 
-class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
+class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
     loss_is_scaled_for_ga = False  # Trainer divides by the accumulation steps, as loss_scale expects
     current_gradient_accumulation_steps: int
 
@@ -127,7 +126,7 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
         finally:
             self._meter.pause()
 
-    def get_train_dataloader(self) -> DataLoader[Any]:
+    def get_train_dataloader(self) -> TrainerPacks:
         """Return a loader of this rank's training packs."""
         accumulate = self.args.gradient_accumulation_steps
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
@@ -147,11 +146,7 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
             device=self.args.device if self._pins else "cpu",
         )
         data.setup("fit")
-        loader = data.train_dataloader()
-        if loader.planner is None:
-            return cast("DataLoader[Any]", self._streamed(loader))
-        self._planned(loader)
-        return keyed_loader(loader, pin_memory=self._pins)
+        return self._packs_of(data.train_dataloader())
 
     def compute_loss(
         self,
@@ -227,6 +222,9 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add throughput, MFU and packing to the Trainer's own logs."""
         self._count_packs(logs)
+        planner = None if self._packs is None else self._packs.loader.planner
+        if planner is not None:  # Trainer counts from the pack that it resumed at
+            self.state.epoch = self.state.global_step / planner.num_steps(0)
         if "loss" in logs and self._metered:
             ours = for_loggers(self._meter.close())  # reporters put "train/" before every key themselves
             logs = {**logs, **{key.removeprefix("train/"): value for key, value in ours.items()}}

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import skip_first_batches
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback, TrainingArguments
 
@@ -135,13 +134,6 @@ def test_a_checkpoint_inside_a_step_resumes_at_the_step(tmp_path: Path, accumula
     assert largest_error(found, whole) == 0.0
 
 
-def test_a_checkpoint_without_a_stream_is_refused(tmp_path: Path) -> None:
-    from lightning_thd.integrations.hf_data import StreamedPacks
-
-    with pytest.raises(ValueError, match="has no thd_stream.pt: it was not written by packed_trainer"):
-        StreamedPacks(None, lambda: None, lambda: 0).load(tmp_path)  # type: ignore[arg-type]
-
-
 CHANGES: dict[str, dict[str, Any]] = {
     "capacity": {"capacity": 96},
     "lengths": {"train_dataset": sequences(20)},
@@ -166,20 +158,23 @@ def test_a_plan_is_resumed_with_the_data_and_settings_it_was_made_of(tmp_path: P
     freely = planned(tmp_path / "again", capacity=96, ignore_data_skip=True)
     assert freely.train(str(checkpoint)).global_step == 3
     assert planned(tmp_path / "again").train(str(checkpoint)).global_step == 3
-    (checkpoint / "thd_plan.pt").unlink()
-    with pytest.warns(UserWarning, match="has no thd_plan.pt: whether its steps held the sequences"):
+    (checkpoint / "thd_data.pt").unlink()
+    with pytest.raises(ValueError, match="has no thd_data.pt: packed_trainer did not write it"):
         planned(tmp_path / "again").train(str(checkpoint))
 
 
-def test_resuming_begins_in_the_epoch_of_the_checkpoint_whoever_says_so(tmp_path: Path) -> None:
-    trainer = planned(tmp_path, max_steps=12, save_steps=10)
+def test_resuming_begins_in_the_epoch_of_the_checkpoint(tmp_path: Path) -> None:
+    trainer = planned(tmp_path, max_steps=12, save_steps=10, logging_steps=1)
     trainer.train()
-    again = planned(tmp_path, max_steps=12)
+    again = planned(tmp_path, max_steps=12, logging_steps=1)
     again._resumed = str(tmp_path / "checkpoint-10")
-    loader = again.get_train_dataloader()
-    epoch, used = divmod(10, len(loader))
+    packs = again.get_train_dataloader()
+    epoch, used = divmod(10, len(packs))
     assert epoch >= 1
-    # As Trainers before 5.23 do, which never tell such a loader the epoch.
-    (first, *_) = skip_first_batches(loader, used)
-    plan = again._planner.step(epoch, used, 1).indices_by_rank()[0][0]
+    (first, *_) = packs
+    plan = packs.loader.planner.step(epoch, used, 1).indices_by_rank()[0][0]
     assert list(first["batch"].sequence_ids) == plan.tolist()
+    resumed = planned(tmp_path, max_steps=12, logging_steps=1)
+    resumed.train(str(tmp_path / "checkpoint-10"))
+    epochs = [[row["epoch"] for row in one.state.log_history if "loss" in row] for one in (trainer, resumed)]
+    assert epochs[0] == epochs[1]
