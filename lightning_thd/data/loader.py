@@ -176,11 +176,6 @@ class THDLoader:
             return self.source.tokens_of(epoch, step)
         return self.tokens.popleft() if self.tokens else np.zeros(len(self.source.names), np.int64)
 
-    def keys_left(self) -> Iterator[Key]:
-        """Yield the keys of the batches left in a planned epoch, for a ``DataLoader`` over its steps."""
-        assert isinstance(self.source, PlannedSteps)
-        yield from self.source.keys(self._at, None)
-
     def __iter__(self) -> Iterator[Batch]:
         # A generator starts at the first next(), which Lightning calls after set_epoch. Until then the
         # position is that of the iteration before.

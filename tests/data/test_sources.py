@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from lightning_thd import THDDataModule
+from lightning_thd.data.loader import Position
 from tests.data.support import open_source
 from tests.tiny import sequences
 
@@ -59,6 +60,6 @@ def test_the_module_serves_one_trainer_after_another(tmp_path: Path) -> None:
         data.trainer = Pretends(ranks)  # type: ignore[assignment]
         data.setup("fit")
         loader = data.train_dataloader()
-        batches = [loader.source.loader.dataset[key] for key in loader.keys_left()]
-        tokens = sum(batch.stats.real_tokens for batch in batches)
+        made = loader.source.steps(Position(), None)
+        tokens = sum(batch.stats.real_tokens for step in made for batch in step.batches)
         assert tokens == pytest.approx(int(data._sets["train"].index.lengths.sum()) / ranks, rel=0.3)
