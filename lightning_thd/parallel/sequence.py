@@ -109,8 +109,7 @@ def check_slots(slots: int, ranks: int) -> None:
     if slots % ranks:
         raise ValueError(
             f"{slots} slots over {ranks} tensor-parallel ranks; sequence_parallel=True wants a multiple of "
-            f"{ranks} on a rank. THDBatch.collate pads when it is given align=strategy.alignment, as "
-            "THDDataModule does."
+            f"{ranks}. THDBatch.collate pads with align=strategy.alignment, as THDDataModule does."
         )
 
 

@@ -23,7 +23,7 @@ from lightning_thd.batch.thd_batch import check_batch, rows_of_slots, weighing_r
 from lightning_thd.parallel.context import traffic
 from lightning_thd.parallel.context.layout import Communication, ShardLayout, offsets_of
 from lightning_thd.parallel.context.partition import held_real_lengths
-from lightning_thd.parallel.exchange import all_gather_rows
+from lightning_thd.parallel.exchange import all_gather_rows, mapped, reduced
 
 _BATCH_FIELDS = THDBatch.__slots__
 
@@ -118,8 +118,8 @@ def shard_batch(
     check_batch(batch)
     if isinstance(batch, SharedBatch):
         raise ValueError(
-            "A batch with share_prefixes=True came to context parallelism, which cuts every sequence over "
-            "ranks, and these share slots. Set context_parallel_size=1, or collate with share_prefixes=False."
+            "A batch with share_prefixes=True came to context parallelism, which cuts every sequence. Set "
+            "context_parallel_size=1, or collate with share_prefixes=False."
         )
     known = cp is not None and rank is not None
     if not (known and group is None) and not (hasattr(group, "size") and hasattr(group, "rank")):
@@ -136,13 +136,9 @@ def shard_batch(
         communication=communication,
         device=batch.input_ids.device,
     )
-    return _own_part(batch, at)
-
-
-def _own_part(batch: THDBatch, at: ShardLayout) -> THDShard:
     own = at.own
     traffic.run(at.local_slots)
-    real = held_real_lengths(batch.lengths, batch.padded_lengths, cp=at.cp, rank=at.rank, layout=at.layout)
+    real = held_real_lengths(batch.lengths, batch.padded_lengths, cp=cp, rank=rank, layout=layout)
     return THDShard._of(
         batch,
         input_ids=batch.input_ids.index_select(-1, own),
@@ -151,10 +147,10 @@ def _own_part(batch: THDBatch, at: ShardLayout) -> THDShard:
         cu_seqlens=at.put(offsets_of(real)),
         cu_seqlens_padded=at.offsets(),
         max_seqlen=max(1, int(at.held.max(initial=1))),
-        loss_scale=batch.loss_scale * at.cp,
+        loss_scale=batch.loss_scale * cp,
         weights=None if batch.weights is None else batch.weights.index_select(-1, own),
-        sequence_scale=None if batch.sequence_scale is None else batch.sequence_scale * at.cp,
-        token_scale=None if batch.token_scale is None else batch.token_scale * at.cp,
+        sequence_scale=None if batch.sequence_scale is None else batch.sequence_scale * cp,
+        token_scale=None if batch.token_scale is None else batch.token_scale * cp,
         extras=_cut_extras(batch, own),
         layout=at,
     )
@@ -163,25 +159,11 @@ def _own_part(batch: THDBatch, at: ShardLayout) -> THDShard:
 def pack_value(loss: Tensor, batch: THDBatch) -> Tensor:
     """Return a loss with the value of the whole pack's and the gradient of this rank's shard.
 
-    What a user logs of it is then the same on all ranks of the pack, with ``sync_dist`` or without. The
-    mean of the gradients over ranks is unchanged.
+    What a user logs of it is then the same on all ranks of the pack.
     """
-    if not isinstance(batch, THDShard) or batch.layout.group is None:
+    if not isinstance(batch, THDShard) or (group := batch.layout.group) is None:
         return loss
-    value: Tensor = _PackValue.apply(loss, batch.layout.group)  # type: ignore[no-untyped-call]
-    return value
-
-
-class _PackValue(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, group: dist.ProcessGroup) -> Tensor:
-        value = loss.clone()
-        dist.all_reduce(value, group=group)
-        return value / group.size()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+    return mapped(loss, lambda own: reduced(own, group) / group.size(), lambda gradient: gradient)
 
 
 def shard_step(step: THDStep, **how: Any) -> THDStep:
@@ -197,9 +179,8 @@ def _cut_extras(batch: THDBatch, own: Tensor) -> dict[str, Tensor]:
     for name, value in batch.extras.items():
         if value.shape[:2] != (1, slots):
             raise ValueError(
-                f"A batch carries {name!r} of shape {tuple(value.shape)}, which has no value a slot and "
-                "cannot be cut for context parallelism. Supported are token inputs and extras of shape "
-                f"[1, {slots}]; train models that see images with context_parallel_size=1."
+                f"A batch carries {name!r} of shape {tuple(value.shape)}, which context parallelism cannot "
+                f"cut; wanted [1, {slots}]. Train models that see images with context_parallel_size=1."
             )
         extras[name] = value.index_select(1, own)
     return extras

@@ -57,9 +57,8 @@ def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], mesh: Devic
         for own, parameter in module._parameters.items():
             if shards.was_cut(parameter):
                 raise ValueError(
-                    f"{name}.{own} is tied to a weight that the tensor-parallel plan cuts, but is not in the "
-                    f"plan itself. Add {name!r}: an embedding as 'embedding_rowwise', a head as "
-                    "'colwise_gather_output'."
+                    f"{name}.{own} is tied to a weight that the tensor-parallel plan cuts. Add {name!r} to "
+                    "it: an embedding as 'embedding_rowwise', a head as 'colwise_gather_output'."
                 )
 
 
@@ -99,9 +98,8 @@ def _between_products(model: nn.Module, matched: list[tuple[str, nn.Module, str]
         block: Any = model.get_submodule(path)
         if sparsity := getattr(block, "activation_sparsity", 0.0):
             raise ValueError(
-                f"{path} ({type(block).__name__}) has activation_sparsity={sparsity}: it keeps the largest "
-                "activations of a token, and tensor parallelism cuts them over ranks. Set "
-                "config.activation_sparsity_pattern to zeros, or tensor_parallel_size=1."
+                f"{path} ({type(block).__name__}) has activation_sparsity={sparsity}: it compares "
+                "activations that tensor parallelism cuts. Set config.activation_sparsity_pattern to zeros."
             )
         for name, child in block.named_children():
             if id(child) in known or not any(True for _ in child.parameters()):
@@ -112,9 +110,8 @@ def _between_products(model: nn.Module, matched: list[tuple[str, nn.Module, str]
                 width = getattr(block, "head_dim", None)
                 if any(parameter.shape != (width,) for parameter in child.parameters()):
                     raise ValueError(
-                        f"{path}.{name} ({type(child).__name__}) has weights for all heads, and tensor "
-                        "parallelism cuts heads over ranks. Take the projections of this block out of the "
-                        "plan, or set tensor_parallel_size=1."
+                        f"{path}.{name} ({type(child).__name__}) has weights for all heads, which tensor "
+                        "parallelism cuts. Take the projections of this block out of the plan."
                     )
             if norm or name.startswith("act"):
                 found.append(child)
@@ -310,8 +307,7 @@ def _check_linear(dim: int) -> Callable[[str, nn.Module, int], None]:
         if not _is_product(module):
             raise ValueError(
                 f"{name} is a {type(module).__name__}, whose forward may do more than a product with a "
-                "weight of its own, and the tensor-parallel plan cuts it as an nn.Linear. Take it out of the "
-                "plan, or set tensor_parallel_size=1."
+                "weight of its own. Take it out of the tensor-parallel plan."
             )
         features, side = weight.shape[dim], "output" if dim == 0 else "input"
         pad = f"pad the vocabulary: model.resize_token_embeddings(pad_to_multiple_of={ranks})."
@@ -343,9 +339,8 @@ def _check_experts(name: str, module: nn.Module, ranks: int) -> None:
         )
     if len(inspect.signature(type(module).forward).parameters) < 4:
         raise ValueError(
-            f"{name} ({type(module).__name__}) is not told which experts each token has chosen, so tensor "
-            "parallelism cannot give ranks experts of their own. Take it out of the plan, or set "
-            "tensor_parallel_size=1."
+            f"{name} ({type(module).__name__}) is not told which experts each token has chosen, so ranks "
+            "cannot have experts of their own. Take it out of the tensor-parallel plan."
         )
     advice = "Lower tensor_parallel_size, or take the experts out of the plan."
     _require_divided(f"{name} has {count} experts", count, ranks, advice)

@@ -158,14 +158,14 @@ def test_messages() -> None:
         "up has 15 output features, which 2 tensor-parallel ranks do not divide; wanted a multiple of 2",
         "embed has 13 rows, which 2 tensor-parallel ranks do not divide; wanted a multiple of 2. Pad",
         "embed is a Embedding, but the tensor-parallel plan cuts it as an nn.Embedding without max_norm and",
-        "embed.weight is tied to a weight that the tensor-parallel plan cuts, but is not in the plan",
+        "embed.weight is tied to a weight that the tensor-parallel plan cuts. Add",
         "up (Linear) does not keep its experts as parameters [num_experts, ...]",
         "down is a Scaled, whose forward may do more than a product with a weight of its own",
         "up is a ParametrizedLinear, whose forward may do more than a product with a weight of its own",
         "up is a Linear, whose forward may do more than a product with a weight of its own",
-        "block.q_norm (LayerNorm) has weights for all heads, and tensor parallelism cuts heads over ranks",
+        "block.q_norm (LayerNorm) has weights for all heads, which tensor parallelism cuts",
         "nn.Embedding without max_norm and scale_grad_by_freq. Take it out of the plan",
-        "(Net) has activation_sparsity=0.9: it keeps the largest activations of a token",
+        "(Net) has activation_sparsity=0.9: it compares",
         "experts (Experts) is not told which experts each token has chosen",
     ]
     for found in run_ranks(messages, 2):

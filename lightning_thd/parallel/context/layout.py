@@ -207,10 +207,9 @@ def refuse_unknown_offsets(cu_seqlens: Tensor, slots: int) -> None:
     layout = _in_use_over(slots, cu_seqlens.device)
     if layout is not None:
         raise ValueError(
-            f"Attention over {slots} slots got cu_seqlens that are not those of the batch, while a batch is "
-            f"cut into shards of {slots} slots for {layout.cp} context-parallel ranks: keys of other ranks "
-            "would be left out. Pass batch.cu_seqlens_padded itself, or batch.hf_kwargs(), not new "
-            "offsets."
+            f"Attention over {slots} slots got cu_seqlens that are not those of the batch, which is cut over "
+            f"{layout.cp} context-parallel ranks: keys of other ranks would be left out. Pass "
+            "batch.cu_seqlens_padded itself, or batch.hf_kwargs(), not new offsets."
         )
 
 

@@ -133,8 +133,7 @@ def _around(
         if not seen_layers and not isinstance(child, nn.Embedding):
             raise ValueError(
                 f"{type(inner).__name__} has {name} ({type(child).__name__}) before its layers, wanted "
-                "only embeddings: other pipeline stages could not replace it. Set "
-                "pipeline_parallel_size=1."
+                "only embeddings. Set pipeline_parallel_size=1."
             )
         (behind if seen_layers else before)[name] = child
     known = (layers, head, *before.values(), *behind.values())
@@ -240,8 +239,8 @@ def _require_behind(name: str, owner: nn.Module, stage: Stage) -> None:
     def check(module: nn.Module, args: Any) -> None:
         if not stage.in_layers:
             raise ValueError(
-                f"{type(owner).__name__} runs {name} before its layers, wanted only embeddings: other "
-                "pipeline stages could not replace it. Set pipeline_parallel_size=1."
+                f"{type(owner).__name__} runs {name} before its layers, wanted only embeddings. Set "
+                "pipeline_parallel_size=1."
             )
 
     module.register_forward_pre_hook(check)

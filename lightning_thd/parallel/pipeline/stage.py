@@ -103,8 +103,8 @@ class Stage:
         """Raise if an earlier step was broken off, as its messages may still be under way."""
         if self.active is not None or self.channel.is_busy:
             raise ValueError(
-                "The model was cut for a pipeline and its last step was broken off, so messages between "
-                "stages may be left of it. Start a new job and resume from a checkpoint."
+                "The model was cut for a pipeline and its last step was broken off. Start a new job and "
+                "resume from a checkpoint."
             )
 
     def again(self) -> bool:
