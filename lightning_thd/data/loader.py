@@ -291,10 +291,7 @@ class THDLoader:
 
 
 class _SamplerForLightning(_IndexBatchSamplerWrapper):
-    """Holds the loader as its ``sampler``, so that Lightning finds ``set_epoch`` and replaces nothing.
-
-    ``BasePredictionWriter`` finds the indices of each batch's sequences here.
-    """
+    """Holds the loader and the indices of its batches where Lightning and ``BasePredictionWriter`` look."""
 
     def __init__(self, loader: THDLoader, indices: list[list[int]]) -> None:
         self.sampler, self.seen_batch_indices = loader, indices
@@ -537,10 +534,7 @@ class PlannedSteps:
 
 
 def _keys(epoch: int, first: int, stop: int, per_step: int) -> Iterator[Key]:
-    """Yield the keys of an epoch's batches from a step on.
-
-    It holds no loader: workers of a loader that is part of a cycle take ten seconds to end.
-    """
+    """Yield the keys of an epoch's batches from a step on, without holding the loader: it has workers."""
     for batch in range(first * per_step, stop):
         step, micro = divmod(batch, per_step)
         yield epoch, step, micro, min(per_step, stop - step * per_step)

@@ -28,7 +28,7 @@ from lightning_thd.packing.lengths import make_slots
 from lightning_thd.packing.mixtures import Mixing, MixturePlanner, make_mixture
 from lightning_thd.packing.planner import Tail, media_digest
 from lightning_thd.packing.prefixes import PrefixPlanner
-from lightning_thd.packing.sharing import SharedPlanner, Sharing
+from lightning_thd.packing.sharing import SharedPlanner
 
 T = TypeVar("T")
 
@@ -119,7 +119,15 @@ def make_planner(
     sharing = host.sharing if training else None
     capacity, oversize = settings.capacity, settings.oversize
     if sharing is not None:
-        _refuse_with_sharing(data, settings, host, sharing)
+        clashes = {
+            "a mixture": data.weights is not None,
+            f"a precision that aligns packs ({host.alignment})": host.alignment != sharing.align(1),
+            f"max_patches={settings.max_patches}": settings.max_patches is not None,
+            f"pad_to={settings.pad_to}": settings.pad_to is not None,
+            "oversize='own_pack'": settings.oversize == "own_pack",
+            "share_prefixes=True": settings.share_prefixes,
+        }
+        _refuse("context_parallel_size='dynamic'", clashes)
     if not training and oversize == "error":
         oversize = "own_pack"  # so that nothing is lost
     largest = capacity if sharing is None else capacity * sharing.max_degree
@@ -144,7 +152,12 @@ def make_planner(
         del plan["align"]
         return SharedPlanner(data.index.lengths, capacity, sharing=sharing, **plan), rows
     if settings.share_prefixes:
-        _refuse_sharing_prefixes(data, host)
+        cut = host.alignment is not None and host.alignment.sequence_multiple != 1
+        clashes = {
+            "a mixture, which draws sequences one by one": data.weights is not None,
+            "context parallelism, which cuts every sequence": cut or host.sharing is not None,
+        }
+        _refuse("share_prefixes=True", clashes)
         return PrefixPlanner(data.index.lengths, capacity, ids=partial(prefix_bytes, rows), **plan), rows
     if data.weights is not None:
         return _mixture_planner(data, settings, plan), rows
@@ -205,35 +218,11 @@ def prefix_bytes(rows: MapDataset, i: int) -> bytes:
     return ids.astype("<i4").tobytes()
 
 
-def _refuse_sharing_prefixes(data: DataSet, host: Host) -> None:
-    """Refuse sequences that share prefixes in a mixture and under context parallelism."""
-    if data.weights is not None:
-        raise ValueError(
-            "share_prefixes=True with a mixture, which draws sequences one by one, so that few of one prompt "
-            "would meet. Train on one source, or leave share_prefixes out."
-        )
-    if host.sharing is not None or (host.alignment is not None and host.alignment.sequence_multiple != 1):
-        raise ValueError(
-            "share_prefixes=True under context parallelism, which cuts every sequence over ranks. Set "
-            "context_parallel_size=1, or leave share_prefixes out."
-        )
-
-
-def _refuse_with_sharing(data: DataSet, settings: DataSettings, host: Host, sharing: Sharing) -> None:
-    """Refuse what cannot be planned if long sequences are shared by several ranks."""
-    clashes = {
-        "a mixture": data.weights is not None,
-        f"a precision that aligns packs ({host.alignment})": host.alignment != sharing.align(1),
-        f"max_patches={settings.max_patches}": settings.max_patches is not None,
-        f"pad_to={settings.pad_to}": settings.pad_to is not None,
-        "oversize='own_pack'": settings.oversize == "own_pack",
-    }
-    for what, clashing in clashes.items():
+def _refuse(option: str, clashes: Mapping[str, bool]) -> None:
+    """Refuse an option beside the first of the others that clashes with it."""
+    for other, clashing in clashes.items():
         if clashing:
-            raise ValueError(
-                f"{what} under context_parallel_size='dynamic', which plans the degree of each sequence of "
-                "one source. Leave it out, or set a fixed context_parallel_size."
-            )
+            raise ValueError(f"{option} cannot be used with {other}. Leave one of them out.")
 
 
 def counts_of(data: DataSet, planner: Planner) -> dict[str, int]:

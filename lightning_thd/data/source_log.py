@@ -21,12 +21,7 @@ from lightning_thd.parallel.shard import THDShard
 
 
 class SourceLog:
-    """Logs how much of what was trained on came from each source, and its loss, for the whole job.
-
-    Tokens and shares come from the plan, on the first process. Losses are those that ``causal_lm_loss`` sums
-    anyway: added up on the device by source, and over the ranks once a log interval, when they are read.
-    Another loss reports its values by ``loss.log_token_losses``; else the keys of losses are left out.
-    """
+    """Logs tokens by source, from the plan, and losses, which are read once a log interval, of all ranks."""
 
     def __init__(self, loader: THDLoader, tokens: Mapping[str, int]) -> None:
         self.loader, self._names = loader, loader.source.names

@@ -197,11 +197,11 @@ def test_what_is_not_planned_by_degrees() -> None:
     opener, settings = Opener(), planning.DataSettings(capacity=CAPACITY)
     host = Host(ranks=2, sharing=Sharing(max_degree=2))
     mixture = open_mixture("train", {"a": (sequences(3), 1.0)}, opener, empty="error")
-    with pytest.raises(ValueError, match="a mixture under context_parallel_size='dynamic', which plans"):
+    with pytest.raises(ValueError, match="context_parallel_size='dynamic' cannot be used with a mixture"):
         planning.make_planner(mixture, settings, host, training=True)
     one = open_set("train", sequences(3), opener, empty="error")
     aligned = replace(host, alignment=Alignment(sequence_multiple=1, total_multiple=16))
-    with pytest.raises(ValueError, match="a precision that aligns packs .*set a fixed"):
+    with pytest.raises(ValueError, match="with a precision that aligns packs"):
         planning.make_planner(one, settings, aligned, training=True)
 
 

@@ -210,11 +210,11 @@ def refused(case: str) -> None:
     elif case == "tiling":
         largest, message = 4, "max_context_parallel_size=4 does not divide the 2 ranks.*size=2"
     elif case == "own_pack":
-        options["oversize"], message = "own_pack", "'own_pack' under context_parallel_size='dynamic'"
+        options["oversize"], message = "own_pack", "'dynamic' cannot be used with oversize='own_pack'"
     elif case == "other loader":
         message = "degrees were planned, but the dataloader gave THDBatch"
     elif case == "pad_to":
-        options["pad_to"], message = 64, "pad_to=64 under context_parallel_size='dynamic'"
+        options["pad_to"], message = 64, "'dynamic' cannot be used with pad_to=64"
     made = THDDDPStrategy(context_parallel_size="dynamic", max_context_parallel_size=largest)
     accumulate = 2 if case == "packs" else 1
     trainer = make_trainer(layout, strategy=made, max_steps=1, accumulate_grad_batches=accumulate)

@@ -7,7 +7,7 @@ drawn at random. Several take turns by their shares (``packing.mixtures.take_tur
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -49,21 +49,16 @@ class Engine:
         count = len(settings.sources)
         self.ledger = Ledger.fresh(len(settings.shards), count) if state is None else begun(state)
         self._intake = Intake(settings, wire)
+        self.counts = self._intake.counts  # of all ranks: unusable records, and those that policies changed
         if state is not None:
             self._intake.marks = {shard: [mark] for shard, mark in state["marks"].items()}
         self._restore = None if state is None else (state, same)
         self._before = dict(self.counts)  # when the passes before had ended
-        self._told: set[int] = set()  # sources whose end was announced
         self._given = np.zeros(count, bool)  # sources that gave something in their round
         self._next: Planned | None = None
         self._to_open = list(range(count))
         self._closed = False  # The pass has ended, or an error has come: no step is made.
         self.open_pass()
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Return how many records of all ranks were unusable, and how many policies left out or changed."""
-        return self._intake.counts
 
     def open_pass(self) -> None:
         """Start to read the sources whose next pass is due; worker processes start in the calling thread."""
@@ -165,7 +160,6 @@ class Engine:
             order = order_of(ledger, settings, self._intake.dry)
             ready = rows_of(ledger.pool, order.rows)
             steps, left = plan_steps(ready, settings.scheduling, ended=order.ended)
-            self._tell(order.dry)
             if steps:
                 if len(settings.sources) > 1:
                     ledger.drawn, ledger.out = order.after(ledger, steps, settings.source_of)
@@ -176,15 +170,6 @@ class Engine:
             if order.ended:
                 return None
             target += settings.window
-
-    def _tell(self, numbers: Collection[int]) -> None:
-        """Print once that sources of a mixture ran dry."""
-        for number in set(numbers) - self._told:
-            rank_zero_info(
-                f"The source {self._settings.sources[number].name!r} of the mixture ran dry: "
-                f"Mixing(dry={self._settings.dry!r})."
-            )
-        self._told.update(numbers)
 
     def _gather(self, window: int, *, most: int | None = None) -> None:
         """Read until each rank holds ``window`` unplanned sequences, and add them to the pool."""
@@ -209,7 +194,6 @@ class Engine:
                 f"The source {source.name!r} gave no sequence in a whole pass over it, so it cannot have its "
                 "share of the mixture. Leave it out, or look at what its policies drop."
             )
-        self._tell({number})
         ledger.cursors[source.first : source.stop] = 0
         ledger.rounds[number] += 1
         self._intake.forget(number)
@@ -246,7 +230,6 @@ class Order:
     rest: IntArray  # int64, positions of the others, in the order of the pool
     ended: bool  # nothing more comes before the pass ends
     phases: tuple[tuple[int, int], ...] = ()
-    dry: frozenset[int] = frozenset()  # sources that ran dry
 
     def after(
         self, ledger: Ledger, steps: Sequence[Planned], source_of: IntArray
@@ -291,7 +274,7 @@ def order_of(ledger: Ledger, settings: Settings, exhausted: BoolArray) -> Order:
     turns: list[int] = []
     phases: list[tuple[int, int]] = []
     used = np.zeros(len(sources), np.int64)
-    ended, found_dry = bool(out.all()), set()
+    ended = bool(out.all())
     while not ended:
         waiting = [len(queue) - count for queue, count in zip(queues, used.tolist(), strict=True)]
         left = how.needed - len(turns) if isinstance(how.step, Sequences) else None
@@ -303,8 +286,6 @@ def order_of(ledger: Ledger, settings: Settings, exhausted: BoolArray) -> Order:
         out[blocked], drawn = True, np.zeros_like(drawn)
         phases.append((len(turns), blocked))
         ended = settings.dry == "stop" or bool(out.all())
-        if not out.all():
-            found_dry.add(blocked)
     rows = np.empty(len(turns), np.int64)
     of_turn = np.array(turns, np.int64)
     for number, queue in enumerate(queues):
@@ -316,7 +297,6 @@ def order_of(ledger: Ledger, settings: Settings, exhausted: BoolArray) -> Order:
         rest=np.flatnonzero(rest),
         ended=ended,
         phases=tuple(phases) if settings.dry == "rest" else (),
-        dry=frozenset(found_dry),
     )
 
 
