@@ -49,7 +49,7 @@ class Engine:
         count = len(settings.sources)
         self.ledger = Ledger.fresh(len(settings.shards), count) if state is None else begun(state)
         self._intake = Intake(settings, wire)
-        self.counts = self._intake.counts  # of all ranks: unusable records, and those that policies changed
+        self.counts = self._intake.counts  # unusable records, and those that policies changed
         if state is not None:
             self._intake.marks = {shard: [mark] for shard, mark in state["marks"].items()}
         self._restore = None if state is None else (state, same)
