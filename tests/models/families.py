@@ -45,6 +45,9 @@ _DELTA = {
     "linear_value_head_dim": 8,
     "linear_conv_kernel_dim": 4,
 }
+_LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+_SLIDING = {"head_dim": 8, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+_MAMBA1 = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
 
 
 class Family(NamedTuple):
@@ -69,16 +72,7 @@ FAMILIES: dict[str, Family] = {
         {**_DENSE, "head_dim": 8, "sliding_window": 5, "attn_logit_softcapping": 5.0},
         "window",
     ),
-    "gemma3": Family(
-        "Gemma3TextConfig",
-        {
-            **_DENSE,
-            "head_dim": 8,
-            "sliding_window": 5,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
-        "window",
-    ),
+    "gemma3": Family("Gemma3TextConfig", {**_DENSE, **_SLIDING}, "window"),
     "cohere2": Family("Cohere2Config", {**_DENSE, "sliding_window": 5}, "window"),
     "phi3": Family("Phi3Config", _DENSE),
     "olmo2": Family("Olmo2Config", _DENSE),
@@ -129,11 +123,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "mixtral": Family("MixtralConfig", _MOE, "moe"),
     "qwen3_moe": Family("Qwen3MoeConfig", {**_MOE, "head_dim": 8}, "moe"),
-    "gpt_oss": Family(
-        "GptOssConfig",
-        {**_MOE, "head_dim": 8, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
-        "sinks",
-    ),
+    "gpt_oss": Family("GptOssConfig", {**_MOE, **_SLIDING}, "sinks"),
     "deepseek_v3": Family(
         "DeepseekV3Config",
         {
@@ -154,29 +144,10 @@ FAMILIES: dict[str, Family] = {
         },
         "mla",
     ),
-    "mamba": Family(
-        "MambaConfig",
-        {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8},
-        "ssm",
-    ),
-    "falcon_mamba": Family(
-        "FalconMambaConfig",
-        {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8},
-        "ssm",
-    ),
+    "mamba": Family("MambaConfig", _MAMBA1, "ssm"),
+    "falcon_mamba": Family("FalconMambaConfig", _MAMBA1, "ssm"),
     "mamba2": Family(
-        "Mamba2Config",
-        {
-            "vocab_size": VOCAB,
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "state_size": 8,
-            "num_heads": 4,
-            "head_dim": 16,
-            "n_groups": 1,
-            "chunk_size": 8,
-        },
-        "ssm",
+        "Mamba2Config", {**_MAMBA1, "num_heads": 4, "head_dim": 16, "n_groups": 1, "chunk_size": 8}, "ssm"
     ),
     "bamba": Family("BambaConfig", {**_DENSE, **_MAMBA2, "attn_layer_indices": [1]}, "ssm"),
     "granitemoehybrid": Family(
@@ -231,20 +202,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_next": Family(
         "Qwen3NextConfig",
-        {
-            **_MOE,
-            **_DELTA,
-            "head_dim": 8,
-            "layer_types": ["linear_attention", "full_attention"],
-            "shared_expert_intermediate_size": 24,
-        },
+        {**_MOE, **_DELTA, **_LINEAR, "head_dim": 8, "shared_expert_intermediate_size": 24},
         "delta",
     ),
-    "qwen3_5": Family(
-        "Qwen3_5TextConfig",
-        {**_DENSE, **_DELTA, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
-        "delta",
-    ),
+    "qwen3_5": Family("Qwen3_5TextConfig", {**_DENSE, **_DELTA, **_LINEAR, "head_dim": 8}, "delta"),
     "lfm2": Family(
         "Lfm2Config", {**_DENSE, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3}, "conv"
     ),
@@ -253,20 +214,13 @@ FAMILIES: dict[str, Family] = {
         {**_DENSE, "num_hidden_layers": 3, "head_dim": 8, "lru_width": 32, "attention_window_size": 5},
         "ssm",
     ),
-    "minimax": Family(
-        "MiniMaxConfig",
-        {**_MOE, "head_dim": 8, "block_size": 4, "layer_types": ["linear_attention", "full_attention"]},
-        "delta",
-    ),
-    "olmo_hybrid": Family(
-        "OlmoHybridConfig",
-        {**_DENSE, **_DELTA, "layer_types": ["linear_attention", "full_attention"]},
-        "delta",
-    ),
+    "minimax": Family("MiniMaxConfig", {**_MOE, **_LINEAR, "head_dim": 8, "block_size": 4}, "delta"),
+    "olmo_hybrid": Family("OlmoHybridConfig", {**_DENSE, **_DELTA, **_LINEAR}, "delta"),
     "kimi_linear": Family(
         "KimiLinearConfig",
         {
             **_MOE,
+            **_LINEAR,
             "num_key_value_heads": 4,
             "head_dim": 8,
             "kv_lora_rank": 16,
@@ -277,7 +231,6 @@ FAMILIES: dict[str, Family] = {
             "linear_num_heads": 2,
             "linear_head_dim": 8,
             "num_experts_per_token": 2,
-            "layer_types": ["linear_attention", "full_attention"],
             "mlp_layer_types": ["dense", "sparse"],
         },
         "delta",
