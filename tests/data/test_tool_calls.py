@@ -115,7 +115,7 @@ def test_variables_of_the_template_beside_a_conversation(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("thinking", "chat_template_kwargs is a str; wanted {name: value}"),
+        ("thinking", "argument after \\*\\* must be a mapping"),
         ({"tools": [], "tokenize": True}, "multiple values for keyword argument '(tools|tokenize)'"),
         ({"chat_template": "x"}, "chat_template_kwargs holds 'chat_template', which the chat template does"),
     ],

@@ -59,7 +59,7 @@ def messages_of(record: dict[str, Any], kind: Kind) -> Conversation:
     if isinstance(tools, Bad) or not isinstance(tools, list | None):
         raise ValueError("tools are no list, nor JSON of one. Mend or remove the record.")
     tools = tools or None
-    options = _options(record.get("chat_template_kwargs"))
+    options = record.get("chat_template_kwargs") or {}
     if kind == "alpaca":
         asked, answer = alpaca_prompt(record), record["output"]
         turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
@@ -72,11 +72,9 @@ def messages_of(record: dict[str, Any], kind: Kind) -> Conversation:
     if kind == "prompt":
         prompt = _turns(record["prompt"])
         return Conversation([*prompt, *_turns(record["completion"])], tools, len(prompt), options)
-    turns, system = _turns(record["messages"]), _system(record)
-    if system and isinstance(turns, list):
-        if any(isinstance(turn, dict) and turn.get("role") == "system" for turn in turns):
-            raise ValueError("'system' stands beside messages that have one of the role 'system'. Keep one.")
-        turns = [*system, *turns]
+    if record.get("system"):
+        raise ValueError("'system' stands beside 'messages'. Make it the first of the messages.")
+    turns = _turns(record["messages"])
     return Conversation(turns, tools, 0, options)
 
 
@@ -85,15 +83,6 @@ def _turns(messages: Any) -> Any:
     if not isinstance(messages, list | tuple):
         return messages
     return [_turn(m) if isinstance(m, dict) and "from" in m and "role" not in m else m for m in messages]
-
-
-def _options(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict | None):
-        raise ValueError(
-            f"chat_template_kwargs is a {type(value).__name__}; wanted {{name: value}}, what the chat "
-            "template reads beside the messages. Mend or remove it."
-        )
-    return value or {}
 
 
 def calls_read(message: Message, text: str) -> Message:

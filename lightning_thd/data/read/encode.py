@@ -138,7 +138,7 @@ class Encoder:
 
     def _texts(self, given: list[Placed]) -> list[_Row] | None:
         """Encode records of text at once; None for others, or if one of them cannot be encoded."""
-        if self.kind != "text" or any(isinstance(record, Bad) for _, record in given):
+        if self.kind != "text":
             return None
         try:
             labels = [_label_of(record) for _, record in given]
@@ -300,8 +300,6 @@ def find_kind(chunks: Sequence[Chunk], *, records: Records, text_key: str, on_er
     if first is None:
         raise ValueError("The source has no record. Give at least one line, file or row.")
     place, record = first
-    if isinstance(record, Bad):
-        raise ValueError(f"{place}: {record.reason}")
     try:
         text_of(record, text_key)
     except ValueError as err:

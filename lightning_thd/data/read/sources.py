@@ -188,13 +188,7 @@ def as_dataset(source: object) -> MapDataset:
             "with len() and [i] giving {'input_ids': ids}."
         )
     dataset = cast("MapDataset", source)
-    try:
-        sample: Any = dataset[0] if len(dataset) else {}
-    except (KeyError, TypeError, IndexError) as err:
-        raise TypeError(
-            f"{type(source).__name__}[0] raised {type(err).__name__} ({err}). Pass an object with len() and "
-            "[i] giving {'input_ids': ids}."
-        ) from err
+    sample: Any = dataset[0] if len(dataset) else {}
     check_row(sample, 0)
     return dataset
 

@@ -46,9 +46,7 @@ class ByteTokenizer:
 
     def decode(self, ids: NDArray[np.integer]) -> str:
         """Return the text of ``ids``, special ids left out."""
-        values = host_ints(ids, "ids")
-        if values.size and values.min() < 0:
-            raise ValueError(f"Ids start at 0, got {int(values.min())}. Pass ids that the tokenizer gave.")
+        values = host_ints(ids, "ids", least=0)
         return bytes(values[values < 256].astype(np.uint8)).decode("utf-8", errors="replace")
 
 
@@ -68,8 +66,6 @@ def read_documents(path: Paths, *, text_key: str = "text") -> Iterator[str]:
     for chunk in file_chunks(find_files(path)):
         for place, record in chunk():
             try:
-                if isinstance(record, Bad):
-                    raise ValueError(record.reason)
                 yield text_of(record, text_key)
             except ValueError as err:
                 raise ValueError(f"{place}: {err}") from err
@@ -77,6 +73,8 @@ def read_documents(path: Paths, *, text_key: str = "text") -> Iterator[str]:
 
 def text_of(record: Record, text_key: str) -> str:
     """Return the text of a record, which may be a string itself."""
+    if isinstance(record, Bad):
+        raise ValueError(record.reason)
     text = record.get(text_key) if isinstance(record, dict) else record
     if isinstance(record, dict) and text_key in record and not isinstance(text, str):
         raise ValueError(
