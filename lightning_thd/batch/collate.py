@@ -94,7 +94,7 @@ def lay_out(
     if masked:
         labels = [np.asarray(sample.get("labels", row)) for sample, row in zip(samples, ids, strict=True)]
         source = _end_to_end(labels, starts, slots, dense, fill=IGNORE_INDEX)
-    targets = _shift(source, starts, lengths, dense)
+    targets = _shift(source, starts, lengths)
     loss_tokens = sum(lengths) - len(lengths)
     for sample, start, length in zip(samples, starts, lengths, strict=True):
         if "next_label" in sample:
@@ -151,10 +151,7 @@ def lay_out(
 def _sequence_ids(sequence_ids: Sequence[int] | None, count: int) -> Sequence[int]:
     if sequence_ids is None:
         return range(count)
-    if type(sequence_ids) is list and set(map(type, sequence_ids)) <= {int}:
-        ids = sequence_ids
-    else:
-        ids = host_ints(sequence_ids, "sequence_ids").tolist()
+    ids: list[int] = host_ints(sequence_ids, "sequence_ids").tolist()
     if len(ids) != count:
         raise ValueError(
             f"There are {count} samples but {len(ids)} sequence_ids. Give one dataset index each."
@@ -214,20 +211,14 @@ def _end_to_end(
     return out
 
 
-def _shift(
-    source: NDArray[np.int64], starts: list[int], lengths: list[int], dense: bool
-) -> NDArray[np.int64]:
+def _shift(source: NDArray[np.int64], starts: list[int], lengths: list[int]) -> NDArray[np.int64]:
     """Return the next token of the same sequence for every slot; the last of each gets -100."""
-    targets = np.empty_like(source)
-    if dense:
-        targets[:-1] = source[1:]
-        ends = np.cumsum(lengths, dtype=np.int64)
-        targets[ends - 1] = IGNORE_INDEX
-        targets[starts[-1] + lengths[-1] if lengths else 0 :] = IGNORE_INDEX
-        return targets
-    targets.fill(IGNORE_INDEX)
-    for start, length in zip(starts, lengths, strict=True):
-        targets[start : start + length - 1] = source[start + 1 : start + length]
+    targets = np.append(source[1:], IGNORE_INDEX)
+    ends = np.asarray(starts, np.int64) + np.asarray(lengths, np.int64)
+    targets[ends - 1] = IGNORE_INDEX
+    for end, start in zip(ends.tolist() or [0], [*starts[1:], len(source)], strict=True):
+        if end < start:  # padding
+            targets[end:start] = IGNORE_INDEX
     return targets
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from lightning_thd.loss.lazy_logits import Record, carry_values, open_values
 from lightning_thd.loss.tiles.logits import LogitMap
 from lightning_thd.models import announce
 from lightning_thd.models.pack import Pack, current_scope
+from lightning_thd.parallel.pipeline.stage import STAGE
 from tests.cuda_graph.support import BUCKETS, random_batch
 from tests.loss.support import gradients
 from tests.models import matrix
@@ -379,3 +381,40 @@ def test_a_factor_of_a_heads_hook_is_recorded_and_gradients_of_logits_are_whole(
     with pytest.warns(UserWarning, match=WHOLE + "<lambda> .* may read them"):
         compare(model)
     assert seen == [(1, len(random_batch(1).input_ids), 64)] * 2
+
+
+def test_a_model_that_does_something_else_at_every_call_is_computed_whole() -> None:
+    model, factors = tiny_llama(torch.float64), iter((2.0, 3.0, 4.0, 4.0))
+    model.lm_head.register_forward_hook(lambda m, i, o: o * next(factors))
+    with pytest.warns(UserWarning, match=WHOLE + "the model does something else to them at every call"):
+        compare(model)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
+def test_a_compiled_head_is_a_linear_layer_still() -> None:
+    model: Any = tiny_llama(torch.float64)
+    model.lm_head = torch.compile(model.lm_head, backend="eager")
+    compare(model)
+    assert not model.__dict__["_thd_head_call"]._warned
+
+
+def test_whole_logits_of_pipelines_and_of_further_predictions_are_refused() -> None:
+    model: Any = tiny_llama(torch.float64)
+    model.__class__ = Clipped
+    model.__dict__[STAGE] = SimpleNamespace(holds_head=True, share=lambda values: values)
+    with pytest.raises(NotImplementedError, match="In a pipeline .* the model applies clamp to them"):
+        causal_lm_loss(model, random_batch(1))
+    model = with_head(lambda head, x: F.linear(x, head.weight).relu())
+    inner = model.forward
+
+    def forward(**kwargs: Any) -> Any:
+        outputs = inner(**kwargs, output_hidden_states=True)
+        model.lm_head(outputs.hidden_states[-1])
+        return outputs
+
+    model.forward = forward
+    with (
+        pytest.warns(UserWarning, match=WHOLE),
+        pytest.raises(ValueError, match="calls its head 2 times, to predict further"),
+    ):
+        causal_lm_loss(model, random_batch(1))

@@ -18,6 +18,7 @@ from lightning_thd.loss import (
 )
 from lightning_thd.loss.policy import group_advantages
 from lightning_thd.loss.preference import sequence_sums
+from lightning_thd.parallel.shard import shard_batch
 from tests.loss.families import build
 from tests.loss.support import make_batch
 from tests.ranks import pretended_ranks
@@ -29,6 +30,10 @@ OFFSETS = torch.tensor([0, 3], dtype=torch.int32)
 
 def batch() -> THDBatch:
     return THDBatch.collate([{"input_ids": [1, 2, 3]}])
+
+
+def shard() -> THDBatch:
+    return shard_batch(make_batch(lengths=(4,)), group=None, cp=2, rank=0)
 
 
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
@@ -44,6 +49,10 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "sums of integers": (
         lambda: sequence_sums(TARGETS, batch()),
         r"values is torch.int64 \[3\], wanted floats \[3\], one a slot",
+    ),
+    "sums of a shard": (
+        lambda: sequence_sums(torch.zeros(2), shard()),
+        "The batch is one rank's shard, whose slots hold parts of sequences",
     ),
     "rollouts of floats": (
         lambda: PackedRollouts.from_padded(IDS.float(), MASK),
