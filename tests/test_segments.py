@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import pytest
@@ -277,19 +278,6 @@ def test_compiles_without_a_break(mask: MaskFamily) -> None:
         assert all(torch.equal(a, b) for a, b in zip(compiled(*inputs), expected, strict=True))
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
-)  # inductor's own
-def test_compiles_by_inductor() -> None:
-    inputs = _inputs(96)
-    for mask in FAMILIES:
-        compiled = torch.compile(seqlens_offsets, fullgraph=True)
-        expected = seqlens_offsets(*inputs, mask=mask, max_segments=4)
-        ours = compiled(*inputs, mask=mask, max_segments=4)
-        assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
-
-
 @pytest.mark.parametrize(("mask", "limit"), [("causal", 24), ("padding", 24), ("causal_bottom_right", 40)])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_scratch_grows_with_slots_and_not_with_segments(
@@ -312,43 +300,27 @@ def test_scratch_grows_with_slots_and_not_with_segments(
 # --- bad input --------------------------------------------------------------------------------------------
 
 
-def test_messages() -> None:
-    ids, kv, pos, pos_kv = _inputs()
+IDS, KV, POS, POS_KV = _inputs()
+REFUSED: list[tuple[tuple[Tensor | None, ...], dict[str, Any], str]] = [
+    ((IDS, KV, POS, POS_KV), {"mask": "top_left"}, "mask='top_left'; wanted one of causal, causal_bottom_ri"),
+    ((IDS, KV, POS, POS_KV), {"max_segments": 0}, "max_segments=0; wanted 1 or more"),
+    ((IDS, KV, POS, POS_KV), {"max_segments": 2}, "ids_q holds ids from 0 to 3, but .*max_segments=3"),
+    ((IDS.float(), KV, POS, POS_KV), {}, "ids_q is torch.float32; wanted an integer dtype"),
+    ((IDS[0], KV, POS[0], POS_KV), {}, r"ids_q is a scalar; wanted \[..., T\]"),
+    ((IDS, KV, None, POS_KV), {}, "mask='causal' needs pos_q, but it is None. Pass the positions"),
+    ((IDS, KV, POS, POS_KV[1:]), {}, r"pos_kv is torch.int32 \[63\] on cpu; wanted int32 or int64 \[64\]"),
+    ((IDS, KV, POS.to("meta"), POS_KV), {}, r"pos_q is torch.int32 \[64\] on meta; .* on cpu, as ids_q"),
+    ((IDS, KV, POS.float(), POS_KV), {}, "pos_q is torch.float32; wanted an integer dtype"),
+    ((IDS, KV - 1, POS, POS_KV), {}, "ids_kv holds ids from -1 to 2"),
+    (
+        (IDS.expand(2, 64), KV, POS.expand(2, 64), POS_KV),
+        {},
+        r"ids_q is \[2, 64\] on cpu and ids_kv \[64\] on cpu; wanted the same",
+    ),
+]
 
-    def call(*args: Tensor | None, mask: str = "causal", max_segments: int = 4) -> None:
-        seqlens_offsets(*args, mask=mask, max_segments=max_segments)
 
-    with pytest.raises(
-        ValueError, match=r"mask='top_left'; wanted one of causal, causal_bottom_right, padding"
-    ):
-        call(ids, kv, pos, pos_kv, mask="top_left")
-    with pytest.raises(ValueError, match=r"max_segments=0; wanted 1 or more"):
-        call(ids, kv, pos, pos_kv, max_segments=0)
-    with pytest.raises(ValueError, match=r"ids_q is torch.float32; wanted an integer dtype"):
-        call(ids.float(), kv, pos, pos_kv)
-    with pytest.raises(ValueError, match=r"ids_kv is torch.bool; wanted an integer dtype"):
-        call(ids, kv.bool(), pos, pos_kv)
-    with pytest.raises(ValueError, match=r"ids_q is a scalar; wanted \[..., T\]"):
-        call(ids[0], kv, pos[0], pos_kv)
-    with pytest.raises(ValueError, match=r"mask='causal' needs pos_q, but it is None"):
-        call(ids, kv, None, pos_kv)
-    with pytest.raises(ValueError, match=r"needs pos_kv, but it is None. Pass the positions"):
-        call(ids, kv, pos, None, mask="causal_bottom_right")
-    with pytest.raises(
-        ValueError, match=r"pos_kv is torch.int32 \[63\] on cpu; wanted int32 or int64 \[64\]"
-    ):
-        call(ids, kv, pos, pos_kv[1:])
-    with pytest.raises(ValueError, match=r"pos_q is torch.int32 \[64\] on meta; .* \[64\] on cpu, as ids_q"):
-        call(ids, kv, pos.to("meta"), pos_kv)
-    with pytest.raises(ValueError, match=r"pos_q is torch.float32; wanted an integer dtype"):
-        call(ids, kv, pos.float(), pos_kv)
-    with pytest.raises(
-        ValueError, match=r"ids_q holds ids from 0 to 3, but max_segments=2; .*max_segments=3"
-    ):
-        call(ids, kv, pos, pos_kv, max_segments=2)
-    with pytest.raises(ValueError, match=r"ids_kv holds ids from -1 to 2"):
-        call(ids, kv - 1, pos, pos_kv)
-    with pytest.raises(
-        ValueError, match=r"ids_q is \[2, 64\] on cpu and ids_kv \[64\] on cpu; wanted the same"
-    ):
-        call(ids.expand(2, 64), kv, pos.expand(2, 64), pos_kv)
+@pytest.mark.parametrize(("given", "options", "message"), REFUSED)
+def test_is_refused(given: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        seqlens_offsets(*given, **{"mask": "causal", "max_segments": 4, **options})
