@@ -1,7 +1,8 @@
-"""Lightning callbacks: throughput of packed training, the leak probe, biases of experts."""
+"""Lightning callbacks: throughput of packed training, and the metric behind it."""
 
 from lightning_thd.callbacks.experts import ExpertBias
+from lightning_thd.callbacks.flops_metric import THDFlops
 from lightning_thd.callbacks.monitor import THDThroughputMonitor
 from lightning_thd.callbacks.packing_check import PackingCheck
 
-__all__ = ["ExpertBias", "PackingCheck", "THDThroughputMonitor"]
+__all__ = ["ExpertBias", "PackingCheck", "THDFlops", "THDThroughputMonitor"]

@@ -7,10 +7,10 @@ from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_thd.callbacks import ExpertBias, PackingCheck, THDThroughputMonitor
+from lightning_thd.callbacks import ExpertBias, PackingCheck, THDFlops, THDThroughputMonitor
 from lightning_thd.callbacks.cuda_graph import CUDAGraphCallback
 from lightning_thd.cuda_graph import GraphCosts
-from tests.flops.fuzz_table import FLOPS
+from tests.flops.fuzz_table import FLOPS, STATS
 from tests.fuzz import Entry
 
 
@@ -37,11 +37,18 @@ def _graphs(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def _counted(**given: Any) -> float:
+    metric = THDFlops(given["model"], work=given["work"])
+    metric.update(given["stats"])
+    return float(metric.compute())
+
+
 TABLE = {
     "callbacks.ExpertBias": Entry(ExpertBias, lambda _: {"rate": 1e-3}),
     "callbacks.PackingCheck": Entry(
         PackingCheck, lambda _: {"model": None, "vocab_size": 64, "lengths": (3, 2), "grad": True}
     ),
+    "callbacks.THDFlops": Entry(_counted, lambda _: {"model": FLOPS, "work": "training", "stats": STATS}),
     "callbacks.THDThroughputMonitor": Entry(
         THDThroughputMonitor, _monitor, also=(MisconfigurationException,)
     ),

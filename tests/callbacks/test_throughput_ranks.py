@@ -111,3 +111,17 @@ def test_peers_that_hold_the_same_sequences_are_counted_once() -> None:
     row = results[0]["rows"][-1][1]
     assert row["train/total_flops"] == STEPS * total
     assert row["train/device/flops_per_sec"] == pytest.approx(total / 4 / 0.5)
+
+
+def _counted() -> float:
+    from lightning_thd.callbacks import THDFlops
+
+    metric = THDFlops(FLOPS)
+    for batch in batches_of(dist.get_rank()):
+        metric.update(batch.stats)
+    return float(metric.compute())
+
+
+def test_the_metric_sums_over_ranks() -> None:
+    total = sum(work(rank) for rank in range(2))
+    assert run_ranks(_counted, 2) == [STEPS * total] * 2

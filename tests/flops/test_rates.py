@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from lightning_thd.flops import FlopsModel, SeqStats, throughput
+from lightning_thd.flops.model import from_ints, num_ints, to_ints
 from lightning_thd.flops.terms import Layer, matmul, scores
+from lightning_thd.stats import Chunk
 
 TERMS = (matmul("w", 50), scores(1, 5, 5))
 MODEL = FlopsModel(name="one", layers=(Layer(path="layers.0", terms=TERMS),))
@@ -59,3 +61,13 @@ def test_a_peak_of_zero_is_refused(peak: Any) -> None:
 def test_no_device_is_refused() -> None:
     with pytest.raises(ValueError, match="devices=0; wanted 1 or more"):
         throughput(STATS, seconds=1.0, devices=0)
+
+
+def test_counts_survive_the_trip_through_integers() -> None:
+    terms = (scores(1, 5, 5, window=7), scores(1, 5, 5, window=Chunk(4)))
+    model = FlopsModel(name="w", layers=(Layer(path="", terms=terms),))
+    stats = SeqStats.from_lengths([3, 30], windows=model.windows, slots=64)
+    assert from_ints(to_ints(stats, model), model) == stats
+    assert len(to_ints(SeqStats(), model)) == num_ints(model) == num_ints(None) + 2
+    with pytest.raises(ValueError, match="counts came where .* were wanted"):
+        from_ints([1, 2], model)
