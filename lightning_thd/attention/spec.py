@@ -21,18 +21,12 @@ class AttentionSpec:
 
     Query i of a sequence with Lq queries and Lkv keys stands at key position ``p = i + Lkv - Lq``
     (bottom-right) and sees the keys j with ``p - left <= j <= p + right``.
-
-    Attributes:
-        left: how many keys before its own position a query sees; -1 is all of them.
-        right: how many keys after its own position; -1 is all, 0 is causal.
-        scale: what scores are multiplied with before softcap and softmax.
-        softcap: scores become ``softcap * tanh(scores / softcap)``; 0.0 is none.
     """
 
-    left: int = -1
-    right: int = -1
-    scale: float
-    softcap: float = 0.0
+    left: int = -1  # all keys before its own position
+    right: int = -1  # all keys after its own position; 0 is causal
+    scale: float  # what scores are multiplied with before softcap and softmax
+    softcap: float = 0.0  # no cap; else scores become softcap * tanh(scores / softcap)
 
     @property
     def causal(self) -> bool:

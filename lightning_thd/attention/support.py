@@ -27,45 +27,25 @@ _ANY = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Support:
-    """One kernel and the features of a call it can run: dtypes, head sizes, softcap, sinks, devices.
+    """One kernel and the features of a call it can run: dtypes, head sizes, softcap, sinks, devices."""
 
-    Attributes:
-        backend: the name that asks for it.
-        device: the type of device it runs on, or "any".
-        dtypes: of q, k and v.
-        bf16_from: the first compute capability (major) that takes bf16.
-        sizes: (head size, value size) -> what it runs, or None.
-        sizes_text: the same in words.
-        softcap: whether scores can be capped.
-        softcap_to: (capabilities, largest head size whose backward can), where some devices have a bound.
-        ahead: whether a window may hide keys of a call that is not causal.
-        sinks: how, or None.
-        lse: whether partial results can be merged (context parallelism).
-        deterministic: when the backward is bitwise reproducible.
-        deterministic_to: largest head size with such a backward, None for any.
-        capability: CUDA compute capabilities (major), None for any.
-        probe: module that must import, None when nothing more than torch is needed.
-        install: how to get it.
-        slow: whether a faster kernel exists for most calls, so that its choice is printed once.
-    """
-
-    backend: Backend
-    device: str = "cuda"
+    backend: Backend  # the name that asks for it
+    device: str = "cuda"  # or "any"
     dtypes: tuple[torch.dtype, ...] = _HALF
-    bf16_from: int = 0
-    sizes: Callable[[int, int], tuple[int, int] | None]
+    bf16_from: int = 0  # the first compute capability (major) that takes bf16
+    sizes: Callable[[int, int], tuple[int, int] | None]  # (head size, value size) -> what it runs
     sizes_text: str
     softcap: bool = False
+    softcap_to: tuple[tuple[int, ...], int] | None = None  # capabilities, largest head size of a backward
+    ahead: bool = True  # a window may hide keys of a call that is not causal
     sinks: str | None = "through lse"
-    softcap_to: tuple[tuple[int, ...], int] | None = None
-    ahead: bool = True
-    lse: bool = True
+    lse: bool = True  # partial results can be merged (context parallelism)
     deterministic: str = "with torch.use_deterministic_algorithms(True)"
-    deterministic_to: int | None = None
-    capability: tuple[int, ...] | None = None
-    probe: str | None = None
+    deterministic_to: int | None = None  # largest head size with such a backward
+    capability: tuple[int, ...] | None = None  # compute capabilities (major), None for any
+    probe: str | None = None  # module that must import, None if torch is enough
     install: str = ""
-    slow: bool = False
+    slow: bool = False  # a faster kernel exists for most calls, so that its choice is printed once
 
 
 def _any_size(head_size: int, value_size: int) -> tuple[int, int] | None:

@@ -39,12 +39,7 @@ def thd_mask(
     device: torch.device | None = None,
     **_: Any,
 ) -> Tensor | None:
-    """Return no mask for "thd", or a stand-in that carries a window; the arguments are transformers'.
-
-    ``attention_mask`` must be None or all true. ``local_size`` is a window or chunk that only a mask would
-    carry in some families. A skip that is not allowed asks for a mask that is more than causal or
-    bidirectional; the second also forbids the first.
-    """
+    """Return no mask for "thd", or a stand-in that carries a window; the arguments are transformers'."""
     scope: Scope | None = getattr(STATE, "scope", None)
     kind = CAUSAL if allow_is_bidirectional_skip is None else BIDIRECTIONAL
     if scope is not None and kind not in scope.masks:
@@ -56,6 +51,7 @@ def thd_mask(
             "model(**batch.hf_kwargs()). To generate from left-padded rows, take rows of equal length, or "
             "model.set_attn_implementation('eager')."
         )
+    # A skip that is not allowed asks for a mask that is more than causal or bidirectional.
     plain = allow_is_causal_skip if allow_is_bidirectional_skip is None else allow_is_bidirectional_skip
     if not plain:
         plain, wanted, window = _equals_plain(mask_function, kind)
@@ -90,10 +86,7 @@ def thd_mask(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def shows_all(mask: Tensor, pack: Pack | None) -> bool:
-    """Return whether a padding mask ``[B, 1, 1, T]`` of the model itself hides no token.
-
-    It then means attention in both directions, whatever the layer says. Reads the device, once a pack.
-    """
+    """Return whether a model's padding mask ``[B, 1, 1, T]`` hides no token; reads the device once a pack."""
     if mask.ndim != 4 or mask.shape[1:3] != (1, 1):
         return False
     if pack is not None and pack.cache.get("shows all") is mask:
@@ -118,11 +111,7 @@ def told_limit(mask: Tensor | None) -> tuple[int | None, int | None]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _equals_plain(mask_function: Callable[..., Any] | None, kind: str) -> tuple[bool, bool, int | None]:
-    """Return whether a composed mask equals a plain one, whether the model wants the mask itself, its window.
-
-    A multimodal model asks for blocks of tokens that see each other, and text has none; reading their ids
-    reads the device. A causal mask without additions that must not be skipped is wanted for itself.
-    """
+    """Return whether a composed mask equals a plain one, whether it is wanted for itself, and its window."""
     window: int | None = None
     added = kind == BIDIRECTIONAL
     parts = list(_parts(mask_function))
@@ -165,10 +154,7 @@ def learn_window(config: Any) -> None:
 
 
 def skip_position_scan(masking_utils: ModuleType) -> None:
-    """Skip transformers' search for packs in position_ids under "thd", which reads the device.
-
-    A mask that it marks as packed would also look like a special one.
-    """
+    """Skip transformers' search for packs in position_ids under "thd", which reads the device."""
     namespace: Any = masking_utils
     original: Callable[..., Any] = namespace._preprocess_mask_arguments
     expected = ["config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids"]

@@ -145,22 +145,15 @@ def _refuse(module: nn.Module, tokens: Tensor, pack: Pack, kwargs: dict[str, Any
 
 
 def can_run(kernels: tuple[str, ...] | None, tokens: Tensor) -> bool:
-    """Return whether a layer's own kernels are usable on the device of its input and keep sequences apart.
-
-    Those of flash-linear-attention read the device to cut sequences into chunks, so a recorded step cannot
-    use them. Kernels whose backward is known to be wrong are not used.
-    """
+    """Return whether a layer's own kernels run on the device of its input, and keep sequences apart."""
     if kernels is None or not _on_gpu(tokens) or ("fla" in kernels and shapes_are_static()):
-        return False
+        return False  # fla's kernels read the device, which a recorded step cannot
     usable: bool = _usable(kernels, tokens.device.index or 0)
     return usable
 
 
 def boundaries(kernels: tuple[str, ...], pack: Pack, layer: type) -> dict[str, Any]:
-    """Return the boundaries of sequences as keywords that transformers passes on to the kernels.
-
-    Kernels of flash-linear-attention also get the offsets on the host; without those they read the device.
-    """
+    """Return the boundaries of sequences as keywords that transformers passes on to the kernels."""
     found: dict[str, Any] = {"seq_idx": pack.seq_idx, "cu_seq_lens_q": pack.cu_seqlens_q}
     rule = getattr(sys.modules.get(layer.__module__), "torch_chunk_gated_delta_rule", None)
     # Since 5.20 transformers passes a layer's kernel only the keywords it takes.

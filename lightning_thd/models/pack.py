@@ -160,10 +160,7 @@ class Pack:
 
     @property
     def real_lengths(self) -> tuple[int, ...]:
-        """Return the tokens of every sequence without padding inside it; a trailing pad counts as its slots.
-
-        Slots of 8 and 4 that hold 5 and 4 tokens give 5 and 4.
-        """
+        """Return the tokens of every sequence without padding inside; a trailing pad counts as its slots."""
         if self.cu_seqlens_real is None:
             return self.lengths
         if self._real_lengths is None:
@@ -172,11 +169,7 @@ class Pack:
 
     @property
     def token_bounds(self) -> Tensor:
-        """Return offsets int32 ``[2 S + 1]`` that separate each sequence's tokens from its padding.
-
-        Layers whose tokens see later ones use them. Slots of 8 and 4 that hold 5 and 4 tokens give
-        ``[0, 5, 8, 12, 12]``; without padding inside sequences it is ``cu_seqlens_q``.
-        """
+        """Return offsets int32 ``[2 S + 1]`` that separate each sequence's tokens from its padding."""
         if self.cu_seqlens_real is None:
             return self.cu_seqlens_q
         if "token_bounds" not in self.cache:
@@ -257,11 +250,7 @@ def real_slots(pack: Pack) -> Tensor | None:
 
 
 def sequence_of_slots(count: int, slots: int, padded: Tensor, real: Tensor | None) -> Tensor:
-    """Return the sequence of each slot, int64 ``[T]``, and ``count`` for padding.
-
-    ``padded`` are int32 offsets in memory, ``real`` cumulative lengths without padding, None if there is none
-    inside sequences.
-    """
+    """Return the sequence of each slot, int64 ``[T]``; padding, also inside sequences, is ``count``."""
     found = seq_idx_from_cu_seqlens(padded, slots).flatten().long()
     if real is not None:
         place = torch.arange(slots, device=found.device) - padded[found]
@@ -299,10 +288,7 @@ def packed(batch: THDBatch) -> Generator[None]:
 
 
 def announced(batch: THDBatch, kwargs: dict[str, Any]) -> Scope:
-    """Return the scope under which a loss calls a model with ``kwargs``, made of a checked batch.
-
-    A recorded step works with sizes only, and a shard's layout knows the lengths of the whole pack.
-    """
+    """Return the scope under which a loss calls a model with ``kwargs``, made of a checked batch."""
     if not isinstance(batch, THDShard) and not STATIC.get():
         return Scope(Pack.from_batch(batch), None)
     pack = Pack(
@@ -426,11 +412,7 @@ def _check_offsets(offsets: Any, offsets_k: Any) -> None:
 
 
 def pack_from_positions(position_ids: Tensor | None) -> Pack | None:
-    """Build a pack from positions that restart at 0, ``[B, T]`` or (M-RoPE) ``[3, B, T]``; reads the device.
-
-    transformers' flattening collator gives positions only. A new sequence begins where a position is not its
-    predecessor's plus one: ``[[0, 1, 0, 1, 2]]`` is lengths 2 and 3. None means one sequence a row.
-    """
+    """Build a pack from positions that restart, ``[B, T]`` or (M-RoPE) ``[3, B, T]``; reads the device."""
     if position_ids is None or position_ids.shape[-1] < 2:
         return None
     steps = position_ids.diff(dim=-1)

@@ -39,10 +39,7 @@ class Groups:
 
 
 def plan_groups(lengths: Sequence[int], device: torch.device) -> Groups:
-    """Sort sequences by slots into groups of similar length, to be run as padded rows; zeros are skipped.
-
-    ``[2, 3]`` is one group with sources ``[[2, 3, 4], [0, 1, 5]]`` and back ``[3, 4, 0, 1, 2]``.
-    """
+    """Sort sequences by slots into groups of similar length, to be run as padded rows; zeros are skipped."""
     grids = [grid for _, grid in padded_rows(lengths)]
     *sources, back = uploaded([*grids, places_in(grids, sum(lengths))], device)
     return Groups(sources=tuple(sources), back=back)
@@ -51,11 +48,7 @@ def plan_groups(lengths: Sequence[int], device: torch.device) -> Groups:
 def padded_rows(
     lengths: Sequence[int] | IntArray, padded: Sequence[int] | None = None
 ) -> Iterator[tuple[IntArray, IntArray]]:
-    """Yield groups of sequences of similar length, longest first, and the slots of each; T marks padding.
-
-    ``padded`` gives the slots of every sequence if some are padding. Numbers of sequences are int64 ``[N]``,
-    their slots ``[N, L]``.
-    """
+    """Yield groups of like sequences, int64 ``[N]``, and their slots, ``[N, L]``; T marks padding."""
     sizes = np.asarray(lengths, dtype=np.int64)
     starts = np.concatenate([[0], np.cumsum(sizes if padded is None else padded)])
     order = np.argsort(-sizes, kind="stable")
@@ -80,11 +73,7 @@ def places_in(grids: Iterable[IntArray], slots: int) -> IntArray:
 
 
 def plan_static_group(cu_seqlens: Tensor, max_seqlen: int, slots: int) -> Groups:
-    """Put every sequence into one group, whose size depends only on S, T and ``max_seqlen``.
-
-    Steps that are recorded and replayed need that. ``[0, 2, 5]``, 4 and 5 give sources
-    ``[[0, 1, 5, 5], [2, 3, 4, 5]]`` and back ``[0, 1, 4, 5, 6]``.
-    """
+    """Put every sequence into one group, whose size depends only on S, T and ``max_seqlen``, for graphs."""
     num_sequences = cu_seqlens.shape[0] - 1
     if num_sequences * max_seqlen > _STATIC_WASTE * slots:
         raise ValueError(

@@ -44,10 +44,7 @@ def adopt_classifier(model_class: Any) -> None:
 
 
 def class_pools(model_class: Any) -> bool:
-    """Return whether models of a class may pool a pack: it has no token-level name, or pooled outputs.
-
-    CLIP's text model is named as a base model, and its annotation says that it pools.
-    """
+    """Return whether models of a class may pool a pack: it has no token-level name, or pooled outputs."""
     if not _TOKEN_LEVEL.search(model_class.__name__):
         return True
     if not model_class.__name__.endswith("Model"):
@@ -60,11 +57,7 @@ def class_pools(model_class: Any) -> bool:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def pool_each_sequence(model: Any, pack: Pack, output: Any, *, outermost: bool) -> Any:
-    """Replace an encoder's ``pooler_output`` ``[1, D]`` of a whole pack by one row a sequence, ``[S, D]``.
-
-    Returns None if nothing was pooled. At the outermost model, whose output the caller sees, an output that
-    is one row for all sequences is refused.
-    """
+    """Replace an encoder's ``pooler_output`` ``[1, D]`` of a pack by one row a sequence, or return None."""
     pooled = _pool(model, pack, output)
     if outermost:
         refuse_pooled_pack(model, pack, output)

@@ -73,11 +73,7 @@ def _from_padding_index(forward: Callable[..., Any]) -> Callable[..., Any]:
 def padded_positions(
     input_ids: Tensor | None, position_ids: Tensor | None, padding_idx: int, pack: Pack
 ) -> Tensor:
-    """Count positions of each sequence as RoBERTa does: from ``padding_idx + 1``, skipping padding.
-
-    ``[[5, 6, 7, 1, 8]]`` in sequences of 2 and 3 with ``padding_idx`` 1 gives ``[[2, 3, 2, 1, 3]]``; all are
-    int64 ``[1, T]``.
-    """
+    """Count positions of each sequence as RoBERTa does: from ``padding_idx + 1``, skipping padding."""
     # A sequence may begin on another rank, or with tokens stored in another sequence's slots.
     if pack.shard is not None or pack.prefixes is not None:
         assert position_ids is not None
@@ -119,10 +115,7 @@ def _starts_at_zero(pack: Pack) -> Tensor:
 
 
 def adopt_row_scales(model_class: type) -> None:
-    """Patch attention that numbers queries along the row from the cache's length.
-
-    Llama 4's layers without rope do that.
-    """
+    """Patch attention that numbers queries along the row, as Llama 4's layers without rope do."""
     for cls in layer_classes(model_class):
         names = getattr(getattr(inspect.unwrap(cls.forward), "__code__", None), "co_names", ())
         if not hasattr(cls, "config_class") and {"arange", "get_seq_length"} <= {*names}:
@@ -280,10 +273,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def keep_frequencies(model: Any) -> None:
-    """Restore rotary frequencies in fp32 that FSDP1 or ``model.to(torch.bfloat16)`` rounded with the buffers.
-
-    In bf16 a frequency is wrong by up to 0.4 %, which is some radians at position 4,000.
-    """
+    """Restore rotary frequencies in fp32 that FSDP1 or ``model.to(torch.bfloat16)`` rounded (by 0.4 %)."""
     known: list[nn.Module] | None = model.__dict__.get("_thd_rotaries")
     if known is None:
         known = [

@@ -23,10 +23,7 @@ from lightning_thd.models.pack import NOTES
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Generator[None]:
-    """Switch the model to eval mode inside this context, and restore modes and random state after it.
-
-    A compiled model runs uncompiled, because its graphs would skip the hooks of the probe.
-    """
+    """Switch the model to eval mode, uncompiled, inside this context; restore modes and random state."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -72,10 +69,7 @@ def working_dtype(model: nn.Module, logits: Tensor) -> torch.dtype:
 
 @contextmanager
 def in_fp32(model: nn.Module, *, most: int) -> Generator[bool]:
-    """Compute in fp32 inside this context, without autocast; yield False for a model that cannot or does.
-
-    Its weights come back to the bit. At most ``most`` parameters are held twice, and none cut over ranks.
-    """
+    """Compute in fp32 inside this context, without autocast; yield False for a model that cannot or does."""
     tensors = [*model.parameters(), *model.buffers()]
     halves = [tensor for tensor in tensors if tensor.dtype in _HALF]
     devices = {tensor.device.type for tensor in tensors} - {"meta"}
@@ -243,11 +237,7 @@ def first_leaking_module(
     *,
     tolerance: float = 1e-6,
 ) -> str | None:
-    """Return the first module whose inputs agree in two runs while its outputs differ, or None.
-
-    Slots ``first_rows``, int64 ``[N]``, of the first run should equal ``second_rows`` of the second, up to
-    ``tolerance`` relative to the largest entry of a tensor.
-    """
+    """Return the first module whose rows agree in two runs as inputs and differ as outputs, or None."""
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     with _recorded(model, first_rows) as calls:
         first()

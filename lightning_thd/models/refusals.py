@@ -328,11 +328,7 @@ LABELS: Final = ("labels", *_ROW_LABELS)
 
 
 def keep_labels_inside(model: Any, kwargs: dict[str, Any], pack: Pack) -> dict[str, Any]:
-    """Return arguments whose labels hide the first token of every sequence from the one before.
-
-    A causal LM's own loss shifts labels by one slot along the row; the first token of a sequence is never a
-    target of its own sequence, so hiding it changes nothing else.
-    """
+    """Return arguments whose labels hide the first token of every sequence from the one before."""
     of_a_row = next((name for name in _ROW_LABELS if kwargs.get(name) is not None), None)
     if of_a_row is not None:
         raise ValueError(

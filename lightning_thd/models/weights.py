@@ -27,11 +27,7 @@ from lightning_thd._imports import available
 
 
 def draw_weights(module: nn.Module, device: torch.device, *, seed: int) -> None:
-    """Allocate everything that is on the meta device and set its initial values, in place.
-
-    A transformers model fills its modules by its ``_init_weights``, others by their ``reset_parameters()``;
-    buffers such as a rope's frequencies are computed there too. The seed is the same on all ranks.
-    """
+    """Allocate everything that is on the meta device and set its initial values, in place."""
     filled = _with_memory(module, device)
     if not filled:
         return
@@ -209,11 +205,7 @@ class _Unread:
 
 @contextlib.contextmanager
 def postponed_reading() -> Generator[None]:
-    """Make ``from_pretrained`` build models on the meta device, without reading weights.
-
-    Only folders of safetensors are postponed. Others, quantised models and those with a ``device_map`` are
-    read at once, as always.
-    """
+    """Make ``from_pretrained`` build models of safetensors on the meta device, without reading weights."""
     from transformers import PreTrainedModel
     from transformers.core_model_loading import LoadStateDictInfo
 
@@ -249,11 +241,7 @@ def postponed_reading() -> Generator[None]:
 
 
 def read_weights(module: nn.Module) -> None:
-    """Read the tensors that a module still holds of models built under ``postponed_reading``, in place.
-
-    Tensors that are in no folder, such as the frequencies of a rope, stay on the meta device for
-    ``draw_weights``.
-    """
+    """Read the tensors that a module still holds of models built under ``postponed_reading``, in place."""
     for child in list(module.modules()):
         unread = child.__dict__.pop(_ATTRIBUTE, None)
         if unread is not None:

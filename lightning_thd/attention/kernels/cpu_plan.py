@@ -232,22 +232,11 @@ def make_plan(
     left: int,
     right: int,
     by_keys: bool = False,
-    max_cells: int | None = None,
-    grouped: int = SHORT,
-    width: int = 512,
+    max_cells: int | None = None,  # rows x keys of a call that holds its scores
+    grouped: int = SHORT,  # longest sequence that may share a padded call
+    width: int = 512,  # query heads x head size
 ) -> Plan:
-    """Cut the sequences of a pack into kernel calls; every layer of a step gets the same plan from the cache.
-
-    Args:
-        cu_q: S + 1 offsets of the queries.
-        cu_kv: S + 1 offsets of the keys.
-        left: keys seen before a query's position, -1 for all.
-        right: keys seen after it, -1 for all, 0 for causal.
-        by_keys: cut into columns of keys (a backward) instead of rows of queries (a forward).
-        max_cells: rows x keys of any call, for a path that holds its scores; None for the flash kernel.
-        grouped: longest sequence that may share a padded call; longer ones share only with equal neighbours.
-        width: query heads x head size, which sets a call's arithmetic against its overhead.
-    """
+    """Cut the sequences of a pack into kernel calls; all layers of a step get one plan from the cache."""
     singles: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
     triangles: list[tuple[int, int]] = []
     pieces: list[Piece] = []

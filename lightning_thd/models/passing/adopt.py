@@ -122,11 +122,7 @@ _CONVOLUTION_ALONE: Final = frozenset({"Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm
 
 
 def adopt_functions(layer: type) -> frozenset[str]:
-    """Patch the convolution and scan functions that a layer's forward calls to handle shards; name them.
-
-    There are none for a layer whose forward is not known to call one convolution and, except for short
-    convolutions, one scan. Its packs are then gathered.
-    """
+    """Patch the one convolution and scan that a layer's forward calls, and name them, if it calls no more."""
     module: Any = sys.modules[layer.__module__]
     names = _names_in(layer.forward)  # type: ignore[attr-defined]
     scans = {name for name in _SCANS if name in names and callable(getattr(module, name, None))}
@@ -215,10 +211,7 @@ def convolve_shard(
     activation: str | None = None,
     **options: Any,
 ) -> Tensor:
-    """Run a causal convolution, weight ``[C, W]``, over stretches of a shard ``[1, C, N]``; a collective.
-
-    A rank receives at most W - 1 rows for each of its stretches.
-    """
+    """Run a causal convolution, weight ``[C, W]``, over stretches of a shard ``[1, C, N]``; a collective."""
     others = _others(options, refused=("initial_states", "final_states_out"))
     left = weight.shape[-1] - 1
     plan = needs.exchanged(layout, causal=True, left=left)
