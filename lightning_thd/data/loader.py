@@ -311,9 +311,6 @@ class Ahead:
         self._queue: _Calls | None = None
         self._thread: Thread | None = None
 
-    def __len__(self) -> int:
-        return len(self.taken)
-
     def begin(self, call: Callable[..., Any], *args: Any) -> None:
         """Queue a call."""
         if self._queue is None:

@@ -36,7 +36,6 @@ _VERSION = 1  # The version of the counts in the cache.
 # These decide the packs of a window; the rest of a planner's settings may change under the same counts.
 _DECIDES = ("align", "window", "oversize", "seed")
 
-
 COUNTS_FROM = 100_000  # With fewer sequences, counting windows takes less time than opening a file.
 
 

@@ -126,7 +126,7 @@ class LogsSources(L.LightningDataModule):
         before = None if self._source_log is None else self._source_log.loader
         same = before is not None and before.planner is loader.planner is not None
         if loader.source.names and before is not loader and not same:
-            self._source_log = SourceLog(loader, self._restored)
+            self._source_log, self._restored = SourceLog(loader, self._restored), {}
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Log tokens and loss of each source of a mixture; Lightning calls this with every batch."""

@@ -202,7 +202,7 @@ class StreamedSteps:
             wire = Wire(self._rank, settings.scheduling.dp, self._peers.readers, timeout_s=settings.timeout_s)
             self.engine = Engine(settings, wire, at.stream, same=self._same)
         elif not self._pass_open:
-            while len(self._ahead):  # calls that made nothing, as the pass had ended
+            while self._ahead.taken:  # calls that made nothing, as the pass had ended
                 self._ahead.take()
             self.engine.open_pass()  # in this thread, in which workers start
         self._allow()
@@ -217,7 +217,7 @@ class StreamedSteps:
 
     def _allow(self) -> None:
         assert self.engine is not None
-        while len(self._ahead) < _AHEAD:
+        while len(self._ahead.taken) < _AHEAD:
             self._ahead.begin(self.engine.make_next)
 
     def state(self, at: Position) -> dict[str, Any]:
