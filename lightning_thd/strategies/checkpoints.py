@@ -23,7 +23,6 @@ from lightning.fabric.strategies.model_parallel import _METADATA_FILENAME, _is_s
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -32,7 +31,6 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, loa
 from lightning_thd.strategies.axes import cuts_weights
 from lightning_thd.strategies.optimizer_states import (
     FRESH,
-    any_empty,
     by_index,
     complete_groups,
     drop_unknown_options,
@@ -138,50 +136,43 @@ class Checkpoints:
             if is_folder(path) and not isinstance(strategy, FSDPStrategy):
                 return read_folder(path, weights_only=weights_only)
             return base(given, weights_only=weights_only)
-        if pipeline is not None and not is_folder(path):
+        if is_folder(path):
+            names = {} if pipeline is None else pipeline.head_name
+            checkpoint = self._load_folder(path, names, weights_only)
+        elif pipeline is None:
+            checkpoint = self._load_file(base, path, weights_only)
+        else:
             raise MisconfigurationException(
                 f"{path} is no checkpoint folder, and a pipeline loads only folders. Load the file without "
                 "pipeline_parallel_size and save it with THDModelParallelStrategy() once."
             )
-        names = None if pipeline is None else pipeline.head_name
-        saved: list[nn.Parameter] = []
-        if is_folder(path):
-            saved = parameters_of_folder(path, strategy.optimizers, strategy.model, names)
-            drop_unknown_options(strategy.optimizers, path)
-        with trained(saved):
-            if names is None:
-                checkpoint = self._load_shards(base, path, weights_only)
-            else:
-                checkpoint = self._load_stage(path, names, weights_only)
         if strategy.optimizers:  # Clear the state torch made for optimizers that had made no step when saved.
             for i in checkpoint.get(FRESH, ()):
                 strategy.optimizers[i].state.clear()
         return checkpoint
 
-    def _load_shards(
+    def _load_file(
         self, base: Callable[..., dict[str, Any]], path: Path, weights_only: bool | None
     ) -> dict[str, Any]:
-        strategy, one_file = self._strategy, path.is_file()
-        if not strategy.optimizers or not (one_file or any_empty(strategy.optimizers)):
-            return base(path, weights_only=weights_only)
+        strategy = self._strategy
         # Hidden from Lightning, which would number parameters by the module's order.
         optimizers, strategy.optimizers = strategy.optimizers, []
         try:
             loaded = base(path, weights_only=weights_only)
         finally:
             strategy.optimizers = optimizers
-        if one_file:
-            load_whole_states(loaded.get("optimizer_states", ()), optimizers, strategy.model)
-        else:
-            load_states_of_folder(path, optimizers, strategy.model)
+        load_whole_states(loaded.get("optimizer_states", ()), optimizers, strategy.model)
         return loaded
 
-    def _load_stage(self, path: Path, names: Mapping[str, str], weights_only: bool | None) -> dict[str, Any]:
-        model = self._strategy.model
+    def _load_folder(self, path: Path, names: Mapping[str, str], weights_only: bool | None) -> dict[str, Any]:
+        """Load weights and optimizer states; ``names`` maps names here to names in the folder."""
+        model, optimizers = self._strategy.model, self._strategy.optimizers
         weights = {"state_dict": get_model_state_dict(model)}
         load(weights, checkpoint_id=path)
-        model.load_state_dict(weights["state_dict"])
-        load_states_of_folder(path, self._strategy.optimizers, model, names)
+        model.load_state_dict(weights["state_dict"], strict=self._strategy.lightning_module.strict_loading)
+        drop_unknown_options(optimizers, path)
+        with trained(parameters_of_folder(path, optimizers, model, names)):
+            load_states_of_folder(path, optimizers, model, names)
         return _rest_of(path, weights_only)
 
     def load_optimizers(

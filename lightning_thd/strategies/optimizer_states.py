@@ -143,13 +143,8 @@ def load_whole_states(
             set_state(model, optimizer, named, options)
 
 
-def any_empty(optimizers: Iterable[Optimizer]) -> bool:
-    """Return whether some group of some optimizer has no parameters."""
-    return any(not group["params"] for optimizer in optimizers for group in optimizer.param_groups)
-
-
 def set_state(
-    model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], options: StateDictOptions | None = None
+    model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], options: StateDictOptions
 ) -> None:
     """Load an optimizer's state by name, and the options of its empty groups; a collective.
 
@@ -175,23 +170,22 @@ def set_state(
 
 
 def load_states_of_folder(
-    path: Path, optimizers: Iterable[Optimizer], model: nn.Module, names: Mapping[str, str] | None = None
+    path: Path, optimizers: Iterable[Optimizer], model: nn.Module, names: Mapping[str, str]
 ) -> None:
     """Load the states of optimizers one by one from a checkpoint folder; a collective.
 
     ``names`` maps names here to names in the folder if they differ, as for a tied head of a pipeline.
     """
-    back = {value: name for name, value in (names or {}).items()}
-    options = None if names is None else StateDictOptions(cpu_offload=True)
+    back = {value: name for name, value in names.items()}
     for i, optimizer in enumerate(optimizers):
         own: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
         held = [set(entry["params"]) for entry in own["param_groups"]]
-        wanted = {f"optimizer_{i}": renamed(own, names or {})}
+        wanted = {f"optimizer_{i}": renamed(own, names)}
         load(wanted, checkpoint_id=path)
         loaded = renamed(wanted[f"optimizer_{i}"], back)
         for entry, mine in zip(loaded["param_groups"], held, strict=True):
             entry["params"] = [name for name in entry["params"] if name in mine]
-        set_state(model, optimizer, loaded, options)
+        set_state(model, optimizer, loaded, StateDictOptions(cpu_offload=True))
 
 
 def renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
@@ -219,10 +213,10 @@ def complete_groups(state: dict[str, Any], group: dist.ProcessGroup) -> dict[str
 
 
 def parameters_of_folder(
-    path: Path, optimizers: Sequence[Optimizer], module: nn.Module, names: Mapping[str, str] | None = None
+    path: Path, optimizers: Sequence[Optimizer], module: nn.Module, names: Mapping[str, str]
 ) -> list[nn.Parameter]:
     """Return the parameters whose optimizer states a checkpoint folder has; ``names`` as above."""
-    back = {value: name for name, value in (names or {}).items()}
+    back = {value: name for name, value in names.items()}
     keys = FileSystemReader(path).read_metadata().state_dict_metadata.keys() if optimizers else ()
     found = []
     for i, optimizer in enumerate(optimizers):
