@@ -299,8 +299,6 @@ class THDStrategyMixin(Strategy):
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Update the weights as the base strategy does, and report the mean loss of the step to callbacks."""
-        if self._shards is not None:
-            self._shards.before_update()
         with contextlib.nullcontext() if self._pipeline is None else refused_norms_of_a_stage():
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if isinstance(closure, Closure) and closure._result is not None:

@@ -40,7 +40,6 @@ class WeightShards:
         self._meshes: Meshes = axes.meshes
         self.draws: SharedDraws | None = None  # for tensor-parallel ranks, which run the same tokens
         self._towers: tuple[fsdp.TowerPaths, ...] = ()
-        self._groups = 0
 
     def setup(self, trainer: L.Trainer) -> None:
         """Shard the model, unless the user has, then create the optimizers over its shards."""
@@ -148,21 +147,12 @@ class WeightShards:
         if trainer._evaluation_loop.batch_progress.is_last_batch:
             fsdp.reshard(self._strategy.model)
 
-    def before_update(self) -> None:
-        """Look again at the parameter groups if a callback has added one."""
-        if self._count_groups() != self._groups:
-            self.no_foreach_over_meshes()
-
     def no_foreach_over_meshes(self) -> None:
         """Turn off foreach kernels for parameter groups that span two meshes."""
         for optimizer in self._strategy.optimizers:
             for group in optimizer.param_groups:
                 if len(meshes(group["params"])) > 1 and not group.get("fused"):
                     group["foreach"] = False
-        self._groups = self._count_groups()
-
-    def _count_groups(self) -> int:
-        return sum(len(optimizer.param_groups) for optimizer in self._strategy.optimizers)
 
     def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
         strategy, pipeline = self._strategy, self._strategy._pipeline

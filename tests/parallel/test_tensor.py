@@ -175,6 +175,7 @@ def test_messages() -> None:
 
 def test_plans_of_models() -> None:
     assert model_plan(family_model("qwen3"))["model.layers.*.self_attn.o_proj"] == "rowwise"
+    assert model_plan(family_model("qwen3@2t"))["model.embed_tokens"] == "embedding_rowwise"
     with pytest.raises(
         ValueError, match="num_attention_heads=8, which 3 tensor-parallel ranks.*multiple of 3"
     ):

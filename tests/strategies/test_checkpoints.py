@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_thd import Sequences
 from lightning_thd.strategies import THDModelParallelStrategy
-from lightning_thd.strategies.optimizer_states import by_index, by_name
+from lightning_thd.strategies.optimizer_states import by_index, by_name, trained
 from tests.ranks import run_ranks
 from tests.rows import error_or, run_row
 from tests.strategies.jobs import Job, Layout, data, family_model, full_parameters, make_trainer
@@ -177,6 +177,13 @@ def test_states_of_other_parameters_are_refused() -> None:
     assert by_index(state, theirs, module)["state"] == {0: "b", 1: "a"}
     with pytest.raises(ValueError, match=r"state of 2 parameters that this one does not hold, \['1.bias'"):
         by_index(named, part, module)
+
+
+def test_frozen_parameters_count_as_trained_for_a_time() -> None:
+    frozen = torch.nn.Parameter(torch.ones(1), requires_grad=False)
+    with trained([frozen]):
+        assert frozen.requires_grad
+    assert not frozen.requires_grad
 
 
 def test_what_to_export_must_be_clear(tmp_path: Path) -> None:

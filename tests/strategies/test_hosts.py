@@ -118,6 +118,7 @@ def strategy_of(name: str) -> Strategy:
         "dp": lambda: OnModelParallel(),
         "attributes": lambda: ByAttributes(),
         "cp": lambda: WithContext(),
+        "file": lambda: OnModelParallel(save_distributed_checkpoint=False),
         "arguments": lambda: WithContext(data_parallel_size=1, tensor_parallel_size=2),
         "ours": lambda: THDModelParallelStrategy(),
         "keeps": lambda: THDModelParallelStrategy(reshard_after_forward=False),
@@ -200,6 +201,7 @@ def refused(name: str, world: int) -> str:
 REFUSALS = {
     "replicas": "data_parallel_replicas=2 under WithReplicas, which does not share weights out",
     "arguments": "WithContext was given sizes as arguments .* Set the attributes data_parallel_size",
+    "file": "save_distributed_checkpoint=False under OnModelParallel, whose checkpoints are folders",
     "tp ddp": "tensor_parallel_size=2 under WithTensor, which does not share weights out",
     "dp cp axis": "was sharded over 1 ranks in configure_model.., but 2 ranks see "
     "different.*1 data-parallel x 2 context",
