@@ -54,23 +54,14 @@ class Packing:
 
     def totals(self, values: npt.ArrayLike) -> IntArray:
         """Return the sum of ``values`` (one a sequence) over every pack."""
-        running = np.concatenate([[0], np.cumsum(self._of_each(values, "values"))])
+        running = np.concatenate([[0], np.cumsum(host_ints(values, "values")[self.indices])])
         return np.asarray(running[self.offsets[1:]] - running[self.offsets[:-1]], dtype=np.int64)
 
     def fill(self, lengths: npt.ArrayLike, capacity: int) -> float:
         """Return real tokens divided by slots, if every pack takes ``capacity`` slots: 1.0 wastes nothing."""
         check_capacity(capacity)
-        real = self._of_each(lengths, "lengths").sum()
+        real = host_ints(lengths, "lengths")[self.indices].sum()
         return float(real / (len(self) * capacity)) if len(self) else 1.0
-
-    def _of_each(self, values: npt.ArrayLike, name: str) -> IntArray:
-        found = host_ints(values, name)
-        if len(self.indices) and len(found) <= int(self.indices.max()):
-            raise ValueError(
-                f"{name} has {len(found)} entries, but sequence {int(self.indices.max())} is packed. "
-                "Pass one a sequence that was packed."
-            )
-        return found[self.indices]
 
 
 def pack_lengths(
@@ -112,7 +103,8 @@ def pack_lengths(
     most = min(max_sequences or len(values), len(values))
     if algorithm == "next_fit":
         return _next_fit(values, capacity, most)
-    order = _argsort_descending(values)
+    keys = values.max() - values  # 16-bit keys take numpy's linear radix sort
+    order = np.argsort(keys.astype(np.uint16) if keys.max() < 1 << 16 else keys, kind="stable")
     sizes, counts = _histogram(values[order])
     placements, num_packs = _best_fit(sizes, counts, capacity, most)
     return _gather(placements, num_packs, order)
@@ -171,12 +163,6 @@ def count_packs(lengths: IntArray, capacity: int) -> int:
         return 0
     sizes, counts = _histogram(np.sort(lengths)[::-1])
     return _best_fit(sizes, counts, capacity, len(lengths))[1]
-
-
-def _argsort_descending(values: IntArray) -> IntArray:
-    """Sort by length, longest first, ties in the order given; 16-bit keys take numpy's linear radix sort."""
-    keys = values.max() - values
-    return np.argsort(keys.astype(np.uint16) if keys.max() < 1 << 16 else keys, kind="stable")
 
 
 def _histogram(descending: IntArray) -> tuple[list[int], list[int]]:

@@ -190,7 +190,12 @@ def make_entries(
         for start, values in blocks(lengths):
             empty, long = values < 1, values > limit
             if oversize == "error" and long.any():
-                _refuse(start + int(long.argmax()), int(values[long.argmax()]), limit)
+                first = int(long.argmax())
+                raise ValueError(
+                    f"Sequence {start + first} has {values[first]} tokens but at most {limit} "
+                    "fit a pack. Set oversize='truncate', 'split', 'drop' or 'own_pack', or raise capacity. "
+                    "See docs/reference/messages.md#too-long."
+                )
             counts["empty"] += int(empty.sum())
             _count_long(counts, values[long], limit, oversize)
             if bounded and media is not None:
@@ -230,11 +235,3 @@ def _count_long(counts: dict[str, int], long: IntArray, limit: int, oversize: Ov
         counts["tokens_lost"] += int((long - limit).sum())
     elif oversize != "error":
         counts[oversize] += len(long)
-
-
-def _refuse(index: int, length: int, limit: int) -> None:
-    raise ValueError(
-        f"Sequence {index} has {length} tokens but at most {limit} fit a pack. "
-        "Set oversize='truncate', 'split', 'drop' or 'own_pack', or raise capacity. "
-        "See docs/reference/messages.md#too-long."
-    )

@@ -160,29 +160,3 @@ def test_a_second_fit_captures_anew() -> None:
     fit(graphs, module=module)
     assert graphs.stats is not first
     assert graphs.stats.replays > 0
-
-
-class Anneals(GraphModule):
-    alpha = 1.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alpha, self.unused = 1.0, 0
-
-    def training_step(self, batch: THDBatch, batch_idx: int) -> Any:
-        output = super().training_step(batch, batch_idx)
-        return {**output, "loss": self.alpha * output["loss"]}
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.unused += 1
-        if batch_idx == 3:
-            self.alpha = 0.5
-
-
-def test_a_constant_that_a_hook_changes_is_noticed() -> None:
-    graphs = callback(max_sequences=12)
-    found = fit(graphs, module=Anneals())
-    wanted = fit(module=Anneals())
-    assert largest_error(parameters(found[0]), parameters(wanted[0])) < 1e-12
-    assert graphs.stats.fallbacks["parameters_moved"] == 1
-    assert graphs.stats.replays >= 4

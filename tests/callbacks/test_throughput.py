@@ -29,7 +29,11 @@ from tests.callbacks.fits import (
 
 
 def fit(tmp_path: Path, batches: list[Any], *callbacks: L.Callback, **settings: Any) -> Memory:
-    clock = settings.pop("clock")
+    """Train on batches; without a clock, a monitor of its own measures the fit."""
+    clock = settings.pop("clock", None)
+    if clock is None:
+        clock = Clock()
+        callbacks = (*callbacks, monitor(clock, **settings.pop("measure", {})))
     module = settings.pop("module", None) or Module(clock, config=settings.pop("config", CONFIG))
     val = settings.pop("val", None)
     memory = Memory()
@@ -39,8 +43,7 @@ def fit(tmp_path: Path, batches: list[Any], *callbacks: L.Callback, **settings: 
 
 
 def test_every_interval_holds_its_own_batches(tmp_path: Path) -> None:
-    clock = Clock()
-    memory = fit(tmp_path, UNEQUAL, monitor(clock), clock=clock)
+    memory = fit(tmp_path, UNEQUAL)
     assert [step for step, _ in memory.rows] == [1, 3, 5]  # the steps that self.log would give
     for (_, row), start in zip(memory.rows, (0, 2, 4), strict=True):
         batches = UNEQUAL[start : start + 2]
@@ -55,16 +58,14 @@ def test_every_interval_holds_its_own_batches(tmp_path: Path) -> None:
 
 
 def test_a_fit_shorter_than_an_interval_has_numbers(tmp_path: Path) -> None:
-    clock = Clock()
-    memory = fit(tmp_path, UNEQUAL[:1], monitor(clock, warmup_steps=3), clock=clock, log_every_n_steps=50)
+    memory = fit(tmp_path, UNEQUAL[:1], measure={"warmup_steps": 3}, log_every_n_steps=50)
     ((step, row),) = memory.rows
     assert step == 1
     assert row["train/device/flops_per_sec"] == pytest.approx(flops_of(UNEQUAL[:1]) / 0.5)
 
 
 def test_warmup_steps_are_left_out_of_the_rates_and_kept_in_the_totals(tmp_path: Path) -> None:
-    clock = Clock()
-    memory = fit(tmp_path, UNEQUAL, monitor(clock, warmup_steps=3), clock=clock)
+    memory = fit(tmp_path, UNEQUAL, measure={"warmup_steps": 3})
     rated = ["train/device/mfu" in row for _, row in memory.rows]
     assert rated == [False, True, True]
     second = memory.rows[1][1]
@@ -74,9 +75,8 @@ def test_warmup_steps_are_left_out_of_the_rates_and_kept_in_the_totals(tmp_path:
 
 
 def test_a_step_with_microbatches_counts_every_one_once(tmp_path: Path) -> None:
-    clock = Clock()
     steps = [THDStep(UNEQUAL[:3]), THDStep(UNEQUAL[3:4]), THDStep(UNEQUAL[4:])]
-    memory = fit(tmp_path, steps, monitor(clock), clock=clock, log_every_n_steps=3)
+    memory = fit(tmp_path, steps, log_every_n_steps=3)
     ((_, row),) = memory.rows
     assert row["train/total_flops"] == flops_of(UNEQUAL)
     assert row["train/batches"] == 6
@@ -195,8 +195,7 @@ def test_nothing_is_read_from_the_device_and_little_is_launched(tmp_path: Path) 
 
 
 def test_names_are_safe_for_every_logger(tmp_path: Path) -> None:
-    clock = Clock()
-    memory = fit(tmp_path, UNEQUAL, monitor(clock), clock=clock, val=UNEQUAL[:1])
+    memory = fit(tmp_path, UNEQUAL, val=UNEQUAL[:1])
     keys = {key for _, row in memory.rows for key in row}
     assert len(keys) > 20
     import re
@@ -225,10 +224,9 @@ def test_no_logging_at_all_is_respected(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_windows_are_counted_from_the_lengths_where_the_collator_knew_none(tmp_path: Path) -> None:
-    clock = Clock()
     config = {**CONFIG, "model_type": "mistral", "sliding_window": 4}
     model = FlopsModel.from_config(config)
-    memory = fit(tmp_path, UNEQUAL, monitor(clock), clock=clock, config=config)
+    memory = fit(tmp_path, UNEQUAL, config=config)
     expected = sum(
         model.training_flops(SeqStats.from_lengths(batch.lengths, windows=(4,))).model for batch in UNEQUAL
     )
@@ -242,9 +240,8 @@ def test_shared_prefixes_count_once_as_work_and_each_as_a_token(tmp_path: Path, 
     batch = THDBatch.collate([{"input_ids": row} for row in rows], share_prefixes=True, pad_to=16)
     prefixes = {tuple(row[: n + 1]) for row in rows for n in range(len(row))}  # a query each
     pairs = [sum(min(len(p), most) for p in prefixes) for most in (99, 4)]
-    clock = Clock()
     config = CONFIG if window is None else {**CONFIG, "model_type": "mistral", "sliding_window": window}
-    memory = fit(tmp_path, [batch] * 2, monitor(clock, every_n_steps=1), clock=clock, config=config)
+    memory = fit(tmp_path, [batch] * 2, measure={"every_n_steps": 1}, config=config)
     work = SeqStats(
         real_tokens=len(prefixes),
         slots=16,
@@ -303,9 +300,8 @@ def test_weights_thawed_inside_an_interval_count_from_there(tmp_path: Path) -> N
 
 
 def test_a_flops_model_that_is_given_is_used(tmp_path: Path) -> None:
-    clock = Clock()
     given = FlopsModel.from_config(CONFIG, causal="full", tokens="slots", recompute="full")
-    memory = fit(tmp_path, UNEQUAL, monitor(clock, flops_model=given), clock=clock, config=None)
+    memory = fit(tmp_path, UNEQUAL, measure={"flops_model": given}, config=None)
     row = memory.rows[-1][1]
     assert row["train/total_flops"] == sum(given.training_flops(batch.stats).model for batch in UNEQUAL)
     assert row["train/device/hfu"] > 1.2 * row["train/device/mfu"]
@@ -404,8 +400,7 @@ def test_an_exception_leaves_the_trainer_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_clock_that_stands_still_gives_no_rate(tmp_path: Path) -> None:
-    clock = Clock()
-    memory = fit(tmp_path, UNEQUAL, monitor(clock), clock=clock, module=Module(clock, seconds=0.0))
+    memory = fit(tmp_path, UNEQUAL, module=Module(Clock()))  # its steps take time on another clock
     assert not any("per_sec" in key for _, row in memory.rows for key in row)
     assert memory.rows[-1][1]["train/total_flops"] == flops_of(UNEQUAL)
 
