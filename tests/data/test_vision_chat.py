@@ -187,6 +187,10 @@ def test_bytes_in_columns_of_datasets_are_read(tmp_path: Path) -> None:
         if i % 3:
             for rows in (found, from_file):
                 assert torch.equal(rows[i]["pixel_values"], direct[i]["pixel_values"])
+    image(1).save(tmp_path / "a.png")  # a path is relative to the folder of its file
+    datasets.Dataset.from_list([{**records[1], "images": ["a.png"]}]).to_parquet(tmp_path / "named.parquet")
+    named = opened(tmp_path / "named.parquet").dataset[0]
+    assert torch.equal(named["pixel_values"], direct[1]["pixel_values"])
 
 
 def test_workers_decode_and_patches_are_bounded(tmp_path: Path) -> None:

@@ -75,7 +75,8 @@ class _Lines:
 class RowsByNumber:
     """The rows of a dataset; columns of images of a Hugging Face dataset stay bytes."""
 
-    def __init__(self, dataset: MapDataset) -> None:
+    def __init__(self, dataset: MapDataset, folder: Path | None = None) -> None:
+        self._folder = folder  # in which relative paths of images begin
         self._arrow = is_hugging_face(dataset) and arrow_table(dataset) is not None
         self._dataset: Any = dataset.with_format("arrow") if self._arrow else dataset  # type: ignore[attr-defined]
 
@@ -85,4 +86,4 @@ class RowsByNumber:
     def __getitem__(self, i: int) -> Found:
         row = self._dataset[i].to_pylist()[0] if self._arrow else self._dataset[i]
         place = f"row {i}"
-        return place, _checked(without_nulls(row) if isinstance(row, dict) else row, place), None
+        return place, _checked(without_nulls(row) if isinstance(row, dict) else row, place), self._folder

@@ -108,9 +108,11 @@ class Opener:
         files = find_files(source, cache_dir=self.cache_dir)
         if self.processor is not None:
             key = {"files": [file.content for file in files], "names": [file.name for file in files]}
-            columns = all(KINDS.get(file.suffix) == "column" for file in files)
-            rows = RowsByNumber(load_columns(files, self.cache_dir)) if columns else RecordsByNumber(files)
-            return self._rendered(rows, key)
+            if not all(KINDS.get(file.suffix) == "column" for file in files):
+                return self._rendered(RecordsByNumber(files), key)
+            folders = {Path(file.name).parent for file in files}
+            folder = folders.pop() if len(folders) == 1 else None
+            return self._rendered(RowsByNumber(load_columns(files, self.cache_dir), folder), key)
         key = {"files": [file.content for file in files], "suffixes": [file.suffix for file in files]}
         name = str(source) if isinstance(source, str | Path) else f"{len(files)} files"
         if (
