@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lightning_thd._checks import flags, whole_number
+from lightning_thd._checks import described, flags, whole_number
 from lightning_thd.callbacks.experts import expert_load
 from lightning_thd.callbacks.loggers import for_loggers, lay_out
 from lightning_thd.callbacks.meter import Hardware, Meter
@@ -110,6 +110,8 @@ class THDThroughputMonitor(Callback):
             whole_number(every_n_steps, "every_n_steps", least=1, advice="None is the Trainer's own number.")
         whole_number(warmup_steps, "warmup_steps", advice="It is the number of steps left out of the rates.")
         flags(progress_bar=progress_bar, all_keys=all_keys)
+        if clock is not None and not callable(clock):
+            raise TypeError(f"clock is {described(clock)}; wanted a function that returns seconds.")
         self.peak = peak
         self.flops_model = flops_model
         self.causal: Causal = causal

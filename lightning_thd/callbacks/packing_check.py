@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_thd._checks import flags, host_ints
+from lightning_thd._checks import flags, host_ints, instance
 from lightning_thd._find import models_in
 from lightning_thd.models.probe import check_options, check_packing
 from lightning_thd.models.probe_report import PackingReport
@@ -40,6 +40,8 @@ class PackingCheck(L.Callback):
         grad: bool = True,
         tolerance: float | None = None,
     ) -> None:
+        if model is not None:
+            instance(model, "model", str, advice="Pass the attribute that holds the model: 'policy.model'.")
         check_options(vocab_size, tolerance)
         flags(grad=grad)
         self.model = model
