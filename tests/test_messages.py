@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from lightning_thd import FlopsModel, THDBatch, THDDataModule
-from lightning_thd.callbacks.cuda_graph import Bucket
 from lightning_thd.data.read.chat import encode_chat
 from lightning_thd.data.store.cache import open_arrays, save_arrays
 from lightning_thd.flops import SeqStats
@@ -62,10 +61,6 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "rows of floats": (
         lambda: fused_linear_logprobs(HIDDEN, WEIGHT, TARGETS, rows=torch.zeros(2)),
         r"rows is torch.float32 \[2\], wanted int64 \[R\] or bool \[3\]",
-    ),
-    "bucket that leaves slots uncovered": (
-        lambda: Bucket(slots=100, sequences=3, max_seqlen=10),
-        "3 sequences of at most 10 cover 30 of 100 slots.*Give sequences=10 or more",
     ),
     "windows of another model": (
         lambda: FlopsModel.from_config(tiny_llama().config).training_flops(

@@ -81,9 +81,9 @@ def worst(found: list[Tensor], wanted: list[Tensor]) -> float:
     )
 
 
-def graphed(module: nn.Module, **kwargs: Any) -> GraphedStep:
+def graphed(module: nn.Module, function: Any = causal_lm_loss, **kwargs: Any) -> GraphedStep:
     defaults: dict[str, Any] = {"buckets": BUCKETS, "backend": RecordingBackend(), "require": True}
-    return GraphedStep(causal_lm_loss, module, **{**defaults, **kwargs})
+    return GraphedStep(function, module, **{**defaults, **kwargs})
 
 
 class GraphModule(L.LightningModule):

@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_thd import causal_lm_loss
-from lightning_thd.callbacks.cuda_graph import GraphedStep
 from lightning_thd.cuda_graph.fingerprint import Fingerprint, only_looking, watched
-from lightning_thd.cuda_graph.recording import RecordingBackend
-from tests.cuda_graph.support import BUCKETS, GraphModule, gradients, graphed, random_batch, worst
+from tests.cuda_graph.support import GraphModule, gradients, graphed, random_batch, worst
 from tests.tiny import tiny_llama
 
 
@@ -146,13 +144,7 @@ def weight_of(module: Any) -> float:
 
 def test_numbers_that_a_lightning_module_reads_are_seen_and_counters_are_not() -> None:
     module = Weighed()
-    step = GraphedStep(
-        lambda module, batch: module.training_step(batch, 0),
-        module,
-        buckets=BUCKETS,
-        backend=RecordingBackend(),
-        require=True,
-    )
+    step = graphed(module, lambda module, batch: module.training_step(batch, 0))
     batch = random_batch(2)
     before = float(step(batch).detach())
     module.batches += 1

@@ -121,7 +121,7 @@ def dropout_loss(module: Any, batch: THDBatch) -> Tensor:
 
 def test_dropout_draws_anew_in_every_replay_and_equals_eager_under_the_same_seed() -> None:
     module = WithDropout()
-    step = GraphedStep(dropout_loss, module, buckets=BUCKETS[:1], backend=RecordingBackend(), require=True)
+    step = graphed(module, dropout_loss, buckets=BUCKETS[:1])
     batch = random_batch(4, count=5)
     torch.manual_seed(1)
     losses = [step(batch) for _ in range(1)]
@@ -140,7 +140,7 @@ def test_dropout_draws_anew_in_every_replay_and_equals_eager_under_the_same_seed
 
 def test_capture_leaves_random_states_as_they_were() -> None:
     module = WithDropout()
-    step = GraphedStep(dropout_loss, module, buckets=BUCKETS, backend=RecordingBackend(), require=True)
+    step = graphed(module, dropout_loss)
     torch.manual_seed(3)
     batch = random_batch(2, count=4)
     first = step(batch)  # captures, then replays
@@ -188,7 +188,7 @@ def test_checkpointing_with_dropout_is_refused() -> None:
 
     checkpoint_activations(module.model)
     assert layers[0].gradient_checkpointing
-    step = GraphedStep(loss, module, buckets=BUCKETS, backend=RecordingBackend(), require=True)
+    step = graphed(module, loss)
     with pytest.raises(CaptureError, match="preserve_rng_state"):
         step(random_batch(0, count=3))
 
@@ -330,12 +330,7 @@ def test_a_batch_of_another_type_runs_eagerly() -> None:
 def test_extras_run_eagerly() -> None:
     model = tiny_llama(torch.float64)
     batch = random_batch(1, count=4).replace(extras={"output_attentions": torch.tensor(0)})
-    step = GraphedStep(
-        lambda m, b: causal_lm_loss(m, b.replace(extras={})),
-        model,
-        buckets=BUCKETS,
-        backend=RecordingBackend(),
-    )
+    step = graphed(model, lambda m, b: causal_lm_loss(m, b.replace(extras={})), require=False)
     step(batch)
     assert step.stats.fallbacks == {"extras": 1}
 
@@ -433,19 +428,13 @@ def token_losses(model: nn.Module, batch: THDBatch, reduction: str = "sum") -> T
 )
 def test_a_step_that_depends_on_the_padding_is_refused(step: Any, message: str) -> None:
     model = tiny_llama(torch.float64)
-    found = GraphedStep(step, model, buckets=BUCKETS, backend=RecordingBackend(), require=True)
+    found = graphed(model, step)
     with pytest.raises(CaptureError, match=message):
         found(random_batch(1))
 
 
 def graphed_training_step(module: GraphModule) -> GraphedStep:
-    return GraphedStep(
-        lambda module, batch: module.training_step(batch, 0),
-        module,
-        buckets=BUCKETS,
-        backend=RecordingBackend(),
-        require=True,
-    )
+    return graphed(module, lambda module, batch: module.training_step(batch, 0))
 
 
 def test_a_log_with_an_option_of_the_batch_is_refused() -> None:

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd import THDBatch, causal_lm_loss
-from lightning_thd.callbacks.cuda_graph import CaptureError, GraphedStep
+from lightning_thd.callbacks.cuda_graph import CaptureError
 from lightning_thd.cuda_graph.module_state import (
     refuse_fp8,
     restored,
 )
-from lightning_thd.cuda_graph.recording import RecordingBackend
-from tests.cuda_graph.support import BUCKETS, random_batch
+from tests.cuda_graph.support import graphed, random_batch
 from tests.tiny import tiny_llama
 
 
@@ -81,6 +80,6 @@ def test_a_step_that_turns_fp8_on_itself_is_refused_after_its_warm_up() -> None:
         module.te.fp8 = True
         return causal_lm_loss(module.model, batch)
 
-    step = GraphedStep(loss, Net(), buckets=BUCKETS, backend=RecordingBackend(), require=True)
+    step = graphed(Net(), loss)
     with pytest.raises(CaptureError, match="in fp8"):
         step(random_batch(1, count=4))

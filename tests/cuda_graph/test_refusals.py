@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd.callbacks.cuda_graph import CaptureError, GraphedStep
-from lightning_thd.cuda_graph.recording import RecordingBackend
 from tests.cuda_graph.support import BUCKETS, graphed, random_batch
 from tests.models.families import build
 from tests.tiny import tiny_llama
@@ -73,7 +72,7 @@ def test_what_a_graph_cannot_hold_runs_eagerly_for_good_with_its_line_named(
     function: Any, message: str
 ) -> None:
     model, warnings = tiny_llama(torch.float64), []
-    step = GraphedStep(function, model, buckets=BUCKETS, backend=RecordingBackend())
+    step = graphed(model, function, require=False)
     batches = [random_batch(seed, count=4) for seed in range(3)]
     with pytest.warns(UserWarning, match=message) as caught:
         found = [step(batch) for batch in batches]
@@ -84,7 +83,7 @@ def test_what_a_graph_cannot_hold_runs_eagerly_for_good_with_its_line_named(
     assert step.stats.fallbacks["capture_error"] == 3
     assert step.stats.replays == 0
     with pytest.raises(CaptureError, match=message):
-        GraphedStep(function, model, buckets=BUCKETS, backend=RecordingBackend(), require=True)(batches[0])
+        graphed(model, function)(batches[0])
 
 
 def test_a_step_without_buckets_is_refused() -> None:
@@ -144,7 +143,7 @@ class Extra(nn.Module):
 def test_state_that_a_replay_would_get_wrong_is_refused_and_left_alone(kind: str, message: str) -> None:
     module = Extra(kind)
     buffer = module.total
-    step = GraphedStep(Extra.loss, module, buckets=BUCKETS, backend=RecordingBackend())
+    step = graphed(module, Extra.loss, require=False)
     with pytest.warns(UserWarning, match=message):
         loss = step(random_batch(1, count=4))
     assert float(module.total) == {"in place": loss_slots(), "rebound": 1.0, "outside": 0.0}[kind]
