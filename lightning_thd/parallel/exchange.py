@@ -160,16 +160,9 @@ def sum_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def rows_to_heads(x_NHD: Tensor, group: dist.ProcessGroup, heads: Tensor | None = None) -> Tensor:
-    """Exchange all heads of this rank's rows for this rank's heads of all rows (Ulysses).
+    """Exchange all heads of this rank's rows for this rank's heads of all rows (Ulysses), ``[P * N, h, D]``.
 
-    Args:
-        x_NHD: ``[N, H, D]``.
-        group: the ranks.
-        heads: int64 ``[P * h]``, the heads that every rank wants, h each; one may be wanted by several.
-            None shares H out evenly.
-
-    Returns:
-        ``[P * N, h, D]``, the ranks' rows end to end.
+    ``heads``, int64 ``[P * h]``, are those that every rank wants, h each; None shares H out evenly.
     """
     ranks = group.size()
     wanted = x_NHD if heads is None else x_NHD.index_select(1, heads)

@@ -39,19 +39,11 @@ def router_sums(
     scores: Scores = "softmax",
     slots: Tensor | None = None,
 ) -> Tensor:
-    """Sum over layers and the slots of each group: probabilities, choices and squared lse.
+    """Sum over layers and the slots of each group, ``[G, 2 E + 1]`` in fp32 or wider.
 
-    Args:
-        logits: ``[T, E]`` of each layer.
-        groups: int64 ``[T]``, the group of each slot; of each entry of ``slots`` if that is given.
-        size: G.
-        experts: E.
-        top_k: K.
-        scores: "sigmoid" divides each expert's by their sum.
-        slots: int64 ``[N]``, the slot of each token, for sequences that share slots.
-
-    Returns:
-        ``[G, 2 E + 1]``, fp32 or wider: E sums of probabilities, E counts of choices, a sum of squared lse.
+    There are E sums of probabilities, E counts of choices and a sum of squared lse. ``logits`` are ``[T, E]``
+    of each layer. ``groups``, int64 ``[T]``, has the group of each slot, or of each entry of ``slots``, int64
+    ``[N]``, which has the slot of each token of sequences that share slots.
     """
     wide = torch.promote_types(logits[0].dtype, torch.float32) if logits else torch.float32
     number = logits[0].shape[0] if logits else groups.numel()

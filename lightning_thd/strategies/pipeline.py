@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -22,7 +22,7 @@ from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.batch.upload import uploaded
 from lightning_thd.parallel.across_ranks import broadcast_object, on_host
 from lightning_thd.parallel.mesh import another_group
-from lightning_thd.parallel.pipeline import Op, Schedule, expected_bubble, make_schedule
+from lightning_thd.parallel.pipeline import Op, expected_bubble, make_schedule
 from lightning_thd.parallel.pipeline.channel import (
     Channel,
     copy_tied,
@@ -168,7 +168,6 @@ class PipelineLoop(StepLoop):
         super().__init__(strategy, run)
         self._pipeline = pipeline
         self._running: PipelineStep | None = None
-        self._warned = False
 
     def takes(self, batch: object) -> bool:
         """Return whether the loop runs a batch: all of them, or it refuses them."""
@@ -196,7 +195,6 @@ class PipelineLoop(StepLoop):
         if strategy._shards.draws is not None:
             strategy._shards.draws.begin()
         self._running = PipelineStep(strategy, self._pipeline, self._run, step, rest)
-        self._warn_of_bubble(self._running.schedule)
         output = self._running.forward(self._running.program[0])
         warn_of_extras(output, len(step))
         return output
@@ -230,17 +228,6 @@ class PipelineLoop(StepLoop):
                 ends = id(child) in ending if id(child) in layers else last
                 child.set_requires_gradient_sync(ends, recurse=False)
                 child.set_reshard_after_backward(ends, recurse=False)
-
-    def _warn_of_bubble(self, schedule: Schedule) -> None:
-        if self._warned or schedule.microbatches >= schedule.ranks:
-            return
-        self._warned = True
-        bubble = expected_bubble(schedule.ranks, schedule.microbatches, chunks=schedule.chunks)
-        rank_zero_warn(
-            f"A step has {schedule.microbatches} microbatches for pipeline_parallel_size={schedule.ranks}: "
-            f"ranks wait {bubble:.0%} of the time. Raise global_batch (Packs(n) or Sequences(n)), or lower "
-            "the capacity so that a step has more microbatches."
-        )
 
 
 class PipelineStep:

@@ -24,6 +24,7 @@ from tests.tiny import largest_error, planned, quiet_trainer, sequences, train_a
 CAPACITY, STEPS, CLIP = 64, 3, 0.5
 _EMBEDDING = "model.embed_tokens.weight"
 # tp and ulysses over 4 ranks want 4 key-value heads; vocabulary and widths divide by 4 everywhere.
+INTERLEAVED = {"pipeline_schedule": "interleaved", "stages_per_rank": 2}
 # lfm2 comes without a plan for its layers; its short convolutions stay whole.
 LFM2_PLAN = {
     "model.embed_tokens": "embedding_rowwise",

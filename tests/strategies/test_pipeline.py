@@ -20,6 +20,7 @@ from lightning_thd import Packs, Sequences, THDBatch, THDModelParallelStrategy, 
 from lightning_thd.strategies.pipeline import require_only_loss
 from tests.ranks import RankError, run_ranks
 from tests.strategies.jobs import (
+    INTERLEAVED,
     STEPS,
     Job,
     Layout,
@@ -34,7 +35,6 @@ from tests.tiny import sequences
 
 # What FSDP2 calls: since torch 2.13 under a new name.
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-INTERLEAVED = {"pipeline_schedule": "interleaved", "stages_per_rank": 2}
 
 
 def compare(family: str, layout: Layout, step: Packs | Sequences, tolerance: float = 1e-10) -> None:

@@ -10,12 +10,11 @@ import torch
 
 from lightning_thd import Sequences
 from tests.ranks import run_ranks
-from tests.strategies.jobs import Layout, check_stages, train, train_by_hand
+from tests.strategies.jobs import INTERLEAVED, Layout, check_stages, train, train_by_hand
 from tests.wide import nothing_narrower
 
 STEPS = 20
 OPTIONS = {"max_steps": STEPS}
-INTERLEAVED = {"pipeline_schedule": "interleaved", "stages_per_rank": 2}
 LAYOUTS = {
     2: [Layout(pp=2), Layout(pp=2, options=INTERLEAVED)],
     4: [

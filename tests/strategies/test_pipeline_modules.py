@@ -22,6 +22,7 @@ from lightning_thd.strategies.norms import grad_norm
 from tests.data.streams.jobs import write_samples
 from tests.ranks import RankError, run_ranks
 from tests.strategies.jobs import (
+    INTERLEAVED,
     Job,
     Layout,
     check_stages,
@@ -31,8 +32,6 @@ from tests.strategies.jobs import (
     make_trainer,
 )
 from tests.tiny import sequences
-
-INTERLEAVED = {"pipeline_schedule": "interleaved", "stages_per_rank": 2}
 
 
 class Decayed(Job):

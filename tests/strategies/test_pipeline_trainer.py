@@ -14,11 +14,17 @@ from torch import Tensor
 
 from lightning_thd import Sequences, THDBatch, causal_lm_loss
 from tests.ranks import run_ranks
-from tests.strategies.jobs import Job, Layout, data, full_parameters, make_optimizer, make_trainer
+from tests.strategies.jobs import (
+    INTERLEAVED,
+    Job,
+    Layout,
+    data,
+    full_parameters,
+    make_optimizer,
+    make_trainer,
+)
 from tests.tiny import sequences
 from tests.wide import nothing_narrower
-
-INTERLEAVED = {"pipeline_schedule": "interleaved", "stages_per_rank": 2}
 
 
 class Scheduled(Job):

@@ -15,6 +15,7 @@ from torch import nn
 from lightning_thd import Packs, Sequences
 from tests.ranks import run_ranks
 from tests.strategies.jobs import (
+    INTERLEAVED,
     Job,
     Layout,
     data,
@@ -24,8 +25,6 @@ from tests.strategies.jobs import (
     strict_warnings,
 )
 from tests.tiny import sequences
-
-INTERLEAVED = {"pipeline_schedule": "interleaved", "stages_per_rank": 2}
 
 
 class Later(Job):

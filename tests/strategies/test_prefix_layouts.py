@@ -18,6 +18,7 @@ from lightning_thd.parallel.shard import shard_batch
 from tests.ranks import pretended_ranks, run_ranks
 from tests.strategies.jobs import (
     CLIP,
+    INTERLEAVED,
     Job,
     Layout,
     family_model,
@@ -33,7 +34,6 @@ STEPS, TOLERANCE = 4, 1e-9  # fp64: other orders of the same sums
 BATCH, CAPACITY = Sequences(21), 40
 EMBEDDING = "model.embed_tokens.weight"
 SEQUENCE_PARALLEL = {"sequence_parallel": True}
-INTERLEAVED = {"pipeline_schedule": "interleaved", "stages_per_rank": 2}
 
 
 def rows() -> list[dict[str, Any]]:
