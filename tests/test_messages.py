@@ -103,7 +103,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
             global_batch=Sequences(2),
             scheduler=lambda lengths, capacity, **_: [[np.array([0, 0])]],
         ).step(0, 0, 1),
-        "used position 0 2 times, of 2 sequences. It must put each position in one microbatch",
+        "used 2 positions, up to 0, for 2 sequences. It must put each position in the lengths it was",
     ),
     "slow tokenizer for a marked template": (
         lambda: encode_chat(

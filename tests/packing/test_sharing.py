@@ -130,6 +130,13 @@ def test_the_imbalance_of_a_step_is_that_of_what_ranks_wait_for(waits: Waits) ->
     assert plan.imbalance == pytest.approx(slowest * 8 / plan.work.sum())
 
 
+@pytest.mark.parametrize("waits", get_args(Waits))
+def test_sequences_above_half_of_a_rank_get_more_microbatches_than_their_slots_fill(waits: Waits) -> None:
+    sharing = Sharing(max_degree=2, waits=waits)
+    plan = share_out([14] * 30, 26, ranks=4, sharing=sharing, cost=Cost(linear=1, quadratic=0))
+    check_plan(plan, np.array([14] * 30), 26, 4, sharing)
+
+
 def test_short_sequences_stay_whole_and_long_ones_are_shared() -> None:
     plan = share_out([8, 2, 2], 4, ranks=4, sharing=Sharing(max_degree=2), cost=Cost(linear=1, quadratic=0))
     assert sorted(plan.degree.tolist()) == [1, 1, 2]
