@@ -82,10 +82,7 @@ def token_row(
         value = value.cpu().numpy()  # keeps the type, in which -100 becomes another number
     kind = (value.dtype.kind, value.dtype.itemsize) if isinstance(value, np.ndarray) else ("", 0)
     if kind[0] not in ("i", "u") or kind == ("u", 8):  # uint64 may pass int64
-        try:
-            value = host_ints(value, key, ndim=None, advice="Give one row of integers.")
-        except (TypeError, ValueError) as err:
-            raise type(err)(f"{name}: {err}") from err
+        value = host_ints(value, f"{name}: {key}", ndim=None, advice="Give one row of integers.")
     row: NDArray[np.integer[Any]] = value
     if row.ndim != 1:
         raise ValueError(f"{name}: {key} has shape {row.shape}. Give one row of integers.")
@@ -160,10 +157,7 @@ def check_attention_mask(sample: Mapping[str, Any], length: int, name: str) -> N
 
 def position_row(sample: Mapping[str, Any], length: int, name: str) -> NDArray[np.int64]:
     """Read the positions of a sample, ``[n]`` or ``[3, n]``."""
-    try:
-        row: NDArray[np.int64] = host_ints(sample["position_ids"], "position_ids", ndim=None)
-    except (TypeError, ValueError) as err:
-        raise type(err)(f"{name}: {err}") from err
+    row: NDArray[np.int64] = host_ints(sample["position_ids"], f"{name}: position_ids", ndim=None)
     if row.shape not in ((length,), (3, length)):
         raise ValueError(
             f"{name} has {length} input_ids but position_ids of shape {row.shape}. "
