@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable
 from typing import Any
@@ -78,49 +79,35 @@ def _distillation(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def _taken(function: Callable[..., Any], every: Callable[[random.Random], dict[str, Any]]) -> Entry:
+    """Return an entry whose arguments are those of ``every`` that the function takes."""
+    names = inspect.signature(function).parameters
+
+    def made(rng: random.Random) -> dict[str, Any]:
+        arguments = every(rng)
+        return {name: arguments[name] for name in names}
+
+    return Entry(function, made)
+
+
 def _pairs(rng: random.Random) -> dict[str, Any]:
+    rows = ("chosen", "rejected", "reference_chosen", "reference_rejected", "logps", "reference_logps")
     return {
-        "chosen": -torch.rand(3) - 0.1,
-        "rejected": -torch.rand(3) - 0.1,
-        "beta": rng.choice([0.1, 2]),
-        "weights": rng.choice([None, torch.rand(3)]),
-        "scale": rng.choice([None, 0.5]),
-    }
-
-
-def _dpo(rng: random.Random) -> dict[str, Any]:
-    return {
-        **_pairs(rng),
-        "reference_chosen": -torch.rand(3),
-        "reference_rejected": -torch.rand(3),
+        **{name: -torch.rand(3) - 0.1 for name in rows},
         "kind": rng.choice(["sigmoid", "robust", "exo_pair", "sigmoid_norm"]),
         "label_smoothing": 0.1,
         "chosen_tokens": torch.tensor([3, 4, 5]),
         "rejected_tokens": torch.tensor([3, 4, 5]),
-    }
-
-
-def _simpo(rng: random.Random) -> dict[str, Any]:
-    return {**_pairs(rng), "margin": rng.choice([0.0, 1]), "label_smoothing": rng.choice([0.0, 0.1])}
-
-
-def _kto(rng: random.Random) -> dict[str, Any]:
-    return {
-        "logps": -torch.rand(3),
-        "reference_logps": -torch.rand(3),
+        "margin": rng.choice([0.0, 1]),
+        "centre": rng.choice([0.0, 0.1]),
         "desirable": torch.tensor([True, False, True]),
         "divergence": rng.choice([0.0, 0.5, torch.tensor(0.5)]),
-        "beta": 0.1,
         "desirable_weight": 1.0,
         "undesirable_weight": 1.5,
+        "beta": rng.choice([0.1, 2]),
         "weights": rng.choice([None, torch.rand(3)]),
         "scale": rng.choice([None, 0.5]),
     }
-
-
-def _reward(rng: random.Random) -> dict[str, Any]:
-    pairs = {name: value for name, value in _pairs(rng).items() if name != "beta"}
-    return {**pairs, "margin": rng.choice([0.0, torch.rand(3)]), "centre": rng.choice([0.0, 0.1])}
 
 
 def _rollouts() -> PackedRollouts:
@@ -130,45 +117,29 @@ def _rollouts() -> PackedRollouts:
 ROLLOUTS = _rollouts()
 
 
-def _ppo(rng: random.Random) -> dict[str, Any]:
+def _policy(rng: random.Random) -> dict[str, Any]:
     return {
-        "logp": -torch.rand(8),
-        "old_logp": -torch.rand(8),
-        "advantages": rng.choice([torch.randn(2), torch.randn(8)]),
+        **{name: -torch.rand(8) for name in ("logp", "old_logp", "reference_logp")},
+        "advantages": torch.randn(2),
         "rollouts": _rollouts(),
+        "kind": rng.choice(["grpo", "dr_grpo", "token_mean"]),
         "clip": 0.2,
         "clip_high": rng.choice([None, 0.28]),
         "dual_clip": rng.choice([None, 3.0]),
+        "largest_ratio": rng.choice([1.5, 4.0]),
+        "beta": 0.1,
+        "max_tokens": 4,
+        "temperature": rng.choice([1.5, 3.0]),
+        "temperature_negative": rng.choice([1.5, 3.0]),
+        "k": (2.0, 3.0),
+        "lam": (3.0, 2.0),
         "weights": rng.choice([None, torch.rand(8)]),
         "scale": rng.choice([None, 0.5]),
     }
 
 
-def _grpo(rng: random.Random) -> dict[str, Any]:
-    arguments = {name: value for name, value in _ppo(rng).items() if name != "dual_clip"}
-    more = {"kind": rng.choice(["grpo", "dr_grpo", "token_mean"]), "largest_ratio": rng.choice([None, 4.0])}
-    return {**arguments, **more, "reference_logp": -torch.rand(8), "beta": 0.1, "max_tokens": 4}
-
-
-def _gspo(rng: random.Random) -> dict[str, Any]:
-    dropped = ("dual_clip", "weights", "advantages")
-    arguments = {name: value for name, value in _ppo(rng).items() if name not in dropped}
-    return {**arguments, "advantages": torch.randn(2), "weights": rng.choice([None, torch.rand(2)])}
-
-
-def _token_policy(*more: str) -> Callable[[random.Random], dict[str, Any]]:
-    names = ("logp", "old_logp", "advantages", "rollouts", "weights", "scale")
-
-    def made(rng: random.Random) -> dict[str, Any]:
-        arguments = {name: value for name, value in _ppo(rng).items() if name in names}
-        return arguments | {name: rng.choice([1.5, 3.0]) for name in more}
-
-    return made
-
-
-def _vespo(rng: random.Random) -> dict[str, Any]:
-    names = ("logp", "old_logp", "advantages", "rollouts", "scale")
-    return {name: value for name, value in _gspo(rng).items() if name in names} | {"k": (2.0, 3.0)}
+def _of_rows(rng: random.Random) -> dict[str, Any]:
+    return {**_policy(rng), "weights": rng.choice([None, torch.rand(2)])}
 
 
 def _sums(rng: random.Random) -> dict[str, Any]:
@@ -252,18 +223,18 @@ TABLE = {
     "loss.fused_linear_logprobs": Entry(fused_linear_logprobs, _logprobs),
     "loss.fused_linear_cross_entropy": Entry(fused_linear_cross_entropy, _cross_entropy),
     "loss.fused_linear_distillation": Entry(fused_linear_distillation, _distillation),
-    "loss.preference.dpo_loss": Entry(preference.dpo_loss, _dpo),
-    "loss.preference.orpo_loss": Entry(preference.orpo_loss, _pairs),
-    "loss.preference.simpo_loss": Entry(preference.simpo_loss, _simpo),
-    "loss.preference.kto_loss": Entry(preference.kto_loss, _kto),
-    "loss.preference.reward_pair_loss": Entry(preference.reward_pair_loss, _reward),
+    "loss.preference.dpo_loss": _taken(preference.dpo_loss, _pairs),
+    "loss.preference.orpo_loss": _taken(preference.orpo_loss, _pairs),
+    "loss.preference.simpo_loss": _taken(preference.simpo_loss, _pairs),
+    "loss.preference.kto_loss": _taken(preference.kto_loss, _pairs),
+    "loss.preference.reward_pair_loss": _taken(preference.reward_pair_loss, _pairs),
     "loss.preference.sequence_sums": Entry(preference.sequence_sums, _sums),
-    "loss.policy.ppo_clip_loss": Entry(policy.ppo_clip_loss, _ppo),
-    "loss.policy.grpo_loss": Entry(policy.grpo_loss, _grpo),
-    "loss.policy.gspo_loss": Entry(policy.gspo_loss, _gspo),
-    "loss.policy.cispo_loss": Entry(policy.cispo_loss, _token_policy("largest_ratio")),
-    "loss.policy.sapo_loss": Entry(policy.sapo_loss, _token_policy("temperature", "temperature_negative")),
-    "loss.policy.vespo_loss": Entry(policy.vespo_loss, _vespo),
+    "loss.policy.ppo_clip_loss": _taken(policy.ppo_clip_loss, _policy),
+    "loss.policy.grpo_loss": _taken(policy.grpo_loss, _policy),
+    "loss.policy.gspo_loss": _taken(policy.gspo_loss, _of_rows),
+    "loss.policy.cispo_loss": _taken(policy.cispo_loss, _policy),
+    "loss.policy.sapo_loss": _taken(policy.sapo_loss, _policy),
+    "loss.policy.vespo_loss": _taken(policy.vespo_loss, _policy),
     "loss.policy.group_advantages": Entry(policy.group_advantages, _advantages),
     "loss.PackedRollouts.from_padded": Entry(PackedRollouts.from_padded, _padded),
     "loss.mtp_targets": Entry(mtp_targets, _mtp),
