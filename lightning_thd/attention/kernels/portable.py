@@ -103,14 +103,10 @@ class PortableKernel:
         return dq, dk, dv
 
 
-def _groups(at: Offsets, spec: AttentionSpec) -> tuple[Group, ...]:
-    offsets = host_offsets(at.cu_q), host_offsets(at.cu_kv)
-    return _make_groups(*offsets, spec.right, at.cu_q.device)
-
-
 def _masked_groups(at: Offsets, spec: AttentionSpec, like: Tensor) -> Iterator[tuple[Group, Tensor]]:
     """Yield the groups of a call and their additive masks ``[B, 1, 1, R, K]`` in the dtype of ``like``."""
-    for group in _groups(at, spec):
+    offsets = host_offsets(at.cu_q), host_offsets(at.cu_kv)
+    for group in _make_groups(*offsets, spec.right, at.cu_q.device):
         row = torch.arange(group.q.length, device=like.device)[:, None]
         key = torch.arange(group.k.length, device=like.device)
         lengths, key_lengths = (x[:, None, None] for x in (group.lengths, group.key_lengths))
