@@ -10,7 +10,7 @@ import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from transformers import AutoModelForCausalLM, MistralConfig
 
@@ -187,10 +187,6 @@ def test_bad_input_is_refused(make: Any, message: str) -> None:
 
 def test_trainer_clashes_are_refused() -> None:
     data = THDDataModule(sequences(9), capacity=CAPACITY)
-    with pytest.raises(MisconfigurationException, match="accumulate_grad_batches is 2, but was 1"):
-        make_trainer(max_epochs=2, callbacks=[GradientAccumulationScheduler({0: 1, 1: 2})]).fit(
-            TinyModule(), data
-        )
     averaging = StochasticWeightAveraging(1e-3)  # its copy of this module has no weights yet
     with pytest.raises(MisconfigurationException, match="StochasticWeightAveraging .* average nothing"):
         make_trainer(callbacks=[averaging]).fit(CausalLMModule(tiny_llama), data)

@@ -57,10 +57,8 @@ def train(folder: str, layout: Layout) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(Layout(tp=2), marks=pytest.mark.slow),
         Layout(pp=2),
         pytest.param(Layout(tp=2, dp=2), marks=pytest.mark.slow),
-        pytest.param(Layout(pp=2, dp=2), marks=pytest.mark.slow),
         pytest.param(Layout(cp=2, dp=2), marks=pytest.mark.slow),
     ],
     ids=lambda at: f"tp{at.tp}pp{at.pp}cp{at.cp}dp{at.dp}",
