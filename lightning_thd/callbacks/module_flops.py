@@ -62,7 +62,6 @@ class ModuleFlops:
         self._tokens: Tokens = tokens
         self._recompute: Policy = recompute
         self._models: dict[str, FlopsModel | None] = {}  # by stage; "" holds the model before a watched step
-        self._found: set[str] = set()  # the stages whose passes are known
         self._tries: dict[str, int] = {}
         self._stage = "train"  # which runs now: an evaluation may lie inside a step
         self._calls: dict[str, dict[str, _Calls]] = {}  # by stage
@@ -90,7 +89,7 @@ class ModuleFlops:
         if inside or self._given is not None or stage in self._calls or self._counter is not None:
             return
         if self._models[""] is not None:
-            if stage not in self._found and self._tries.get(stage, 0) < _MAX_WATCHED:
+            if stage not in self._models and self._tries.get(stage, 0) < _MAX_WATCHED:
                 models = outermost_models(self._module).items()
                 self._calls[stage] = {
                     name: _Calls(model, lambda: self._stage == stage) for name, model in models
@@ -107,15 +106,15 @@ class ModuleFlops:
             self._take(self._stop_counter(), stage, step)
         if stage in self._calls and not discard and step:
             found = _passes(self._calls[stage], step, sharded=self._sharded)
-            # Under the interleaved schedule a microbatch calls the model once for each stage of this rank.
-            calls = 1
             if stage == "train":
+                # An interleaved schedule calls the model once for each stage of this rank.
                 calls = max((held.chunks for held in stages_in(self._module)), default=1)
-            found = {name: Passes(one.training / calls, one.forward / calls) for name, one in found.items()}
-            if stage != "train":
+                found = {
+                    name: Passes(one.training / calls, one.forward / calls) for name, one in found.items()
+                }
+            else:
                 found = {name: Passes(one.training + one.forward) for name, one in found.items()}
             if any(one.training or one.forward for one in found.values()):
-                self._found.add(stage)
                 self._models[stage] = self._find(found)
             self._tries[stage] = self._tries.get(stage, 0) + 1
         self._stop_watch(stage)
@@ -135,7 +134,7 @@ class ModuleFlops:
         signature = _signature(self._weights)
         if signature != self._signature and self._given is None and self._models[""] is not None:
             self._models = {"": self._find({})}
-            self._found, self._tries = set(), {}
+            self._tries = {}
         self._signature = signature
 
     def stop(self) -> None:
