@@ -75,22 +75,26 @@ def split_layers(
     """
     ranks = whole_number(ranks, "ranks", least=1)
     stages = ranks * whole_number(stages_per_rank, "stages_per_rank", least=1)
+    flops, sizes = [x.flops for x in layers], [x.parameters for x in layers]
+    for layer, extra in ((0, embedding), (-1, head)):
+        if layers and extra is not None:
+            flops[layer] += extra.flops
+            sizes[layer] += extra.parameters
     if isinstance(split, str) and split == "auto":
         if stages > len(layers):
             raise ValueError(
                 f"pipeline_parallel_size={ranks} x stages_per_rank={stages_per_rank} makes {stages} stages, "
                 f"but the model has {len(layers)} layers. Every stage needs one: lower either."
             )
-        bounds = _even_bounds(layers, stages, embedding, head)
+        bounds = _even_bounds(flops, sizes, stages)
     else:
         bounds = _given_bounds(split, stages, len(layers))
-    flops = [sum(x.flops for x in layers[a:b]) for a, b in pairwise(bounds)]
-    parameters = [sum(x.parameters for x in layers[a:b]) for a, b in pairwise(bounds)]
-    for stage, extra in ((0, embedding), (-1, head)):
-        if extra is not None:
-            flops[stage] += extra.flops
-            parameters[stage] += extra.parameters
-    return Split(bounds=tuple(bounds), flops=tuple(flops), parameters=tuple(parameters), ranks=ranks)
+    return Split(
+        bounds=tuple(bounds),
+        flops=tuple(sum(flops[a:b]) for a, b in pairwise(bounds)),
+        parameters=tuple(sum(sizes[a:b]) for a, b in pairwise(bounds)),
+        ranks=ranks,
+    )
 
 
 def _given_bounds(split: Sequence[int], stages: int, layers: int) -> list[int]:
@@ -103,22 +107,10 @@ def _given_bounds(split: Sequence[int], stages: int, layers: int) -> list[int]:
     return [0, *accumulate(split)]
 
 
-def _even_bounds(
-    layers: Sequence[LayerCost], stages: int, embedding: LayerCost | None, head: LayerCost | None
-) -> list[int]:
+def _even_bounds(flops: Sequence[float], sizes: Sequence[int], stages: int) -> list[int]:
     """Minimise the slowest stage, then the largest, by dynamic programming over (stage, first layer)."""
-    n = len(layers)
-    flops = [0.0, *accumulate(x.flops for x in layers)]
-    sizes = [0, *accumulate(x.parameters for x in layers)]
-
-    def cost(stage: int, a: int, b: int) -> tuple[float, int]:
-        first, last = stage == 0, stage == stages - 1
-        extra = [x for x, here in ((embedding, first), (head, last)) if x is not None and here]
-        return (
-            flops[b] - flops[a] + sum(x.flops for x in extra),
-            sizes[b] - sizes[a] + sum(x.parameters for x in extra),
-        )
-
+    n = len(flops)
+    work, held = [0.0, *accumulate(flops)], [0, *accumulate(sizes)]
     # best[b]: (slowest, largest, bounds) of the stages so far, which hold layers 0..b
     best: dict[int, tuple[float, int, list[int]]] = {0: (0.0, 0, [0])}
     for stage in range(stages):
@@ -126,8 +118,7 @@ def _even_bounds(
         left = stages - stage - 1
         for a, (slow, large, bounds) in best.items():
             for b in range(a + 1, n - left + 1) if left else (n,):
-                own = cost(stage, a, b)
-                found = (max(slow, own[0]), max(large, own[1]), [*bounds, b])
+                found = (max(slow, work[b] - work[a]), max(large, held[b] - held[a]), [*bounds, b])
                 if b > a and (b not in after or found[:2] < after[b][:2]):
                     after[b] = found
         best = after
