@@ -155,7 +155,8 @@ def parameters_as(module: nn.Module, change: Callable[[Tensor], Tensor | None]) 
 
 
 def _colwise(module: Any, shards: _Shards) -> None:
-    _cut_columns(module, shards)
+    shards.cut(module, "weight", 0)
+    shards.cut(module, "bias", 0)
     forward, group = module.forward, shards.group
 
     def colwise_forward(x: Tensor) -> Tensor:
@@ -174,11 +175,6 @@ def _colwise_gather_output(module: Any, shards: _Shards) -> None:
         return gather_same(forward(x), group, dim=x.ndim - 1)
 
     module.forward = gathering_forward
-
-
-def _cut_columns(module: nn.Module, shards: _Shards) -> None:
-    shards.cut(module, "weight", 0)
-    shards.cut(module, "bias", 0)
 
 
 def _rowwise(module: Any, shards: _Shards) -> None:
