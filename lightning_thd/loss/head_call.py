@@ -126,18 +126,9 @@ class HeadCall:
         inner, stage = self.inner, self.inner.__dict__.get(STAGE)
         self._look_at_hooks(model)
         for attempt in range(3):
-            head = inner.get_output_embeddings()
-            job = self._job = _Job(
-                values=values,
-                size=size,
-                slots=batch.input_ids.shape[-1],
-                head=head,
-                own_head_forward=head.__dict__.get("forward"),
-                model_forward=inner.forward,
-                stage=stage,
-                routers=routers,
-                whole=self._whole,
-            )
+            slots, head = batch.input_ids.shape[-1], inner.get_output_embeddings()
+            own_head = head.__dict__.get("forward")
+            job = _Job(values, size, slots, head, own_head, inner.forward, stage, routers, self._whole)
             outputs = self._call(model, batch, job)
             if not job.called:
                 raise ValueError(
@@ -164,7 +155,7 @@ class HeadCall:
         kwargs = batch.hf_kwargs()
         if kwargs.pop("labels", None) is not None:
             _warn_of_labels()
-        STATE.scope = announced(batch, kwargs)
+        STATE.scope, self._job = announced(batch, kwargs), job
         job.head.__dict__["forward"], inner.__dict__["forward"] = self.head_forward, self.forward
         try:
             with nullcontext() if job.routers is None else job.routers.asked(inner, kwargs):

@@ -8,7 +8,6 @@ operations). Under tensor parallelism, in fp16, or if nothing needs a gradient, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -129,9 +128,7 @@ def prepare_weighted(
             )
         weightless = token_weights.detach().reshape(given.shape) == 0
         call = replace(call, targets=torch.where(weightless, call.ignore_index, given))
-    elif not isinstance(token_weights, Tensor | None) and not (
-        type(token_weights) is float and math.isfinite(token_weights)
-    ):
+    elif not isinstance(token_weights, Tensor | None):
         token_weights = real_number(token_weights, "token_weights")
     prepared = prepare(call)
     kept, wide = prepared.kept, prepared.settings.accumulator
