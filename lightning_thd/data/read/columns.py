@@ -1,8 +1,11 @@
-"""Parquet and Arrow files, or Hugging Face datasets, of ids -> rows as views of their columns."""
+"""Columns of ids in files or Hugging Face datasets -> rows as views of them; tables of text -> records."""
 
 from __future__ import annotations
 
+import csv
 import glob
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +15,15 @@ from lightning_thd._imports import require
 from lightning_thd.batch.keys import names, refuse_keys
 from lightning_thd.data.read.conversations import kind_of
 from lightning_thd.data.read.files import SourceFile
-from lightning_thd.data.read.records import map_arrow, open_parquet
+from lightning_thd.data.read.records import (
+    CHUNK_ROWS,
+    Chunk,
+    Placed,
+    map_arrow,
+    open_parquet,
+    parse_json,
+    without_nulls,
+)
 from lightning_thd.data.store.cache import cached_folder
 from lightning_thd.data.store.columns import (
     ColumnRows,
@@ -24,6 +35,7 @@ from lightning_thd.data.store.columns import (
 from lightning_thd.data.store.index import MapDataset
 
 _READ = tuple(name for name in names("token", "weight", "boundary", "type") if name != "mm_token_type_ids")
+_NUMBERS = frozenset(("input_ids", "labels", *names("weight", "label")))
 _MEDIA = (*names("media"), "mm_token_type_ids")  # read from a dataset, whose samples hold tensors
 
 
@@ -79,12 +91,48 @@ def hold_ids(files: list[SourceFile], text_key: str) -> bool:
 
 def load_columns(files: list[SourceFile], cache_dir: str | Path | None) -> Any:
     """Open Parquet or Arrow files as one Hugging Face dataset, mapped into memory from the cache."""
+    return _load("parquet" if files[0].suffix == ".parquet" else "arrow", files, cache_dir)
+
+
+def _load(kind: str, files: list[SourceFile], cache_dir: str | Path | None, **options: Any) -> Any:
     datasets = require("datasets", feature=f"reading {files[0].suffix} files")
     # datasets knows files by name and time; the folder is named by their content.
     folder = cached_folder("columns", {"files": [file.content for file in files]}, cache_dir)
-    return datasets.load_dataset(
-        "parquet" if files[0].suffix == ".parquet" else "arrow",
-        data_files=[glob.escape(str(file.path.resolve())) for file in files],
-        split="train",
-        cache_dir=str(folder),
-    )
+    paths = [glob.escape(str(file.path.resolve())) for file in files]
+    return datasets.load_dataset(kind, data_files=paths, split="train", cache_dir=str(folder), **options)
+
+
+def table_chunks(file: SourceFile, text_key: str, cache_dir: str | Path | None) -> list[Chunk]:
+    """Cut a ``.csv`` or ``.tsv`` file with column names in its first line into chunks of rows.
+
+    Cells are text, an empty one the empty string, but for numbers under keys of numbers.
+    """
+    datasets = require("datasets", feature=f"reading {file.suffix} files")
+    separator = "\t" if file.suffix == ".tsv" else ","
+    try:
+        with file.path.open(encoding="utf-8-sig", newline="") as opened:
+            names = next(csv.reader(opened, delimiter=separator), [])
+        features = datasets.Features({name: datasets.Value("string") for name in names})
+        table = {"sep": separator, "features": features, "keep_default_na": False}
+        rows = _load("csv", [file], cache_dir, **table)
+    except (UnicodeDecodeError, csv.Error, datasets.exceptions.DatasetGenerationError) as err:
+        raise ValueError(
+            f"{file.name} is no table of the columns in its first line ({err.__cause__ or err}). Quote cells "
+            "that hold a separator or a line break, or give .jsonl."
+        ) from err
+    if len(set(names)) < len(names):
+        raise ValueError(f"{file.name}: its first line names a column twice: {names}. Rename one.")
+    parts = [range(len(rows))[at : at + CHUNK_ROWS] for at in range(0, len(rows), CHUNK_ROWS)]
+    return [partial(_table_rows, file.name, rows, part, _NUMBERS - {text_key}) for part in parts]
+
+
+def _table_rows(name: str, rows: Any, which: range, numbers: frozenset[str]) -> Iterator[Placed]:
+    for i in which:
+        row = without_nulls(rows[i])
+        yield f"{name}, row {i}", {key: _number(x) if key in numbers else x for key, x in row.items()}
+
+
+def _number(cell: str) -> Any:
+    """Read a cell of numbers, such as ``1`` or ``[1, 0]``; one of text stays as it is."""
+    found = parse_json(cell)
+    return found if isinstance(found, int | float | list) else cell

@@ -21,15 +21,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_thd._imports import require
 from lightning_thd.data.store.cache import build_once, cache_folder, content_of
 
-Kind = Literal["JSONL", "JSON", "column", "text", "refused"]
+Kind = Literal["JSONL", "JSON", "column", "table", "text", "refused"]
 # What is known of a suffix, for datasets and streams.
 _SUFFIXES: dict[Kind, str] = {
     "JSONL": ".jsonl .ndjson",
     "JSON": ".json",
     "column": ".parquet .arrow .feather",
+    "table": ".csv .tsv",
     "text": ".txt .md .rst .py .c .h .cpp .html .xml .log .tex",
     # Read as one document of text, these would train on noise.
-    "refused": ".csv .tsv .zip .tar .npy .npz .bin .pt .safetensors .pdf .docx .png .jpg",
+    "refused": ".zip .tar .npy .npz .bin .pt .safetensors .pdf .docx .png .jpg",
 }
 KINDS: dict[str, Kind] = {suffix: kind for kind, row in _SUFFIXES.items() for suffix in row.split()}
 # Compression suffix -> what begins to unpack one member.
@@ -219,8 +220,8 @@ def _local(name: str, cache_dir: str | Path | None) -> SourceFile:
     suffix = suffix_of(name)
     if KINDS.get(suffix) == "refused":
         raise ValueError(
-            f"{name}: a {suffix} file is not read. Give .jsonl, .parquet, .arrow or text, or a dataset that "
-            "you have opened, as by datasets.load_dataset('csv', data_files=...)."
+            f"{name}: a {suffix} file is not read. Give .jsonl, .csv, .parquet, .arrow or text, or a dataset "
+            "that you have opened."
         )
     path = Path(name)
     if "://" in name:

@@ -17,7 +17,7 @@ from lightning_thd.data.read.files import KINDS, SourceFile
 from lightning_thd.data.store.index import MapDataset
 
 CHUNK_BYTES = 1 << 22  # bytes of text in a chunk: about 4 s of a tokenizer at 1 MB/s
-_CHUNK_ROWS = 1024
+CHUNK_ROWS = 1024
 _BATCH_ROWS = 256  # rows of columns that are unpacked at a time
 _BOM = b"\xef\xbb\xbf"
 
@@ -214,8 +214,8 @@ def file_chunks(files: list[SourceFile], *, chunk_bytes: int = CHUNK_BYTES) -> l
             spans = ((at, min(at + chunk_bytes, size)) for at in range(0, size, chunk_bytes))
             chunks += [partial(_jsonl, file, *span) for span in spans]
         elif kind == "JSON":
-            starts = range(0, len(_json_entries(file)), _CHUNK_ROWS)
-            chunks += [partial(_json, file, at, at + _CHUNK_ROWS) for at in starts]
+            starts = range(0, len(_json_entries(file)), CHUNK_ROWS)
+            chunks += [partial(_json, file, at, at + CHUNK_ROWS) for at in starts]
         else:
             first = 0
             for part, size in enumerate(part_sizes(file)):
@@ -246,7 +246,7 @@ def _grouped(files: list[SourceFile], chunk_bytes: int) -> Iterator[Chunk]:
             group, size = [], 0
 
 
-def row_chunks(dataset: MapDataset, *, chunk_rows: int = _CHUNK_ROWS) -> list[Chunk]:
+def row_chunks(dataset: MapDataset, *, chunk_rows: int = CHUNK_ROWS) -> list[Chunk]:
     """Cut a dataset into chunks of rows."""
     total = len(dataset)
     starts = range(0, total, chunk_rows)

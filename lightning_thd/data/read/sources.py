@@ -14,10 +14,10 @@ from torch.utils.data import Dataset
 
 from lightning_thd._checks import choice, instance, whole_number
 from lightning_thd.data.read.by_number import RecordsByNumber, RowsByNumber
-from lightning_thd.data.read.columns import as_rows, hold_ids, load_columns
+from lightning_thd.data.read.columns import as_rows, hold_ids, load_columns, table_chunks
 from lightning_thd.data.read.conversations import Records, kind_of
 from lightning_thd.data.read.encode import Encoder, Tokenizer, find_kind, load_tokenizer, tokenize
-from lightning_thd.data.read.files import KINDS, Paths, find_files, is_paths
+from lightning_thd.data.read.files import KINDS, Paths, SourceFile, find_files, is_paths
 from lightning_thd.data.read.prepacked import holds_packs, open_packed
 from lightning_thd.data.read.records import Chunk, file_chunks, row_chunks
 from lightning_thd.data.read.text import tokenizer_fingerprint
@@ -98,8 +98,7 @@ class Opener:
         if isinstance(source, str | Path) and (Path(source) / "meta.json").is_file():
             return None
         files = find_files(cast("Paths", source), cache_dir=self.cache_dir)
-        chunks = file_chunks(files)
-        return next((record for chunk in chunks for _, record in chunk()), None)
+        return next((record for chunk in self._chunks(files) for _, record in chunk()), None)
 
     def _open_paths(self, source: Paths) -> Opened:
         if isinstance(source, str | Path) and (Path(source) / "meta.json").is_file():
@@ -107,6 +106,8 @@ class Opener:
             return Opened(dataset=store, key={"store": store.fingerprint})
         files = find_files(source, cache_dir=self.cache_dir)
         if self.processor is not None:
+            if any(KINDS.get(file.suffix) == "table" for file in files):
+                self._chunks(files)  # raises
             key = {"files": [file.content for file in files], "names": [file.name for file in files]}
             if not all(KINDS.get(file.suffix) == "column" for file in files):
                 return self._rendered(RecordsByNumber(files), key)
@@ -121,8 +122,18 @@ class Opener:
             and hold_ids(files, self.text_key)
         ):
             return Opened(dataset=as_rows(load_columns(files, self.cache_dir)), key=key)
-        chunks = file_chunks(files)
-        return self._tokenised(chunks, key, name)
+        return self._tokenised(self._chunks(files), key, name)
+
+    def _chunks(self, files: list[SourceFile]) -> list[Chunk]:
+        tables = [file for file in files if KINDS.get(file.suffix) == "table"]
+        if not tables:
+            return file_chunks(files)
+        if len(tables) < len(files) or self.processor is not None:
+            raise ValueError(
+                f"{tables[0].name} is a table, which is read beside tables only, and without processor=. "
+                "Give .jsonl."
+            )
+        return [chunk for file in files for chunk in table_chunks(file, self.text_key, self.cache_dir)]
 
     def _open_dataset(self, dataset: MapDataset) -> Opened:
         key = dataset_key(dataset)
