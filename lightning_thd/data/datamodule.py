@@ -41,8 +41,9 @@ class THDDataModule(LogsSources):
     Args:
         train: a map-style dataset giving ``{"input_ids": ints[, "labels": ints]}`` (labels unshifted,
             -100 where ignored); or a path, a glob, an address (``s3://``, ``hf://``, ...) or a list of
-            them: ``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``, ``.arrow``, ``.feather`` files, also
-            ``.gz``, ``.zst``, ``.bz2`` or ``.xz``, text files, a folder of such, or one that ``TokenStore.save`` wrote. In place
+            them: ``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``, ``.arrow`` or ``.feather`` files,
+            also ``.gz``, ``.zst``, ``.bz2`` or ``.xz``, text files, a folder of such, or one that
+            ``TokenStore.save`` wrote. In place
             of ids, records may hold text, ``prompt`` and ``completion``, or a conversation. They are
             tokenised once, and only the completion or the assistant's turns have a loss. A dict ``{name:
             (source, weight)}`` is a mixture. An ``IterableDataset``, a function that begins an iterator, or a

@@ -84,7 +84,6 @@ REFUSED: dict[str, tuple[str, str | bytes, str]] = {
     "a mask of the loss": ("a.jsonl", lines({**IDS, "loss_mask": [0, 0, 1]}), "carry 'loss_mask', which is"),
     "segments": ("a.jsonl", lines({**IDS, "segment_ids": [0, 0, 1]}), "sequences of one row would see each"),
     "a label of -1": ("a.jsonl", lines({**IDS, "labels": [-1, 2, 3]}), "line 1: the record has the label"),
-    "a table": ("a.csv", "text,x\na,1\n", r"a.csv: a .csv file is not read.* datasets.load_dataset\('csv'"),
     "Latin-1 text": ("a.txt", b"caf\xe9", r"a.txt: not UTF-8 \(byte 0xe9 at 3\). Write it again"),
     "Latin-1 lines": ("a.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n', "line 2: not UTF-8"),
     "UTF-16 without a mark": ("a.txt", UTF16[2:], "a null byte at 1, so it is no text"),
