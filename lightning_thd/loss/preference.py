@@ -284,9 +284,12 @@ def kto_loss(
             f"desirable is {desirable.dtype} {list(desirable.shape)}, wanted bool {list(logps.shape)}."
         )
     real_number(beta, "beta", above=0.0)
-    divergence = torch.as_tensor(divergence).detach()
-    if divergence.numel() != 1:
+    if not isinstance(divergence, Tensor):
+        real_number(divergence, "divergence")
+    elif divergence.numel() != 1:
         raise ValueError(f"divergence is {list(divergence.shape)}, wanted one number for the step.")
+    else:
+        divergence = divergence.detach()
     logps, reference_logps = _counted(weights, logps, reference_logps)
     distance = logps - reference_logps - divergence
     losses = torch.where(

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_thd._checks import whole_number
 from lightning_thd._static import STATIC
 from lightning_thd.loss.dtensors import group_of_operands, is_dtensor, local_hidden, plain
 from lightning_thd.loss.tiles.budget import tile_shape
@@ -103,6 +104,8 @@ def prepare(call: Call) -> Prepared:
     targets, shape = call.targets.flatten().long(), call.targets.shape
     kept: Tensor | None = None
     picked: Tensor | None = None
+    if type(call.ignore_index) is not int:
+        whole_number(call.ignore_index, "ignore_index", least=None)
     counts: Tensor | None
     if call.rows is not None:
         picked = _check_rows(call.rows, hidden)
