@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_thd.cuda_graph.errors import CaptureError
 from lightning_thd.cuda_graph.fingerprint import ABSENT, PLAIN
+from lightning_thd.models.positions import keep_frequencies
 
 _CONTAINERS = (list, dict, set, tuple)
 _SHARDED = ("FSDPModule", "FullyShardedDataParallel", "FullyShardedDataParallelPlus", "DeepSpeedEngine")
@@ -55,6 +56,7 @@ def refuse_host_changes(module: nn.Module, before: dict[tuple[int, str], Any]) -
 @contextlib.contextmanager
 def restored(module: nn.Module) -> Iterator[None]:
     """Restore random states and the values of buffers when this context ends."""
+    keep_frequencies(module)  # else the step's own buffers of these would be freed here, under its graph
     buffers = [
         (child._buffers, name, x, None if x is None else x.clone())
         for child in module.modules()
@@ -121,8 +123,7 @@ class RandomUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        drops_nothing = func is torch.ops.aten.native_dropout.default and not (args[1] and args[2])
-        if torch.Tag.nondeterministic_seeded in func.tags and not drops_nothing:
+        if torch.Tag.nondeterministic_seeded in func.tags and not _drops_nothing(func, args, kwargs or {}):
             self.draws = True
         return func(*args, **(kwargs or {}))
 
@@ -133,6 +134,14 @@ class RandomUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "activation checkpointing saves random states (preserve_rng_state=True) in a step with "
                 "dropout, and a graph cannot restore them. Set dropout to 0, or switch checkpointing off."
             )
+
+
+def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operator has a probability of dropout, which is 0."""
+    if func is torch.ops.aten.native_dropout.default:
+        return not (args[1] and args[2])
+    named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+    return (named | kwargs).get("dropout_p") == 0.0
 
 
 @contextlib.contextmanager

@@ -291,6 +291,17 @@ def run_and_move(step: GraphedStep, model: nn.Module, batch: THDBatch) -> None:
             parameter.data = parameter.data.clone()
 
 
+def test_rotary_frequencies_that_a_cast_rounded_outlive_the_capture() -> None:
+    """They are restored in fp32 at the first forward, which may be the capture's."""
+    model = tiny_llama(torch.bfloat16)
+    step = graphed(model)
+    loss = step(random_batch(0))
+    frequencies = model.model.rotary_emb.inv_freq
+    assert frequencies.dtype == torch.float32
+    assert torch.equal(loss, padded_eager(model, random_batch(0), choose(BUCKETS, random_batch(0))[0]))
+    assert model.model.rotary_emb.inv_freq is frequencies
+
+
 def test_parameters_that_keep_moving_switch_graphs_off() -> None:
     model = tiny_llama(torch.float64)
     step, batch = graphed(model, require=False), random_batch(1, count=4)
