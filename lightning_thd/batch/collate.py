@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_thd._checks import as_tensor, described, host_ints, int_tensor, real_number, whole_number
+from lightning_thd._checks import as_tensor, described, int_tensor, real_number, whole_number
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch.keys import COLLATED, IGNORE_INDEX, TYPES, inputs
 from lightning_thd.batch.media import counted
@@ -151,12 +151,11 @@ def lay_out(
 def _sequence_ids(sequence_ids: Sequence[int] | None, count: int) -> Sequence[int]:
     if sequence_ids is None:
         return range(count)
-    ids: list[int] = host_ints(sequence_ids, "sequence_ids").tolist()
-    if len(ids) != count:
+    if len(sequence_ids) != count:
         raise ValueError(
-            f"There are {count} samples but {len(ids)} sequence_ids. Give one dataset index each."
+            f"There are {count} samples but {len(sequence_ids)} sequence_ids. Give one dataset index each."
         )
-    return ids
+    return sequence_ids
 
 
 def mean_scale(weight: float) -> float:

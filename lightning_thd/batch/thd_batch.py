@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_thd._checks import as_tensor, described, flags, instance
+from lightning_thd._checks import as_tensor, described, flags, host_ints, instance
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch.collate import check_samples, lay_out, padded_fields
 from lightning_thd.batch.upload import PinnedBatch
@@ -261,6 +261,8 @@ class THDBatch(_Pinned):
         """
         if share_prefixes is not False:
             flags(share_prefixes=share_prefixes)
+        if sequence_ids is not None:
+            sequence_ids = host_ints(sequence_ids, "sequence_ids").tolist()
         return collate_checked(
             check_samples(samples),
             share_prefixes=share_prefixes,

@@ -88,7 +88,9 @@ def plain_linear(head: Any, forward: object) -> nn.Linear | None:
     if type(head).forward is not LINEAR_FORWARD:
         return None
     weight = head._parameters.get("weight")
-    if is_dtensor(weight):  # tensor parallelism puts a forward of its own on the head
+    if type(weight) is not nn.Parameter and is_dtensor(
+        weight
+    ):  # tensor parallelism puts a forward of its own on the head
         linear: nn.Linear = head
         return linear
     cut = getattr(head, "_hf_device_mesh", None)  # transformers before 5.16 leaves plain shards and hooks

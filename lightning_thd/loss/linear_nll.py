@@ -8,6 +8,7 @@ operations). Under tensor parallelism, in fp16, or if nothing needs a gradient, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -128,7 +129,9 @@ def prepare_weighted(
             )
         weightless = token_weights.detach().reshape(given.shape) == 0
         call = replace(call, targets=torch.where(weightless, call.ignore_index, given))
-    elif not isinstance(token_weights, Tensor | None):
+    elif not isinstance(token_weights, Tensor | None) and (
+        type(token_weights) is not float or not math.isfinite(token_weights)
+    ):
         token_weights = real_number(token_weights, "token_weights")
     prepared = prepare(call)
     kept, wide = prepared.kept, prepared.settings.accumulator

@@ -139,10 +139,12 @@ class SequenceIndex:
         elif "label" in sample or "labels" in sample:
             sample = with_label(sample, f"Sequence {i}")
         found, counted = len(sample["input_ids"]), int(self.lengths[i])
-        _refuse_change(i, "tokens", found, counted)
+        if found != counted:
+            raise _changed(i, "tokens", found, counted)
         if self.seen and (len(self.sizes) or not COLLATED.issuperset(sample)):
             counted_sizes = tuple(self.sizes[i].tolist()) if len(self.sizes) else (0,) * COLUMNS
-            _refuse_change(i, "patches and pixels of images", sizes_of(sample), counted_sizes)
+            if (sizes := sizes_of(sample)) != counted_sizes:
+                raise _changed(i, "patches and pixels of images", sizes, counted_sizes)
         if "weights" in sample and not len(self.weights):
             raise ValueError(
                 f"Sequence {i} has weights, but none were counted: the first sequence has none. Give "
@@ -185,15 +187,19 @@ class SequenceIndex:
             found = int(np.count_nonzero(np.asarray(sample["labels"])[1:] != IGNORE_INDEX))
         else:
             found = max(0, int(self.lengths[i]) - 1)
-        _refuse_change(i, "loss tokens", found, int(self.loss_tokens[i]))
+        if found != self.loss_tokens[i]:
+            raise _changed(i, "loss tokens", found, int(self.loss_tokens[i]))
 
     def loss_weights(self, dataset: MapDataset, spans: Spans) -> NDArray[np.float64]:
         """Return each span's loss-token weight and its share of its sequence's weight, float64 ``[2, S]``."""
         at = spans.index
         of_sequence = (self.weights if len(self.weights) else self.loss_tokens)[at].astype(np.float64)
         sequence = self.sequence_weights[at] if len(self.weights) else np.ones(len(at))
+        cut = np.flatnonzero(spans.lengths != self.lengths[at])
+        if not len(cut):
+            return np.array([of_sequence, sequence * (of_sequence > 0)])
         own = of_sequence.copy()
-        for k in np.flatnonzero(spans.lengths != self.lengths[at]):  # cut ones are read again
+        for k in cut:  # these are read again
             i, start, stop = int(at[k]), int(spans.start[k]), int(spans.stop[k])
             continued = bool(spans.continued[k])
             if not len(self.weights) and self.loss_tokens[i] == self.lengths[i] - 1:
@@ -211,13 +217,12 @@ class SequenceIndex:
         return np.array([own, sequence * share])
 
 
-def _refuse_change(i: int, what: str, found: object, counted: object) -> None:
-    """Refuse a sequence that is another than the one counted."""
-    if found != counted:
-        raise ValueError(
-            f"Sequence {i} has {found} {what}, but {counted} were counted. Correct the dataset's `lengths` "
-            "and `loss_tokens`. If the data changed under the same fingerprint, delete the cache."
-        )
+def _changed(i: int, what: str, found: object, counted: object) -> ValueError:
+    """Return the error for a sequence that is another than the one counted."""
+    return ValueError(
+        f"Sequence {i} has {found} {what}, but {counted} were counted. Correct the dataset's `lengths` and "
+        "`loss_tokens`. If the data changed under the same fingerprint, delete the cache."
+    )
 
 
 def _is_truncated(start: int, continued: bool) -> bool:

@@ -35,6 +35,8 @@ class Penalties:
     z_loss: float = 0.0
 
     def __post_init__(self) -> None:
+        if (self.label_smoothing, self.z_loss) == (0.0, 0.0):  # as in most steps
+            return
         if not 0.0 <= real_number(self.label_smoothing, "label_smoothing") < 1.0:
             raise ValueError(f"label_smoothing is {self.label_smoothing!r}, wanted at least 0 and below 1.")
         real_number(self.z_loss, "z_loss", least=0.0, advice="1e-4 is usual.")
