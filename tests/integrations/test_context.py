@@ -126,7 +126,7 @@ def refusals() -> None:
         loop.backward(next(iter(loop.loader)))
     other = tiny_llama()
     other.set_attn_implementation("sdpa")
-    with pytest.raises(MisconfigurationException, match="attn_implementation='sdpa'"):
+    with pytest.raises(MisconfigurationException, match=r"'sdpa'\) sees only the shard"):
         prepare_thd(
             accelerate.Accelerator(cpu=True),
             other,
