@@ -1,8 +1,8 @@
 """A module -> what its graphs have baked in, compared before every replay.
 
 A replay runs no Python: it uses the layers, hooks, numbers and addresses of the capture. Compared are the
-memory of tensors, ``requires_grad``, classes, hooks, and in every submodule, its ``config`` and the
-hyperparameters the numbers, texts, tuples and functions. docs/guides/cuda-graphs.md names what is not.
+memory of tensors, ``requires_grad``, classes, hooks, and the numbers, texts and objects that submodules,
+their ``config`` and the hyperparameters hold. docs/guides/cuda-graphs.md names what is not.
 """
 
 from __future__ import annotations
@@ -113,6 +113,7 @@ class _Space(NamedTuple):
     held: dict[Any, Any]
     what: str
     whole: bool  # a registry, all members of which count
+    known: frozenset[Any] = frozenset()  # names at the capture: the step may read them, whatever they hold
     left_out: frozenset[str] = frozenset()
     read: set[str] | None = None  # no other names count
 
@@ -122,9 +123,9 @@ class _Space(NamedTuple):
             return not getattr(value, _LOOKS, False)
         if name in self.left_out or (name.startswith("_thd_") and name != _RECIPE):
             return False
-        if self.read is not None and name not in self.read:
-            return False
-        return name in (*_SETTINGS, _RECIPE) or isinstance(value, _FOLLOWED)
+        if self.read is not None:
+            return name in self.read
+        return name in self.known or isinstance(value, _FOLLOWED)
 
 
 class Fingerprint:
@@ -205,13 +206,13 @@ def _spaces_of(
     for name in _REGISTRIES:
         if type(held.get(name)) in (dict, OrderedDict):  # a scripted module has others
             yield _Space(held[name], f"{prefix}{name}", True)
-    own = _Space(held, f"the attribute {prefix}", False, left_out, read)
+    own = _Space(held, f"the attribute {prefix}", False, frozenset(held), left_out, read)
     yield own
     for name in _SETTINGS:
         settings = held.get(name) if own.counts(name, None) else None
         inside = settings if isinstance(settings, dict) else getattr(settings, "__dict__", None)
         if isinstance(inside, dict):
-            yield _Space(inside, f"the attribute {prefix}{name}.", False)
+            yield _Space(inside, f"the attribute {prefix}{name}.", False, frozenset(inside))
 
 
 def _is_same(now: Any, before: Any) -> bool:

@@ -8,6 +8,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ class Inner(nn.Module):
         super().__init__()
         self._alpha, self.window = 1.0, (4, 0)
         self.config = SimpleNamespace(beta=2.0)
-        self.shape = torch.abs
+        self.shape, self.gain = torch.abs, torch.ones(1)
 
     def helper(self) -> float:
         return 1.0
@@ -32,7 +33,7 @@ class Inner(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.last = self.shape(x) * self.helper()
         self.calls = getattr(self, "calls", 0) + 1
-        result: Tensor = self.last * self._alpha * self.config.beta
+        result: Tensor = self.last * self._alpha * self.config.beta * self.gain
         return result
 
 
@@ -79,6 +80,8 @@ def replace_buffer(part: Part) -> None:
         (lambda part: delattr(part, "scale"), "the attribute scale changed"),
         (lambda part: setattr(part.inner, "_alpha", 2.0), "the attribute inner._alpha"),
         (lambda part: setattr(part.inner, "window", (8, 0)), "the attribute inner.window"),
+        (lambda part: setattr(part.inner, "gain", torch.ones(1)), "the attribute inner.gain"),
+        (lambda part: setattr(part, "seen", [1]), "the attribute seen"),  # another list
         (lambda part: setattr(part.norm, "eps", 1.0), "the attribute norm.eps"),
         (lambda part: setattr(part.inner.config, "beta", 1.0), "the attribute inner.config.beta"),
         (lambda part: setattr(part.inner, "config", SimpleNamespace()), "the attribute inner.config"),
@@ -131,7 +134,7 @@ class Weighed(GraphModule):
     def __init__(self) -> None:
         super().__init__()
         self.save_hyperparameters({"factor": 1.0})
-        self.beta, self.batches = 1.0, 0
+        self.beta, self.batches = np.float32(1.0), 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return causal_lm_loss(self.model, batch) * self.hparams["factor"] * weight_of(self)
@@ -154,7 +157,7 @@ def test_numbers_that_a_lightning_module_reads_are_seen_and_counters_are_not() -
     module.hparams["factor"] = 0.5
     assert float(step(batch).detach()) == pytest.approx(before / 2)
     step(batch)
-    module.beta = 0.5
+    module.beta = np.float32(0.5)
     assert float(step(batch).detach()) == pytest.approx(before / 4)
     assert step.stats.fallbacks == {"parameters_moved": 2}
 
