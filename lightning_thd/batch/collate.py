@@ -332,7 +332,7 @@ def padded_fields(input_ids: Any, attention_mask: Any, labels: Any) -> dict[str,
     """Build the fields of ``THDBatch.from_padded`` on the host; the arguments are described there."""
     if getattr(labels, "dtype", None) in (torch.uint8, torch.uint16, np.uint8, np.uint16):
         refuse_wrapped(np.asarray(as_tensor(labels).cpu()), "from_padded")
-    source = int_tensor(input_ids if labels is None else labels, "labels")
+    source = int_tensor(input_ids, "input_ids") if labels is None else int_tensor(labels, "labels")
     ids, mask, source = padded_on_host(input_ids, attention_mask, source, "labels")
     below = (ids < 0) | ((source < 0) & (source != IGNORE_INDEX))
     if bool((below & mask).any()):

@@ -130,6 +130,9 @@ class HeadCall:
             own_head = head.__dict__.get("forward")
             job = _Job(values, size, slots, head, own_head, inner.forward, stage, routers, self._whole)
             outputs = self._call(model, batch, job)
+            for made in job.logits:
+                if isinstance(made, LazyLogits):
+                    made.over = True
             if not job.called:
                 raise ValueError(
                     f"{type(model).__name__} never called {type(inner).__name__}.forward as it is now: "

@@ -42,8 +42,8 @@ class Record:
         """Return the recorded operations as a map."""
         if not self.capped:
             return LogitMap(scale=self.inner, valid_vocab_size=self.columns)
-        # LogitMap is cap tanh(scale x / cap): cap = outer, scale = inner * outer.
-        return LogitMap(scale=self.inner * self.outer, softcap=self.outer, valid_vocab_size=self.columns)
+        # LogitMap is cap tanh(scale x / cap): cap = |outer|, scale = inner * outer, as tanh is odd.
+        return LogitMap(scale=self.inner * self.outer, softcap=abs(self.outer), valid_vocab_size=self.columns)
 
 
 class LazyLogits(Tensor):
@@ -54,6 +54,8 @@ class LazyLogits(Tensor):
     learns: bool  # whether gradients were on when the head ran
     made_from: LazyLogits | None = None  # the result of the head; None if it is this
     lost: str = ""  # the last operation on a head's result that cannot be recorded
+    over: bool = False  # whether the pass that they belong to is over; kept on a head's result
+    aliases: bool = False  # whether they may share memory with other logits
     placements = ()  # a tensor-parallel head's hook compares these, then calls the two below
 
     @property
@@ -84,18 +86,24 @@ class LazyLogits(Tensor):
         handler, first = _RECORDED.get(name), args[0] if args else None
         # Gradients are off inside a custom autograd function, whose backward is unknown.
         if handler is not None and isinstance(first, LazyLogits) and first.learns == torch.is_grad_enabled():
-            found = handler(first, *args[1:], **kwargs)
-            if isinstance(found, Record):
-                if name in _IN_PLACE:
-                    first.record = found
-                    return first
-                return _changed(first, found)
+            found = NotImplemented if "out" in kwargs else handler(first, *args[1:], **kwargs)
+            if isinstance(found, Record) and name not in _IN_PLACE:
+                return _changed(first, found, aliases=handler in _ALIASING)
+            if isinstance(found, Record) and not first.aliases:
+                first.record = found
+                return first
         asked = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
         if asked in _HARMLESS or asked.startswith(("is_", "_is_", "_has_")):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         for logits in tree_leaves((args, kwargs)):
             if isinstance(logits, LazyLogits):
+                if logits.source.over:
+                    raise ValueError(
+                        f"{asked or func!r} was applied to logits that a hook or a model kept from a loss or "
+                        "from log-probabilities, which never made them. Read them before the model returns, "
+                        "and they are computed; or call the model itself."
+                    )
                 logits.source.lost = asked or repr(func)
         args, kwargs = tree_map_only(LazyLogits, _zeros, (args, kwargs))
         return func(*args, **kwargs)
@@ -103,14 +111,15 @@ class LazyLogits(Tensor):
 
 def _zeros(logits: LazyLogits) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
-        return torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
+        zero = torch.zeros((), dtype=logits.dtype, device=logits.device, requires_grad=logits.requires_grad)
+        return zero.expand(logits.shape).clone()
 
 
-def _changed(logits: LazyLogits, record: Record) -> LazyLogits:
+def _changed(logits: LazyLogits, record: Record, *, aliases: bool) -> LazyLogits:
     """Return new logits of another record; ``logits`` stay as they are."""
-    made: LazyLogits = _Again.apply(logits)  # type: ignore[no-untyped-call]
+    made: LazyLogits = _Again.apply(logits, record.columns)  # type: ignore[no-untyped-call]
     made.record, made.count, made.learns = record, logits.count, logits.learns
-    made.made_from = logits.source
+    made.made_from, made.aliases = logits.source, aliases
     return made
 
 
@@ -151,11 +160,10 @@ def _getitem(logits: LazyLogits, index: object) -> Any:
         return NotImplemented
     if columns.stop is None:
         return replace(logits.record)
-    size = logits.shape[-1]
-    stop = columns.stop if columns.stop >= 0 else size + columns.stop
-    return replace(logits.record, columns=min(stop, logits.record.columns or size))
+    return replace(logits.record, columns=len(range(logits.shape[-1])[columns]))
 
 
+_ALIASING = (_cast, _getitem)
 _IN_PLACE = {"mul_", "__imul__", "div_", "__itruediv__", "tanh_"}
 _RECORDED: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__"), _multiply),
@@ -178,6 +186,8 @@ _HARMLESS = frozenset(
 
 # ---- Values in place of logits
 
+_OTHERS = "the logits' gradient did not come from open_values"
+
 
 def _stored(values: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return a tensor of a shape whose storage holds other values; all its entries are the first."""
@@ -193,7 +203,7 @@ class _Carry(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        assert not any(grad.stride()), "the logits' gradient did not come from open_values"
+        assert not any(grad.stride()), _OTHERS
         return grad.as_strided((ctx.count,), (1,), 0).clone(), None
 
 
@@ -201,14 +211,15 @@ class _Again(torch.autograd.Function):
     """The same logits as another object, so that what a model makes of them has a record of its own."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, columns: int | None) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
-            data = logits.as_subclass(Tensor).detach()
-            return torch.Tensor._make_subclass(LazyLogits, data)
+            ctx.shape, data = logits.shape, logits.as_subclass(Tensor).detach()
+            return torch.Tensor._make_subclass(LazyLogits, data[..., :columns])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        assert not any(grads[0].stride()), _OTHERS
+        return grads[0].as_strided(ctx.shape, grads[0].stride()), None
 
 
 class _Open(torch.autograd.Function):

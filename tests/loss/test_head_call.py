@@ -100,8 +100,10 @@ FOLLOWED: list[tuple[Callable[[Any], Any], LogitMap]] = [
     (capped, LogitMap(scale=1.0, softcap=3.0)),
     (lambda x: 3.0 * torch.nn.functional.tanh(x * 2.0 / 3.0), LogitMap(scale=2.0, softcap=3.0)),
     (lambda x: capped(x) * 2.0, LogitMap(scale=2.0, softcap=6.0)),
+    (lambda x: capped(x) * -1.0, LogitMap(scale=-1.0, softcap=3.0)),
     (lambda x: x[..., :7], LogitMap(valid_vocab_size=7)),
     (lambda x: x[:, :, :-2], LogitMap(valid_vocab_size=8)),
+    (lambda x: x[..., :9][..., :-2], LogitMap(valid_vocab_size=7)),
     (lambda x: x[:, :].contiguous()[...], LogitMap()),
 ]
 
@@ -134,6 +136,9 @@ NOT_FOLLOWED: dict[str, Callable[[Any], Any]] = {
     "in place": lambda x: x.clamp_(-1.0, 1.0),
     "assigned": lambda x: x.__setitem__((..., 0), 1.0),
     "data": lambda x: x.data,
+    "given memory": lambda x: torch.mul(x, 2.0, out=torch.empty(SHAPE)),
+    "columns in place": lambda x: x[..., :5].mul_(2.0),
+    "alias in place": lambda x: x.contiguous().mul_(2.0),
     "no gradient": torch.no_grad()(lambda x: x * 2.0),
 }
 
@@ -346,6 +351,14 @@ def test_logits_that_a_hook_reads_or_changes_are_computed_whole(
     handle.remove()
     compare(model)
     assert not model.__dict__["_thd_head_call"]._whole
+
+
+def test_logits_that_a_hook_keeps_raise_when_they_are_read_later() -> None:
+    model, kept = tiny_llama(torch.float64), list[Any]()
+    model.lm_head.register_forward_hook(lambda m, i, o: kept.append(o))
+    compare(model)
+    with pytest.raises(ValueError, match="'argmax' was applied to logits that a hook or a model kept"):
+        kept[0].argmax(-1)
 
 
 class Doubled(LlamaForCausalLM):
