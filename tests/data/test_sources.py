@@ -63,3 +63,16 @@ def test_the_module_serves_one_trainer_after_another(tmp_path: Path) -> None:
         made = loader.source.steps(Position(), None)
         tokens = sum(batch.stats.real_tokens for step in made for batch in step.batches)
         assert tokens == pytest.approx(int(data._sets["train"].index.lengths.sum()) / ranks, rel=0.3)
+
+
+@pytest.mark.parametrize("order", [("full", "empty"), ("empty", "full")])
+def test_a_file_of_columns_without_rows_adds_nothing(tmp_path: Path, order: tuple[str, str]) -> None:
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    kind = pa.list_(pa.int64())
+    for name, rows in (("full", [[1, 2], [3]]), ("empty", [])):
+        pq.write_table(pa.table({"input_ids": pa.array(rows, kind)}), tmp_path / f"{name}.parquet")
+    found = open_source([str(tmp_path / f"{name}.parquet") for name in order], cache_dir=tmp_path / "cache")
+    assert [row["input_ids"].tolist() for row in (found[0], found[1])] == [[1, 2], [3]]
+    with pytest.raises(ValueError, match=r"empty\.parquet has no row"):
+        open_source(str(tmp_path / "empty.parquet"), cache_dir=tmp_path / "cache")

@@ -16,6 +16,7 @@ TABLES = {
     "quotes in quotes": ("a.csv", b'text,x\n"say ""no"", or yes",1\n', ['say "no", or yes']),
     "inch marks": ("a.csv", b'text,x\n5" pipe,1\n6" pipe,2\n', ['5" pipe', '6" pipe']),
     "tabs": ("a.tsv", b"x\ttext\n1\ta, b\n", ["a, b"]),
+    "a column without a name": ("a.csv", b",text\n0,hi\n1,ho\n", ["hi", "ho"]),
     "a long cell": ("a.csv", b"text\n" + b"x" * 200_000 + b"\n", ["x" * 200_000]),
 }
 
@@ -49,6 +50,8 @@ def test_a_changed_table_is_read_again(tmp_path: Path) -> None:
 
 BROKEN = {
     "more cells than columns": b"text,x\na,1\nb,2,3\n",
+    "more cells than columns in every row": b"text\nhi, ho\n",
+    "fewer cells than columns": b"text,x\na\nb,2\n",
     "Latin-1": b"text,x\ncaf\xe9,2\n",
     "Latin-1 names": b"t\xe9xt\na\n",
     "one name twice": b"text,text\na,b\n",

@@ -22,6 +22,7 @@ from lightning_thd.data.read.records import (
     map_arrow,
     open_parquet,
     parse_json,
+    part_sizes,
     without_nulls,
 )
 from lightning_thd.data.store.cache import cached_folder
@@ -91,7 +92,10 @@ def hold_ids(files: list[SourceFile], text_key: str) -> bool:
 
 def load_columns(files: list[SourceFile], cache_dir: str | Path | None) -> Any:
     """Open Parquet or Arrow files as one Hugging Face dataset, mapped into memory from the cache."""
-    return _load("parquet" if files[0].suffix == ".parquet" else "arrow", files, cache_dir)
+    full = [file for file in files if sum(part_sizes(file))]  # datasets fails at one without rows
+    if not full:
+        raise ValueError(f"{files[0].name} has no row. Give at least one sequence.")
+    return _load("parquet" if files[0].suffix == ".parquet" else "arrow", full, cache_dir)
 
 
 def _load(kind: str, files: list[SourceFile], cache_dir: str | Path | None, **options: Any) -> Any:
@@ -110,8 +114,16 @@ def table_chunks(file: SourceFile, text_key: str, cache_dir: str | Path | None) 
     datasets = require("datasets", feature=f"reading {file.suffix} files")
     separator = "\t" if file.suffix == ".tsv" else ","
     try:
+        csv.field_size_limit(2**31 - 1)  # documents are longer than the module's 128 KiB
         with file.path.open(encoding="utf-8-sig", newline="") as opened:
-            names = next(csv.reader(opened, delimiter=separator), [])
+            reader, empty = csv.reader(opened, delimiter=separator, strict=True), True
+            names = [name or f"Unnamed: {i}" for i, name in enumerate(next(reader, []))]  # as pandas does
+            for row in filter(None, reader):
+                empty = False
+                if len(row) != len(names):  # pandas would shift the cells, or fill up the row
+                    raise csv.Error(f"line {reader.line_num}: {len(row)} cells, but {len(names)} columns")
+        if empty:
+            return []
         features = datasets.Features({name: datasets.Value("string") for name in names})
         table = {"sep": separator, "features": features, "keep_default_na": False}
         rows = _load("csv", [file], cache_dir, **table)
