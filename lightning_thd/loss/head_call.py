@@ -41,6 +41,7 @@ from lightning_thd.models.pack import STATE, announced
 from lightning_thd.parallel.pipeline.stage import STAGE, Stage
 
 _ATTRIBUTE = "_thd_head_call"
+_TYPED = ("<ipython", "<stdin", "<string")  # how Python names code of a prompt or a notebook
 # (the head's operands, the number of earlier calls of the head, the logit map) -> the values of the slots
 Values = Callable[[HeadOperands, int, LogitMap], Tensor]
 
@@ -342,7 +343,7 @@ def _users(function: Any) -> str:
     function = inspect.unwrap(function)
     function = getattr(function, "__func__", function)
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
-    if code is None or not is_users(code.co_filename):
+    if code is None or not (is_users(code.co_filename) or code.co_filename.startswith(_TYPED)):
         return ""
     return f"{code.co_name} ({described(code.co_filename, code.co_firstlineno)})"
 

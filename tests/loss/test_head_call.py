@@ -323,6 +323,10 @@ def doubled_logits(module: nn.Module, args: Any, output: Any) -> Any:
     return output
 
 
+# What is typed into a notebook or at a prompt has no file.
+exec(compile("def typed(m, i, o):\n    o.logits = o.logits.sin()\n    return o", "<ipython-input-3>", "exec"))
+
+
 def all_doubled(module: nn.Module, args: Any, output: Any) -> Any:
     for name in list(output):
         output[name] = output[name] * 2
@@ -333,6 +337,7 @@ def all_doubled(module: nn.Module, args: Any, output: Any) -> Any:
     ("place", "hook", "message"),
     [
         ("", doubled_logits, r"doubled_logits \(test_head_call.py.* may read them"),
+        ("", globals()["typed"], r"typed \(<ipython-input-3>:1\) may read them"),
         ("", all_doubled, r"all_doubled \(test_head_call.py.* may read them"),
         ("lm_head", lambda m, i, o: o + 1.0, "the model applies add to them"),
         ("lm_head", lambda m, i, o: o.detach() + m.weight.sum(), "the model applies detach to them"),
