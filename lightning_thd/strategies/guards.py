@@ -127,6 +127,15 @@ def refuse_compiled_module(module: object, sizes: AxisSizes) -> None:
         )
 
 
+def refuse_anomaly_detection(trainer: object, sizes: AxisSizes) -> None:
+    """Refuse ``Trainer(detect_anomaly=True)`` with cut gradients, which torch cannot look through."""
+    if sizes.tensor > 1 and getattr(trainer, "_detect_anomaly", False):
+        raise MisconfigurationException(
+            f"detect_anomaly=True with tensor_parallel_size={sizes.tensor}: torch's anomaly mode does not "
+            "know cut gradients. Look for the anomaly with tensor_parallel_size=1, or leave it out."
+        )
+
+
 def refuse_static_graph(model: object) -> None:
     """Refuse DDP's static graph for steps whose first backward pass is not synchronised."""
     if isinstance(model, DistributedDataParallel) and model.static_graph:

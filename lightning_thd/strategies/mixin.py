@@ -32,6 +32,7 @@ from lightning_thd.strategies.axes import Axes, cuts_weights, fixed_context, siz
 from lightning_thd.strategies.checkpoints import Checkpoints
 from lightning_thd.strategies.dynamic import DYNAMIC, log_traffic, sharing_of
 from lightning_thd.strategies.guards import (
+    refuse_anomaly_detection,
     refuse_callbacks,
     refuse_compiled_module,
     refuse_engine,
@@ -207,6 +208,7 @@ class THDStrategyMixin(Strategy):
         if pipeline is not None and stage is not None:
             pipeline.go_on(stage)
         refuse_compiled_module(module, axes.sizes)
+        refuse_anomaly_detection(trainer, axes.sizes)
         self._checkpoints.require_known()
         if self.context_parallel_size != 1:
             refuse_sums(module, dynamic=self.context_parallel_size == DYNAMIC)

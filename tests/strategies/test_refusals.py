@@ -22,6 +22,7 @@ from lightning_thd import Packs, THDBatch
 from lightning_thd.parallel.mesh import AxisSizes, resolve_sizes
 from lightning_thd.strategies import THDDDPStrategy, THDModelParallelStrategy, THDSingleDeviceStrategy
 from lightning_thd.strategies.guards import (
+    refuse_anomaly_detection,
     refuse_lbfgs,
     refuse_second_context_parallelism,
     refuse_static_graph,
@@ -89,6 +90,13 @@ def test_weights_that_are_unfrozen_later() -> None:
     weight.requires_grad_(True)
     with pytest.raises(MisconfigurationException, match="unfrozen after DDP wrapped .* Unfreeze them in con"):
         refuse_unfrozen([weight])
+
+
+def test_anomalies_of_cut_gradients_are_refused() -> None:
+    trainer = L.Trainer(detect_anomaly=True, logger=False, accelerator="cpu", enable_checkpointing=False)
+    refuse_anomaly_detection(trainer, AxisSizes(data=2))
+    with pytest.raises(MisconfigurationException, match="detect_anomaly=True with tensor_parallel_size=2"):
+        refuse_anomaly_detection(trainer, AxisSizes(tensor=2))
 
 
 def test_fp16_scaling_is_refused() -> None:
