@@ -196,20 +196,22 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.job is not None and self.workers)
     @rule()
     def kill_worker(self) -> None:
-        """Kill a process that reads: the job ends with a message, or did not need it any more."""
+        """Kill a process that reads: the job ends with a message, or did not need it any more.
+
+        It is dropped in both cases: which one it is depends on time, and what rules may follow must not.
+        """
         assert self.job is not None
         try:
-            if not self.job.kill_worker():
-                return
-            self.tally["workers killed"] += 1
-            self._advance(1)
-            for _ in range(2):
-                self.finish_epoch()
+            if self.job.kill_worker():
+                self.tally["workers killed"] += 1
+                self._advance(1)
+                for _ in range(2):
+                    self.finish_epoch()
         except (RuntimeError, ValueError) as err:
             if "worker" not in str(err):
                 raise
             self.tally["jobs ended by a killed worker"] += 1
-            self._drop()
+        self._drop()
 
     @precondition(lambda self: self.job is not None and self.saved is not None)
     @rule()
