@@ -229,3 +229,18 @@ def test_steps_replayed_from_graphs_log_the_same_losses_of_sources(tmp_path: Pat
     assert graphs.stats.replays > 5  # of those after the 32 that are observed
     for name, values in losses_by_hand(epochs=5).items():
         assert found[name] == pytest.approx(values, rel=1e-6), name
+
+
+def test_a_list_of_samples_beside_a_stream_is_refused_and_a_function_is_read() -> None:
+    """Each sample was taken for a source of its own, and its keys for texts."""
+    samples = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}]
+
+    def read(source: object) -> set[int]:
+        mixture: dict[str, tuple[Any, float]] = {"a": (lambda: iter(samples), 1.0), "b": (source, 1.0)}
+        data = THDDataModule(mixture, capacity=16, global_batch=Sequences(4))
+        data.setup("fit")
+        return set(next(iter(data.train_steps())).microbatches[0].input_ids.tolist())
+
+    with pytest.raises(ValueError, match="dict is no stream"):
+        read(samples)
+    assert read(lambda: iter(samples)) <= {1, 2, 3, 4, 5}

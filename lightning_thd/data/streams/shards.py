@@ -12,7 +12,7 @@ import hashlib
 import inspect
 import pickle
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -199,6 +199,11 @@ Shard = FileShard | IterableShard
 def iterable_shards(source: Any, parts: int, *, prefix: str) -> list[IterableShard]:
     """Split a source that is no path into shards."""
     kind = f"{prefix}{type(source).__name__}"
+    if isinstance(source, Mapping):  # a sample of a list; its keys would be read as texts
+        raise ValueError(
+            f"{kind} is no stream. Beside streams give samples as a function that returns an iterator over "
+            "them, not as a list."
+        )
     if is_hf(source):
         if getattr(source, "_distributed", None) is not None:
             raise ValueError(
