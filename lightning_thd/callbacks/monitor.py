@@ -146,11 +146,17 @@ class THDThroughputMonitor(Callback):
     def paused(self) -> Iterator[None]:
         """Exclude the time inside this context from the training rates, as for a checkpoint."""
         was_running = "train" in self._meters and self._meters["train"].pause()
-        self._marks.mark("other")
+        if was_running:
+            self._marks.mark("other")
+        else:  # in an evaluation, or in another pause
+            self._marks.pause()
         try:
             yield
         finally:
-            self._marks.skip()
+            if was_running:
+                self._marks.skip()
+            else:
+                self._marks.pause()
             if was_running and "train" in self._meters:
                 self._meters["train"].resume()
 

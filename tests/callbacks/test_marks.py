@@ -111,3 +111,14 @@ def test_a_run_logs_where_its_time_goes(tmp_path: Path) -> None:
     assert trainer.callback_metrics["train/step_time/optimizer"] == pytest.approx(
         series["train/step_time/optimizer"][-1][1]
     )
+
+
+def test_a_checkpoint_inside_an_evaluation_starts_no_part_of_the_step() -> None:
+    now = [0.0]
+    monitor = THDThroughputMonitor(clock=lambda: now[0])
+    with monitor.paused():  # no training clock runs
+        monitor._marks.mark("checkpoint")
+    now[0] = 100.0  # the rest of the evaluation
+    monitor._marks.mark("other")
+    monitor._marks.end_step()
+    assert sum(monitor._marks.close().values()) == 0.0
