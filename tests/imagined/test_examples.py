@@ -18,7 +18,7 @@ NOT_ONE_GPU = {"fp8.py", "ray_train.py"}
 MORE_UPLOADS = {"vision_language.py", "vision_chat.py", "one_step_by_hand.py", "rl_logprobs.py", "grpo.py"}
 # Functions of ours that read: tokens sampled on the GPU, to pack them, and the largest image of a vision
 # tower, below which transformers reads too.
-READS = {"grpo.py": ("_on_host",), "vision_language.py": ("forward_of_tower",)}
+READS = {"grpo.py": ("padded_on_host",), "vision_language.py": ("forward_of_tower",)}
 # A script of one step has no step after the first ones, whose reads are not counted.
 WITHOUT_STEPS = {"rl_logprobs.py", "one_step_by_hand.py"}
 
