@@ -1,12 +1,20 @@
-"""Text of the command line -> numbers in their bounds, or a line of advice."""
+"""Text of the command line -> numbers in their bounds and paths that can be written, or a line of advice."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
+
+from lightning_thd._checks import refuse_missing
+from lightning_thd._imports import available
+
+_HUB_S = 10.0  # within which a hub answers
+PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp")
 
 
 class Parser(argparse.ArgumentParser):
@@ -32,21 +40,59 @@ def nearest(given: str, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]}?" if found else "."
 
 
+def refuse_unreachable(name: str) -> None:
+    """Raise ValueError for a model that is neither here nor in the cache, if the hub does not answer."""
+    advice = "Pass a config.json, a folder with one, or a model's name."
+    refuse_missing(name, advice)
+    if Path(name).exists() or not available("huggingface_hub"):
+        return
+    import huggingface_hub as hub
+
+    if isinstance(hub.try_to_load_from_cache(name, "config.json"), str):
+        return
+    try:
+        hub.HfApi().model_info(name, timeout=_HUB_S)
+    except hub.errors.HfHubHTTPError:  # it answers; transformers words what it says
+        return
+    except Exception as err:  # releases of huggingface_hub have other HTTP clients
+        raise ValueError(
+            f"{name} is no folder, nor a model in the cache, and the hub does not answer ({err}). {advice}"
+        ) from err
+
+
 def whole(least: int) -> Callable[[str], int]:
     """Return a type of argparse for whole numbers from ``least`` on: ``whole(1)("8")`` is 8."""
 
-    def number(text: str) -> int:
-        found = int(text)
-        if found < least:
-            raise argparse.ArgumentTypeError(f"{found}; wanted at least {least}")
-        return found
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{number}; wanted at least {least}")
+        return number
 
-    return number
+    return parse
 
 
 def share(text: str) -> float:
     """Parse a number above 0 and at most 1."""
-    number = float(text)
-    if not 0 < number <= 1:
+    try:
+        number = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}; wanted a number above 0")
+    if number > 1:
         raise argparse.ArgumentTypeError(f"{text}; wanted a share, above 0 and at most 1")
     return number
+
+
+def picture(text: str) -> Path:
+    """Return the path of a picture that can be written; it is checked before the work for it is done."""
+    path = Path(text)
+    if path.suffix.lower() not in PICTURES:
+        raise argparse.ArgumentTypeError(f"{text!r} is no picture; wanted one of {', '.join(PICTURES)}")
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r}: no file can be written there; is its folder there?")
+    return path

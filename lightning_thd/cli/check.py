@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from lightning_thd._checks import refuse_missing
 from lightning_thd._imports import require
-from lightning_thd.cli.arguments import Parser, whole
+from lightning_thd.cli.arguments import Parser, refuse_unreachable, whole
 from lightning_thd.models.probe import check_packing
 
 
@@ -56,7 +55,7 @@ def check(arguments: Sequence[str]) -> None:
 
 def load_model(name: str, attention: str, *, layers: int | None = None, weights: bool = False) -> Any:
     """Build a causal language model from a config, perhaps of fewer layers, or load it with its weights."""
-    refuse_missing(name, "Pass a config.json, a folder with one, or a model's name.")
+    refuse_unreachable(name)
     require("transformers", feature="lightning-thd check")
     from transformers import AutoConfig, AutoModelForCausalLM
 

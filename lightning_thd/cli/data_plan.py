@@ -7,12 +7,11 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import get_args
 
 import numpy as np
 
-from lightning_thd.cli.arguments import Parser, share, whole
+from lightning_thd.cli.arguments import Parser, picture, share, whole
 from lightning_thd.cli.flops import load_config, nearest_device
 from lightning_thd.cuda_graph.graph_choice import GraphPlan, plan_for
 from lightning_thd.data import THDDataModule
@@ -92,11 +91,6 @@ def plan(arguments: Sequence[str]) -> None:
         parser.error(f"--theme {given.theme} is of the drawing. Pass --plot too.")
     try:
         expected, packs, held = plan_data(given)
-        if given.plot:
-            from lightning_thd.report.packs import draw_packs
-
-            figure = draw_packs(packs[:16], given.capacity, held=held[:16], theme=given.theme or "light")
-            figure.savefig(given.plot, dpi=120)
     except (ValueError, OSError, ModuleNotFoundError) as err:
         parser.error(str(err))
     if given.json:
@@ -109,8 +103,13 @@ def plan(arguments: Sequence[str]) -> None:
             f"Warning: --capacity {given.capacity} splits {number} documents: most tokens do not see the "
             "beginning of their document. Raise it, or pass --oversize truncate or drop.\n"
         )
-    if given.plot and not given.json:
-        sys.stdout.write(f"Picture: {given.plot}\n")
+    if given.plot:
+        from lightning_thd.report.packs import draw_packs
+
+        figure = draw_packs(packs[:16], given.capacity, held=held[:16], theme=given.theme or "light")
+        figure.savefig(given.plot, dpi=120)
+        if not given.json:
+            sys.stdout.write(f"Picture: {given.plot}\n")
 
 
 def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]], list[list[int]]]:
@@ -246,7 +245,7 @@ def plan_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", help="a config.json, for FLOPs and speed")
     parser.add_argument("--device", help="a device of `lightning-thd peaks`, for the speed to expect")
     parser.add_argument("--mfu", type=share, help=f"MFU assumed for it (default: {_MFU})")
-    parser.add_argument("--plot", type=Path, help="draw the first packs into this file")
+    parser.add_argument("--plot", type=picture, help="draw the first packs into this file")
     parser.add_argument("--theme", choices=("light", "dark"), help="colours of the drawing (light)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser

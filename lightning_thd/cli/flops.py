@@ -10,9 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lightning_thd._checks import refuse_missing
 from lightning_thd._imports import require
-from lightning_thd.cli.arguments import Parser, nearest, whole
+from lightning_thd.cli.arguments import Parser, nearest, refuse_unreachable, whole
 from lightning_thd.flops.model import FlopsModel
 from lightning_thd.flops.peak_table import PEAKS, Peak
 from lightning_thd.flops.peaks import find_peak, peak_flops
@@ -48,7 +47,7 @@ def breakdown_table(model: FlopsModel, lengths: Sequence[int]) -> Table:
 
 def load_config(path: str) -> Any:
     """Load a config from a ``config.json``, a folder that holds one, or a name transformers can resolve."""
-    refuse_missing(path, "Pass a config.json, a folder with one, or a model's name.")
+    refuse_unreachable(path)
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.exists():
         auto = require("transformers", feature=f"flops {path}, which is no file here,").AutoConfig

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -85,13 +86,22 @@ def _lightning(command: str) -> None:
         require("jsonargparse", feature=f"lightning-thd {command}")
     except ModuleNotFoundError as err:
         sys.exit(f"lightning-thd: {err}")
-    from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
     from lightning_thd.data import THDDataModule
     from lightning_thd.module import CausalLMModule
 
+    parsers: list[LightningArgumentParser] = []
+
+    def init_parser(self: LightningCLI, **kwargs: Any) -> LightningArgumentParser:
+        parsers.append(LightningCLI.init_parser(self, **kwargs))
+        _name_nearest(parsers)
+        return parsers[-1]
+
+    # Lightning's messages name the class.
+    training: Any = type("LightningCLI", (LightningCLI,), {"init_parser": init_parser})
     try:
-        LightningCLI(
+        training(
             CausalLMModule,
             THDDataModule,
             subclass_mode_model=True,
@@ -107,6 +117,28 @@ def _lightning(command: str) -> None:
             "would train nothing. CausalLMModule brings AdamW: --model.lr, --model.weight_decay, "
             "--model.betas. For another optimizer override configure_optimizers in a module of your own."
         )
+
+
+def _name_nearest(parsers: list[Any]) -> None:
+    """Let the newest of some parsers name the nearest option of all for one that does not exist."""
+    error = parsers[-1].error
+
+    def one_line(message: str, *args: Any, **kwargs: Any) -> Any:
+        known = [option for one in parsers for action in one._actions for option in action.option_strings]
+        given = [
+            text.partition("=")[0] for text in sys.argv[2:] if text.startswith(("--trainer.", "--data."))
+        ]
+        given += [f"--{name}" for name in re.findall(r"does not accept option '([\w.]+)'", message)]  # a file
+        # Further dots lead into classes, whose options no parser lists.
+        given = [text for text in given if text.count(".") == 1]
+        unknown = [text for text in given if not any(option.startswith(text) for option in known)]
+        if unknown:
+            sys.exit(
+                f"lightning-thd {sys.argv[1]}: there is no option {unknown[0]}{nearest(unknown[0], known)}"
+            )
+        return error(message, *args, **kwargs)
+
+    parsers[-1].error = one_line
 
 
 def report_parser() -> argparse.ArgumentParser:

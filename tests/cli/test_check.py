@@ -29,3 +29,23 @@ def config(tmp_path: Path) -> str:
 def test_a_model_that_keeps_them_apart(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["check", config, "--layers", "1", "--json"])
     assert json.loads(capsys.readouterr().out)["ok"] is True
+
+
+@pytest.mark.parametrize("command", [["check", "nobody/model"], ["flops", "nobody/model", "--lengths", "3"]])
+def test_a_hub_that_does_not_answer_is_asked_once(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    asked: list[str] = []
+
+    def model_info(self: object, name: str, **how: object) -> None:
+        asked.append(name)
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(hub.HfApi, "model_info", model_info)
+    with pytest.raises(SystemExit):
+        main(command)
+    assert asked == ["nobody/model"]
+    assert (
+        "nobody/model is no folder, nor a model in the cache, and the hub does not" in capsys.readouterr().err
+    )

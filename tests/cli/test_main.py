@@ -216,9 +216,12 @@ def test_wrong_input_is_one_line(
     assert said.count("\n") == 1
 
 
-def test_a_mistyped_command_names_the_nearest() -> None:
+def test_a_mistyped_command_or_training_option_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match="no command 'pln'. Did you mean plan?"):
         main(["pln"])
+    monkeypatch.setattr("sys.argv", ["lightning-thd"])
+    with pytest.raises(SystemExit, match="no option --trainer.max_stpes; did you mean --trainer.max_steps?"):
+        main(["fit", "--trainer.max_stpes", "3", "--data.capacity", "8"])
 
 
 def test_a_shell_completes_commands_and_options(capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,3 +229,13 @@ def test_a_shell_completes_commands_and_options(capsys: pytest.CaptureFixture[st
     script = capsys.readouterr().out
     for word in ("graph-plan", "capacity", "validate", "theme"):
         assert word in script
+
+
+def test_a_misspelt_option_in_yaml_names_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "typo.yaml"
+    config.write_text("data:\n  capcity: 8\n")
+    monkeypatch.setattr("sys.argv", ["lightning-thd"])
+    with pytest.raises(
+        SystemExit, match=r"there is no option --data\.capcity; did you mean --data\.capacity\?"
+    ):
+        main(["fit", "--config", str(config)])
