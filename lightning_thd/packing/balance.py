@@ -32,7 +32,7 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 MOST_MICROBATCHES = 2**24  # A step of more microbatches, over all ranks, is a mistake.
-_UNEVEN = 1.04  # A plan whose ranks wait for 5 % more than an even share is tried with one more microbatch.
+_UNEVEN = 1.05  # A plan whose ranks wait for 5 % more than an even share is tried with one more microbatch.
 _EVEN_ENOUGH = 1.01  # A plan whose ranks wait for at most 1 % more than an even share is not improved.
 
 
@@ -121,8 +121,8 @@ def balanced_bins(
         seen = None if seen is None else Seen(np.where(over, 0, seen.patches), seen.most)
     step = _Step(sizes, work, slots.usable, dp, seen)
     count = dp * (step.fewest() if num_microbatches is None else num_microbatches)
-    owner = step.spread(count)
-    if owner is None or step.waits(owner, count) > step.enough:
+    spread = owner, even = step.spread(count)
+    if owner is None or not even:
         packs = best_fit(sizes, slots, None if seen is None else seen.patches) if given is None else given
         least = max(1, -(-len(packs) // dp))
         wanted = dp * (least if num_microbatches is None else num_microbatches)
@@ -131,10 +131,10 @@ def balanced_bins(
                 f"{len(lengths)} sequences need {len(packs)} packs of {slots.text} but dp={dp} with "
                 f"num_microbatches={num_microbatches} has {wanted}. Pass num_microbatches={least}, or None."
             )
-        owner, count = step.best(wanted, packs), wanted
+        owner, count = step.best(wanted, packs, spread if wanted == count else None), wanted
         waits = step.waits(owner, count)
         # Packs full of patches may leave no room for equal work.
-        if seen is not None and num_microbatches is None and waits > step.enough * _UNEVEN:
+        if seen is not None and num_microbatches is None and waits > step.least * _UNEVEN:
             roomier = step.best(count + dp, packs)
             if step.waits(roomier, count + dp) * _UNEVEN < waits:
                 owner, count = roomier, count + dp
@@ -169,9 +169,9 @@ class _Step:
     seen: Seen | None
 
     @property
-    def enough(self) -> float:
-        """Return what an even plan waits for: an even share of the work, or the largest sequence."""
-        return max(float(self.work.sum()) / self.dp, float(self.work.max(initial=0.0))) * _EVEN_ENOUGH
+    def least(self) -> float:
+        """Return the work that any plan waits for: an even share, or the largest sequence."""
+        return max(float(self.work.sum()) / self.dp, float(self.work.max(initial=0.0)))
 
     def fewest(self) -> int:
         """Return the microbatches of a rank that full packs would make."""
@@ -186,24 +186,27 @@ class _Step:
     def waits(self, owner: IntArray, count: int) -> float:
         return waiting(self.bin_work(owner, count), self.dp)
 
-    def spread(self, count: int) -> IntArray | None:
-        """Return the bins with the most work placed first, or None if a sequence fits nowhere."""
+    def spread(self, count: int) -> tuple[IntArray | None, bool]:
+        """Place the most work first; return the bins, None if a sequence fits nowhere, and if it is even."""
         items = _items(self.lengths, self.work, self.seen)
         room = self.capacity, UNBOUNDED if self.seen is None else self.seen.most
-        found = _most_work_first(items, room, np.zeros(count))
-        if found is not None and self.waits(found, count) <= self.enough:
-            return found
-        filled = _most_work_first(items, room, _levels(items, self.dp, count // self.dp))
-        return min(
-            (owner for owner in (found, filled) if owner is not None),
-            key=lambda owner: self.waits(owner, count),
-            default=None,
-        )
+        best, least = None, np.inf
+        for below in (np.zeros(count), _levels(items, self.dp, count // self.dp)):
+            if best is not None and not below.any():
+                break
+            owner = _most_work_first(items, room, below)
+            if owner is not None and (waits := self.waits(owner, count)) < least:
+                best, least = owner, waits
+            if least <= self.least * _EVEN_ENOUGH:
+                return best, True
+        return best, False
 
-    def best(self, count: int, packs: Packing) -> IntArray:
+    def best(
+        self, count: int, packs: Packing, spread: tuple[IntArray | None, bool] | None = None
+    ) -> IntArray:
         """Choose the bins that wait least: filled by work, by best fit, or microstep after microstep."""
-        filled = self.spread(count)
-        if filled is not None and self.waits(filled, count) <= self.enough:
+        filled, even = spread or self.spread(count)
+        if filled is not None and even:
             return filled
         packed = np.empty(len(self.work), np.int64)
         packed[packs.indices] = np.repeat(np.arange(len(packs)), np.diff(packs.offsets))
@@ -213,7 +216,7 @@ class _Step:
             self.capacity,
             dp=self.dp,
             num_microbatches=count // self.dp,
-            enough=self.enough,
+            enough=self.least * _EVEN_ENOUGH,
             seen=self.seen,
         )
         found = [owner for owner in (filled, packed, level) if owner is not None]
@@ -316,12 +319,13 @@ def deal(totals: FloatArray, dp: int) -> IntArray:
     return assigned.reshape(-1)
 
 
-# Levels to which microsteps are filled, in units of the mean work left. A higher one leaves the last one
-# fewer and shorter sequences; it takes the first level of ``_LAST`` that holds the rest.
-_TRIED = (1.08, 1.16, 1.24)
-_LAST = (1.02, 1.1, 1.2)
+# Levels tried for the groups whose level does not follow from the longest sequence, in units of the mean work
+# left. A higher level leaves the last group fewer and shorter sequences. More levels gain less than 0.2 %.
+_LEVELS = (1.0, 1.04, 1.08, 1.12, 1.16, 1.2, 1.24, 1.32)
+_HIGHEST = 1.2  # The last group is not tried above 1.2 times an even level.
+_PRECISION = 0.003  # The last group's level is found to 0.3 %.
 _LEAST_GAIN = 1e-9  # A smaller gain, in units of a microstep's heaviest bin, is rounding.
-_EXCHANGES = 100  # At most 100 exchanges, of about 25 us each, improve a plan.
+_EXCHANGES = 100  # At most 100 exchanges, of about 25 us each, improve the best plan.
 
 _Item = tuple[float, int, int, int]  # (work, slots, patches, position), sorted by falling work
 _Bin = tuple[float, int, int, int]  # (work left, slots left, patches left, number)
@@ -348,35 +352,25 @@ def fill_microsteps(
     """Fill microsteps by best fit in work, the heaviest first; None when no level tried holds everything."""
     items = _items(lengths, work, seen)
     room = capacity, UNBOUNDED if seen is None else seen.most
-    best, least = None, np.inf
-    for level in _TRIED:
-        owner = _filled(items, room, level, dp=dp, num_microbatches=num_microbatches)
-        if owner is None:
+    search = _Search(room=room, dp=dp, groups=num_microbatches)
+    total = sum(item[0] for item in items)
+    start = search.fill_forced(_Partial(owner=[0] * len(items), left=items, total=total, group=0, waits=0.0))
+    best, least, below = None, np.inf, np.inf
+    for level in _LEVELS:
+        plan = search.fill_level(start, level, below=below)
+        if plan is None:
             continue
-        exchange(owner, lengths, work, capacity, dp=dp, num_microbatches=num_microbatches, seen=seen)
+        below = min(below, plan.waits)
+        owner = np.array(plan.owner, dtype=np.int64)
         totals = np.bincount(owner, weights=work, minlength=dp * num_microbatches).astype(np.float64)
         waits = waiting(totals, dp)
         if waits < least:
             best, least = owner, waits
-        if least <= enough:
+        if least <= enough or start.group == num_microbatches - 1:
             break
+    if best is not None and least > enough:
+        exchange(best, lengths, work, capacity, dp=dp, num_microbatches=num_microbatches, seen=seen)
     return best
-
-
-def _filled(
-    items: list[_Item], room: tuple[int, int], level: float, *, dp: int, num_microbatches: int
-) -> IntArray | None:
-    """Return the bin of each position with all microsteps filled to a level; None if something is left."""
-    owner, left, total = [0] * len(items), items, sum(item[0] for item in items)
-    for step in range(num_microbatches):
-        bins, mean = range(step * dp, (step + 1) * dp), total / ((num_microbatches - step) * dp)
-        last = step == num_microbatches - 1
-        for times in _LAST if last else (level,):
-            rest, placed = _fill(left, max(left[0][0], mean * times), room, owner, bins)
-            if not rest:
-                return np.array(owner, dtype=np.int64)
-        left, total = rest, total - placed
-    return None
 
 
 def exchange(
@@ -443,16 +437,75 @@ def waiting(totals: FloatArray, dp: int) -> float:
     return float(np.sort(totals)[::-1][::dp].sum())
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Partial:
+    """A partly filled plan: the microsteps filled so far."""
+
+    owner: list[int]  # the bin of each position
+    left: list[_Item]  # items in no bin yet
+    total: float  # their work
+    group: int  # microsteps planned
+    waits: float  # work waited for in them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Search:
+    room: tuple[int, int]  # slots and patches of a bin
+    dp: int
+    groups: int
+
+    def fill_forced(self, plan: _Partial) -> _Partial:
+        """Fill the groups whose level follows from their longest sequence, for any level tried."""
+        while (
+            plan.group < self.groups - 1 and plan.left and plan.left[0][0] >= self._mean(plan) * _LEVELS[-1]
+        ):
+            plan = self._next(plan, plan.left[0][0])
+        return plan
+
+    def fill_level(self, plan: _Partial, level: float, *, below: float) -> _Partial | None:
+        """Fill the other groups to a multiple of their mean; None if that waits ``below`` or longer."""
+        while plan.group < self.groups - 1 and plan.left:
+            plan = self._next(plan, max(plan.left[0][0], self._mean(plan) * level))
+        return self._last(plan, below - plan.waits) if plan.left else plan
+
+    def _mean(self, plan: _Partial) -> float:
+        return plan.total / ((self.groups - plan.group) * self.dp)
+
+    def _next(self, plan: _Partial, level: float) -> _Partial:
+        owner = plan.owner.copy()
+        first = plan.group * self.dp
+        left, heaviest, placed = _fill(plan.left, level, self.room, owner, range(first, first + self.dp))
+        total, waits = plan.total - placed, plan.waits + heaviest
+        return _Partial(owner=owner, left=left, total=total, group=plan.group + 1, waits=waits)
+
+    def _last(self, plan: _Partial, below: float) -> _Partial | None:
+        """Find by bisection the lowest level of work at which the remaining sequences fit one group."""
+        low = max(plan.left[0][0], self._mean(plan))
+        high = min(low * _HIGHEST, below)
+        found = None
+        while found is None or high - low > low * _PRECISION:
+            middle = high if found is None else (low + high) / 2
+            trial = self._next(plan, middle)
+            if not trial.left:
+                found, high = trial, middle
+            elif found is None:
+                return None
+            else:
+                low = middle
+        return found if found.waits < plan.waits + below else None
+
+
 def _fill(
     items: list[_Item], level: float, room_of_bin: tuple[int, int], owner: list[int], numbers: range
-) -> tuple[list[_Item], float]:
-    """Put items, heaviest first, in the bin they fill closest to the level; return the rest and the work."""
+) -> tuple[list[_Item], float, float]:
+    """Put items, heaviest first, in the bin they fill closest to the level, and note the bin in ``owner``."""
     level *= 1 + 1e-12  # the rounding of sums
     least = items[-1][0]
     bins: list[_Bin] = []
     left: list[_Item] = []
     fresh = iter(numbers)
-    placed, at = 0.0, 0
+    tightest, placed = level, 0.0
+    at = 0
     while at < len(items):
         work, slots, patches, position = items[at]
         spot = bisect_left(bins, (work,))
@@ -471,7 +524,8 @@ def _fill(
         owner[position] = number
         room -= work
         placed += work
+        tightest = min(tightest, room)
         if room >= least:
             insort(bins, (room, free - slots, views - patches, number))
         at += 1
-    return left, placed
+    return left, level - tightest, placed
