@@ -187,10 +187,6 @@ def _rank_main(
         else:
             join_ranks(rank, world_size, Path(folder, "store"))
         value = fn(*args)
-        if imagined and "IMAGINED_TRAFFIC" in os.environ:
-            from tests.imagined.nccl import write_traffic
-
-            write_traffic(Path(os.environ["IMAGINED_TRAFFIC"]), fn.__name__)
         save_coverage()  # the parent kills ranks once it has the results
         # Bytes, because a queue sends tensors as files that close when this process ends.
         results.put((rank, True, pickle.dumps(on_cpu(value))))

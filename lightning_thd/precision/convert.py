@@ -6,8 +6,9 @@ hooks go on, nothing is copied, and a model on the meta device stays there.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -20,10 +21,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_thd._checks import whole_number
+from lightning_thd._imports import require
 from lightning_thd.data.trainer_link import recipe_of
 from lightning_thd.flops.backward import checkpointing
-from lightning_thd.precision import engines
-from lightning_thd.precision.engines import is_converted
 from lightning_thd.precision.recipes import Recipe, check_device, resolve
 
 KEEP = ("lm_head", "*router*", "*gate", "visual.*", "vision_tower.*", "vision_model.*", "*lora_*")
@@ -98,7 +98,7 @@ def replace_layers(
     kept: dict[str, str] = {}
     done: dict[int, nn.Module] = {}
     if recipe.engine == "torchao" and not recipe.emulate:
-        engines.patch_inductor()
+        _patch_inductor()
     parents = list(model.named_modules(remove_duplicate=False))
     for path, parent in parents:
         for child_name, child in list(parent.named_children()):
@@ -108,7 +108,7 @@ def replace_layers(
                 continue
             reason = _reason(name, child, recipe, keep, convert, min_features)
             if reason is None and isinstance(child, nn.Linear):
-                replacement = done[id(child)] = engines.make_linear(child, recipe)
+                replacement = done[id(child)] = _make_linear(child, recipe)
                 replacement.training = child.training
                 hooks = {name: child.__dict__[name] for name in _HOOKS if child.__dict__.get(name)}
                 replacement.__dict__.update(hooks, **{_MARK: recipe})
@@ -135,7 +135,7 @@ def fp8_context(model: nn.Module, *, group: Any = None) -> AbstractContextManage
     scaling; None keeps them on this rank.
     """
     recipe = recipe_of(model)
-    return engines.autocast(recipe, group) if recipe is not None and recipe.engine == "te" else nullcontext()
+    return autocast(recipe, group) if recipe is not None and recipe.engine == "te" else nullcontext()
 
 
 def in_low_precision(
@@ -153,10 +153,56 @@ def in_low_precision(
         )
 
     def run(called: nn.Module, batch: Any) -> torch.Tensor:
-        with engines.autocast(recipe, group if torch.is_grad_enabled() else None):
+        with autocast(recipe, group if torch.is_grad_enabled() else None):
             return loss_fn(called, batch)
 
     return run
+
+
+def _make_linear(child: nn.Linear, recipe: Recipe) -> nn.Module:
+    """Build the engine's layer with the parameters of ``child``."""
+    made: nn.Module
+    if recipe.engine == "torchao":
+        module = require("torchao.float8.float8_linear", feature="engine='torchao'")
+        made = module.Float8Linear.from_float(child, config=recipe.config)
+        return made
+    engine = require("transformer_engine.pytorch", feature="engine='te'")
+    made = engine.Linear(
+        child.in_features,
+        child.out_features,
+        bias=child.bias is not None,
+        params_dtype=child.weight.dtype,
+        device="meta",  # no memory is taken twice
+    )
+    made.weight = child.weight
+    if child.bias is not None:
+        made.bias = child.bias
+    return made
+
+
+def is_converted(module: nn.Module) -> bool:
+    """Return whether a layer multiplies in FP8, by this package's conversion or an engine's own."""
+    te = sys.modules.get("transformer_engine.pytorch")
+    torchao = sys.modules.get("torchao.float8.float8_linear")
+    return (te is not None and isinstance(module, te.Linear)) or (
+        torchao is not None and isinstance(module, torchao.Float8Linear)
+    )
+
+
+def autocast(recipe: Recipe, group: Any = None) -> AbstractContextManager[Any]:
+    """Enter Transformer Engine's low-precision region."""
+    engine = require("transformer_engine.pytorch", feature="engine='te'")
+    region: AbstractContextManager[Any] = engine.autocast(
+        enabled=True, recipe=recipe.config, amax_reduction_group=group
+    )
+    return region
+
+
+def _patch_inductor() -> None:
+    """Apply torchao's workaround of a Triton fault, as its own conversion does before compiling."""
+    with suppress(ModuleNotFoundError, AttributeError):  # torchao 0.18 has it, others need not
+        patch: Any = require("torchao.float8._inductor_patch", feature="engine='torchao'")
+        patch._patch_inductor_min_max_codegen()
 
 
 def _reason(
@@ -207,7 +253,11 @@ def product_reason(child: nn.Module) -> str:
 
 def check_model(module: nn.Module, recipe: Recipe) -> None:
     """Refuse a model that an FP8 engine would compute wrongly or not at all."""
-    layers = [name for name, child in module.named_modules() if engines.is_te_layer(child)]
+    layers = [
+        name
+        for name, child in module.named_modules()
+        if any(cls.__module__.startswith("transformer_engine.") for cls in type(child).__mro__)
+    ]
     if layers:
         raise MisconfigurationException(
             f"{type(module).__name__} has Transformer Engine layers already ({_few(layers)}). Build it with "
@@ -217,7 +267,7 @@ def check_model(module: nn.Module, recipe: Recipe) -> None:
 
 
 def check_whole(module: nn.Module, recipe: Recipe) -> None:
-    """Refuse sharded weights (DTensor) with Transformer Engine, before or after conversion."""
+    """Refuse sharded weights (DTensor) with Transformer Engine."""
     sharded = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
     if recipe.engine == "te" and sharded:
         raise MisconfigurationException(

@@ -21,15 +21,15 @@ from lightning_thd.batch import THDStep
 from lightning_thd.data.trainer_link import alignment_of, recipe_of
 from lightning_thd.flops.backward import checkpointing
 from lightning_thd.parallel.shard import THDShard
-from lightning_thd.precision import engines
 from lightning_thd.precision.convert import (
     KEEP,
     Converted,
+    autocast,
     check_strategy,
     check_weights,
+    is_converted,
     replace_layers,
 )
-from lightning_thd.precision.engines import is_converted
 from lightning_thd.precision.recipes import check_device, resolve
 
 
@@ -131,7 +131,7 @@ class FP8Precision(Precision):
         """Run the backward pass; checkpointed layers are recomputed inside the FP8 region, else in bf16."""
         with ExitStack() as stack:
             if self._recomputes:
-                stack.enter_context(engines.autocast(self.recipe, None))
+                stack.enter_context(autocast(self.recipe))
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     def convert_input(self, data: Any) -> Any:
@@ -153,7 +153,7 @@ class FP8Precision(Precision):
         if not self.recipe.emulate:  # on a CPU, where emulation runs, torchao does not follow autocast
             stack.enter_context(torch.autocast(self._device_type, dtype=torch.bfloat16))
         if self.recipe.engine == "te":
-            stack.enter_context(engines.autocast(self.recipe, group))
+            stack.enter_context(autocast(self.recipe, group))
         return stack
 
     def _is_converted(self, module: nn.Module) -> bool:
@@ -167,9 +167,6 @@ class FP8Precision(Precision):
                     f"FP8Precision is to train it in {self.recipe.engine} {self.recipe.name!r}: packs and "
                     "MFU would be another recipe's. Give both the same, or leave convert_linear out."
                 )
-            rank_zero_info(
-                "FP8Precision: the model was converted before, by convert_linear, and stays as it is."
-            )
             self.converted = Converted()
             self._check_converted(module)
         return True

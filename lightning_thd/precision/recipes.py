@@ -89,19 +89,14 @@ def resolve(recipe: Any, engine: str, *, emulate: bool = False) -> Recipe:
 def _named(name: str, engine: str, emulate: bool) -> Recipe:
     if engine == "torchao" and name == "current":  # the default of both engines is the same arithmetic
         name = "tensorwise"
-    names = [known for its_engine, known in _KNOWN if its_engine == engine]
-    choice(name, "recipe", *names, advice=f"These are engine={engine!r}'s.")
-    known = next(found for key, found in _KNOWN.items() if key == (engine, name))
+    recipes_of = {known.name: known for (its_engine, _), known in _KNOWN.items() if its_engine == engine}
+    choice(name, "recipe", *recipes_of, advice=f"These are engine={engine!r}'s.")
+    known = recipes_of[name]
     if engine == "torchao":
         float8 = require("torchao.float8", feature=f"engine='torchao' (recipe={name!r})")
         config = float8.Float8LinearConfig.from_recipe_name(name)
         return replace(known, config=replace(config, emulate=emulate), emulate=emulate)
     recipes = require("transformer_engine.common.recipe", feature=f"engine='te' (recipe={name!r})")
-    if not hasattr(recipes, _TE_CLASSES[name]):
-        raise ValueError(
-            f"recipe={name!r} needs {_TE_CLASSES[name]}, which the installed Transformer Engine lacks. "
-            "Upgrade it: pip install --no-build-isolation -U 'transformer-engine[pytorch]'."
-        )
     return replace(known, config=getattr(recipes, _TE_CLASSES[name])())
 
 
@@ -126,15 +121,14 @@ def _torchao_object(config: Any, emulate: bool) -> Recipe:
     rowwise = config.cast_config_input.scaling_granularity.value == "axiswise"
     high = config.cast_config_input_for_grad_weight.scaling_type.value == "disabled"
     name = ("rowwise_with_gw_hp" if high else "rowwise") if rowwise else "tensorwise"
-    known = next(found for key, found in _KNOWN.items() if key == ("torchao", name))
+    known = _KNOWN["torchao", name]
     emulate = emulate or bool(config.emulate)
     return replace(
         known, config=replace(config, emulate=emulate), emulate=emulate, gradients=2 if high else 3
     )
 
 
-_ELSE = "Train in bf16 (Trainer(precision='bf16-true')), or try FP8 on any device with engine='torchao', "
-_EMULATE = _ELSE + "emulate=True, which rounds to FP8 and gains no time."
+_EMULATE = "Train in bf16, or try FP8 on any device with engine='torchao', emulate=True, which gains no time."
 
 
 def check_device(recipe: Recipe, device: torch.device) -> None:
@@ -154,15 +148,16 @@ def check_device(recipe: Recipe, device: torch.device) -> None:
         return
     capability = torch.cuda.get_device_capability(device)
     name = torch.cuda.get_device_name(device)
+    other = _EMULATE if capability < (8, 9) else "Use recipe='current', which runs from 8.9 on."
     if capability < recipe.capability:
         raise MisconfigurationException(
             f"{name} has compute capability {_dotted(capability)}; recipe={recipe.name!r} needs "
-            f"{_dotted(recipe.capability)}. {_other(capability)}"
+            f"{_dotted(recipe.capability)}. {other}"
         )
     if recipe.below is not None and capability >= recipe.below:
         raise MisconfigurationException(
             f"{name} has compute capability {_dotted(capability)}; Transformer Engine has no "
-            f"{recipe.name!r} products from {_dotted(recipe.below)} on. {_other(capability)}"
+            f"{recipe.name!r} products from {_dotted(recipe.below)} on. {other}"
         )
     cuda = tuple(int(part) for part in str(torch.version.cuda or "0.0").split(".")[:2])
     if cuda < recipe.cuda:
@@ -170,12 +165,6 @@ def check_device(recipe: Recipe, device: torch.device) -> None:
             f"recipe={recipe.name!r} needs CUDA {_dotted(recipe.cuda)}; this torch was built for "
             f"{torch.version.cuda}. Install a newer build of torch, or use recipe='current'."
         )
-
-
-def _other(capability: tuple[int, int]) -> str:
-    if capability < (8, 9):
-        return _EMULATE
-    return "Use recipe='current', which runs from 8.9 on."
 
 
 def _dotted(version: tuple[int, ...]) -> str:

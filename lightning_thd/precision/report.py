@@ -10,8 +10,7 @@ from torch import nn
 from lightning_thd.data.trainer_link import recipe_of
 from lightning_thd.flops.backward import share_of_experts, weights_by_layer
 from lightning_thd.flops.model import FlopsModel
-from lightning_thd.precision.convert import product_reason
-from lightning_thd.precision.engines import is_converted
+from lightning_thd.precision.convert import is_converted, product_reason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,6 @@
 """``pytest -p tests.imagined.plugin``: the whole session has an imagined GPU.
 
-``IMAGINED_CAPABILITY=8.0`` chooses another one; ``IMAGINED_POISON=0`` leaves fresh memory as it is.
+``IMAGINED_CAPABILITY=8.0`` chooses another one.
 """
 
 from __future__ import annotations
@@ -11,11 +11,7 @@ from typing import Any
 from tests.imagined.gpu import imagined_gpu
 
 _CAPABILITY = tuple(int(part) for part in os.environ.get("IMAGINED_CAPABILITY", "9.0").split("."))
-_GPU = imagined_gpu(
-    capability=_CAPABILITY,
-    name=os.environ.get("IMAGINED_NAME", "NVIDIA H100 80GB HBM3"),
-    poison=os.environ.get("IMAGINED_POISON", "1") == "1",
-)
+_GPU = imagined_gpu(capability=_CAPABILITY)
 LOG = _GPU.__enter__()
 
 

@@ -1,6 +1,6 @@
 """Run a script on an imagined GPU, then print what the host read and uploaded in a step.
 
-``python -m tests.imagined.run [-c 7.5] [--precision bf16-mixed] [--json FILE] script.py ARGUMENTS``
+``python -m tests.imagined.run [-c 7.5] [--json FILE] script.py ARGUMENTS``
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import argparse
 import collections
 import json
 import logging
-import os
 import runpy
 import sys
 import traceback
@@ -28,21 +27,6 @@ NAMES = {
     "10.0": "NVIDIA B200",
 }
 FIRST_STEP = 2  # steps before it fill caches
-
-
-def default_precision(precision: str) -> None:
-    """Let every Trainer and Fabric that names no precision use this one."""
-    import lightning as L
-
-    for made in (L.Trainer, L.Fabric):
-
-        def init(self: Any, *args: Any, _init: Any = made.__init__, **options: Any) -> None:
-            if not options.get("precision") and "plugins" not in options:
-                options["precision"] = precision
-            _init(self, *args, **options)
-
-        made.__init__ = init
-    os.environ.setdefault("ACCELERATE_MIXED_PRECISION", precision.split("-")[0])
 
 
 def traffic(log: Any) -> dict[str, Any]:
@@ -70,7 +54,6 @@ def traffic(log: Any) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("-c", "--capability", default="9.0", choices=list(NAMES))
-    parser.add_argument("--precision", help="default of every Trainer, Fabric and Accelerator")
     parser.add_argument("--json", help="write reads and uploads into this file")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
@@ -79,8 +62,6 @@ def main() -> None:
     warnings.simplefilter("ignore")
     sys.argv = [args.script, *args.arguments]
     sys.path.insert(0, str(Path(args.script).resolve().parent))
-    if args.precision:
-        default_precision(args.precision)
     import lightning_thd.flops.peaks as peaks
 
     peaks._GPU_SHAPES = peaks._CPU_SHAPES  # the shapes for a GPU would multiply for minutes

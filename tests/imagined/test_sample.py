@@ -1,4 +1,4 @@
-"""A first step on an imagined GPU, in a process of its own: a sharp sample of ``make test-imagined``."""
+"""Steps, every loss and every family of the support table on an imagined GPU, in processes of their own."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from pathlib import Path
 import pytest
 
 from tests.imagined.support import needs_imagination
+from tests.models.families import FAMILIES
 from tests.scripts import run_python
 
+NAMES = list(FAMILIES)
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "64-true")
 
 
-def _sample(what: str, capability: str, folder: Path) -> None:
-    run_python("-m", "tests.imagined.sample", what, capability, cwd=folder, timeout_s=900)
+def _run(script: str, *arguments: str, folder: Path) -> str:
+    return run_python("-m", f"tests.imagined.{script}", *arguments, cwd=folder, timeout_s=1800)
 
 
 @needs_imagination
 def test_a_batch_takes_one_upload_and_a_step_reads_nothing(tmp_path: Path) -> None:
-    _sample("sample", "9.0", tmp_path)
+    _run("sample", "sample", "9.0", folder=tmp_path)
 
 
 @needs_imagination
@@ -30,4 +32,20 @@ def test_losses_of_every_precision_are_those_of_the_cpu(
 ) -> None:
     if capability == "7.5" and precision.startswith("bf16"):
         pytest.skip("a GPU of capability 7.5 has no bf16")
-    _sample(precision, capability, tmp_path)
+    _run("sample", precision, capability, folder=tmp_path)
+
+
+# A capability for each part of the table: they differ in the kernels that are preferred, not in families.
+@needs_imagination
+@pytest.mark.imagined
+@pytest.mark.parametrize(("part", "capability"), [*enumerate(["7.5", "8.0", "9.0", "10.0"])])
+def test_families_equal_stock_eager_attention(part: int, capability: str, tmp_path: Path) -> None:
+    said = _run("families", capability, *NAMES[part::4], folder=tmp_path)
+    assert said.count(": equal") == len(NAMES[part::4])
+
+
+@needs_imagination
+@pytest.mark.imagined
+@pytest.mark.parametrize("capability", ["9.0", "7.5"])
+def test_losses_equal_the_cpu_and_read_nothing(capability: str, tmp_path: Path) -> None:
+    assert _run("losses", capability, folder=tmp_path).count(": equal") > 50

@@ -82,23 +82,3 @@ def test_thousands_of_batches_of_a_data_module_break_no_rule(wanted: int) -> Non
     assert seen >= wanted
     assert len(sizes) > 10  # not one shape again and again
     assert found == []
-
-
-def test_without_the_alignment_most_batches_would_break_one() -> None:
-    """The oracle sees what it is there for."""
-    from lightning_thd.alignment import Alignment
-
-    for recipe in _KNOWN.values():
-        plain = list(batches(_Unaligned(recipe), (1, 1, False), 20, 0))  # type: ignore[arg-type]
-        assert sum(bool(violations(batch, recipe, (1, 1, False))) for batch in plain) > 10
-    assert Alignment().total_multiple == 1
-
-
-class _Unaligned:
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-
-    def alignment(self, **layout: Any) -> Any:
-        from lightning_thd.alignment import Alignment
-
-        return Alignment()

@@ -30,11 +30,6 @@ def converted() -> nn.Module:
     return model
 
 
-def plain() -> nn.Module:
-    torch.set_num_threads(1)
-    return llama()
-
-
 class Watched(Job):
     """Remembers the slots of every pack."""
 
@@ -68,7 +63,7 @@ def test_the_four_hosts_train_the_same_model_on_aligned_packs() -> None:
         assert largest_error(found[host][0], wanted) < 1e-6, host  # fp32; the hosts divide by two apart
         assert found[host][1] == pytest.approx(losses, rel=1e-6), host
     assert all(count % 16 == 0 for count in slots)
-    other, _ = Watched(plain).run("lightning")
+    other, _ = Watched(llama).run("lightning")
     assert largest_error(other, wanted) > 1e-5
 
 
@@ -86,16 +81,13 @@ def by_ranks(kind: str) -> tuple[list[float], list[int]]:
         recipe = "tensorwise"
     module = Module(llama(tie_word_embeddings=False))
     sharded = "fsdp" in kind
-    settings: dict[str, Any] = {"strategy": THDModelParallelStrategy()} if sharded else {"strategy": "ddp"}
+    settings: dict[str, Any] = {"strategy": THDModelParallelStrategy() if sharded else "ddp", "devices": 2}
     if kind == "one process":
         settings = {"accumulate_grad_batches": 2}
-    else:
-        settings["devices"] = 2
     data = THDDataModule(DATA, capacity=CAPACITY, global_batch=Packs(2))
     plugin = FP8Precision(recipe, engine="torchao", emulate=True, weights_dtype=torch.float32)
     with tempfile.TemporaryDirectory() as folder:
-        steps = 4
-        fit(Path(folder), module, plugin, steps=steps, data=data, **settings)
+        fit(Path(folder), module, plugin, steps=STEPS, data=data, **settings)
     return module.losses, module.slots
 
 

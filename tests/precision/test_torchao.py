@@ -8,14 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from jsonargparse import ArgumentParser
+from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_thd import THDDataModule
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch
-from lightning_thd.precision import FP8Precision, convert_linear, fp8_report
-from lightning_thd.precision.engines import is_converted
+from lightning_thd.callbacks.cuda_graph import CaptureError
+from lightning_thd.cuda_graph.buckets import choose
+from lightning_thd.precision import FP8Precision, convert_linear, fastest_precision, fp8_report
+from lightning_thd.precision.convert import is_converted
+from lightning_thd.precision.recipes import _KNOWN
+from tests.cuda_graph.support import BUCKETS, gradients, graphed, padded_eager, random_batch
 from tests.precision.runs import DATA, Module, fit, llama, mixtral
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -74,37 +80,11 @@ def test_a_mixture_of_experts_keeps_its_router_and_says_what_stays(tmp_path: Pat
     assert 0 < fp8_report(module).share < 0.5  # the experts are most of it
 
 
-def test_conversion_shares_everything() -> None:
-    model = llama(tie_word_embeddings=False)
-    layer = model.model.layers[0].mlp
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    before = dict(model.named_parameters())
-    seen: list[str] = []
-    handle = layer.up_proj.register_forward_hook(lambda *_: seen.append("hook"))
-    layer.gate_proj.weight.register_hook(lambda grad: seen.append("gradient"))
-    model.eval()
-    converted = convert_linear(model, engine="torchao", emulate=True)
-    assert not layer.up_proj.training
-    after = dict(model.named_parameters())
-    assert set(before) == set(after)
-    assert all(after[name] is before[name] for name in before)
-    model(torch.arange(16)[None], use_cache=False).logits.sum().backward()
-    assert seen == ["hook", "gradient"]
-    handle.remove()
-    model(torch.arange(16)[None], use_cache=False)
-    assert seen == ["hook", "gradient"]
-    weight = before["model.layers.0.mlp.up_proj.weight"].clone()
-    optimizer.step()
-    assert not torch.equal(weight, layer.up_proj.weight)
-    assert len(converted.names) == 14
-
-
-def test_every_kind_of_hook_goes_on() -> None:
-    plain, model = llama(), llama()
+def test_conversion_shares_weights_modes_and_every_kind_of_hook() -> None:
     found: dict[bool, list[str]] = {}
-    for low, one in ((False, plain), (True, model)):
-        seen = found[low] = []
-        layer = one.model.layers[0].mlp.up_proj
+    for low in (False, True):
+        model, seen = llama(tie_word_embeddings=False), found.setdefault(low, [])
+        layer = model.model.layers[0].mlp.up_proj.eval()
         layer.register_forward_pre_hook(lambda *_, seen=seen: seen.append("before"), with_kwargs=True)
         layer.register_forward_hook(lambda *_, seen=seen: seen.append("after"), always_call=True)
         layer.register_full_backward_pre_hook(lambda *_, seen=seen: seen.append("backward before"))
@@ -112,11 +92,18 @@ def test_every_kind_of_hook_goes_on() -> None:
         layer.register_state_dict_pre_hook(lambda *_, seen=seen: seen.append("saved"))
         layer.register_load_state_dict_pre_hook(lambda *_, seen=seen: seen.append("loading"))
         layer.register_load_state_dict_post_hook(lambda *_, seen=seen: seen.append("loaded"))
+        layer.weight.register_hook(lambda grad, seen=seen: seen.append("gradient"))
+        handle = layer.register_forward_hook(lambda *_, seen=seen: seen.append("removed later"))
+        before = dict(model.named_parameters())
         if low:
-            convert_linear(one, engine="torchao", emulate=True)
-        one(torch.arange(16)[None], use_cache=False).logits.sum().backward()
-        one.load_state_dict(one.state_dict())
-    assert len(found[False]) == 7
+            assert len(convert_linear(model, engine="torchao", emulate=True).names) == 14
+            assert not model.model.layers[0].mlp.up_proj.training
+        assert {name: id(p) for name, p in model.named_parameters()} == {n: id(p) for n, p in before.items()}
+        model(torch.arange(16)[None], use_cache=False).logits.sum().backward()
+        handle.remove()
+        model(torch.arange(16)[None], use_cache=False)
+        model.load_state_dict(model.state_dict())
+    assert len(set(found[False])) == 9
     assert found[True] == found[False]
 
 
@@ -142,8 +129,6 @@ def test_a_model_on_the_meta_device_stays_there() -> None:
         model = llama()
     convert_linear(model, engine="torchao", emulate=True)
     assert all(parameter.is_meta for parameter in model.parameters())
-    model.to_empty(device="cpu")
-    assert is_converted(model.model.layers[0].mlp.up_proj)
 
 
 def test_layers_are_kept_with_their_reasons() -> None:
@@ -192,7 +177,7 @@ def test_a_loader_of_ones_own_is_refused_at_its_first_odd_batch(tmp_path: Path) 
     assert len(module.losses) == 1
 
 
-def test_a_converted_model_aligns_packs_in_loops_without_a_plugin() -> None:
+def test_a_converted_model_aligns_packs_without_a_plugin(tmp_path: Path) -> None:
     model = llama()
     convert_linear(model, engine="torchao", emulate=True)
     data = THDDataModule(DATA, capacity=250)
@@ -200,8 +185,20 @@ def test_a_converted_model_aligns_packs_in_loops_without_a_plugin() -> None:
     data.prepare_data()
     data.setup("fit")
     slots = [batch.input_ids.numel() for batch in data.train_dataloader()]
-    assert slots
-    assert all(count % 16 == 0 for count in slots)
+    module = Module(model)
+    fit(tmp_path, module, None, steps=3, precision="32-true")  # nor does Lightning need one
+    assert len(module.slots) == 3
+    assert all(count % 16 == 0 for count in slots + module.slots)
+
+
+def test_a_plugin_of_another_recipe_than_the_models_is_refused(tmp_path: Path) -> None:
+    model = llama()
+    convert_linear(model, recipe="tensorwise", engine="torchao", emulate=True)
+    module = Module(model)
+    with pytest.raises(Exception, match=r"converted to torchao 'tensorwise' .* torchao 'rowwise'.*the same"):
+        fit(tmp_path, module, emulated("rowwise"))
+    assert module.losses == []
+    fit(tmp_path, module, emulated("tensorwise"), steps=1)
 
 
 @pytest.mark.parametrize(
@@ -219,39 +216,69 @@ def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> Non
         FP8Precision(**settings)
 
 
-def test_a_plugin_of_another_recipe_than_the_models_is_refused(tmp_path: Path) -> None:
-    model = llama()
-    convert_linear(model, recipe="tensorwise", engine="torchao", emulate=True)
-    module = Module(model)
-    with pytest.raises(Exception, match=r"converted to torchao 'tensorwise' .* torchao 'rowwise'.*the same"):
-        fit(tmp_path, module, emulated("rowwise"))
-    assert module.losses == []
-    fit(tmp_path, module, emulated("tensorwise"), steps=1)
-
-
-def test_lightning_aligns_packs_of_a_model_converted_by_hand(tmp_path: Path) -> None:
-    model = llama()
-    convert_linear(model, engine="torchao", emulate=True)
-    module = Module(model)
-    fit(tmp_path, module, None, steps=3, precision="32-true")
-    assert all(slots % 16 == 0 for slots in module.slots)
-
-
 def test_half_weights_and_no_gpu_are_refused_before_the_first_step(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"q_proj.weight is torch.float16: FP8 takes weights in"):
         convert_linear(llama().half(), engine="torchao", emulate=True)
-    half = Module(llama().half())
-    with pytest.raises(ValueError, match=r"is torch.float16: FP8 takes weights in .* a cast from float16"):
-        fit(tmp_path, half, emulated())
-    assert half.losses == []
     with pytest.raises(Exception, match=r"needs a CUDA device of compute capability 8.9.*emulate=True"):
         convert_linear(llama(), engine="torchao")
-    module = Module(llama())
-    with pytest.raises(Exception, match=r"training runs on 'cpu'"):
-        fit(tmp_path, module, FP8Precision("rowwise", engine="torchao"))
-    assert module.losses == []
-    with pytest.raises(Exception, match=r"converted no layer of Module.*min_features"):
-        fit(tmp_path, module, emulated(min_features=4_096))
+    for model, plugin, message in (
+        (llama().half(), emulated(), r"is torch.float16: FP8 takes weights in .* a cast from float16"),
+        (llama(), FP8Precision("rowwise", engine="torchao"), "training runs on 'cpu'"),
+        (llama(), emulated(min_features=4_096), "converted no layer of Module.*min_features"),
+    ):
+        module = Module(model)
+        with pytest.raises(Exception, match=message):
+            fit(tmp_path, module, plugin)
+        assert module.losses == []
+
+
+@pytest.mark.parametrize(
+    ("written", "wanted"), [("lm_head", ("lm_head",)), (["lm_head", "*gate"], ("lm_head", "*gate"))]
+)
+def test_a_command_line_constructs_the_plugin(written: Any, wanted: tuple[str, ...]) -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(Precision, "plugin")
+    settings = {"recipe": "tensorwise", "engine": "torchao", "emulate": True, "keep": written}
+    settings["weights_dtype"] = "torch.float32"
+    given = {"class_path": "lightning_thd.precision.FP8Precision", "init_args": settings}
+    instantiate = getattr(parser, "instantiate", parser.instantiate_classes)
+    plugin = instantiate(parser.parse_object({"plugin": given})).plugin
+    assert plugin.keep == wanted
+    assert plugin.weights_dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    "recipe", ["tensorwise", *(pytest.param(name, marks=pytest.mark.slow) for name in RECIPES[1:])]
+)
+def test_a_captured_step_equals_an_eager_one_bit_for_bit(recipe: str) -> None:
+    model = llama()
+    convert_linear(model, recipe=recipe, engine="torchao", emulate=True)
+    step = graphed(model)
+    for seed in range(6):
+        batch = random_batch(seed)
+        bucket, _ = choose(BUCKETS, batch)
+        if bucket is None:
+            continue
+        assert bucket.slots % 16 == 0
+        loss = step(batch)
+        found = gradients(model, loss)
+        eager = padded_eager(model, batch, bucket)
+        assert torch.equal(loss.detach(), eager.detach())
+        assert all(torch.equal(a, b) for a, b in zip(found, gradients(model, eager), strict=True))
+        with torch.no_grad():  # so that the next replay finds other numbers, of another size, to scale
+            model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    assert step.stats.replays >= 3
+    for holder in (model, model.model.layers[0].mlp.up_proj):
+        holder.__dict__["_thd_fp8"] = _KNOWN["te", "delayed"]
+    with pytest.raises(CaptureError, match="follow a history"):
+        graphed(model)(random_batch(0))
+
+
+def test_the_fastest_precision_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert fastest_precision() == fastest_precision("cuda") == fastest_precision("mps") == "32-true"
+    with pytest.raises(ValueError, match="no device"):
+        fastest_precision("gpu")
 
 
 def test_a_config_object_is_taken_as_it_is() -> None:
