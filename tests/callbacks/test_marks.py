@@ -13,19 +13,10 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_thd import THDDataModule, THDThroughputMonitor
 from lightning_thd.callbacks.monitor import PARTS, StepMarks
 from lightning_thd.report import read_metrics
-from tests.data.support import make_trainer
-from tests.tiny import TinyModule, sequences
+from tests.callbacks.fits import Clock
+from tests.tiny import TinyModule, quiet_trainer, sequences
 
 SLOW_S = 0.05
-
-
-class Ticks:
-    """A clock that is told the time."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Loader:
@@ -33,23 +24,23 @@ class Loader:
 
 
 def test_the_parts_of_a_step() -> None:
-    clock, loader = Ticks(), Loader()
+    clock, loader = Clock(), Loader()
     marks = StepMarks(clock)
     for _ in range(2):
         marks.waited(loader)
         marks.mark("other")
-        clock.now += 5.0
+        clock.sleep(5.0)
         marks.mark("forward_backward")
-        clock.now += 1.0
+        clock.sleep(1.0)
         marks.mark("optimizer")
         marks.end_step()
-        clock.now += 0.25
+        clock.sleep(0.25)
         marks.mark("other")
-        clock.now += 0.5
+        clock.sleep(0.5)
         marks.mark("checkpoint")
-        clock.now += 7.0
+        clock.sleep(7.0)
         marks.skip()
-        clock.now += 2.0
+        clock.sleep(2.0)
         loader.waited_s += 2.0
     marks.waited(loader)
     marks.mark("other")
@@ -62,17 +53,6 @@ def test_the_parts_of_a_step() -> None:
         "train/step_time/other": 0.25,
     }
     assert marks.close() == {}
-
-
-def test_what_happens_in_validation_is_no_part_of_a_step() -> None:
-    clock = Ticks()
-    marks = StepMarks(clock)
-    marks.mark("other")
-    marks.end_step()
-    marks.pause()
-    clock.now += 60.0
-    marks.mark("other")
-    assert sum(marks.close().values()) == 0.0
 
 
 class SlowData(list[Any]):
@@ -89,7 +69,7 @@ class SlowModule(TinyModule):
 
 def test_a_run_logs_where_its_time_goes(tmp_path: Path) -> None:
     samples = SlowData(sequences(48))
-    trainer = make_trainer(
+    trainer = quiet_trainer(
         max_steps=8,
         logger=CSVLogger(tmp_path),
         log_every_n_steps=2,
@@ -114,11 +94,11 @@ def test_a_run_logs_where_its_time_goes(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_inside_an_evaluation_starts_no_part_of_the_step() -> None:
-    now = [0.0]
-    monitor = THDThroughputMonitor(clock=lambda: now[0])
+    clock = Clock()
+    monitor = THDThroughputMonitor(clock=clock)
     with monitor.paused():  # no training clock runs
         monitor._marks.mark("checkpoint")
-    now[0] = 100.0  # the rest of the evaluation
+    clock.sleep(100)  # the rest of the evaluation
     monitor._marks.mark("other")
     monitor._marks.end_step()
     assert sum(monitor._marks.close().values()) == 0.0

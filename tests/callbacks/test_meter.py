@@ -55,14 +55,6 @@ def test_an_interval_is_the_sum_of_its_microbatches(
     assert found.mean == pytest.approx(1.5 * sum(costs))
 
 
-@given(batches=LENGTHS)
-def test_the_table_equals_a_count_of_each(batches: list[list[int]]) -> None:
-    seen = [(SeqStats.from_lengths(lengths), tuple(lengths)) for lengths in batches]
-    rows = count_table(seen, MODEL).tolist()
-    for row, lengths in zip(rows, batches, strict=True):
-        assert from_ints(row, MODEL) == SeqStats.from_lengths(lengths, windows=MODEL.windows)
-
-
 def test_a_rank_that_left_steps_out_lends_its_own_rate() -> None:
     """Ten steps of 8 tokens in 10 s on either rank, but one measures only the last five: 16 tokens/s."""
     rows = []
@@ -121,20 +113,3 @@ def test_other_windows_without_lengths_are_refused() -> None:
     windows = re.escape(str(list(MODEL.windows)))
     with pytest.raises(ValueError, match=f"other windows than the model's {windows} and carries no lengths"):
         meter.flush()
-
-
-def test_the_clock_stops_and_goes_on() -> None:
-    clock = Clock()
-    meter = make_meter(clock)
-    meter.resume()
-    clock.sleep(2)
-    assert meter.pause()
-    assert not meter.pause()
-    clock.sleep(50)
-    meter.resume()
-    clock.sleep(1)
-    meter.reduce()
-    assert meter.totals["time"] == 3
-    clock.sleep(4)
-    meter.reduce()
-    assert meter.totals["time"] == 7

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from lightning_thd.batch import THDBatch
+from lightning_thd.callbacks.module_flops import Passes, find_model
 from lightning_thd.flops import FlopsModel, SeqStats
 from tests.callbacks.fits import CONFIG, Clock, Memory, Model, loader, monitor, pack, trainer
 from tests.flops.families import encoder
@@ -152,22 +153,16 @@ class Called(Model):
         return found
 
 
-@pytest.mark.parametrize("how", ["wrapped", "in place"])
-def test_compiled_models_are_told_apart_too(tmp_path: Path, how: str) -> None:
+def test_compiled_models_are_told_apart_too(tmp_path: Path) -> None:
     def teach(module: Any, batch: THDBatch) -> Tensor:
         with torch.no_grad():
             target = module.reference(batch.input_ids)
         found: Tensor = (module.policy(batch.input_ids) - target).square().mean()
         return found
 
-    policy: Any = Called(CONFIG)
-    reference: Any = Called(CONFIG)
-    if how == "wrapped":
-        policy = torch.compile(policy, backend="eager")
-        reference = torch.compile(reference, backend="eager")
-    else:
-        policy.compile(backend="eager")
-        reference.compile(backend="eager")
+    policy: Any = torch.compile(Called(CONFIG), backend="eager")
+    reference = Called(CONFIG)
+    reference.compile(backend="eager")
     found = flops_of_step(tmp_path, teach, PACK, policy=policy, reference=reference)
     expected = by_hand(CONFIG, PACK) + by_hand(CONFIG, PACK, work="forward")
     assert found == pytest.approx(expected, rel=1e-9)
@@ -181,12 +176,8 @@ def test_a_reward_model_has_its_own_head(tmp_path: Path) -> None:
     assert found == pytest.approx(by_hand(SMALL, PACK) - language_head + score, rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    "kind", ["BertForTokenClassification", "ModernBertForTokenClassification", "ModernBertModel"]
-)
+@pytest.mark.parametrize("kind", ["BertForTokenClassification", "ModernBertModel"])
 def test_an_encoder_without_a_language_head_counts_as_torch_does(kind: str) -> None:
-    from lightning_thd.callbacks.module_flops import find_model
-
     config = encoder("bert" if kind.startswith("Bert") else "modernbert")[0]
     model = getattr(transformers, kind)._from_config(config, attn_implementation="eager")
     ids = torch.ones(1, 32, dtype=torch.long)
@@ -208,47 +199,30 @@ def test_validation_counts_what_validation_runs(tmp_path: Path) -> None:
 
 
 def test_a_frozen_model_runs_forward_only() -> None:
-    from lightning_thd.callbacks.module_flops import Passes, find_model
-
     module = nn.ModuleDict({"policy": llama(), "reference": llama().requires_grad_(False)})
-    model = find_model(module, causal="half", tokens="real", recompute="auto")
+    model = find_model(module)
     assert model is not None
     stats = SeqStats.from_lengths([5, 3])
     flops = model.training_flops(stats)
     forward = FlopsModel.from_config(SMALL).forward_flops(stats).model
     assert flops.model == 4 * forward
-    halved = find_model(
-        module, causal="half", tokens="real", recompute="auto", passes={"reference": Passes(0.0, 0.5)}
-    )
+    halved = find_model(module, passes={"reference": Passes(0.0, 0.5)})
     assert halved is not None
     assert halved.training_flops(stats).model == pytest.approx(3.5 * forward, rel=1e-3)
 
 
 def test_checkpointing_of_one_model_is_not_that_of_the_other() -> None:
-    from lightning_thd.callbacks.module_flops import find_model
-
     policy, reference = llama(), llama().requires_grad_(False)
     checkpoint(policy, reentrant=True)
     pair = nn.ModuleDict({"policy": policy, "reference": reference})
-    both = find_model(pair, causal="half", tokens="real", recompute="auto")
-    alone = find_model(policy, causal="half", tokens="real", recompute="auto")
+    both, alone = find_model(pair), find_model(policy)
     assert both is not None
     assert alone is not None
     stats = SeqStats.from_lengths([5, 3])
     assert both.training_flops(stats).recompute == alone.training_flops(stats).recompute > 0
 
 
-def test_weights_that_no_config_describes_are_named(tmp_path: Path) -> None:
-    def loss(module: Any, batch: THDBatch) -> Tensor:
-        return logits(module.policy, batch).mean() + module.tower(torch.ones(1, 64)).mean()
-
-    with pytest.warns(UserWarning, match=r"counted for policy, but \d+% of the weights are in tower"):
-        flops_of_step(tmp_path, loss, PACK, policy=llama(), tower=nn.Linear(64, 64))
-
-
 def test_a_tower_of_unknown_cost_is_named() -> None:
-    from lightning_thd.callbacks.module_flops import find_model
-
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     tower = {"model_type": "siglip_vision_model", **sizes, "image_size": 28, "patch_size": 14}
     config = transformers.LlavaConfig(text_config=SMALL, vision_config=tower, image_token_index=30)

@@ -10,18 +10,7 @@ import pytest
 import torch
 
 from lightning_thd import THDDataModule
-from tests.callbacks.fits import (
-    CONFIG,
-    FLOPS,
-    Clock,
-    Model,
-    Module,
-    flops_of,
-    loader,
-    monitor,
-    pack,
-    trainer,
-)
+from tests.callbacks.fits import CONFIG, FLOPS, Clock, Model, Module, flops_of, loader, monitor, pack, trainer
 
 BATCHES = [pack(5, 3), pack(8), pack(1, 7), pack(6), pack(2, 2, 2), pack(4, 3)]
 

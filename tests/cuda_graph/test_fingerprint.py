@@ -72,31 +72,19 @@ def replace_buffer(part: Part) -> None:
     [
         (replace_data, "weight moved to other memory"),
         (replace_buffer, "table moved to other memory"),
-        (lambda part: setattr(part.plain, "weight", None), "weight moved to other memory"),
         (lambda part: part.linear.bias.requires_grad_(False), "bias.requires_grad changed"),
-        (lambda part: part.norm.eval(), "the attribute norm.training changed"),
         (lambda part: setattr(part, "scale", 2.0), "the attribute scale changed"),
         (lambda part: setattr(part, "scale", True), "the attribute scale changed"),  # of another dtype
-        (lambda part: delattr(part, "scale"), "the attribute scale changed"),
         (lambda part: setattr(part.inner, "_alpha", 2.0), "the attribute inner._alpha"),
         (lambda part: setattr(part.inner, "window", (8, 0)), "the attribute inner.window"),
-        (lambda part: setattr(part.inner, "gain", torch.ones(1)), "the attribute inner.gain"),
         (lambda part: setattr(part, "seen", [1]), "the attribute seen"),  # another list
-        (lambda part: setattr(part.norm, "eps", 1.0), "the attribute norm.eps"),
         (lambda part: setattr(part.inner.config, "beta", 1.0), "the attribute inner.config.beta"),
-        (lambda part: setattr(part.inner, "config", SimpleNamespace()), "the attribute inner.config"),
         (lambda part: setattr(part, "linear", nn.Linear(3, 2)), "weight moved|_modules changed"),
         (lambda part: part.inner.add_module("new", nn.Identity()), "inner._modules changed"),
-        (
-            lambda part: part.plain.register_parameter("bias", nn.Parameter(torch.zeros(2))),
-            "plain._parameters changed",
-        ),
         (lambda part: part.inner.register_buffer("new", torch.zeros(1)), "inner._buffers changed"),
         (lambda part: part.linear.register_forward_hook(print), "linear._forward_hooks changed"),
-        (lambda part: part.linear.register_forward_pre_hook(print), "linear._forward_pre_hooks changed"),
         (lambda part: part.linear.register_full_backward_hook(print), "linear._backward_hooks changed"),
         (lambda part: setattr(part.norm, "forward", lambda x: x), "the attribute norm.forward"),
-        (lambda part: setattr(part.inner, "shape", torch.neg), "the attribute inner.shape"),
         (lambda part: setattr(part.inner, "helper", lambda: 2.0), "the attribute inner.helper"),
         (lambda part: setattr(part.inner, "__class__", type("Other", (Inner,), {})), "Inner became a Other"),
     ],
@@ -162,52 +150,12 @@ def test_numbers_that_a_lightning_module_reads_are_seen_and_counters_are_not() -
     assert step.stats.fallbacks == {"parameters_moved": 2}
 
 
-@pytest.mark.slow  # autocast does so unmarked
-def test_other_modes_of_torch_capture_again() -> None:
-    step = graphed(tiny_llama(torch.float64))
-    for _ in range(2):
-        step(random_batch(1)).backward()
-    captures = step.stats.captures
-    torch.set_float32_matmul_precision("high")
-    try:
-        step(random_batch(1)).backward()
-    finally:
-        torch.set_float32_matmul_precision("highest")
-    assert step.stats.captures == 2 * captures
-    for _ in range(2):
-        step(random_batch(1)).backward()
-    assert step.stats.captures == 3 * captures
-    assert step.stats.replays == 5
-
-
-class LowRank(nn.Module):
-    def __init__(self, base: Any) -> None:
-        super().__init__()
-        self.base = base
-        self.down = nn.Parameter(torch.full((2, base.in_features), 0.1, dtype=base.weight.dtype))
-        self.up = nn.Parameter(torch.full((base.out_features, 2), 0.1, dtype=base.weight.dtype))
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.base(x) + (x @ self.down.T) @ self.up.T
-        return result
-
-
-def insert_low_rank(model: Any) -> None:
-    attention = model.model.layers[0].self_attn
-    attention.q_proj = LowRank(attention.q_proj)
-
-
-def sharpen(model: Any) -> None:
-    model.model.layers[0].self_attn.scaling *= 3.0
-
-
-@pytest.mark.parametrize("change", [insert_low_rank, sharpen])
-def test_a_model_changed_between_steps_runs_as_it_is_now(change: Callable[[Any], None]) -> None:
+def test_a_model_changed_between_steps_runs_as_it_is_now() -> None:
     model = tiny_llama(torch.float64)
     step = graphed(model)
     batch = random_batch(1)
     step(batch).backward()
-    change(model)
+    model.model.layers[0].self_attn.scaling *= 3.0
     wanted = causal_lm_loss(model, batch)
     expected = [x.clone() for x in gradients(model, wanted)]
     wanted = wanted.detach()

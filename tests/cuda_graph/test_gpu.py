@@ -82,22 +82,6 @@ def test_fifty_layouts_equal_padded_eager() -> None:
     assert step.stats.replays > 20
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 4])
-def test_accumulated_gradients_are_those_of_eager(accumulate: int) -> None:
-    module, eager = model(), model()
-    step = step_of(module)
-    for seed in range(0, 12, accumulate):
-        module.zero_grad()
-        eager.zero_grad()
-        for i in range(accumulate):
-            batch = batch_of(seed + i)
-            (step(batch) / accumulate).backward()
-            (causal_lm_loss(eager, batch) / accumulate).backward()
-        pairs = list(zip(module.parameters(), eager.parameters(), strict=True))
-        assert worst([a.grad.float() for a, _ in pairs], [b.grad.float() for _, b in pairs]) < BF16
-    assert step.stats.replays >= 6
-
-
 def test_gradients_under_autocast_are_those_of_eager() -> None:
     """Parameters in fp32, products in bf16, norms and rotary embeddings in fp32; backward outside of it."""
     module = model().float()

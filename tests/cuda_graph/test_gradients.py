@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -89,22 +88,47 @@ def test_buckets_share_one_set_of_gradients() -> None:
     assert buffers.nbytes == sum(p.nbytes for p in model.parameters())
 
 
-def test_frozen_and_unused_parameters_have_no_buffer() -> None:
-    w, unused = (torch.ones(2, requires_grad=True) for _ in range(2))
-    buffers = GradientBuffers(2)
-    pair = GraphPair(RecordingBackend(), lambda: (w * w).sum(), [w, unused], Turn(), buffers)
-    pair([w, unused]).backward()
-    assert buffers.nbytes == w.nbytes
-    assert unused.grad is None
+def leaf(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, requires_grad=True)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse")  # torch's own advice, in some versions
-def test_gradients_of_other_kinds_keep_their_own_memory() -> None:
-    table = torch.ones(5, 2, requires_grad=True)
-    buffers = GradientBuffers(1)
-    index = torch.tensor([1, 1, 3])
-    sparse = torch.sparse_coo_tensor(torch.tensor([[1, 3]]), torch.ones(2, 2), (5, 2), check_invariants=True)
-    assert buffers.keep(0, table, sparse) is sparse
-    assert buffers.nbytes == 0
-    dense = torch.autograd.grad(table[index].sum(), table)[0]
-    assert buffers.keep(0, table, dense).tolist() == dense.tolist()
+def make() -> tuple[GraphPair, Tensor, list[Tensor]]:
+    """``{"loss": sum(x w), "seen": [w squared, x]}`` with ``unused`` left out of it."""
+    x = torch.ones(2, dtype=torch.float64)
+    w, unused = leaf(2.0, 3.0), leaf(1.0)
+
+    def function() -> dict[str, Any]:
+        return {"loss": (x * w).sum(), "seen": [w.square(), x * 1.0, None]}
+
+    pair = GraphPair(RecordingBackend(), function, [w, unused], Turn(), GradientBuffers(2))
+    return pair, x, [w, unused]
+
+
+def test_outputs_keep_their_nesting_and_gradients_go_to_what_was_used() -> None:
+    pair, x, leaves = make()
+    for values in ((1.0, 5.0), (-2.0, 0.5)):
+        x.copy_(torch.tensor(values))
+        for one in leaves:
+            one.grad = None
+        found = pair(leaves)
+        assert float(found["loss"].detach()) == 2 * values[0] + 3 * values[1]
+        assert found["seen"][0].tolist() == [4.0, 9.0]
+        assert found["seen"][1].tolist() == list(values)
+        assert found["seen"][2] is None
+        assert not found["seen"][1].requires_grad
+        (found["loss"] + found["seen"][0].sum()).backward()
+        w, unused = leaves
+        assert w.grad is not None
+        assert w.grad.tolist() == [values[0] + 4.0, values[1] + 6.0]
+        assert unused.grad is None
+
+
+def test_outputs_and_gradients_are_copies_that_later_replays_leave_alone() -> None:
+    pair, x, leaves = make()
+    first = pair(leaves)
+    (gradient,) = torch.autograd.grad(first["loss"], leaves[:1])
+    x.fill_(7.0)
+    second = pair(leaves)
+    torch.autograd.grad(second["loss"], leaves[:1])
+    assert float(first["loss"].detach()) == 5.0
+    assert gradient.tolist() == [1.0, 1.0]

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.cuda_graph_plan import lengths_from_quantiles
 from lightning_thd.callbacks.cuda_graph import GraphCosts
 from lightning_thd.cli import main
 from lightning_thd.cuda_graph.buckets import Layout
@@ -24,32 +23,6 @@ from lightning_thd.cuda_graph.graph_choice import (
     sample_layouts,
 )
 from lightning_thd.packing import PackPlanner, Packs, Sequences
-
-PUBLISHED = {0.5: 12, 0.9: 43, 0.99: 106}
-
-
-def test_the_published_distribution_is_reproduced() -> None:
-    needs = lengths_from_quantiles(PUBLISHED, 358)
-    assert [int(np.quantile(needs, q, method="inverted_cdf")) for q in (0.5, 0.9, 0.99, 1.0)] == [
-        12,
-        43,
-        106,
-        358,
-    ]
-    assert np.mean(needs <= 64) == pytest.approx(0.96, abs=0.005)
-    assert np.mean(needs <= 106) == pytest.approx(0.99, abs=0.001)
-    layouts = [Layout(8192, n, 8192) for n in needs.tolist()]
-    plan = plan_graphs(layouts, slots=8192, max_seqlen=8192)
-    speed = {choice.name: choice.speedup for choice in plan.choices}
-    assert speed["1 bucket"] < speed["2 buckets"] < speed["3 buckets"]
-    gains = [speed[f"{k} bucket{'s' * (k > 1)}"] - 1 for k in (1, 2, 3)]
-    assert gains[1] > 0.9 * gains[2]  # two get most of it
-    assert 0.43 <= speed["one of 2048"] <= 0.92  # slower than eager
-    assert plan.chosen.sequences == plan.choices[2].sequences
-    table = plan.table()
-    assert "P50 12, P90 43, P99 106, max 358" in table
-    assert "one of 2048" in table
-    assert [b.sequences for b in plan.buckets()] == list(plan.chosen.sequences)
 
 
 @settings(max_examples=60, deadline=None)

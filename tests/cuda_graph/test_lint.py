@@ -39,15 +39,12 @@ def test_every_line_is_named_once() -> None:
     assert [t[0] for t in texts] == list("abcdief" + "g")
     assert len(report.findings) == 8
     assert not report.ok
-    assert "8 reason(s)" in str(report)
-    assert "test_lint.py" in str(report)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2", "bamba", "mamba2"])
+@pytest.mark.parametrize("name", ["mistral", "bamba"])
 def test_families_are_clean(name: str) -> None:
     report = lint_capture(build(name, "thd").train(), random_batch(1, count=6, longest=8))
     assert report.ok, str(report)
-    assert str(report) == "The step can be captured."
 
 
 def test_lightning_modules_are_judged_by_their_training_step_and_left_as_they_were() -> None:
@@ -60,11 +57,9 @@ def test_lightning_modules_are_judged_by_their_training_step_and_left_as_they_we
     assert all(torch.equal(before[name], p) for name, p in module.state_dict().items())
     assert all(p.grad is None and p.device.type == "cpu" for p in module.parameters())
     assert "log" not in module.__dict__
-    found = lint_capture(TinyModule(), batch)
-    assert [("tiny.py" in (x.where or ""), "batch.sequence_ids" in x.message) for x in found.findings][
-        :1
-    ] == [(True, True)]
-    assert any("TinyModule.seen" in x.message for x in found.findings)
+    messages = [x.message for x in lint_capture(TinyModule(), batch).findings]
+    assert "batch.sequence_ids" in messages[0]
+    assert any("TinyModule.seen" in message for message in messages)
 
 
 class Index(GraphModule):
@@ -77,25 +72,6 @@ def test_the_batch_index_is_found() -> None:
     assert [x.message.split(",")[0] for x in report.findings] == [
         "the step uses argument 2 of training_step (batch_idx)"
     ]
-
-
-def to_cpu(model: nn.Module, batch: THDBatch) -> Tensor:
-    loss = causal_lm_loss(model, batch)
-    return loss + 0.0 * loss.detach().to("cpu")
-
-
-def test_the_meta_device_finds_what_a_cpu_cannot_tell() -> None:
-    report = lint_capture(tiny_llama(), random_batch(1, count=4), step=to_cpu)
-    assert len(report.findings) == 1
-    assert "in to_cpu" in str(report.findings[0].where)
-
-
-def test_steps_that_raise_are_a_finding() -> None:
-    def broken(model: nn.Module, batch: THDBatch) -> Tensor:
-        raise KeyError("mine")
-
-    report = lint_capture(tiny_llama(), random_batch(1, count=4), step=broken)
-    assert "KeyError: 'mine'" in report.findings[0].message
 
 
 def test_messages() -> None:

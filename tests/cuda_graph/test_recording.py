@@ -111,13 +111,6 @@ def test_what_a_graph_can_hold_is_recorded(function: Callable[[], Tensor]) -> No
     assert torch.equal(out, wanted)
 
 
-def test_it_runs_on_the_cpu_alone_and_its_times_mean_nothing() -> None:
-    backend = RecordingBackend()
-    assert backend.unavailable(torch.device("cpu")) is None
-    assert "not on cuda" in str(backend.unavailable(torch.device("cuda")))
-    assert backend.time_s(lambda: None) is None
-
-
 def collectives() -> list[list[float]]:
     """Every collective of context and tensor parallelism, captured on ones and replayed on other values."""
     import torch.distributed as dist

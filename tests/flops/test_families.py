@@ -25,8 +25,6 @@ TOTAL = 32
 _SCANS = ("scan", "conv", "delta")
 # these build masks of their own and do not look the attention function up
 _OWN_ATTENTION = ("bloom", "falcon", "gptj", "codegen", "mamba", "mamba2", "falcon_mamba", "gpt2")
-# Llama 4 runs every expert on every token and throws most of it away: torch counts all, we the routed ones
-_ALL_EXPERTS = "llama4_text"
 # the choice of the indexer is folded into the mask by attention functions of their own
 _SPARSE = ("glm_moe_dsa", "deepseek_v32")
 _BLOCKS = "deepseek_v4"  # its indexer does not ask for the attention function
@@ -167,21 +165,12 @@ def test_global_layers_are_read_from_every_form_of_the_config(family: str) -> No
     model = FlopsModel.from_config(config)
     stats = SeqStats.from_lengths([40], windows=model.windows)
     saved = config.to_dict()
-    assert FlopsModel.from_config(saved).training_flops(stats) == model.training_flops(stats)
     by_number = {**saved, "per_layer_config": {int(k): v for k, v in saved["per_layer_config"].items()}}
-    assert FlopsModel.from_config(by_number).training_flops(stats) == model.training_flops(stats)
     by_kind = {**saved, "per_layer_config": {"full_attention": saved["per_layer_config"]["3"]}}
-    assert FlopsModel.from_config(by_kind).training_flops(stats) == model.training_flops(stats)
     older = {**saved, "global_head_dim": 32, "num_global_key_value_heads": 1}
     del older["per_layer_config"]
-    assert FlopsModel.from_config(older).training_flops(stats) == model.training_flops(stats)
-
-
-def test_a_decoder_that_was_made_to_see_both_ways_is_not_counted_as_causal() -> None:
-    config = small_config("gemma4_text").to_dict()
-    for both_ways in (True, "all"):
-        with pytest.raises(ValueError, match="use_bidirectional_attention sees both ways, for which no FLOP"):
-            FlopsModel.from_config({**config, "use_bidirectional_attention": both_ways})
+    for form in (saved, by_number, by_kind, older):
+        assert FlopsModel.from_config(form).training_flops(stats) == model.training_flops(stats)
 
 
 @pytest.mark.parametrize("family", ["modernbert", "eurobert", "gemma3_text"])
@@ -196,12 +185,6 @@ def test_windows_on_both_sides_equal_the_models_own_masks(family: str) -> None:
         model = FlopsModel.from_config(form)
         stats = SeqStats.from_lengths(lengths, windows=model.windows)
         assert model.forward_flops(stats).attention == attended_flops(config, lengths) > 0
-
-
-def test_a_layer_of_blocks_without_a_size_is_refused() -> None:
-    config = {**small_config(_BLOCKS).to_dict(), "compress_rates": {"compressed_sparse_attention": 4}}
-    with pytest.raises(ValueError, match="type 'heavily_compressed_attention', for which compress_rates="):
-        FlopsModel.from_config(config)
 
 
 @pytest.mark.parametrize("family", ENCODERS)
@@ -228,27 +211,6 @@ def test_llama4_routes_where_transformers_computes_every_expert() -> None:
     attention = 2 * 4 * 6 * 24 * 2 * TOTAL * TOTAL  # 2 FLOPs, 4 layers, 6 heads of 24, two products
     assert by_op["bmm"] == attention + config.num_local_experts * routed
     assert full.windows == (Chunk(16),)
-
-
-@pytest.mark.parametrize(
-    ("family", "windows"),
-    [
-        ("llama", ()),
-        ("mistral", (16,)),
-        ("qwen2", (16,)),
-        ("gemma3_text", (16,)),
-        ("gpt_oss", (16,)),
-        ("llama4_text", (Chunk(16),)),
-    ],
-)
-def test_windows_are_those_of_the_config(family: str, windows: tuple[int | Chunk, ...]) -> None:
-    assert FlopsModel.from_config(small_config(family)).windows == windows
-
-
-def test_a_window_that_the_config_switches_off_is_none() -> None:
-    config = small_config("qwen2")
-    config.use_sliding_window, config.layer_types = False, ["full_attention"] * 4
-    assert FlopsModel.from_config(config).windows == ()
 
 
 def test_mamba2_equals_megatrons_formula() -> None:
@@ -311,19 +273,3 @@ def test_cross_attention_counts_queries_times_what_they_read() -> None:
     assert flops.attention == 2 * 6 * 32 * (pairs + 2 * own)
     no_image = model.forward_flops(SeqStats.from_lengths(queries, cross_lengths=[0, 0]))
     assert flops.linear - no_image.linear == 2 * 2 * 96 * 2 * 16 * sum(keys)
-
-
-def test_the_config_of_a_multimodal_model_is_read_through_its_text_config() -> None:
-    from transformers import Gemma3Config
-
-    config = Gemma3Config(text_config=small_config("gemma3_text").to_dict())
-    text = FlopsModel.from_config(small_config("gemma3_text"))
-    stats = SeqStats.from_lengths([40], windows=text.windows)
-    assert FlopsModel.from_config(config).training_flops(stats) == text.training_flops(stats)
-
-
-def test_a_dict_needs_no_transformers() -> None:
-    config = small_config("qwen3_moe")
-    stats = SeqStats.from_lengths([40])
-    as_dict = FlopsModel.from_config(config.to_dict())
-    assert as_dict.training_flops(stats) == FlopsModel.from_config(config).training_flops(stats)

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 from torch import nn
@@ -9,23 +7,11 @@ from torch import nn
 from lightning_thd.flops import FlopsModel, SeqStats
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x).relu())
-
-
-def test_counts_a_step_and_scales_it_with_the_slots(caplog: pytest.LogCaptureFixture) -> None:
-    net = Net()
+def test_counts_a_step_and_scales_it_with_the_slots() -> None:
+    net = nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 8))
     inputs = torch.randn(10, 8, requires_grad=True)
-    with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
-        model = FlopsModel.from_module(
-            net, lambda: net(inputs).sum().backward(), stats=SeqStats.from_lengths([10])
-        )
-    assert "FLOPs of Net are those of one step under torch's FlopCounterMode" in caplog.text
+    step = lambda: net(inputs).sum().backward()  # noqa: E731
+    model = FlopsModel.from_module(net, step, stats=SeqStats.from_lengths([10]))
     per_token = 6 * 2 * 8 * 24
     assert model.training_flops(SeqStats.from_lengths([10])).model == 10 * per_token
     padded = model.training_flops(SeqStats.from_lengths([20], slots=30))
@@ -50,11 +36,6 @@ def test_fused_attention_is_scaled_with_the_squares_of_the_sequences() -> None:
     assert 2 * halves == whole
 
 
-def test_nothing_to_count_says_so() -> None:
-    with pytest.raises(ValueError, match="torch counted 0 FLOPs of matmuls in Identity on 4 slots"):
-        FlopsModel.from_module(nn.Identity(), lambda: None, stats=SeqStats.from_lengths([4]))
-
-
 def test_grouped_products_count_every_row_once() -> None:
     """torch's counter has no formula for them: a mixture of experts would count as its attention alone."""
     rows, inner, out, groups = 12, 16, 24, 3
@@ -69,51 +50,26 @@ def test_grouped_products_count_every_row_once() -> None:
     assert model.training_flops(SeqStats.from_lengths([rows])).model == 3 * 2 * rows * inner * out
 
 
-@pytest.mark.parametrize("family", ["cohere2_moe", "hunyuan_v1_moe", "mixtral"])
-def test_a_family_without_a_formula_is_not_counted_short(family: str) -> None:
-    """Three quarters of these models are experts, run by transformers' grouped products on a CPU."""
-    from transformers import AutoModelForCausalLM
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+def test_experts_that_transformers_groups_are_counted() -> None:
+    """Most of the model is experts, run by transformers' grouped products on a CPU."""
+    from transformers import MixtralConfig, MixtralForCausalLM
 
-    settings = {"moe_topk": [2] * 2} if family == "hunyuan_v1_moe" else {}
-    config = CONFIG_MAPPING[family](
+    config = MixtralConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, head_dim=16, num_experts=4, num_local_experts=4, num_experts_per_tok=2,
-        max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, **settings,
+        num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, experts_implementation="grouped_mm").train()
+    model = MixtralForCausalLM._from_config(config, experts_implementation="grouped_mm").train()
     ids = torch.arange(16)[None] % 64
 
     def step() -> None:
         model(input_ids=ids, use_cache=False).logits.sum().backward()
 
     counted = FlopsModel.from_module(model, step, stats=SeqStats.from_lengths([16]))
-    experts = sum(
-        parameter.numel() // 4 * 2
-        for name, parameter in model.named_parameters()
-        if "experts" in name and "shared" not in name and parameter.dim() == 3
-    )
-    assert experts > 0
-    dense = sum(
-        child.weight.numel()
-        for name, child in model.named_modules()
-        if isinstance(child, nn.Linear) and "experts." not in name
-    )
+    experts = 2 * 2 * 3 * 32 * 48  # layers, experts of a token, products
+    dense = sum(child.weight.numel() for child in model.modules() if isinstance(child, nn.Linear))
     found = counted.training_flops(SeqStats.from_lengths([16]))
-    first_inputs = 2 * 16 * 3 * 32 * 32  # the embedding is trained, so nothing is saved
-    assert found.linear == pytest.approx(6 * 16 * (experts + dense), rel=0.02), first_inputs
+    assert found.linear == pytest.approx(6 * 16 * (experts + dense), rel=0.02)
     assert found.attention > 0
-
-
-def test_an_operator_without_a_formula_is_named() -> None:
-    @torch.library.custom_op("lightning_thd_test::secret_product", mutates_args=())
-    def secret(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return a @ b
-
-    a = torch.randn(4, 4)
-    step = lambda: (secret(a, a) @ a).sum()  # noqa: E731
-    with pytest.warns(UserWarning, match="torch has no formula for lightning_thd_test::secret_product"):
-        FlopsModel.from_module(nn.Identity(), step, stats=SeqStats.from_lengths([4]))
 
 
 def test_attention_on_a_cpu_counts_forward_once_and_backward_twice() -> None:

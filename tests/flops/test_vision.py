@@ -66,33 +66,6 @@ def test_equals_the_published_formula() -> None:
     assert (flops.vision, flops.linear, flops.attention) == (expected, 0, 0)
 
 
-def test_a_batch_of_text_costs_no_vision() -> None:
-    model = FlopsModel.from_config(vision_config("qwen3_vl"))
-    assert model.training_flops(SeqStats.from_lengths([40])).vision == 0
-
-
-def test_patches_are_never_halved() -> None:
-    config = vision_config("qwen3_vl")
-    stats = SeqStats.from_lengths([], image_grid_thw=GRID)
-    half, full = (
-        FlopsModel.from_config(config, causal=causal).training_flops(stats) for causal in ("half", "full")
-    )
-    assert half == full
-
-
-def test_a_tower_with_windows_wants_them_counted() -> None:
-    model = FlopsModel.from_config(vision_config("qwen2_5_vl"))
-    assert model.vision_windows == (4,)
-    with pytest.raises(ValueError, match=r"has windows of \[4\] patches, which the stats do not count"):
-        model.training_flops(SeqStats.from_lengths([], image_grid_thw=GRID))
-
-
-def test_patches_on_a_model_without_a_tower_are_refused() -> None:
-    text = FlopsModel.from_config(vision_config("qwen3_vl").text_config)
-    with pytest.raises(ValueError, match="hold 124 image patches, but no vision tower is known for"):
-        text.training_flops(SeqStats.from_lengths([], image_grid_thw=GRID))
-
-
 def test_llavas_tower_equals_torchs_counter() -> None:
     from transformers import AutoModelForImageTextToText, LlavaConfig
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as L
@@ -165,33 +164,3 @@ def test_shards_run_eagerly() -> None:
         assert fallbacks == {"context_parallel": 1}
         assert error == 0.0
         assert "context_parallel_size=2 exchanges keys whose number depends on the lengths" in message
-
-
-class Faster(RecordingBackend):
-    """Says that a replay takes half of an eager step, so that every capture is timed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.times = 0
-
-    def time_s(self, function: Callable[[], object]) -> float | None:
-        function()
-        self.times += 1
-        return 1.0 if self.times % 2 else 0.5
-
-
-def recapture() -> tuple[int, int]:
-    """Parameters move on one rank alone."""
-    model = tiny_llama(torch.float64)
-    step, batch = graphed(model, backend=Faster()), random_batch(1, count=4)
-    for i in range(4):
-        step(batch).backward()
-        if i == 1 and dist.get_rank():
-            for parameter in model.parameters():
-                parameter.data = parameter.data.clone()
-    return step.stats.captures, step.stats.replays
-
-
-@pytest.mark.slow
-def test_a_rank_that_shares_no_model_captures_anew_alone() -> None:
-    assert run_ranks(recapture, 2) == [(2, 4), (4, 3)]

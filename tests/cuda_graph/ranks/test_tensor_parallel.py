@@ -19,23 +19,13 @@ from tests.models.matrix import shake
 from tests.ranks import run_ranks
 from tests.tiny import quiet_trainer, sequences
 
-# Bamba brings no plan; its state-space layers stay whole.
-PLANS = {
-    "bamba": {
-        **{f"model.layers.*.feed_forward.{name}": "colwise" for name in ("gate_proj", "up_proj")},
-        **{f"model.layers.*.self_attn.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj")},
-        "model.layers.*.feed_forward.down_proj": "rowwise",
-        "model.layers.*.self_attn.o_proj": "rowwise",
-    }
-}
-
 
 def compare(name: str, count: int) -> dict[str, Any]:
     model, whole = (build(name, "thd").train().double() for _ in range(2))
     for one in (model, whole):
         torch.manual_seed(0)
         shake(one)
-    apply_tensor_parallel(model, PLANS.get(name) or model_plan(model), init_device_mesh("cpu", (2,)))
+    apply_tensor_parallel(model, model_plan(model), init_device_mesh("cpu", (2,)))
     step = graphed(model)
     result: dict[str, Any] = {"loss": 0.0, "gradients": 0.0}
     for seed in range(count):
@@ -54,16 +44,10 @@ def compare(name: str, count: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "count"),
-    [
-        ("qwen3", 6),
-        pytest.param("mistral", 20, marks=pytest.mark.slow),
-        pytest.param("gemma2", 20, marks=pytest.mark.slow),
-        pytest.param("bamba", 20, marks=pytest.mark.slow),
-    ],
+    ("name", "count"), [("qwen3", 6), pytest.param("gemma2", 20, marks=pytest.mark.slow)]
 )
 def test_replays_with_their_collectives_equal_the_whole_model(name: str, count: int) -> None:
-    tolerance = 1e-6 if name in ("bamba", "gemma2") else 1e-12  # these compute parts in fp32
+    tolerance = 1e-6 if name == "gemma2" else 1e-12  # it computes parts in fp32
     for found in run_ranks(compare, 2, name, count):
         assert found["cut"] >= 10
         assert found["loss"] < tolerance

@@ -1,0 +1,116 @@
+"""What is drawn and printed is what was given, in both themes; what cannot be drawn is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_thd.report import page, picture, table
+from lightning_thd.report.look import LOOKS, Theme, look_of, new_figure, short
+from lightning_thd.report.packs import draw_lengths, draw_packs, draw_work
+from lightning_thd.report.page import PARTS, draw_page, draw_waterfall, step_times
+from lightning_thd.report.terminal import Table, show_table
+
+PACKS = [[3, 5, 2], [9], [4, 4]]
+SERIES = {
+    "train/loss": [(0, 5.5), (1, 3.0), (2, float("nan")), (3, 2.25)],
+    "train/device/mfu": [(1, 0.5), (2, 0.25), (3, 0.75)],
+    "train/packing/fill": [(0, 1.0)],
+}
+
+
+def bars(axes: Any) -> list[tuple[float, float]]:
+    return [(bar.get_x(), bar.get_width()) for bar in axes.patches]
+
+
+@pytest.mark.parametrize("theme", LOOKS)
+def test_packs_lie_end_to_end(theme: Theme, tmp_path: Path) -> None:
+    figure = draw_packs(PACKS, 10, theme=theme)
+    wanted = [(0, 10), (0, 3), (3, 5), (8, 2), (0, 10), (0, 9), (0, 10), (0, 4), (4, 4)]
+    assert bars(figure.axes[0]) == wanted
+    assert figure.axes[0].get_title(loc="left") == "3 packs, 6 sequences, 90.0% filled"
+    figure.savefig(tmp_path / "packs.png")
+    assert (tmp_path / "packs.png").stat().st_size > 5_000
+    draw_lengths([3, 5, 2, 9], PACKS, 10, theme=theme).savefig(tmp_path / "lengths.png")
+
+
+def test_what_another_sequence_holds_is_not_drawn() -> None:
+    (axes,) = draw_packs([[6, 8, 6, 3], [5]], 12, held=[[0, 6, 6, 0], [0]]).axes
+    assert bars(axes) == [(0, 12), (0, 6), (6, 2), (8, 0), (8, 3), (0, 12), (0, 5)]
+    assert axes.get_title(loc="left") == "2 packs, 5 sequences, 66.7% filled, 42.9% shared"
+
+
+def test_work_says_how_much_slower_the_slowest_rank_is() -> None:
+    figure = draw_work([1.0, 3.0], [2.0, 2.0])
+    said = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert said == ["as it comes: 1.50 x mean", "planned: 1.00 x mean"]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: draw_packs([[11]], 10), "A pack holds 11 tokens but capacity=10"),
+        (lambda: draw_packs([], 0), "capacity=0; wanted the slots of a pack"),
+        (lambda: draw_work([1.0], [1.0, 2.0]), "1 ranks before and 2 after"),
+        (lambda: look_of("pink"), "theme='pink' is not one of 'light', 'dark'"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_cannot_be_drawn(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_the_page_needs_no_other_file_and_says_the_numbers(tmp_path: Path) -> None:
+    text = page(SERIES, tmp_path / "report.html", theme="dark").read_text()
+    assert "<b>2.25</b><span>loss</span>, last" in text
+    assert "<b>50%</b><span>MFU</span>, median" in text
+    assert not re.findall(r'(?:src|href)="(?!data:)', text)
+    assert LOOKS["dark"].paper in text
+    assert "nan" not in re.sub(r"base64,[^\"]*", "", text)
+    follows = page(SERIES, tmp_path / "report.html").read_text()
+    assert all(look.paper in follows for look in LOOKS.values())
+    assert re.search(r'<source media="\(prefers-color-scheme: dark\)"', follows)
+    assert picture(SERIES, tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_repeats_is_left_out() -> None:
+    mfu = SERIES["train/device/mfu"]
+    one = {"train/device/mfu": mfu, "train/device/hfu": mfu, "train/packing/imbalance": [(1, 1.0), (2, 1.0)]}
+    assert [row[0] for row in table(one).rows] == ["MFU"]
+    several = {**one, "train/device/hfu": [(1, 0.75)], "train/packing/imbalance": [(1, 1.0), (2, 1.1)]}
+    assert [row[0] for row in table(several).rows] == ["MFU", "HFU", "slowest rank / mean work"]
+
+
+def test_a_waterfall_ends_where_its_parts_add_up_to() -> None:
+    seconds = dict(zip(PARTS, (0.1, 0.6, 0.2, 0.05, 0.05), strict=True))
+    series = {f"train/step_time/{part}": [(10, value), (20, 3 * value)] for part, value in seconds.items()}
+    assert list(step_times(series).values()) == pytest.approx([200, 1200, 400, 100, 100])
+    axes = new_figure(5, 3, "light").add_subplot()
+    draw_waterfall(axes, series)
+    ends = [start + width for start, width in bars(axes)]
+    assert [start for start, _ in bars(axes)] == pytest.approx([0, *ends[:-1]])
+    assert ends[-1] == pytest.approx(2000)
+
+
+def test_curves_are_inside_their_axes() -> None:
+    loss, fill = draw_page(
+        {"train/loss": [(0, 1.0), (1, -3.0)], "train/packing/fill": [(0, 0.99)]}, "light"
+    ).axes
+    assert loss.get_ylim()[0] < -3  # preference losses may be below 0
+    assert fill.lines[0].get_marker() == "o"  # a line of one point is none
+
+
+def test_text_is_aligned_and_ticks_are_short(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [("H200", "989.5", "a datasheet"), ("A", "-", "[none]")]
+    show_table(Table(columns=("device", "bf16", "source"), rows=rows, text=(0, 2), title="Peaks"))
+    assert capsys.readouterr().out.splitlines() == [
+        "Peaks",
+        "device   bf16  source",
+        "H200    989.5  a datasheet",
+        "A           -  [none]",
+    ]
+    told = {131072: "131.072k", 20_000: "20k", 2_500_000: "2.5M", 8_192: "8192", 0.25: "0.25", 0: "0"}
+    assert {value: short(value) for value in told} == told
