@@ -228,18 +228,20 @@ _EXTRA: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny(config_class: Any, overrides: dict[str, Any] | None = None) -> Any:
-    """Build the smallest sensible config of a class; what it does not take is left out."""
-    kind = getattr(config_class, "model_type", "")
-    overrides = {**_EXTRA.get(kind, {}), **(overrides or {})}
+def arguments_of(config_class: Any, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Give the arguments that make a config of a class small, without its inner configs."""
     known = _attributes(config_class)
     given = {name: value for name, value in _SIZES.items() if name in known}
     if "kv_lora_rank" in known:
         given["num_key_value_heads"] = HEADS
+    return {**given, **_EXTRA.get(getattr(config_class, "model_type", ""), {}), **overrides}
+
+
+def tiny(config_class: Any, overrides: dict[str, Any] | None = None) -> Any:
+    """Build the smallest sensible config of a class; what it does not take is left out."""
+    given = arguments_of(config_class, overrides or {})
     for name, inner in _inner_configs(config_class).items():
-        made = overrides.pop(name, None)
-        given[name] = tiny(inner, made).to_dict()
-    given = {**given, **overrides}
+        given[name] = tiny(inner, given.get(name)).to_dict()
     while True:
         try:
             return config_class(**given)

@@ -27,16 +27,9 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def check_hardware(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *,
     one_size: bool = True,
-) -> None:
+) -> None:  # fmt: skip
     for x in (q, k, v):
         assert x.dtype in HALF
         assert x.dtype == q.dtype
@@ -65,16 +58,9 @@ def run_forward(
 
 
 def run_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor, cu_k: Tensor,
     spec: AttentionSpec,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     assert grad.dtype == q.dtype == out.dtype
     assert grad.stride(2) == 1
     assert grad.shape == out.shape == (*q.shape[:2], v.shape[2])
@@ -107,13 +93,7 @@ def flash2_forward(
 ):  # fmt: skip
     check_hardware(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     assert dropout_p == 0.0
-    assert (alibi_slopes, return_softmax, block_table, leftpad_k, seqused_k) == (
-        None,
-        False,
-        None,
-        None,
-        None,
-    )
+    assert not any((alibi_slopes, return_softmax, block_table, leftpad_k, seqused_k))
     spec = spec_of(softmax_scale, causal, (window_size_left, window_size_right), softcap)
     out, lse = run_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, spec)
     return out, lse, torch.empty(0, dtype=q.dtype), torch.empty(2, dtype=torch.int64)
@@ -415,50 +395,36 @@ def real_rows(cu: Tensor, padded: Tensor) -> Tensor:
     return torch.cat([torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)])
 
 
+FLASH2 = {
+    "_wrapped_flash_attn_varlen_forward": flash2_forward,
+    "_wrapped_flash_attn_varlen_backward": flash2_backward,
+}
+FLASH3: dict[str, Any] = {
+    "_flash_attn_forward": Operator(flash3_forward),
+    "_flash_attn_backward": Operator(flash3_backward),
+}
+FLASH3_TAG = {"_flash_attn_forward": flash3_tag_forward, "_flash_attn_backward": flash3_tag_backward}
+FLASH4 = {"_flash_attn_fwd": flash4_forward, "_flash_attn_bwd": flash4_backward}
+PREBUILT = {"kernels-community/flash-attn2": FLASH2, "kernels-community/flash-attn3": FLASH3}
+LIBRARIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "flash2": ("flash_attn.flash_attn_interface", FLASH2),
+    "flash3": ("flash_attn_interface", FLASH3),
+    "flash3 tag": ("flash_attn_interface", FLASH3_TAG),
+    "flash4": ("flash_attn.cute.interface", FLASH4),
+    "te": ("transformer_engine.pytorch", {"DotProductAttention": DotProductAttention}),
+}
+
+
 def install(monkeypatch: pytest.MonkeyPatch, *which: str) -> None:
-    """Make libraries importable: "flash2", "flash3", "flash4", "te"."""
-    contents = {
-        "flash2": {
-            "flash_attn": {},
-            "flash_attn.flash_attn_interface": {
-                "_wrapped_flash_attn_varlen_forward": flash2_forward,
-                "_wrapped_flash_attn_varlen_backward": flash2_backward,
-            },
-        },
-        "flash3": {
-            "flash_attn_interface": {
-                "_flash_attn_forward": Operator(flash3_forward),
-                "_flash_attn_backward": Operator(flash3_backward),
-            }
-        },
-        "flash3 tag": {
-            "flash_attn_interface": {
-                "_flash_attn_forward": flash3_tag_forward,
-                "_flash_attn_backward": flash3_tag_backward,
-            }
-        },
-        "flash4": {
-            "flash_attn": {},
-            "flash_attn.cute": {},
-            "flash_attn.cute.interface": {
-                "_flash_attn_fwd": flash4_forward,
-                "_flash_attn_bwd": flash4_backward,
-            },
-        },
-        "te": {
-            "transformer_engine": {},
-            "transformer_engine.pytorch": {"DotProductAttention": DotProductAttention},
-        },
-    }
-    for library in which:
-        for name, attributes in contents[library].items():
-            if name in sys.modules:
-                continue
-            module = types.ModuleType(name)
-            module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-            module.__path__ = []  # type: ignore[attr-defined]
-            vars(module).update(attributes)
-            monkeypatch.setitem(sys.modules, name, module)
+    """Make libraries importable, by the names of ``LIBRARIES``."""
+    for path, attributes in map(LIBRARIES.__getitem__, which):
+        for name in itertools.accumulate(path.split("."), "{}.{}".format):
+            if name not in sys.modules:
+                module = types.ModuleType(name)
+                module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+                module.__path__ = []  # type: ignore[attr-defined]
+                vars(module).update(attributes if name == path else {})
+                monkeypatch.setitem(sys.modules, name, module)
     available.cache_clear()
     te._module.cache_clear()
 
@@ -475,27 +441,13 @@ def install_efficient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops.aten, "_efficient_attention_backward", efficient_backward)
 
 
-def install_prebuilt(
-    monkeypatch: pytest.MonkeyPatch, error: Exception | None = None
-) -> list[tuple[str, int]]:
-    """Make the package ``kernels`` importable, with flash-attn 2 and 3 or an error; return the requests."""
+def install_prebuilt(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Make the package ``kernels`` importable, with flash-attn 2 and 3; return the requests."""
     asked = []
-    contents = {
-        "kernels-community/flash-attn2": {
-            "_wrapped_flash_attn_varlen_forward": flash2_forward,
-            "_wrapped_flash_attn_varlen_backward": flash2_backward,
-        },
-        "kernels-community/flash-attn3": {
-            "_flash_attn_forward": Operator(flash3_forward),
-            "_flash_attn_backward": Operator(flash3_backward),
-        },
-    }
 
     def get_kernel(repo_id: str, *, version: int) -> Any:
         asked.append((repo_id, version))
-        if error is not None:
-            raise error
-        return types.SimpleNamespace(flash_attn_interface=types.SimpleNamespace(**contents[repo_id]))
+        return types.SimpleNamespace(flash_attn_interface=types.SimpleNamespace(**PREBUILT[repo_id]))
 
     module = types.ModuleType("kernels")
     module.__spec__ = importlib.machinery.ModuleSpec("kernels", None)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_thd.attention import varlen_attention
 from lightning_thd.attention.kernels import cpu, cpu_tiles
@@ -26,14 +26,9 @@ def offsets(lengths: list[int]) -> list[int]:
 
 
 def run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths_q: list[int],
-    lengths_kv: list[int],
-    grad: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, lengths_q: list[int], lengths_kv: list[int], grad: Tensor,
     **options: object,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Return out, lse, dq, dk, dv of the kernel."""
     spec: AttentionSpec = make_spec(q.shape[2], **options)  # type: ignore[arg-type]
     cu_q, cu_kv = offsets(lengths_q), offsets(lengths_kv)
@@ -42,25 +37,13 @@ def run(
 
 
 def oracle(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths_q: list[int],
-    lengths_kv: list[int],
-    grad: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, lengths_q: list[int], lengths_kv: list[int], grad: Tensor,
     **options: object,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, ...]:  # fmt: skip
     spec = make_spec(q.shape[2], **options)  # type: ignore[arg-type]
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    out, lse = dense_attention(
-        *leaves,
-        lengths_q,
-        lengths_kv,
-        left=spec.left,
-        right=spec.right,
-        scale=spec.scale,
-        softcap=spec.softcap,
-    )
+    how = {"left": spec.left, "right": spec.right, "scale": spec.scale, "softcap": spec.softcap}
+    out, lse = dense_attention(*leaves, lengths_q, lengths_kv, **how)
     return out.detach(), lse.detach().t(), *torch.autograd.grad(out, leaves, grad.double())
 
 
@@ -118,21 +101,13 @@ def test_equals_dense_on_every_path(
     [(torch.float32, 2e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)],
 )
 def test_dtypes_at_real_lengths(dtype: torch.dtype, tolerance: float, options: dict) -> None:
-    lengths = [1, 300, 64, 2, 129, 128, 17, 17, 16, 5, 700]
+    lengths = [1, 300, 64, 2, 129, 128, 17, 17, 16, 5, 700, 1281]
     q, k, v = (torch.randn(sum(lengths), h, 32, dtype=torch.float32).to(dtype) for h in (4, 2, 2))
     grad = torch.randn(sum(lengths), 4, 32).to(dtype)
     got = run(q, k, v, lengths, lengths, grad, **options)
     for a, b in zip(got, oracle(q, k, v, lengths, lengths, grad, **options), strict=True):
         assert a.dtype == (torch.float32 if a is got[1] else dtype)
         assert (a - b).abs().max() <= tolerance * b.abs().max()
-
-
-@pytest.mark.parametrize("length", [1281, pytest.param(3000, marks=pytest.mark.slow)])
-def test_long_sequences_forward_whole(length: int) -> None:
-    q, k, v, grad = (torch.randn(length, 2, 16) for _ in range(4))
-    got = run(q, k, v, [length], [length], grad)
-    for a, b in zip(got, oracle(q, k, v, [length], [length], grad), strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=2e-5, atol=2e-5)
 
 
 def test_huge_scores_do_not_overflow_through_padded_rows() -> None:
@@ -147,21 +122,6 @@ def test_huge_scores_do_not_overflow_through_padded_rows() -> None:
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-2)
 
 
-def test_backward_takes_an_lse_over_more_keys() -> None:
-    """Two halves of the keys, each with the whole's out and lse, give the whole gradient."""
-    q, k, v, grad = (torch.randn(20, 2, 8, dtype=torch.float64) for _ in range(4))
-    spec = make_spec(8, causal=False)
-    out, lse = cpu.forward(q, k, v, [0, 20], [0, 20], spec=spec)
-    whole = cpu.backward(grad, q, k, v, out, lse, [0, 20], [0, 20], spec=spec)
-    parts = [
-        cpu.backward(grad, q, k[s], v[s], out, lse, [0, 20], [0, 10], spec=spec)
-        for s in (slice(0, 10), slice(10, 20))
-    ]
-    torch.testing.assert_close(parts[0][0] + parts[1][0], whole[0])
-    for i in (1, 2):
-        torch.testing.assert_close(torch.cat([part[i] for part in parts]), whole[i])
-
-
 def test_an_older_kernel_without_shared_heads_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [150, 9, 9]
     q, k, v, grad = (torch.randn(168, h, 8) for h in (6, 2, 2, 6))
@@ -169,17 +129,6 @@ def test_an_older_kernel_without_shared_heads_gives_the_same(monkeypatch: pytest
     monkeypatch.setattr(cpu_tiles, "kernel_shares_heads", lambda: False)
     for a, b in zip(run(q, k, v, lengths, lengths, grad), native, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-
-
-def test_bitwise_reproducible() -> None:
-    lengths = [300, 40, 41, 3]
-    q, k, v, grad = (torch.randn(384, 4, 16) for _ in range(4))
-    for options in ({}, {"window": 50}, {"softcap": 4.0}):
-        first = run(q, k, v, lengths, lengths, grad, **options)
-        assert all(
-            torch.equal(a, b)
-            for a, b in zip(first, run(q, k, v, lengths, lengths, grad, **options), strict=True)
-        )
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own
@@ -232,65 +181,6 @@ def test_any_layout(layout: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-_MEMORY = """
-import resource, sys, torch
-from lightning_thd.attention import varlen_attention
-lengths, options, what = eval(sys.argv[1]), eval(sys.argv[2]), sys.argv[3]
-T, H, D = 32768, 4, 64
-cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-def attend(*tensors):
-    at = cu if len(tensors[0]) == T else torch.tensor([0, len(tensors[0])], dtype=torch.int32)
-    return varlen_attention(*tensors, at, at, T, T, **options)
-small = [torch.randn(64, H, D, requires_grad=True) for _ in range(3)]
-attend(*small).sum().backward()  # loads libraries, starts threads
-size = T * H * D * 4
-held = torch.ones(size // 4)  # lifts the peak to what is held now
-before = peak() - size
-del held
-q, k, v = (torch.randn(T, H, D, requires_grad=what == "backward") for _ in range(3))
-out = attend(q, k, v)
-wanted = 4 * size + T * H * 4
-if what == "copy":
-    copies = [x.clone() for x in (q, k)]
-if what == "backward":
-    grad = torch.randn(T, H, D)
-    out.backward(grad)
-    wanted += 4 * size
-print((peak() - before) / wanted)
-"""
-
-
-def memory(lengths: list[int], options: dict, what: str) -> float:
-    """Run attention of 32,768 tokens in a process of its own: peak bytes / bytes of inputs and outputs."""
-    command = [sys.executable, "-c", _MEMORY, repr(lengths), repr(options), what]
-    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["forward", "backward"])
-@pytest.mark.parametrize(
-    ("lengths", "options"),
-    [
-        ([32768], {}),
-        ([64] * 512, {}),
-        ([20000, 12000, 768], {}),
-        ([1000] * 32 + [768], {}),
-        ([32768], {"window": 1024}),
-        ([1000] * 32 + [768], {"softcap": 30.0}),
-    ],
-)
-def test_memory_is_that_of_inputs_and_outputs(lengths: list[int], options: dict, what: str) -> None:
-    """Within 10 percent of q + k + v + out + lse (and, backward, four gradients): no [T, T], no copies."""
-    assert memory(lengths, options, what) <= 1.10
-
-
-@pytest.mark.slow
-def test_the_memory_probe_sees_two_copies() -> None:
-    assert memory([64] * 512, {}, "copy") > 1.4
-
-
 @pytest.mark.parametrize("lengths", [[58, 61, 59, 63, 60, 62], [64] * 6, [100, 127, 90], [9] * 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nothing_crosses_into_a_neighbour_not_even_nan(lengths: list[int], dtype: torch.dtype) -> None:
@@ -305,3 +195,56 @@ def test_nothing_crosses_into_a_neighbour_not_even_nan(lengths: list[int], dtype
     for a, b in zip(found, wanted, strict=True):
         assert torch.equal(a[healthy], b[healthy])
     assert found[0][~healthy].isnan().any()
+
+
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    ("length", "count", "causal"),
+    [(1, 40, True), (16, 70, True), (41, 20, True), (128, 9, True), (1300, 2, True), (200, 5, False)],
+)
+def test_one_call_for_sequences_of_one_length_gives_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, length: int, count: int, causal: bool, dtype: torch.dtype, kv_heads: int
+) -> None:
+    lengths = [length] * count
+    # rows of one projection, as models hand them over: no tensor is contiguous
+    joint = torch.randn(sum(lengths), 4 + 2 * kv_heads, 32).to(dtype)
+    given = (*joint.split([4, kv_heads, kv_heads], dim=1), lengths, lengths)
+    grad = torch.randn(sum(lengths), 4, 32).to(dtype)
+    found = run(*given, grad, causal=causal)
+
+    def cut(*args: object, **kwargs: object) -> object:
+        return dataclasses.replace(plan_module.make_plan(*args, **kwargs), at_once=None)
+
+    monkeypatch.setattr(cpu, "make_plan", cut)
+    cpu._work.cache_clear()
+    for mine, wanted in zip(found, run(*given, grad, causal=causal), strict=True):
+        assert mine.is_contiguous()
+        assert mine.dtype == wanted.dtype
+        assert torch.equal(mine, wanted)
+    cpu._work.cache_clear()
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_bf16_gradients_are_as_close_to_fp64_as_torchs(groups: int) -> None:
+    length, heads, size = 192, 4, 32
+    q, k, v, grad = (torch.randn(length, h, size).bfloat16() for h in (heads, groups, groups, heads))
+    cu = torch.tensor([0, length], dtype=torch.int32)
+
+    def ours(*given: Tensor) -> Tensor:
+        return varlen_attention(*given, cu, cu, length, length, backend="cpu")
+
+    def torchs(*given: Tensor) -> Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in given)
+        k, v = (x.repeat_interleave(heads // groups, 1) for x in (k, v))
+        return scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1)
+
+    def gradients(attend: Callable[..., Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        return torch.autograd.grad(attend(*leaves), leaves, grad.to(dtype))
+
+    found = [gradients(ours, torch.bfloat16), gradients(torchs, torch.bfloat16)]
+    for mine, theirs, exact in zip(*found, gradients(torchs, torch.float64), strict=True):
+        error, their_error = ((x.double() - exact).norm() / exact.norm() for x in (mine, theirs))
+        assert error <= 1.05 * their_error  # rounding of the result itself is the same
+        assert error < 0.01

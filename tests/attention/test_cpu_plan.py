@@ -109,6 +109,8 @@ def test_calls_see_exactly_the_visible_pairs_once(
     blank_q = [row for start, stop in plan.blank_q for row in range(start, stop)]
     blank_k = [row for start, stop in plan.blank_k for row in range(start, stop)]
     assert sorted(blank_q) == sorted(set(range(sum(lengths))) - {i for i, _ in wanted})
+    if not by_keys and cells is None and not cross:
+        assert sorted(rows_of(plan, "q")) == list(range(sum(lengths)))
     if by_keys:  # every key is written: by its tiles, or as a blank
         assert sorted(blank_k + sorted(set(rows_of(plan, "k")))) == list(range(sum(lengths_kv)))
     for piece in plan.pieces if by_keys else ():
@@ -119,61 +121,25 @@ def test_calls_see_exactly_the_visible_pairs_once(
             assert (first.start, first.count * first.length) == (0, piece.q.total)
 
 
-@given(lengths=lengths_lists, window=sides)
-def test_a_forward_writes_every_query_once(lengths: list[int], window: Pair) -> None:
-    cu = offsets(lengths)
-    plan = make_plan(cu, cu, left=window[0], right=window[1])
-    assert sorted(rows_of(plan, "q")) == list(range(cu[-1]))
-
-
-def test_short_sequences_share_calls_and_padding_is_bounded() -> None:
-    lengths = [n % 29 + 1 for n in range(512)]
-    plan = make_plan(offsets(lengths), offsets(lengths), left=-1, right=0)
-    assert len(plan.pieces) < 40
-    computed = sum(piece.q.length**2 * len(piece.q.starts) for piece in plan.pieces)
-    assert computed <= 1.25 * sum(n * n for n in lengths) + 1500 * len(plan.pieces)
-
-
-def test_cutting_saves_arithmetic_of_short_causal_sequences_too() -> None:
-    cu = offsets([128, 96, 64] * 8)
-    plan = make_plan(cu, cu, left=-1, right=0)
+@pytest.mark.parametrize(
+    ("lengths", "left", "by_keys", "most"),
+    [
+        ([n % 29 + 1 for n in range(512)], -1, False, 3.0),  # padded to share 40 calls
+        ([128, 96, 64] * 8, -1, False, 1.52),
+        ([512], -1, False, 1.26),
+        ([512], -1, True, 1.26),
+        ([32768], 1023, False, 1.2),
+        ([32768], 1023, True, 1.2),
+    ],
+)
+def test_arithmetic_stays_near_the_visible_pairs(
+    lengths: list[int], left: int, by_keys: bool, most: float
+) -> None:
+    plan = make_plan(offsets(lengths), offsets(lengths), left=left, right=0, by_keys=by_keys)
     computed = sum(c.q.count * c.rows * c.keys for piece in plan.pieces for c in piece.calls)
-    assert computed <= 0.76 * 8 * (128**2 + 96**2 + 64**2)
-    # Not in a backward: 64 documents of 128 tokens take 87 ms cut and 76 ms whole.
-    backward = make_plan(cu, cu, left=-1, right=0, by_keys=True)
-    assert all(len(piece.calls) == 1 for piece in backward.pieces)
-
-
-def test_copied_keys_are_padded_to_whole_vectors() -> None:
-    """The kernel's forward takes 16 keys at a time and the rest one by one; padding is hidden from all."""
-    lengths = [58, 61, 59, 63, 60, 62]
-    cu = offsets(lengths)
-    (piece,) = make_plan(cu, cu, left=-1, right=0).pieces
-    assert (piece.q.length, piece.k.length) == (63, 64)
-    assert [(call.rows, call.keys) for call in piece.calls] == [(32, 32), (31, 64)]
-    assert sorted(pairs_of(make_plan(cu, cu, left=-1, right=0), -1, 0)) == sorted(
-        true_pairs(lengths, lengths, -1, 0)
-    )
-
-
-def test_cutting_halves_the_arithmetic_of_a_causal_sequence() -> None:
-    cu = (0, 512)
-    for by_keys in (False, True):
-        (piece,) = make_plan(cu, cu, left=-1, right=0, by_keys=by_keys).pieces
-        assert sum(call.rows * call.keys for call in piece.calls) <= 0.63 * 512 * 512
-
-
-def test_windows_cost_what_they_see() -> None:
-    cu = (0, 32768)
-    for by_keys in (False, True):
-        (piece,) = make_plan(cu, cu, left=1023, right=0, by_keys=by_keys).pieces
-        computed = sum(call.rows * call.keys * call.q.count for call in piece.calls)
-        assert computed <= 1.2 * 32768 * 1024
-
-
-def test_masked_tiles_stay_small_however_long_the_keys() -> None:
-    plan = make_plan((0, 4096), (0, 131072), left=-1, right=0)
-    assert all(call.rows * call.keys <= plan_module.MASK_CELLS for call in plan.pieces[0].calls)
+    visible = sum(n * n / 2 if left < 0 else n * (left + 1) for n in lengths)
+    assert len(plan.pieces) < 40
+    assert computed <= most * visible
 
 
 @pytest.mark.parametrize(
@@ -181,24 +147,15 @@ def test_masked_tiles_stay_small_however_long_the_keys() -> None:
     [
         ([16] * 9, None, (-1, 0), False, True),
         ([16] * 9, None, (-1, 0), True, True),
-        ([40] * 3, None, (-1, 0), False, True),
         ([41] * 3, None, (-1, 0), False, False),  # better cut, as many as fit together
-        ([128] * 3, None, (-1, 0), True, True),
-        ([129] * 3, None, (-1, 0), False, False),
         ([1300] * 2, None, (-1, 0), False, True),
         ([1300] * 2, None, (-1, 0), True, False),
-        ([300] * 4, None, (-1, -1), True, True),
         ([30] * 4, [50] * 4, (-1, -1), True, True),
         ([30] * 4, [50] * 4, (-1, 0), True, False),  # the diagonal does not start at the first key
         ([5] * 4, [3] * 4, (-1, 0), False, False),  # the first queries see nothing
         ([16] * 4, None, (3, 0), False, False),
-        ([16] * 4, None, (15, 0), False, True),
         ([16, 16, 17, 15], None, (-1, 0), False, False),
         ([16, 0, 16], None, (-1, 0), False, False),
-        ([0, 0], None, (-1, 0), False, False),
-        ([0, 1], None, (-1, -1), False, False),
-        ([], None, (-1, 0), False, False),
-        ([7], None, (-1, 0), False, True),
     ],
 )
 def test_equal_sequences_that_are_not_cut_are_one_call(
@@ -211,30 +168,3 @@ def test_equal_sequences_that_are_not_cut_are_one_call(
     if plan.at_once is not None and max(lengths_q) < 1000:  # a million pairs take seconds
         alone = Plan((plan.at_once,), (), ())
         assert sorted(pairs_of(alone, left, right)) == sorted(pairs_of(plan, left, right))
-    assert make_plan(q, kv, left=left, right=right, by_keys=by_keys, max_cells=1 << 14).at_once is None
-
-
-def test_longer_sequences_share_calls_with_equal_neighbours_alone() -> None:
-    lengths = [100, 100, 100, 90, 100, 20, 21, 60, 60, 60, 60, 60, 60, 60, 60, 60]
-    plan = make_plan(offsets(lengths), offsets(lengths), left=-1, right=0, grouped=48)
-    found = [(piece.q.length, len(piece.q.starts), piece.q.span is not None) for piece in plan.pieces]
-    assert found == [
-        (100, 3, True),
-        (90, 1, True),
-        (100, 1, True),
-        (60, 8, True),  # 512 rows at most
-        (60, 1, True),
-        (21, 2, False),  # padded, so copied
-    ]
-    seen = pairs_of(plan, -1, 0)
-    assert len(seen) == len(set(seen))
-    assert set(seen) == true_pairs(lengths, lengths, -1, 0)
-
-
-def test_many_equal_neighbours_are_read_in_place_however_short() -> None:
-    lengths = [9] * 40 + [8, 9] * 3
-    plan = make_plan(offsets(lengths), offsets(lengths), left=-1, right=0)
-    assert [(piece.q.length, len(piece.q.starts), piece.q.span is not None) for piece in plan.pieces] == [
-        (9, 40, True),
-        (9, 6, False),
-    ]

@@ -5,9 +5,11 @@ import warnings
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from lightning_thd.attention import varlen_attention
+from lightning_thd.attention.spec import AttentionSpec, make_spec
 from lightning_thd.attention.support import Backend
 from tests.attention.oracle import dense_attention
 
@@ -33,29 +35,38 @@ CASES = {
     "two-sided window": ({"causal": False, "window": (3, 2)}, (3, 2)),
     "softcap and scale": ({"softcap": 2.0, "scale": 0.3}, (-1, 0)),
 }
+# Queries, keys, query and key-value heads, value size. Up to four short ones go to the kernel one by one.
+SHAPES = [
+    ([1, 7, 0, 300, 3, 12], None, 4, 2, 8),
+    ([1, 7, 0, 300, 3, 12], [4, 3, 5, 310, 0, 12], 4, 2, 8),
+    ([5], None, 4, 4, 16),
+    ([1, 9, 128, 3], None, 4, 2, 16),
+    ([4, 2], [4, 7], 4, 2, 16),
+    ([3, 3, 3, 3, 3], None, 4, 4, 16),
+]
 
 
 @pytest.mark.parametrize("backend", ["cpu", "portable"])
 @pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("cross", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_equals_dense_forward_and_backward(case: str, cross: bool, sinks: bool, backend: Backend) -> None:
+def test_equals_dense_forward_and_backward(case: str, shape: tuple, sinks: bool, backend: Backend) -> None:
     options, (left, right) = CASES[case]
-    lengths_q = [1, 7, 0, 300, 3, 12]
-    lengths_kv = [4, 3, 5, 310, 0, 12] if cross else lengths_q
-    q = torch.randn(sum(lengths_q), 4, 16, dtype=torch.float64, requires_grad=True)
-    k = torch.randn(sum(lengths_kv), 2, 16, dtype=torch.float64, requires_grad=True)
-    v = torch.randn(sum(lengths_kv), 2, 8, dtype=torch.float64, requires_grad=True)
-    sink = torch.randn(4, dtype=torch.float64, requires_grad=True) if sinks else None
-    leaves = [q, k, v] + ([] if sink is None else [sink])
+    lengths_q, others, heads, kv_heads, value_size = shape
+    lengths_kv = others or lengths_q
+    sizes = ((lengths_q, heads, 16), (lengths_kv, kv_heads, 16), (lengths_kv, kv_heads, value_size))
+    leaves = [torch.randn(sum(n), *s, dtype=torch.float64, requires_grad=True) for n, *s in sizes]
+    sink = torch.randn(heads, dtype=torch.float64, requires_grad=True) if sinks else None
     out = varlen_attention(
-        q, k, v, cu(lengths_q), cu(lengths_kv), 300, 310, sinks=sink, backend=backend, **options
+        *leaves, cu(lengths_q), cu(lengths_kv), 310, 310, sinks=sink, backend=backend, **options
     )
     expected, _ = dense_attention(
-        q, k, v, lengths_q, lengths_kv,
+        *leaves, lengths_q, lengths_kv,
         left=left, right=right, sinks=sink, scale=options.get("scale"), softcap=options.get("softcap"),
     )  # fmt: skip
     torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-12)
+    assert out.is_contiguous()  # AFMoE and JetMoE view it
+    leaves += [] if sink is None else [sink]
     grad = torch.randn_like(out)
     for got, want in zip(
         torch.autograd.grad(out, leaves, grad), torch.autograd.grad(expected, leaves, grad), strict=True
@@ -64,43 +75,18 @@ def test_equals_dense_forward_and_backward(case: str, cross: bool, sinks: bool, 
 
 
 @pytest.mark.parametrize(
-    "case", ["causal", "bidirectional", "window wider than any sequence", "softcap and scale"]
+    ("options", "left", "right"),
+    [
+        ({}, -1, 0),
+        ({"causal": False}, -1, -1),
+        ({"window": 1}, 0, 0),
+        ({"window": (511, 7)}, 511, 0),  # causal wins over a right side, as in flash-attn
+        ({"window": (-1, -1)}, -1, 0),
+        ({"window": (3, -1), "causal": False}, 3, -1),
+    ],
 )
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
-@pytest.mark.parametrize(
-    "lengths", [([5], [5]), ([1, 9, 128, 3], None), ([4, 2], [4, 7]), ([3, 3, 3, 3, 3], None)]
-)
-def test_a_few_short_sequences_equal_dense(lengths: tuple, heads: tuple[int, int], case: str) -> None:
-    """Up to four go to the kernel one by one, differentiated by torch itself."""
-    lengths_q, lengths_kv = lengths[0], lengths[1] or lengths[0]
-    options, (left, right) = CASES[case]
-    q = torch.randn(sum(lengths_q), heads[0], 16, dtype=torch.float64, requires_grad=True)
-    k, v = (torch.randn(sum(lengths_kv), heads[1], 16, dtype=torch.float64, requires_grad=True) for _ in "kv")
-    out = varlen_attention(q, k, v, cu(lengths_q), cu(lengths_kv), 128, 128, **options)
-    expected, _ = dense_attention(
-        q, k, v, lengths_q, lengths_kv,
-        left=left, right=right, scale=options.get("scale"), softcap=options.get("softcap"),
-    )  # fmt: skip
-    torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-12)
-    assert out.is_contiguous()  # AFMoE and JetMoE view it
-    grad = torch.randn_like(out)
-    for got, want in zip(
-        torch.autograd.grad(out, (q, k, v), grad), torch.autograd.grad(expected, (q, k, v), grad), strict=True
-    ):
-        torch.testing.assert_close(got, want, atol=1e-11, rtol=1e-11)
-
-
-@pytest.mark.parametrize("value", [None, {"input_ids": [1]}, 3.0, torch.tensor(200)])
-def test_a_longest_sequence_is_a_number_of_the_host(value: object) -> None:
-    offsets = cu(LENGTHS)
-    for given in ((value, 200), (200, value)):
-        with pytest.raises(TypeError, match=r"max_seqlen_(q|kv) is .* an int. Pass an int known on the host"):
-            varlen_attention(*inputs(), offsets, offsets, *given)
-
-
-def test_one_token_returns_its_value() -> None:
-    q, k, v = (torch.randn(1, 2, 8) for _ in range(3))
-    assert torch.equal(varlen_attention(q, k, v, cu([1]), cu([1]), 1, 1), v)
+def test_window_sides(options: dict, left: int, right: int) -> None:
+    assert make_spec(64, **options) == AttentionSpec(left=left, right=right, scale=0.125, softcap=0.0)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 5}, {"softcap": 3.0}, {"causal": False}], ids=str)
@@ -121,23 +107,17 @@ def test_one_sequence_moves_no_other(options: dict) -> None:
         assert grads[2][~outside].abs().max() > 0
 
 
-@pytest.mark.parametrize("given_dtype", [torch.float32, torch.bfloat16])
-def test_autocast_casts_all_three(given_dtype: torch.dtype) -> None:
-    q, k, v = inputs()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_autocast_casts_all_three_but_not_fp64(dtype: torch.dtype) -> None:
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    q, k, v = inputs(wide)
     with torch.autocast("cpu", torch.bfloat16):
-        out = varlen_attention(q, k, v.to(given_dtype), cu(LENGTHS), cu(LENGTHS), 200, 200)
-    halves = [x.bfloat16() for x in (q, k, v)]
-    assert out.dtype == torch.bfloat16
-    assert torch.equal(out, varlen_attention(*halves, cu(LENGTHS), cu(LENGTHS), 200, 200))
+        out = varlen_attention(q, k, v.to(dtype), cu(LENGTHS), cu(LENGTHS), 200, 200)
+    same = [x if dtype == torch.float64 else x.bfloat16() for x in (q, k, v)]
+    assert torch.equal(out, varlen_attention(*same, cu(LENGTHS), cu(LENGTHS), 200, 200))
     out.float().sum().backward()
     assert q.grad is not None
-    assert q.grad.dtype == torch.float32
-
-
-def test_autocast_leaves_fp64_alone() -> None:
-    q, k, v = inputs(torch.float64)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert varlen_attention(q, k, v, cu(LENGTHS), cu(LENGTHS), 200, 200).dtype == torch.float64
+    assert q.grad.dtype == wide
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -159,41 +139,6 @@ def test_checkpointing_gives_the_same_bits(reentrant: bool, autocast: bool) -> N
     sinks.grad = None
     recomputed = gradients(lambda *x: checkpoint(attend, *x, use_reentrant=reentrant))
     assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
-
-
-def test_compile_without_breaks_and_bounded_recompilations() -> None:
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, at: Tensor, longest: int) -> Tensor:
-        return varlen_attention(q * 2, k, v, at, at, longest, longest, window=7).square()
-
-    compiled = torch.compile(attend, backend=counter, fullgraph=True)
-    for lengths in (
-        [3, 5, 9],
-        [4, 4, 9],
-        [10, 20],
-        [1, 2, 3, 4, 5],
-        [100],
-        [7, 7, 8, 30],
-        [50, 2],
-        [3, 0, 4],
-    ):
-        q, k, v = (torch.randn(sum(lengths), h, 16, requires_grad=True) for h in (4, 2, 2))
-        out = compiled(q, k, v, cu(lengths), max(lengths))
-        wanted = attend(q, k, v, cu(lengths), max(lengths))
-        torch.testing.assert_close(out, wanted)
-        grad = torch.randn_like(out)
-        for a, b in zip(
-            torch.autograd.grad(out, (q, k, v), grad),
-            torch.autograd.grad(wanted, (q, k, v), grad),
-            strict=True,
-        ):
-            torch.testing.assert_close(a, b)
-    assert counter.frame_count <= 3  # fixed sizes, then symbolic T and longest, then a T of one sequence
-    torch._dynamo.reset()
 
 
 def test_meta_tensors_get_shapes_without_reading_offsets() -> None:
@@ -219,80 +164,6 @@ def test_the_operator_keeps_torchs_contract() -> None:
             torch.library.opcheck(varlen_attention_cpu, args)
 
 
-def call(**changes: object) -> Tensor:
-    """A good call of two sequences with some arguments changed."""
-    x = torch.randn(5, 4, 8)
-    arguments: dict = {
-        "q_THD": x, "k_THD": x[:, :2], "v_THD": x[:, :2],
-        "cu_seqlens_q": cu([3, 2]), "cu_seqlens_kv": cu([3, 2]), "max_seqlen_q": 3, "max_seqlen_kv": 3,
-    }  # fmt: skip
-    return varlen_attention(**(arguments | changes))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"cu_seqlens_q": cu([3, 1])},
-            r"cu_seqlens_q runs from 0 to 4 but must run from 0 to 5, the rows of q\.",
-        ),
-        (
-            {"cu_seqlens_kv": cu([3, 3])},
-            "cu_seqlens_kv runs from 0 to 6 .* the rows of k and v.*sequence of its own",
-        ),
-        ({"cu_seqlens_q": cu([3, 2]) + 1}, "cu_seqlens_q runs from 1 to 6"),
-        ({"cu_seqlens_q": torch.tensor([0, 6, 5], dtype=torch.int32)}, "falls from 6 to 5 at sequence 1"),
-        (
-            {"max_seqlen_q": 2},
-            "max_seqlen_q=2 but cu_seqlens_q has a sequence of 3: .* Pass max_seqlen_q=3 or more",
-        ),
-        ({"max_seqlen_kv": 1}, "max_seqlen_kv=1 but cu_seqlens_kv has a sequence of 3"),
-        (
-            {"cu_seqlens_q": cu([3, 2]).long()},
-            r"cu_seqlens_q is torch.int64; want int32.*\.to\(torch.int32\)",
-        ),
-        ({"cu_seqlens_q": cu([3, 2])[None]}, r"cu_seqlens_q has shape \[1, 3\]; want \[sequences \+ 1\]"),
-        ({"cu_seqlens_q": cu([])}, r"cu_seqlens_q has shape \[1\]; .* at least one sequence"),
-        (
-            {"cu_seqlens_q": cu([3, 2]).to("meta")},
-            r"cu_seqlens_q is on meta but q is on cpu; .*\.to\('cpu'\)",
-        ),
-        ({"cu_seqlens_kv": cu([3, 1, 1])}, "cu_seqlens_q has 3 entries and cu_seqlens_kv 4"),
-        (
-            {"k_THD": torch.randn(5, 3, 8), "v_THD": torch.randn(5, 3, 8)},
-            "4 query heads are not divisible by 3",
-        ),
-        (
-            {"k_THD": torch.randn(5, 0, 8), "v_THD": torch.randn(5, 0, 8)},
-            "4 query heads are not divisible by 0",
-        ),
-        ({"q_THD": torch.randn(5, 8)}, r"q has shape \[5, 8\]; want three dimensions"),
-        ({"q_THD": torch.randn(1, 5, 4, 8)}, r"q has shape \[1, 5, 4, 8\]; want three dimensions"),
-        ({"k_THD": torch.randn(5, 2, 4)}, "q has head size 8 and k 4"),
-        ({"v_THD": torch.randn(4, 2, 8)}, "k has 5 slots of 2 heads and v has 4 of 2"),
-        (
-            {"v_THD": torch.randn(5, 2, 8).double()},
-            "q is torch.float32, k is torch.float32 and v is torch.float64",
-        ),
-        ({"q_THD": torch.ones(5, 4, 8).long()}, "q is torch.int64; want a floating dtype"),
-        ({"k_THD": torch.randn(5, 2, 8).to("meta")}, "q is on cpu, k on meta and v on cpu"),
-        (
-            {"sinks": torch.zeros(2)},
-            r"sinks is torch.float32 \[2\] on cpu; want one float for each of the 4 query",
-        ),
-        ({"window": 0}, "window=0"),
-        ({"backend": "torch"}, "backend='torch' cannot run this call"),
-    ],
-)
-def test_messages(changes: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call(**changes)
-
-
-def test_the_good_call_is_good() -> None:
-    assert call().shape == (5, 4, 8)
-
-
 def test_the_portable_kernel_moves_no_other_sequence_not_even_by_nan() -> None:
     q, k, v = (x.detach() for x in inputs())
     base = varlen_attention(q, k, v, cu(LENGTHS), cu(LENGTHS), 200, 200, backend="portable")
@@ -304,12 +175,73 @@ def test_the_portable_kernel_moves_no_other_sequence_not_even_by_nan() -> None:
         assert out[1:8].isnan().all()
 
 
+def test_compile_without_breaks_and_bounded_recompilations() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, at: Tensor, longest: int) -> Tensor:
+        return varlen_attention(q * 2, k, v, at, at, longest, longest, window=7).square()
+
+    compiled = torch.compile(attend, backend=counter, fullgraph=True)
+    for lengths in ([3, 5, 9], [4, 4, 9], [10, 20], [1, 2, 3, 4, 5], [100], [50, 2], [3, 0, 4]):
+        leaves = [torch.randn(sum(lengths), h, 16, requires_grad=True) for h in (4, 2, 2)]
+        outs = [run(*leaves, cu(lengths), max(lengths)) for run in (compiled, attend)]
+        torch.testing.assert_close(*outs)
+        grad = torch.randn_like(outs[0])
+        torch.testing.assert_close(*(torch.autograd.grad(out, leaves, grad) for out in outs))
+    assert counter.frame_count <= 3  # fixed sizes, then symbolic T and longest, then a T of one sequence
+    torch._dynamo.reset()
+
+
+META = torch.device("meta")
+
+
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)]
+    ("changes", "message"),
+    [
+        (
+            {"cu_seqlens_q": cu([3, 1])},
+            "cu_seqlens_q runs from 0 to 4 but .* 0 to 5, the rows of q",
+        ),
+        ({"cu_seqlens_kv": cu([3, 3])}, "cu_seqlens_kv runs from 0 to 6 .* the rows of k and v"),
+        ({"cu_seqlens_q": cu([3, 2]) + 1}, "cu_seqlens_q runs from 1 to 6"),
+        ({"cu_seqlens_q": torch.tensor([0, 6, 5]).int()}, "falls from 6 to 5 at sequence 1"),
+        ({"max_seqlen_q": 2}, "max_seqlen_q=2 but cu_seqlens_q has a sequence of 3"),
+        ({"max_seqlen_kv": 1}, "max_seqlen_kv=1 but cu_seqlens_kv has a sequence of 3"),
+        ({"cu_seqlens_q": cu([3, 2]).long()}, "cu_seqlens_q is torch.int64; want int32"),
+        ({"cu_seqlens_q": cu([3, 2])[None]}, r"cu_seqlens_q has shape \[1, 3\]; want"),
+        ({"cu_seqlens_q": cu([])}, r"cu_seqlens_q has shape \[1\]; .* at least one sequence"),
+        ({"cu_seqlens_q": cu([3, 2]).to(META)}, "cu_seqlens_q is on meta but q is on cpu"),
+        ({"cu_seqlens_kv": cu([3, 1, 1])}, "cu_seqlens_q has 3 entries and cu_seqlens_kv 4"),
+        (
+            {"k_THD": torch.ones(5, 3, 8), "v_THD": torch.ones(5, 3, 8)},
+            "4 query heads are not .* by 3",
+        ),
+        (
+            {"k_THD": torch.ones(5, 0, 8), "v_THD": torch.ones(5, 0, 8)},
+            "4 query heads are not .* by 0",
+        ),
+        ({"q_THD": torch.ones(1, 5, 4, 8)}, r"q has shape \[1, 5, 4, 8\]; want three dimensions"),
+        ({"k_THD": torch.ones(5, 2, 4)}, "q has head size 8 and k 4"),
+        ({"v_THD": torch.ones(4, 2, 8)}, "k has 5 slots of 2 heads and v has 4 of 2"),
+        ({"v_THD": torch.ones(5, 2, 8).double()}, "k is torch.float32 and v is torch.float64"),
+        ({"q_THD": torch.ones(5, 4, 8).long()}, "q is torch.int64; want a floating dtype"),
+        ({"k_THD": torch.ones(5, 2, 8).to(META)}, "q is on cpu, k on meta and v on cpu"),
+        ({"sinks": torch.zeros(2)}, r"sinks is torch.float32 \[2\] on cpu; want one float for each of the 4"),
+        ({"backend": "torch"}, "backend='torch' cannot run this call"),
+        *(({"window": window}, "window=.*: want None, the number") for window in (0, True, 2.5)),
+        *(({"window": window}, r"want \(left, right\)") for window in ((1, 2, 3), (-2, 0))),
+        ({"window": 8, "causal": False}, r"window=8 with causal=False .* for example window=\(4, 4\)"),
+        *(({"scale": scale}, "is not a positive finite") for scale in (0.0, float("inf"), float("nan"))),
+        *(({"softcap": softcap}, "is negative or not finite") for softcap in (-1.0, float("nan"))),
+        *(({"max_seqlen_q": longest}, "Pass an int known on") for longest in (None, torch.tensor(200))),
+    ],
 )
-def test_the_portable_kernel_in_other_dtypes(dtype: torch.dtype, tolerance: float) -> None:
-    q, k, v = inputs(dtype)
-    out = varlen_attention(q, k, v, cu(LENGTHS), cu(LENGTHS), 200, 200, backend="portable")
-    wanted, _ = dense_attention(q, k, v, LENGTHS, LENGTHS, left=-1, right=0)
-    assert out.dtype == dtype
-    assert (out - wanted).abs().max() <= tolerance * wanted.abs().max()
+def test_messages(changes: dict, message: str) -> None:
+    x = torch.randn(5, 4, 8)
+    arguments: dict = {
+        "q_THD": x, "k_THD": x[:, :2], "v_THD": x[:, :2],
+        "cu_seqlens_q": cu([3, 2]), "cu_seqlens_kv": cu([3, 2]), "max_seqlen_q": 3, "max_seqlen_kv": 3,
+    }  # fmt: skip
+    with pytest.raises((ValueError, TypeError), match=message):
+        varlen_attention(**(arguments | changes))

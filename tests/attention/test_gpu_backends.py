@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import sys
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from lightning_thd.attention import entry, varlen_attention
 from lightning_thd.attention.kernels import raw, torch_cuda
-from lightning_thd.attention.kernels.flash import Flash2, Flash3, Flash4
 from lightning_thd.attention.spec import Offsets, make_spec
 from lightning_thd.attention.support import Request, choose
 from tests.attention import standins
@@ -32,15 +30,9 @@ CASES = {
     "left only": ({"window": (3, -1), "causal": False}, (3, -1)),
     "scale": ({"scale": 0.3}, (-1, 0)),
 }
-BACKENDS = [
-    "torch",
-    "flash2",
-    "flash3",
-    "flash3 tag",
-    "flash4",
-    "te",
-    "efficient",
-]
+
+
+BACKENDS = ["torch", "flash2", "flash3", "flash3 tag", "flash4", "te", "efficient"]
 
 
 def cu(lengths: list[int]) -> Tensor:
@@ -92,19 +84,9 @@ def test_equals_dense(
     cu_kv = cu(lengths_kv) if cross else cu_q
 
     def run() -> Tensor:
-        return varlen_attention(
-            q,
-            k,
-            v,
-            cu_q,
-            cu_kv,
-            33,
-            40 if cross else 33,
-            sinks=sinks,
-            softcap=softcap,
-            backend=name,
-            **options,
-        )
+        longest = 33, 40 if cross else 33
+        chosen = {"sinks": sinks, "softcap": softcap, "backend": name, **options}
+        return varlen_attention(q, k, v, cu_q, cu_kv, *longest, **chosen)
 
     no_softcap = softcap and name in ("torch", "te", "efficient")
     ahead = name == "efficient" and case in ("two-sided", "right only", "left only")
@@ -165,153 +147,68 @@ def test_strided_inputs_and_expanded_gradients(on_cuda: pytest.MonkeyPatch, back
         assert q.grad.isfinite().all()
 
 
-def test_the_efficient_kernel_takes_fp32(on_cuda: pytest.MonkeyPatch) -> None:
-    standins.install_efficient(on_cuda)
-    q, k, v = (torch.randn(11, h, 16, requires_grad=True) for h in (4, 2, 2))
-    out = varlen_attention(q, k, v, cu([4, 7]), cu([4, 7]), 7, 7, window=3)
-    expected, _ = dense_attention(q, k, v, [4, 7], [4, 7], left=2, right=0)
-    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
-    grad = torch.randn_like(out)
-    got = torch.autograd.grad(out, (q, k, v), grad)
-    for a, b in zip(got, torch.autograd.grad(expected, (q, k, v), grad.double()), strict=True):
-        torch.testing.assert_close(a.double(), b.double(), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("options", [{}, {"window": 5}, {"causal": False}])
-def test_torchs_efficient_operator_takes_the_call(options: dict) -> None:
-    """Only the forward pass: torch 2.13 has no shape rule for the backward's own arguments."""
-    q, k, v = (torch.empty(10, 4, 16, device="meta") for _ in range(3))
-    at = Offsets(*(torch.empty(3, dtype=torch.int32, device="meta"),) * 2, 6, 6)
-    out = raw.attend(torch_cuda.AtenEfficient(), q, k, v, at, make_spec(16, **options), None)
-    assert out.shape == (10, 4, 16)
-
-
 @pytest.mark.parametrize("options", [{}, {"window": 5}, {"causal": False}])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_torchs_own_operators_take_the_call(options: dict, sinks: bool) -> None:
-    """Meta tensors run the operators' real schemas and shape rules, forward and backward."""
+    """Meta tensors run the operators' real schemas and shape rules; efficient's have none in backward."""
     q, k, v = (
         torch.empty(10, h, 16, device="meta", dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2)
     )
     at = Offsets(*(torch.empty(3, dtype=torch.int32, device="meta"),) * 2, 6, 6)
     sink = torch.empty(4, device="meta", requires_grad=True) if sinks else None
-    out = torch_cuda.attend(q, k, v, at, make_spec(16, **options), sink)
+    spec = make_spec(16, **options)
+    assert raw.attend(torch_cuda.AtenEfficient(), q, k, v, at, spec, sink).shape == (10, 4, 16)
+    out = torch_cuda.attend(q, k, v, at, spec, sink)
     out.sum().backward()
     assert out.shape == (10, 4, 16)
-    for x in (q, k, v):
-        assert x.grad is not None
-        assert x.grad.shape == x.shape
+    assert all(x.grad is not None and x.grad.shape == x.shape for x in (q, k, v))
 
 
-@pytest.mark.parametrize("kernel", [Flash2(), Flash3(), Flash4(), torch_cuda.AtenFlash()])
-def test_kernel_sizes_hold_every_head(kernel: Flash4) -> None:
-    for head_size in range(1, 257, 5):
-        for value_size in range(1, 257, 7):
-            sizes = kernel.sizes(head_size, value_size)
-            assert sizes is not None
-            assert sizes[0] >= head_size
-            assert sizes[1] >= value_size
-            assert sizes[0] % 8 == sizes[1] % 8 == 0
-    assert kernel.sizes(264, 64) is None
-    assert kernel.sizes(64, 257) is None
-    assert Flash4().sizes(192, 128) == (192, 128)
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo's own, on any autograd.Function
-@pytest.mark.parametrize("sinks", [False, True])
-def test_torchs_path_compiles_without_breaks(monkeypatch: pytest.MonkeyPatch, sinks: bool) -> None:
-    """The choice of a kernel and torch's real operators, traced whole on meta tensors."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: (9, 0))
-    spec = make_spec(16, window=7)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, at: Tensor, sink: Tensor | None) -> Tensor:
-        request = Request(
-            device="cuda",
-            dtype=q.dtype,
-            head_size=q.shape[2],
-            value_size=v.shape[2],
-            spec=spec,
-            sinks=sink is not None,
-            capability=entry._capability(0),
-        )
-        return entry.run(choose("auto", request), q * 2, k, v, Offsets(at, at, 6, 6), spec, sink)
-
-    torch._dynamo.reset()
-    q, k, v = (
-        torch.empty(10, h, 16, device="meta", dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2)
-    )
-    at = torch.empty(3, dtype=torch.int32, device="meta")
-    sink = torch.empty(4, device="meta", requires_grad=True) if sinks else None
-    out = torch.compile(attend, backend="aot_eager", fullgraph=True)(q, k, v, at, sink)
-    out.float().square().sum().backward()
-    assert out.shape == (10, 4, 16)
-    assert k.grad is not None
-    assert k.grad.shape == k.shape
-    torch._dynamo.reset()
-
-
-def test_deterministic_algorithms_reach_the_kernel(on_cuda: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("flag", [False, True])
+def test_deterministic_algorithms_reach_the_kernel(on_cuda: pytest.MonkeyPatch, flag: bool) -> None:
     standins.install(on_cuda, "flash2")
-    seen = []
-    real = standins.flash2_backward
+    module, real, seen = sys.modules["flash_attn.flash_attn_interface"], standins.flash2_backward, []
 
     def spy(*args: object, **kwargs: object) -> Tensor:
         seen.append(inspect.signature(real).bind(*args, **kwargs).arguments["deterministic"])
         return real(*args, **kwargs)
 
-    module = sys.modules["flash_attn.flash_attn_interface"]
     on_cuda.setattr(module, "_wrapped_flash_attn_varlen_backward", spy)
+    on_cuda.setattr(torch, "are_deterministic_algorithms_enabled", lambda: flag)
     q, k, v = (normal(4, 2, 16) for _ in range(3))
-    for flag in (False, True):
-        torch.use_deterministic_algorithms(flag)
-        try:
-            varlen_attention(q, k, v, cu([4]), cu([4]), 4, 4, backend="flash").sum().backward()
-        finally:
-            torch.use_deterministic_algorithms(False)
-    assert seen == [False, True]
+    varlen_attention(q, k, v, cu([4]), cu([4]), 4, 4, backend="flash").sum().backward()
+    assert seen == [flag]
 
 
-@pytest.mark.parametrize(
-    ("name", "double"),
-    [
-        ("flash2_forward", standins.flash2_forward),
-        ("flash2_backward", standins.flash2_backward),
-        ("flash3_tag_forward", standins.flash3_tag_forward),
-        ("flash3_tag_backward", standins.flash3_tag_backward),
-        ("flash4_forward", standins.flash4_forward),
-        ("flash4_backward", standins.flash4_backward),
-        ("te_init", standins.DotProductAttention.__init__),
-        ("te_forward", standins.DotProductAttention.forward),
-    ],
-)
-def test_doubles_take_what_the_real_sources_take(name: str, double: Any) -> None:
-    assert parameters_of(double) == recorded(name)
+DOUBLES = {
+    "te_init": standins.DotProductAttention.__init__,
+    "te_forward": standins.DotProductAttention.forward,
+    **{
+        f"{library}_{way}": getattr(standins, f"{library}_{way}")
+        for library in ("flash2", "flash3_tag", "flash4")
+        for way in ("forward", "backward")
+    },
+}
+
+
+@pytest.mark.parametrize("name", DOUBLES)
+def test_doubles_take_what_the_real_sources_take(name: str) -> None:
+    assert parameters_of(DOUBLES[name]) == recorded(name)
 
 
 @pytest.mark.parametrize("capability", [8, 9])
 def test_prebuilt_flash_kernels_run_where_none_is_installed(
     on_cuda: pytest.MonkeyPatch, capability: int
 ) -> None:
-    asked = standins.install_prebuilt(on_cuda)
-    request = Request(
-        device="cuda", dtype=torch.bfloat16, head_size=16, value_size=16, spec=make_spec(16, softcap=2.0),
-        capability=capability,
-    )  # fmt: skip
+    asked, spec = standins.install_prebuilt(on_cuda), make_spec(16, softcap=2.0)
+    sizes = {"dtype": torch.bfloat16, "head_size": 16, "value_size": 16}
+    request = Request(device="cuda", spec=spec, capability=capability, **sizes)
     assert choose("auto", request) == ("flash3" if capability == 9 else "flash2")
-    kernel = ("flash-attn3", 1) if capability == 9 else ("flash-attn2", 4)
-    assert asked[0] == (f"kernels-community/{kernel[0]}", kernel[1])
+    assert (
+        asked[0]
+        == (("kernels-community/flash-attn3", 1), ("kernels-community/flash-attn2", 4))[capability == 8]
+    )
     q, k, v = (normal(11, h, 16) for h in (4, 2, 2))
     out = varlen_attention(q, k, v, cu([4, 7]), cu([4, 7]), 7, 7, softcap=2.0, backend="flash")
     expected, _ = dense_attention(q, k, v, [4, 7], [4, 7], left=-1, right=0, softcap=2.0)
     torch.testing.assert_close(out.double(), expected, **TOLERANCE)
-    out.sum().backward()
-    assert q.grad is not None
-
-
-def test_a_prebuilt_kernel_that_does_not_load_says_so_in_one_line(on_cuda: pytest.MonkeyPatch) -> None:
-    standins.install_prebuilt(on_cuda, OSError("no network\nsecond line"))
-    q, k, v = (normal(4, 2, 16) for _ in range(3))
-    with pytest.raises(ValueError, match="the prebuilt kernels-community/flash-attn2 did not load") as error:
-        varlen_attention(q, k, v, cu([4]), cu([4]), 4, 4, backend="flash")
-    assert "OSError: no network)" in str(error.value)
-    assert "second line" not in str(error.value)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from lightning_thd.attention import entry
 from lightning_thd.batch import THDBatch
 from lightning_thd.models import packed
 from lightning_thd.models.attend import chunk_offsets, thd_attention
@@ -44,33 +43,6 @@ def oracle(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_rows_without_boundaries_are_one_sequence_each(causal: bool) -> None:
-    q, k, v = qkv(3, 5)
-    out, weights = thd_attention(Layer(is_causal=causal), q, k, v, None)
-    allowed = torch.ones(5, 5, dtype=torch.bool)
-    torch.testing.assert_close(out, oracle(q, k, v, allowed.tril() if causal else allowed))
-    assert weights is None
-
-
-def test_boundaries_given_as_arguments_split_the_row() -> None:
-    q, k, v = qkv(1, 7)
-    out, _ = thd_attention(Layer(), q, k, v, None, cu_seq_lens_q=offsets(4, 7), max_length_q=4)
-    block = torch.block_diag(torch.ones(4, 4), torch.ones(3, 3)).bool().tril()
-    torch.testing.assert_close(out, oracle(q, k, v, block))
-
-
-def test_the_ambient_pack_splits_the_row_and_ends_with_its_context() -> None:
-    q, k, v = qkv(1, 7)
-    batch = THDBatch.collate([{"input_ids": [1] * 4}, {"input_ids": [1] * 3}])
-    explicit, _ = thd_attention(Layer(), q, k, v, None, cu_seq_lens_q=batch.cu_seqlens, max_length_q=4)
-    with packed(batch):
-        ambient, _ = thd_attention(Layer(), q, k, v, None)
-    after, _ = thd_attention(Layer(), q, k, v, None)
-    assert torch.equal(explicit, ambient)
-    assert not torch.allclose(after, ambient)
-
-
-@pytest.mark.parametrize("causal", [True, False])
 def test_the_window_of_the_layer_counts_its_own_key(causal: bool) -> None:
     q, k, v = qkv(1, 6)
     distance = torch.arange(6)[:, None] - torch.arange(6)
@@ -82,48 +54,6 @@ def test_the_window_of_the_layer_counts_its_own_key(causal: bool) -> None:
     # Passed as None: this layer is one without a window, whatever its module remembers.
     full, _ = thd_attention(Layer(is_causal=causal, sliding_window=3), q, k, v, None, sliding_window=None)
     assert not torch.allclose(full, by_layer)
-
-
-def test_cross_attention_of_plain_rows() -> None:
-    q, k, v = qkv(2, 3, keys=5)
-    out, _ = thd_attention(Layer(is_causal=False), q, k, v, None)
-    torch.testing.assert_close(out, oracle(q, k, v, torch.ones(3, 5, dtype=torch.bool)))
-
-
-def test_a_key_value_cache_is_refused() -> None:
-    q, k, v = qkv(1, 1, keys=5)
-    with pytest.raises(ValueError, match=r"1 queries and 5 keys.*cache through 'thd'.*use_cache=False"):
-        thd_attention(Layer(), q, k, v, None)
-
-
-def test_rows_and_lengths_that_do_not_fit_the_pack_are_refused() -> None:
-    q, k, v = qkv(1, 6)
-    with (
-        packed(THDBatch.collate([{"input_ids": [1, 2, 3]}])),
-        pytest.raises(ValueError, match=r"1 x 6 queries and 6 keys while .* pack of 3 slots"),
-    ):
-        thd_attention(Layer(), q, k, v, None)
-    q, k, v = qkv(2, 3)
-    with pytest.raises(ValueError, match=r"attention got 2 rows together with cu_seq_lens_q"):
-        thd_attention(Layer(), q, k, v, None, cu_seq_lens_q=offsets(3), max_length_q=3)
-    with pytest.raises(ValueError, match=r"without max_length_q"):
-        thd_attention(Layer(), *qkv(1, 3), None, cu_seq_lens_q=offsets(3))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"attention_mask": torch.zeros(1, 1, 3, 3)}, r"attention_mask of shape \(1, 1, 3, 3\)"),
-        ({"dropout": 0.1}, r"attention dropout 0\.1.*Set attention_dropout .* to 0\.0"),
-        ({"position_bias": torch.zeros(1)}, r"passes position_bias to its attention"),
-        ({"never_heard_of": 1}, r"passes never_heard_of to its attention"),
-        ({"output_attentions": True}, r"never form.*'eager'"),
-    ],
-)
-def test_what_would_change_the_result_is_refused(arguments: dict[str, Any], message: str) -> None:
-    arguments = {"attention_mask": None, **arguments}
-    with pytest.raises(ValueError, match=message):
-        thd_attention(Layer(), *qkv(1, 3), **arguments)
 
 
 @pytest.mark.parametrize(("lengths", "chunk"), [((5, 2), 4), ((8, 4, 1, 9), 4), ((1, 1), 4), ((7,), 3)])
@@ -148,73 +78,109 @@ def test_a_shard_is_not_cut_into_chunks(monkeypatch: pytest.MonkeyPatch) -> None
         )
 
 
-def test_keys_beside_those_of_the_pack_are_refused_whether_boundaries_are_passed_or_not() -> None:
-    q, k, v = qkv(1, 7, keys=9)
-    batch = THDBatch.collate([{"input_ids": [1] * 4}, {"input_ids": [1] * 3}])
-    with pytest.raises(ValueError, match=r"from 7 slots of a pack to 9 keys, so it adds keys of its own"):
-        thd_attention(Layer(), q, k, v, None, cu_seq_lens_q=batch.cu_seqlens, max_length_q=4)
-    for causal in (True, False):
-        with packed(batch), pytest.raises(ValueError, match=r"adds keys of its own"):
-            thd_attention(Layer(is_causal=causal), q, k, v, None)
-
-
-def test_a_mask_that_the_model_makes_for_itself_is_refused_as_its_own() -> None:
-    q, k, v = qkv(1, 3)
-    layer = Layer()
-    with (
-        scoped(Scope(None, None, module=layer)),
-        pytest.raises(ValueError, match=r"Layer makes an attention mask of its own, \(1, 1, 3, 3\)"),
-    ):
-        thd_attention(layer, q, k, v, torch.zeros(1, 1, 3, 3))
+def batch_of(*lengths: int) -> THDBatch:
+    return THDBatch.collate([{"input_ids": [1] * n} for n in lengths])
 
 
 @pytest.mark.parametrize(
-    ("asked", "stated", "causal"),
+    ("asked", "stated", "causal", "keys"),
     [
-        (("causal",), False, True),
-        (("bidirectional",), True, False),
-        (("causal", "bidirectional"), True, True),
-        ((), False, False),
+        ((), True, True, 5),
+        ((), False, False, 5),
+        ((), False, False, 7),
+        (("causal",), False, True, 5),
+        (("bidirectional",), True, False, 5),
+        (("causal", "bidirectional"), True, True, 5),
     ],
 )
-def test_the_masks_a_model_asks_for_say_what_its_layers_see(
-    asked: tuple[str, ...], stated: bool, causal: bool
+def test_rows_are_one_sequence_each_and_masks_asked_for_say_what_layers_see(
+    asked: tuple[str, ...], stated: bool, causal: bool, keys: int
 ) -> None:
-    q, k, v = qkv(1, 5)
+    q, k, v = qkv(3, 5, keys=keys)
     layer = Layer(is_causal=stated)
     with scoped(Scope(None, None, module=layer, masks=asked)):
-        out, _ = thd_attention(layer, q, k, v, None)
-    allowed = torch.ones(5, 5, dtype=torch.bool)
+        out, weights = thd_attention(layer, q, k, v, None)
+    allowed = torch.ones(5, keys, dtype=torch.bool)
     torch.testing.assert_close(out, oracle(q, k, v, allowed.tril() if causal else allowed))
+    assert weights is None
 
 
-def test_a_layer_of_a_model_with_both_masks_that_is_not_causal_is_refused() -> None:
-    layer, batch = Layer(is_causal=False), THDBatch.collate([{"input_ids": [1] * 5}])
-    scope = Scope(Pack.from_batch(batch), None, module=layer, masks=("causal", "bidirectional"))
-    with scoped(scope), pytest.raises(ValueError, match="a causal and a bidirectional mask"):
-        thd_attention(layer, *qkv(1, 5), None)
-
-
-def test_layers_of_one_kind_choose_their_kernel_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = []
-    choose = entry.known_choice
-    monkeypatch.setattr(entry, "known_choice", lambda *a: (chosen.append(a), choose(*a))[1])
+def test_a_pack_splits_the_row_told_or_announced_and_layers_of_each_kind_get_their_own_kernel() -> None:
     q, k, v = (x.float() for x in qkv(1, 7))
-    batch = THDBatch.collate([{"input_ids": [1] * 4}, {"input_ids": [1] * 3}])
-    plain = thd_attention(Layer(), q, k, v, None, cu_seq_lens_q=batch.cu_seqlens, max_length_q=4)[0]
-    chosen.clear()
+    batch = batch_of(4, 3)
+    told = {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": 4}
+    kinds: list[dict[str, Any]] = [{}, {"sliding_window": 2}, {"is_causal": False}]
+    block = torch.block_diag(torch.ones(4, 4), torch.ones(3, 3)).bool()
+    wanted = [thd_attention(Layer(), q, k, v, None, **told, **kind)[0] for kind in kinds]
+    torch.testing.assert_close(wanted[0], oracle(q, k, v, block.tril()))
+    torch.testing.assert_close(wanted[2], oracle(q, k, v, block))
     with packed(batch):
-        for _ in range(3):
-            out, _ = thd_attention(Layer(), q, k, v, None)
-            assert torch.equal(out, plain)
-        assert len(chosen) == 1
-        thd_attention(Layer(), q, k, v, None, sliding_window=2)
-        thd_attention(Layer(is_causal=False), q, k, v, None)
-        thd_attention(Layer(), q.double(), k.double(), v.double(), None)
+        for _ in range(2):
+            for kind, want in zip(kinds, wanted, strict=True):
+                assert torch.equal(thd_attention(Layer(), q, k, v, None, **kind)[0], want)
         with torch.autocast("cpu", torch.bfloat16):
             assert thd_attention(Layer(), q, k, v, None)[0].dtype == torch.bfloat16
-        assert len(chosen) == 5
+        assert thd_attention(Layer(), q.double(), k.double(), v.double(), None)[0].dtype == torch.float64
         assert thd_attention(Layer(), q, k, v, None)[0].dtype == torch.float32
-        with pytest.raises(ValueError, match="7 slots of a pack to 5 keys"):
-            thd_attention(Layer(), q, k[:, :, :5], v[:, :, :5], None)
-    assert len(chosen) == 5
+    assert not torch.allclose(thd_attention(Layer(), q, k, v, None)[0], wanted[0])
+
+
+MASK = torch.zeros(1, 1, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "slots", "keys", "given", "message"),
+    [
+        (1, 1, 5, {}, r"1 queries and 5 keys.*cache through 'thd'.*use_cache=False"),
+        (2, 3, 3, {"cu_seq_lens_q": offsets(3), "max_length_q": 3}, "got 2 rows together with cu_seq_lens_q"),
+        (1, 3, 3, {"cu_seq_lens_q": offsets(3)}, "without max_length_q"),
+        (
+            1,
+            7,
+            9,
+            {"cu_seq_lens_q": offsets(4, 7), "max_length_q": 4},
+            "7 slots of a pack to 9 keys",
+        ),
+        (1, 3, 3, {"attention_mask": MASK}, r"attention_mask of shape \(1, 1, 3, 3\)"),
+        (1, 3, 3, {"dropout": 0.1}, r"attention dropout 0\.1.*Set attention_dropout .* to 0\.0"),
+        (1, 3, 3, {"position_bias": torch.zeros(1)}, "passes position_bias to its attention"),
+        (1, 3, 3, {"never_heard_of": 1}, "passes never_heard_of to its attention"),
+        (1, 3, 3, {"output_attentions": True}, "never form.*'eager'"),
+    ],
+)
+def test_what_would_change_the_result_is_refused(
+    rows: int, slots: int, keys: int, given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        thd_attention(Layer(), *qkv(rows, slots, keys), **{"attention_mask": None, **given})
+
+
+@pytest.mark.parametrize(
+    ("slots", "keys", "layer", "message"),
+    [
+        (6, 6, {}, "1 x 6 queries and 6 keys while .* pack of 7 slots"),
+        (7, 9, {}, "adds keys of its own"),
+        (7, 9, {"is_causal": False}, "adds keys of its own"),
+    ],
+)
+def test_rows_and_keys_that_are_not_those_of_the_pack_are_refused(
+    slots: int, keys: int, layer: dict[str, bool], message: str
+) -> None:
+    with packed(batch_of(4, 3)), pytest.raises(ValueError, match=message):
+        thd_attention(Layer(**layer), *qkv(1, slots, keys), None)
+
+
+@pytest.mark.parametrize(
+    ("masks", "mask", "message"),
+    [
+        ((), MASK, r"Layer makes an attention mask of its own, \(1, 1, 3, 3\)"),
+        (("causal", "bidirectional"), None, "a causal and a bidirectional mask"),
+    ],
+)
+def test_masks_that_nobody_can_tell_are_refused(
+    masks: tuple[str, ...], mask: Tensor | None, message: str
+) -> None:
+    layer = Layer(is_causal=False)
+    scope = Scope(Pack.from_batch(batch_of(3)), None, module=layer, masks=masks)
+    with scoped(scope), pytest.raises(ValueError, match=message):
+        thd_attention(layer, *qkv(1, 3), mask)

@@ -23,68 +23,46 @@ from lightning_thd.parallel.context import layout
 from lightning_thd.parallel.shard import shard_batch
 
 register_thd()
+NO_BLOCKS = torch.full((1, 6), -1)  # text through a multimodal model: -1 is a token of no image
 
 
-def config(**arguments: Any) -> Any:
-    made = transformers.LlamaConfig(hidden_size=16, num_attention_heads=2, **arguments)
-    made._attn_implementation = "thd"
-    return made
+def causal(window: int | None = None, attention: str = "thd", **arguments: Any) -> Any:
+    config = transformers.LlamaConfig(hidden_size=16, num_attention_heads=2)
+    config._attn_implementation, config.sliding_window = attention, window
+    positions = torch.tensor([[0, 1, 0, 1, 2, 3]])
+    given = {"attention_mask": None, "past_key_values": None, "position_ids": positions, **arguments}
+    return masking_utils.create_causal_mask(config, torch.zeros(1, 6, 16), **given)
 
 
-def causal(made: Any, **arguments: Any) -> Any:
-    embeds = torch.zeros(1, 6, 16)
-    given = {
-        "attention_mask": None,
-        "past_key_values": None,
-        "position_ids": torch.tensor([[0, 1, 0, 1, 2, 3]]),
-    }
-    return masking_utils.create_causal_mask(made, embeds, **{**given, **arguments})
+def test_masks_that_hide_nothing_more_are_none_and_positions_are_read_by_others_alone() -> None:
+    for given in ({}, {"attention_mask": torch.ones(1, 6)}, {"block_sequence_ids": NO_BLOCKS}):
+        assert causal(**given) is None
+    assert not causal(attention="sdpa")[0, 0, 2, 1]
 
 
-def test_no_mask_and_no_look_at_the_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    def look(*_: Any) -> None:
-        raise AssertionError("position_ids were read")
-
-    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", look)
-    assert causal(config()) is None
-
-
-def test_other_implementations_still_look_at_the_positions() -> None:
-    made = config()
-    made._attn_implementation = "sdpa"
-    mask = causal(made)
-    assert mask is not None
-    assert not mask[0, 0, 2, 1]
-
-
-def test_an_all_true_mask_is_nothing_and_a_hiding_one_is_refused() -> None:
-    assert causal(config(), attention_mask=torch.ones(1, 6)) is None
-    hiding = torch.tensor([[0, 1, 1, 1, 1, 1]])
-    with pytest.raises(ValueError, match=r"attention_mask \(1, 6\) hiding tokens.*THDBatch\.from_padded"):
-        causal(config(), attention_mask=hiding)
-
-
-def test_patterns_beyond_causal_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"LlamaConfig: this model needs a mask with a pattern of its own"):
-        causal(config(), or_mask_function=lambda *_: True)
-    with pytest.raises(ValueError, match="pattern of its own"):
-        causal(config(), block_sequence_ids=torch.tensor([[-1, 0, 0, -1, -1, -1]]))
-
-
-def test_blocks_that_hold_nothing_are_plain() -> None:
-    # Text through a multimodal model: -1 is a token of no image.
-    assert causal(config(), block_sequence_ids=torch.full((1, 6), -1)) is None
-    windowed = config()
-    windowed.sliding_window = 2
-    overlay = masking_utils.blockwise_overlay(torch.full((1, 6), -1))
-    window = masking_utils.sliding_window_overlay(2)
-    with pytest.raises(ValueError, match="window or chunk of 2, which only its mask carries"):
-        causal(windowed, or_mask_function=overlay, and_mask_function=window)
-
-
-def test_a_mask_wanted_for_itself_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"LlamaConfig: this model chooses the keys .* or adds to its mask"):
-        causal(config(), allow_is_causal_skip=False)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1]])}, r"\(1, 6\) hiding tokens.*from_padded"),
+        (
+            {"or_mask_function": lambda *_: True},
+            "LlamaConfig: this model needs a mask with a pattern",
+        ),
+        ({"block_sequence_ids": torch.tensor([[-1, 0, 0, -1, -1, -1]])}, "pattern of its own"),
+        ({"allow_is_causal_skip": False}, "LlamaConfig: this model chooses the keys .* or adds to its mask"),
+        (
+            {
+                "window": 2,
+                "or_mask_function": masking_utils.blockwise_overlay(NO_BLOCKS),
+                "and_mask_function": masking_utils.sliding_window_overlay(2),
+            },
+            "window or chunk of 2, which only its mask carries",
+        ),
+    ],
+)
+def test_patterns_that_would_be_lost_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        causal(**arguments)
 
 
 def test_a_padding_mask_that_hides_nothing_is_looked_at_once_a_pack() -> None:
@@ -96,10 +74,6 @@ def test_a_padding_mask_that_hides_nothing_is_looked_at_once_a_pack() -> None:
     assert not shows_all(hidden, pack)
     assert shows_all(torch.ones(2, 1, 1, 3, dtype=torch.bool), None)
     assert not shows_all(torch.zeros(1, 1, 3, 3), pack)  # might be causal, and is not
-
-
-def test_a_bidirectional_mask_is_nothing() -> None:
-    assert masking_utils.create_bidirectional_mask(config(), torch.zeros(1, 6, 16), None) is None
 
 
 SPARSE = {
@@ -170,26 +144,6 @@ def test_the_longest_sequence_of_a_shard_is_that_of_the_pack(monkeypatch: pytest
     assert shard.max_seqlen == 4
     with pytest.raises(ValueError, match=r"only its mask carries.*sequences of 8"):
         model(**shard.hf_kwargs())
-
-
-def test_a_window_that_the_layer_remembers_is_applied() -> None:
-    # Qwen2-MoE does not pass it either, but its sliding layers keep it.
-    made = transformers.Qwen2MoeConfig(
-        **SPARSE,
-        moe_intermediate_size=8,
-        shared_expert_intermediate_size=8,
-        num_experts=2,
-        use_sliding_window=True,
-        sliding_window=4,
-        max_window_layers=2,
-        initializer_range=0.2,
-    )
-    assert made.layer_types == ["sliding_attention", "full_attention"]
-    model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="thd").eval()
-    ids = torch.arange(3, 30)[None]
-    ours = model(ids, use_cache=False).logits
-    model.set_attn_implementation("eager")
-    torch.testing.assert_close(ours, model(ids, use_cache=False).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_a_config_without_a_source_file_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

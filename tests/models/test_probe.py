@@ -12,44 +12,38 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 from benchmarks.families import build as build_tiny
+from benchmarks.families import families, samples
 from lightning_thd import varlen_attention
 from lightning_thd.batch import THDBatch
-from lightning_thd.models import PackingLeakError, check_packing, register_thd
+from lightning_thd.models import PackingLeakError, attend, check_packing, positions, register_thd
+from lightning_thd.models.pack import Pack
 from tests.models.families import FAMILIES, VOCAB, build
+from tests.models.support import build_rope
 
 register_thd()
 Call = Callable[[Any, THDBatch], Any]
 
 
-def with_positions(model: Any, batch: THDBatch) -> Any:
-    """What a plain training loop does: position_ids, and the cache that is on by default."""
-    return model(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None])
+def called_with(*names: str, **given: Any) -> Call:
+    """Return a plain loop's call of a stock model: tokens, and what is named beside them."""
+
+    def call(model: Any, batch: THDBatch) -> Any:
+        ids = batch.input_ids[None]
+        beside = {"position_ids": batch.position_ids[None], "attention_mask": torch.ones_like(ids)}
+        return model(input_ids=ids, **{name: beside[name] for name in names}, **given)
+
+    return call
 
 
-def with_mask(model: Any, batch: THDBatch) -> Any:
-    """What a tokenizer's output does: an all-ones mask beside the positions."""
-    ids = batch.input_ids[None]
-    ones = torch.ones_like(ids)
-    return model(input_ids=ids, position_ids=batch.position_ids[None], attention_mask=ones, use_cache=False)
-
-
-def with_everything(model: Any, batch: THDBatch) -> Any:
-    """Everything that transformers asks for, short of kernels that are not installed."""
-    return model(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False)
-
-
-def tokens_only(model: Any, batch: THDBatch) -> Any:
-    """All that a pure state-space model takes."""
-    return model(input_ids=batch.input_ids[None], use_cache=False)
-
-
+# Everything that transformers asks for, short of kernels that are not installed.
+with_everything = called_with("position_ids", use_cache=False)
 TRAPS: dict[str, tuple[Call, dict[str, str]]] = {
-    "cache trap": (
-        with_positions,
+    "cache trap": (  # the cache is on by default
+        called_with("position_ids"),
         {"llama": "LlamaAttention", "qwen3": "Qwen3Attention", "gemma3": "Gemma3Attention"},
     ),
-    "mask trap": (
-        with_mask,
+    "mask trap": (  # a tokenizer's all-ones mask
+        called_with("position_ids", "attention_mask", use_cache=False),
         {"llama": "LlamaAttention", "mixtral": "MixtralAttention", "gpt2": "GPT2Attention"},
     ),
     "state-space trap": (
@@ -63,7 +57,10 @@ TRAPS: dict[str, tuple[Call, dict[str, str]]] = {
             "lfm2": "Lfm2ShortConv",
         },
     ),
-    "state-space trap, no attention": (tokens_only, {"mamba": "MambaMixer", "mamba2": "Mamba2Mixer"}),
+    "state-space trap, no attention": (
+        called_with(use_cache=False),
+        {"mamba": "MambaMixer", "mamba2": "Mamba2Mixer"},
+    ),
 }
 # Others leak in the same way as these.
 SHARP = ("llama", "gemma3", "gpt2", "bamba", "jamba", "qwen3_next", "lfm2", "mamba")
@@ -82,11 +79,7 @@ def test_the_stock_model_leaks_and_the_probe_names_the_layer(trap: str, name: st
         check_packing(stock, forward=call)
     report = caught.value.report
     assert report.leaks
-    assert report.leak > 1e-3
-    assert report.gradient_leak is not None
-    assert report.gradient_leak > 1e-3
-    assert report.module is not None
-    assert layers[name] in report.module
+    assert min(report.leak, report.gradient_leak or 0.0) > 1e-3
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral", "gpt2"])
@@ -111,13 +104,9 @@ def test_thd_passes(name: str) -> None:
     assert report.gradient_leak <= 1e-6
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_a_compiled_model_is_probed_as_it_is_written(in_place: bool) -> None:
+def test_a_compiled_model_is_probed_as_it_is_written() -> None:
     model: Any = build("llama", "thd")
-    if in_place:
-        model.compile(backend="eager")
-    else:
-        model = torch.compile(model, backend="eager")
+    model.compile(backend="eager")
     assert check_packing(model).ok
     stock: Any = torch.compile(build("mamba", "eager"), backend="eager")
     with pytest.raises(PackingLeakError, match="MambaMixer"):
@@ -139,12 +128,12 @@ def test_the_model_is_left_as_it_was() -> None:
 class Own(nn.Module):
     """A user's model without transformers, that may use its boundaries or not."""
 
-    def __init__(self, leak: str | None = None, nan: bool = False) -> None:
+    def __init__(self, leak: str | None = None) -> None:
         super().__init__()
         self.embed = nn.Embedding(32, 16)
         self.mix = nn.Linear(16, 48)
         self.after = Shift(active=leak == "shift")
-        self.leak, self.nan = leak, nan
+        self.leak = leak
 
     def forward(self, batch: THDBatch) -> Tensor:
         q, k, v = self.mix(self.embed(batch.input_ids)).view(-1, 3, 2, 8).unbind(1)
@@ -152,9 +141,11 @@ class Own(nn.Module):
         if self.leak == "attention":
             cu, longest = cu[[0, -1]], int(cu[-1])
         out = varlen_attention(q, k, v, cu, cu, longest, longest).flatten(1)
+        if self.leak == "nan" and batch.lengths == (7,):  # in one run of many
+            out = out * float("nan")
         if self.leak == "length":
             out = out * batch.input_ids.shape[0]
-        return self.after(out) * (float("nan") if self.nan else 1.0)
+        return self.after(out)
 
 
 class Shift(nn.Module):
@@ -183,13 +174,6 @@ def test_a_leak_of_ones_own_is_found_where_it_is() -> None:
         check_packing(Own("attention"), vocab_size=32)
 
 
-def test_a_result_that_depends_on_the_pack_without_a_leak_is_found() -> None:
-    with pytest.raises(PackingLeakError, match="differs between packed and alone") as caught:
-        check_packing(Own("length"), vocab_size=32)
-    assert not caught.value.report.leaks
-    assert caught.value.report.leak == 0
-
-
 class Gated(Own):
     """A model that leaks through a projection, which may be zero as many are when training begins."""
 
@@ -202,6 +186,10 @@ class Gated(Own):
         return x + self.out(self.after(x))
 
 
+def test_nan_in_one_run_is_not_overwritten_by_the_next() -> None:
+    assert not check_packing(Own("nan"), vocab_size=32, raise_on_leak=False).ok
+
+
 def test_weights_of_zero_hide_no_leak_and_are_zero_again() -> None:
     for leak in ("shift", None):
         model = Gated(leak)
@@ -211,13 +199,11 @@ def test_weights_of_zero_hide_no_leak_and_are_zero_again() -> None:
         assert not any(weight.any() for weight in model.out.parameters())
 
 
-def test_a_head_of_zero_is_checked_and_a_constant_of_zero_is_refused() -> None:
+def test_a_head_of_zero_is_checked() -> None:
     model: Any = build("llama", "thd")
     nn.init.zeros_(model.lm_head.weight)
     assert check_packing(model).ok
     assert not model.lm_head.weight.any()
-    with pytest.raises(ValueError, match="Own gives logits that are all zero, so that no leak could be seen"):
-        check_packing(Own(), vocab_size=32, forward=lambda model, batch: model(batch) * 0.0)
 
 
 class Averaging(Own):
@@ -264,76 +250,162 @@ def test_rounding_of_half_precision_is_no_leak(family: str, model_class: str) ->
     assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
 
 
-def test_rounding_under_autocast_is_no_leak() -> None:
-    model = build_tiny("qwen3_moe", "Qwen3MoeForCausalLM", "thd")
-    with torch.autocast("cpu", torch.bfloat16):
-        assert check_packing(model).ok
-        assert torch.is_autocast_enabled("cpu")
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        assert check_packing(build_tiny("qwen3_moe", "Qwen3MoeForCausalLM", "thd").to(torch.bfloat16)).ok
-        assert torch.get_default_dtype() == torch.bfloat16
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 def test_a_fault_in_half_precision_is_one_in_fp32_too() -> None:
     with pytest.raises(PackingLeakError, match="differs between packed and alone") as caught:
         check_packing(Own("length").to(torch.bfloat16), vocab_size=32)
+    assert caught.value.report.leak == 0
     assert "rounding of half precision: differs, so measured in fp32" in caught.value.report.skipped
     assert caught.value.report.tolerance == 1e-4
     with pytest.raises(PackingLeakError, match="lets sequences of a pack see each other"):
         check_packing(Own("shift").to(torch.float16), vocab_size=32)
 
 
-class NaNOnce(Own):
-    """A model with NaN in one of many runs: in the logits of one sequence, or in its gradient."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self.where = where
-
-    def forward(self, batch: THDBatch) -> Tensor:
-        out = super().forward(batch)
-        if batch.lengths != (7,):
-            return out
-        return out * float("nan") if self.where == "logits" else out + (out * 0.0).sqrt() * 0.0
-
-
-@pytest.mark.parametrize("where", ["logits", "gradient"])
-def test_nan_in_one_run_is_not_overwritten_by_the_next(where: str) -> None:
-    report = check_packing(NaNOnce(where), vocab_size=32, raise_on_leak=False)
-    assert not report.ok
-
-
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("model", "arguments", "message"),
     [
-        ({"lengths": (5,)}, r"lengths=\(5,\): a leak needs at least two sequences"),
-        ({"lengths": (5, 0)}, r"at least one token"),
-        ({"vocab_size": None}, r"vocab_size=None of Own: pass the number of tokens"),
-        ({"vocab_size": 3}, r"vocab_size=3"),
+        (Own, {"lengths": (5,)}, r"lengths=\(5,\): a leak needs at least two sequences"),
+        (Own, {"lengths": (5, 0)}, "at least one token"),
+        (Own, {"vocab_size": None}, "vocab_size=None of Own: pass the number of tokens"),
+        (Own, {"vocab_size": 3}, "vocab_size=3"),
+        (Own, {"forward": lambda model, batch: model(batch) * 0.0}, "Own gives logits that are all zero"),
+        (lambda: nn.Linear(2, 2), {}, r"Linear has no nn\.Embedding"),
     ],
 )
-def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_probed_is_refused(
+    model: Callable[[], nn.Module], arguments: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        check_packing(Own(), **{"vocab_size": VOCAB // 2, **arguments})
+        check_packing(model(), **{"vocab_size": VOCAB // 2, **arguments})
 
 
-def test_a_model_without_an_embedding_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Linear has no nn\.Embedding"):
-        check_packing(nn.Linear(2, 2), vocab_size=8)
+# ---- Families that were once silently wrong: right as they are, caught with their fix off
+
+Patch = pytest.MonkeyPatch
 
 
-def test_a_model_of_keywords_gets_those_that_it_names() -> None:
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tokens, self.head = nn.Embedding(64, 8), nn.Linear(8, 64)
-            self.state = nn.GRU(8, 8, batch_first=True)
+def as_given(input_ids: Tensor, position_ids: Tensor, padding_idx: int, pack: Pack) -> Tensor:
+    return position_ids
 
-        def forward(self, input_ids: Tensor) -> Tensor:
-            return self.head(self.state(self.tokens(input_ids))[0])  # type: ignore[no-any-return]
 
-    with pytest.raises(PackingLeakError, match="state"):
-        check_packing(Recurrent(), vocab_size=64)
+def along_the_row(pack: Pack) -> Tensor:
+    return torch.arange(pack.slots)
+
+
+def as_the_layer_says(module: Any, is_causal: bool | None) -> bool:
+    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+
+
+def of_any_length(patch: Patch) -> None:
+    patch.setattr(positions, "_depends_on_length", lambda kind: False)
+
+
+# Family, model class, its fix switched off, and what the probe then says.
+STOCK = "differs between a pack and stock eager attention"
+ROPE = f"differs between packed and alone|sequences of a pack see each other|{STOCK}"
+WRONG: dict[str, tuple[str, str, Callable[[Patch], None], str]] = {
+    "roberta's offset": (
+        "roberta",
+        "RobertaForCausalLM",
+        lambda patch: patch.setattr(positions, "padded_positions", as_given),
+        STOCK,
+    ),
+    "paligemma's mask": (
+        "paligemma",
+        "PaliGemmaForConditionalGeneration",
+        lambda patch: patch.setattr(attend, "_is_causal", as_the_layer_says),
+        STOCK,
+    ),
+    "minimax's blocks": (
+        "minimax_m3_vl_text",
+        "MiniMaxM3VLForCausalLM",
+        lambda patch: patch.setattr(attend, "_INERT", attend._INERT | {"block_indices"}),
+        STOCK,
+    ),
+    "phi3's longrope": ("phi3 longrope", "", of_any_length, ROPE),
+    "llama's dynamic rope": ("llama dynamic", "", of_any_length, ROPE),
+    "gemma3n's pad": (
+        "gemma3n_text",
+        "Gemma3nForCausalLM",
+        lambda patch: patch.setattr(positions, "_TINY", 0.0),
+        "has other gradients, or none that are finite, with a trailing pad",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_right_as_it_is_and_caught_with_its_fix_off(case: str, monkeypatch: Patch) -> None:
+    family, model_class, switch_off, verdict = WRONG[case]
+    model = build_tiny(family, model_class, "thd") if model_class else build_rope(family, "thd")
+    if case == "minimax's blocks":
+        with pytest.raises(ValueError, match="passes block_indices"):
+            check_packing(model)
+    else:
+        report = check_packing(model)
+        assert report.ok
+        assert report.reference_error is not None
+        assert report.pad_error is not None
+    switch_off(monkeypatch)
+    with pytest.raises(PackingLeakError, match=verdict):
+        check_packing(model)
+
+
+FAR = {"floor_scale": 8192, "attention_chunk_size": 8192, "no_rope_layers": [0, 1]}
+
+
+@pytest.mark.parametrize("what", ["Llama 4's scales", "ESM's masked tokens"])
+def test_what_depends_on_the_row_is_seen_behind_far_limits(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if what == "ESM's masked tokens":
+        model: Any = build_tiny("esm", "EsmForMaskedLM", "thd", {"token_dropout": True, "mask_token_id": 4})
+        name, wrong = "_without_masked", lambda embeds, masked, _: embeds * (1 - masked.float().mean())
+    else:
+        model = build_tiny("llama4_text", "Llama4ForCausalLM", "thd", FAR)
+        name, wrong = "_starts_at_zero", along_the_row
+    assert check_packing(model).ok
+    monkeypatch.setattr(positions, name, wrong)
+    with pytest.raises(PackingLeakError):
+        check_packing(model)
+
+
+REFUSED = "config of Gemma2ForCausalLM was changed"
+FULL = ["full_attention"] * 2
+CHANGED: dict[str, tuple[str, Callable[[Any], None], str | None]] = {
+    "window": ("gemma2", lambda config: setattr(config, "sliding_window", 3), REFUSED),
+    "layers": ("gemma2", lambda config: setattr(config, "layer_types", FULL), REFUSED),
+    "states": (
+        "olmo_hybrid",
+        lambda config: setattr(config, "layer_types", ["linear_attention"] * 2),
+        "config of OlmoHybridForCausalLM was changed",
+    ),
+    "followed": ("mistral", lambda config: setattr(config, "sliding_window", 3), None),
+    "both ways": ("mistral", lambda config: setattr(config, "is_causal", False), None),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_config_changed_after_construction_is_followed_or_refused(name: str) -> None:
+    family, change, refused = CHANGED[name]
+    models = [build_tiny(family, families("causal")[family], kind) for kind in ("eager", "thd")]
+    docs = samples(lengths=(7, 1, 21, 9))
+    for model in models:
+        model.load_state_dict(models[0].state_dict())
+        for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
+            change(config)
+    batch = THDBatch.collate([{"input_ids": ids} for ids in docs])
+    if refused is not None:
+        with pytest.raises(ValueError, match=refused):
+            models[1](**batch.hf_kwargs())
+        return
+    found = batch.unpack(models[1](**batch.hf_kwargs()).logits)
+    for ids, ours in zip(docs, found, strict=True):
+        wanted = models[0](input_ids=ids[None], use_cache=False).logits[0]
+        torch.testing.assert_close(ours.view_as(wanted), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_window_put_on_a_layer_is_refused() -> None:
+    model: Any = build_tiny("gemma2", "Gemma2ForCausalLM", "thd")
+    model.model.layers[0].self_attn.sliding_window = None
+    batch = THDBatch.collate([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+    with pytest.raises(ValueError, match="Gemma2Attention was built with sliding_window=8 and now says None"):
+        model(**batch.hf_kwargs())
