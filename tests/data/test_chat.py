@@ -1,4 +1,4 @@
-"""Conversations and prompts: the loss is on what the assistant says, its last token included, and no more."""
+"""Conversations and prompts: the loss is on what the assistant says, its end included, or refused."""
 
 from __future__ import annotations
 
@@ -12,23 +12,67 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("transformers")
 
-from lightning_thd import THDBatch, THDDataModule
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+
+from lightning_thd import Packs, THDBatch, THDDataModule
 from lightning_thd.data.read.chat import encode_chat
 from lightning_thd.data.read.encode import Encoder
 from lightning_thd.data.read.text import tokenizer_fingerprint
-from tests.data.chats import GLUED, MARKED, PLAIN, TALKS, UNSTABLE, make_tokenizer
+from lightning_thd.data.streams import Stream
+from tests.data.chats import CALLING, GLUED, MARKED, PLAIN, TALKS, UNSTABLE, make_tokenizer
 from tests.data.support import open_source
 
+USER, ANSWER = {"role": "user", "content": "What colour?"}, {"role": "assistant", "content": "It is blue."}
+RESULT = {"role": "system", "content": "blue"}
+ASKS = "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+# Of messages by users and assistants alone, as templates with an `elif` for each known role are.
+KNOWN_ROLES = (
+    "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}<|{{ m.role }}|>\n{{ m.content }}"
+    "<|end|>\n{% endif %}{% endfor %}" + ASKS
+)
+# Of lists of parts alone, as those of image models are.
+OF_PARTS = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{% for part in m.content %}{% if part.type == 'text' %}"
+    "{{ part.text }}{% endif %}{% endfor %}<|end|>\n{% endfor %}" + ASKS
+)
+NOTHING_MARKED = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{% if 0 %}{% generation %}{% endgeneration %}{% endif %}"
+)
+MARKS_CHANGE = (
+    "{% set x = 1 %}{% generation %}{% set x = 2 %}{% endgeneration %}"
+    "{% for m in messages %}{{ m.content }}{% endfor %}{{ x }}"
+)
+MARKED_TWICE = MARKED.replace(
+    "{{ m.content }}<|end|>{% endgen",
+    "{{ m.content }}{% endgeneration %}{% generation %}<|end|>{% endgen",
+)
+# As templates of models that think, it asks with an open thought and writes earlier answers without one.
+OPENS_A_THOUGHT = "%}<|assistant|>\n{% endif %}", "%}<|assistant|>\n<think>{% endif %}"
+WITH_A_SYSTEM_PROMPT = (
+    "{% if messages[0].role != 'system' %}<|system|>\nBe brief.<|end|>\n{% endif %}" + PLAIN
+)
 
-def spoken(tokenizer: Any, ids: list[int], mask: np.ndarray) -> list[str]:
-    """Text of every run of tokens with a loss."""
-    runs: list[list[int]] = []
-    for at, (token, inside) in enumerate(zip(ids, mask, strict=True)):
-        if inside:
-            if not at or not mask[at - 1]:
-                runs.append([])
-            runs[-1].append(token)
-    return [tokenizer.decode(run) for run in runs]
+
+def learned(template: str, messages: list[Any], **kwargs: Any) -> str:
+    tokenizer = make_tokenizer(template)
+    ids, mask = encode_chat(tokenizer, messages, **kwargs)
+    return str(tokenizer.decode(np.array(ids)[mask]))
+
+
+def call(arguments: Any, name: str = "colour") -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def calling(*calls: dict[str, Any], content: str | None = "") -> dict[str, Any]:
+    return {"role": "assistant", "content": content, "tool_calls": list(calls)}
+
+
+def write(folder: Path, *records: Any) -> Path:
+    file = folder / "a.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
@@ -37,7 +81,8 @@ def test_the_loss_is_on_the_answers_and_their_end(template: str, talk: list[dict
     tokenizer = make_tokenizer(template)
     ids, mask = encode_chat(tokenizer, talk)
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(talk, tokenize=False)
-    assert spoken(tokenizer, ids, mask) == [
+    edges = np.flatnonzero(np.diff(np.r_[False, mask, False])).reshape(-1, 2).tolist()
+    assert [tokenizer.decode(ids[start:stop]) for start, stop in edges] == [
         m["content"] + "<|end|>" for m in talk if m["role"] == "assistant"
     ]
 
@@ -56,14 +101,13 @@ def test_a_tokenizer_that_writes_first_words_otherwise_is_followed() -> None:
             return self._inner(" " + text, **kwargs)
 
     ids, mask = encode_chat(PutsABlankFirst(), TALKS[1])
-    assert spoken(make_tokenizer(), ids, mask) == ["Blue.<|end|>", "Red, or green.<|end|>"]
+    assert make_tokenizer().decode(np.array(ids)[mask]) == "Blue.<|end|>Red, or green.<|end|>"
 
 
 def test_eos_that_is_also_pad_is_a_target(tmp_path: Path) -> None:
-    file = tmp_path / "talks.jsonl"
-    file.write_text("\n".join(json.dumps({"messages": talk}) for talk in TALKS))
     tokenizer = make_tokenizer()
     assert tokenizer.eos_token_id == tokenizer.pad_token_id
+    file = write(tmp_path, *({"messages": talk} for talk in TALKS))
     data = THDDataModule(file, capacity=256, tokenizer=tokenizer)
     data.setup("fit")
     [batch] = data.train_dataloader()
@@ -78,73 +122,287 @@ def test_eos_that_is_also_pad_is_a_target(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_prompts_and_completions(tmp_path: Path, num_workers: int) -> None:
     tokenizer = make_tokenizer(None)
-    file = tmp_path / "p.jsonl"
-    file.write_text(
-        '{"prompt": "two plus two is", "completion": " four"}\n{"prompt": "", "completion": "x"}\n'
-    )
-    store = open_source(file, tokenizer=tokenizer, num_workers=num_workers)
+    asked = {"prompt": "two plus two is", "completion": " four"}
+    file = write(tmp_path, asked, {"prompt": "", "completion": "x"})
+    store: Any = open_source(file, tokenizer=tokenizer, num_workers=num_workers)
     before, after = tokenizer("two plus two is")["input_ids"], tokenizer(" four")["input_ids"]
     end = tokenizer.eos_token_id
     assert store[0]["input_ids"].tolist() == [*before, *after, end]
     assert store[0]["labels"].tolist() == [*[-100] * len(before), *after, end]
     assert store[1]["labels"].tolist() == [*tokenizer("x")["input_ids"], end]
-    assert store.loss_tokens.tolist() == [len(after) + 1, 1]  # type: ignore[attr-defined]
+    assert store.loss_tokens.tolist() == [len(after) + 1, 1]
     own = open_source(file)  # bytes: EOS at the end, none between
     assert own[0]["input_ids"].tolist() == [*b"two plus two is four", 257]
 
 
-def test_documents_end_with_eos_once() -> None:
+def test_documents_and_completions_end_with_eos_once() -> None:
     tokenizer = make_tokenizer(None)
+    end, ids = tokenizer.eos_token_id, lambda text: tokenizer(text)["input_ids"]
     texts = [("a", "blue and red"), ("b", "four<|end|>")]
     ended = Encoder(tokenizer=tokenizer, kind="text").encode(texts)
-    assert ended.tokens.tolist() == [
-        *tokenizer("blue and red")["input_ids"],
-        tokenizer.eos_token_id,
-        *tokenizer("four")["input_ids"],
-        tokenizer.eos_token_id,
-    ]
+    assert ended.tokens.tolist() == [*ids("blue and red"), end, *ids("four"), end]
     as_it_is = Encoder(tokenizer=tokenizer, kind="text", append_eos=False).encode(texts)
     assert as_it_is.lengths[0] == ended.lengths[0] - 1
+    record = {"prompt": "two<|end|>", "completion": "four"}
+    rows = Encoder(tokenizer=tokenizer, kind="prompt").encode([("a", record)])
+    assert rows.tokens.tolist() == [*ids("two<|end|>"), *ids("four"), end]  # the prompt's own end stays
+    adds = ByT5Tokenizer()  # an end to the prompt, too
+    rows = Encoder(tokenizer=adds, kind="prompt").encode([("a", {"prompt": "ab", "completion": "c"})])
+    bare = [adds(text, add_special_tokens=False)["input_ids"] for text in ("ab", "c")]
+    assert rows.tokens.tolist() == [*bare[0], *bare[1], adds.eos_token_id]
 
 
-def test_another_template_is_another_fingerprint() -> None:
-    assert tokenizer_fingerprint(make_tokenizer(PLAIN)) == tokenizer_fingerprint(make_tokenizer(PLAIN))
-    assert tokenizer_fingerprint(make_tokenizer(PLAIN)) != tokenizer_fingerprint(make_tokenizer(MARKED))
+def test_another_tokenizer_has_another_fingerprint() -> None:
+    splits = make_tokenizer(PLAIN)
+    splits.split_special_tokens = True
+    known = [tokenizer_fingerprint(one) for one in (make_tokenizer(PLAIN), make_tokenizer(MARKED), splits)]
+    assert len({*known, tokenizer_fingerprint(make_tokenizer(PLAIN))}) == 3
     assert tokenizer_fingerprint(lambda text: [1]) is None
 
 
-USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+        {"instruction": "Hi", "input": "", "output": "Hello"},
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
+        {
+            "prompt": [{"role": "user", "content": "Hi"}],
+            "completion": [{"role": "assistant", "content": "Hello"}],
+        },
+    ],
+)
+def test_conversations_of_every_kind_become_the_same_ids(tmp_path: Path, record: dict[str, Any]) -> None:
+    tokenizer = make_tokenizer()
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    row = open_source(write(tmp_path, record), tokenizer=tokenizer)[0]
+    assert row["input_ids"].tolist() == tokenizer.apply_chat_template(messages, tokenize=True)["input_ids"]
+    answer = tokenizer("Hello<|end|>", add_special_tokens=False)["input_ids"]
+    assert [label for label in row["labels"].tolist() if label != -100] == answer
+
+
+@pytest.mark.parametrize(("before", "after"), [(" ", "\n"), ("\n \n", "\n"), ("", " \n\n")])
+def test_markers_with_blanks_at_their_edges(before: str, after: str) -> None:
+    """The tokenizer has no token for blanks and line ends."""
+    words = ["[UNK]", "user", "assistant", "hello", "there", "good", "bye", "end", "what", "now", ":"]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }} :{% if m.role == 'assistant' %}{% generation %}{{ '"
+        + repr(before)[1:-1]
+        + "' }}{{ m.content }} end{{ '"
+        + repr(after)[1:-1]
+        + "' }}{% endgeneration %}{% else %} {{ m.content }} end\n{% endif %}{% endfor %}"
+    )
+    said = ("user", "hello there"), ("assistant", "good"), ("user", "what now"), ("assistant", "bye")
+    ids, mask = encode_chat(tokenizer, [{"role": role, "content": words} for role, words in said])
+    assert np.array(tokenizer.convert_ids_to_tokens(ids))[mask].tolist() == ["good", "end", "bye", "end"]
 
 
 @pytest.mark.parametrize(
-    ("template", "record", "message"),
+    "tags",
+    ["{%- generation -%} {}{%- endgeneration -%}", "{% generation %}\n{}{% endgeneration %}\n"],
+)
+def test_markers_that_take_blanks_away(tags: str) -> None:
+    begin, end = tags.split("{}")
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>\n  "
+        "{% if m.role == 'assistant' %}" + begin + "{{ m.content }}<|end|>" + end + "{% else %}"
+        "{{ m.content }}<|end|>{% endif %}{{ '\n' }}{% endfor %}"
+    )
+    tokenizer = make_tokenizer(template)
+    encoded = tokenizer.apply_chat_template(
+        TALKS[1], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    ids, mask = encode_chat(tokenizer, TALKS[1])
+    assert ids == encoded["input_ids"]
+    assert mask.tolist() == [bool(learned) for learned in encoded["assistant_masks"]]
+    assert mask.any()
+
+
+def test_marks_tell_where_a_prompt_ends_if_the_template_opens_a_thought_of_its_own() -> None:
+    opens = MARKED.replace(*OPENS_A_THOUGHT)
+    talk = [USER, ANSWER, {**USER, "content": "And two?"}, {**ANSWER, "content": "four"}]
+    assert learned(opens, talk, skip=3) == "four<|end|>"
+    assert learned(opens, talk, skip=1) == "It is blue.<|end|>four<|end|>"
+    with pytest.raises(ValueError, match="marks 4 parts with .* Mark each"):
+        learned(MARKED_TWICE, talk, skip=3)
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+@pytest.mark.parametrize("key", [("weight", 0.0), ("train", False), ("loss", False)])
+def test_messages_that_are_not_to_be_learned(template: str, key: tuple[str, Any], tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(template)
+    talk: list[dict[str, Any]] = [dict(message) for message in TALKS[1]]
+    whole, _ = encode_chat(tokenizer, talk)
+    talk[2][key[0]], talk[4][key[0]] = key[1], 1
+    ids, mask = encode_chat(tokenizer, talk)
+    assert list(ids) == list(whole)
+    assert tokenizer.decode(np.array(ids)[mask]) == "Red, or green.<|end|>"
+    turns = [{**m, "from": m["role"], "value": m["content"]} for m in talk]
+    turns = [{name: x for name, x in turn.items() if name not in ("role", "content")} for turn in turns]
+    row = open_source(write(tmp_path, {"conversations": turns}), tokenizer=tokenizer)[0]
+    assert tokenizer.decode(row["labels"][row["labels"] >= 0]) == "Red, or green.<|end|>"
+
+
+@pytest.mark.parametrize("template", [PLAIN, WITH_A_SYSTEM_PROMPT, WITH_A_SYSTEM_PROMPT.replace(ASKS, "")])
+def test_an_answer_that_comes_first(template: str) -> None:
+    # without ASKS the template says nothing of where an answer begins
+    header = "" if ASKS in template else "<|assistant|>\n"
+    talk = [ANSWER, USER, {**ANSWER, "content": "four"}]
+    assert learned(template, talk) == f"It is blue.<|end|>{header}four<|end|>"
+
+
+def test_an_eos_inside_a_turn_hides_nothing_behind_it() -> None:
+    for eos, ends in (("<|end|>", "<|end|>"), ("<|system|>", "<|end|>\n")):
+        tokenizer = make_tokenizer(PLAIN)
+        tokenizer.eos_token = eos
+        ids, mask = encode_chat(tokenizer, [USER, {**ANSWER, "content": f"four{eos}red"}])
+        assert tokenizer.decode(np.array(ids)[mask]) == f"four{eos}red{ends}"
+    thinks = PLAIN.replace(
+        "{{ m.content }}", "{% if m.reasoning %}{{ m.reasoning }}<|end|>{% endif %}{{ m.content }}"
+    )
+    talk = [USER, {**ANSWER, "reasoning": "Hm.", "content": "Red."}]
+    assert learned(thinks, talk) == "Hm.<|end|>Red.<|end|>"
+    assert learned(thinks.replace("{{ m.content }}<|end|>", "{{ m.content }}"), talk) == "Hm.<|end|>Red.\n"
+    assert learned(PLAIN.replace("<|end|>\n", "<|end|>\n---\n"), [USER, ANSWER]) == "It is blue.<|end|>"
+    assert learned(PLAIN, [USER, {**ANSWER, "reasoning_content": ""}]) == "It is blue.<|end|>"
+
+
+def test_a_template_that_looks_names_up_is_no_template_that_leaves_them_out() -> None:
+    looks = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.function.name not in ['colour'] %}"
+    )
+    looks += "{{ raise_exception('unknown') }}{% endif %}{% endfor %}{% endfor %}"
+    assert learned(looks + PLAIN, [USER, calling(call({}), content="colour()")]) == "colour()<|end|>"
+
+
+@pytest.mark.parametrize("arguments", ['{"of": "sky", "n": 1}', '{"of":"\u00e9t\u00e9"}', "{}"])
+def test_arguments_in_a_string_are_not_quoted_twice(arguments: str) -> None:
+    """A model would learn to call with a string of JSON, where its tools are given an object."""
+    read = json.loads(arguments)
+    asked = [USER, calling(call(arguments)), RESULT, ANSWER]
+    assert learned(CALLING, asked) == learned(CALLING, [USER, calling(call(read)), RESULT, ANSWER])
+    assert json.dumps(read, ensure_ascii=False) in learned(CALLING, asked)
+    assert asked[1]["tool_calls"][0]["function"]["arguments"] == arguments  # the record is left as it was
+    takes_strings = CALLING.replace("call.arguments | tojson", "call.arguments")
+    as_it_is = f'{{"name": "colour", "arguments": {arguments}}}<|end|>'
+    assert learned(takes_strings, [USER, calling(call(arguments))]) == as_it_is
+
+
+THINKS = PLAIN.replace(
+    "<|assistant|>\n", "<|assistant|>\n{% if enable_thinking %}<think>{% endif %}"
+).replace(
+    "{{ m.content }}",
+    "{% if enable_thinking and m.role == 'assistant' %}<think>hm</think>{% endif %}{{ m.content }}",
+)
+TURNS = [{"from": "human", "value": "What colour?"}, {"from": "gpt", "value": "It is blue."}]
+
+
+@pytest.mark.parametrize(
+    "record",
     [
-        (None, {"messages": TALKS[0]}, r"line 1: conversations need a tokenizer with a chat template"),
-        (UNSTABLE, {"messages": TALKS[1]}, r"writes the turns up to message 2 otherwise when more follow"),
-        (GLUED, {"messages": [USER, ANSWER]}, "cannot be told apart|reaches over the edge"),
-        (PLAIN, {"messages": [USER]}, r"no message of the role 'assistant' was found among \['user'\]"),
-        (PLAIN, {"messages": "hello"}, "messages must be a list of"),
-        (PLAIN, {"messages": [USER, ANSWER], "images": ["a.png"]}, "'images' was found: images go"),
-        (PLAIN, {"messages": [USER, ANSWER], "audio": ["a.wav"]}, "'audio' was found: audio cannot be"),
-        (
-            PLAIN,
-            {"messages": [{"role": "user", "content": [{"type": "audio"}]}, ANSWER]},
-            "part of type 'audio'",
-        ),
-        (PLAIN, {"prompt": "a", "completion": [USER]}, "prompt and completion are str and list"),
-        (PLAIN, {"conversations": []}, "conversations must be a list of"),
-        ("{{ raise_exception('roles') }}", {"messages": [USER, ANSWER]}, "line 1: .*roles"),
+        {"messages": [USER, ANSWER]},
+        {"prompt": TURNS[:1], "completion": TURNS[1:]},  # of from and value there, too
+        {"conversations": TURNS},
     ],
 )
-def test_bad_conversations_are_refused(tmp_path: Path, template: Any, record: Any, message: str) -> None:
-    file = tmp_path / "bad.jsonl"
-    file.write_text(json.dumps(record))
+def test_variables_of_the_template_beside_a_conversation(tmp_path: Path, record: dict[str, Any]) -> None:
+    tokenizer = make_tokenizer(THINKS)
+    options = [{"enable_thinking": True}, {"enable_thinking": False}, None]
+    file = write(tmp_path, *({**record, "chat_template_kwargs": one} for one in options))
+    rows: Any = open_source(file, tokenizer=tokenizer)
+    said = [tokenizer.decode(row["labels"][row["labels"] >= 0]) for row in rows]
+    assert said == ["hm</think>It is blue.<|end|>", *["It is blue.<|end|>"] * 2]
+
+
+@pytest.mark.parametrize("kind", ["rows", "parquet", "iterable", "stream of parquet", "generator"])
+def test_null_keys_that_columns_of_structs_add_are_not_learned(tmp_path: Path, kind: str) -> None:
+    """Arrow gives every call the arguments of all calls, and every tool the parameters of all, null."""
+    datasets, pa = pytest.importorskip("datasets"), pytest.importorskip("pyarrow.parquet")
+    records = [
+        {"messages": [USER, calling(call({"of": "sky"}))], "tools": [{"name": "colour", "a": 1}]},
+        {"messages": [USER, calling(call({"depth": 3}, "depth"))], "tools": [{"name": "depth", "b": 2}]},
+        {"messages": [USER, ANSWER], "tools": None},
+    ]
+    made = datasets.Dataset.from_list(records)
+    pa.write_table(made.data.table, tmp_path / "a.parquet")
+    file = str(tmp_path / "a.parquet")
+    source: Any = {
+        "rows": lambda: made,
+        "parquet": lambda: file,
+        "iterable": made.to_iterable_dataset,
+        "stream of parquet": lambda: Stream(file),
+        "generator": lambda: lambda: iter(made.to_list()),
+    }[kind]()
+    tokenizer = make_tokenizer("{% if tools %}{{ tools | tojson }}{% endif %}" + CALLING)
+    data = THDDataModule(source, tokenizer=tokenizer, capacity=512, global_batch=Packs(1), cache_dir=tmp_path)
+    data.setup("fit")
+    found = [ids for b in data.train_dataloader() for ids in b.unpack(b.input_ids)]
+    wanted = [encode_chat(tokenizer, r["messages"], tools=r["tools"])[0] for r in records]
+    assert sorted(ids.tolist() for ids in found) == sorted(wanted)
+
+
+def talk(*messages: Any, **more: Any) -> dict[str, Any]:
+    return {"messages": list(messages), **more}
+
+
+ALPACA = {"instruction": "a", "output": "b"}
+ONE_CALL = CALLING.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+TWO_CALLS = calling(call({"of": "sky"}), call({"of": "sea"}, "depth"))
+REFUSED: list[tuple[str | None, Any, str]] = [
+    # templates
+    (None, talk(*TALKS[0]), r"line 1: conversations need a tokenizer with a chat template"),
+    (UNSTABLE, talk(*TALKS[1]), r"writes the turns up to message 2 otherwise when more follow"),
+    (GLUED, talk(USER, ANSWER), "cannot be told apart|reaches over the edge"),
+    ("{{ raise_exception('roles') }}", talk(USER, ANSWER), "line 1: .*roles"),
+    (MARKS_CHANGE, talk(USER, ANSWER), "writes something else inside of {% generation %}"),
+    (NOTHING_MARKED, talk(USER, ANSWER), r"template marked nothing of the conversation with \{% generation"),
+    (MARKED_TWICE, talk(USER, ANSWER, USER, {**ANSWER, "weight": 0}), "marks 4 parts .* has 2 messages"),
+    (PLAIN.replace(*OPENS_A_THOUGHT), talk(USER, ANSWER), "asks for message 1 with '.*<think>' and begins"),
+    (KNOWN_ROLES, talk({**USER, "role": "Human"}, ANSWER), "leaves out message 0 of the role 'Human', which"),
+    (OF_PARTS, talk(USER, ANSWER), "leaves out message 0 of the role 'user', which says 'What colour"),
+    (PLAIN, talk({**USER, "content": [{"type": "text", "text": "Hi"}]}, ANSWER), "message 0 as Python does"),
+    (PLAIN, talk(USER, {**ANSWER, "reasoning_content": "Hm."}), "message 1 has 'reasoning_content', which"),
+    (PLAIN, talk(USER, TWO_CALLS), "leaves out the call of 'colour' in message 1"),
+    (MARKED, talk(USER, TWO_CALLS, RESULT, ANSWER), "leaves out the call of 'colour' in message 1"),
+    (ONE_CALL, talk(USER, TWO_CALLS, RESULT, ANSWER), "leaves out the call of 'depth' in message 1"),
+    (PLAIN, talk(USER, ANSWER, chat_template_kwargs={"enable_thinkin": 1}), "'enable_thinkin', which the"),
+    (PLAIN, talk(USER, ANSWER, chat_template_kwargs={"tokenize": True}), "multiple values for keyword"),
+    # what is learned
+    (PLAIN, talk(USER), r"no message of the role 'assistant' was found among \['user'\]"),
+    (PLAIN, talk(USER, {**ANSWER, "weight": 0.5}), "has weight=0.5; wanted 0 or 1"),
+    (PLAIN, talk(USER, {**ANSWER, "train": False}), "no message of the role 'assistant' .* that is learned"),
+    (PLAIN, {"prompt": "a", "completion": "b", "label": False}, r"a label of true or false .*\(KTO\)"),
+    # records
+    (PLAIN, talk(USER, ANSWER, images=["a.png"]), "'images' was found: images go"),
+    (PLAIN, talk(USER, ANSWER, audio=["a.wav"]), "'audio' was found: audio cannot be"),
+    (PLAIN, talk({**USER, "content": [{"type": "audio"}]}, ANSWER), "part of type 'audio'"),
+    (PLAIN, talk({**USER, "content": [{"type": "text"}]}, ANSWER), "holds no string under 'text'"),
+    (PLAIN, talk({**USER, "content": 5}, ANSWER), "message of the role 'user' has the content 5;"),
+    (PLAIN, talk(USER, {**ANSWER, "content": None}), "the role 'assistant' has the content None;"),
+    (PLAIN, talk(USER, {**ANSWER, "function_call": {"name": "f"}}), "function_call, which is not read"),
+    (PLAIN, talk(USER, ANSWER, tools="no"), "tools are no list, nor JSON of one"),
+    (PLAIN, {"messages": "hello"}, "messages must be a list of"),
+    (PLAIN, {"prompt": "a", "completion": [USER]}, "prompt and completion are str and list"),
+    (PLAIN, {"conversations": []}, "conversations must be a list of"),
+    (PLAIN, {"conversations": [{"from": "alien", "value": "a"}]}, "a turn is from 'alien'"),
+    (PLAIN, {**ALPACA, "input": 3}, "instruction, input and output must be strings"),
+    (PLAIN, {**ALPACA, "history": [["q", "a"]]}, "'history' is not read"),
+    (PLAIN, {**ALPACA, "system": ["x"]}, "system is a list; wanted a string"),
+]
+
+
+@pytest.mark.parametrize(("template", "record", "message"), REFUSED)
+def test_what_cannot_be_learned_as_meant_is_refused(
+    tmp_path: Path, template: str | None, record: Any, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        open_source(file, tokenizer=make_tokenizer(template))
+        open_source(write(tmp_path, record), tokenizer=make_tokenizer(template))
 
 
 def test_kinds_are_not_mixed(tmp_path: Path) -> None:
-    file = tmp_path / "mixed.jsonl"
-    file.write_text('{"prompt": "a", "completion": "b"}\n{"text": "c"}\n')
+    file = write(tmp_path, {"prompt": "a", "completion": "b"}, {"text": "c"})
     with pytest.raises(ValueError, match=r"line 2: a record of kind 'text' among those of kind 'prompt'"):
         open_source(file)

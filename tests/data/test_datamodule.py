@@ -1,8 +1,11 @@
-"""THDDataModule under a real Trainer: every sequence once, every switch, exact resume."""
+"""THDDataModule: every sequence once, every switch of a Trainer, exact scales, the planner's own plans."""
 
 from __future__ import annotations
 
 import multiprocessing as mp
+import os
+import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +17,20 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from lightning_thd import Sequences, THDBatch, THDDataModule
+from lightning_thd import FlopsModel, Packs, Sequences, THDBatch, THDDataModule
+from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDStep
-from lightning_thd.data import TokenStore
+from lightning_thd.data import planning
+from lightning_thd.data.loader import PlansAhead
+from lightning_thd.data.read.sources import Opener
+from lightning_thd.data.sets import open_mixture, open_set
+from lightning_thd.data.store.index import build_index
+from lightning_thd.data.trainer_link import Host
 from lightning_thd.module import CausalLMModule
-from tests.data.support import CAPACITY, flat, make_trainer
+from lightning_thd.packing import Cost, PackPlanner, StepPlan, balance
+from lightning_thd.packing.sharing import Sharing
+from tests.data.support import CAPACITY, batches_of, flat, make_trainer
+from tests.ranks import run_ranks
 from tests.tiny import VOCAB, TinyModule, nll, sequences, tiny_llama
 
 
@@ -136,26 +148,15 @@ def test_the_scale_counts_just_the_targets_that_are_there(oversize: Any, labels:
         assert step.microbatches[0].loss_scale == (len(step) / targets if targets else 0.0)
 
 
-class Windowed(TinyModule):
-    def __init__(self) -> None:
-        super().__init__()
-        config = MistralConfig(
-            **{**self.model.config.to_dict(), "model_type": "mistral", "sliding_window": 6}
-        )
-        self.model = AutoModelForCausalLM.from_config(config, attn_implementation="thd").double()
-        self.pairs: list[tuple[Any, ...]] = []
-
-    def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
-        self.pairs.append(batch.stats.window_pairs)
+def test_batches_count_the_pairs_of_the_models_window() -> None:
+    sizes = {**TinyModule().model.config.to_dict(), "model_type": "mistral", "sliding_window": 6}
+    data = THDDataModule(sequences(60), capacity=CAPACITY)
+    data.attach(model=AutoModelForCausalLM.from_config(MistralConfig(**sizes)))
+    batches = batches_of(data)
+    assert len(batches) > 2
+    for batch in batches:
         expected = sum(min(i + 1, 6) for length in batch.lengths for i in range(length))
         assert batch.stats.window_pairs == ((6, expected),)
-        return super().training_step(batch, batch_idx)
-
-
-def test_batches_count_the_pairs_of_the_models_window() -> None:
-    module = Windowed()
-    make_trainer(limit_train_batches=2).fit(module, THDDataModule(sequences(60), capacity=CAPACITY))
-    assert len(module.pairs) == 2
 
 
 def test_policies_are_counted_and_logged(tmp_path: Path) -> None:
@@ -170,39 +171,155 @@ def test_policies_are_counted_and_logged(tmp_path: Path) -> None:
     assert "data/train_tokens_lost" in logged
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: THDDataModule([], capacity=8), "The dataset is empty"),
-        (lambda: THDDataModule(sequences(9), capacity=0), "capacity=0; wanted"),
-        (lambda: THDDataModule(sequences(9), capacity=9, pad_to=3), "pad_to=3 is less than capacity=9"),
-        (lambda: THDDataModule(sequences(60), capacity=8), r"tokens but at most 8 fit a pack.*oversize="),
-        (lambda: THDDataModule([{"input_ids": [1, VOCAB]}], capacity=8), "Sequence 0 of the train data has"),
-    ],
-)
-def test_bad_input_is_refused(make: Any, message: str) -> None:
-    with pytest.raises((ValueError, MisconfigurationException), match=message):
-        make_trainer().fit(TinyModule(), make())
-
-
-def test_trainer_clashes_are_refused() -> None:
-    data = THDDataModule(sequences(9), capacity=CAPACITY)
+def test_what_would_train_on_less_than_was_meant_is_refused() -> None:
+    for data, message in (
+        (THDDataModule([], capacity=8), "The dataset is empty"),
+        (THDDataModule(val=sequences(9), capacity=8), "no data for 'train'"),
+        (THDDataModule(sequences(60), capacity=8), r"tokens but at most 8 fit a pack.*oversize="),
+        (THDDataModule([{"input_ids": [1, VOCAB]}], capacity=8), "Sequence 0 of the train data has"),
+        (THDDataModule([{"input_ids": [1]}, {"input_ids": []}], capacity=8), "Sequence 1 has no tokens"),
+    ):
+        with pytest.raises((ValueError, MisconfigurationException), match=message):
+            make_trainer().fit(TinyModule(), data)
     averaging = StochasticWeightAveraging(1e-3)  # its copy of this module has no weights yet
+    data = THDDataModule(sequences(9), capacity=CAPACITY)
     with pytest.raises(MisconfigurationException, match="StochasticWeightAveraging .* average nothing"):
         make_trainer(callbacks=[averaging]).fit(CausalLMModule(tiny_llama), data)
-    with pytest.raises(MisconfigurationException, match="no data for 'train'"):
-        make_trainer().fit(TinyModule(), THDDataModule(val=sequences(9), capacity=CAPACITY))
 
 
-def test_a_dead_worker_ends_the_run() -> None:
-    class Dies(TokenStore):
-        def __getitem__(self, i: int) -> Any:
-            if torch.utils.data.get_worker_info() is not None:
-                import os
+class Known(list[dict[str, Any]]):
+    """A dataset that counts how often it is read."""
 
-                os._exit(3)
-            return super().__getitem__(i)
+    def __init__(self, rows: list[dict[str, Any]], fingerprint: str = "a") -> None:
+        super().__init__(rows)
+        self.fingerprint, self.reads = fingerprint, 0
 
-    store = Dies.from_rows([s["input_ids"] for s in sequences(30)])
-    with pytest.raises(RuntimeError, match="worker"):
-        make_trainer().fit(TinyModule(), THDDataModule(store, capacity=CAPACITY, num_workers=1))
+    def __getitem__(self, i: Any) -> Any:
+        self.reads += 1
+        return super().__getitem__(i)
+
+
+def test_known_data_is_counted_once(tmp_path: Path) -> None:
+    key = {"fingerprint": "a"}
+    first = Known(sequences(50, labels=True))
+    expected = build_index(list(first))
+    for reads in (50, 0):
+        data = Known(first)
+        index = build_index(data, key=key, cache_dir=tmp_path)
+        assert data.reads <= reads + 1  # one look at a sample tells what it holds
+        assert index.lengths.tolist() == expected.lengths.tolist()
+        assert index.loss_tokens.tolist() == expected.loss_tokens.tolist()
+    assert isinstance(index.lengths, np.memmap)
+    [folder] = tmp_path.iterdir()
+    (folder / "lengths.npy").write_bytes(b"")
+    with pytest.warns(UserWarning, match="It is built again now"):
+        again = build_index(first, key=key, cache_dir=tmp_path)
+    assert again.lengths.tolist() == expected.lengths.tolist()
+
+
+@pytest.mark.parametrize("mine", [None, Cost(linear=1, quadratic=0)])
+def test_the_cost_is_that_of_the_model_or_the_users(mine: Cost | None) -> None:
+    seen: list[Cost] = []
+
+    def spy(lengths: Any, capacity: int, *, dp: int, cost: Cost) -> Any:
+        seen.append(cost)
+        return balance(lengths, capacity, dp=dp, cost=cost)
+
+    step = Sequences(10)
+    data = THDDataModule(sequences(30), capacity=CAPACITY, global_batch=step, scheduler=spy, cost=mine)
+    make_trainer(strategy="thd").fit(TinyModule(), data)
+    of_model = FlopsModel.from_config(TinyModule().model.config)
+    assert seen[0] == (mine or Cost.from_flops(of_model, longest=CAPACITY))
+
+
+def test_a_scheduler_of_ones_own_places_the_sequences() -> None:
+    def one_by_one(lengths: Any, capacity: int, *, dp: int, cost: Cost) -> Any:
+        return [[[i] for i in range(len(lengths))]]
+
+    data = THDDataModule(sequences(12), capacity=CAPACITY, global_batch=Sequences(4), scheduler=one_by_one)
+    data.setup("fit")
+    for step in data.train_dataloader():
+        assert isinstance(step, THDStep)
+        assert [len(batch) for batch in step.microbatches] == [1] * 4
+
+
+def test_a_ready_made_schedule_is_followed() -> None:
+    data = THDDataModule(sequences(6, longest=5), capacity=20, schedule=[2, 0, 1, 0, 2, 1])
+    data.setup("fit")
+    found = [b.sequence_ids for b in data.train_dataloader() if isinstance(b, THDBatch)]
+    assert found == [(1, 3), (2, 5), (0, 4)]
+    data = THDDataModule(sequences(6), capacity=99, schedule=[1, 2])
+    data.setup("fit")
+    with pytest.raises(ValueError, match=r"schedule has the shape \(2,\).* for 6 sequences"):
+        data.train_dataloader()
+
+
+def _fit_few(sequences_given: int, step: Any) -> tuple[list[tuple[int, ...]], int, list[float]]:
+    module = TinyModule()
+    trainer = make_trainer(max_epochs=2, devices=2, strategy="thd_ddp", num_sanity_val_steps=0)
+    samples = sequences(sequences_given, longest=5)
+    data = THDDataModule(samples, capacity=CAPACITY, global_batch=step, val=samples)
+    trainer.fit(module, data)
+    return module.seen, trainer.global_step, [float(p.detach().sum()) for p in module.model.parameters()]
+
+
+@pytest.mark.parametrize("step", [None, Sequences(4)])
+def test_fewer_sequences_than_ranks_give_every_rank_as_many_batches(step: Any) -> None:
+    (seen, steps, weights), (other_seen, other_steps, other_weights) = run_ranks(_fit_few, 2, 1, step)
+    assert len(seen) == len(other_seen) == steps == other_steps == 2
+    assert sorted([*seen, *other_seen]) == [(), (), (0,), (0,)]
+    assert weights == other_weights
+    assert all(torch.isfinite(torch.tensor(weights)))
+
+
+def test_what_is_not_planned_by_degrees() -> None:
+    opener, settings = Opener(), planning.DataSettings(capacity=CAPACITY)
+    host = Host(ranks=2, sharing=Sharing(max_degree=2))
+    mixture = open_mixture("train", {"a": (sequences(3), 1.0)}, opener, empty="error")
+    with pytest.raises(ValueError, match="context_parallel_size='dynamic' cannot be used with a mixture"):
+        planning.make_planner(mixture, settings, host, training=True)
+    one = open_set("train", sequences(3), opener, empty="error")
+    aligned = replace(host, alignment=Alignment(sequence_multiple=1, total_multiple=16))
+    with pytest.raises(ValueError, match="with a precision that aligns packs"):
+        planning.make_planner(one, settings, aligned, training=True)
+
+
+def test_an_id_past_the_vocabulary_where_only_lengths_were_known() -> None:
+    class Counted(list[dict[str, Any]]):
+        lengths = (2, 3)
+
+    rows = Counted([{"input_ids": [1, 2]}, {"input_ids": [3, 64, 5]}])
+    data = THDDataModule(rows, capacity=CAPACITY, vocab_size=64)
+    data.setup("fit")
+    with pytest.raises(ValueError, match="has the token id or label 64, but the model's vocabulary has"):
+        list(data.train_dataloader())
+
+
+LENGTHS = np.random.default_rng(0).integers(1, 200, 500)
+
+
+def same(a: StepPlan, b: StepPlan) -> bool:
+    of_a, of_b = ([p.tolist() for r in plan.indices_by_rank() for p in r] for plan in (a, b))
+    return of_a == of_b
+
+
+@pytest.mark.parametrize("global_batch", [Packs(4), Sequences(32)])
+def test_plans_are_the_planners_own_in_any_order(global_batch: Packs | Sequences) -> None:
+    plain = PackPlanner(LENGTHS, 512, global_batch=global_batch, window=64)
+    ahead = PlansAhead(PackPlanner(LENGTHS, 512, global_batch=global_batch, window=64), 2)
+    asked = [(0, 0), (0, 0), (0, 1), (0, 2), (1, 5), (0, 3), (1, 0), (0, len(plain) - 1), (1, 0), (1, 1)]
+    for epoch, k in asked:
+        assert same(ahead.step(epoch, k), plain.step(epoch, k, 2))
+
+
+def test_a_copy_and_a_fork_leave_the_thread_behind() -> None:
+    plain = PackPlanner(LENGTHS, 512, global_batch=Sequences(32))
+    ahead = PlansAhead(plain, 1)
+    ahead.step(0, 0)
+    copy = pickle.loads(pickle.dumps(ahead))
+    assert same(copy.step(0, 1), plain.step(0, 1))
+    child = os.fork()
+    if not child:
+        right = same(ahead.step(0, 1), plain.step(0, 1)) and same(ahead.step(0, 2), plain.step(0, 2))
+        os._exit(0 if right else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

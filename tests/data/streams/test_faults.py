@@ -1,27 +1,30 @@
-"""Shards that run dry, lie, or cannot be read, ranks and workers that die: a message within a time-out."""
+"""What ends or spoils streams: each is right, or a clear error on every rank within its time-out."""
 
 from __future__ import annotations
 
 import os
+import re
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import datasets
+import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch.distributed as dist
+from datasets.distributed import split_dataset_by_node
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_thd import THDDataModule
+from lightning_thd import Sequences, THDDataModule
 from lightning_thd.data.streams import Stream
-from lightning_thd.data.streams.ranks import Peers
-from tests.data.streams.jobs import check_content, counted, describe, module, read_shards, run, write_shards
-from tests.ranks import RankError, run_ranks
-
-
-def job(folder: str, kwargs: dict[str, Any]) -> Any:
-    return run(f"{folder}/*.jsonl", **kwargs)
+from tests.data.streams.jobs import counted, describe, module, run, write_shards
+from tests.ranks import RankError, pretended_ranks, run_ranks
+from tests.tiny import TinyModule, quiet_trainer
 
 
 def caught(folder: str, kwargs: dict[str, Any]) -> str:
@@ -30,15 +33,6 @@ def caught(folder: str, kwargs: dict[str, Any]) -> str:
     except (ValueError, RuntimeError) as err:
         return f"{type(err).__name__}: {err}"
     return "nothing"
-
-
-@pytest.mark.parametrize("sizes", [[100, 2, 2], pytest.param([0, 0, 50], marks=pytest.mark.slow)])
-def test_skewed_and_empty_ranks(tmp_path: Path, sizes: list[int]) -> None:
-    write_shards(tmp_path, sizes)
-    ranks = run_ranks(job, 3, str(tmp_path), {"n": 9, "window": 4}, timeout_s=60)
-    wanted = read_shards(tmp_path)
-    assert counted(ranks) == dict.fromkeys(wanted, 1)
-    check_content(ranks, wanted, capacity=64)
 
 
 def test_a_bad_record_ends_every_rank_with_its_place_or_is_skipped(tmp_path: Path) -> None:
@@ -85,21 +79,6 @@ def test_a_rank_that_dies_does_not_leave_the_others_waiting() -> None:
     assert time.monotonic() - started < 60
 
 
-def fails_to_begin() -> str:
-    """Let the rank that reads fail before its first step; return what a rank is told."""
-    loader = module(dying, n=8, window=8).train_steps()
-    loader.source._peers = Peers([0], [0, 1], dist.get_rank(), timeout_s=30)
-    if dist.get_rank() == 0:
-        loader.source._taken = lambda at: (_ for _ in ()).throw(ValueError("cache_dir holds none"))
-    with pytest.raises(ValueError, match="cache_dir") as told:
-        next(iter(loader))
-    return str(told.value)
-
-
-def test_a_reader_that_cannot_begin_tells_the_ranks_it_reads_for() -> None:
-    assert run_ranks(fails_to_begin, 2, timeout_s=60) == ["cache_dir holds none"] * 2
-
-
 def test_a_worker_that_dies_is_named() -> None:
     def source() -> Iterator[dict[str, Any]]:
         yield {"input_ids": np.arange(5)}
@@ -110,19 +89,6 @@ def test_a_worker_that_dies_is_named() -> None:
     with pytest.raises(ValueError, match="Rank 0: A worker that reads source ended: DataLoader worker"):
         run(source, n=8, num_workers=1, timeout_s=600)
     assert time.monotonic() - started < 60  # it is looked at every few seconds, whatever the time-out
-
-
-def test_a_worker_that_gives_nothing_is_given_up_after_the_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def source() -> Iterator[dict[str, Any]]:
-        for row in range(40):
-            time.sleep(0.5 if row == 10 else 60 if row == 30 else 0)  # slow is not silent
-            yield {"input_ids": np.arange(5)}
-
-    monkeypatch.setattr("lightning_thd.data.streams.intake._LOOK_S", 0.2)
-    loader, given = module(source, n=8, window=8, num_workers=1, timeout_s=3).train_steps(), []
-    with pytest.raises(ValueError, match="A worker that reads source ended: it gave nothing for timeout_s=3"):
-        given.extend(iter(loader))
-    assert len(given) == 2  # the window of the third is not full
 
 
 @pytest.mark.parametrize(
@@ -169,7 +135,40 @@ def test_tails(tmp_path: Path) -> None:
         assert packs or loader.counts["tail_dropped"] == 4
 
 
-def test_streams_do_not_evaluate_and_have_no_dynamic_degrees(tmp_path: Path) -> None:
+def one_row() -> Iterator[Any]:
+    return iter([{"input_ids": [1, 2]}])
+
+
+def split_by_rank() -> Any:
+    whole = datasets.Dataset.from_dict({"input_ids": [[1], [2]]}).to_iterable_dataset()
+    return split_dataset_by_node(whole, rank=0, world_size=2)
+
+
+image = {"input_ids": [*range(9)], "pixel_values": np.ones((1, 2))}
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (lambda: iter([1.5]), {}, "a float is no sequence"),
+    (lambda: iter([]), {}, "A pass over the stream gave no step"),
+    (lambda: iter([{"input_ids": []}]), {}, "the sequence has no tokens.*empty='drop'"),
+    (lambda: iter([image]), {"capacity": 8, "oversize": "truncate"}, "carries pixel_values, so it cannot be"),
+    (one_row, {"n": 9, "tail": "drop"}, "too few sequences for one step of Sequences"),
+    (one_row, {"packs": True, "n": 1, "scheduler": lambda lengths, capacity, **_: []}, r"cannot serve Packs"),
+    (one_row, {"schedule": [0]}, "A schedule numbers the sequences of a dataset with"),
+    (({"input_ids": [1, 2]} for _ in range(4)), {"epochs": 2, "n": 2}, "can be read one time"),
+    (split_by_rank(), {}, r"IterableDataset was split by rank \(split_dataset_by_node\),"),
+    ([], {}, "The stream has no shards"),
+    (5, {}, "int is no stream"),
+    ("/nowhere/*.jsonl", {}, "no file matches it"),
+    (__file__, {}, "py cannot be streamed. Shards are"),
+]
+
+
+@pytest.mark.parametrize(("source", "options", "message"), REFUSED)
+def test_what_is_no_stream_or_does_not_fit_one(source: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, MisconfigurationException), match=message):
+        run(source, **options)
+
+
+def test_streams_do_not_evaluate_and_have_no_dynamic_degrees() -> None:
     with pytest.raises(ValueError, match="val is a stream .*train may be a stream"):
         THDDataModule(capacity=8, val=lambda: iter([]))
     data = THDDataModule(dying, capacity=8)
@@ -178,22 +177,131 @@ def test_streams_do_not_evaluate_and_have_no_dynamic_degrees(tmp_path: Path) -> 
         data.train_steps()
 
 
-def test_what_is_no_stream(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="a float is no sequence"):
-        run(lambda: iter([1.5]))
-    with pytest.raises(ValueError, match="A pass over the stream gave no step"):
-        run(lambda: iter([]))
-    with pytest.raises(ValueError, match="too few sequences for one step of Sequences"):
-        run(lambda: iter([{"input_ids": [1, 2]}]), n=9, tail="drop")
-    with pytest.raises(ValueError, match="no file matches it"):
-        run(f"{tmp_path}/*.jsonl")
-    (tmp_path / "a.xyz").write_text("")
-    with pytest.raises(ValueError, match="xyz cannot be streamed. Shards are"):
-        run(f"{tmp_path}/a.xyz")
-    generator = ({"input_ids": [1, 2]} for _ in range(4))
-    with pytest.raises(ValueError, match="can be read one time"):
-        run(generator, epochs=2, n=2)
-    with pytest.raises(ValueError, match="the sequence has no tokens.*empty='drop'"):
-        run(lambda: iter([{"input_ids": []}]))
-    with pytest.raises(ValueError, match="on_error='ignore'; wanted one of raise, skip"):
-        Stream(source="x", on_error="ignore")
+def of_part(kind: str, part: int, parts: int) -> Iterator[Any]:
+    """Begin a part of a source with one fault, on rank 1 alone where it is of one rank."""
+    for row in range(30):
+        ids = np.arange(4 + (row * 7 + part) % 5 * (kind == "shapes")) + part
+        record: dict[str, Any] = {"input_ids": ids}
+        if kind == "labels on some" and part == 1:
+            record["labels"] = ids
+        elif kind == "dtypes" and part == 1:
+            record["pixel_values"] = np.ones((2, 3), np.float64)
+        elif kind == "dtypes":
+            record["pixel_values"] = np.ones((2, 3), np.float32)
+        elif kind == "shapes":
+            record["pixel_values"] = np.ones((2, 3 + part), np.float32)
+        elif kind == "raises" and part == 1 and row == 2:
+            raise RuntimeError("the third record")
+        elif kind == "no sequence" and part == 1 and row == 2:
+            yield [1, 2, 3]
+            continue
+        elif kind == "nested" and part == 1 and row == 2:
+            record["input_ids"] = [[1, 2], [3]]
+        yield record
+
+
+def attacked(kinds: list[str]) -> list[str]:
+    found = []
+    for kind in kinds:
+        try:
+            seen, *_ = run(partial(of_part, kind), n=8, window=6, timeout_s=20)
+            found.append(f"{len(seen)} steps")
+        except (ValueError, TypeError, RuntimeError) as err:
+            found.append(f"{type(err).__name__}: {err}")
+    return found
+
+
+WANTED = {
+    # A sequence without labels learns every token, as it does beside one with labels in a dataset.
+    "labels on some": "^8 steps$",
+    "dtypes": "8 steps|Rank [01]: Samples carry 'pixel_values'",
+    "shapes": "Rank [01]: Samples carry 'pixel_values'",
+    "raises": "Rank 1: shard .* part 1, row 2: reading stopped: the third record",
+    "no sequence": "Rank 1: shard .*row 2: a list is no sequence",
+    "nested": "Rank 1: shard .*row 2: .*input_ids",
+}
+
+
+def test_faults_of_one_rank_end_all_of_them_with_its_place() -> None:
+    ranks = run_ranks(attacked, 2, list(WANTED), timeout_s=120)
+    for found in ranks:
+        for (kind, wanted), message in zip(WANTED.items(), found, strict=True):
+            assert re.search(wanted, message, re.S), (kind, message)
+
+
+def trainer(**kwargs: Any) -> L.Trainer:
+    return quiet_trainer(**{"strategy": "thd", "max_epochs": 1, **kwargs})
+
+
+class Seen(TinyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.ids += batch.sequence_ids
+        return super().training_step(batch, batch_idx)
+
+
+def test_epochs_that_a_trainer_ends_early_lose_nothing(tmp_path: Path) -> None:
+    warnings.simplefilter("ignore")
+    write_shards(tmp_path, [60])
+    module, states = Seen(), []
+
+    class Saves(L.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            loader = trainer.fit_loop._combined_loader.flattened[0]
+            states.append((len(module.ids), loader.state_dict()))
+
+    data = THDDataModule(Stream(f"{tmp_path}/*.jsonl", window=8), capacity=200, global_batch=Sequences(5))
+    trainer(max_epochs=4, limit_train_batches=3, callbacks=[Saves()]).fit(module, data)
+    assert len(module.ids) == len(set(module.ids)) == 60
+    for used, state in states[:-1]:
+        rest = run(f"{tmp_path}/*.jsonl", state=state, n=5, capacity=200, window=8)
+        assert sorted([*module.ids[:used], *counted([rest]).elements()]) == list(range(60)), used
+
+
+def unequal(folder: str) -> str:
+    source = f"{folder}/{dist.get_rank()}/*.jsonl"
+    try:
+        run(source, n=4, window=4, timeout_s=10)
+    except (ValueError, RuntimeError) as err:
+        return str(err)
+    return "nothing"
+
+
+def test_ranks_that_list_other_shards(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        write_shards(tmp_path / str(rank), [5 + rank] * (1 + rank))
+    for message in run_ranks(unequal, 2, str(tmp_path), timeout_s=60):
+        assert "The ranks list other shards: rank 0 has 1, rank 1 has 2" in message
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"lengths": [1, 2]}, "carries lengths, as a row of several sequences does, and a sample is one:"),
+        ({"position_ids": [0, 0, 1]}, "its position_ids begin again inside it, as in a row of several"),
+        ({"next_label": 5}, "it carries 'next_label', which a stream does not read"),
+        ({"pixel_values": [[1.0]]}, "carries 'pixel_values' as list. Extras are tensors"),
+        ({"audio": [1.0]}, "Samples carry 'audio': audio inputs cannot be packed"),
+        ({"input_ids": np.ma.MaskedArray([1, 2, 3], [0, 0, 1])}, "input_ids is a masked array, whose mask"),
+    ],
+)
+def test_what_a_stream_would_lose(more: dict[str, Any], message: str) -> None:
+    plain = {"input_ids": [1, 2, 3], "url": "a", "score": 0.5, "images": None, "lengths": None}
+    assert len(run(lambda: iter([plain, {**plain, "position_ids": [0, 1, 2]}]), n=2)[0]) == 1
+    with pytest.raises(ValueError, match=f"row 1: .*{message}"):
+        run(lambda: iter([plain, {**plain, **more}]), n=1)
+
+
+def test_ranks_without_a_job(tmp_path: Path) -> None:
+    write_shards(tmp_path, [12, 3])
+    data = THDDataModule(Stream(source=f"{tmp_path}/*.jsonl"), capacity=64)
+    data.attach(rank=0, ranks=2)
+    with (
+        pretended_ranks(1, backend="gloo"),
+        pytest.raises(ValueError, match=r"The ranks of the job have the data ranks \[0\]; wanted each of 0"),
+    ):
+        next(iter(data.train_steps()))

@@ -24,12 +24,6 @@ def pool_of(lengths: list[int] | np.ndarray, dp: int) -> Table:
     return pool
 
 
-def lognormal(count: int, seed: int = 0) -> np.ndarray:
-    """Draw Megatron-LM's mock lengths: mean 4096 before they are clipped to 1024 and 8192."""
-    rng = np.random.default_rng(seed)
-    return np.clip(rng.lognormal(np.log(4096) - 1.1**2 / 2, 1.1, count), 1024, 8192).astype(np.int64)
-
-
 def scheduling(step: Packs | Sequences, dp: int, capacity: int, tail: str = "pad") -> Scheduling:
     return Scheduling(step=step, slots=make_slots(capacity, None), cost=Cost(), dp=dp, tail=tail)
 
