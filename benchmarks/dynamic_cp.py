@@ -204,11 +204,24 @@ def shared_step(
     return float(ready.max()), busy, fullest
 
 
+def least_time(tables: Tables, ranks: int) -> float:
+    """Return a lower bound on the time of a step in which ranks wait in every microbatch."""
+    # While a sequence runs, other ranks have no more to do than the densest ones that fit their slots.
+    work = tables.cheapest
+    order = np.argsort(-work / tables.slots[0], kind="stable")
+    filled = np.cumsum(tables.slots[0, order])
+    held = np.searchsorted(filled, ranks * tables.room[0], side="right")
+    densest = float(work[order][: held + 1].sum())
+    time = np.where(tables.possible, tables.load, np.inf)
+    idle = np.maximum(tables.total_work - work, ranks * time - densest).min(axis=0)
+    return float(work.sum() + idle.max()) / ranks
+
+
 def least_over_even(tables: Tables, ranks: int, sharing: Sharing) -> float:
     """No plan's slowest rank takes less than this, of an even share of the work at the cheapest degrees."""
     even = tables.even_time(ranks)
     if sharing.waits == "microbatch":
-        return tables.least_time(ranks) / even
+        return least_time(tables, ranks) / even
     heaviest = float(np.where(tables.possible, tables.load, np.inf).min(axis=0).max())
     return max(even, heaviest) / even
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import re
 from functools import cache
 from types import ModuleType
 
@@ -22,7 +21,6 @@ _HINTS: dict[str, tuple[str, str]] = {
     "accelerate": ("pip install 'lightning_thd[accelerate]'", "Lightning needs nothing more."),
     "wandb": ("pip install 'lightning_thd[wandb]'", "TensorBoard and CSV need nothing more."),
     "jsonargparse": ("pip install 'lightning_thd[cli]'", "From Python nothing more is needed."),
-    "shtab": ("pip install 'lightning_thd[cli]'", "The commands themselves need nothing more."),
     "matplotlib": ("pip install 'lightning_thd[plots]'", "The table needs nothing more."),
     "flash_attn": (
         "pip install --no-build-isolation flash-attn",
@@ -32,15 +30,10 @@ _HINTS: dict[str, tuple[str, str]] = {
         "build the hopper folder of the flash-attention repository (flash-attn 3)",
         "backend='cpu' and 'torch' need nothing more.",
     ),
-    "transformer_engine.pytorch": (
+    "transformer_engine": (
         "pip install --no-build-isolation 'transformer-engine[pytorch]'",
-        "backend='cpu' and 'torch' need nothing more.",
+        "backend='cpu' and 'torch' need nothing more, and engine='torchao' runs FP8 without it.",
     ),
-    "transformer_engine.common.recipe": (
-        "pip install --no-build-isolation 'transformer-engine[pytorch]'",
-        "engine='torchao' runs FP8 without it.",
-    ),
-    "torchao.float8": ("pip install 'lightning_thd[fp8]'", "bf16 needs nothing more."),
     "mamba_ssm": (
         "pip install --no-build-isolation mamba-ssm",
         "The layer runs sequence by sequence without it.",
@@ -61,40 +54,25 @@ def available(name: str) -> bool:
 
 
 def trouble(name: str, install: str = "") -> str | None:
-    """Return why a module does not import here and how to install it, or None if it imports.
-
-    ``install`` is the command for a package that has no row above. A build for another torch gets another
-    text.
-    """
+    """Return why a module does not import here and how to ``install`` it, or None if it imports."""
     top = name.partition(".")[0]
     install = install or _hint(name)[0]
     try:
         if importlib.util.find_spec(top) is None:
             return f"{name} does not import here: {install}"
         importlib.import_module(name)
-    except ModuleNotFoundError as err:
-        if (err.name or top).partition(".")[0] == top:  # another release of the package, without this part
-            return f"{name} does not import here: {install}"
-        return f"{name} does not import here ({_first_line(err)}): pip install {err.name}"
     except Exception as err:  # a build for another ABI raises many kinds
-        build = f"pip install {top}" if "lightning_thd[" in install else install
-        again = build.replace("pip install", "pip install --force-reinstall --no-deps")
+        line = f"{err}".partition("\n")[0]
         return (
-            f"{name} is installed and does not import here ({_first_line(err)}). Built for another torch or "
-            f"CUDA? Build it again: {again}"
+            f"{name} is installed and does not import here ({line}). Was it built for another torch or CUDA? "
+            f"Install it again with --force-reinstall --no-deps: {install}"
         )
     return None
 
 
 def _hint(name: str) -> tuple[str, str]:
     top = name.partition(".")[0]
-    return _HINTS.get(name) or _HINTS.get(top) or (f"pip install {top}", "")
-
-
-def _first_line(err: Exception) -> str:
-    """Return an import error's first line, without the folders of a shared library's path."""
-    line = (str(err).splitlines() or [type(err).__name__])[0]
-    return re.sub(r"/\S*/", "", line)
+    return _HINTS.get(top, (f"pip install {top}", ""))
 
 
 def installed(name: str) -> bool:
@@ -107,7 +85,7 @@ def require(name: str, *, feature: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except Exception as err:  # a build for another ABI raises many kinds
-        install, otherwise = _HINTS.get(name, (f"pip install {name}", ""))
+        install, otherwise = _hint(name)
         raise ModuleNotFoundError(
             f"{feature} needs the package {name!r}, which does not import here ({err}). "
             f"Install it: {install}. {otherwise}".rstrip()

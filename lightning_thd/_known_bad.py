@@ -39,18 +39,6 @@ TABLE: tuple[KnownBad, ...] = (
         instead="install triton>=3.7.1 or tilelang",
     ),
     KnownBad(
-        feature="mamba_ssm",
-        versions={"transformers": "<5.15", "mamba-ssm": ">=0"},
-        problem="transformers hands no seq_idx to the fused Mamba-2 kernels, so that state crosses sequences",
-        instead="install transformers>=5.15",
-    ),
-    KnownBad(
-        feature="flash_attn",
-        versions={"flash-attn": "<2.7"},
-        problem="its functions take other arguments than those of 2.7 and later",
-        instead="install flash-attn>=2.8, or use backend='torch', which is in torch",
-    ),
-    KnownBad(
         feature="graphs",
         versions={"torch": ">=2.12,<2.14"},
         problem="a capture that fails at its end keeps the memory of its pool reserved (pytorch pull 190348)",
@@ -73,11 +61,7 @@ def known_problems(
     capability: int | None = None,
     version_of: Callable[[str], str | None] = installed_version,
 ) -> list[KnownBad]:
-    """Return the known-bad combinations of this machine, of one feature or of all.
-
-    ``capability`` is the GPU's major compute capability; without one, entries that need a certain GPU are
-    left out.
-    """
+    """Return the known-bad combinations of this machine, of one feature or of all."""
     return [
         entry
         for entry in TABLE

@@ -11,10 +11,7 @@ STATIC: ContextVar[bool] = ContextVar("lightning_thd_static_shapes", default=Fal
 
 @contextlib.contextmanager
 def static_shapes() -> Iterator[None]:
-    """Let no code in this context read values of tensors, so that a recorded step replays on other batches.
-
-    Checks of values are left out, and so are savings that depend on values. Results are the same.
-    """
+    """Let no code in this context read values of tensors: a recorded step replays on other batches."""
     token = STATIC.set(True)
     try:
         yield

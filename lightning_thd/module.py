@@ -31,11 +31,7 @@ def adamw(
     betas: tuple[float, float],
     **options: Any,
 ) -> torch.optim.AdamW:
-    """Build a fused AdamW if every parameter allows it: one kernel a step, not many a tensor.
-
-    It steps as the plain one does, gradient clipping and scaling included. Sharded parameters (DTensor) and
-    devices without fused kernels keep torch's own choice.
-    """
+    """Build AdamW, fused into one kernel a step where parameters are neither sharded nor of odd devices."""
     given: list[Any] = list(groups)
     parameters = [p for g in given for p in (g["params"] if isinstance(g, dict) else [g])]
     fused = bool(parameters) and all(_may_fuse(p) for p in parameters)
@@ -48,12 +44,8 @@ def adamw(
 
 
 def warmup_and_cosine(step: int, *, steps: int, warmup_fraction: float, final: float) -> float:
-    """Return the part of the peak rate in a step: a straight rise, then half a cosine down to ``final``.
-
-    It depends only on the step: a run resumed with more steps takes the rate of the longer run from its
-    second step on (the first has the rate that was saved). A schedule that remembers its length would rise
-    again.
-    """
+    """Return the part of the peak rate in a step: a straight rise, then half a cosine down to ``final``."""
+    # It depends only on the step: a schedule that remembers its length would rise again in a longer run.
     warmup = min(steps - 1, max(1, round(warmup_fraction * steps)))
     if step < warmup:
         return (step + 1) / (warmup + 1)
@@ -67,13 +59,6 @@ _MISSPELT = 0.93  # likeness of two names from which one is taken for the other
 def _may_fuse(parameter: Tensor) -> bool:
     plain = type(parameter) in (Tensor, nn.Parameter)
     return plain and parameter.device.type in ("cpu", "cuda") and parameter.is_floating_point()
-
-
-def _refuse_path(model: str) -> None:
-    advice = "Pass the folder of a saved model, or its name; for new weights of a config, config={...}."
-    refuse_missing(model, advice)
-    if model.endswith(".json"):
-        raise ValueError(f"model={model!r} is a file, which holds no weights. {advice}")
 
 
 def _refuse_misspelt(arguments: Iterable[str], make: Callable[[], Any]) -> None:
@@ -135,8 +120,7 @@ class CausalLMModule(L.LightningModule):
         router_balance: RouterBalance = "microbatch",
     ) -> None:
         super().__init__()
-        if compile not in ("off", "layers"):
-            raise ValueError(f"CausalLMModule got compile={compile!r}; wanted 'off' or 'layers'.")
+        choice(compile, "compile", "off", "layers")
         choice(router_balance, "router_balance", *get_args(RouterBalance))
         if (model is None) == (config is None):
             raise ValueError(
@@ -144,7 +128,7 @@ class CausalLMModule(L.LightningModule):
                 "one of them."
             )
         if isinstance(model, str):
-            _refuse_path(model)
+            refuse_missing(model, "Pass the folder of a saved model or its name, or config={...}.")
         if config is not None and "model_type" not in config:
             raise ValueError(
                 f"config={config}: it names no model_type, for example {{'model_type': 'qwen3', ...}}."

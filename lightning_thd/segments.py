@@ -22,7 +22,6 @@ from lightning_thd._checks import choice, int_tensor, whole_number
 from lightning_thd.seqlens import host_values
 
 Ints = Tensor | npt.NDArray[np.integer] | Sequence[Any]
-_MOST_SEGMENTS = 2**31 - 2  # ids and their number plus one are int32
 MaskFamily = Literal["causal", "causal_bottom_right", "padding"]
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from lightning_thd._checks import described, host_ints, whole_number
+from lightning_thd._checks import host_ints, whole_number
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 Ints: TypeAlias = Sequence[int] | IntArray | Tensor
@@ -190,8 +190,7 @@ class SeqStats:
         cross_tokens, cross_pairs = (0, 0) if cross_lengths is None else _cross(lengths, cross_lengths)
         patches, squares, in_windows = _NO_PICTURES
         if image_grid_thw is not None or video_grid_thw is not None or vision_windows != ():
-            patches, squares, in_windows = _vision(image_grid_thw, video_grid_thw, _tuple(vision_windows))
-        windows = windows if type(windows) is tuple else _tuple(windows)
+            patches, squares, in_windows = _vision(image_grid_thw, video_grid_thw, tuple(vision_windows))
         return cls(
             real_tokens=real_tokens,
             slots=slots,
@@ -419,12 +418,6 @@ def _edge_squares(patches: IntArray, edge: int) -> IntArray:
     """Sum the squared pieces of ``patches`` cut every ``edge``: 5 cut every 2 gives 4 + 4 + 1."""
     whole, rest = patches // edge, patches % edge
     return whole * edge * edge + rest * rest
-
-
-def _tuple(windows: Iterable[Any]) -> tuple[Any, ...]:
-    if not isinstance(windows, Iterable) or isinstance(windows, str | bytes):
-        raise TypeError(f"windows is {described(windows)}; wanted a tuple of windows, FlopsModel.windows.")
-    return tuple(windows)
 
 
 def _offset_rows(cu_seqlens: IntRows | None, name: str) -> list[list[int]]:

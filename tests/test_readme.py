@@ -92,10 +92,6 @@ def run_block(block: str, folder: str) -> list[str]:
     return sorted(set(names) - before)
 
 
-def test_there_are_blocks() -> None:
-    assert len(BLOCKS) >= 2
-
-
 @pytest.mark.parametrize("block", BLOCKS, ids=[block.strip().splitlines()[-1][:40] for block in BLOCKS])
 def test_every_python_block_runs(block: str, tmp_path: Path) -> None:
     (tmp_path / "texts.jsonl").write_text('{"text": "one document"}\n{"text": "and another"}\n')
@@ -162,13 +158,3 @@ def test_the_support_table_names_every_family() -> None:
 
     section = README.split("## Support")[1]
     assert not [name for name in FAMILIES if not re.search(rf"\b{name}\b", section)]
-
-
-def test_the_help_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    from lightning_thd.cli import main
-
-    commands = set(re.findall(r"`?lightning-thd ([a-z-]+)[ `]", README + "".join(DOCS.values())))
-    main([])
-    shown = capsys.readouterr().out
-    assert commands
-    assert all(f"  {command} " in shown for command in commands)

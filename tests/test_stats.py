@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -33,119 +32,54 @@ def pairs_by_mask(lengths: list[int], window: Window | None) -> int:
     return allowed
 
 
-# --- the nine cases of the packed-FLOPs pull request: (arguments, sum of lengths, sum of squares)
-NINE: dict[str, tuple[dict[str, Any], int, int]] = {
-    "1_no_offsets_is_dense": ({"cu_seqlens": None, "shape": (2, 512)}, 1024, 524288),
-    "2_three_sequences": ({"cu_seqlens": [0, 256, 512, 4096], "shape": (1, 4096)}, 4096, 12976128),
-    "3_tail_cut_at_argmin": (
-        {"cu_seqlens": [0, 1024, 4096, 8192, 8192, 8192, 8192], "argmin": 4, "shape": (1, 8192)},
-        8192,
-        27262976,
-    ),
-    "4_unpadded_wins": (
-        {
-            "cu_seqlens": [0, 4096, 4096, 4096],
-            "cu_seqlens_unpadded": [0, 1000, 3500, 4096],
-            "shape": (1, 4096),
-        },
-        4096,
-        7605216,
-    ),
-    "8_one_offset_is_dense": ({"cu_seqlens": [0], "shape": (1, 256)}, 256, 65536),
-    "9_thirty_two_of_256": ({"cu_seqlens": list(range(0, 8193, 256)), "shape": (1, 8192)}, 8192, 2097152),
-}
-
-
-@pytest.mark.parametrize("case", NINE)
-def test_case_of_the_pull_request(case: str) -> None:
-    arguments, tokens, squares = NINE[case]
-    stats = SeqStats.from_cu_seqlens(**arguments)
+# Cases of the packed-FLOPs pull request and others: offsets, options, sum of lengths, sum of squares.
+@pytest.mark.parametrize(
+    ("offsets", "options", "tokens", "squares"),
+    [
+        (None, {"shape": (2, 512)}, 1024, 524288),
+        ([0, 256, 512, 4096], {"shape": (1, 4096)}, 4096, 12976128),
+        ([0, 1024, 4096, 8192, 8192, 8192, 8192], {"argmin": 4, "shape": (1, 8192)}, 8192, 27262976),
+        ([0, 1024, 4096, 8192, 8192, 8192, 8192], {}, 8192, 27262976),
+        ([0, 4096, 4096], {"cu_seqlens_unpadded": [0, 1000, 3500, 4096]}, 4096, 7605216),
+        ([0], {"shape": (1, 256)}, 256, 65536),
+        (list(range(0, 8193, 256)), {"shape": (1, 8192)}, 8192, 2097152),
+        (None, {"shape": (1, 8192)}, 8192, 32 * 2097152),
+        ([0, 0, 0], {"shape": (1, 64)}, 0, 0),  # an empty pack is not dense
+        ([0, 3, 8], {"argmin": 0}, 8, 34),
+        ([0, 3, 8, -1], {"argmin": torch.tensor([[3]])}, 8, 34),
+        # rows start from 0 again, and one without offsets is dense
+        ([[0, 3, 8], [0, 8, 8], [0, -1, -1]], {"shape": (3, 8)}, 24, 9 + 25 + 64 + 64),
+        *[([0, 3, 8, *tail], {}, 8, 34) for tail in ([8, 8], [-1], [-1, -1], [0, 0], [8, -1, 0])],
+        *[(make([0, 3, 8]), {}, 8, 34) for make in (tuple, np.array, torch.tensor)],
+        # 46,341^2 is the first square above int32
+        (torch.tensor([0, 46_341, 146_341], dtype=torch.int32), {}, 146_341, 46_341**2 + 100_000**2),
+    ],
+)
+def test_offsets_are_read_as_pipelines_hand_them_out(
+    offsets: Any, options: dict[str, Any], tokens: int, squares: int
+) -> None:
+    stats = SeqStats.from_cu_seqlens(offsets, **options)
     assert (stats.real_tokens, stats.sum_squares) == (tokens, squares)
 
 
-def test_case_3_needs_no_argmin() -> None:
-    assert SeqStats.from_cu_seqlens([0, 1024, 4096, 8192, 8192, 8192, 8192]).sum_squares == 27262976
-
-
-def test_case_5_microbatches_accumulate() -> None:
-    both = SeqStats.from_cu_seqlens([0, 32, 128]) + SeqStats.from_cu_seqlens([0, 64, 128])
-    assert (both.real_tokens, both.sum_squares) == (256, 18432)
-
-
-def test_case_6_no_tokens_change_nothing() -> None:
-    some = SeqStats.from_lengths([3, 5], windows=(2,))
-    assert some + SeqStats.from_lengths([]) == some
-    assert SeqStats() + some == some
-    assert sum([some], start=SeqStats()) == some
-
-
-def test_case_7_patches_of_images_and_videos() -> None:
-    stats = SeqStats.from_cu_seqlens(
-        None, shape=(1, 64), image_grid_thw=[[1, 4, 4], [1, 2, 8]], video_grid_thw=torch.tensor([[2, 2, 2]])
-    )
-    assert stats.vision_patches == 40
-    assert (
-        stats.vision_squares == 16**2 + 16**2 + 2 * 4**2
-    )  # per frame: two frames of 4 patches, not one of 8
-
-
-def test_case_9_is_a_thirty_second_of_dense() -> None:
-    dense = SeqStats.from_cu_seqlens(None, shape=(1, 8192))
-    assert dense.sum_squares == 32 * 2097152
-
-
-# --- reading offsets
-@pytest.mark.parametrize("tail", [[], [8], [8, 8], [-1], [-1, -1], [0], [0, 0], [8, -1, 0]])
-def test_a_tail_of_repeats_minus_one_or_zero_is_no_sequence(tail: list[int]) -> None:
-    assert SeqStats.from_cu_seqlens([0, 3, 8, *tail]) == SeqStats.from_lengths([3, 5])
-
-
-def test_rows_start_anew_and_a_row_without_offsets_is_dense() -> None:
-    stats = SeqStats.from_cu_seqlens([[0, 3, 8], [0, 8, 8], [0, -1, -1]], shape=(3, 8))
-    assert stats.sum_squares == 9 + 25 + 64 + 64
-    assert stats.slots == 24
-
-
-def test_an_empty_pack_is_not_dense() -> None:
-    assert SeqStats.from_cu_seqlens([0, 0, 0], shape=(1, 64)).real_tokens == 0
-
-
-def test_an_argmin_of_zero_means_that_nothing_is_padded() -> None:
-    assert SeqStats.from_cu_seqlens([0, 3, 8], argmin=0) == SeqStats.from_lengths([3, 5])
-
-
-def test_an_argmin_may_be_a_tensor_of_one_number() -> None:
-    found = SeqStats.from_cu_seqlens([0, 3, 8, -1], argmin=torch.tensor([[3]]))
-    assert found == SeqStats.from_cu_seqlens([0, 3, 8], shape=(1, 8))
-
-
-def test_slots_are_those_of_the_padded_offsets_or_of_the_tensor() -> None:
+def test_worked_cases() -> None:
     stats = SeqStats.from_cu_seqlens([0, 4, 12], cu_seqlens_unpadded=[0, 3, 8])
     assert (stats.real_tokens, stats.slots) == (8, 12)
     assert SeqStats.from_cu_seqlens([0, 3, 8], shape=(1, 16)).slots == 16
+    some = SeqStats.from_lengths(np.array([3, 5], np.int32), windows=(2,))
+    assert some == SeqStats.from_cu_seqlens([0, 3, 8], windows=(2,))
+    assert some + SeqStats.from_lengths([]) == SeqStats() + some == sum([some], start=SeqStats()) == some
+    cross = SeqStats.from_lengths([3, 5], cross_lengths=[10, 0])
+    assert (cross.cross_tokens, cross.cross_pairs) == (10, 30)
+    grids = {"image_grid_thw": [[1, 4, 4], [1, 2, 8]], "video_grid_thw": torch.tensor([[2, 2, 2]])}
+    stats = SeqStats.from_cu_seqlens(None, shape=(1, 64), **grids)
+    # per frame: two frames of 4 patches, not one of 8
+    assert (stats.vision_patches, stats.vision_squares) == (40, 16**2 + 16**2 + 2 * 4**2)
+    image = SeqStats.from_lengths([8], image_grid_thw=[[1, 4, 4]], vision_windows=(4,))
+    text = SeqStats.from_lengths([8], vision_windows=(4,))
+    assert (text + image).vision_window_pairs == image.vision_window_pairs
 
 
-@pytest.mark.parametrize("make", [list, tuple, np.array, torch.tensor])
-def test_every_kind_of_integers_reads_the_same(make: Any) -> None:
-    assert SeqStats.from_cu_seqlens(make([0, 3, 8])) == SeqStats.from_lengths([3, 5])
-    assert SeqStats.from_lengths(make([3, 5]), windows=(2,)) == SeqStats.from_lengths([3, 5], windows=(2,))
-
-
-def test_int32_squares_do_not_overflow() -> None:
-    long = np.array([46_341, 100_000], dtype=np.int32)  # 46_341^2 is the first square above int32
-    assert SeqStats.from_lengths(long, windows=(100_000,)).sum_squares == 46_341**2 + 100_000**2
-    offsets = torch.tensor([0, 46_341, 146_341], dtype=torch.int32)
-    assert SeqStats.from_cu_seqlens(offsets).sum_squares == 46_341**2 + 100_000**2
-
-
-@given(lengths=LENGTHS)
-def test_offsets_and_lengths_agree(lengths: list[int]) -> None:
-    offsets = [0, *accumulate(lengths)]
-    if len(offsets) > 1:
-        assert SeqStats.from_cu_seqlens(offsets, windows=(3,)) == SeqStats.from_lengths(lengths, windows=(3,))
-
-
-# --- counting
 @given(lengths=LENGTHS, window=st.integers(1, 50))
 def test_window_pairs_equal_a_brute_force_mask(lengths: list[int], window: int) -> None:
     windows = (window, Chunk(window), Blocks(window), Blocks(window, 2))
@@ -174,23 +108,12 @@ def test_batches_add_as_if_they_were_one(here: list[int], there: list[int]) -> N
     )
 
 
-def test_cross_pairs_are_queries_times_what_they_read() -> None:
-    stats = SeqStats.from_lengths([3, 5], cross_lengths=[10, 0])
-    assert (stats.cross_tokens, stats.cross_pairs) == (10, 30)
-
-
 @pytest.mark.parametrize(("rows", "columns", "edge"), [(5, 7, 2), (4, 4, 4), (3, 9, 8)])
 def test_vision_windows_equal_a_brute_force_grid(rows: int, columns: int, edge: int) -> None:
     patches = [(row // edge, column // edge) for row in range(rows) for column in range(columns)]
     expected = 2 * sum(here == there for here in patches for there in patches)
     stats = SeqStats.from_lengths([8], image_grid_thw=[[2, rows, columns]], vision_windows=(edge,))
     assert dict(stats.vision_window_pairs) == {edge: expected}
-
-
-def test_a_batch_without_images_adds_to_one_with() -> None:
-    text = SeqStats.from_lengths([8], vision_windows=(4,))
-    image = SeqStats.from_lengths([8], image_grid_thw=[[1, 4, 4]], vision_windows=(4,))
-    assert (text + image).vision_window_pairs == image.vision_window_pairs
 
 
 # --- messages
@@ -202,45 +125,36 @@ def of_lengths(*lengths: int, **options: Any) -> Callable[[], SeqStats]:
     return lambda: SeqStats.from_lengths(lengths, **options)
 
 
-LARGE = [[1, 2**20, 2**20]]
-REFUSED: list[tuple[Callable[[], Any], str]] = [
-    (of_offsets([0, 5, 3]), r"cu_seqlens \[0, 5, 3\] must start at 0 and never decrease"),
-    (of_offsets([0, 5, -1, 8]), "never decrease"),
-    (of_offsets([0, -5]), "never decrease"),
-    (of_offsets([2, 5]), "must start at 0"),
-    (of_offsets([[[0]]]), r"has shape \(1, 1, 1\). Pass \[S \+ 1\]"),
-    (of_offsets([0.0, 3.0]), "holds float64 values; wanted whole numbers. Pass integers"),
-    (of_offsets([0]), "describes no sequence and shape=None. Pass shape="),
-    (of_offsets(None), "describes no sequence and shape=None"),
-    (of_offsets(None, shape=(2, 3, 4)), r"shape=\(2, 3, 4\); wanted two numbers, rows and row length"),
-    (of_offsets([0, 3, 8], argmin=9), "argmin=9 is outside the 3 offsets"),
-    (of_lengths(3, -1), r"lengths\[1\] is -1; wanted 0 or more. A sequence has zero or more tokens"),
-    (of_lengths(2**32, 2**31), "squares may pass int64.*count parts of the data and add"),
-    (of_lengths(3, slots=2), "slots=2 is less than the 3 real tokens"),
-    (of_lengths(3, loss_tokens=4), "loss_tokens=4 is outside 0..3 slots"),
-    (of_lengths(3, windows=(0,)), "A window=0; wanted 1 or more"),
-    (of_lengths(3, windows=2), "windows is a int, 2; wanted a tuple of windows, FlopsModel.windows"),
-    (of_lengths(3, cross_lengths=[1, 2]), r"cross_lengths \[1, 2\] does not fit the 1 sequences"),
-    (of_lengths(3, cross_lengths=[-2]), r"cross_lengths \[-2\] does not fit"),
-    (of_lengths(3, image_grid_thw=[[1, 0, 4]]), "grid_thw holds 0. Frames, rows and columns"),
-    (of_lengths(3, image_grid_thw=LARGE), "grid_thw are so large that their squares may pass int64"),
-    (of_lengths(3, image_grid_thw=[[1, 2], [3, 4], [5, 6]]), r"grid_thw has shape \(3, 2\); wanted \[N, 3\]"),
-    (lambda: Chunk(2**63), "Chunk.size=9223372036854775808; wanted at most .*the tokens of a chunk"),
-    (
-        lambda: window_pairs([3, 4], 2, ends=[1]),
-        r"ends \[1\] do not cut 2 lengths",
-    ),
-    (lambda: window_pairs([3, 4], 2, ends=[2, 1, 2]), r"ends \[2, 1, 2\] do not .* that never decrease"),
-    (
-        lambda: of_lengths(3, windows=(4,))() + of_lengths(3)(),
-        r"windows=\[\] to stats counted with \[4\]. Build all of them",
-    ),
-    (lambda: SeqStats() + 3, "unsupported operand"),  # type: ignore[operator]
-]
-
-
-@pytest.mark.parametrize("case", range(len(REFUSED)))
-def test_is_refused(case: int) -> None:
-    call, message = REFUSED[case]
-    with pytest.raises((ValueError, TypeError), match=message):
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (of_offsets([0, 5, 3]), r"cu_seqlens \[0, 5, 3\] must start at 0 and never decrease"),
+        (of_offsets([0, 5, -1, 8]), "never decrease"),
+        (of_offsets([2, 5]), "must start at 0"),
+        (of_offsets([[[0]]]), r"has shape \(1, 1, 1\). Pass \[S \+ 1\]"),
+        (of_offsets([0.0, 3.0]), "holds float64 values; wanted whole numbers. Pass integers"),
+        (of_offsets(None), "describes no sequence and shape=None. Pass shape="),
+        (of_offsets(None, shape=(2, 3, 4)), r"shape=\(2, 3, 4\); wanted two numbers, rows and row length"),
+        (of_offsets([0, 3, 8], argmin=9), "argmin=9 is outside the 3 offsets"),
+        (of_lengths(3, -1), r"lengths\[1\] is -1; wanted 0 or more. A sequence has zero or more tokens"),
+        (of_lengths(2**32, 2**31), "squares may pass int64.*count parts of the data and add"),
+        (of_lengths(3, slots=2), "slots=2 is less than the 3 real tokens"),
+        (of_lengths(3, loss_tokens=4), "loss_tokens=4 is outside 0..3 slots"),
+        (of_lengths(3, windows=(0,)), "A window=0; wanted 1 or more"),
+        (of_lengths(3, cross_lengths=[1, 2]), r"cross_lengths \[1, 2\] does not fit the 1 sequences"),
+        (of_lengths(3, prefix_lengths=[4]), r"prefix_lengths \[4\] does not fit lengths \[3\]"),
+        (of_lengths(3, image_grid_thw=[[1, 0, 4]]), "grid_thw holds 0. Frames, rows and columns"),
+        (of_lengths(3, image_grid_thw=[[1, 2**20, 2**20]]), "grid_thw are so large that their squares may"),
+        (of_lengths(3, image_grid_thw=[[1, 2]] * 3), r"grid_thw has shape \(3, 2\); wanted \[N, 3\]"),
+        (lambda: Chunk(2**63), "Chunk.size=9223372036854775808; wanted at most .*the tokens of a chunk"),
+        (lambda: window_pairs([3, 4], 2, ends=[1]), r"ends \[1\] do not cut 2 lengths"),
+        (lambda: window_pairs([3, 4], 2, ends=[2, 1, 2]), r"ends \[2, 1, 2\] do not .* that never decrease"),
+        (
+            lambda: of_lengths(3, windows=(4,))() + of_lengths(3)(),
+            r"windows=\[\] to stats counted with \[4\]",
+        ),
+    ],
+)
+def test_is_refused(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         call()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -63,27 +62,19 @@ def refuse_unreachable(name: str) -> None:
 def whole(least: int) -> Callable[[str], int]:
     """Return a type of argparse for whole numbers from ``least`` on: ``whole(1)("8")`` is 8."""
 
-    def parse(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+    def whole_number(text: str) -> int:
+        number = int(text)
         if number < least:
             raise argparse.ArgumentTypeError(f"{number}; wanted at least {least}")
         return number
 
-    return parse
+    return whole_number
 
 
 def share(text: str) -> float:
     """Parse a number above 0 and at most 1."""
-    try:
-        number = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}; wanted a number above 0")
-    if number > 1:
+    number = float(text)
+    if not 0 < number <= 1:
         raise argparse.ArgumentTypeError(f"{text}; wanted a share, above 0 and at most 1")
     return number
 

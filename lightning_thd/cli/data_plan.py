@@ -7,13 +7,15 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import get_args
+from pathlib import Path
+from typing import Any, get_args
 
 import numpy as np
 
-from lightning_thd.cli.arguments import Parser, picture, share, whole
-from lightning_thd.cli.flops import load_config, nearest_device
-from lightning_thd.cuda_graph.graph_choice import GraphPlan, plan_for
+from lightning_thd._imports import require
+from lightning_thd.cli.arguments import Parser, picture, refuse_unreachable, share, whole
+from lightning_thd.cli.peaks import nearest_device
+from lightning_thd.cuda_graph.graph_choice import plan_for
 from lightning_thd.data import THDDataModule
 from lightning_thd.flops import FlopsModel, SeqStats, peak_flops
 from lightning_thd.packing import Cost, PackPlanner, Packs, Sequences
@@ -22,13 +24,6 @@ from lightning_thd.packing.prefixes import PrefixPlanner
 from lightning_thd.report.terminal import Table, show_table
 
 _MFU = 0.4
-# The table gives these counts of a set other names.
-_LOST = {
-    "dropped": "longer sequences, dropped",
-    "truncated": "longer sequences, truncated",
-    "split": "longer sequences, split",
-    "own_pack": "longer sequences, own pack",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +74,7 @@ class Expected:
             rows.append(("vision tower's share of the work", f"{self.vision:.1%}"))
         if self.tokens_per_s is not None:
             rows.append(("tokens/s of one device", f"{self.tokens_per_s:,.0f}"))
-        rows += [(_LOST.get(name, name.replace("_", " ")), f"{n:,}") for name, n in self.lost.items() if n]
+        rows += [(f"sequences: {name.replace('_', ' ')}", f"{n:,}") for name, n in self.lost.items() if n]
         return Table(columns=("", ""), rows=rows)
 
 
@@ -171,6 +166,22 @@ def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]], lis
     return expected, packs, held
 
 
+def load_config(path: str) -> Any:
+    """Load a config from a ``config.json``, a folder that holds one, or a name transformers can resolve."""
+    refuse_unreachable(path)
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    if not file.exists():
+        auto = require("transformers", feature=f"--model {path}, which is no file here,").AutoConfig
+        return auto.from_pretrained(path)
+    try:
+        config = json.loads(file.read_text())
+    except json.JSONDecodeError as err:
+        raise ValueError(f"{file}, line {err.lineno}: {err.msg}. A config.json is wanted.") from err
+    if not isinstance(config, dict) or not config.get("model_type"):
+        raise ValueError(f"{file} has no model_type. Pass the config.json of a transformers model.")
+    return config
+
+
 def _lengths(packs: Sequence[Sequence[int]]) -> tuple[int, int, int]:
     """Return the shortest, the median and the longest sequence of packs; zeros where there are none."""
     flat = sorted(length for pack in packs for length in pack)
@@ -251,37 +262,8 @@ def plan_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def plan_of(given: argparse.Namespace) -> GraphPlan:
-    """Return the plan of CUDA graphs for the packs of a data set."""
-    data = THDDataModule(
-        given.data,
-        capacity=given.capacity,
-        oversize="truncate",
-        empty="drop",
-        text_key=given.text_key,
-        tokenizer=given.tokenizer,
-    )
-    data.prepare_data()
-    data.setup("fit")
-    planner = getattr(data.train_dataloader(), "planner", None)
-    if not isinstance(planner, PackPlanner):
-        raise ValueError(f"{given.data} is a stream, whose packs are not known before it is read.")
-    return plan_for(planner, given=given.max_sequences or ())
-
-
 def graph_plan(arguments: Sequence[str]) -> None:
     """Print which CUDA graphs a data set is worth, before any GPU is at hand."""
-    parser = graph_plan_parser()
-    given = parser.parse_args(list(arguments))
-    try:
-        found = plan_of(given)
-    except (ValueError, OSError, ModuleNotFoundError) as err:
-        parser.error(str(err))
-    sys.stdout.write((json.dumps(asdict(found)) if given.json else found.table()) + "\n")
-
-
-def graph_plan_parser() -> argparse.ArgumentParser:
-    """Build the command's argument parser."""
     parser = Parser(
         "lightning-thd graph-plan",
         description="Choose the buckets of CUDAGraphCallback for a data set, with costs relative to eager.",
@@ -295,4 +277,21 @@ def graph_plan_parser() -> argparse.ArgumentParser:
         "--max-sequences", type=whole(1), nargs="+", metavar="N", help="buckets of your own, to be judged"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser
+    given = parser.parse_args(list(arguments))
+    try:
+        data = THDDataModule(
+            given.data,
+            capacity=given.capacity,
+            oversize="truncate",
+            empty="drop",
+            text_key=given.text_key,
+            tokenizer=given.tokenizer,
+        )
+        data.prepare_data()
+        data.setup("fit")
+        planner = data.train_steps().planner
+        assert isinstance(planner, PackPlanner), "a path is no stream"
+        found = plan_for(planner, given=given.max_sequences or ())
+    except (ValueError, OSError, ModuleNotFoundError) as err:
+        parser.error(str(err))
+    sys.stdout.write((json.dumps(asdict(found)) if given.json else found.table()) + "\n")

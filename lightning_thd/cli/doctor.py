@@ -1,12 +1,7 @@
-"""This machine -> what is installed, which kernels run here and why others do not, and known-bad versions.
-
-``lightning-thd doctor`` prints it, with ``--json`` for a program or a bug report. Nothing is trained, and a
-GPU is asked for its name only.
-"""
+"""This machine -> what is installed, which kernels run here and why others do not, and known-bad versions."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -30,7 +25,7 @@ _DISTRIBUTIONS = (
     *("causal-conv1d", "fla-core", "flash-linear-attention", "tilelang", "torchao", "fsspec", "wandb"),
 )
 # The command line and pictures need these.
-_MORE = ("jsonargparse", "shtab", "matplotlib", "zstandard")
+_MORE = ("jsonargparse", "matplotlib", "zstandard")
 
 
 # These run a kind of layer and need these imports and a CUDA device.
@@ -79,9 +74,6 @@ class Diagnosis:
                 problems or [("No combination that is known to be bad.", "")],
             )
         ]
-
-    def __str__(self) -> str:
-        return "\n\n".join(map(str, self.tables()))
 
 
 def diagnose() -> Diagnosis:
@@ -152,18 +144,12 @@ def _no_device(capability: int | None) -> str | None:
     return "there is no CUDA device" if capability is None else None
 
 
-def doctor_parser() -> argparse.ArgumentParser:
-    """Build the command's argument parser."""
+def doctor(arguments: Sequence[str]) -> None:
+    """Print the diagnosis of this machine."""
     parser = Parser(
         "lightning-thd doctor", description=__doc__, epilog="example: lightning-thd doctor --json"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser
-
-
-def doctor(arguments: Sequence[str]) -> None:
-    """Print the diagnosis of this machine."""
-    parser = doctor_parser()
     as_json, found = parser.parse_args(list(arguments)).json, diagnose()
     if as_json:
         print(json.dumps(asdict(found), indent=1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import os
@@ -15,18 +14,15 @@ from lightning_thd import __version__
 from lightning_thd._imports import require
 from lightning_thd.cli.arguments import Parser, nearest
 
-# command -> the module whose functions run it and make its parser, imported when it runs; what it does
+# command -> the module whose function runs it, imported when it runs; what it does
 TOOLS = {
     "plan": ("data_plan", "packs, balance and speed to expect of a data set"),
     "check": ("check", "whether a model keeps the sequences of a pack apart"),
     "doctor": ("doctor", "what is installed, which kernels run here, known-bad versions"),
     "report": ("main", "print the table of a run and draw its page"),
-    "flops": ("flops", "FLOPs of a model on given sequence lengths, part by part"),
-    "peaks": ("flops", "dense peaks of devices, which MFU is held against"),
+    "peaks": ("peaks", "dense peaks of devices, which MFU is held against"),
     "graph-plan": ("data_plan", "buckets for CUDA graphs, and what they should bring"),
-    "completion": ("main", "print what completes these commands in a shell"),
 }
-_SHELLS = ("bash", "zsh", "tcsh", "fish")
 TRAINING = {
     "fit": "train a module on a data module",
     "validate": "run the validation set",
@@ -66,15 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
 
 
-def tool(name: str, suffix: str = "") -> Any:
-    """Return the function that runs a command, or with "_parser" the one that makes its parser."""
-    module = importlib.import_module(f"lightning_thd.cli.{TOOLS[name][0]}")
-    return getattr(module, name.replace("-", "_") + suffix)
-
-
 def _tool(name: str, arguments: list[str]) -> None:
+    module = importlib.import_module(f"lightning_thd.cli.{TOOLS[name][0]}")
     try:
-        tool(name)(arguments)
+        getattr(module, name.replace("-", "_"))(arguments)
         sys.stdout.flush()
     except BrokenPipeError:  # `| head` has read enough; Python would fail again when it flushes at the end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -141,8 +132,10 @@ def _name_nearest(parsers: list[Any]) -> None:
     parsers[-1].error = one_line
 
 
-def report_parser() -> argparse.ArgumentParser:
-    """Build the command's argument parser."""
+def report(arguments: Sequence[str]) -> None:
+    """Print the table of a run and draw its page."""
+    from lightning_thd.report import read_metrics, show
+
     parser = Parser(
         "lightning-thd report",
         description="Print the table of a run, and draw report.png and report.html beside its logs.",
@@ -152,14 +145,6 @@ def report_parser() -> argparse.ArgumentParser:
     themes = ("auto", "light", "dark")
     parser.add_argument("--theme", choices=themes, default="auto", help="colours of the page (the reader's)")
     parser.add_argument("--json", action="store_true", help="print every metric's steps and values")
-    return parser
-
-
-def report(arguments: Sequence[str]) -> None:
-    """Print the table of a run and draw its page."""
-    from lightning_thd.report import read_metrics, show
-
-    parser = report_parser()
     given = parser.parse_args(list(arguments))
     try:
         if given.json:
@@ -168,38 +153,3 @@ def report(arguments: Sequence[str]) -> None:
             show(given.folder, theme=given.theme)
     except ValueError as err:
         parser.error(str(err))
-
-
-def completion_parser() -> argparse.ArgumentParser:
-    """Build the command's argument parser."""
-    parser = Parser(
-        "lightning-thd completion",
-        description="Print a script that completes lightning-thd's commands and options.",
-        epilog='example: eval "$(lightning-thd completion bash)"',
-    )
-    parser.add_argument("shell", choices=_SHELLS)
-    return parser
-
-
-def completion(arguments: Sequence[str]) -> None:
-    """Print the completion script of a shell."""
-    given = completion_parser().parse_args(list(arguments))
-    try:
-        shtab = require("shtab", feature="lightning-thd completion")
-    except ModuleNotFoundError as err:
-        sys.exit(f"lightning-thd: {err}")
-    sys.stdout.write(shtab.complete(all_commands(), given.shell) + "\n")
-
-
-def all_commands() -> argparse.ArgumentParser:
-    """Build one parser of all commands; the training commands get no options, as LightningCLI makes them."""
-    joined = argparse.ArgumentParser("lightning-thd")
-    commands = joined.add_subparsers(dest="command")
-    for name, (_, what) in TOOLS.items():
-        one = tool(name, "_parser")()
-        for action in one._actions:
-            action.help = action.help or ""
-        commands.add_parser(name, help=what, parents=[one], add_help=False, conflict_handler="resolve")
-    for name, what in TRAINING.items():
-        commands.add_parser(name, help=what)
-    return joined

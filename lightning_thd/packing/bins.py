@@ -44,9 +44,7 @@ class Packing:
         return len(self.offsets) - 1
 
     def __getitem__(self, pack: int) -> IntArray:
-        if not -len(self) <= pack < len(self):
-            raise IndexError(f"Pack {pack} was asked of {len(self)} packs. Pass a number below that.")
-        pack %= len(self)
+        pack = range(len(self))[pack]
         return self.indices[self.offsets[pack] : self.offsets[pack + 1]]
 
     def __iter__(self) -> Iterator[IntArray]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lightning_thd._checks import host_ints, whole_number
+from lightning_thd._checks import host_ints, real_number, whole_number
 from lightning_thd.flops.model import FlopsModel
 from lightning_thd.stats import SeqStats
 
@@ -17,7 +17,6 @@ IntArray = npt.NDArray[np.int64]
 # Positions of sequences -> int64 [S, 2]: their image patches, and the sum of a frame's squared patches.
 Media = Callable[[IntArray], IntArray]
 
-_NAMES = ("linear", "quadratic", "patch", "patch_pair")
 _EDGE = 64  # patches of the probed image's edge, at least: as many as an image of 1,000 pixels has
 
 
@@ -36,17 +35,10 @@ class Cost:
     patch_pair: float = 0.0  # work of a pair of patches of one frame
 
     def __post_init__(self) -> None:
-        values = [getattr(self, name) for name in _NAMES]
-        for name, value in zip(_NAMES, values, strict=True):
-            if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-                raise TypeError(f"Cost.{name} is a {type(value).__name__}. Pass a number of at least 0.")
-        if not (
-            all(value >= 0 for value in values) and self.linear + self.quadratic > 0 and sum(values) < np.inf
-        ):
-            raise ValueError(
-                f"{self!r}: wanted finite numbers of at least 0, and linear and quadratic not both 0. "
-                "Cost(linear=1, quadratic=0) balances tokens."
-            )
+        for name in ("linear", "quadratic", "patch", "patch_pair"):
+            real_number(getattr(self, name), f"Cost.{name}", least=0)
+        if not self.linear + self.quadratic:
+            raise ValueError(f"{self!r} is no work. Cost(linear=1, quadratic=0) balances tokens.")
 
     @classmethod
     def from_flops(cls, model: FlopsModel, *, longest: int = 8192) -> Cost:

@@ -162,18 +162,6 @@ class Tables:
         """Return the time of a step if all work, at the cheapest degrees, were spread evenly over R ranks."""
         return float(self.cheapest.sum()) / ranks
 
-    def least_time(self, ranks: int) -> float:
-        """Return a lower bound on the time of a step in which ranks wait in every microbatch."""
-        # While a sequence runs, other ranks have no more to do than the densest ones that fit their slots.
-        work = self.cheapest
-        order = np.argsort(-work / self.slots[0], kind="stable")
-        filled = np.cumsum(self.slots[0, order])
-        held = np.searchsorted(filled, ranks * self.room[0], side="right")
-        densest = float(work[order][: held + 1].sum())
-        time = np.where(self.possible, self.load, np.inf)
-        idle = np.maximum(self.total_work - work, ranks * time - densest).min(axis=0)
-        return float(work.sum() + idle.max()) / ranks
-
 
 def _work(cost: Callable[[IntArray], FloatArray], lengths: IntArray) -> FloatArray:
     work = cost(lengths)

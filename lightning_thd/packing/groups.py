@@ -1,13 +1,8 @@
 """The sequences of a step -> microbatches of groups of ranks: short ones whole on a rank, long ones shared.
 
 Every microbatch tiles all ranks with groups of 1, 2, 4, ... neighbours. A group runs one pack, each rank its
-share of it. So each sequence gets the degree that it needs, for its memory and for an even step, and all
-ranks run the same number of microbatches. Ranks wait for each other at different times:
-
-- ``_even_microbatches``: ranks wait in every microbatch (FSDP), so each microbatch is made even.
-- ``_even_step``: ranks wait only at the end of the step (DDP), so only the sum over the microbatches of each
-  rank is made even. On 512 ranks with long sequences this saves up to 15 % of a step against even
-  microbatches, and next to nothing on chats (python -m benchmarks.dynamic_cp).
+share of it. Ranks that wait in every microbatch (FSDP) get even microbatches. Ranks that wait only at the end
+of the step (DDP) get even sums over their microbatches, which saves up to 15 % (benchmarks.dynamic_cp).
 
 Legend: S sequences, C degrees, R ranks, M microbatches of each rank. The *level* of a microbatch is the work
 to which its ranks are filled.
@@ -113,10 +108,7 @@ class _Left:
             self.put(self.numbers.pop(place), group)
 
     def spread(self, queues: Sequence[tuple[float, Sequence[_Group]]]) -> bool:
-        """Put each sequence, the longest first, where least work waits; False if one fits nowhere.
-
-        A queue is its work and its groups, all of one degree.
-        """
+        """Put each sequence, the longest first, in the queue with least work; False if one fits nowhere."""
         # Queues without the slots for a sequence wait until a later one, which is shorter, fits them.
         free = [[group.free for group in groups] for _, groups in queues]
         heap = [(work, at) for at, (work, _) in enumerate(queues)]
@@ -161,14 +153,9 @@ def _bins(tables: Tables, groups: list[_Group]) -> SharedBins:
     )
 
 
-# --- ranks that wait in every microbatch --------------------------------------------------------------------
-# A long sequence sets the level of its microbatch. The ranks beside it come near that level only with
-# sequences that have as much work a slot, which are the long ones. So each microbatch takes the longest
-# sequences that are left, and each group is filled up to the level.
-
-
 def _even_microbatches(tables: Tables, ranks: int) -> SharedBins:
     """Fill one microbatch after the other, each with the longest sequences that are left."""
+    # Ranks beside a long sequence come near its level only with sequences of as much work a slot.
     left, slots = _Left(tables), _FULL * ranks * tables.room[0]
     done: list[list[_Group]] = []
     while left.numbers:
@@ -226,14 +213,10 @@ def _finish(left: _Left, done: list[list[_Group]], room: int, ranks: int, added:
         added += 1
 
 
-# --- ranks that wait only at the end of the step ------------------------------------------------------------
-# Only a shared sequence makes ranks wait before the step ends. Each rank runs its largest groups first, and
-# groups of c ranks begin at multiples of c. So all ranks of a group come from the same larger groups, at the
-# same time, and wait for no other ranks.
-
-
 def _even_step(tables: Tables, ranks: int) -> SharedBins:
     """Give each sequence the fewest ranks that keep it within an even share of the step's work."""
+    # Each rank runs its largest groups first. So all ranks of a group come from the same larger groups, at
+    # the same time, and do not wait for others.
     even, left = tables.even_time(ranks), _Left(tables)
     load = np.where(tables.possible, tables.load, np.inf)
     within = load <= even

@@ -75,7 +75,13 @@ def share_out(
             f"Mixing(dry={mixing.dry!r}) is for streams; no source here is one. Mixing(epoch=) says how many "
             "sequences an epoch of sources with a length takes."
         )
-    _check_sizes(sizes, weights)
+    if not sizes or set(sizes) != set(weights):
+        raise ValueError(
+            f"A mixture got sizes of {sorted(sizes)} and weights of {sorted(weights)}. Give both of each."
+        )
+    for name, size in sizes.items():
+        whole_number(size, f"sizes[{name!r}]", least=1, advice="A source has at least one sequence.")
+    check_weights(weights)
     largest = max(weights.values())  # a sum of large weights may overflow
     scaled = {name: weights[name] / largest for name in sizes}
     total = sum(scaled.values())
@@ -101,19 +107,6 @@ def share_out(
             "Raise its weight, or set Mixing(epoch=) to more sequences."
         )
     return counts
-
-
-def _check_sizes(sizes: Mapping[str, int], weights: Mapping[str, float]) -> None:
-    advice = "Pass one number a source, by its name."
-    instance(sizes, "sizes", Mapping, advice=advice)
-    instance(weights, "weights", Mapping, advice=advice)
-    if not sizes or set(sizes) != set(weights):
-        raise ValueError(
-            f"A mixture got sizes of {sorted(sizes)} and weights of {sorted(weights)}. Give both of each."
-        )
-    for name, size in sizes.items():
-        whole_number(size, f"sizes[{name!r}]", least=1, advice="A source has at least one sequence.")
-    check_weights(weights)
 
 
 def check_weights(weights: Mapping[str, float]) -> None:

@@ -78,20 +78,14 @@ class Resumable(ABC):
     def resume(self, state: Mapping[str, Any]) -> tuple[int, int]:
         """Return the epoch and next step of a state, or refuse one of other data, naming each change."""
         instance(state, "state", Mapping, advice="Pass what PackPlanner.state() returned.")
-        missing = {"epoch", "step", "fingerprint"} - set(state)
-        if missing:
-            raise ValueError(
-                f"The state has no {', '.join(sorted(missing))}; it holds "
-                f"{', '.join(sorted(state)) or 'nothing'}. Pass what PackPlanner.state() returned."
-            )
-        if state["fingerprint"] != self.fingerprint():
+        if state.get("fingerprint") != self.fingerprint():
             saved = state.get("settings", {})
             changes = [
                 f"{name} was {saved.get(name)!r}, is {value!r}"
                 for name, value in self.settings.items()
                 if saved.get(name) != value
             ]
-            found = "; ".join(changes) or f"fingerprint was {state['fingerprint']}, is {self.fingerprint()}"
+            found = "; ".join(changes) or "its fingerprint is another"
             raise ValueError(
                 f"The state was saved with other data or settings ({found}), so its steps "
                 "would hold other sequences. Restore the old ones, or start without the state."
@@ -177,36 +171,32 @@ class PackPlanner(Resumable):
     data set; they are counted once, when the planner is made.
 
     Args:
-        lengths: tokens of each sequence: ints ``[N]`` in a list, an array, a memory map, or computed on
-            demand by an object with ``__len__`` and ``__getitem__`` for an array of positions. Read once to
-            check and hash them; never held.
+        lengths: tokens of each sequence: ints ``[N]`` in a list, an array, a memory map, or an object with
+            ``__len__`` and ``__getitem__`` for an array of positions. They are read once, and not held.
         capacity: slots of a pack.
         global_batch: ``Packs(n)`` or ``Sequences(n)`` to an optimizer step.
         align: what padded lengths and totals must be multiples of; the padding counts against the capacity.
         cost: work of a sequence by its length and patches; the default is that of a text model with hidden
             size 4096.
-        window: sequences packed together with ``Packs(n)``. A larger one fills packs better and costs memory
-            and time.
+        window: sequences packed together with ``Packs(n)``; a larger one fills packs better.
         oversize: what to do with a sequence that does not fit a pack: ``error``, ``drop`` it, ``truncate``
             it, ``split`` it in pieces, or let it have its ``own_pack`` above the capacity.
         tail: the last step of an epoch that has too few packs or sequences: ``pad`` runs it with what is
             left, ``drop`` leaves it out.
         seed: of every shuffle.
-        loss_tokens: targets of each sequence, ints ``[N]``, or ``"all"`` when every token with a next one in
-            its sequence has a target, or a function ``Spans -> float64 [2, S]`` that gives the weights of
-            their loss tokens and of their sequences; then each plan holds the loss scale of its step.
+        loss_tokens: targets of each sequence, ints ``[N]``, ``"all"`` when every token with a next one has a
+            target, or a function ``Spans -> float64 [2, S]`` that gives the weights of their loss tokens and
+            of their sequences; then each plan holds the loss scale of its step.
         scheduler: a function in place of :func:`balance`, for ``Sequences(n)``.
         schedule: the number of the microbatch of each sequence, ints ``[N]``, for ``Packs(n)``: these packs,
-            in this order, in every epoch, in place of our own. Held in memory.
+            in this order, in every epoch, in place of our own.
         counts: packs of every window, as :attr:`counts` of a planner with the same fingerprint gave them.
         num_workers: processes that count the packs of the windows; 0 counts them in this one.
         patches: image patches of each sequence, ints ``[N]`` or ``[N, 2]`` as ``Cost`` takes them, or a
             function from an array of positions to int64 ``[S, 2]``; None for text.
-        max_patches: most patches of a pack; None sets no bound. ``oversize`` applies to a sequence above it,
-            which can be dropped or have its own pack, but not be cut.
+        max_patches: most patches of a pack; a sequence above it can be dropped or have its own pack.
         evenly: each step of ``Sequences(n)`` and each window of ``Packs(n)`` takes sequences at equal
-            distances in the data set, so that every part of it has its share of them to within one sequence.
-            Mixtures are planned so.
+            distances in the data set, as mixtures are planned.
 
     Raises:
         ValueError: for whatever cannot be planned, and what to change.

@@ -1,13 +1,12 @@
-"""Parts that need no GPU: one succeeds, one takes its process down, one never ends."""
+"""Parts that need no GPU: one succeeds, one takes its process down."""
 
 from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Iterator
 
-from benchmarks.gpu_parts import Part, Row, add, part
+from benchmarks.gpu_parts import Row, part
 
 
 @part("good", shows="a goal met", seconds=1, rank=1)
@@ -28,16 +27,7 @@ def after() -> Iterator[Row]:
     yield Row(case="late", value=0.5, unit="x", goal=">= 1", met=False)
 
 
-@part("endless", shows="no end", seconds=1, rank=4)
-def endless() -> Iterator[Row]:
-    yield Row(case="begun", value=1.0, unit="s")
-    time.sleep(600)
-
-
 @part("large", shows="no time for it", seconds=1e6, rank=5)
 def large() -> Iterator[Row]:
     raise AssertionError("must not run")
     yield
-
-
-add(Part(name="tests", shows="a folder of tests", seconds=1, rank=6, tests=("tests/benchmarks",)))

@@ -1,10 +1,12 @@
+from typing import Any
+
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from lightning_thd.alignment import Alignment
 from lightning_thd.packing import pack_lengths
-from lightning_thd.packing.bins import count_packs
+from lightning_thd.packing.bins import best_fit, count_packs
+from lightning_thd.packing.lengths import Slots, make_slots
 
 from .shapes import draw
 
@@ -42,65 +44,41 @@ def test_same_packs_as_placing_one_after_the_other(algorithm: str) -> None:
         packs = pack_lengths(lengths, capacity, algorithm=algorithm, max_sequences=limit)
         found = sorted((capacity - sum(lengths[i] for i in pack), len(pack)) for pack in packs)
         assert found == one_after_the_other(lengths, capacity, algorithm, limit), number
+        assert sorted(packs.indices) == list(range(len(lengths)))
+        assert limit or algorithm == "next_fit" or count_packs(np.array(lengths), capacity) == len(packs)
+        assert (packs.totals(lengths) <= capacity).all()
 
 
-def test_counting_gives_the_number_of_packs() -> None:
-    for number in range(100):
-        lengths, capacity = random_case(number)
-        assert count_packs(np.array(lengths), capacity) == len(pack_lengths(lengths, capacity))
-    assert count_packs(np.empty(0, np.int64), 8) == 0
-
-
-@given(
-    lengths=st.lists(st.integers(1, 64), min_size=1, max_size=40),
-    algorithm=st.sampled_from(["bfd", "next_fit"]),
-    limit=st.none() | st.integers(1, 4) | st.just(2**70),
-)
-def test_each_sequence_lands_in_one_pack_within_budget(
-    lengths: list[int], algorithm: str, limit: int | None
-) -> None:
-    packs = pack_lengths(lengths, 64, algorithm=algorithm, max_sequences=limit)
-    assert sorted(packs.indices) == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in pack) <= 64 for pack in packs)
-    assert all(1 <= len(pack) <= (limit or 40) for pack in packs)
-
-
-def test_worked_value() -> None:
+def test_packs_of_large_numbers_of_none_and_of_what_is_padded() -> None:
     assert [pack.tolist() for pack in pack_lengths([5, 3, 4, 4], 8)] == [[0, 1], [2, 3]]
-
-
-def test_best_fit_fills_the_packs_of_the_two_distributions() -> None:
-    # Item-wise best fit reaches .990 and 1.000 of 8k packs on 10,000 sequences; two in a thousand for the
-    # draw.
-    assert pack_lengths(draw("long", 10_000), 8192).fill(draw("long", 10_000), 8192) > 0.988
-    assert pack_lengths(draw("chat", 10_000), 8192).fill(draw("chat", 10_000), 8192) > 0.996
-
-
-def test_no_sequences_make_no_packs() -> None:
-    packs = pack_lengths([], 8)
-    assert len(packs) == 0
-    assert packs.fill([], 8) == 1.0
-    assert packs.totals([]).tolist() == []
+    packs = pack_lengths([70_000, 5, 1_000_000, 70_000, 6, 65_536, 131_072], 1_000_000)  # past 16 bits
+    assert [pack.tolist() for pack in packs] == [[2], [6, 0, 3, 5, 4, 1]]
+    assert (len(pack_lengths([], 8)), pack_lengths([], 8).fill([], 8)) == (0, 1.0)
+    # Item-wise best fit reaches .990 and 1.000 of 8k packs; two in a thousand for the draw.
+    for name, least in (("long", 0.988), ("chat", 0.996)):
+        lengths = draw(name, 10_000)
+        assert pack_lengths(lengths, 8192).fill(lengths, 8192) > least
+    slots = make_slots(100, Alignment(sequence_multiple=8, total_multiple=32))
+    assert slots == Slots(usable=96, multiple=8)
+    padded = slots.padded(np.random.default_rng(0).integers(1, 90, 200))
+    packs = best_fit(padded, slots)
+    assert (padded % 8 == 0).all()
+    assert packs.totals(padded).max() <= 96
+    assert sorted(packs.indices) == list(range(200))
+    packs = best_fit(np.array([30, 4, 50, 4]), Slots(usable=8, multiple=2))  # too long: a pack of its own
+    assert sorted(sorted(pack.tolist()) for pack in packs) == [[0], [1, 3], [2]]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("changes", "message"),
     [
-        ({"lengths": [3, 9], "capacity": 8}, "Sequence 1 has 9 tokens but capacity=8.*oversize="),
-        ({"lengths": [3], "capacity": 0}, "capacity=0; wanted 1 or more"),
-        ({"lengths": [3], "capacity": 8, "algorithm": "best"}, "'best'; wanted one of bfd, next_fit"),
-        ({"lengths": [3], "capacity": 8, "max_sequences": 0}, "max_sequences=0; wanted 1 or more"),
-        ({"lengths": [0], "capacity": 8}, "lengths.0. is 0; wanted 1 or more"),
+        ({"lengths": [3, 9]}, "Sequence 1 has 9 tokens but capacity=8.*oversize="),
+        ({"capacity": 0}, "capacity=0; wanted 1 or more"),
+        ({"algorithm": "best"}, "'best'; wanted one of bfd, next_fit"),
+        ({"max_sequences": 0}, "max_sequences=0; wanted 1 or more"),
+        ({"lengths": [0]}, "lengths.0. is 0; wanted 1 or more"),
     ],
 )
-def test_says_what_is_wrong(arguments: dict[str, object], message: str) -> None:
+def test_says_what_is_wrong(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        pack_lengths(**arguments)
-
-
-def test_lengths_beyond_sixteen_bits_sort_as_well() -> None:
-    lengths = [70_000, 5, 1_000_000, 70_000, 6, 65_536, 131_072]
-    packs = pack_lengths(lengths, 1_000_000)
-    assert len(packs) == 2
-    assert packs[0].tolist() == [2]
-    assert packs[1].tolist() == [6, 0, 3, 5, 4, 1]
+        pack_lengths(**{"lengths": [3], "capacity": 8, **changes})

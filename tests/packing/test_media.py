@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,31 +15,18 @@ from lightning_thd.packing.balance import balanced_bins
 from lightning_thd.packing.mixtures import MixturePlanner, make_mixture
 
 # Qwen3-VL-8B, and its tower made four times as deep: then text is the smaller part of the work.
-CONFIG = {
-    "model_type": "qwen3_vl",
-    "text_config": {
-        "model_type": "qwen3_vl_text",
-        "hidden_size": 4096,
-        "num_hidden_layers": 36,
-        "head_dim": 128,
-        "intermediate_size": 12_288,
-        "vocab_size": 151_936,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
-    "vision_config": {
-        "hidden_size": 1152,
-        "depth": 108,
-        "num_heads": 16,
-        "intermediate_size": 4304,
-        "patch_size": 16,
-        "temporal_patch_size": 2,
-        "spatial_merge_size": 2,
-        "out_hidden_size": 4096,
-        "in_channels": 3,
-        "deepstack_visual_indexes": [8, 16, 24],
-    },
+TEXT = {"model_type": "qwen3_vl_text", "hidden_size": 4096, "num_hidden_layers": 36, "head_dim": 128}
+TEXT |= {
+    "intermediate_size": 12_288,
+    "vocab_size": 151_936,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
 }
+TEXT |= {"num_attention_heads": 32, "num_key_value_heads": 8}
+VISION = {"hidden_size": 1152, "depth": 108, "num_heads": 16, "intermediate_size": 4304, "patch_size": 16}
+VISION |= {"temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": 4096, "in_channels": 3}
+VISION |= {"deepstack_visual_indexes": [8, 16, 24]}
+CONFIG = {"model_type": "qwen3_vl", "text_config": TEXT, "vision_config": VISION}
 MODEL = FlopsModel.from_config(CONFIG)
 COST = Cost.from_flops(MODEL)
 MOST = 40_000
@@ -86,15 +74,6 @@ def flops(plan: StepPlan) -> npt.NDArray[np.float64]:
             for rank in plan.spans_by_rank()
         ]
     )
-
-
-def test_the_cost_of_a_model_is_its_flops_with_the_tower() -> None:
-    for i in (0, 1, 5, 40):
-        stats = SeqStats.from_lengths([LENGTHS[i]], image_grid_thw=GRIDS[i] or None)
-        assert COST([LENGTHS[i]], PATCHES[i : i + 1])[0] == pytest.approx(
-            MODEL.training_flops(stats).hardware, rel=1e-6
-        )
-    assert Cost(linear=2, quadratic=1, patch=3, patch_pair=1)([3], [[4, 8]]).tolist() == [15.0 + 12 + 8]
 
 
 @pytest.mark.parametrize(("step", "dp"), [(128, 8), (1024, 64)])
@@ -146,73 +125,61 @@ def test_packs_of_windows_hold_no_patch_too_many(oversize: Any) -> None:
     assert planner.num_packs <= 1.125 * kept + (wide.sum() if oversize == "own_pack" else 0) + 1
 
 
-def test_a_mixture_looks_up_the_patches_of_its_draws() -> None:
-    lengths, patches = LENGTHS[:300], PATCHES[:300]
-    mixture = make_mixture({"a": lengths[:100], "b": lengths[100:]}, {"a": 0.7, "b": 0.3})
-    planner = MixturePlanner(
-        lengths,
-        16_384,
-        mixture=mixture,
-        global_batch=Sequences(64),
-        cost=COST,
-        patches=patches,
-        max_patches=MOST,
-    )
-    plan = planner.step(1, 0, 4)
-    assert plan.patches.tolist() == patches[plan.spans.index, 0].tolist()
-    np.testing.assert_allclose(plan.span_work, COST(plan.spans.lengths, patches[plan.spans.index]))
-    assert plan.microbatch_patches.max() <= MOST
+def test_the_cost_of_a_model_is_its_flops_with_windows_and_the_tower() -> None:
+    from benchmarks.balance import LLAMA_8B  # it imports this file
+
+    for i in (0, 1, 5, 40):
+        stats = SeqStats.from_lengths([LENGTHS[i]], image_grid_thw=GRIDS[i] or None)
+        flops = MODEL.training_flops(stats).hardware
+        assert COST([LENGTHS[i]], PATCHES[i : i + 1])[0] == pytest.approx(flops, rel=1e-6)
+    assert Cost(linear=2, quadratic=1, patch=3, patch_pair=1)([3], [[4, 8]]).tolist() == [15.0 + 12 + 8]
+    # 6 FLOPs for each of the 7.5e9 weights that multiply, 3 * 2 * 2 * 4096 / 2 a pair of tokens and layer.
+    llama = Cost.from_flops(FlopsModel.from_config(LLAMA_8B))
+    assert llama.linear == pytest.approx(6 * 7.5e9, rel=0.01)
+    assert llama.quadratic == pytest.approx(6 * 4096 * 32)
+    mistral = FlopsModel.from_config(LLAMA_8B | {"model_type": "mistral", "sliding_window": 1024})
+    cost = Cost.from_flops(mistral, longest=8192)
+    assert 0 < cost.quadratic < llama.quadratic / 20
+    for length, within in ((8192, 1e-6), (4096, 1e-6), (1024, 0.02), (16_384, 0.02)):
+        stats = SeqStats.from_lengths([length], windows=mistral.windows)
+        assert cost([length])[0] == pytest.approx(mistral.training_flops(stats).hardware, rel=within)
 
 
-def test_text_is_planned_as_before_whatever_the_bound() -> None:
-    lengths = LENGTHS[:500]
-    for step in (Packs(4), Sequences(100)):
-        text = PackPlanner(lengths, 16_384, global_batch=step)
-        bound = PackPlanner(
-            lengths, 16_384, global_batch=step, patches=np.zeros(500, np.int64), max_patches=1
-        )
-        for one, other in zip(*(p.step(0, 1, 4).indices_by_rank() for p in (text, bound)), strict=True):
-            assert [each.tolist() for each in one] == [each.tolist() for each in other]
-        assert text.fingerprint() == bound.fingerprint()
+def test_balance_takes_patches_and_a_mixture_looks_them_up() -> None:
+    plan = balance([4, 4, 4, 4], 100, dp=2, patches=[5, 5, 0, 0], max_patches=5)
+    assert [sorted(i < 2 for i in rank[0]) for rank in plan] == [[False, True], [False, True]]
+    mixture = make_mixture({"a": LENGTHS[:100], "b": LENGTHS[100:300]}, {"a": 0.7, "b": 0.3})
+    options = {"global_batch": Sequences(64), "cost": COST, "max_patches": MOST}
+    planner = MixturePlanner(LENGTHS[:300], 16_384, mixture=mixture, patches=PATCHES[:300], **options)
+    step = planner.step(1, 0, 4)
+    assert step.patches.tolist() == PATCHES[step.spans.index, 0].tolist()
+    np.testing.assert_allclose(step.span_work, COST(step.spans.lengths, PATCHES[step.spans.index]))
+    assert step.microbatch_patches.max() <= MOST
 
 
-def test_a_state_with_other_images_is_refused() -> None:
-    plan = {"capacity": 16_384, "global_batch": Sequences(64)}
-    state = PackPlanner(LENGTHS, **plan, patches=PATCHES).state(0, 1)
-    with pytest.raises(ValueError, match="patches was"):
-        PackPlanner(LENGTHS, **plan, patches=PATCHES[::-1]).resume(state)
+def planned(**change: Any) -> PackPlanner:
+    return PackPlanner(LENGTHS, 16_384, **{"patches": PATCHES, "global_batch": Sequences(64), **change})
+
+
+def all_on_one(lengths: Any, capacity: int, *, dp: int, cost: Cost) -> list[list[list[int]]]:
+    return [[list(range(len(lengths)))], *([[]] for _ in range(dp - 1))]
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("call", "message"),
     [
-        ({"max_patches": 100}, r"Sequence \d+ has \d+ image patches but max_patches=100. Raise max_patches"),
-        ({"max_patches": 0}, "max_patches=0; wanted 1 or more"),
-        ({"patches": [1, 2]}, r"patches has the shape \(2,\) for 2048 sequences"),
-        ({"patches": np.full(len(LENGTHS), -1)}, "patches"),
+        (lambda: planned(max_patches=100), r"Sequence \d+ has \d+ image patches but max_patches=100. Raise"),
+        (lambda: planned(max_patches=0), "max_patches=0; wanted 1 or more"),
+        (lambda: planned(patches=[1, 2]), r"patches has the shape \(2,\) for 2048 sequences"),
+        (lambda: planned(patches=-PATCHES), "patches"),
+        (lambda: planned(patches=PATCHES[::-1]).resume(planned().state(0, 1)), "patches was"),
+        (lambda: balance([4], 100, dp=2, patches=[9], max_patches=5), "Sequence 0 has 9 image patches but"),
+        (lambda: planned(scheduler=all_on_one).step(0, 0, 2), r"The scheduler put \d+ slots"),
+        (lambda: Cost(linear=-1), "Cost.linear=-1; wanted a finite number of 0 or more"),
+        (lambda: Cost(quadratic=np.nan), "Cost.quadratic=nan; wanted a finite number"),
+        (lambda: Cost(linear=0, quadratic=0), r"is no work. Cost\(linear=1, quadratic=0\) balances tokens"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(change: dict[str, Any], message: str) -> None:
-    given: dict[str, Any] = {"patches": PATCHES, "global_batch": Sequences(64), **change}
+def test_says_what_is_wrong(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        PackPlanner(LENGTHS, 16_384, **given)
-
-
-def test_balance_takes_patches_and_refuses_what_fits_nowhere() -> None:
-    plan = balance([4, 4, 4, 4], 100, dp=2, patches=[5, 5, 0, 0], max_patches=5)
-    assert [sorted(i < 2 for i in rank[0]) for rank in plan] == [[False, True], [False, True]]
-    with pytest.raises(ValueError, match="Sequence 1 has 9 image patches but max_patches=5"):
-        balance([4, 4], 100, dp=2, patches=[5, 9], max_patches=5)
-
-    def all_on_one(lengths: Any, capacity: int, *, dp: int, cost: Cost) -> list[list[list[int]]]:
-        return [[list(range(len(lengths)))], *([[]] for _ in range(dp - 1))]
-
-    with pytest.raises(ValueError, match=r"The scheduler put \d+ patches .* above the 7000 that fit"):
-        PackPlanner(
-            [4] * 4,
-            100,
-            global_batch=Sequences(4),
-            scheduler=all_on_one,
-            patches=[4000] * 4,
-            max_patches=7000,
-        ).step(0, 0, 2)
+        call()

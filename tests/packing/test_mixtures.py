@@ -49,8 +49,13 @@ def planner(step: Packs | Sequences, *, seed: int = 0, **options: Any) -> Mixtur
 
 @pytest.mark.parametrize("step", [Packs(4), Sequences(10)])
 def test_epochs_hold_their_draws_whatever_the_ranks(step: Packs | Sequences) -> None:
-    made = planner(step)
-    for epoch in range(3):
+    made, other = planner(step), planner(step)
+    assert other.resume(made.state(1, 4)) == (1, 4)
+    with pytest.raises(ValueError, match="lengths was"):
+        planner(step, seed=1).resume(made.state(1, 4))
+    for epoch in (1, 0, 2):
+        pure = [p.step(epoch, 3, 2).spans.index.tolist() for p in (made, other)]
+        assert pure[0] == pure[1]
         by_ranks = []
         for dp in (1, 2, 4):
             plans = [made.step(epoch, k, dp) for k in range(made.num_steps(epoch))]
@@ -84,33 +89,7 @@ def test_each_step_follows_the_shares_to_within_one_sequence(
         assert np.abs(found - len(index) * shares).max() <= 1 + 1 / max(1, mixture.total // n)
 
 
-def test_each_window_of_packs_follows_the_shares() -> None:
-    lengths = {"a": np.full(3000, 5), "b": np.full(900, 5)}
-    mixture = make_mixture(lengths, {"a": 0.9, "b": 0.1})
-    made = MixturePlanner(np.full(3900, 5), 50, mixture=mixture, global_batch=Packs(10), window=100)
-    for k in range(mixture.total // 100):  # ten packs of ten sequences are a window
-        found = np.bincount(mixture.source_of(made.step(0, k).spans.index), minlength=2)
-        assert found[1] == pytest.approx(10, abs=1)
-
-
-def test_a_plan_is_a_pure_function_of_epoch_and_step() -> None:
-    one, other = planner(Packs(2)), planner(Packs(2))
-    for epoch, k in ((2, 5), (0, 3), (1, 0), (2, 5)):
-        assert one.step(epoch, k, 2).spans.index.tolist() == other.step(epoch, k, 2).spans.index.tolist()
-    state = one.state(1, 4)
-    assert other.resume(state) == (1, 4)
-    with pytest.raises(ValueError, match="lengths was"):
-        planner(Packs(2), seed=1).resume(state)
-
-
-def test_sizes_of_epochs() -> None:
-    sizes, even = {"a": 10, "b": 30}, {"a": 1.0, "b": 1.0}
-    assert share_out(sizes, even) == {"a": 30, "b": 30}
-    assert share_out(sizes, even, Mixing(epoch="shortest")) == {"a": 10, "b": 10}
-    assert share_out(sizes, even, Mixing(epoch=7)) == {"a": 4, "b": 3}
-
-
-def test_weights_are_shares_of_tokens_when_asked() -> None:
+def test_what_an_epoch_takes() -> None:
     rng = np.random.default_rng(0)
     lengths = {"long": rng.integers(100, 900, 300), "short": rng.integers(0, 30, 500), "cut": np.full(9, 999)}
     weights = {"long": 3.0, "short": 1.0, "cut": 1.0}
@@ -118,14 +97,11 @@ def test_weights_are_shares_of_tokens_when_asked() -> None:
     flat, drawn = np.concatenate(list(lengths.values())), mixture.indices(0, np.arange(mixture.total))
     of_source = np.bincount(mixture.source_of(drawn), weights=flat[drawn])
     assert of_source / of_source.sum() == pytest.approx([0.6, 0.2, 0.2], rel=0.02)
-    with pytest.raises(ValueError, match="shares='words' is unknown"):
-        Mixing(shares="words")  # type: ignore[arg-type]
-
-
-def test_empty_and_dropped_sequences_take_no_part() -> None:
-    lengths = {"a": np.array([3, 0, 4]), "b": np.array([9, 2])}
-    mixture = make_mixture(lengths, {"a": 1, "b": 1}, Mixing(epoch=40), most=8)
-    assert set(mixture.indices(0, np.arange(40)).tolist()) == {0, 2, 4}
+    left_out = make_mixture({"a": np.array([3, 0, 4]), "b": np.array([9, 2])}, {"a": 1, "b": 1}, most=8)
+    assert set(left_out.indices(0, np.arange(left_out.total)).tolist()) == {0, 2, 4}
+    sizes, even = {"a": 10, "b": 30}, {"a": 1.0, "b": 1.0}
+    assert share_out(sizes, even, Mixing(epoch="shortest")) == {"a": 10, "b": 10}
+    assert share_out(sizes, even, Mixing(epoch=7)) == {"a": 4, "b": 3}
 
 
 @pytest.mark.parametrize(
@@ -138,6 +114,7 @@ def test_empty_and_dropped_sequences_take_no_part() -> None:
         (lambda: share_out({"a": 0}, {"a": 1.0}), "A source has at least one sequence"),
         (lambda: share_out({"a": 3, "b": 3}, {"a": 1, "b": 1e-9}, Mixing(epoch=9)), "has none of 'b'"),
         (lambda: Mixing(epoch=0), "epoch=0; wanted 1 or more"),
+        (lambda: Mixing(shares="words"), "shares='words' is unknown"),  # type: ignore[arg-type]
     ],
 )
 def test_says_what_is_wrong(call: Any, message: str) -> None:

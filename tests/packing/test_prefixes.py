@@ -56,70 +56,49 @@ def test_every_sequence_once_and_distinct_tokens_fit(batch: Packs | Sequences, c
         assert sorted(used) == list(range(len(data)))
 
 
-def test_a_killed_job_goes_on_with_the_same_sequences_on_other_ranks() -> None:
-    settings = {"global_batch": Sequences(10), "loss_tokens": "all", "seed": 3}
-    first, again = (planner_of(rows(), 64, **settings) for _ in range(2))
-    epoch, k = again.resume(first.state(1, 2))
-    steps = [planner.step(epoch, k, dp) for planner, dp in ((first, 1), (again, 2))]
-    assert sorted(steps[0].spans.index.tolist()) == sorted(steps[1].spans.index.tolist())
-    with pytest.raises(ValueError, match="lengths was"):
-        planner_of(rows(1), 64, **settings).resume(first.state(0, 0))
+class Watched(TinyModule):
+    """Notes the kind of every batch."""
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
+        self.kinds = [*getattr(self, "kinds", []), type(batch)]
+        return super().training_step(batch, batch_idx)
 
 
-def test_work_is_that_of_distinct_tokens_and_pairs() -> None:
+def test_the_data_module_trains_the_same_loss() -> None:
+    data, runs = rows(), []
+    for share in (False, True):
+        module = Watched(torch.float64, lr=0.1)
+        # All sequences are one step, so that both runs learn the same.
+        source = THDDataModule(data, capacity=64, global_batch=Sequences(48), share_prefixes=share)
+        quiet_trainer(max_epochs=2, strategy="thd").fit(module, source)
+        runs.append(module)
+    assert runs[1].outputs == pytest.approx(runs[0].outputs, rel=1e-6)
+    assert SharedBatch in runs[1].kinds
+    assert SharedBatch not in runs[0].kinds
+    assert len(runs[1].kinds) < len(runs[0].kinds)  # fewer packs
+
+
+def test_groups_hold_distinct_tokens_and_pairs_and_a_large_tree_repeats_its_prefix() -> None:
     data = rows()
-    planner = planner_of(data, 64, global_batch=Sequences(48), cost=None)
-    plan = planner.step(0, 0, 2)
-    shared = [
-        THDBatch.collate([data[i] for i in m.tolist()], share_prefixes=True)
-        for r in plan.indices_by_rank()
-        for m in r
-    ]
-    cost = planner.cost
-    most = sum(cost.linear * b.stats.real_tokens + cost.quadratic * b.stats.sum_squares for b in shared)
-    assert float(plan.work.sum()) == pytest.approx(most, rel=0.05)  # strangers may begin with one token alike
-    assert float(plan.work.sum()) >= most
-
-
-def test_a_tree_above_the_capacity_repeats_its_prefix() -> None:
-    prompt = list(range(10))
-    texts = [np.array([*prompt, 20 + i, 30], "<i4").tobytes() for i in range(9)]
+    planner = planner_of(data, 64, global_batch=Sequences(48))
+    plan, cost = planner.step(0, 0, 2), planner.cost
+    packs = [[data[i] for i in pack.tolist()] for rank in plan.indices_by_rank() for pack in rank]
+    stats = [THDBatch.collate(pack, share_prefixes=True).stats for pack in packs]
+    work = sum(cost.linear * one.real_tokens + cost.quadratic * one.sum_squares for one in stats)
+    # Strangers may begin with one token alike, which a pack shares and a plan does not count.
+    assert work <= float(plan.work.sum()) == pytest.approx(work, rel=0.05)
+    texts = [np.array([*range(10), 20 + i, 30], "<i4").tobytes() for i in range(9)]
     found = group_prefixes(texts.__getitem__, 4, np.arange(9), 16, 0)
     assert np.diff(found.offsets).tolist() == [3, 3, 3]
     assert found.repeated == 1
     assert found.shared.tolist() == [0, 10, 10] * 3
 
 
-def test_the_data_module_trains_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = rows()
-    runs = []
-    for share in (False, True):
-        module = TinyModule(torch.float64, lr=0.1)
-        kinds = list[type]()
-        step = module.training_step
-
-        def watched(batch: THDBatch, k: int, step=step, kinds=kinds):  # type: ignore[no-untyped-def]
-            kinds.append(type(batch))
-            return step(batch, k)
-
-        module.training_step = watched  # type: ignore[method-assign]
-        trainer = quiet_trainer(
-            max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, strategy="thd",
-            enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
-        # All sequences are one step, so that both runs learn the same.
-        trainer.fit(
-            module, THDDataModule(data, capacity=64, global_batch=Sequences(48), share_prefixes=share)
-        )
-        runs.append((module.outputs, kinds))
-    assert runs[1][0] == pytest.approx(runs[0][0], rel=1e-6)
-    assert SharedBatch in runs[1][1]
-    assert SharedBatch not in runs[0][1]
-    assert len(runs[1][1]) < len(runs[0][1])  # fewer packs
-
-
 def test_what_does_not_go_with_shared_prefixes_is_refused() -> None:
     with pytest.raises(ValueError, match="share_prefixes=True with oversize='split': pieces"):
         planner_of(rows(), 64, global_batch=Packs(1), oversize="split")
+    state = planner_of(rows(), 64, global_batch=Packs(1)).state(0, 0)
+    with pytest.raises(ValueError, match="lengths was"):
+        planner_of(rows(1), 64, global_batch=Packs(1)).resume(state)
     with pytest.raises(ValueError, match="share_prefixes=True with a stream"):
         THDDataModule(iter([{"input_ids": [1, 2]}]), capacity=8, share_prefixes=True)

@@ -57,8 +57,9 @@ def test_workers_count_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts.tolist() == count_windows(entries, SLOTS, 300, 0, num_workers=2).tolist()
 
 
-def test_refuses_counts_of_others() -> None:
-    entries = entries_of(draw("chat", 1_000))
-    for counts in (np.zeros(4, np.uint32), np.ones(3, np.uint32), np.ones(4)):
-        with pytest.raises(ValueError, match="windows but there are 4, or is no array of positive ints"):
-            make_windows(entries, SLOTS, 300, 0, counts=counts)
+def test_the_digest_of_lengths_is_of_the_numbers_not_of_their_type() -> None:
+    values = np.random.default_rng(0).integers(1, 1_000, 3_000_000)  # three blocks
+    digests = {summarize(values.astype(kind)).digest for kind in (np.uint16, np.int32, np.int64)}
+    assert len(digests) == 1
+    for changed in (values[::-1], values[:-1], np.append(values[:-1], values[-1] + 1)):
+        assert summarize(changed).digest not in digests

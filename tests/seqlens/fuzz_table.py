@@ -21,48 +21,27 @@ def _form(rng: random.Random, values: list[int]) -> Any:
     return rng.choice(forms)(values)
 
 
-def _lengths(rng: random.Random) -> list[int]:
-    return [rng.randint(1, 6) for _ in range(rng.randint(1, 5))]
-
-
-def _offsets(lengths: list[int]) -> list[int]:
-    return [0, *np.cumsum(lengths).tolist()]
-
-
-def _cu(rng: random.Random) -> dict[str, Any]:
-    return {"cu_seqlens": _form(rng, _offsets(_lengths(rng)))}
-
-
-def _cu_total(rng: random.Random) -> dict[str, Any]:
-    lengths = _lengths(rng)
-    return {"cu_seqlens": _form(rng, _offsets(lengths)), "total": sum(lengths)}
-
-
-def _positions(rng: random.Random) -> dict[str, Any]:
-    lengths = _lengths(rng)
-    positions = [position for n in lengths for position in range(n)]
-    return {"position_ids": _form(rng, positions), "num_sequences": len(lengths) + rng.randint(0, 2)}
-
-
-def _stretch(rng: random.Random) -> dict[str, Any]:
-    lengths = _lengths(rng)
-    return {
-        "cu_seqlens": _form(rng, _offsets(lengths)),
-        "num_sequences": len(lengths) + 3,
-        "total": sum(lengths) + rng.randint(0, 6),
+def _packed(rng: random.Random, *names: str) -> dict[str, Any]:
+    """Draw the lengths of a pack; give its offsets, its total and what else is named."""
+    lengths = [rng.randint(1, 6) for _ in range(rng.randint(1, 5))]
+    made = {
+        "lengths": _form(rng, lengths),
+        "cu_seqlens": _form(rng, [0, *np.cumsum(lengths).tolist()]),
+        "total": sum(lengths),
+        "position_ids": _form(rng, [position for n in lengths for position in range(n)]),
+        "num_sequences": len(lengths) + rng.randint(1, 3),
         "max_seqlen": rng.choice([None, 8]),
-        "lengths": rng.choice([None, lengths]),
     }
+    return {name: made[name] for name in names}
 
 
 def _segments(rng: random.Random) -> dict[str, Any]:
-    length = rng.randint(1, 8)
-    ids = [rng.randint(0, 3) for _ in range(length)]
-    pos = list(range(length))
+    ids = [rng.randint(0, 3) for _ in range(rng.randint(1, 8))]
+    pos = list(range(len(ids)))
     return {
-        "ids_q": rng.choice([ids, np.array(ids), torch.tensor(ids)]),
+        "ids_q": _form(rng, ids),
         "ids_kv": torch.tensor(ids),
-        "pos_q": rng.choice([pos, np.array(pos), torch.tensor(pos)]),
+        "pos_q": _form(rng, pos),
         "pos_kv": torch.tensor(pos),
         "mask": rng.choice(["causal", "causal_bottom_right", "padding"]),
         "max_segments": 3,
@@ -79,15 +58,10 @@ def _layout(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def _multiples(rng: random.Random) -> dict[str, Any]:
-    multiple = rng.choice([1, 2, 8])
-    return {"sequence_multiple": multiple, "total_multiple": multiple * rng.randint(1, 4)}
-
-
 def _counted(rng: random.Random) -> dict[str, Any]:
     lengths = [rng.randint(0, 9) for _ in range(rng.randint(1, 5))]
     return {
-        "lengths": rng.choice([list, np.array, torch.tensor])(lengths),
+        "lengths": _form(rng, lengths),
         "windows": rng.choice([(), (4,), (Chunk(4), 2), (Blocks(2, 3),)]),
         "slots": rng.choice([None, sum(lengths) + 3]),
         "loss_tokens": rng.choice([None, 0]),
@@ -109,44 +83,33 @@ def _tails(rng: random.Random) -> dict[str, Any]:
 
 
 def _runs(rng: random.Random) -> dict[str, Any]:
-    return {
-        "lengths": [5, 2, 3],
-        "window": rng.choice([2, Chunk(2), Blocks(2)]),
-        "ends": rng.choice([[1, 3], [3]]),
-    }
-
-
-def _add(given: dict[str, Any], found: SeqStats) -> None:
-    assert found.real_tokens == sum(int(n) for n in given["lengths"])
-    assert found.sum_squares == sum(int(n) ** 2 for n in given["lengths"])
+    return {"lengths": [5, 2, 3], "window": rng.choice([2, Chunk(2), Blocks(2)]), "ends": [1, 3]}
 
 
 ALIGN = Alignment(sequence_multiple=8, total_multiple=32)
-
+PACKED = {
+    seqlens.cu_seqlens_from_lengths: ("lengths",),
+    seqlens.lengths_from_cu_seqlens: ("cu_seqlens",),
+    seqlens.position_ids_from_cu_seqlens: ("cu_seqlens", "total"),
+    seqlens.seq_idx_from_cu_seqlens: ("cu_seqlens", "total"),
+    seqlens.cu_seqlens_from_position_ids: ("position_ids", "num_sequences"),
+    seqlens.pad_cu_seqlens: ("cu_seqlens", "num_sequences", "total", "max_seqlen", "lengths"),
+    seqlens.check_cu_seqlens: ("cu_seqlens", "total"),
+}
 TABLE = {
-    "cu_seqlens_from_lengths": Entry(
-        seqlens.cu_seqlens_from_lengths,
-        lambda rng: {"lengths": _form(rng, _lengths(rng))},
-        lambda given, cu: np.testing.assert_array_equal(np.diff(cu), np.asarray(given["lengths"])),
-    ),
-    "lengths_from_cu_seqlens": Entry(seqlens.lengths_from_cu_seqlens, _cu),
-    "position_ids_from_cu_seqlens": Entry(seqlens.position_ids_from_cu_seqlens, _cu_total),
-    "seq_idx_from_cu_seqlens": Entry(seqlens.seq_idx_from_cu_seqlens, _cu_total),
-    "cu_seqlens_from_position_ids": Entry(seqlens.cu_seqlens_from_position_ids, _positions),
-    "pad_cu_seqlens": Entry(seqlens.pad_cu_seqlens, _stretch),
-    "check_cu_seqlens": Entry(seqlens.check_cu_seqlens, _cu_total),
+    **{f.__name__: Entry(f, lambda rng, names=names: _packed(rng, *names)) for f, names in PACKED.items()},
     "seqlens_offsets": Entry(seqlens_offsets, _segments),
-    "Alignment": Entry(Alignment, _multiples),
+    "Alignment": Entry(
+        Alignment, lambda rng: {"sequence_multiple": 2, "total_multiple": 2 * rng.randint(1, 4)}
+    ),
     "Alignment.for_": Entry(Alignment.for_, _layout),
     "Alignment.padded_length": Entry(ALIGN.padded_length, lambda rng: {"length": rng.randint(0, 50)}),
-    "Alignment.padded_lengths": Entry(
-        ALIGN.padded_lengths, lambda rng: {"lengths": _form(rng, _lengths(rng))}
-    ),
+    "Alignment.padded_lengths": Entry(ALIGN.padded_lengths, lambda rng: _packed(rng, "lengths")),
     "Alignment.padded_total": Entry(ALIGN.padded_total, lambda rng: {"total": rng.randint(0, 50)}),
     "Alignment.check": Entry(
         ALIGN.check, lambda rng: {"slots": 32 * rng.randint(0, 3), "padded_lengths": _form(rng, [8, 16])}
     ),
-    "SeqStats.from_lengths": Entry(SeqStats.from_lengths, _counted, _add),
+    "SeqStats.from_lengths": Entry(SeqStats.from_lengths, _counted),
     "SeqStats.from_cu_seqlens": Entry(SeqStats.from_cu_seqlens, _tails),
     "window_pairs": Entry(window_pairs, _runs),
     "combine": Entry(

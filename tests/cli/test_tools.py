@@ -1,0 +1,155 @@
+"""``lightning-thd plan``, ``check``, ``peaks``, ``report``: their figures, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from lightning_thd.cli import main
+from lightning_thd.flops.peak_table import PEAKS
+from lightning_thd.report import read_metrics
+
+SIZES = {
+    "model_type": "llama",
+    "vocab_size": 260,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+PLAN = "plan {here}/texts.jsonl --capacity 64"
+Said = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with 90 texts and a config."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    texts = [json.dumps({"text": "x" * (7 + 13 * (i % 9))}) + "\n" for i in range(90)]
+    (tmp_path / "texts.jsonl").write_text("".join(texts))
+    (tmp_path / "config.json").write_text(json.dumps(SIZES))
+    return tmp_path
+
+
+def test_a_plan_says_what_its_steps_hold(here: Path, capsys: Said) -> None:
+    plan, picture = ["plan", f"{here}/texts.jsonl", "--capacity", "256"], here / "packs.png"
+    main([*plan, "--dp", "2", "--json", "--plot", str(picture)])
+    found = json.loads(capsys.readouterr().out)
+    tokens = sum(8 + 13 * (i % 9) for i in range(90))  # one byte a letter, and EOS
+    assert (found["sequences"], found["tokens"]) == (90, tokens)
+    assert found["lengths"] == [8, 8 + 13 * 4, 8 + 13 * 8]  # shortest, median, longest
+    assert found["packs"] == 2 * found["steps"]
+    assert found["fill"] == pytest.approx(tokens / (found["packs"] * 256))
+    assert 0 < found["padded_fill"] < found["fill"] <= 1
+    assert found["imbalance"] >= 1
+    assert found["tokens_per_s"] is None
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    main([*plan, "--model", f"{here}/config.json", "--device", "NVIDIA H200", "--mfu", "0.5"])
+    shown = capsys.readouterr().out
+    assert re.search(r"^tokens/s of one device +[\d,]+$", shown, re.M)
+    assert max(map(len, shown.splitlines())) <= 80
+    main([*plan[:3], "100", "--oversize", "drop"])
+    assert re.search(r"sequences: dropped +10$", capsys.readouterr().out, re.M)
+
+
+def test_shared_prefixes_are_planned_as_distinct_tokens(here: Path, capsys: Said) -> None:
+    texts = [f"{prompt:c}" * 40 + f"{answer}" * 8 for prompt in range(97, 117) for answer in range(5)]
+    (here / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    model = ["--model", f"{here}/config.json", "--device", "H100 SXM"]
+    found = []
+    for share in ([], ["--share-prefixes"]):
+        plan = ["plan", f"{here}/texts.jsonl", "--capacity", "256", *model, *share]
+        main([*plan, "--json", "--plot", f"{here}/packs.png"])
+        found.append(json.loads(capsys.readouterr().out))
+    tokens, distinct = 100 * 49, 20 * 40 + 100 * 9  # an EOS ends each answer
+    assert [one["tokens"] for one in found] == [tokens] * 2
+    assert [one["distinct"] for one in found] == [tokens, distinct]
+    assert found[1]["fill"] == pytest.approx(distinct / (256 * found[1]["packs"]))
+    assert found[1]["packs"] < found[0]["packs"] / 2
+    # Attention adds little to the linear work of these.
+    assert found[1]["tokens_per_s"] == pytest.approx(found[0]["tokens_per_s"] * tokens / distinct, rel=0.05)
+
+
+def test_a_model_that_keeps_sequences_apart(here: Path, capsys: Said) -> None:
+    main(["check", f"{here}/config.json", "--layers", "1", "--json"])
+    assert json.loads(capsys.readouterr().out)["ok"] is True
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch, capsys: Said) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    asked: list[str] = []
+
+    def model_info(self: object, name: str, **how: object) -> None:
+        asked.append(name)
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(hub.HfApi, "model_info", model_info)
+    with pytest.raises(SystemExit):
+        main(["check", "nobody/model"])
+    assert asked == ["nobody/model"]
+    assert "nobody/model is no folder, nor a model in the cache, and the hub" in capsys.readouterr().err
+
+
+def test_peaks_have_a_line_a_device_with_its_source(capsys: Said) -> None:
+    main(["peaks"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if re.search(r" \[\d+\]$", line)]) == len(PEAKS)
+    (h100,) = [line for line in lines if line.startswith("h100 pcie ")]
+    *figures, number = h100.split()[2:]
+    assert figures == ["756", "756", "378", "51.2", "1513", "-", "sparse"]
+    assert f"{number} NVIDIA H100 Tensor Core GPU datasheet" in lines
+    main(["peaks", "NVIDIA H100 80GB HBM3", "--json"])
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["name"], row["bf16"]) == ("h100", 989.4)
+
+
+def test_a_report_is_of_all_runs_and_later_ones_continue_the_series(tmp_path: Path, capsys: Said) -> None:
+    for version, rows in enumerate(("0,5.5,\n4,3.25,0.5\n9,3,", "9,2.0,0.25")):
+        folder = tmp_path / f"version_{version}"
+        folder.mkdir()
+        (folder / "metrics.csv").write_text(f"step,train/loss,train/device/mfu\n{rows}\n")
+    assert read_metrics(tmp_path)["train/loss"] == [(0, 5.5), (4, 3.25), (9, 2.0)]
+    main(["report", str(tmp_path)])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["loss", "5.5", "3.25", "2"] in lines
+    assert ["MFU", "50%", "50%", "25%"] in lines
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (f"{PLAN} --sequences 0", "--sequences: 0; wanted at least 1"),
+        (f"{PLAN} --dp two", "--dp: invalid whole_number value: 'two'"),
+        (f"{PLAN} --mfu 0.3", "--mfu 0.3 asks for a speed, which is a device's. Pass --device too"),
+        (f"{PLAN} --mfu nan", "--mfu: nan; wanted a share, above 0 and at most 1"),
+        (f"{PLAN} --theme dark", "--theme dark is of the drawing. Pass --plot too"),
+        (f"{PLAN} --plot {{here}}/none/a.png", "a.png': no file can be written there; is its folder there"),
+        (f"{PLAN} --plot a.bmp2", "'a.bmp2' is no picture; wanted one of .png"),
+        (f"{PLAN} --tokenizer /none", r"/none does not exist. Pass a folder that save_pretrained\(\) wrote"),
+        (f"{PLAN} --model ./none", "./none does not exist. Pass a config.json, a folder"),
+        (f"{PLAN} --model {{here}}/none.json", "none.json does not exist. Pass a config.json"),
+        (f"{PLAN} --model {{here}}/texts.jsonl", "texts.jsonl, line 2: .* A config.json is wanted"),
+        (f"{PLAN} --model {{here}}/empty.json", "has no model_type. Pass the config.json of a transformers"),
+        (f"{PLAN} --device H100", "--device H100 asks for a speed, .* Pass --model too"),
+        (f"{PLAN} --device Abacus --model {{here}}/config.json", "No peak FLOP/s is known for 'Abacus'"),
+        (f"{PLAN} --oversize shorten", "own_pack"),
+        ("plan x --capcity 8", "there is no option --capcity; did you mean --capacity?"),
+        ("plan x", "the following arguments are required: --capacity"),
+        ("check {here}/config.json --layers 3", "--layers 3, but .*config.json has 2. Pass at most as many"),
+        ("peaks H1000", "no peak is known for 'H1000'; did you mean h100?"),
+        ("report {here}/none", "none is no folder. Pass the one that CSVLogger was given"),
+        ("report {here}", "No metrics.csv below .*CSVLogger"),
+        ("graph-plan {here}/texts.jsonl --max-sequences 0", "--max-sequences: 0; wanted at least 1"),
+    ],
+)
+def test_arguments_that_cannot_be_meant(line: str, message: str, here: Path, capsys: Said) -> None:
+    (here / "empty.json").write_text("{}")
+    with pytest.raises(SystemExit, match="2"):
+        main(line.format(here=here).split())
+    said = capsys.readouterr().err
+    assert re.search(message, " ".join(said.split())), said
+    assert said.count("\n") == 1
