@@ -1,4 +1,4 @@
-"""Messages about batches and their fields that no other test of the room meets."""
+"""What batches refuse: one row for each kind of refusal."""
 
 from __future__ import annotations
 
@@ -7,63 +7,85 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch, THDStep
 
-SAMPLES = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}]
+BATCH = THDBatch.collate([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+SHIFTED = {"input_ids": [5, 3, 8, 1, 9], "labels": [3, 8, 1, 9, 2]}
+MASKED = np.ma.MaskedArray([5, 6], [0, 1])
+BY_FOUR = Alignment(sequence_multiple=2, total_multiple=4)
 
 
-def batch() -> THDBatch:
-    return THDBatch.collate(SAMPLES)
+def two(**further: Any) -> THDBatch:
+    return THDBatch.collate([{"input_ids": [1, 2], **further}])
 
 
-CASES: dict[str, tuple[Callable[[], Any], str]] = {
-    "boundaries of several sequences": (
-        lambda: THDBatch.collate([SAMPLES[0], {**SAMPLES[1], "cu_seqlens": np.array([0, 1, 2])}]),
-        "Sample 1 carries cu_seqlens, as a row of several sequences does, and a sample is one: they would",
-    ),
-    "a mask that would be lost": (
-        lambda: THDBatch.collate([{"input_ids": np.ma.MaskedArray([5, 6], [0, 1])}]),
-        r"Sample 0: input_ids is a masked array, whose mask would be lost. Give its compressed\(\) values",
-    ),
-    "labels whose mask would be lost": (
-        lambda: THDBatch.collate([{"input_ids": [5, 6], "labels": np.ma.MaskedArray([5, 6], [0, 1])}]),
-        "Sample 0: labels is a masked array, whose mask would be lost",
-    ),
-    "positions of two kinds": (
-        lambda: THDBatch.collate(
-            [{**SAMPLES[0], "position_ids": [[0, 1, 2]] * 3}, {**SAMPLES[1], "position_ids": [0, 1]}]
-        ),
-        r"Sample 1 has position_ids of shape \(2,\), and a sample before it of another kind. Give every",
-    ),
-    "unpacking what is no tensor": (
-        lambda: batch().unpack([1, 2, 3]),  # type: ignore[arg-type]
-        r"unpack\(\) got a list, \[1, 2, 3\]; wanted a tensor with one row a slot",
-    ),
-    "ids of fewer sequences": (
-        lambda: THDBatch(
-            **{
-                name: getattr(batch(), name)
-                for name in (
-                    *("input_ids", "targets", "position_ids", "cu_seqlens", "cu_seqlens_padded"),
-                    *("lengths", "padded_lengths", "stats", "loss_scale"),
-                )
-            },
-            sequence_ids=[0],
-        ),
-        "There are 2 lengths but 1 sequence_ids. Give one a sequence",
-    ),
-    "moving a batch without values": (lambda: batch().to("meta").to("cpu"), "A batch on the meta device has"),
-    "a device that is none": (lambda: batch().to("abacus"), r"'abacus' is no device \(.*\). Pass 'cpu'"),
-    "a step of other things": (
-        lambda: THDStep([batch(), None]),  # type: ignore[list-item]
-        "A THDStep is made of a list, .*; wanted a list of THDBatch",
-    ),
-}
+def one(**how: Any) -> THDBatch:
+    return THDBatch.collate([{"input_ids": [1]}], **how)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_message(case: str) -> None:
-    call, message = CASES[case]
-    with pytest.raises((ValueError, TypeError), match=message):
+def padded(*rows: Any) -> THDBatch:
+    return THDBatch.from_padded(*([row] for row in rows))
+
+
+CASES: list[tuple[Callable[[], Any], str]] = [
+    # Samples
+    (lambda: THDBatch.collate({"input_ids": [1]}), "samples is a dict.*wanted a list of dicts"),
+    (lambda: THDBatch.collate([[1, 2]]), "Sample 0 is a list.*wanted a dict"),
+    (lambda: THDBatch.collate([{"ids": [1]}]), r"Sample 0 has the keys \['ids'\] but no 'input_ids'"),
+    (lambda: THDBatch.collate([SHIFTED] * 3), "The samples: the labels are the next tokens"),
+    (lambda: two(input_ids=[]), "Sample 0 has no tokens.*empty='drop'"),
+    (lambda: two(input_ids=[1, -100]), "Sample 0 has the token id -100.*labels"),
+    (lambda: two(input_ids=[1.5, 1]), "input_ids holds float64 values; .*Give one row of integers"),
+    (lambda: two(input_ids=[[1, 2]]), r"shape \(1, 2\)"),
+    (lambda: two(input_ids=MASKED), r"input_ids is a masked array, whose mask would be lost"),
+    (lambda: two(labels=MASKED), "labels is a masked array, whose mask would be lost"),
+    (lambda: two(labels=[1]), "Sample 0 has 2 input_ids but 1 labels"),
+    (lambda: two(labels=[1, -1]), "Sample 0 has the label -1"),
+    (lambda: two(token_type_ids=[1]), "2 input_ids but 1 token_type_ids"),
+    (lambda: two(position_ids=[0]), "position_ids of shape"),
+    (lambda: two(position_ids=[0.5, 1]), "position_ids holds float64"),
+    (lambda: two(attention_mask=[1, 0]), "not all ones.*from_padded"),
+    (lambda: two(next_label=2.0), "next_label is a float"),
+    (lambda: two(next_label=-3), "next_label=-3"),
+    (lambda: two(use_cache=True), "use_cache, which the batch makes"),
+    (lambda: two(input_features=[1]), "audio inputs cannot be packed"),
+    (lambda: two(cu_seqlens=np.array([0, 1, 2])), "cu_seqlens, as a row of several sequences does"),
+    (lambda: two(note="x"), "'note' as str"),
+    (
+        lambda: THDBatch.collate([{"input_ids": [1], "x": torch.ones(1, n)} for n in (2, 3)]),
+        "concatenated along the first axis",
+    ),
+    (
+        lambda: THDBatch.collate([{"input_ids": [1], "position_ids": x} for x in ([[0]] * 3, [0])]),
+        r"Sample 1 has position_ids of shape \(1,\), and a sample before it of another kind",
+    ),
+    # Batches
+    (lambda: THDBatch.collate([{"input_ids": [1, 2, 3]}], pad_to=2), "need 3 slots but pad_to=2"),
+    (lambda: one(align=BY_FOUR, pad_to=6), "pad_to=6 is no multiple of 4"),
+    (lambda: one(pad_to=2**31), "past int32"),
+    (lambda: one(sequence_ids=[1, 2]), "1 samples but 2 sequence_ids"),
+    (lambda: BATCH.replace(sequence_ids=(0,)), "There are 2 lengths but 1 sequence_ids"),
+    (lambda: one(loss_scale=-1.0), "loss_scale=-1.0; wanted a finite number"),
+    (lambda: THDBatch.from_padded([[1, 2]], [1, 1]), r"shapes \[\[1, 2\], \[2\]"),
+    (lambda: padded([1, 2, 3], [0, 0, 0]), "without a real token"),
+    (lambda: padded([1, 2, 3], [1, 1, 2]), "values other than 0 and 1"),
+    (lambda: padded([1, -2, 3], [1, 1, 1]), "ids below 0"),
+    (lambda: padded([1, 2, 3], [1, 1, 1], [1, -5, 2]), "labels below 0"),
+    (lambda: BATCH.unpack(torch.zeros(3)), r"shape \(3,\), but the batch has 5 slots"),
+    (lambda: BATCH.unpack([1, 2, 3]), r"unpack\(\) got a list, .*wanted a tensor"),
+    (lambda: BATCH.to("meta").to("cpu"), "A batch on the meta device has"),
+    (lambda: BATCH.to("abacus"), r"'abacus' is no device"),
+    (lambda: THDStep([]), "at least one microbatch"),
+    (lambda: THDStep([BATCH, None]), "A THDStep is made of a list, .*; wanted a list of THDBatch"),
+    (lambda: next(iter(BATCH)).hf_kwargs(), r"'hf_kwargs' was asked.*step's batches are step\.micro"),
+    (lambda: setattr(BATCH, "loss_scale", 2.0), "immutable"),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), CASES)
+def test_refused(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises((ValueError, TypeError, AttributeError), match=words):
         call()

@@ -37,15 +37,17 @@ class Case:
         targets[torch.rand(self.tokens) < self.ignored] = -100
         return leaves, targets
 
-    def kwargs(self, leaves: list[Tensor]) -> dict[str, object]:
-        """The keyword arguments of fused_linear_logprobs."""
-        return {
-            "bias": leaves[2] if self.bias else None,
-            "softcap": self.softcap,
-            "temperature": self.temperature,
-            "logit_scale": self.logit_scale,
-            "valid_vocab_size": self.valid_vocab_size,
-        }
+    def teacher(self, width: int = 24) -> tuple[Tensor, Tensor]:
+        """Hidden states and a weight for the same tokens and vocabulary."""
+        generator = torch.Generator().manual_seed(11)
+        hidden = torch.randn(self.tokens, width, generator=generator, dtype=torch.float64)
+        weight = torch.randn(self.vocabulary, width, generator=generator, dtype=torch.float64) * 0.5
+        return hidden.to(self.dtype), weight.to(self.dtype)
+
+    def kwargs(self, leaves: list[Tensor]) -> dict[str, Any]:
+        """The keyword arguments of the fused losses."""
+        names = ("softcap", "temperature", "logit_scale", "valid_vocab_size")
+        return {"bias": leaves[2] if self.bias else None, **{name: getattr(self, name) for name in names}}
 
     def logits(self, leaves: list[Tensor]) -> Tensor:
         """All of them."""
@@ -54,14 +56,14 @@ class Case:
             z = torch.tanh(z / self.softcap) * self.softcap
         return (z / self.temperature)[:, : self.valid_vocab_size]
 
-    def logprobs(self, leaves: list[Tensor], targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probability, entropy, lse; zero where ignored."""
+    def logprobs(self, leaves: list[Tensor], targets: Tensor) -> tuple[Tensor, ...]:
+        """Log-probability, entropy, lse; zero where ignored, and p log p where p is 0."""
         z = self.logits(leaves)
+        z = z.float() if z.itemsize < 4 else z
         log_p = z.log_softmax(-1)
-        counts = targets != -100
         logp = log_p.gather(1, targets.clamp_min(0)[:, None]).squeeze(1)
-        entropy = -(log_p.exp() * log_p).sum(-1)
-        return tuple(torch.where(counts, x, 0.0) for x in (logp, entropy, z.logsumexp(-1)))  # type: ignore[return-value]
+        entropy = -(log_p.exp() * log_p.clamp_min(torch.finfo(z.dtype).min)).sum(-1)
+        return tuple(torch.where(targets != -100, x, 0.0) for x in (logp, entropy, z.logsumexp(-1)))
 
 
 def wide(leaves: list[Tensor]) -> list[Tensor]:

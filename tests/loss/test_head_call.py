@@ -1,4 +1,4 @@
-"""A model called without its head: what its layers know, what it does to its logits, heads of users' own."""
+"""A model called without its head: what it does to its logits, heads of users' own, hooks that read."""
 
 from __future__ import annotations
 
@@ -18,66 +18,13 @@ pytest.importorskip("transformers")
 from transformers import LlamaForCausalLM
 
 from lightning_thd import THDBatch, causal_lm_loss
-from lightning_thd._static import static_shapes
-from lightning_thd.callbacks.cuda_graph import GraphedStep
-from lightning_thd.cuda_graph.recording import RecordingBackend
-from lightning_thd.loss import causal_lm_logprobs, causal_lm_loss_and_stats
-from lightning_thd.loss.lazy_logits import Record, carry_values, open_values
+from lightning_thd.loss import causal_lm_logprobs, causal_lm_loss_and_stats, static_shapes
+from lightning_thd.loss.lazy_logits import Record, carry_values
 from lightning_thd.loss.tiles.logits import LogitMap
-from lightning_thd.models import announce
-from lightning_thd.models.pack import Pack, current_scope
 from lightning_thd.parallel.pipeline.stage import STAGE
-from tests.cuda_graph.support import BUCKETS, random_batch
+from tests.cuda_graph.support import random_batch
 from tests.loss.support import gradients
-from tests.models import matrix
-from tests.models.families import build
-from tests.tiny import checkpoint_activations, tiny_llama
-
-
-def refuse(*_: Any) -> None:
-    raise AssertionError("a tensor was read back")
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_state_space_layers_read_no_lengths_back(
-    checkpointing: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, (batch, _) = build("mamba2", "thd").train(), matrix.packs()
-    model(**batch.hf_kwargs())  # the first call checks the model
-    if checkpointing:
-        checkpoint_activations(model)
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.Tensor, "tolist", refuse)
-        loss = causal_lm_loss(model, batch)
-        loss.backward()
-        with pytest.raises(AssertionError, match="read back"):  # or the patch would show nothing
-            model(**batch.hf_kwargs())
-    logits = model(**batch.hf_kwargs()).logits[0]
-    wanted = torch.nn.functional.cross_entropy(logits, batch.targets, ignore_index=-100)
-    torch.testing.assert_close(loss, wanted)
-
-
-@pytest.mark.parametrize("name", ["llama", "mamba2"])
-def test_a_loss_announces_its_batch_and_a_bare_call_is_searched(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, (batch, _) = build(name, "thd").train(), matrix.packs()
-    wanted = causal_lm_loss(model, batch)
-    monkeypatch.setattr(announce, "find_pack", refuse)
-    assert torch.equal(causal_lm_loss(model, batch), wanted)
-    with pytest.raises(AssertionError, match="read back"):
-        model(**batch.hf_kwargs())
-    assert current_scope() is None
-
-
-def test_a_recorded_step_is_given_no_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, (batch, _) = build("bamba", "thd").train(), matrix.packs()
-    wanted = causal_lm_loss(model, batch)
-    monkeypatch.setattr(Pack, "from_batch", refuse)
-    monkeypatch.setattr(Pack, "lengths", property(refuse))
-    with static_shapes():
-        torch.testing.assert_close(causal_lm_loss(model, batch), wanted)
-
+from tests.tiny import tiny_llama
 
 # ---- What a model does to its logits
 
@@ -153,38 +100,6 @@ def test_what_cannot_be_followed_gets_zeros_and_is_noted(name: str) -> None:
         torch.testing.assert_close(found, wanted, equal_nan=True)
 
 
-def test_values_and_their_gradient_pass_through_and_hooks_see_it() -> None:
-    values = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
-    logits = carry_values(values * 2, SHAPE)
-    seen = []
-    logits.register_hook(lambda gradient: seen.append(tuple(gradient.shape)))
-    assert logits.shape == SHAPE
-    assert logits.requires_grad
-    assert logits._base is None  # FSDP2 warns about views
-    assert logits.untyped_storage().nbytes() == 12
-    opened = open_values(logits)
-    assert opened.tolist() == [2.0, 4.0, 6.0]
-    (opened * torch.tensor([1.0, 10.0, 100.0])).sum().backward()
-    assert values.grad is not None
-    assert values.grad.tolist() == [2.0, 20.0, 200.0]
-    assert seen == [SHAPE]
-
-
-@pytest.mark.filterwarnings("ignore")  # torch.compile's own
-def test_a_compiled_model_loses_nothing_that_is_recorded() -> None:
-    make = torch.compiler.disable(carry_values)
-    seen = torch.compiler.disable(lambda logits: found.append(logits.record.as_map()))
-    found: list[LogitMap] = []
-
-    @torch.compile(backend="eager")
-    def model(values: Tensor) -> Tensor:
-        seen(capped(make(values * 2, SHAPE)))
-        return values
-
-    model(torch.ones(1, requires_grad=True))
-    assert found[0].agrees(LogitMap(softcap=3.0))
-
-
 # ---- Heads, hooks and models whose logits are computed whole
 
 WHOLE = r"causal_lm_loss computes the logits of \w+ whole.* because "
@@ -225,33 +140,9 @@ def overwritten(head: Head, x: Tensor) -> Tensor:
     return logits
 
 
-class Halved(torch.autograd.Function):
-    """A product whose backward is its own, as that of VeLoRA."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return 0.5 * grads[0] @ weight, 0.5 * grads[0].flatten(0, -2).T @ x.flatten(0, -2)
-
-
-def without_gradient(head: Head, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        base = F.linear(x, head.weight)
-    return base + F.linear(x, head.up @ head.down)
-
-
 HEADS: dict[str, Callable[[Head, Tensor], Tensor]] = {
     "LoRA": lambda head, x: F.linear(x, head.weight) + F.linear(F.linear(x, head.down), head.up) * 2.0,
-    "bias and factor": lambda head, x: (F.linear(x, head.weight) - head.offset) * (head.offset + 1.0),
-    "relu": lambda head, x: F.linear(x, head.weight).relu(),
     "overwritten": overwritten,
-    "backward of its own": lambda head, x: Halved.apply(x, head.weight),
-    "without gradient": without_gradient,
 }
 
 
@@ -280,6 +171,8 @@ def test_log_probabilities_and_statistics_of_whole_logits() -> None:
     plain.load_state_dict(model.state_dict(), strict=False)
     for options in ({"label_smoothing": 0.1, "z_loss": 1e-3}, {"reduction": "sequences"}):
         torch.testing.assert_close(*(causal_lm_loss(m, batch, **options) for m in (model, plain)))
+    with static_shapes():  # as recorded steps run
+        torch.testing.assert_close(*(causal_lm_loss(m, batch) for m in (model, plain)))
     found, wanted = (causal_lm_logprobs(m, batch, temperature=0.7) for m in (model, plain))
     torch.testing.assert_close(tuple(found), tuple(wanted))
     stats = [causal_lm_loss_and_stats(m, batch)[1] for m in (model, plain)]
@@ -308,14 +201,6 @@ def test_a_head_with_a_parametrization_that_moves_is_read_once(tied: bool) -> No
     other = copy.deepcopy(model)
     for _ in range(2):  # each forward in training moves the vectors of its power iteration
         compare(model, other)
-
-
-@pytest.mark.filterwarnings("ignore:causal_lm_loss computes the logits")
-def test_whole_logits_are_recorded() -> None:
-    model, batch = with_head(HEADS["LoRA"]), random_batch(1)
-    step = GraphedStep(causal_lm_loss, model, buckets=BUCKETS, backend=RecordingBackend(), require=True)
-    torch.testing.assert_close(step(batch), causal_lm_loss(model, batch))
-    assert step.stats.replays == 1
 
 
 def doubled_logits(module: nn.Module, args: Any, output: Any) -> Any:

@@ -1,103 +1,179 @@
-"""Messages about what a loss is given that no other test of the room meets."""
+"""What losses refuse: one row for each kind of refusal."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lightning_thd.batch import THDBatch
 from lightning_thd.loss import (
     PackedRollouts,
+    causal_lm_logprobs,
     causal_lm_loss,
+    dft_loss,
+    fused_linear_cross_entropy,
+    fused_linear_distillation,
     fused_linear_logprobs,
     mtp_targets,
+    policy,
+    preference,
 )
-from lightning_thd.loss.policy import group_advantages
-from lightning_thd.loss.preference import sequence_sums
 from lightning_thd.parallel.shard import shard_batch
-from tests.loss.families import build
+from tests.loss.families import VOCAB, build
 from tests.loss.support import make_batch
 from tests.ranks import pretended_ranks
 
-HIDDEN, WEIGHT, TARGETS = torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(3, dtype=torch.long)
-IDS, MASK = torch.arange(12).view(2, 6), torch.ones(2, 6, dtype=torch.long)
-OFFSETS = torch.tensor([0, 3], dtype=torch.int32)
+ARGUMENTS = {"hidden": torch.zeros(4, 16), "weight": torch.zeros(101, 16), "targets": torch.arange(4)}
+TAUGHT = {**ARGUMENTS, "teacher_hidden": torch.zeros(4, 8), "teacher_weight": torch.zeros(101, 8)}
+logprobs = partial(fused_linear_logprobs, **ARGUMENTS)
+nll = partial(fused_linear_cross_entropy, **ARGUMENTS)
+distil = partial(fused_linear_distillation, **TAUGHT)
+IDS, MASK = torch.tensor([[5, 6, 0], [0, 7, 8]]), torch.tensor([[1, 1, 0], [0, 1, 1]])
+ROLLOUTS = PackedRollouts.from_padded(IDS, MASK, pad_to=5)
+ONE, FIVE = torch.zeros(2), torch.zeros(5)
+given = {"logp": FIVE, "old_logp": FIVE, "advantages": ONE, "rollouts": ROLLOUTS}
+grpo = partial(policy.grpo_loss, **given)
+gspo = partial(policy.gspo_loss, **given)
+ppo = partial(policy.ppo_clip_loss, **given)
+dpo = partial(preference.dpo_loss, chosen=ONE, rejected=ONE, reference_chosen=ONE, reference_rejected=ONE)
+BATCH = make_batch()
+THREE = THDBatch.collate([{"input_ids": [1, 2, 3]}])
 
 
-def batch() -> THDBatch:
-    return THDBatch.collate([{"input_ids": [1, 2, 3]}])
+def loss(batch: THDBatch = BATCH, **how: Any) -> Any:
+    return causal_lm_loss(build("Llama"), batch, **how)
 
 
-def shard() -> THDBatch:
+def whole(**changes: Any) -> Any:
+    """The loss of a model whose forward is called with other arguments."""
+    model = build("Llama")
+    model.forward = partial(model.forward, **changes)
+    return causal_lm_loss(model, BATCH)
+
+
+def shard() -> Any:
     return shard_batch(make_batch(lengths=(4,)), group=None, cp=2, rank=0)
 
 
-CASES: dict[str, tuple[Callable[[], Any], str]] = {
-    "rows on another device": (
-        lambda: fused_linear_logprobs(HIDDEN, WEIGHT, TARGETS, rows=TARGETS.to("meta")),
-        "rows is on meta and hidden on cpu, wanted one device. Move",
+def another_attention() -> None:
+    model: Any = build("Llama")
+    model.set_attn_implementation("sdpa")
+    causal_lm_loss(model, BATCH)
+
+
+CASES: list[tuple[Callable[[], Any], str]] = [
+    # Operands of all fused losses
+    (lambda: logprobs(temperature=0.0), r"temperature=0.0; wanted a finite number above 0.*Greedy"),
+    (lambda: logprobs(softcap=math.inf), "softcap=inf"),
+    (lambda: logprobs(logit_scale=0.0), "scale is 0, wanted another number"),
+    (
+        lambda: logprobs(targets=torch.tensor([0, 101, 2, 3])),
+        r"targets\[1\] is 101, wanted 0 to 100",
     ),
-    "targets of floats": (
-        lambda: mtp_targets(HIDDEN[0], OFFSETS, 1),
-        r"targets is torch.float32 \[4\], wanted int64 \[T\]. Pass batch.targets",
-    ),
-    "rewards of integers": (lambda: group_advantages(TARGETS, 3), r"rewards is torch.int64 \[3\] with"),
-    "sums of integers": (
-        lambda: sequence_sums(TARGETS, batch()),
-        r"values is torch.int64 \[3\], wanted floats \[3\], one a slot",
-    ),
-    "sums of a shard": (
-        lambda: sequence_sums(torch.zeros(2), shard()),
+    (lambda: logprobs(targets=torch.tensor([0, 95, 2, 3]), valid_vocab_size=90), "95, wanted 0 to 89"),
+    (lambda: logprobs(targets=torch.arange(5)), r"targets is \[5\].*already shifted"),
+    (lambda: logprobs(targets=torch.zeros(4)), "targets is torch.float32, wanted int64"),
+    (lambda: logprobs(targets=torch.arange(4).to("meta")), "targets is on meta and hidden on cpu"),
+    (lambda: logprobs(weight=torch.zeros(101, 16).double()), "weight torch.float64, wanted one dtype"),
+    (lambda: logprobs(weight=torch.zeros(101, 15)), r"hidden is \[4, 16\] and weight \[101, 15\]"),
+    (lambda: logprobs(bias=torch.zeros(7)), r"bias is \[7\], wanted \[101\]"),
+    (lambda: logprobs(valid_vocab_size=102), "valid_vocab_size is 102 but weight has 101 rows"),
+    (lambda: logprobs(rows=torch.tensor([0, 4])), "rows goes from 0 to 4, wanted indices 0 to 3"),
+    (lambda: logprobs(rows=torch.zeros(3)), "rows is torch.float32"),
+    (lambda: nll(reduction="none"), "reduction.*none.*wanted.*sum"),
+    (lambda: nll(label_smoothing=1.0), "label_smoothing is 1.0, wanted at least 0 and below 1"),
+    (lambda: nll(z_loss=-1.0), "z_loss=-1.0; wanted a finite number of 0.0 or more"),
+    (lambda: nll(token_weights=torch.ones(3)), r"token_weights is \[3\], wanted one a token"),
+    (lambda: distil(kind="js"), "kind.*js.*wanted one of kl, reverse_kl, jsd"),
+    (lambda: distil(alpha=1.5), "alpha is 1.5 and beta 0.5, wanted alpha from 0 to 1"),
+    (lambda: distil(beta=1.0), "its ends the mixture is kind='kl'"),
+    (lambda: distil(teacher_weight=torch.zeros(100, 8)), "100 rows beside.*need valid_vocab_size"),
+    # Models and batches
+    (another_attention, r"LlamaForCausalLM runs attn_implementation='sdpa'.*'thd'"),
+    (lambda: causal_lm_loss(nn.Linear(2, 2), BATCH), "got a Linear, wanted a Hugging Face causal"),
+    (lambda: loss(BATCH.replace(targets=BATCH.targets + VOCAB)), f"wanted 0 to {VOCAB - 1}"),
+    (lambda: causal_lm_logprobs(build("Llama"), BATCH, temperature=0.0), "temperature=0"),
+    (lambda: whole(return_dict=False), "returned a tuple without logits.*return_dict"),
+    (lambda: whole(logits_to_keep=3), r"\[1, 3, 32\] for 28 targets.*logits_to_keep"),
+    (lambda: loss(reduction="mean"), "reduction.*mean.*wanted.*tokens.*sequences"),
+    (lambda: loss(weights=torch.ones(3)), r"weights is \[3\], wanted one a slot.*\[28\]"),
+    (lambda: loss(label_smoothing="0.1"), "label_smoothing is a str.*wanted a number"),
+    (lambda: loss(BATCH.replace(sequence_scale=None), reduction="sequences"), "needs batch.sequence_scale"),
+    (lambda: dft_loss(ONE, THREE), r"logp is \[2\], wanted one a slot.*\[3\]"),
+    (lambda: mtp_targets(ONE, THREE.cu_seqlens, 1), r"targets is torch.float32 \[2\], wanted int64"),
+    (lambda: preference.sequence_sums(ONE, THREE), r"values is torch.float32 \[2\], wanted floats \[3\]"),
+    (
+        lambda: preference.sequence_sums(
+            ONE, shard_batch(make_batch(lengths=(4,)), group=None, cp=2, rank=0)
+        ),
         "The batch is one rank's shard, whose slots hold parts of sequences",
     ),
-    "rollouts of floats": (
-        lambda: PackedRollouts.from_padded(IDS.float(), MASK),
-        "input_ids is torch.float32; wanted an integer dtype",
+    # Rollouts and policies
+    (lambda: ROLLOUTS.pack(torch.zeros(3, 2)), r"pack\(\) got \[3, 2\], wanted \[2, 3, ...\]"),
+    (lambda: ROLLOUTS.unpack(torch.zeros(6)), r"unpack\(\) got \[6\], but this pack has 5 slots"),
+    (lambda: ROLLOUTS.unpack(FIVE, of="row"), "of.*row.*wanted.*prediction.*token"),  # type: ignore[arg-type]
+    (lambda: PackedRollouts.from_padded(IDS, MASK[:1]), r"shapes \[\[2, 3\], \[1, 3\]"),
+    (lambda: PackedRollouts.from_padded(IDS.float(), MASK), "input_ids is torch.float32; wanted an integer"),
+    (lambda: PackedRollouts.from_padded(IDS, MASK * 0), "without a real token"),
+    (lambda: PackedRollouts.from_padded(IDS, MASK, response_mask=MASK + 1), "that attention_mask hides"),
+    (lambda: grpo(logp=torch.zeros(26)), r"logp is \[26\], wanted one a slot"),
+    (lambda: grpo(advantages=torch.ones(3)), r"advantages is \[3\], wanted one a row, \[2\]"),
+    (lambda: grpo(kind="x"), "kind.*x.*wanted one of grpo"),
+    (lambda: grpo(kind="dr_grpo"), "got no max_tokens"),
+    (lambda: grpo(beta=0.1), "beta is 0.1 and reference_logp absent"),
+    (lambda: grpo(clip=0.0), "clip=0.0; wanted a finite number above 0.0"),
+    (lambda: grpo(scale="1"), "scale is a str.*wanted a number"),
+    (lambda: ppo(dual_clip=1.0), "dual_clip=1.0"),
+    (lambda: gspo(advantages=FIVE), r"advantages is \[5\], wanted one a row.*\[2\]"),
+    (lambda: gspo(weights=FIVE), r"weights is \[5\], wanted one a row.*\[2\]"),
+    (lambda: policy.group_advantages(FIVE, 2), r"rewards is torch.float32 \[5\] with group_size=2"),
+    (lambda: policy.group_advantages(ONE, 1), "group of at least 2"),
+    # Pairs
+    (lambda: dpo(reference_rejected=FIVE), r"'reference_rejected': \[5\]}, wanted one number a response"),
+    (lambda: dpo(weights=FIVE), r"'weights': \[5\]"),
+    (lambda: dpo(kind="dpo"), "kind.*dpo.*wanted one of sigmoid, hinge"),
+    (lambda: dpo(beta=0.0), "beta=0.0; wanted a finite number above 0.0"),
+    (lambda: dpo(kind="ipo"), "kind='ipo' averages over tokens, wanted chosen_tokens"),
+    (lambda: dpo(kind="hinge", label_smoothing=0.1), "label_smoothing is 0.1 with kind='hinge'"),
+    (lambda: dpo(kind="exo_pair"), "with kind='exo_pair', wanted above 0"),
+    (lambda: dpo(kind="aot", scale=0.5), "kind='aot' sorts the pairs of a step"),
+    (lambda: preference.kto_loss(ONE, ONE, ONE), r"desirable is torch.float32 \[2\], wanted bool"),
+    (
+        lambda: preference.kto_loss(ONE, ONE, ONE > 0, divergence=ONE),
+        r"divergence is \[2\], wanted one",
     ),
-}
+    (lambda: preference.reward_pair_loss(ONE.long(), ONE), "chosen is torch.int64, wanted floats"),
+]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_message(case: str) -> None:
-    call, message = CASES[case]
-    with pytest.raises((ValueError, TypeError), match=message):
+@pytest.mark.parametrize(("call", "words"), CASES)
+def test_refused(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=words):
         call()
 
 
-def test_weights_do_not_reach_further_tokens() -> None:
-    model = build("Granite")
+def test_weights_do_not_reach_further_tokens_and_a_balancing_loss_needs_its_coefficient() -> None:
+    model: Any = build("Granite")
     inner = model.forward
 
     def forward(**kwargs: Any) -> Any:
         outputs = inner(**kwargs, output_hidden_states=True)
         model.lm_head(outputs.hidden_states[-1])
-        return outputs
-
-    model.forward = forward
-    with pytest.raises(
-        ValueError, match="Weights and reduction='sequences' say nothing of predictions further"
-    ):
-        causal_lm_loss(model, make_batch(), reduction="sequences")
-
-
-def test_a_balancing_loss_without_its_coefficient() -> None:
-    model = build("Llama")
-    inner = model.forward
-
-    def forward(**kwargs: Any) -> Any:
-        outputs = inner(**kwargs)
         outputs.aux_loss = torch.tensor(1.0)
         return outputs
 
     model.forward = forward
-    with pytest.raises(
-        ValueError, match="returned an auxiliary loss, but neither it nor its config has router"
-    ):
-        causal_lm_loss(model, make_batch())
+    with pytest.raises(ValueError, match="say nothing of predictions further than the next"):
+        causal_lm_loss(model, BATCH, reduction="sequences")
+    with pytest.raises(ValueError, match="an auxiliary loss, but neither it nor its config has router"):
+        causal_lm_loss(model, BATCH)
 
 
 def test_a_head_cut_in_other_ways() -> None:
@@ -106,15 +182,19 @@ def test_a_head_cut_in_other_ways() -> None:
 
     with pretended_ranks(4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        for placements in ([Shard(0), Shard(0)], [Replicate(), Shard(1)]):
-            weight = distribute_tensor(torch.zeros(8, 4), mesh, placements)
-            with pytest.raises(
-                ValueError, match=r"head's weight is placed as .*, wanted rows of the vocabulary"
-            ):
-                fused_linear_logprobs(HIDDEN, weight, TARGETS)
-        weight = distribute_tensor(torch.zeros(8, 4), mesh, [Replicate(), Shard(0)])
-        with pytest.raises(ValueError, match=r"and tp_group another group, .*Leave tp_group out, or pass"):
-            fused_linear_logprobs(HIDDEN, weight, TARGETS, tp_group=dist.group.WORLD)
-        weight = distribute_tensor(torch.zeros(8, 4), init_device_mesh("cpu", (4,)), [Shard(0)])
-        with pytest.raises(ValueError, match=r"unknown whether the ranks hold the same tokens.*fully_shard"):
-            fused_linear_logprobs(HIDDEN, weight, TARGETS)
+        line = init_device_mesh("cpu", (4,))
+        cases: list[tuple[Any, Any, Any, str]] = [
+            (
+                mesh,
+                [Shard(0), Shard(0)],
+                None,
+                "head's weight is placed as .*, wanted rows of the vocabulary",
+            ),
+            (mesh, [Replicate(), Shard(1)], None, "head's weight is placed as"),
+            (mesh, [Replicate(), Shard(0)], dist.group.WORLD, "and tp_group another group, .*Leave tp_group"),
+            (line, [Shard(0)], None, "unknown whether the ranks hold the same tokens.*fully_shard"),
+        ]
+        for on, placements, group, words in cases:
+            weight = distribute_tensor(torch.zeros(8, 16), on, placements)
+            with pytest.raises(ValueError, match=words):
+                logprobs(weight=weight, tp_group=group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -31,10 +32,6 @@ def padded_values(seed: int, response: Tensor) -> list[Tensor]:
     logp, old, reference = -torch.rand(3, ROWS, COLUMNS, generator=generator, dtype=torch.float64) * 2
     values = [torch.where(response, x, math.nan) for x in (logp, old, reference)]
     return [*values, torch.tensor([1.0, -0.5, 2.0, 0.7], dtype=torch.float64)]
-
-
-def packed(rollouts: PackedRollouts, values: list[Tensor]) -> list[Tensor]:
-    return [*(rollouts.pack(x, fill=math.nan) for x in values[:3]), values[3]]
 
 
 def outputs(values: list[Tensor], response: Tensor, **settings: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -70,85 +67,74 @@ def outputs(values: list[Tensor], response: Tensor, **settings: Any) -> tuple[An
     return stand_in, inputs
 
 
-def compare(ours: Tensor, theirs: Tensor, logp: Tensor, response: Tensor) -> None:
-    """Compare losses and their gradients in padded log-probabilities, which are NaN outside responses."""
-    torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
-    mine, other = (torch.autograd.grad(loss, logp, retain_graph=True)[0] for loss in (ours, theirs))
-    torch.testing.assert_close(mine[response], other[response], rtol=1e-8, atol=1e-10)
-    assert not mine[~response].nan_to_num(0.0).any()
+_GRPO = {"largest_ratio": 2.0, "max_tokens": 20}
+# Ours, its settings, TRL's name of the loss, and what TRL is told besides.
+LOSSES: dict[str, tuple[Any, dict[str, Any], str, dict[str, Any]]] = {
+    **{
+        kind: (
+            policy.grpo_loss,
+            {"kind": kind, "largest_ratio": 2.0, "max_tokens": 20},
+            theirs,
+            {"delta": 2.0},
+        )
+        for kind, theirs in (("grpo", "grpo"), ("dr_grpo", "dr_grpo"), ("token_mean", "dapo"))
+    },
+    "ppo": (policy.ppo_clip_loss, {}, "bnpo", {}),
+    "gspo": (policy.gspo_loss, {}, "grpo", {"importance_sampling_level": "sequence"}),
+    # GSPO whose rows count by their tokens
+    "luspo": (policy.gspo_loss, {}, "luspo", {"importance_sampling_level": "sequence"}),
+    "cispo": (policy.cispo_loss, {"largest_ratio": 0.3}, "cispo", {}),
+    "sapo": (policy.sapo_loss, {"temperature": 2.0, "temperature_negative": 1.25}, "sapo", {}),
+    "vespo": (policy.vespo_loss, {}, "vespo", {}),
+}
+
+
+KINDS = ("grpo", "dr_grpo", "token_mean")
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("beta", [0.0, 0.1])
 @pytest.mark.parametrize(
-    ("kind", "trl_kind"),
-    [
-        ("grpo", "grpo"),
-        ("dr_grpo", "dr_grpo"),
-        ("token_mean", "bnpo"),
-        ("token_mean", "dapo"),
-        ("gspo", "grpo"),
-    ],
+    ("name", "beta"),
+    [*((name, 0.0) for name in LOSSES), *((name, 0.1) for name in (*KINDS, "gspo", "luspo"))],
 )
-def test_equal_to_trl(kind: Any, trl_kind: str, beta: float) -> None:
+def test_equal_to_trl(name: str, beta: float) -> None:
     trainer = pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
+    function, how, trl_kind, settings = LOSSES[name]
+    options = dict(how)
+    if "clip" in inspect.signature(function).parameters:
+        options |= {"clip": 0.2, "clip_high": 0.3}
     rollouts, response = make_rollouts()
     values = padded_values(2, response)
     values[0].requires_grad_()
-    level, delta = ("sequence", None) if kind == "gspo" else ("token", 2.0)
+    logp, old, reference = (rollouts.pack(x, fill=math.nan) for x in values[:3])
+    if name == "luspo":
+        options["weights"] = rollouts.counts.double()
+    if beta:
+        options |= {"beta": beta, "reference_logp": reference}
     stand_in, inputs = outputs(
-        values, response, loss_type=trl_kind, importance_sampling_level=level, beta=beta, delta=delta
-    )
-    theirs = trainer._compute_loss(stand_in, None, inputs)
-    logp, old, reference, advantages = packed(rollouts, values)
-    given = (logp, old, advantages, rollouts)
-    more: dict[str, Any] = {"clip": 0.2, "clip_high": 0.3}
-    penalty: dict[str, Any] = {"beta": beta, "reference_logp": reference if beta else None}
-    if kind == "gspo":
-        ours = policy.gspo_loss(*given, **more, **penalty)
-    else:
-        ours = policy.grpo_loss(*given, kind=kind, largest_ratio=2.0, max_tokens=20, **more, **penalty)
-    compare(ours, theirs, values[0], response)
-    if kind == "token_mean" and not beta:
-        torch.testing.assert_close(
-            policy.ppo_clip_loss(*given, **more), policy.grpo_loss(*given, kind=kind, **more)
-        )
-
-
-@pytest.mark.parametrize("kind", ["cispo", "sapo", "luspo", "vespo"])
-def test_further_losses_equal_trl(kind: Any) -> None:
-    trainer = pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
-    rollouts, response = make_rollouts()
-    values = padded_values(2, response)
-    values[0].requires_grad_()
-    level = "sequence" if kind == "luspo" else "token"
-    stand_in, inputs = outputs(
-        values, response, loss_type=kind, importance_sampling_level=level, beta=0.0, delta=None
+        values, response, **{"loss_type": trl_kind, "beta": beta, "delta": None, **settings}
     )
     stand_in.args.sapo_temperature_pos, stand_in.args.sapo_temperature_neg = 2.0, 1.25  # exact in fp32
     stand_in.args.vespo_k_pos, stand_in.args.vespo_lambda_pos = 2.0, 3.0
     stand_in.args.vespo_k_neg, stand_in.args.vespo_lambda_neg = 3.0, 2.0
     stand_in.get_gamma_weights = trainer.get_gamma_weights
-    if kind == "vespo":  # TRL's rows hold their advantages in a column then
+    if name == "vespo":  # TRL's rows hold their advantages in a column then
         inputs["advantages"] = inputs["advantages"][:, None]
     theirs = trainer._compute_loss(stand_in, None, inputs)
-    logp, old, _, advantages = packed(rollouts, values)
-    given = (logp, old, advantages, rollouts)
-    ours = {
-        "cispo": lambda: policy.cispo_loss(*given, largest_ratio=stand_in.epsilon_high),
-        "sapo": lambda: policy.sapo_loss(*given, temperature=2.0, temperature_negative=1.25),
-        "vespo": lambda: policy.vespo_loss(*given),
-        # GSPO whose rows count by their tokens
-        "luspo": lambda: policy.gspo_loss(*given, clip=0.2, clip_high=0.3, weights=rollouts.counts.double()),
-    }[kind]()
-    compare(ours, theirs, values[0], response)
+    ours = function(logp, old, values[3], rollouts, **options)
+    torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
+    mine, other = (torch.autograd.grad(loss, values[0], retain_graph=True)[0] for loss in (ours, theirs))
+    torch.testing.assert_close(mine[response], other[response], rtol=1e-8, atol=1e-10)
+    assert not mine[~response].nan_to_num(0.0).any()  # log-probabilities are NaN outside responses
 
 
 def test_microbatches_with_a_scale_make_the_loss_of_the_step() -> None:
     rollouts, response = make_rollouts()
     values = padded_values(3, response)
     for kind, total in (("grpo", ROWS), ("token_mean", int(response.sum()))):
-        whole = policy.grpo_loss(*packed(rollouts, values)[:2], values[3], rollouts, kind=kind)  # type: ignore[arg-type]
+        whole = policy.grpo_loss(
+            *(rollouts.pack(x, fill=math.nan) for x in values[:2]), values[3], rollouts, kind=kind
+        )
         losses = []
         for part in (slice(0, 1), slice(1, 4)):
             ids = torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS)[part]
@@ -162,7 +148,7 @@ def test_microbatches_with_a_scale_make_the_loss_of_the_step() -> None:
 def test_weights_and_the_dual_clip() -> None:
     rollouts, response = make_rollouts()
     values = padded_values(4, response)
-    logp, old, _, advantages = packed(rollouts, values)
+    (logp, old), advantages = (rollouts.pack(x, fill=math.nan) for x in values[:2]), values[3]
     weights = torch.rand(len(logp), dtype=torch.float64)
     loss = policy.ppo_clip_loss(logp, old, advantages, rollouts, weights=weights, dual_clip=1.1)
     counts = rollouts.batch.targets != -100
@@ -186,98 +172,52 @@ def test_group_advantages() -> None:
         assert found[i].item() == pytest.approx(((rewards[i] - group.mean()) / (group.std() + 1e-4)).item())
 
 
-GRPO: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"logp": torch.zeros(26)}, ValueError, r"logp is \[26\], wanted one a slot"),
-    ({"advantages": torch.ones(3)}, ValueError, r"advantages is \[3\], wanted one a row, \[4\]"),
-    ({"kind": "x"}, ValueError, "kind is 'x', wanted one of grpo"),
-    ({"kind": "dr_grpo"}, ValueError, "got no max_tokens"),
-    ({"beta": 0.1}, ValueError, "beta is 0.1 and reference_logp absent"),
-    ({"reference_logp": torch.zeros(27)}, ValueError, "reference_logp given"),
-    ({"clip": 0.0}, ValueError, "clip=0.0; wanted a finite number above 0.0"),
-    ({"largest_ratio": 1.0}, ValueError, "largest_ratio=1.0"),
-    ({"scale": "1"}, TypeError, "scale is a str.*wanted a number"),
-]
-
-
-@pytest.mark.parametrize(("changes", "error", "message"), GRPO)
-def test_messages(changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    rollouts, _ = make_rollouts()
-    good = {"logp": torch.zeros(27), "old_logp": torch.zeros(27), "advantages": torch.ones(4)}
-    with pytest.raises(error, match=message):
-        policy.grpo_loss(**{**good, "rollouts": rollouts, **changes})
-
-
-def test_messages_of_the_others() -> None:
-    rollouts, _ = make_rollouts()
-    zeros, ones = torch.zeros(27), torch.ones(4)
-    with pytest.raises(ValueError, match="dual_clip=1.0"):
-        policy.ppo_clip_loss(zeros, zeros, ones, rollouts, dual_clip=1.0)
-    with pytest.raises(ValueError, match=r"advantages is \[27\], wanted one a row: \[4\]"):
-        policy.gspo_loss(zeros, zeros, zeros, rollouts)
-    with pytest.raises(ValueError, match=r"weights is \[27\], wanted one a row: \[4\]"):
-        policy.gspo_loss(zeros, zeros, ones, rollouts, weights=zeros)
-    with pytest.raises(ValueError, match=r"rewards is torch.float32 \[5\] with group_size=2"):
-        policy.group_advantages(torch.ones(5), 2)
-    with pytest.raises(ValueError, match="group of at least 2"):
-        policy.group_advantages(torch.ones(2), 1)
-
-
-@pytest.mark.parametrize("kind", ["ppo", "grpo", "dr_grpo", "token_mean", "gspo"])
+@pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_ratio_no_float_has_is_clipped_with_a_finite_gradient(kind: str, dtype: torch.dtype) -> None:
+def test_a_ratio_no_float_has_gives_a_finite_gradient(name: str, dtype: torch.dtype) -> None:
     """A token that the sampler thought impossible: e^2000 where the advantage is positive, or 0."""
     rollouts, response = make_rollouts()
     values = [x.to(dtype) for x in padded_values(0, response)]
-    values[1][0, 4] -= 2_000.0
     values[3][0], values[3][1] = 1.0, 0.0
+    values[1][0, 4] -= 2_000.0
     values[1][1, 3] -= 2_000.0
     logp = rollouts.pack(values[0]).nan_to_num(0.0).requires_grad_()
-    given: Any = (logp, rollouts.pack(values[1]).nan_to_num(0.0), values[3], rollouts)
-    if kind == "ppo":
-        loss = policy.ppo_clip_loss(*given)
-    elif kind == "gspo":
-        loss = policy.gspo_loss(*given)
-    else:
-        loss = policy.grpo_loss(*given, kind=kind, max_tokens=20)  # type: ignore[arg-type]
+    old = rollouts.pack(values[1]).nan_to_num(0.0)
+    loss = LOSSES[name][0](logp, old, values[3], rollouts, **LOSSES[name][1])
     assert loss.isfinite()
-    [gradient] = torch.autograd.grad(loss, logp)
-    assert gradient.isfinite().all()
-    assert gradient.any() or kind == "gspo"  # whose clips bind every row here
+    assert torch.autograd.grad(loss, logp)[0].isfinite().all()
 
 
-@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "token_mean"])
-def test_a_token_of_weight_zero_touches_nothing(kind: Any) -> None:
+@pytest.mark.parametrize("name", ["ppo", "grpo", "dr_grpo", "token_mean", "cispo", "sapo"])
+def test_a_token_of_weight_zero_touches_nothing(name: str) -> None:
     rollouts, response = make_rollouts()
     values = padded_values(0, response)
-    logp, old = (rollouts.pack(x).nan_to_num(0.0) for x in values[:2])
+    logp, old, reference = (rollouts.pack(x).nan_to_num(0.0) for x in values[:3])
     at = int((rollouts.batch.targets != -100).nonzero()[0])
     weights = torch.ones_like(logp)
     weights[at] = 0.0
-    penalty: dict[str, Any] = {"reference_logp": rollouts.pack(values[2]).nan_to_num(0.0), "beta": 0.1}
+    function, how, *_ = LOSSES[name]
+    penalty: dict[str, Any] = {"reference_logp": reference, "beta": 0.1} if "kind" in how else {}
     found = []
     for poison in (logp[at].item(), math.inf, -math.inf, math.nan):
         leaf = logp.clone()
         leaf[at] = poison
         leaf.requires_grad_()
-        loss = policy.grpo_loss(
-            leaf, old, values[3], rollouts, kind=kind, max_tokens=20, weights=weights, **penalty
-        )
+        loss = function(leaf, old, values[3], rollouts, weights=weights, **how, **penalty)
         found.append((loss.detach(), torch.autograd.grad(loss, leaf)[0]))
     for other in found[1:]:
         torch.testing.assert_close(other, found[0])
 
 
-@pytest.mark.parametrize("of_slots", [False, True])
-def test_advantages_of_as_many_rows_as_slots_are_refused(of_slots: bool) -> None:
+def test_advantages_of_as_many_rows_as_slots_are_refused() -> None:
     mask = torch.tensor([[1, 1, 1], [0, 0, 1], [0, 0, 0], [0, 0, 0]])  # 4 rows in 4 slots
     ids = torch.arange(12).view(4, 3)
     logp, advantages = -torch.rand(5, dtype=torch.float64), torch.tensor([1.0, 2.0, 3.0, 4.0]).double()
     with pytest.raises(ValueError, match=r"4 rows in as many slots.* pad_to=5\)"):
         policy.grpo_loss(logp[:4], logp[:4], advantages, PackedRollouts.from_padded(ids, mask))
     wider = PackedRollouts.from_padded(ids, mask, pad_to=5)
-    if of_slots:
-        advantages = wider.pack(advantages[:, None].expand(4, 3))
-    assert policy.grpo_loss(logp, logp, advantages, wider).item() == pytest.approx(-1.0 / 4)
+    for given in (advantages, wider.pack(advantages[:, None].expand(4, 3))):
+        assert policy.grpo_loss(logp, logp, given, wider).item() == pytest.approx(-1.0 / 4)
     # Without a token to predict nothing counts, whichever they are.
     single = PackedRollouts.from_padded(ids, torch.eye(3).repeat(2, 1)[:4].long())
     assert policy.grpo_loss(logp[:4], logp[:4], torch.ones(4).double(), single).item() == 0.0

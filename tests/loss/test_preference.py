@@ -11,10 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_thd.batch import THDBatch
-from lightning_thd.loss import PackedRollouts, causal_lm_logprobs, preference
+from lightning_thd.loss import preference
 from lightning_thd.loss.preference import DPOKind
-from tests.loss.families import VOCAB, build
 
 KINDS = get_args(DPOKind)
 SMOOTH = ("robust", "exo_pair")
@@ -157,92 +155,6 @@ def test_reward_pairs_equal_their_rows() -> None:
     assert ours.item() == pytest.approx(sum(rows) / 5, rel=1e-8)
 
 
-def test_pairs_of_a_pack_equal_padded_rows() -> None:
-    """DPO from hidden states to gradient: one pack of chosen and rejected against a run a row."""
-    pytest.importorskip("transformers")
-    model, reference = build("Llama"), build("Llama")
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            parameter.mul_(0.9)
-    generator = torch.Generator().manual_seed(2)
-    lengths, prompts = (9, 5, 7, 4, 11, 6), (3, 2, 2, 3, 2, 2)
-    ids = torch.randint(3, VOCAB, (6, 11), generator=generator)
-    mask = (torch.arange(11) < torch.tensor(lengths)[:, None]).long()
-    response = mask * (torch.arange(11) >= torch.tensor(prompts)[:, None])
-    rollouts = PackedRollouts.from_padded(ids, mask, response_mask=response)
-    logps = rollouts.sequence_logprobs(model)
-    with torch.no_grad():
-        references = rollouts.sequence_logprobs(reference)
-    ours = preference.dpo_loss(*logps.chunk(2), *references.chunk(2), beta=0.3)
-    rows = [[], []]  # type: ignore[var-annotated]
-    for i in range(6):
-        row = ids[i, : lengths[i]]
-        batch = THDBatch.collate([{"input_ids": row}])
-        for found, one in zip(rows, (model, reference), strict=True):
-            log_p = one(**batch.hf_kwargs()).logits[0].log_softmax(-1)
-            found.append(sum(log_p[j - 1, row[j]] for j in range(prompts[i], lengths[i])))
-    pairs = [torch.stack(found).chunk(2) for found in rows]
-    brute = -torch.stack([
-        torch.nn.functional.logsigmoid(0.3 * ((c - cr) - (r - rr)))
-        for c, r, cr, rr in zip(*pairs[0], *pairs[1], strict=True)
-    ]).mean()  # fmt: skip
-    torch.testing.assert_close(ours, brute, rtol=1e-8, atol=0)
-    weight = model.get_output_embeddings().weight  # type: ignore[operator]
-    torch.testing.assert_close(
-        *(torch.autograd.grad(loss, weight, retain_graph=True)[0] for loss in (ours, brute)),
-        rtol=1e-8,
-        atol=1e-12,
-    )
-    packed = causal_lm_logprobs(model, rollouts.batch, entropy=False).logp
-    torch.testing.assert_close(preference.sequence_sums(packed, rollouts.batch), logps)
-
-
-ONE = torch.zeros(2)
-FOUR = {"chosen": ONE, "rejected": ONE, "reference_chosen": ONE, "reference_rejected": ONE}
-BAD_DPO: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"reference_rejected": torch.zeros(3)}, ValueError, r"'reference_rejected': \[3\]}, wanted one number"),
-    ({"kind": "dpo"}, ValueError, "kind is 'dpo', wanted one of sigmoid, hinge"),
-    ({"beta": 0.0}, ValueError, "beta=0.0; wanted a finite number above 0.0"),
-    ({"kind": "ipo"}, ValueError, "kind='ipo' averages over tokens, wanted chosen_tokens"),
-    ({"kind": "hinge", "label_smoothing": 0.1}, ValueError, "label_smoothing is 0.1 with kind='hinge'"),
-    ({"kind": "aot", "scale": 0.5}, ValueError, "kind='aot' sorts the pairs of a step"),
-    ({"kind": "exo_pair"}, ValueError, "with kind='exo_pair', wanted above 0"),
-    ({"weights": torch.ones(3)}, ValueError, r"'weights': \[3\]"),
-    ({"scale": math.inf}, ValueError, "scale=inf"),
-]
-
-
-@pytest.mark.parametrize(("changes", "error", "message"), BAD_DPO)
-def test_messages_of_dpo(changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        preference.dpo_loss(**{**FOUR, **changes})
-
-
-def test_messages() -> None:
-    with pytest.raises(ValueError, match=r"'chosen': \[1, 2\].* wanted one number a response"):
-        preference.orpo_loss(ONE[None], ONE[None])
-    with pytest.raises(ValueError, match="margin=nan"):
-        preference.simpo_loss(ONE, ONE, margin=math.nan)
-    with pytest.raises(ValueError, match=r"desirable is torch.float32 \[2\], wanted bool"):
-        preference.kto_loss(ONE, ONE, ONE)
-    with pytest.raises(ValueError, match=r"divergence is \[2\], wanted one number"):
-        preference.kto_loss(ONE, ONE, ONE > 0, divergence=ONE)
-    with pytest.raises(ValueError, match="chosen is torch.int64, wanted floats"):
-        preference.reward_pair_loss(ONE.long(), ONE.long())
-    with pytest.raises(ValueError, match="centre=-1.0; wanted a finite number of 0.0 or more"):
-        preference.reward_pair_loss(ONE, ONE, centre=-1.0)
-
-
-def test_worked_values() -> None:
-    assert preference.dpo_loss(ONE, ONE, ONE, ONE).item() == pytest.approx(math.log(2))
-    assert preference.kto_loss(ONE, ONE, ONE > 0).item() == pytest.approx(0.5)
-    assert preference.reward_pair_loss(ONE, ONE).item() == pytest.approx(math.log(2))
-    batch = THDBatch.collate([{"input_ids": [5, 6]}, {"input_ids": [7]}])
-    assert preference.sequence_sums(torch.tensor([1.0, 2.0, 4.0]), batch).tolist() == [1.0, 0.0]
-    with pytest.raises(ValueError, match=r"values is torch.float32 \[2\], wanted floats \[3\]"):
-        preference.sequence_sums(torch.zeros(2), batch)
-
-
 LOSSES: dict[str, Any] = {
     **{kind: (preference.dpo_loss, 4, {"kind": kind}) for kind in KINDS},
     "orpo": (preference.orpo_loss, 2, {}),
@@ -264,34 +176,23 @@ def settings_of(name: str, count: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name not in SORTED])
-def test_weights_and_scale_are_those_of_single_pairs(name: str) -> None:
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_weights_and_scale_are_those_of_single_pairs_and_no_weight_touches_nothing(
+    name: str, poison: float
+) -> None:
     function, rows, _ = LOSSES[name]
-    leaves, weights = [row.detach() for row in numbers(4)[:rows]], torch.tensor([1.0, 0.0, 2.0, 0.5]).double()
+    clean, weights = numbers(4)[:rows], torch.tensor([1.0, 0.0, 2.0, 0.5]).double()
     given = settings_of(name, 4)
     one = [{k: v[i : i + 1] if isinstance(v, Tensor) else v for k, v in given.items()} for i in range(4)]
-    each = torch.stack([function(*(row[i : i + 1] for row in leaves), **one[i]) for i in range(4)])
-    wanted = (each * weights).sum()
-    torch.testing.assert_close(function(*leaves, **given), each.mean())
-    torch.testing.assert_close(function(*leaves, weights=weights, **given), wanted / weights.sum())
-    torch.testing.assert_close(function(*leaves, weights=weights, scale=0.25, **given), wanted * 0.25)
-
-
-@pytest.mark.parametrize("name", [name for name in LOSSES if name not in SORTED])
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-def test_a_pair_of_weight_zero_touches_nothing(name: str, poison: float) -> None:
-    function, rows, _ = LOSSES[name]
-    leaves = [row.detach() for row in numbers(6)[:rows]]
-    weights = torch.tensor([1.0, 2.0, 0.5, 1.0, 0.0, 0.0], dtype=torch.float64)
-    clean = [row[:4].clone().requires_grad_() for row in leaves]
-    for row in leaves:
-        row[4:] = poison
-        row.requires_grad_()
-    ours = function(*leaves, weights=weights, **settings_of(name, 6))
-    wanted = function(*clean, weights=weights[:4], **settings_of(name, 4))
-    torch.testing.assert_close(ours, wanted)
-    for a, b in zip(*(torch.autograd.grad(x, y) for x, y in ((ours, leaves), (wanted, clean))), strict=True):
-        torch.testing.assert_close(a[:4], b)
-        assert not a[4:].any()
+    each = torch.stack([function(*(row[i : i + 1] for row in clean), **one[i]) for i in range(4)])
+    torch.testing.assert_close(function(*clean, **given), each.mean())
+    leaves = [torch.where(weights == 0, poison, row.detach()).requires_grad_() for row in clean]
+    for how, divisor in (({}, weights.sum()), ({"scale": 0.25}, 4.0)):
+        ours, wanted = function(*leaves, weights=weights, **given, **how), (each * weights).sum() / divisor
+        torch.testing.assert_close(ours, wanted)
+        found = torch.autograd.grad(ours, leaves)
+        torch.testing.assert_close(found, torch.autograd.grad(wanted, clean, retain_graph=True))
+        assert not any(gradient[1] for gradient in found)
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -16,9 +16,7 @@ from lightning_thd.batch.thd_batch import collate_checked
 from lightning_thd.data.loader import BatchMaker, PlannedSteps, THDLoader
 from lightning_thd.data.store.index import build_index
 from lightning_thd.integrations.evaluation import mean_loss
-from lightning_thd.loss import (
-    causal_lm_loss,
-)
+from lightning_thd.loss import causal_lm_loss
 from lightning_thd.loss.causal_lm import loss_weights
 from lightning_thd.models import register_thd
 from lightning_thd.packing import PackPlanner, Sequences
@@ -130,25 +128,3 @@ def test_an_evaluation_weighs_its_tokens() -> None:
 
     with pytest.raises(ValueError, match=r"needs batch\.sequence_scale"):
         mean_loss(by_sequence, model, batches, device=torch.device("cpu"))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"reduction": "mean"}, ValueError, "reduction is 'mean', wanted 'tokens' or 'sequences'"),
-        ({"weights": torch.ones(3)}, ValueError, r"weights is \[3\], wanted one a slot, \[28\]"),
-        ({"label_smoothing": "0.1"}, TypeError, "label_smoothing is a str.*wanted a number"),
-        ({"z_loss": torch.ones(())}, TypeError, "z_loss is a Tensor"),
-    ],
-)
-def test_messages(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        causal_lm_loss(build("Llama"), make_batch(), **arguments)
-
-
-def test_an_unknown_number_of_sequences_is_said() -> None:
-    batch = THDBatch.collate([{"input_ids": [5, 6, 7]}], loss_scale=0.5)
-    with pytest.raises(
-        ValueError, match=r"needs batch.sequence_scale.*pass sequence_scale to THDBatch.collate"
-    ):
-        causal_lm_loss(build("Llama"), batch, reduction="sequences")

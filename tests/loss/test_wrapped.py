@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_thd.loss import causal_lm_logprobs, causal_lm_loss
+from lightning_thd.loss import causal_lm_logprobs, causal_lm_loss, head_call
 from tests.loss.families import VOCAB, build
 from tests.loss.support import gradients, make_batch, oracle
 from tests.ranks import run_ranks
@@ -209,6 +209,31 @@ def test_copies_and_pickles_of_a_used_model_work() -> None:
             other.get_output_embeddings().weight.zero_()
         assert causal_lm_loss(other, batch).item() == pytest.approx(torch.tensor(VOCAB).log().item())
     torch.testing.assert_close(causal_lm_loss(model, batch), loss)
+
+
+class RoundsOutputs(nn.Module):
+    """Does what FSDP2 does with an ``output_dtype``, which Accelerate sets for bf16."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+
+    def forward(self, **kwargs: Any) -> dict[str, Tensor]:
+        return {name: value.bfloat16() for name, value in self.module(**kwargs).items()}
+
+
+def test_a_loss_is_not_rounded_by_an_output_dtype_nor_positions_by_narrow_buffers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(head_call, "is_users", lambda file: False)  # FSDP2 is no user's code
+    model, batch = build("Llama").train(), make_batch(lengths=LENGTHS[1])
+    loss = causal_lm_loss(model, batch)
+    wanted = gradients(model, loss)
+    model.model.rotary_emb.to(torch.bfloat16)  # FSDP1 does so to all buffers of its mixed precision
+    rounded = causal_lm_loss(RoundsOutputs(model), batch)
+    assert torch.equal(loss, rounded)
+    found = gradients(model, rounded)
+    assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())
 
 
 def test_an_error_inside_the_model_leaves_it_as_it_was() -> None:
