@@ -1,16 +1,19 @@
 """Strict doubles of GPU libraries: their signatures, what hardware refuses, and the CPU kernel's numbers.
 
 Each takes exactly the parameters of the library (flash-attn 2.8.3, 3 of that tag and of main, flash-attn-4
-4.0.0b36, Transformer Engine 2.20.2, torch 2.10 to 2.13; ``tests.signatures`` reads them from the sources): an
+4.0.0b36, Transformer Engine 2.20.2, torch 2.10 to 2.13; ``tests.signatures`` reads most from the sources): an
 unknown keyword is a TypeError, a wrong dtype or layout an AssertionError.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import itertools
 import sys
 import types
+from collections.abc import Callable
+from inspect import Parameter, Signature
 from typing import Any
 
 import pytest
@@ -22,6 +25,7 @@ from lightning_thd.attention.kernels import cpu, flash, te
 from lightning_thd.attention.kernels.cpu import varlen_attention_cpu
 from lightning_thd.attention.spec import AttentionSpec
 from lightning_thd.attention.support import known_choice
+from tests.signatures import recorded
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -83,26 +87,46 @@ def spec_of(
     return AttentionSpec(left=left, right=0 if causal else right, scale=scale, softcap=softcap or 0.0)
 
 
+def strict(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """Give a double the parameters of a library's function; the double names those that it looks at."""
+    plain, missing = Parameter.POSITIONAL_OR_KEYWORD, Parameter.empty
+    signature = Signature(
+        [Parameter(x, plain, default=None if has else missing) for x, has in recorded(name)]
+    )
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        @functools.wraps(function)
+        def double(*args: Any, **kwargs: Any) -> Any:
+            own = 1 if name.startswith("te_") else 0  # its self
+            return function(*args[:own], **signature.bind(*args[own:], **kwargs).arguments)
+
+        double.__signature__ = signature  # type: ignore[attr-defined]
+        return double
+
+    return decorate
+
+
 # flash-attn 2
 
 
+@strict("flash2_forward")
 def flash2_forward(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-    window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
-    block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False,
+    window_size_left=-1, window_size_right=-1, softcap=0.0, **others,
 ):  # fmt: skip
     check_hardware(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     assert dropout_p == 0.0
-    assert not any((alibi_slopes, return_softmax, block_table, leftpad_k, seqused_k))
+    assert not any(others.values())
     spec = spec_of(softmax_scale, causal, (window_size_left, window_size_right), softcap)
     out, lse = run_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, spec)
     return out, lse, torch.empty(0, dtype=q.dtype), torch.empty(2, dtype=torch.int64)
 
 
+@strict("flash2_backward")
 def flash2_backward(
     dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
     dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
-    deterministic, rng_state=None, zero_tensors=False,
+    deterministic,
 ):  # fmt: skip
     check_hardware(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     assert dropout_p == 0.0
@@ -121,31 +145,17 @@ def flash2_backward(
 # flash-attn 3
 
 
-def flash3_tag_forward(
-    q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k,
-    max_seqlen_q, max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, seqlens_rotary,
-    q_descale, k_descale, v_descale, softmax_scale, causal, window_size=(-1, -1), attention_chunk=0,
-    softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0,
-):  # fmt: skip
+@strict("flash3_tag_forward")
+def flash3_tag_forward(out, window_size=(-1, -1), **given):
     left, right = window_size
-    return flash3_forward(
-        q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k,
-        max_seqlen_q, max_seqlen_k, softmax_scale=softmax_scale, causal=causal, window_size_left=left,
-        window_size_right=right, softcap=softcap, num_splits=num_splits,
-    )  # fmt: skip
+    return flash3_forward(window_size_left=left, window_size_right=right, **given)
 
 
-def flash3_tag_backward(
-    dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q,
-    max_seqlen_k, dq, dk, dv, softmax_scale, causal, window_size=(-1, -1), softcap=0.0, deterministic=False,
-    sm_margin=0,
-):  # fmt: skip
+@strict("flash3_tag_backward")
+def flash3_tag_backward(q, causal, window_size=(-1, -1), deterministic=False, **given):
     assert not deterministic or q.shape[2] <= 192
-    left, right = window_size
-    flash3_backward(
-        dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q,
-        max_seqlen_k, dq, dk, dv, softmax_scale, causal, left, right, softcap, deterministic,
-    )  # fmt: skip
+    sides = dict(zip(("window_size_left", "window_size_right"), window_size, strict=True))
+    flash3_backward(q=q, is_causal=causal, deterministic=deterministic, **sides, **given)
 
 
 class Operator:
@@ -193,15 +203,10 @@ def flash4_sizes(q: Tensor, v: Tensor) -> None:
     assert max(sizes) <= 128 or sizes in ((192, 128), (256, 256))
 
 
+@strict("flash4_forward")
 def flash4_forward(
-    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
-    max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None,
-    causal=False, softcap=None, window_size_left=None, window_size_right=None, learnable_sink=None,
-    tile_mn=None, mma_pv_is_rs=None, intra_wg_overlap=None, num_threads=384, num_splits=1, pack_gqa=None,
-    _arch=None, score_mod=None, mask_mod=None, block_sparse_tensors=None, return_lse=False, out=None,
-    lse=None, aux_tensors=None, aux_scalars=None, q_descale=None, k_descale=None, v_descale=None,
-    gather_kv_indices=None, scheduler_metadata=None, seqlen_k_per_split=None,
-    disable_scheduler_metadata=False, gather_bwd_recompute_p=False,
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, softcap,
+    window_size_left, window_size_right, return_lse,
 ):  # fmt: skip
     check_hardware(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, one_size=False)
     flash4_sizes(q, v)
@@ -214,14 +219,10 @@ def flash4_forward(
     return out, lse, None, None, None
 
 
+@strict("flash4_backward")
 def flash4_backward(
-    q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
-    window_size_right=None, m_block_size=64, n_block_size=128, num_threads=256, pack_gqa=False,
-    num_stages_Q=2, num_stages_dO=2, SdP_swapAB=False, dKV_swapAB=False, dQ_swapAB=False, AtomLayoutMSdP=2,
-    AtomLayoutNdKV=2, AtomLayoutMdQ=2, V_in_regs=False, cu_seqlens_q=None, cu_seqlens_k=None,
-    seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None,
-    dk=None, dv=None, score_mod=None, score_mod_bwd=None, mask_mod=None, aux_tensors=None,
-    aux_scalars=None, block_sparse_tensors=None, dlse=None, learnable_sink=None,
+    q, k, v, out, dout, lse, softmax_scale, causal, softcap, window_size_left, window_size_right,
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, deterministic,
 ):  # fmt: skip
     check_hardware(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, one_size=False)
     flash4_sizes(q, v)
@@ -336,30 +337,22 @@ def efficient_backward(
 class DotProductAttention(torch.nn.Module):
     """Signatures of transformer_engine.pytorch.DotProductAttention."""
 
+    @strict("te_init")
     def __init__(
-        self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0,
-        qkv_format="sbhd", attn_mask_type="causal", window_size=None, bottom_right_diagonal=None,
-        softcap=None, sequence_parallel=False, tp_size=1, get_rng_state_tracker=None, tp_group=None,
-        layer_number=None, attention_type="self", cp_group=None, cp_global_ranks=None,
-        cp_stream=None, cp_comm_type="p2p", softmax_scale=None, softmax_type=None,
-        return_max_logit=None, name=None,
-    ):  # fmt: skip
+        self, num_attention_heads, kv_channels, num_gqa_groups, attention_dropout, qkv_format,
+        attention_type, softmax_scale,
+    ) -> None:  # fmt: skip
         super().__init__()
         assert attention_dropout == 0.0
         assert attention_type in ("self", "cross")
         self.sizes = (num_attention_heads, num_gqa_groups, kv_channels)
         self.scale = softmax_scale
 
+    @strict("te_forward")
     def forward(
-        self, query_layer=None, key_layer=None, value_layer=None, attention_mask=None,
-        qkv_format=None, cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None,
-        cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None, attn_mask_type=None,
-        window_size=None, bottom_right_diagonal=None, softcap=None, checkpoint_core_attention=False,
-        core_attention_bias_type="no_bias", core_attention_bias=None, alibi_slopes=None,
-        fast_zero_fill=True, inference_params=None, pad_between_seqs=None, fp8_output=None,
-        bf16_backward=None, num_splits=None, score_mod=None, score_mod_bprop=None,
-        score_mod_tensors=None, score_mod_bprop_tensors=None, qkv_layer=None, kv_layer=None,
-        qkv_interleave_dim=None, thd_attention_policies=None, thd_attention_policy_dispatch=None,
+        self, query_layer, key_layer, value_layer, qkv_format, cu_seqlens_q, cu_seqlens_kv,
+        cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size,
+        pad_between_seqs,
     ):  # fmt: skip
         q, k, v = query_layer, key_layer, value_layer
         channels = q.shape[2] if q.shape[2] == v.shape[2] else (q.shape[2], v.shape[2])

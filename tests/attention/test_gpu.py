@@ -30,13 +30,6 @@ def test_equals_fp64(kernel: str, case: str, sizes: str) -> None:
     assert error <= TOLERANCE
 
 
-def test_offsets_left_on_the_cpu() -> None:
-    x = torch.zeros(4, 1, 16, device="cuda", dtype=torch.bfloat16)
-    at = torch.tensor([0, 4], dtype=torch.int32)
-    with pytest.raises(ValueError, match="cu_seqlens_q is on cpu but q is on cuda:0"):
-        varlen_attention(x, x, x, at, at, 4, 4)
-
-
 def test_no_wait_for_the_device() -> None:
     x = torch.randn(4, 2, 16, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     at = torch.tensor([0, 4], dtype=torch.int32, device="cuda")

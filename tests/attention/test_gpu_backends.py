@@ -16,7 +16,6 @@ from lightning_thd.attention.spec import Offsets, make_spec
 from lightning_thd.attention.support import Request, choose
 from tests.attention import standins
 from tests.attention.oracle import dense_attention
-from tests.signatures import parameters_of, recorded
 
 # bf16 keeps 8 bits: out is rounded once, gradients go through products of a few rounded numbers.
 TOLERANCE = {"rtol": 2e-2, "atol": 2e-2}
@@ -178,22 +177,6 @@ def test_deterministic_algorithms_reach_the_kernel(on_cuda: pytest.MonkeyPatch, 
     q, k, v = (normal(4, 2, 16) for _ in range(3))
     varlen_attention(q, k, v, cu([4]), cu([4]), 4, 4, backend="flash").sum().backward()
     assert seen == [flag]
-
-
-DOUBLES = {
-    "te_init": standins.DotProductAttention.__init__,
-    "te_forward": standins.DotProductAttention.forward,
-    **{
-        f"{library}_{way}": getattr(standins, f"{library}_{way}")
-        for library in ("flash2", "flash3_tag", "flash4")
-        for way in ("forward", "backward")
-    },
-}
-
-
-@pytest.mark.parametrize("name", DOUBLES)
-def test_doubles_take_what_the_real_sources_take(name: str) -> None:
-    assert parameters_of(DOUBLES[name]) == recorded(name)
 
 
 @pytest.mark.parametrize("capability", [8, 9])

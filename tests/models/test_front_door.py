@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("transformers")
 
@@ -237,34 +236,6 @@ def test_twins_of_a_model_mask_their_labels_too_compiled_before_the_first_call(w
     for x in (twin, stock):  # buffers of ropes are no weights
         x.model.language_model.rotary_emb = copy.deepcopy(stock.model.language_model.rotary_emb)
     assert_exact(twin, stock, called(twin))
-
-
-class _Mine(transformers.PreTrainedModel):  # type: ignore[misc]
-    """A user's own model class, which builds the language model inside with "thd"."""
-
-    config_class = transformers.LlavaConfig
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.language = transformers.AutoModelForCausalLM.from_config(
-            config.text_config, attn_implementation="thd"
-        )
-        self.post_init()
-
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any) -> Any:
-        return self.language(input_ids=input_ids, labels=labels, **kwargs)
-
-
-def test_a_class_of_the_users_own_is_told_when_it_is_built() -> None:
-    config = families.build(*LLAVA, "eager").config
-    model = _Mine(copy.deepcopy(config))
-    assert model.config._attn_implementation == "thd"
-    batch = pack()
-    whole = model(**batch.hf_kwargs()).logits
-    for ours, ids in zip(batch.unpack(whole), samples(), strict=True):
-        assert relative_error(ours, model(input_ids=ids[None], use_cache=False).logits[0]) <= 2e-5
-    with pytest.raises(ValueError, match=r"_Mine got a pack and labels, and its loss is not known to stay"):
-        model(**batch.hf_kwargs(), labels=batch.input_ids[None])
 
 
 ONE_ROW = {

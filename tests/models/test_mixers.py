@@ -50,16 +50,6 @@ def announced(batch: THDBatch) -> AbstractContextManager[None]:
 adopt_mixers(Mamba2Mixer)  # searches the module it comes from, this one
 
 
-def test_without_kernels_the_layer_runs_on_groups() -> None:
-    layer, (batch, _) = Mamba2Mixer(), matrix.packs()
-    x = torch.randn(1, 35, 3)
-    with announced(batch):
-        out = layer(x, cu_seq_lens_q=batch.cu_seqlens, max_length_q=16)
-    want = torch.cat([part.cumsum(1) for part in x.split(batch.lengths, 1)], 1)
-    torch.testing.assert_close(out, want)
-    assert layer.told == [{}]  # one group, and no boundaries that a layer of rows would trip over
-
-
 def test_with_kernels_the_layer_is_told_the_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, (batch, _) = Mamba2Mixer(), matrix.packs()
     monkeypatch.setattr(mixers, "can_run", lambda kernels, tokens: kernels == mixers._SSD)

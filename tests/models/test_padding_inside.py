@@ -15,9 +15,6 @@ from benchmarks.families import build, samples
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch
 from lightning_thd.models import packed, register_thd
-from lightning_thd.models.pack import Pack
-from lightning_thd.parallel.context import layout
-from lightning_thd.parallel.shard import shard_batch
 from tests.models import support
 from tests.models.matrix import relative_error
 
@@ -76,21 +73,3 @@ def test_no_head_pools_the_padding(family: str) -> None:
     got = ours(**moved(padded().hf_kwargs())).logits
     assert got.shape == (5, 2)  # the trailing pad is the last
     assert relative_error(got[:4], want) <= 1e-5
-
-
-def test_the_documented_value() -> None:
-    offsets, real = torch.tensor([0, 8, 12]).int(), torch.tensor([0, 5, 9]).int()
-    told: dict[str, Any] = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
-    spaced = Pack(**told, cu_seqlens_real=real, max_length_q=8, max_length_k=8, slots=12)
-    assert spaced.real_lengths == (5, 4)
-    assert spaced.token_bounds.tolist() == [0, 5, 8, 12, 12]
-    plain = Pack(**told, max_length_q=8, max_length_k=8, slots=12)
-    assert plain.real_lengths == (8, 4)
-    assert plain.token_bounds is offsets
-
-
-def test_an_encoder_on_a_shard_with_padded_sequences_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "in_use", False)  # put back afterwards
-    shard = shard_batch(padded(), group=None, cp=2, rank=0)
-    with pytest.raises(ValueError, match=r"lets tokens see later ones, and context parallelism pads"):
-        build("bert", "BertForMaskedLM", "thd")(**shard.hf_kwargs())

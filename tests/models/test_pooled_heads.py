@@ -67,10 +67,25 @@ def test_rows_loss_and_gradients_are_those_of_the_sequences_alone(family: str) -
         assert b.grad is None or relative_error(a.grad, b.grad, 1e-2 * largest) <= 1e-4
 
 
-def test_without_a_padding_token_the_last_token_is_taken() -> None:
+def test_pooled_outputs_and_a_last_token_without_padding() -> None:
     stock, ours = both("llama", HEADS["llama"], pad_token_id=None)
     assert relative_error(ours(**pack().hf_kwargs()).logits, alone(stock)) <= 1e-5
     assert ours.config.pad_token_id is None
+    stock, ours = both("bert", "BertModel")
+    want = torch.cat([stock(input_ids=ids[None]).pooler_output for ids in samples()])
+    assert relative_error(ours(**pack().hf_kwargs()).pooler_output, want) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "message"),
+    [
+        ("bert", "BertForMultipleChoice", "got a pack. It compares several sequences"),
+        ("bart", "BartForConditionalGeneration", "got a pack. An encoder-decoder has"),
+    ],
+)
+def test_samples_of_several_sequences_are_refused(family: str, name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} {message}"):
+        build(family, name, "thd")(**pack().hf_kwargs())
 
 
 def test_a_trailing_pad_is_the_last_row_and_needs_no_label() -> None:
@@ -80,27 +95,6 @@ def test_a_trailing_pad_is_the_last_row_and_needs_no_label() -> None:
     assert relative_error(out.logits[:4], alone(stock)) <= 1e-5
     with pytest.raises(ValueError, match=r"got 6 labels for a pack of 5 sequences"):
         ours(**pack(pad_to=48).hf_kwargs(), labels=torch.zeros(6, dtype=torch.int64))
-
-
-def test_rows_and_plain_calls_go_on_as_before() -> None:
-    stock, ours = both("llama", HEADS["llama"])
-    ids = torch.randint(8, 100, (3, 6), generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(ours(input_ids=ids).logits, stock(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
-
-
-def test_an_encoders_pooled_output_is_one_row_a_sequence() -> None:
-    stock, ours = (build("bert", "BertModel", name) for name in ("eager", "thd"))
-    want = torch.cat([stock(input_ids=ids[None]).pooler_output for ids in samples()])
-    assert relative_error(ours(**pack().hf_kwargs()).pooler_output, want) <= 1e-5
-
-
-def test_samples_of_several_sequences_are_refused() -> None:
-    model = build("bert", "BertForMultipleChoice", "thd")
-    with pytest.raises(ValueError, match=r"BertForMultipleChoice got a pack. It compares several sequences"):
-        model(**pack().hf_kwargs())
-    model = build("bart", "BartForConditionalGeneration", "thd")
-    with pytest.raises(ValueError, match=r"BartForConditionalGeneration got a pack. An encoder-decoder has"):
-        model(**pack().hf_kwargs())
 
 
 def test_logits_that_are_one_row_for_all_are_refused() -> None:

@@ -113,18 +113,6 @@ def test_a_compiled_model_is_probed_as_it_is_written() -> None:
         check_packing(stock)
 
 
-def test_the_model_is_left_as_it_was() -> None:
-    model = build("llama", "thd").train()
-    model.get_submodule("model.norm").eval()
-    before = torch.random.get_rng_state()
-    check_packing(model)
-    assert model.training
-    assert not model.get_submodule("model.norm").training
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert torch.equal(before, torch.random.get_rng_state())
-    assert not model.get_input_embeddings()._forward_hooks  # type: ignore[operator]
-
-
 class Own(nn.Module):
     """A user's model without transformers, that may use its boundaries or not."""
 

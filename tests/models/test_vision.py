@@ -40,32 +40,18 @@ VISION = {
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
     "initializer_range": 0.1,
+    "intermediate_size": 48,
+    "out_hidden_size": 32,
 }
 # Rows are T, H, W of the patches of every image; four patches are merged into one token.
 GRIDS = ([(1, 4, 4)], [], [(1, 4, 8), (1, 4, 4)], [(2, 4, 4)])
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": ("Qwen2VLConfig", TEXT, {**VISION, "embed_dim": 32, "mlp_ratio": 2}),
-    "qwen2_5_vl": (
-        "Qwen2_5_VLConfig",
-        TEXT,
-        {
-            **VISION,
-            "intermediate_size": 48,
-            "window_size": 16,
-            "out_hidden_size": 32,
-            "fullatt_block_indexes": [1],
-        },
-    ),
+    "qwen2_5_vl": ("Qwen2_5_VLConfig", TEXT, {**VISION, "window_size": 16, "fullatt_block_indexes": [1]}),
     "qwen3_vl": (
         "Qwen3VLConfig",
         {**TEXT, "head_dim": 8},
-        {
-            **VISION,
-            "intermediate_size": 48,
-            "out_hidden_size": 32,
-            "deepstack_visual_indexes": [0],
-            "num_position_embeddings": 16,
-        },
+        {**VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
     ),
 }
 
@@ -214,29 +200,3 @@ def test_images_with_plain_positions_are_refused() -> None:
     kwargs = {**batch.hf_kwargs(), "position_ids": batch.position_ids[:1]}
     with pytest.raises(ValueError, match=r"images .* needs position_ids \[3, 1, T\].*get_rope_index"):
         model(**kwargs)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_tower_attends_to_all_images_in_one_call_a_layer(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from lightning_thd.models import attend
-
-    model = build(name, "thd").eval()
-    batch = pack(model)
-    calls, reads = [], []
-    real, tolist = attend.varlen_attention, Tensor.tolist
-
-    def counted(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        calls.append((query.shape[0], kwargs["causal"]))
-        return real(query, *args, **kwargs)
-
-    monkeypatch.setattr(attend, "varlen_attention", counted)
-    monkeypatch.setattr(Tensor, "tolist", lambda self: reads.append(self.shape) or tolist(self))
-    with torch.no_grad():
-        model.model.visual(batch.extras["pixel_values"], grid_thw=batch.extras["image_grid_thw"])
-    # One call for each of the two layers, over the patches of all images.
-    assert calls == [(batch.extras["pixel_values"].shape[0], False)] * 2
-    # The sizes of images are read once here, and before the layers by transformers.
-    assert reads.count(batch.extras["image_grid_thw"].shape) <= 3
-    assert len(reads) <= 3 + (5 if name == "qwen2_5_vl" else 0)  # windows are cut on the CPU

@@ -10,16 +10,9 @@ from torch.nn import functional
 
 
 def delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **_: Any,
-) -> tuple[Tensor, Tensor | None]:
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, **_: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Gates of one number a head, or of one a channel of the key."""
     if use_qk_l2norm_in_kernel:
         query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
@@ -39,20 +32,11 @@ def delta_rule(
 
 
 def state_space(
-    x: Tensor,
-    dt: Tensor,
-    decay: Tensor,
-    b: Tensor,
-    c: Tensor,
-    chunk_size: int,
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    initial_states: Tensor | None = None,
-    return_final_states: bool = False,
-    **_: Any,
-) -> Any:
+    x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, chunk_size: int, D: Tensor | None = None,
+    dt_bias: Tensor | None = None, dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")), initial_states: Tensor | None = None,
+    return_final_states: bool = False, **_: Any,
+) -> Any:  # fmt: skip
     dt = dt if dt_bias is None else dt + dt_bias
     dt = (functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     b, c = (y.repeat_interleave(x.shape[2] // y.shape[2], dim=2) for y in (b, c))

@@ -13,9 +13,7 @@ from torch import Tensor
 
 from lightning_thd.alignment import Layout
 from lightning_thd.models.passing.adopt import convolve_shard, run_delta_rule, scan_state_space
-from lightning_thd.parallel.context import traffic
 from lightning_thd.parallel.context.layout import ShardLayout
-from lightning_thd.parallel.context.states import Stretches, plan_states
 from lightning_thd.parallel.shard import gather_pack
 from tests.models.passing import oracle
 from tests.ranks import run_ranks
@@ -172,34 +170,3 @@ KINDS = ["convolution", "state_space", "delta", "kimi"]
 def test_shards_equal_the_pack(cp: int, cases: int) -> None:
     # fp64: other orders of the same sums.
     assert max(run_ranks(compare, cp, KINDS, ["contiguous", "dual_chunk", "mixed"], cases)) < 1e-12
-
-
-def test_bytes_are_the_plans() -> None:
-    counted = run_ranks(count_bytes, 4)
-    assert all(found == wanted for found, wanted in counted)
-    received = [found for found, _ in counted]
-    state, change = 8 * HEADS * KEYS * VALUES, 8 * HEADS * KEYS * KEYS
-    # [3, 28, ...] over shards of 12: rank 1 is sent the state of rank 0, rank 2 those of 0 and 1 with how
-    # rank 1 changes what enters it, rank 3 that of the sequence of 11, which begins on rank 2.
-    assert received == [0, state, 2 * state + change, state]
-
-
-def count_bytes() -> tuple[int, int]:
-    group: Any = dist.group.WORLD
-    at = ShardLayout(CASES[0], cp=4, rank=group.rank(), group=group, layout="contiguous")
-    t = {name: x[at.own] for name, x in tensors("delta", at.slots).items()}
-    traffic.take()
-    run("delta", t, at)
-    plan = plan_states(CASES[0], cp=4, rank=group.rank(), layout="contiguous")
-    sizes = 8 * HEADS * KEYS * VALUES, 8 * HEADS * KEYS * KEYS
-    wanted = sum(plan.receive_states) * sizes[0] + sum(plan.receive_changes) * sizes[1]
-    return traffic.take().received_bytes // 2, wanted
-
-
-def test_stretches_of_a_rank_that_touch_are_one() -> None:
-    found = Stretches.of([16, 8], cp=2, layout="dual_chunk")
-    assert found.rank.tolist() == [0, 1, 0, 0, 1, 0]
-    assert found.length.tolist() == [4, 8, 4, 2, 4, 2]
-    assert found.row.tolist() == [0, 0, 4, 8, 8, 10]
-    assert found.place.tolist() == [0, 1, 2, 0, 1, 2]
-    assert found.last.tolist() == [False, False, True, False, False, True]
