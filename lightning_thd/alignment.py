@@ -36,15 +36,10 @@ TOKEN_MULTIPLE: dict[Recipe, int] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alignment:
-    """The numbers that lengths and totals of a pack must be multiples of.
+    """The numbers that lengths and totals of a pack must be multiples of."""
 
-    Attributes:
-        sequence_multiple: every padded length, in slots.
-        total_multiple: the slots of the pack; a multiple of the other, so that the trailing pad fits.
-    """
-
-    sequence_multiple: int = 1
-    total_multiple: int = 1
+    sequence_multiple: int = 1  # every padded length, in slots
+    total_multiple: int = 1  # the slots of the pack; a multiple of the other, so that the trailing pad fits
 
     def __post_init__(self) -> None:
         for name in ("sequence_multiple", "total_multiple"):

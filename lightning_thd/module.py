@@ -29,13 +29,12 @@ def adamw(
     *,
     lr: float,
     betas: tuple[float, float],
-    **options: Any,
 ) -> torch.optim.AdamW:
     """Build AdamW, fused into one kernel a step where parameters are neither sharded nor of odd devices."""
     given: list[Any] = list(groups)
     parameters = [p for g in given for p in (g["params"] if isinstance(g, dict) else [g])]
     fused = bool(parameters) and all(_may_fuse(p) for p in parameters)
-    optimizer = torch.optim.AdamW(given, lr=lr, betas=betas, fused=fused or None, **options)
+    optimizer = torch.optim.AdamW(given, lr=lr, betas=betas, fused=fused or None)
     if fused:
         # Lightning refuses to clip in mixed precision where the optimizer unscales gradients itself; told
         # that it does not, GradScaler and Lightning unscale before the step, as for any other optimizer.

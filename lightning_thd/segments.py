@@ -26,24 +26,14 @@ MaskFamily = Literal["causal", "causal_bottom_right", "padding"]
 
 
 class SegmentLayout(NamedTuple):
-    """Lengths and offsets of the segments of every row; int32, on the device of the ids.
+    """Lengths and offsets of the segments of every row; int32, on the device of the ids."""
 
-    Attributes:
-        q_lengths: ``[..., M]`` queries of id ``i + 1`` that see a key.
-        kv_lengths: ``[..., M]`` keys of id ``i + 1`` that a query sees.
-        q_offsets: ``[..., M + 1]`` slots where runs of such queries start, ascending, then -1: what
-            Transformer Engine wants.
-        kv_offsets: ``[..., M + 1]`` the same for keys.
-        q_starts: ``[..., M]`` slot of the first such query of id ``i + 1``, -1 if there is none.
-        kv_starts: ``[..., M]`` the same for keys.
-    """
-
-    q_lengths: Tensor
-    kv_lengths: Tensor
-    q_offsets: Tensor
-    kv_offsets: Tensor
-    q_starts: Tensor
-    kv_starts: Tensor
+    q_lengths: Tensor  # ``[..., M]`` queries of id ``i + 1`` that see a key
+    kv_lengths: Tensor  # ``[..., M]`` keys of id ``i + 1`` that a query sees
+    q_offsets: Tensor  # ``[..., M + 1]`` slots where runs of such queries start, ascending, then -1
+    kv_offsets: Tensor  # ``[..., M + 1]`` the same for keys, as Transformer Engine wants both
+    q_starts: Tensor  # ``[..., M]`` slot of the first such query of id ``i + 1``, -1 if there is none
+    kv_starts: Tensor  # ``[..., M]`` the same for keys
 
 
 @torch.no_grad()

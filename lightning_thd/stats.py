@@ -42,13 +42,9 @@ _LARGEST = 2**62  # tokens of a window: one more would pass int64 in the sums be
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A window of attention inside fixed chunks of a sequence, as in Llama 4.
+    """A window of attention inside fixed chunks of a sequence, as in Llama 4."""
 
-    Attributes:
-        size: tokens in a chunk; ``Chunk(4)`` lets token 5 of a sequence see tokens 4 and 5.
-    """
-
-    size: int
+    size: int  # tokens in a chunk; ``Chunk(4)`` lets token 5 of a sequence see tokens 4 and 5
 
     def __post_init__(self) -> None:
         whole_number(self.size, "Chunk.size", least=1, most=_LARGEST, advice="It is the tokens of a chunk.")
@@ -59,14 +55,10 @@ class Blocks:
     """A window of one compressed key for every whole block of a sequence, as in DeepSeek-V4.
 
     A query sees the blocks that end at or before it, its own token among theirs, or ``most`` of them.
-
-    Attributes:
-        size: tokens in a block; ``Blocks(4)`` lets tokens 0 to 2 of a sequence see nothing, 3 to 6 one key.
-        most: keys a query sees at the most, None for all.
     """
 
-    size: int
-    most: int | None = None
+    size: int  # tokens in a block; ``Blocks(4)`` lets tokens 0 to 2 of a sequence see nothing, 3 to 6 one key
+    most: int | None = None  # keys a query sees at the most, None for all
 
     def __post_init__(self) -> None:
         whole_number(self.size, "Blocks.size", least=1, most=_LARGEST, advice="It is the tokens of a block.")
@@ -79,15 +71,10 @@ Window: TypeAlias = int | Chunk | Blocks
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vision:
-    """What a count of images needs of a model's vision tower.
+    """What a count of images needs of a model's vision tower."""
 
-    Attributes:
-        windows: edges of its attention windows, in patches.
-        patch: edge of a patch in pixels, for images that come without a grid; None without a tower.
-    """
-
-    windows: tuple[int, ...] = ()
-    patch: int | None = None
+    windows: tuple[int, ...] = ()  # edges of its attention windows, in patches
+    patch: int | None = None  # edge of a patch in pixels, for images without a grid; None without a tower
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

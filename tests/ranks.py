@@ -82,7 +82,6 @@ def run_ranks(
     world_size: int,
     *args: object,
     timeout_s: float = 180.0,
-    asking: int | None = None,
     imagined: bool = IMAGINED,
 ) -> list[Any]:
     """Run ``fn(*args)`` on ``world_size`` gloo ranks and return the results in rank order.
@@ -95,7 +94,6 @@ def run_ranks(
         world_size: number of processes.
         args: picklable arguments, the same on every rank.
         timeout_s: seconds until the ranks are killed and the test fails.
-        asking: the process with which the ranks end; by default this one.
         imagined: have ranks of an imagined NCCL, each with an imagined GPU; see tests/imagined/README.md.
     """
     ctx = forkserver()
@@ -104,7 +102,7 @@ def run_ranks(
         ranks = [
             ctx.Process(
                 target=_rank_main,
-                args=(asking or os.getpid(), rank, world_size, folder, results, fn, args, imagined),
+                args=(os.getpid(), rank, world_size, folder, results, fn, args, imagined),
                 daemon=True,
             )
             for rank in range(world_size)

@@ -71,13 +71,3 @@ def test_two_kills_of_forked_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_disaster_of_every_kind(kind: str, tmp_path: Path) -> None:
     assert survive(tmp_path, 4, seed=11, kinds=(*KILLS, kind))[kind] > 0
-
-
-@pytest.mark.slow
-def test_forty_disasters(tmp_path: Path) -> None:
-    struck = Counter[str]()
-    for seed in range(100, 120):  # an epoch is over after some ten
-        struck += survive(tmp_path / str(seed), 40 - struck.total(), seed, tuple(KINDS))
-        if struck.total() == 40:
-            return
-    pytest.fail(f"{struck.total()} disasters in twenty epochs, wanted 40")

@@ -69,22 +69,6 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
         assert ran == [len(of_count)] * count
 
 
-def test_code_fits_the_width_of_a_page() -> None:
-    for page in DOCS.rglob("*.md"):
-        for block in re.findall(r"^```.*?^```", page.read_text(), re.S | re.M):
-            assert [line for line in block.split("\n") if len(line) > 88] == [], page
-
-
-def test_pictures_come_in_both_themes() -> None:
-    for page in DOCS.rglob("*.md"):
-        pictures = re.findall(r"\]\(([\w./-]+\.png)#only-(light|dark)\)", page.read_text())
-        assert len(pictures) == len(re.findall(r"!\[", page.read_text())), page
-        assert all(
-            (page.parent / name).exists() and name.endswith(f"-{theme}.png") for name, theme in pictures
-        )
-        assert 2 * sum(theme == "light" for _, theme in pictures) == len(pictures), page
-
-
 def test_pages_name_what_exists() -> None:
     root, text = DOCS.parent, "\n".join(page.read_text() for page in DOCS.rglob("*.md"))
     paths = set(re.findall(r"`((?:examples|benchmarks|tests|lightning_thd)/[\w./-]+)`", text))
@@ -95,54 +79,9 @@ def test_pages_name_what_exists() -> None:
             assert (page.parent / link).resolve().exists(), (page, link)
 
 
-def test_every_example_is_in_the_gallery() -> None:
-    gallery, root = (DOCS / "examples.md").read_text(), DOCS.parent
+def test_every_page_is_in_the_menu_and_every_example_in_the_gallery() -> None:
+    root, gallery = DOCS.parent, (DOCS / "examples.md").read_text()
+    menu = (root / "mkdocs.yml").read_text()
+    assert [page for page in DOCS.rglob("*.md") if page.relative_to(DOCS).as_posix() not in menu] == []
     files = [*(root / "examples").glob("*.py"), *(root / "examples" / "notebooks").glob("*.ipynb")]
-    missing = [name for file in files if (name := file.relative_to(root).as_posix()) not in gallery]
-    assert missing == []
-
-
-def test_the_gallery_includes_the_code_that_it_names() -> None:
-    gallery = (DOCS / "examples.md").read_text()
-    folded = re.findall(r'^\?\?\? example "([^"]+)"\n    ```\w+\n(.*?)    ```$', gallery, re.M | re.S)
-    assert len(folded) == gallery.count("???") > 0
-    assert [file for file, code in folded if code != f'    --8<-- "{file}"\n'] == []
-
-
-def test_benchmarks_open_with_ten_rows_and_fold_the_rest() -> None:
-    import runpy
-
-    hooks = runpy.run_path(str(DOCS / "hooks.py"))
-    shown = hooks["folded"](hooks["RESULTS"].read_text())
-    opening, _, rest = shown.partition("## All results")
-    assert opening.count("\n| ") == 2 + len(hooks["HEADLINES"]) == 12
-    _, _, rows, _ = hooks["_table"](hooks["RESULTS"].read_text())
-    assert [row for row in rows if f"    {row}" not in rest] == []
-
-
-def test_every_page_is_in_the_menu() -> None:
-    menu = (DOCS.parent / "mkdocs.yml").read_text()
-    missing = [page for page in DOCS.rglob("*.md") if page.relative_to(DOCS).as_posix() not in menu]
-    assert missing == []
-
-
-def _odd_entries(source: str) -> list[str]:
-    """Lines at the depth of a section's entries that do not read "name: what it is"."""
-    odd: list[str] = []
-    depth: int | None = None
-    for line in source.split("\n"):
-        indent = len(line) - len(line.lstrip())
-        if re.fullmatch(r"\s*(Args|Raises|Attributes):", line):
-            depth = indent + 4
-        elif depth is not None and (not line.strip() or indent < depth):
-            depth = None
-        elif indent == depth and not re.match(r"\s*[*\w.\[\], ]+(\s*\(.*\))?:( |$)", line):
-            odd.append(line.strip())
-    return odd
-
-
-def test_sections_of_docstrings_are_read_by_the_documentations_parser() -> None:
-    wrong = '"""\n    Raises:\n        ValueError: for this and\n        for that.\n'
-    assert _odd_entries(wrong) == ["for that."]
-    modules = sorted((DOCS.parent / "lightning_thd").rglob("*.py"))
-    assert {m.name: odd for m in modules if (odd := _odd_entries(m.read_text()))} == {}
+    assert [name for file in files if (name := file.relative_to(root).as_posix()) not in gallery] == []

@@ -41,7 +41,6 @@ class Expected:
     tokens_per_s: float | None  # speed of one device at the assumed MFU
     lost: dict[str, int]
     distinct: int  # tokens that are computed if prefixes are shared, else ``tokens``
-    documents: int = 0  # documents of the data set
     patches: int = 0  # patches of all images
     most_patches: int = 0  # patches of one pack
     vision: float | None = None  # the vision tower's share of the work
@@ -92,12 +91,6 @@ def plan(arguments: Sequence[str]) -> None:
         sys.stdout.write(json.dumps(asdict(expected)) + "\n")
     else:
         show_table(expected.table())
-    if expected.lost.get("split", 0) > expected.documents / 2:
-        number = f"{expected.lost['split']:,} of {expected.documents:,}"
-        sys.stderr.write(
-            f"Warning: --capacity {given.capacity} splits {number} documents: most tokens do not see the "
-            "beginning of their document. Raise it, or pass --oversize truncate or drop.\n"
-        )
     if given.plot:
         from lightning_thd.report.packs import draw_packs
 
@@ -158,7 +151,6 @@ def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]], lis
         if model is None or peak is None
         else _speed(packs, held, model, peak, vision=total - text),
         lost=dict(data.counts["train"]),
-        documents=len(data._sets["train"].index.lengths),
         patches=patches,
         most_patches=max((int(plan.microbatch_patches.max()) for plan in plans), default=0),
         vision=None if model is None or not total else 1 - text / total,

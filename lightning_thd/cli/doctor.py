@@ -23,11 +23,8 @@ _DISTRIBUTIONS = (
     *("torch", "lightning", "numpy", "transformers", "accelerate", "trl", "datasets", "pyarrow"),
     *("triton", "flash-attn", "flash-attn-3", "flash-attn-4", "transformer-engine", "mamba-ssm"),
     *("causal-conv1d", "fla-core", "flash-linear-attention", "tilelang", "torchao", "fsspec", "wandb"),
+    *("jsonargparse", "matplotlib", "zstandard"),
 )
-# The command line and pictures need these.
-_MORE = ("jsonargparse", "matplotlib", "zstandard")
-
-
 # These run a kind of layer and need these imports and a CUDA device.
 _FUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "mamba-2 layers": ("fused by mamba-ssm", ("mamba_ssm", "causal_conv1d")),
@@ -83,7 +80,7 @@ def diagnose() -> Diagnosis:
     graphs = CudaBackend().unavailable(torch.device("cuda"))
     return Diagnosis(
         machine=_machine(),
-        packages={name: installed_version(name) for name in (*_DISTRIBUTIONS, *_MORE)},
+        packages={name: installed_version(name) for name in _DISTRIBUTIONS},
         kernels=[
             *_attention(capability),
             *_fused(capability),

@@ -143,20 +143,17 @@ class Tables:
     @property
     def possible(self) -> BoolArray:
         """Return which degrees hold each sequence, bool ``[C, S]``."""
-        held: BoolArray = np.arange(len(self.degrees))[:, None] >= self.least
-        return held
+        return np.asarray(np.arange(len(self.degrees))[:, None] >= self.least)
 
     @property
     def total_work(self) -> FloatArray:
         """Return the work of all ranks at each degree, infinite if a sequence does not fit, ``[C, S]``."""
-        work: FloatArray = np.where(self.possible, self.load * np.array(self.degrees)[:, None], np.inf)
-        return work
+        return np.where(self.possible, self.load * np.array(self.degrees)[:, None], np.inf)
 
     @property
     def cheapest(self) -> FloatArray:
         """Return the work of all ranks of each sequence at its cheapest degree, float64 ``[S]``."""
-        work: FloatArray = self.total_work.min(axis=0)
-        return work
+        return np.asarray(self.total_work.min(axis=0))
 
     def even_time(self, ranks: int) -> float:
         """Return the time of a step if all work, at the cheapest degrees, were spread evenly over R ranks."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from math import gcd, lcm
@@ -332,4 +332,5 @@ class MixturePlanner(Resumable):
         """Plan a step as ``PackPlanner.step`` does; its spans hold dataset indices."""
         whole_number(epoch, "epoch", advice="Epochs count from 0.")
         plan = self.of_epoch(epoch).step(epoch, k, dp)
-        return plan.with_indices(self.mixture.indices(epoch, plan.spans.index), self._weigh)
+        spans = replace(plan.spans, index=self.mixture.indices(epoch, plan.spans.index))
+        return replace(plan, spans=spans, weigh=self._weigh)

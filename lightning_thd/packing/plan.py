@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -202,10 +202,6 @@ class StepPlan:
     def indices_by_rank(self) -> list[list[IntArray]]:
         """Return per rank a list of microbatches, each an int64 array of dataset indices."""
         return [[spans.index for spans in self.microbatches(rank)] for rank in range(self.dp)]
-
-    def with_indices(self, index: IntArray, weigh: Weigh | None = None) -> StepPlan:
-        """Return the same plan with other dataset indices, int64 ``[S]``, one a piece."""
-        return replace(self, spans=replace(self.spans, index=index), weigh=weigh)
 
     @property
     def imbalance(self) -> float:

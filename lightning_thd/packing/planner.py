@@ -285,14 +285,17 @@ class PackPlanner(Resumable):
                 "max_patches": max_patches and int(max_patches),
                 "cost": [*self.settings["cost"], self.cost.patch, self.cost.patch_pair],
             }
-        units, n = self.entries.total if self._packs is None else self._packs.total, self.global_batch.n
-        self._steps = units // n if tail == "drop" else -(-units // n)
-        if not self._steps:
-            found = f"{units} {'sequences' if self._packs is None else 'packs'}"
+        self._steps = self._count_steps(self.entries.total if self._packs is None else self._packs.total)
+
+    def _count_steps(self, units: int) -> int:
+        """Return the steps that so many packs or sequences make, at least one."""
+        n = self.global_batch.n
+        if self.tail == "drop" and units < n:
             raise ValueError(
-                f"The data set has {found}, too few for one step of {self.global_batch}. "
-                "Set tail='pad', or ask for fewer to a step."
+                f"{self.global_batch} is more than the {units} that the data set has. Set tail='pad', or ask "
+                "for fewer to a step."
             )
+        return units // n if self.tail == "drop" else -(-units // n)
 
     def __len__(self) -> int:
         """Return the number of steps of an epoch, the same in each."""

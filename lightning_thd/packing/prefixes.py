@@ -173,13 +173,7 @@ class PrefixPlanner(PackPlanner):
         self._row_of[found.rows] = np.arange(len(found.rows))
         self._epochs: dict[int, tuple[IntArray, IntArray]] = {}
         if isinstance(global_batch, Sequences):
-            n, total = global_batch.n, len(found.rows)
-            self._steps = total // n if self.tail == "drop" else -(-total // n)
-            if not self._steps:
-                raise ValueError(
-                    f"The data set has {total} sequences, too few for one step of {global_batch}. "
-                    "Set tail='pad', or ask for fewer to a step."
-                )
+            self._steps = self._count_steps(len(found.rows))
 
     def tail_dropped(self, epoch: int) -> int:
         """Return how many sequences ``tail="drop"`` leaves out of an epoch."""

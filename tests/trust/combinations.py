@@ -156,12 +156,9 @@ def main() -> None:
     parser.add_argument("count", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--refusals", type=Path, help="write the messages of all refusals there")
     given = parser.parse_args()
     started = time.monotonic()
     tally = run(given.count, given.seed, given.minutes)
-    if given.refusals:
-        given.refusals.write_text("\n".join(f"{n}\t{text}" for text, n in tally.refusals.most_common()))
     exact, stage = tally.outcomes["right"], tally.outcomes["refused by one stage"]
     right = exact + tally.outcomes["refused"] + stage
     record(
