@@ -12,7 +12,12 @@ from torch.utils.data import DataLoader
 
 from lightning_thd import THDBatch
 from lightning_thd.batch import THDStep
-from lightning_thd.parallel.agreement import check_agreement, digests
+from lightning_thd.parallel.agreement import check_agreement
+from lightning_thd.parallel.context.shared_step import (
+    SharedStep,
+    check_shared_agreement,
+    make_degree_groups,
+)
 from lightning_thd.parallel.mesh import AxisSizes
 from tests.ranks import run_ranks
 from tests.strategies.jobs import Job, Layout, make_trainer
@@ -23,45 +28,44 @@ def batch(seed: int = 0, **fields: Any) -> THDBatch:
     return THDBatch.collate(sequences(3, seed=seed), align=Layout(cp=2).align, **fields)
 
 
-def test_what_counts_as_the_same() -> None:
-    assert digests(batch()) == digests(batch())
-    own, shared = digests(batch())
-    other, still_shared = digests(batch(seed=1))
-    assert own != other
-    assert shared == still_shared
-    ids = batch().input_ids.clone()
-    ids[0] += 1
-    assert digests(batch().replace(input_ids=ids))[0] != own
-    assert digests(batch(loss_scale=0.5))[0] != own
-    one, two = THDStep([batch()]), THDStep([batch(), batch()])
-    assert digests(one)[1] != digests(two)[1]
-    assert digests(one)[1] != digests(THDStep([batch(loss_scale=0.5)]))[1]
+STEP = ("microbatches", "scales")
+CASES = ("same", "peers", "data ranks", *STEP, "plans", "shared packs")
 
 
 def compare(case: str) -> str:
-    rank = dist.get_rank()
+    rank, device = dist.get_rank(), torch.device("cpu")
+    other, groups = rank // 2, make_degree_groups(4, 2, tp=1, device=device)
     given: Any = {
         "same": batch(),
         "peers": batch(seed=rank),
-        "microbatches": THDStep([batch(seed=rank // 2)] * (1 + rank // 2)),
-        "data ranks": batch(seed=rank // 2),
+        "data ranks": batch(seed=other),
+        "microbatches": THDStep([batch(seed=other)] * (1 + other)),
+        "scales": THDStep([batch(seed=other, loss_scale=1.0 + other)]),
+        "plans": SharedStep([batch(seed=other)], [2], rank),
+        "shared packs": SharedStep([batch(seed=rank)], [2], 0),
     }[case]
     try:
-        check_agreement(given, AxisSizes(data=2, context=2), torch.device("cpu"))
+        if isinstance(given, SharedStep):
+            check_shared_agreement(given, groups, device)
+        else:
+            check_agreement(given, AxisSizes(data=2, context=2), device)
     except ValueError as err:
         return str(err)
     return ""
 
 
 def compare_all() -> dict[str, str]:
-    return {case: compare(case) for case in ("same", "peers", "microbatches", "data ranks")}
+    return {case: compare(case) for case in CASES}
 
 
 def test_messages_on_every_rank() -> None:
     for found in run_ranks(compare_all, 4):
         assert found["same"] == found["data ranks"] == ""
-        assert found["peers"].startswith("Ranks 0, 1 share one pack (2 context-parallel x 1 tensor-parallel")
-        assert "steps of different numbers of microbatches or loss scales" in found["microbatches"]
+        assert "share one pack (2 context-parallel x 1 tensor-parallel" in found["peers"]
+        for case in STEP:
+            assert "steps of different numbers of microbatches or loss scales" in found[case]
+        assert "different plans of a step, which hangs or changes the loss. Plan" in found["plans"]
+        assert "2 ranks share one pack but read different ones" in found["shared packs"]
 
 
 class LaterDifferent(L.LightningDataModule):

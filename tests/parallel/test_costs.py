@@ -1,4 +1,4 @@
-"""Bytes of every way of communicating, and which of them ``auto`` chooses."""
+"""The way of communicating that ``auto`` chooses."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from lightning_thd.attention.spec import make_spec
 from lightning_thd.parallel.context import costs
 from lightning_thd.parallel.context.costs import LayerSizes
 from lightning_thd.parallel.context.layout import ShardLayout
-
-GQA = LayerSizes(heads=32, kv_heads=8, head_size=128, value_size=128, element_bytes=2)
 
 
 def chosen(
@@ -35,9 +33,3 @@ def test_an_uneven_kernel_is_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
     # One long sequence cut in stretches: the last rank has 7 / 16 of the work, with heads each has a quarter.
     monkeypatch.setattr(costs, "FLOPS_PER_S", 1e12)
     assert chosen([65_536], "contiguous") == "ulysses"
-
-
-def test_bytes() -> None:
-    assert GQA.key_bytes == 4096
-    assert GQA.gather_bytes(1000, 4) == 3 * 1000 * 4096
-    assert GQA.ulysses_bytes(1000, 4) == 3 * 1000 * 40 * 256 * 2 // 4

@@ -1,34 +1,45 @@
-"""Ranks that run the same tokens draw the same random numbers, whatever their own streams hold."""
+"""Tensor-parallel ranks draw the same random numbers, and other ranks and microbatches others."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from lightning_thd.parallel.draws import SharedDraws
-
-
-def drawn(seed: int, place: int, microbatches: int) -> list[torch.Tensor]:
-    draws = SharedDraws(seed, place)
-    found = []
-    for _ in range(microbatches):
-        with draws.microbatch():
-            found.append(torch.rand(4))
-    return found
+from lightning_thd import Sequences
+from tests.ranks import run_ranks
+from tests.strategies.jobs import Job, Layout, data, full_parameters, make_trainer
 
 
-def test_a_stream_is_its_seed_place_and_microbatch_alone() -> None:
-    torch.manual_seed(1)
-    first = drawn(5, 0, 3)
-    torch.manual_seed(2)
-    torch.rand(7)
-    assert torch.equal(torch.stack(drawn(5, 0, 3)), torch.stack(first))
-    others = [*first, *drawn(5, 1, 3), *drawn(6, 0, 3)]
-    assert len({tuple(row.tolist()) for row in others}) == 9
+class Drops(Job):
+    """Drops half of what goes into the head, and keeps a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks: list[Tensor] = []
+        self.model.model.norm.register_forward_hook(self.drop)
+
+    def drop(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        self.masks.append(torch.rand_like(output) < 0.5)
+        return output * self.masks[-1]
 
 
-def test_the_global_stream_goes_on_as_if_nothing_had_been_drawn() -> None:
-    torch.manual_seed(3)
-    wanted = torch.rand(4)
-    torch.manual_seed(3)
-    drawn(5, 0, 2)
-    assert torch.equal(torch.rand(4), wanted)
+def train_dropping(layout: Layout) -> tuple[dict[str, Tensor], list[Tensor]]:
+    torch.manual_seed(dist.get_rank())  # as seed + rank would
+    module = Drops()
+    make_trainer(layout, max_steps=2).fit(module, data(Sequences(12)))
+    return full_parameters(module.model), module.masks
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), pytest.param(Layout(tp=2, dp=2), marks=pytest.mark.slow)])
+def test_tensor_parallel_ranks_drop_the_same_activations(layout: Layout) -> None:
+    ranks = run_ranks(train_dropping, layout.world, layout)
+    for first, second in zip(ranks[::2], ranks[1::2], strict=True):
+        assert all(map(torch.equal, first[1], second[1]))
+    masks = [mask for _, found in ranks[::2] for mask in found]
+    assert all(not torch.equal(a, b) for i, a in enumerate(masks) for b in masks[:i])
+    for params, _ in ranks[1:]:
+        assert all(torch.equal(params[name], value) for name, value in ranks[0][0].items())

@@ -15,6 +15,7 @@ from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.parallel import THDShard, shard_batch, shard_step
 from lightning_thd.parallel.context.layout import ShardLayout, layout_of
 from lightning_thd.parallel.context.partition import rank_indices
+from lightning_thd.parallel.context.shared_step import SharedStep, cut_step
 from tests.tiny import sequences
 
 LAYOUTS = ["dual_chunk", "contiguous"]
@@ -130,3 +131,7 @@ def test_messages() -> None:
         pickle.dumps(shard)
     with pytest.raises(ValueError, match="communication='gossip'; wanted one of auto, all_gather, ulysses"):
         ShardLayout([8], cp=2, rank=0, communication="gossip")
+    with pytest.raises(TypeError, match="group is None; wanted a process group, or cp= and rank="):
+        shard_batch(batch, group=None)
+    with pytest.raises(ValueError, match=r"to be shared by 4 ranks, but groups of \[\] were made"):
+        cut_step(SharedStep([batch], [4], 0), {})

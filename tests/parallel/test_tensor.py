@@ -114,6 +114,10 @@ class Experts(nn.Module):
 def messages() -> list[str]:
     mesh = init_device_mesh("cpu", (2,))
     odd, tied, clipped, scaled, counting, sparse, normed, patched, tall = (Net() for _ in range(9))
+    three: Any = family_model("qwen3_moe").model.layers[0].mlp.experts
+    three.num_experts = 3
+    for name in list(three._parameters):
+        three._parameters[name] = nn.Parameter(three._parameters[name][:3].detach())
     scaled.down = Scaled(16, 8)
     weight_norm(normed.up)
     tall.block = nn.Module()
@@ -141,6 +145,7 @@ def messages() -> list[str]:
         (counting, {"embed": "embedding_rowwise"}),
         (sparse, {"up": "colwise"}),
         (nn.ModuleDict({"experts": Experts()}), {"experts": "moe_tp_experts"}),
+        (nn.ModuleDict({"experts": three}), {"experts": "moe_tp_experts"}),
     ]
     found = []
     for model, plan in cases:
@@ -167,6 +172,7 @@ def test_messages() -> None:
         "nn.Embedding without max_norm and scale_grad_by_freq. Take it out of the plan",
         "(Net) has activation_sparsity=0.9: it compares",
         "experts (Experts) is not told which experts each token has chosen",
+        "experts has 3 experts, which 2 tensor-parallel ranks do not divide; w",
     ]
     for found in run_ranks(messages, 2):
         for message, part in zip(found, wanted, strict=True):

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     EarlyStopping,
     EMAWeightAveraging,
     ModelCheckpoint,
@@ -24,9 +25,12 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor
+from torchmetrics import MaxMetric, MeanMetric, MetricCollection, SumMetric
+from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_thd import Packs, Sequences, THDBatch, THDDataModule, THDStrategyMixin, causal_lm_loss
 from lightning_thd.packing import PackPlanner
+from lightning_thd.strategies import THDDDPStrategy, THDModelParallelStrategy, THDSingleDeviceStrategy
 from lightning_thd.strategies.norms import grad_norm
 from tests.strategies.jobs import CAPACITY, CLIP, Job, Layout, full_parameters, make_optimizer, make_trainer
 from tests.tiny import largest_error, planned, sequences, train_alone
@@ -41,6 +45,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "dp2cp2": {"dp": 2, "cp": 2},
     "cp2tp2": {"cp": 2, "tp": 2},
     "replicas2": {"dp": 2, "replicas": 2},
+    "pp2": {"pp": 2},
 }
 
 
@@ -61,38 +66,23 @@ def layout_of(name: str) -> Layout:
     return Layout(**axes)
 
 
-def strategy_of(strategy: str, name: str) -> Strategy | str:
-    """Make a strategy of one of the matrix's rows, with the sizes of a layout."""
-    axes = LAYOUTS[name]
-    sizes = {"context_parallel_size": axes.get("cp", 1), "tensor_parallel_size": axes.get("tp", 1)}
-    sizes["data_parallel_replicas"] = axes.get("replicas", 1)
-    own: dict[str, Callable[[], Any]] = {
-        "own_ddp": OwnDDP,
-        "own_model_parallel": OwnModelParallel,
-        "own_one_device": lambda: OwnOneDevice(device=torch.device("cpu")),
-    }
-    if strategy in own:
-        made = own[strategy]()
-        for size, value in sizes.items():
-            setattr(made, size, value)
-        return made
-    from lightning_thd.strategies import THDDDPStrategy, THDModelParallelStrategy
-    from lightning_thd.strategies.ready import THDSingleDeviceStrategy
+KINDS: dict[str, Callable[[], Any]] = {
+    "thd": THDSingleDeviceStrategy,
+    "own_one_device": lambda: OwnOneDevice(device=torch.device("cpu")),
+    "thd_ddp": THDDDPStrategy,
+    "own_ddp": OwnDDP,
+    "thd_model_parallel": THDModelParallelStrategy,
+    "own_model_parallel": OwnModelParallel,
+}
 
-    ready: dict[str, type[Any]] = {
-        "thd": THDSingleDeviceStrategy,
-        "thd_ddp": THDDDPStrategy,
-        "thd_model_parallel": THDModelParallelStrategy,
-    }
-    taken = {size: value for size, value in sizes.items() if value != 1}
-    if strategy != "thd_model_parallel":  # what their constructors do not take is an attribute of the mixin
-        made = ready[strategy](
-            **{k: v for k, v in taken.items() if strategy == "thd_ddp" and k.startswith("con")}
-        )
-        for size, value in taken.items():
-            setattr(made, size, value)
-        return made
-    made = ready[strategy](**taken)
+
+def strategy_of(strategy: str, name: str) -> Strategy:
+    """Make a strategy of one of the matrix's rows, with the sizes of a layout."""
+    axes, made = LAYOUTS[name], KINDS[strategy]()
+    made.context_parallel_size = axes.get("cp", 1)
+    made.tensor_parallel_size = axes.get("tp", 1)
+    made.pipeline_parallel_size = axes.get("pp", 1)
+    made.data_parallel_replicas = axes.get("replicas", 1)
     assert isinstance(made, Strategy)
     return made
 
@@ -181,6 +171,148 @@ class Manual(Plain):
         return {"loss": loss.detach()}
 
 
+class LogsEverywhere(Plain):
+    """Logs in every hook that may, in every way that has a meaning on one process."""
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
+        loss = causal_lm_loss(self.model, batch)
+        for reduction in ("mean", "max", "min"):
+            for synced in (False, True):
+                for on_step, on_epoch in ((True, False), (False, True), (True, True)):
+                    name = f"train/{reduction}{synced:d}{on_step:d}{on_epoch:d}"
+                    self.log(
+                        name, loss, on_step=on_step, on_epoch=on_epoch, reduce_fx=reduction, sync_dist=synced
+                    )
+        self.log("train/sum", loss, on_step=False, on_epoch=True, reduce_fx="sum")
+        self.log("train/function", loss.detach(), on_epoch=True, reduce_fx=torch.mean)
+        self.log("train/number", 3, on_epoch=True, sync_dist=True)
+        self.log("train/prog", loss.item(), prog_bar=True, logger=False)
+        return loss
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.log("hook/batch_start", float(batch_idx), sync_dist=True)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("hook/batch_end", outputs["loss"].detach(), on_epoch=True, sync_dist=True)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("hook/before_step", 1.5, sync_dist=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("hook/epoch_end", 2.5, sync_dist=True)
+
+    def validation_step(self, batch: THDBatch, batch_idx: int) -> None:
+        loss = causal_lm_loss(self.model, batch)
+        self.log("val/loss", loss)
+        self.log("val/synced", loss, sync_dist=True)
+        self.log("val/step", loss, on_step=True, on_epoch=True, sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("hook/val_end", self.trainer.callback_metrics["val/loss"], sync_dist=True)
+
+
+class Sums(Plain):
+    """Logs sums over batches and ranks."""
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
+        loss = causal_lm_loss(self.model, batch)
+        self.log("train/sum", loss, on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
+        return loss
+
+
+class Watching(Plain):
+    """Lowers its rate when the validation loss does not fall."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = make_optimizer(self.model)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, factor=0.5, patience=0, threshold=9.0
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val/loss"}}
+
+
+class Grouped(Plain):
+    """Has groups of nothing, the embedding, the head and the rest, each with a rate that falls by step."""
+
+    def configure_optimizers(self) -> Any:
+        named = dict(self.model.named_parameters())
+        ends = [[p for name, p in named.items() if part in name] for part in ("embed", "lm_head")]
+        rest = [p for name, p in named.items() if "embed" not in name and "lm_head" not in name]
+        groups = [{"params": part, "lr": 1e-3 * (i + 1)} for i, part in enumerate([[], *ends, rest])]
+        optimizer = torch.optim.AdamW(groups, eps=1e-5)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Measured(Plain):
+    """Logs metric objects in training and validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.largest, self.val_mean = MeanMetric(), MaxMetric(), MeanMetric()
+        words = self.model.config.vocab_size
+        accuracy = {"num_classes": words, "average": "micro", "ignore_index": -100}
+        self.val = MetricCollection({"right": MulticlassAccuracy(**accuracy)}, prefix="val/")
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
+        loss = causal_lm_loss(self.model, batch)
+        self.mean(loss.detach(), weight=1.0 / batch.loss_scale)
+        self.largest(float(batch_idx))
+        self.log("train/mean", self.mean, on_step=False, on_epoch=True)
+        self.log("train/largest", self.largest, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: THDBatch, batch_idx: int) -> None:
+        logits = self.model(**batch.hf_kwargs()).logits[0]
+        self.val(logits, batch.targets)
+        self.log_dict(self.val)
+        self.val_mean.update(causal_lm_loss(self.model, batch), weight=1.0 / batch.loss_scale)
+        self.log("val/mean", self.val_mean)
+
+
+class Counting(Plain):
+    """Counts loss tokens by a sum over batches and ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.seen = SumMetric(), SumMetric()
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
+        self.tokens(float(batch.loss_tokens))
+        self.log("train/tokens", self.tokens, on_step=False, on_epoch=True)
+        loss: Tensor = super().training_step(batch, batch_idx)
+        return loss
+
+    def validation_step(self, batch: THDBatch, batch_idx: int) -> None:
+        self.seen(float(batch.loss_tokens))
+        self.log("val/tokens", self.seen)
+
+
+class Thaw(BaseFinetuning):
+    """Freezes a layer, and would train it later."""
+
+    def freeze_before_training(self, pl_module: L.LightningModule) -> None:
+        model: Any = pl_module.model
+        self.freeze(model.model.layers[0])
+
+    def finetune_function(self, pl_module: L.LightningModule, epoch: int, optimizer: Any) -> None:
+        """Train nothing more."""
+
+
+class FreezesLater(Plain):
+    """Stops training the embedding after the first epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        self.model.model.embed_tokens.requires_grad_(self.current_epoch == 0)
+
+
+class Fused(Plain):
+    """Updates weights by one kernel for all of them."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.model.parameters(), lr=1e-2, eps=1e-5, fused=True)
+
+
 @dataclass(kw_only=True)
 class Cell:
     """One row's strategy and layout, and how to run on it."""
@@ -248,12 +380,13 @@ def predict(cell: Cell) -> dict[str, Tensor]:
     return {str(i): row for i, row in rows.items()}
 
 
-def resume(cell: Cell) -> dict[str, Tensor]:
+def resume(cell: Cell, kind: type[Job] = Plain) -> dict[str, Tensor]:
     saver = ModelCheckpoint(cell.folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
-    cell.fit(Plain(), max_steps=2, callbacks=[saver], enable_checkpointing=True)
-    module = Plain()
-    cell.fit(module, max_steps=4, ckpt_path=f"{cell.folder}/step=2.ckpt")
-    return full_parameters(module.model)
+    cell.fit(kind(), max_steps=2, callbacks=[saver], enable_checkpointing=True)
+    module = kind()
+    trainer = cell.fit(module, max_steps=4, ckpt_path=f"{cell.folder}/step=2.ckpt")
+    rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
+    return full_parameters(module.model) | {"logged rates": torch.tensor(rates, dtype=torch.float64)}
 
 
 def lr_find(cell: Cell) -> dict[str, Tensor]:
@@ -267,7 +400,8 @@ def lr_find(cell: Cell) -> dict[str, Tensor]:
     finally:
         os.chdir(here)
     assert found is not None
-    assert largest_error(full_parameters(module.model), before) == 0.0
+    after = full_parameters(module.model)
+    assert largest_error(after, {name: before[name] for name in after}) == 0.0
     return {"logged losses": torch.tensor(found.results["loss"], dtype=torch.float64)}
 
 
@@ -320,12 +454,34 @@ def ema(cell: Cell) -> dict[str, Tensor]:
     return full_parameters(module.model) | resumed | logged(trainer) | module.norms
 
 
+def fit_twice(cell: Cell) -> dict[str, Tensor]:
+    """Fit, go on with the same Trainer, and again with another, in between an evaluation."""
+    module = Plain()
+    trainer = cell.trainer(max_steps=2)
+    trainer.fit(module, given(multiple=cell.multiple))
+    trainer.fit_loop.epoch_loop.max_steps = 3
+    trainer.fit(module, given(multiple=cell.multiple))
+    cell.trainer().validate(module, given(multiple=cell.multiple), verbose=False)
+    cell.trainer().predict(module, given(multiple=cell.multiple))
+    cell.trainer(max_steps=2).fit(module, given(multiple=cell.multiple))
+    return full_parameters(module.model)
+
+
+def packs_validated_in_between(cell: Cell) -> dict[str, Tensor]:
+    module = Plain()
+    options = {**EPOCHS, "check_val_every_n_epoch": None, "val_check_interval": 3, "limit_train_batches": 4}
+    trainer = cell.fit(module, Packs(2 * cell.dp), accumulate_grad_batches=2, **options)
+    return full_parameters(module.model) | logged(trainer)
+
+
+EPOCHS: dict[str, Any] = {"max_steps": -1, "max_epochs": 2, "limit_train_batches": 2}
 FEATURES: dict[str, Callable[[Cell], dict[str, Tensor]]] = {
     "fit": weights_after(Plain),
     "validate": lambda cell: evaluate(cell, "validate"),
     "test": lambda cell: evaluate(cell, "test"),
     "predict": predict,
     "resume": resume,
+    "groups": lambda cell: resume(cell, Grouped),
     "ema": ema,
     "swa": swa,
     "lr_find": lr_find,
@@ -338,8 +494,20 @@ FEATURES: dict[str, Callable[[Cell], dict[str, Tensor]]] = {
     "accumulate": accumulate,
     "manual": manual,
     "compile": weights_after(CompiledInside),
+    "logs": weights_after(LogsEverywhere, val_check_interval=1, max_steps=3),
+    "sums": weights_after(Sums, val_check_interval=2, max_steps=4),
+    "plateau": weights_after(Watching, **EPOCHS),
+    "fit twice": fit_twice,
+    "metrics": weights_after(Measured, val_check_interval=2, max_steps=4),
+    "counts": weights_after(Counting, val_check_interval=2, max_steps=4),
+    "thawed": weights_after(Plain, callbacks=lambda: [Thaw()]),
+    "frozen later": weights_after(FreezesLater, **EPOCHS),
+    "validated in between": packs_validated_in_between,
+    "fused": weights_after(Fused),
 }
 BY_HAND = ("manual", "accumulate")
+# Here lengths are such that no layout pads: the values of single packs are compared.
+UNPADDED = set(list(FEATURES)[list(FEATURES).index("logs") :])
 ROWS = [
     *[("thd", "one"), ("own_one_device", "one")],
     *[(name, layout) for name in ("thd_ddp", "own_ddp") for layout in ("dp2", "cp2", "dp2cp2")],
@@ -347,8 +515,9 @@ ROWS = [
         (name, layout)
         for name in ("thd_model_parallel", "own_model_parallel")
         for layout in LAYOUTS
-        if layout != "one"
+        if layout not in ("one", "pp2")
     ],
+    ("thd_model_parallel", "pp2"),
 ]
 
 
@@ -358,7 +527,22 @@ def run_cell(feature: str, strategy: str, layout: str, folder: str) -> dict[str,
     torch.manual_seed(dist.get_rank())
     place = Path(folder) / strategy / layout / feature.replace(" ", "_")
     place.mkdir(parents=True, exist_ok=True)
-    return FEATURES[feature](Cell(strategy=strategy, layout=layout, folder=str(place)))
+    found = FEATURES[feature](cell_of(feature, strategy, layout, str(place)))
+    return found if layout_of(layout).pp == 1 else of_all_stages(found)
+
+
+def cell_of(feature: str, strategy: str, layout: str, folder: str) -> Cell:
+    return Cell(strategy=strategy, layout=layout, folder=folder, multiple=4 if feature in UNPADDED else 1)
+
+
+def of_all_stages(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Add what the other stages have found; what several have must be the same."""
+    stages: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(stages, found)
+    whole: dict[str, Tensor] = {}
+    for name, value in (item for stage in stages for item in stage.items()):
+        torch.testing.assert_close(value, whole.setdefault(name, value), rtol=1e-9, atol=0.0)
+    return whole
 
 
 def one_process(features: list[str]) -> dict[str, dict[str, Tensor]]:
@@ -368,7 +552,7 @@ def one_process(features: list[str]) -> dict[str, dict[str, Tensor]]:
     for feature in features:
         with tempfile.TemporaryDirectory() as folder:
             if feature not in BY_HAND:
-                found[feature] = FEATURES[feature](Cell(strategy="thd", layout="one", folder=folder))
+                found[feature] = FEATURES[feature](cell_of(feature, "thd", "one", folder))
                 continue
             for dp, cp in ((1, 1), (1, 2), (2, 1), (2, 2)):
                 step = Packs(dp if feature == "manual" else 4)

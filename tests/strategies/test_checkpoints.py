@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 import warnings
 from functools import partial
 from pathlib import Path
@@ -10,40 +12,21 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_thd import Sequences
-from lightning_thd.strategies import THDModelParallelStrategy
-from lightning_thd.strategies.optimizer_states import by_index, by_name, trained
-from tests.ranks import run_ranks
+from lightning_thd.strategies.optimizer_states import by_index, by_name
+from tests.ranks import RankError, run_ranks
 from tests.rows import error_or, run_row
-from tests.strategies.jobs import Job, Layout, data, family_model, full_parameters, make_trainer
+from tests.strategies.jobs import Job, Layout, data, full_parameters, make_trainer
 from tests.tiny import largest_error
 
 STEPS, SAVED = 3, 2
-
-
-def exported(folder: str) -> dict[str, Any]:
-    warnings.filterwarnings("ignore")
-    module = Job("qwen3")
-    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=SAVED)
-    layout, options = Layout(dp=2, cp=2), {"callbacks": [saver], "enable_checkpointing": True}
-    trainer = make_trainer(layout, max_steps=SAVED, **options)
-    trainer.fit(module, data(Sequences(12)))
-    trainer.strategy.save_pretrained(f"{folder}/exported")
-    return full_parameters(module.model)
-
-
-@pytest.mark.slow
-def test_weights_leave_as_a_plain_file_and_as_a_hugging_face_folder(tmp_path: Path) -> None:
-    whole = run_ranks(exported, 4, str(tmp_path))[0]
-    dcp_to_torch_save(tmp_path / f"step={SAVED}.ckpt", tmp_path / "plain.pt")
-    plain = torch.load(tmp_path / "plain.pt")["state_dict"]
-    assert largest_error({name.removeprefix("model."): v for name, v in plain.items()}, whole) == 0.0
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float64)
-    assert largest_error(full_parameters(model), whole) == 0.0
 
 
 class Grouped(Job):
@@ -76,24 +59,32 @@ PLACES = {
 WAYS = [(a, b) for a in PLACES for b in PLACES]
 
 
-def written(source: str, folder: str) -> dict[str, Any]:
+def fit(layout: Layout, saves: str = "", goes_on: str | None = None, **options: Any) -> L.Trainer:
+    """Train on this rank, with checkpoints in a folder and from another."""
     warnings.filterwarnings("ignore")
-    module = Grouped()
-    saver = ModelCheckpoint(f"{folder}/{source}", filename="{step}", every_n_train_steps=SAVED, save_top_k=-1)
-    trainer = make_trainer(PLACES[source], max_steps=STEPS, callbacks=[saver], enable_checkpointing=True)
-    trainer.fit(module, data(Sequences(12)))
+    how = {
+        "every_n_train_steps": SAVED,
+        "save_top_k": -1,
+        "save_last": "asynchronous_checkpoints" in layout.options,
+    }
+    savers = [ModelCheckpoint(saves, filename="{step}", **how)] if saves else []
+    defaults = {"callbacks": savers, "enable_checkpointing": bool(saves), "max_steps": STEPS}
+    trainer = make_trainer(layout, **{**defaults, **options})
+    trainer.fit(Grouped(), data(Sequences(12)), ckpt_path=goes_on)
+    return trainer
+
+
+def weights(layout: Layout, saves: str = "", goes_on: str | None = None, **options: Any) -> dict[str, Any]:
+    module: Any = fit(layout, saves, goes_on, **options).lightning_module
     return full_parameters(module.model)
+
+
+def written(source: str, folder: str) -> dict[str, Any]:
+    return weights(PLACES[source], f"{folder}/{source}")
 
 
 def resumed(way: tuple[str, str], folder: str) -> dict[str, Any]:
-    warnings.filterwarnings("ignore")
-    source, target = way
-    module = Grouped()
-    trainer = make_trainer(PLACES[target], max_steps=STEPS)
-    path = f"{folder}/{source}/step={SAVED}.ckpt"
-    trainer.fit(module, data(Sequences(12)), ckpt_path=path)
-    assert trainer.global_step == STEPS
-    return full_parameters(module.model)
+    return weights(PLACES[way[1]], goes_on=f"{folder}/{way[0]}/step={SAVED}.ckpt")
 
 
 def check_ways(ways: list[tuple[str, str]], folder: Path) -> None:
@@ -127,17 +118,38 @@ def test_every_layout_into_every_other(tmp_path: Path) -> None:
     check_ways(WAYS, tmp_path)
 
 
+def exported(folder: str) -> dict[str, Any]:
+    trainer: Any = fit(PLACES["dp2 cp2"], folder, max_steps=SAVED)
+    trainer.strategy.save_pretrained(f"{folder}/exported")
+    return full_parameters(trainer.lightning_module.model)
+
+
+@pytest.mark.slow
+def test_weights_leave_as_a_plain_file_and_as_a_hugging_face_folder(tmp_path: Path) -> None:
+    whole = run_ranks(exported, 4, str(tmp_path))[0]
+    dcp_to_torch_save(tmp_path / f"step={SAVED}.ckpt", tmp_path / "plain.pt")
+    plain = torch.load(tmp_path / "plain.pt")["state_dict"]
+    assert largest_error({name.removeprefix("model."): v for name, v in plain.items()}, whole) == 0.0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float64)
+    assert largest_error(full_parameters(model), whole) == 0.0
+
+
+class SavesFirst(Callback):
+    """Saves a checkpoint before the first step."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.save_checkpoint(self.path)
+
+
 def begun(cell: tuple[str, str | None], folder: str) -> dict[str, Any]:
     """Train with a checkpoint before the first step, or from such a one."""
-    warnings.filterwarnings("ignore")
     place, source = cell
-    module = Grouped()
-    if source is None:
-        path = f"{folder}/{place}.ckpt"
-        module.on_train_start = lambda: module.trainer.save_checkpoint(path)  # type: ignore[method-assign]
-    trainer = make_trainer(PLACES[place], max_steps=STEPS)
-    trainer.fit(module, data(Sequences(12)), ckpt_path=None if source is None else f"{folder}/{source}.ckpt")
-    return full_parameters(module.model)
+    if source is not None:
+        return weights(PLACES[place], goes_on=f"{folder}/{source}.ckpt")
+    return weights(PLACES[place], callbacks=[SavesFirst(f"{folder}/{place}.ckpt")])
 
 
 BEGUN: list[tuple[str, str | None]] = [
@@ -179,16 +191,58 @@ def test_states_of_other_parameters_are_refused() -> None:
         by_index(named, part, module)
 
 
-def test_frozen_parameters_count_as_trained_for_a_time() -> None:
-    frozen = torch.nn.Parameter(torch.ones(1), requires_grad=False)
-    with trained([frozen]):
-        assert frozen.requires_grad
-    assert not frozen.requires_grad
+BEHIND = Layout(dp=2, options={"asynchronous_checkpoints": True})
 
 
-def test_what_to_export_must_be_clear(tmp_path: Path) -> None:
-    strategy, module = THDModelParallelStrategy(), L.LightningModule()
-    module.first, module.second = family_model("qwen3"), family_model("qwen3")
-    strategy._lightning_module = module
-    with pytest.raises(ValueError, match=r"holds 2 models with save_pretrained\(\), wanted one. Pass model="):
-        strategy.save_pretrained(tmp_path)
+def break_a_write(kind: str) -> None:
+    """Make every checkpoint take longer than a step, and one of them end its rank, or fail."""
+    write, calls, at = FileSystemWriter.write_data, [0], 2 if kind != "kill" or dist.get_rank() == 1 else -1
+
+    def late(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        time.sleep(0.5)
+        if calls[0] == at and kind == "kill":
+            time.sleep(2.0)  # training is over by now, had it not to wait
+            os._exit(9)
+        if calls[0] == at and kind == "fail":
+            raise OSError("no space left on device")
+        return write(self, *args, **kwargs)
+
+    FileSystemWriter.write_data = late  # type: ignore[method-assign]
+
+
+def behind(kind: str, folder: str) -> dict[str, Any]:
+    if kind == "plugin":
+        return weights(Layout(dp=2), folder, max_steps=5, plugins=[AsyncCheckpointIO()])
+    break_a_write(kind)
+    return weights(BEHIND, folder, max_steps=5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["slow", "plugin"])
+def test_a_checkpoint_holds_what_it_was_begun_with(kind: str, tmp_path: Path) -> None:
+    first, _ = run_ranks(behind, 2, kind, str(tmp_path))
+    names = ["last.ckpt", "step=2.ckpt", "step=4.ckpt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == (names if kind == "slow" else names[1:])
+    for found in run_ranks(go_on, 2, str(tmp_path)):
+        assert largest_error(found, first) < 1e-12
+
+
+def go_on(folder: str) -> dict[str, Any]:
+    return weights(BEHIND, goes_on=f"{folder}/step=2.ckpt", max_steps=5)
+
+
+def test_a_kill_while_writing_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"rank"):
+        run_ranks(behind, 2, "kill", str(tmp_path))
+    assert not (tmp_path / "last.ckpt").exists()
+    whole, _ = run_ranks(behind, 2, "plugin", str(tmp_path / "whole"))
+    for found in run_ranks(go_on, 2, str(tmp_path)):
+        assert largest_error(found, whole) < 1e-10
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_cannot_be_written_ends_the_job(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"no space left on device"):
+        run_ranks(behind, 2, "fail", str(tmp_path))
+    assert (tmp_path / "step=2.ckpt").is_dir()

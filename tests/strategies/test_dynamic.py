@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_thd import Packs, Sequences, THDBatch, THDDataModule
 from lightning_thd.packing import PackPlanner
@@ -18,7 +17,6 @@ from lightning_thd.packing.sharing import SharedPlanner, Sharing
 from lightning_thd.parallel.shard import THDShard
 from lightning_thd.strategies import THDDDPStrategy, THDModelParallelStrategy
 from tests.ranks import run_ranks
-from tests.rows import run_row
 from tests.strategies.jobs import (
     CLIP,
     Job,
@@ -197,76 +195,6 @@ def test_a_job_goes_on_with_other_ranks_and_degrees(tmp_path: Path) -> None:
     seen = sorted(i for job in (first, second) for rank in job for ids in rank["ids"] for i in ids)
     assert len(seen) == 14 * STEP.n
     assert all(seen.count(i) in (3, 4) for i in range(COUNT))
-
-
-def refused(case: str) -> None:
-    module, layout = Watched("qwen3", torch.float64), Layout(dp=2)
-    options: dict[str, Any] = {"capacity": 64, "global_batch": STEP}
-    largest, message = 2, ""
-    if case == "too_long":
-        options["capacity"], message = 20, "has .* tokens but.*capacity|longest|capacity=40"
-    elif case == "packs":
-        options["global_batch"], message = Packs(2), "a pipeline, context_parallel_size='dynamic' and"
-    elif case == "tiling":
-        largest, message = 4, "max_context_parallel_size=4 does not divide the 2 ranks.*size=2"
-    elif case == "own_pack":
-        options["oversize"], message = "own_pack", "'dynamic' cannot be used with oversize='own_pack'"
-    elif case == "other loader":
-        message = "degrees were planned, but the dataloader gave THDBatch"
-    elif case == "pad_to":
-        options["pad_to"], message = 64, "'dynamic' cannot be used with pad_to=64"
-    made = THDDDPStrategy(context_parallel_size="dynamic", max_context_parallel_size=largest)
-    accumulate = 2 if case == "packs" else 1
-    trainer = make_trainer(layout, strategy=made, max_steps=1, accumulate_grad_batches=accumulate)
-    given: Any = THDDataModule(samples(), **options)
-    if case == "other loader":
-        given = torch.utils.data.DataLoader([THDBatch.collate(samples()[:3])], batch_size=None)
-    with pytest.raises((ValueError, MisconfigurationException), match=message):
-        trainer.fit(module, given)
-
-
-CASES = ["too_long", "packs", "tiling", "own_pack", "pad_to", "other loader"]
-
-
-def test_refusals() -> None:
-    for case, outcomes in zip(CASES, run_row(refused, 2, CASES), strict=True):
-        assert [outcome.error for outcome in outcomes] == [None, None], case
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"context_parallel_layout": "zigzag"}, ValueError, "'zigzag'; wanted one of dual_chunk"),
-        ({"context_parallel_communication": "p2p"}, ValueError, "'p2p'; wanted one of auto"),
-    ],
-)
-def test_ways_that_there_are_not(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    for kind in (THDDDPStrategy, THDModelParallelStrategy):
-        with pytest.raises(error, match=message):
-            kind(context_parallel_size=2, **options)
-
-
-@pytest.mark.parametrize(
-    ("size", "largest", "error", "message"),
-    [
-        ("dynamic", None, ValueError, "wants max_context_parallel_size="),
-        (
-            "auto",
-            None,
-            TypeError,
-            "size is a str, 'auto'.* Pass a number of ranks, or 'dynamic'",
-        ),
-        (2, 4, ValueError, "belongs to context_parallel_size='dynamic', but that is 2"),
-        (2.0, None, TypeError, "context_parallel_size is a float, 2.0"),
-        ("dynamic", "8", TypeError, "max_context_parallel_size is a str, '8'"),
-    ],
-)
-def test_sizes_that_contradict_each_other(
-    size: Any, largest: Any, error: type[Exception], message: str
-) -> None:
-    for kind in (THDDDPStrategy, THDModelParallelStrategy):
-        with pytest.raises(error, match=message):
-            kind(context_parallel_size=size, max_context_parallel_size=largest)
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -49,15 +48,3 @@ def test_four_processes_in_any_layout() -> None:
     for arguments in (["--cp", "2"], ["--cp", "2", "--tp", "2"], ["--tp", "2"]):
         found = loss_of(start([*TORCHRUN, "--standalone", "--nproc-per-node=4"], arguments))
         assert found == pytest.approx(wanted, abs=2e-4)  # fp32, printed to four digits
-
-
-@pytest.mark.slow
-def test_two_nodes() -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    launcher = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d"]
-    launcher += [f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
-    nodes = [start(launcher, ["--nodes", "2", "--cp", "2", "--steps", "5"]) for _ in range(2)]
-    losses = [loss for loss in map(loss_of, nodes) if loss is not None]
-    assert losses == [pytest.approx(loss_of(start([], ["--steps", "5"])), abs=2e-4)]

@@ -16,7 +16,7 @@ import torch
 
 from lightning_thd import Sequences
 from lightning_thd.packing import PackPlanner
-from tests.ranks import run_ranks
+from tests.ranks import environment_of, run_ranks
 from tests.strategies import kill_job
 from tests.strategies.jobs import CAPACITY, Layout, train
 from tests.tiny import largest_error, sequences
@@ -46,50 +46,24 @@ def wait_for_step(ledger: Path, step: int, job: subprocess.Popen[bytes]) -> int:
 
 
 @pytest.mark.slow
-def test_one_rank_dies_and_the_job_goes_on(tmp_path: Path) -> None:
-    job = start(tmp_path, 2, 2)
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [((2, 2, ""), (4, 1, "")), ((4, 1, "4"), (2, 1, "2"))],
+    ids=["fixed", "dynamic"],
+)
+def test_one_rank_dies_and_the_job_goes_on(
+    tmp_path: Path, first: tuple[int, int, str], then: tuple[int, int, str]
+) -> None:
+    job = start(tmp_path, *first[:2], MOST_RANKS=first[2] or "0")
     os.kill(wait_for_step(tmp_path / "ledger-1.txt", 5, job), signal.SIGKILL)
     killed = time.monotonic()
     assert job.wait(120) != 0
     assert time.monotonic() - killed < 60  # the timeout of 20 s, and torchrun's own 30 s to stop the others
     assert (tmp_path / "checkpoints" / "last.ckpt").exists()
-    assert start(tmp_path, 4, 1).wait(240) == 0, (tmp_path / "log.txt").read_text()[-4000:]
-    found = torch.load(tmp_path / "final.pt")
-    at = Layout()
-    wanted = run_ranks(alone, 1, at)[0]
-    assert largest_error(found, wanted) < 1e-10
-
-
-@pytest.mark.slow
-def test_a_job_of_dynamic_degrees_dies_and_goes_on_with_other_ranks_and_degrees(tmp_path: Path) -> None:
-    job = start(tmp_path, 4, 1, MOST_RANKS="4")
-    os.kill(wait_for_step(tmp_path / "ledger-1.txt", 5, job), signal.SIGKILL)
-    assert job.wait(120) != 0
-    assert (tmp_path / "checkpoints" / "last.ckpt").exists()
-    resumed = start(tmp_path, 2, 1, MOST_RANKS="2")
+    resumed = start(tmp_path, *then[:2], MOST_RANKS=then[2] or "0")
     assert resumed.wait(240) == 0, (tmp_path / "log.txt").read_text()[-4000:]
     # Every sequence of the plan once along the surviving line, or the parameters would differ.
-    found = torch.load(tmp_path / "final.pt")
-    assert largest_error(found, run_ranks(alone, 1, Layout())[0]) < 1e-10
-
-
-@pytest.mark.slow
-def test_a_job_of_shared_prefixes_dies_and_goes_on_with_the_same_sequences(tmp_path: Path) -> None:
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
-    for folder in (killed, whole):
-        folder.mkdir()
-    job = start(killed, 2, 1, SHARE_PREFIXES="1")
-    os.kill(wait_for_step(killed / "ledger-1.txt", 5, job), signal.SIGKILL)
-    assert job.wait(120) != 0
-    assert (killed / "checkpoints" / "last.ckpt").exists()
-    for folder in (killed, whole):
-        done = start(folder, 1, 1, SHARE_PREFIXES="1").wait(240)
-        assert done == 0, (folder / "log.txt").read_text()[-4000:]
-    assert largest_error(torch.load(killed / "final.pt"), torch.load(whole / "final.pt")) < 1e-10
-    begun, resumed = sequences_of(killed / "ledger-0.txt")
-    (wanted,) = sequences_of(whole / "ledger-0.txt")
-    assert len(begun) > 4
-    assert resumed == {step: ids for step, ids in wanted.items() if step >= min(resumed)}
+    assert largest_error(torch.load(tmp_path / "final.pt"), run_ranks(alone, 1)[0]) < 1e-10
 
 
 @pytest.mark.slow
@@ -109,7 +83,7 @@ def test_torchrun_starts_a_job_again_and_it_goes_on_with_the_same_sequences(tmp_
         last = [after if step in after else before for before, after in starts]
         assert sorted(i for of_rank in last for i in of_rank[step]) == ids, step
     found = torch.load(tmp_path / "final.pt")
-    assert largest_error(found, run_ranks(alone, 1, Layout())[0]) < 1e-10
+    assert largest_error(found, run_ranks(alone, 1)[0]) < 1e-10
 
 
 def planned_sequences() -> list[list[int]]:
@@ -129,8 +103,8 @@ def sequences_of(ledger: Path) -> list[dict[int, list[int]]]:
     return [{step: sorted(ids) for step, ids in steps.items()} for steps in found.values()]
 
 
-def alone(layout: Layout, family: str = "qwen3") -> dict[str, torch.Tensor]:
-    result = train(family, layout, Sequences(12), torch.float64, {"max_steps": kill_job.STEPS})
+def alone(family: str = "qwen3") -> dict[str, torch.Tensor]:
+    result = train(family, Layout(), Sequences(12), torch.float64, {"max_steps": kill_job.STEPS})
     params: dict[str, torch.Tensor] = result["params"]
     return params
 
@@ -143,26 +117,11 @@ def start_ranks(out: Path, layout: Layout) -> list[subprocess.Popen[bytes]]:
     command = ["-m", "tests.strategies.kill_job", str(out), *map(str, (layout.dp, layout.cp, layout.pp))]
     found = []
     for rank in range(layout.world):
-        names = {
-            "OMP_NUM_THREADS": 1,
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": layout.world,
-            "LOCAL_WORLD_SIZE": layout.world,
-            "GROUP_RANK": 0,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "TORCHELASTIC_RUN_ID": "kill",
-        }
+        names = {**environment_of(rank, layout.world), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
         with (out / f"log-{rank}.txt").open("ab") as log:
-            found.append(
-                subprocess.Popen(
-                    [sys.executable, *command],
-                    env={**os.environ, **{name: str(value) for name, value in names.items()}},
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            )
+            environment = {**os.environ, **names}
+            started = subprocess.Popen([sys.executable, *command], env=environment, stdout=log, stderr=log)
+            found.append(started)
     return found
 
 
@@ -186,7 +145,7 @@ def test_a_stage_dies_and_every_rank_ends_with_an_error(
         assert codes[rank] != 0
         assert "Error" in (tmp_path / f"log-{rank}.txt").read_text()
     assert [rank.wait(240) for rank in start_ranks(tmp_path, layout)] == [0] * layout.world
-    wanted = run_ranks(alone, 1, Layout(), kill_job.FAMILY)[0]
+    wanted = run_ranks(alone, 1, kill_job.FAMILY)[0]
     for rank in range(layout.world):
         found = torch.load(tmp_path / f"final-{rank}.pt")
         own = {n if n in wanted else "model.embed_tokens.weight": value for n, value in found.items()}

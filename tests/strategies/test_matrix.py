@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,52 +19,61 @@ REFUSED = {
     "thd_ddp": r"(tensor_parallel_size|data_parallel_replicas)=2 under THDDDPStrategy",
     "own_ddp": r"(tensor_parallel_size|data_parallel_replicas)=2 under OwnDDP",
 }
-# Ranks that share weights out have no whole ones to copy.
-REFUSED_COPIES = re.compile(
-    r"(EMA|Stochastic)Weight\w+ under \w+ModelParallel\w*: it copies weights that ranks"
-)
 WITHOUT = [
     *[(strategy, layout) for strategy in ("thd_ddp", "own_ddp") for layout in ("tp2", "cp2tp2", "replicas2")],
     *[(strategy, layout) for strategy in ("thd", "own_one_device") for layout in ("cp2", "tp2", "replicas2")],
 ]
+# Two data-parallel ranks have packs of their own: what is of a pack differs, and is not compared.
+OF_A_PACK = {"logs", "sums", "validated in between"}
 
 
-def errors_of_row(strategy: str, layout: str, features: list[str], folder: Path) -> dict[str, Any]:
-    """Return, for every feature, the errors of weights and logs of each rank, or what it raised."""
-    place = layout_of(layout)
-    [wanted] = run_ranks(one_process, 1, features, timeout_s=600)
-    row = run_row(run_cell, place.world, features, strategy, layout, str(folder))
-    return {
-        feature: [
-            error_or(outcome, partial(error_of, wanted=wanted[oracle_of(feature, layout)]))
-            for outcome in outcomes
-        ]
-        for feature, outcomes in zip(features, row, strict=True)
-    }
+def refusals(strategy: str, layout: str) -> dict[str, str]:
+    """Return which features a row refuses, and how."""
+    place, found = layout_of(layout), {}
+    if place.world > 1:
+        found["thawed"] = r"Thaw under \w+: it copies weights .* or unfreezes weights"
+    if "model_parallel" in strategy:  # ranks that share weights out have no whole ones to copy
+        found["ema"] = found["swa"] = r"(EMA|Stochastic)Weight\w+ under \w+ModelParallel\w*: it copies"
+    if place.cp > 1:  # the sum could be of the pack or of a rank's slots
+        found["sums"] = r"MisconfigurationException: self.log\(reduce_fx='sum'"
+        found["counts"] = r"Counting\.tokens is a SumMetric while ranks share packs.*set its process_group to"
+    if place.pp > 1:
+        found["accumulate"] = found["validated in between"] = "but a pipeline.* run all microbatches"
+        found["metrics"] = found["counts"] = "only the last pipeline stage has the numbers"
+        found["manual"] = "which automatic_optimization=False would not see"
+    return found
 
 
 def check(strategy: str, layout: str, features: list[str], folder: Path) -> None:
-    faults = []
-    for feature, errors in errors_of_row(strategy, layout, features, folder).items():
-        if feature in ("ema", "swa") and "model_parallel" in strategy:
-            faults += [(feature, error) for error in errors if not REFUSED_COPIES.search(str(error))]
+    place = layout_of(layout)
+    left_out = OF_A_PACK if place.dp > 1 else set()
+    if strategy.endswith(
+        "ddp"
+    ):  # torch's DDP waits for the gradient of every weight it was given, and says so
+        left_out = left_out | {"frozen later"}
+    features = [feature for feature in features if feature not in left_out]
+    [wanted] = run_ranks(one_process, 1, features, timeout_s=600)
+    row = run_row(run_cell, place.world, features, strategy, layout, str(folder))
+    refused, faults = refusals(strategy, layout), []
+    for feature, outcomes in zip(features, row, strict=True):
+        compare = partial(error_of, wanted=wanted.get(oracle_of(feature, layout)))
+        errors = [error_or(outcome, compare) for outcome in outcomes]
+        if feature in refused:
+            faults += [(feature, error) for error in errors if not re.search(refused[feature], str(error))]
             continue
         # Lightning keeps logs in fp32.
-        faults += [
-            (feature, error)
-            for error in errors
-            if isinstance(error, str) or error[0] >= 1e-10 or error[1] >= 1e-6
-        ]
+        faults += [(feature, e) for e in errors if isinstance(e, str) or e[0] >= 1e-10 or e[1] >= 2e-6]
     assert not faults, "\n".join(f"{strategy} {layout} {feature}: {error}" for feature, error in faults)
 
 
 @pytest.mark.parametrize(
     ("strategy", "layout", "features"),
     [
-        ("own_model_parallel", "tp2", ["clip value", "predict", "ema"]),
+        ("own_model_parallel", "tp2", ["clip value", "predict", "ema", "sums"]),
+        ("thd_ddp", "cp2", ["logs", "sums", "thawed"]),
+        ("thd_model_parallel", "pp2", ["validate", "predict", "groups", "logs"]),
         pytest.param("thd_model_parallel", "dp2", ["lora", "lr_find", "resume"], marks=pytest.mark.slow),
     ],
-    ids=["tp2", "dp2"],
 )
 def test_some(strategy: str, layout: str, features: list[str], tmp_path: Path) -> None:
     check(strategy, layout, features, tmp_path)

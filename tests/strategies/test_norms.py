@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.nn.utils import clip_grad_norm_ as clip
-from torch.nn.utils import get_total_norm
 
-from lightning_thd.strategies import norms
-from lightning_thd.strategies.norms import clip_by_norm, clip_by_value, meshes, refused_norms_of_a_stage
+from lightning_thd.strategies.norms import clip_by_norm, clip_by_value, meshes
 from tests.ranks import run_ranks
 
 
@@ -68,19 +61,3 @@ def test_nothing_to_clip_and_values() -> None:
     parameter.grad = torch.tensor([-3.0, 0.1, 3.0])
     clip_by_value([parameter], 0.5)
     assert parameter.grad.tolist() == pytest.approx([-0.5, 0.1, 0.5])
-
-
-@pytest.mark.parametrize("norm_of", [lambda p: clip(p, 1.0), lambda p: get_total_norm([x.grad for x in p])])
-def test_norms_of_a_stage_are_refused(norm_of: Callable[[list[nn.Parameter]], Any]) -> None:
-    parameter = nn.Parameter(torch.ones(3))
-    parameter.grad = torch.ones(3)
-    message = r"sees only the gradients of this pipeline stage(?s:.*)test_norms.py:\d+: "
-    with pytest.raises(MisconfigurationException, match=message), refused_norms_of_a_stage():
-        norm_of([parameter])
-    assert float(norm_of([parameter])) == pytest.approx(3**0.5)
-
-
-@pytest.mark.parametrize("norm_type", [0, -1.0, "nan", "two", None])
-def test_norms_that_are_none(norm_type: Any) -> None:
-    with pytest.raises(ValueError, match=f"norm_type={norm_type!r}; wanted a number above 0, or 'inf'"):
-        norms.grad_norm(nn.Linear(2, 2), norm_type)

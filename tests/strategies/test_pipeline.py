@@ -2,53 +2,48 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
-from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torchmetrics import MeanMetric
 
-from lightning_thd import Packs, Sequences, THDBatch, THDModelParallelStrategy, causal_lm_loss
+from lightning_thd import Packs, Sequences, THDBatch, THDDataModule, causal_lm_loss
+from lightning_thd.callbacks import THDThroughputMonitor
+from lightning_thd.data.streams import Stream
+from lightning_thd.strategies.norms import grad_norm
 from lightning_thd.strategies.pipeline import require_only_loss
+from tests.data.streams.jobs import write_samples
 from tests.ranks import RankError, run_ranks
 from tests.strategies.jobs import (
     INTERLEAVED,
-    STEPS,
     Job,
     Layout,
     check_stages,
     data,
+    family_model,
     full_parameters,
+    make_optimizer,
     make_trainer,
     train,
     train_by_hand,
 )
 from tests.tiny import sequences
 
-# What FSDP2 calls: since torch 2.13 under a new name.
-GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-
-
-def compare(family: str, layout: Layout, step: Packs | Sequences, tolerance: float = 1e-10) -> None:
-    wanted = train_by_hand(family, layout, step)
-    found = run_ranks(train, layout.world, family, layout, step, timeout_s=400.0)
-    check_stages(found, wanted, tolerance)
-    assert {rank["steps"] for rank in found} == {STEPS}
-
 
 @pytest.mark.parametrize(
     ("family", "layout", "step"),
     [
         ("qwen3@2t", Layout(pp=2, dp=2), Packs(6)),
-        pytest.param("lfm2@4", Layout(pp=2, dp=2), Packs(6), marks=pytest.mark.slow),
         # Its layers return a pair.
         pytest.param("bamba", Layout(pp=2), Sequences(12), marks=pytest.mark.slow),
         # It asks for its head's weight.
@@ -56,57 +51,17 @@ def compare(family: str, layout: Layout, step: Packs | Sequences, tolerance: flo
     ],
 )
 def test_parameters_equal_one_process(family: str, layout: Layout, step: Packs | Sequences) -> None:
-    compare(family, layout, step, {"bamba": 1e-6, "mamba2": 1e-5}.get(family, 1e-10))  # scans in fp32
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"pipeline_schedule": "gpipe"}, "'gpipe'; wanted one of 1f1b, interleaved"),
-        ({"pipeline_parallel_size": 2, "stages_per_rank": 2}, "'interleaved' takes 2 or more"),
-        (INTERLEAVED, "there are no stages. Set pipeline_parallel_size"),
-        ({"reshard_after_forward": "never"}, "reshard_after_forward is a str, 'never'; wanted bool"),
-        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size=0; wanted 1 or more"),
-    ],
-)
-def test_arguments_that_contradict_each_other(given: dict[str, Any], message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        THDModelParallelStrategy(**given)
-
-
-def evaluate(layout: Layout) -> dict[str, Any]:
-    module = Job("qwen3@2t")
-    trainer = make_trainer(layout, limit_val_batches=3, val_check_interval=2, max_steps=2)
-    datamodule = data(Packs(layout.dp), val=sequences(12, seed=3), predict=sequences(9, seed=4))
-    validated = trainer.validate(module, datamodule, verbose=False)[0]
-    trainer.fit(module, datamodule)
-    after = float(trainer.callback_metrics["val/loss"])
-    predicted = trainer.predict(module, datamodule)
-    logits = {i: one for batch in predicted for i, one in batch}
-    return {"val": validated, "after": after, "logits": logits}
-
-
-def test_validation_has_the_same_numbers_on_every_stage() -> None:
-    single, stages = Layout(), Layout(pp=2)
-    (wanted,) = run_ranks(evaluate, 1, single)
-    for rank in run_ranks(evaluate, 2, stages):
-        assert rank["val"] == pytest.approx(wanted["val"], rel=1e-6)
-        assert rank["after"] == pytest.approx(wanted["after"], rel=1e-6)
-        assert rank["logits"].keys() == wanted["logits"].keys() == set(range(9))
-        for i, one in wanted["logits"].items():
-            assert torch.allclose(rank["logits"][i], one, rtol=1e-10, atol=1e-12)
+    tolerance = {"bamba": 1e-6, "mamba2": 1e-5}.get(family, 1e-10)  # scans in fp32
+    found = run_ranks(train, layout.world, family, layout, step, timeout_s=400.0)
+    check_stages(found, train_by_hand(family, layout, step), tolerance)
 
 
 def save_and_go_on(layout: Layout, folder: str, resume: bool) -> dict[str, Any]:
     warnings.filterwarnings("ignore")
     module = Job("qwen3@4t")
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
-    trainer = make_trainer(
-        layout,
-        max_steps=6,
-        callbacks=[] if resume else [saver],
-        enable_checkpointing=not resume,
-    )
+    options = {"callbacks": [] if resume else [saver], "enable_checkpointing": not resume}
+    trainer = make_trainer(layout, max_steps=6, **options)
     trainer.fit(module, data(Sequences(12)), ckpt_path=f"{folder}/step=3.ckpt" if resume else None)
     if not resume:
         trainer.strategy.save_pretrained(f"{folder}/exported")
@@ -116,7 +71,8 @@ def save_and_go_on(layout: Layout, folder: str, resume: bool) -> dict[str, Any]:
 @pytest.mark.slow
 def test_checkpoints_go_on_in_any_other_layout(tmp_path: Path) -> None:
     first, second = str(tmp_path / "pp"), str(tmp_path / "dp")
-    stages = run_ranks(save_and_go_on, 2, Layout(pp=2), first, False)
+    behind = Layout(pp=2, options={**INTERLEAVED, "asynchronous_checkpoints": True})
+    stages = run_ranks(save_and_go_on, 2, behind, first, False)
     assert all(rank["losses"] == stages[0]["losses"] for rank in stages)
     params = {name: value for rank in stages[::-1] for name, value in rank["params"].items()}
     for folder, layout in ((first, Layout(dp=2)), (first, Layout(pp=2, dp=2)), (first, Layout())):
@@ -133,19 +89,6 @@ def test_checkpoints_go_on_in_any_other_layout(tmp_path: Path) -> None:
         assert torch.equal(value, params[name]), name
 
 
-class Penalty(Job):
-    def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
-        loss = causal_lm_loss(self.model, batch) * 0.5
-        for parameter in self.model.parameters():
-            loss = loss + parameter.square().sum() * 1e-4
-        return loss
-
-
-class Logits(Job):
-    def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
-        return self.model(**batch.hf_kwargs()).logits.square().mean()
-
-
 class Deciding(Job):
     def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
         loss = causal_lm_loss(self.model, batch)
@@ -155,108 +98,318 @@ class Deciding(Job):
         return loss
 
 
-def fit_with(kind: type[Job]) -> str:
+def decide() -> str:
     layout = Layout(pp=2, options={"timeout": timedelta(seconds=20)})
     try:
-        make_trainer(layout, gradient_clip_val=None).fit(kind("qwen3@4"), data(Sequences(12)))
+        make_trainer(layout, gradient_clip_val=None).fit(Deciding("qwen3@4"), data(Sequences(12)))
     except Exception as err:  # what it is belongs to the test
         return f"{type(err).__name__}: {err}"
     return "nothing was raised"
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (Logits, r"Only the last pipeline stage has logits.*\n  test_pipeline.py:\d+: return self.model\("),
-        (Deciding, r"by \['DivBackward0'.* on the last .*: it decides by the loss, and only the last stage"),
-    ],
-)
 @pytest.mark.slow
-def test_steps_that_stages_cannot_run(kind: type[Job], message: str) -> None:
-    found = run_ranks(fit_with, 2, kind, timeout_s=120.0)
+def test_a_step_that_decides_by_its_loss() -> None:
+    found = run_ranks(decide, 2, timeout_s=120.0)
+    message = r"by \['DivBackward0'.* on the last .*: it decides by the loss, and only the last stage"
     assert any(re.search(message, text, re.DOTALL) for text in found), found
     assert not any("nothing was raised" in text for text in found)
 
 
 def test_a_loss_that_depends_on_weights_in_another_way() -> None:
-    module = Penalty("qwen3")
+    module = Job("qwen3")
     weight = module.model.get_output_embeddings().weight
     model_loss = weight.square().sum()
     assert require_only_loss(module, model_loss * 2, [model_loss.grad_fn]) == ("MulBackward0",)
-    message = r"depends on \['model.lm_head.weight'\] in another way too \(test_pipeline.py:\d+: def training"
+    message = r"depends on \['model.lm_head.weight'\] in another way too \(jobs.py:\d+: def training"
     with pytest.raises(MisconfigurationException, match=message):
         require_only_loss(module, model_loss + weight.sum(), [model_loss.grad_fn])
 
 
-class Counting(Job):
-    """Counts what is called of torch.distributed between ranks while one step runs."""
+class Decayed(Job):
+    """Gives the optimizer frozen weights too, which decay as soon as they get a gradient, even of zero."""
 
-    NAMES = ("send", "recv", "batch_isend_irecv", "broadcast", "all_reduce", "all_gather")
-    OTHERS = ("broadcast_object_list", "all_gather_object", "all_gather_into_tensor", "reduce_scatter_tensor")
+    def __init__(self, family: str = "qwen3@2t") -> None:
+        super().__init__(family)
+        self.norms: list[float] = []
 
-    def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
-        return causal_lm_loss(self.model, batch)
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = make_optimizer(self.model)
+        optimizer.param_groups[0]["weight_decay"] = 0.1
+        return optimizer
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.calls: Counter[str] = Counter()
-        self.microbatches = len(batch)
-        self.sent = self.trainer.strategy._pipeline.channel.messages
-        self.patch = pytest.MonkeyPatch()
-        for name in {*self.NAMES, *self.OTHERS, GATHER}:
-            self.patch.setattr(dist, name, self.counted(name, getattr(dist, name)))
-
-    def counted(self, name: str, call: Any) -> Any:
-        def counting(*args: Any, **kwargs: Any) -> Any:
-            group = kwargs.get("group")
-            self.calls[name] += group is None or group.size() > 1
-            return call(*args, **kwargs)
-
-        return counting
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.patch.undo()
-        self.sent = self.trainer.strategy._pipeline.channel.messages - self.sent
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norms.append(float(grad_norm(self, 2)["grad_2.0_norm_total"]))
 
 
-def count_calls(layout: Layout) -> tuple[int, int, dict[str, int]]:
-    module = Counting("qwen3@4t")
-    make_trainer(layout, max_steps=3).fit(module, data(Sequences(12)))
-    return module.microbatches, module.sent, dict(+module.calls)
+class FrozenTie(Decayed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.get_input_embeddings().requires_grad_(False)
 
 
-def test_nothing_travels_but_hidden_states_gradients_losses_and_one_norm() -> None:
-    found = run_ranks(count_calls, 2, Layout(pp=2))
-    for rank, (n, sent, calls) in enumerate(found):
-        assert n > 1
-        assert sent == n  # activations down from rank 0, gradients up from rank 1
-        assert calls == {
-            "batch_isend_irecv": 1,  # the tied weight's gradient
-            "all_reduce": 1,  # the norm, to clip
-            "broadcast_object_list": 1,  # losses and logs
-        }, (rank, calls)
+class FrozenStage(Decayed):
+    """Trains the layers of the last stage alone."""
+
+    def __init__(self) -> None:
+        super().__init__("qwen3@4")
+        self.model.get_input_embeddings().requires_grad_(False)
+        self.model.model.layers[:2].requires_grad_(False)
+
+
+class Adapted(Decayed):
+    """Trains LoRA adapters of attention and head."""
+
+    def __init__(self) -> None:
+        super().__init__("qwen3@4")
+        peft = pytest.importorskip("peft")
+        torch.manual_seed(0)
+        how = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+        self.model = peft.get_peft_model(self.model, how).double()
+
+
+def fit(kind: type[Decayed], layout: Layout, times: int = 1) -> dict[str, Any]:
+    warnings.filterwarnings("ignore")
+    module = kind()
+    for _ in range(times):
+        make_trainer(layout, max_steps=2).fit(module, data(Sequences(12)))
+    return {"losses": module.losses, "params": full_parameters(module.model), "norms": module.norms}
+
+
+@pytest.mark.parametrize(
+    ("kind", "times"),
+    [
+        (Decayed, 2),  # a second Trainer goes on with the stages of the first
+        *(pytest.param(kind, 1, marks=pytest.mark.slow) for kind in (FrozenTie, FrozenStage, Adapted)),
+    ],
+)
+def test_frozen_weights_and_adapters(kind: type[Decayed], times: int) -> None:
+    (wanted,) = run_ranks(fit, 1, kind, Layout(), times)
+    check_stages(run_ranks(fit, 2, kind, Layout(pp=2), times), wanted)
+
+
+class Recomputed(Decayed):
+    def __init__(self) -> None:
+        super().__init__("qwen3@4t")
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def measure(kind: type[Job], layout: Layout) -> dict[str, Any]:
+    warnings.filterwarnings("ignore")
+    monitor = THDThroughputMonitor(peak=1e12, every_n_steps=2, warmup_steps=0)
+    make_trainer(layout, max_steps=2, callbacks=[monitor]).fit(kind(), data(Sequences(12)))
+    return {"flops": monitor.state_dict()["flops"], "total": monitor.latest["train/total_flops"]}
 
 
 @pytest.mark.slow
-def test_weights_are_gathered_once_a_step() -> None:
-    once, often = Layout(pp=2, dp=2), Layout(pp=2, dp=2, options={"reshard_after_forward": True})
-    for n, _, calls in run_ranks(count_calls, 4, once):
-        assert n > 1
-        assert calls[GATHER] == 3  # two layers, and the embedding or the norm with the head
-    for n, _, calls in run_ranks(count_calls, 4, often):
-        assert calls[GATHER] >= 2 * n
+@pytest.mark.parametrize("kind", [FrozenStage, Adapted, Recomputed])
+@pytest.mark.parametrize("options", [{}, INTERLEAVED], ids=["1f1b", "interleaved"])
+def test_flops_are_those_of_the_whole_model_once(kind: type[Job], options: dict[str, Any]) -> None:
+    (wanted,) = run_ranks(measure, 1, kind, Layout())
+    assert run_ranks(measure, 2, kind, Layout(pp=2, options=options)) == [wanted, wanted]
 
 
-class Raising(Job):
-    def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
-        if dist.get_rank() == 1:
-            raise RuntimeError("out of cheese")
+def fit_stream(folder: str, layout: Layout) -> dict[str, Any]:
+    warnings.filterwarnings("ignore")
+    module = Job("qwen3@2")
+    accumulate = 1 if layout.pp > 1 else 3
+    trainer = make_trainer(layout, max_epochs=1, max_steps=-1, accumulate_grad_batches=accumulate)
+    stream = Stream(source=f"{folder}/*.jsonl", window=8)
+    trainer.fit(module, THDDataModule(stream, capacity=64, global_batch=Packs(3)))
+    return {"params": full_parameters(module.model), "steps": trainer.global_step}
+
+
+def test_a_step_of_packs_from_a_stream_is_one_step(tmp_path: Path) -> None:
+    write_samples(tmp_path, 32, shards=2)
+    (wanted,) = run_ranks(fit_stream, 1, str(tmp_path), Layout())
+    for rank in run_ranks(fit_stream, 2, str(tmp_path), Layout(pp=2)):
+        assert rank["steps"] == wanted["steps"] > 1
+        for name, value in rank["params"].items():
+            torch.testing.assert_close(value, wanted["params"][name], rtol=1e-10, atol=1e-10)
+
+
+class Peeking(Job):
+    """Uses the loss of a microbatch in ways of which nothing tells the other stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric(nan_strategy="disable")
+        self.seen: list[float] = []
+        self.extras: list[float] = []
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> Any:
+        loss = causal_lm_loss(self.model, batch)
+        self.mean.update(loss.detach())
+        return {"loss": loss * 0.5, "doubled": loss.detach() * 2}
+
+    def on_before_backward(self, loss: torch.Tensor) -> None:
+        self.seen.append(float(loss))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.extras.append(float(outputs["doubled"]))
+
+
+def peek() -> dict[str, list[float]]:
+    warnings.filterwarnings("ignore")
+    module = Peeking()
+    make_trainer(Layout(pp=2), max_steps=1).fit(module, data(Sequences(8)))
+    mean = float(module.mean.mean_value)
+    return {"losses": module.losses, "peeked": [mean, *module.seen, *module.extras]}
+
+
+def test_a_loss_that_a_stage_does_not_have_is_not_a_number() -> None:
+    first, last = run_ranks(peek, 2)
+    assert first["losses"] == last["losses"]
+    assert all(math.isnan(value) for value in first["peeked"])
+    assert not any(math.isnan(value) for value in last["peeked"] + last["losses"])
+
+
+class ByName(Decayed):
+    """Groups weights by a name that the tied weight has on the first stage only."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        names = dict(self.model.named_parameters())
+        ends = [p for name, p in names.items() if "embed" in name]
+        rest = [p for name, p in names.items() if "embed" not in name]
+        return torch.optim.AdamW([{"params": ends}, {"params": rest}])
+
+
+class ThawsByName(FrozenTie):
+    """Thaws the embedding, whose head has another name on the last stage, after the first step."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.model.get_input_embeddings().requires_grad_(True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(ByName, "head share is treated as .* on the first"), (ThawsByName, "trained by now on the first pip")],
+)
+def test_a_tied_weight_is_treated_alike_on_both_of_its_stages(kind: type[Decayed], message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        run_ranks(fit, 2, kind, Layout(pp=2))
+
+
+class Dropping(Job):
+    """Drops what its layers give, and draws a number in ``training_step`` that all stages must agree on."""
+
+    def __init__(self, recompute: bool) -> None:
+        super().__init__("gpt2")
+        config = transformers.GPT2Config(
+            vocab_size=64, n_embd=32, n_layer=4, n_head=4, n_positions=512, resid_pdrop=0.5, attn_pdrop=0.0
+        )
+        self.model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="thd")
+        self.model = self.model.double().train()
+        if recompute:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.drawn: list[float] = []
+        self.masks: list[Tensor] = []
+
+    def configure_model(self) -> None:
+        for layer in self.model.transformer.h:
+            layer.mlp.dropout.register_forward_hook(lambda m, args, out: self.masks.append(out.eq(0)))
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
+        self.drawn.append(float(torch.rand(())))
         return super().training_step(batch, batch_idx)
 
 
-def fit_raising(layout: Layout) -> None:
-    make_trainer(layout).fit(Raising("qwen3@4"), data(Sequences(12)))
+def drop(layout: Layout, recompute: bool, seed: int) -> dict[str, Any]:
+    warnings.filterwarnings("ignore")
+    torch.manual_seed(7)
+    module = Dropping(recompute)
+    torch.manual_seed(seed)
+    make_trainer(layout, max_steps=3).fit(module, data(Sequences(12)))
+    found = {"losses": module.losses, "params": full_parameters(module.model)}
+    return {**found, "drawn": module.drawn, "mask": module.masks[0]}
 
 
-def test_an_exception_on_one_stage_ends_the_job_with_its_message() -> None:
-    with pytest.raises(RankError, match="out of cheese"):
-        run_ranks(fit_raising, 2, Layout(pp=2), timeout_s=150.0)
+def drop_all(layout: Layout) -> list[dict[str, Any]]:
+    return [drop(layout, *how) for how in ((False, 1), (False, 1), (True, 1), (False, 2))]
+
+
+@pytest.mark.slow
+def test_dropout_is_the_stages_own_and_reproducible() -> None:
+    for layout in (Layout(pp=2), Layout(pp=2, options=INTERLEAVED)):
+        first, last = run_ranks(drop_all, 2, layout)
+        assert not torch.equal(first[0]["mask"], last[0]["mask"])  # both were seeded alike
+        for rank in (first, last):
+            plain, again, recomputed, other = rank
+            assert plain["losses"] == again["losses"] != other["losses"]
+            assert recomputed["losses"] == pytest.approx(plain["losses"], rel=1e-10)
+            for name, value in plain["params"].items():
+                assert torch.equal(value, again["params"][name])
+                torch.testing.assert_close(value, recomputed["params"][name], rtol=1e-9, atol=1e-10)
+        assert len(set(first[0]["drawn"])) == len(first[0]["drawn"]) > 3
+        assert sorted(first[0]["drawn"]) == sorted(last[0]["drawn"])
+
+
+class Later(Job):
+    """Builds its model in ``configure_model``: on the meta device, or of a folder."""
+
+    def __init__(self, family: str, folder: str | None, wrap: bool = False) -> None:
+        super().__init__(family)
+        self.model: Any = None
+        self.family, self.folder, self.wrap = family, folder, wrap
+
+    def configure_model(self) -> None:
+        if self.model is not None:
+            return
+        if self.folder is None:
+            with torch.device("meta"):
+                self.model = family_model(self.family)
+        else:
+            options = {"attn_implementation": "thd", "experts_implementation": "eager"}
+            load = transformers.AutoModelForCausalLM.from_pretrained
+            self.model = load(self.folder, dtype=torch.float64, **options).train()
+        if self.wrap:
+            peft = pytest.importorskip("peft")
+            how = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+            self.model = peft.get_peft_model(self.model, how, autocast_adapter_dtype=False)
+
+
+def fit_later(family: str, folder: str | None, layout: Layout, wrap: bool = False) -> dict[str, Any]:
+    warnings.filterwarnings("ignore")
+    torch.manual_seed(3)
+    module = Later(family, folder, wrap)
+    if wrap:
+        make_trainer(layout, max_steps=2).fit(module, data(Sequences(12)))
+    else:
+        given = data(Packs(layout.dp), val=sequences(12, seed=3))
+        make_trainer(layout).validate(module, given, verbose=False)
+    buffers = {name: value for name, value in module.model.named_buffers() if value.is_floating_point()}
+    return full_parameters(module.model) | {name: value.clone() for name, value in buffers.items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "wrap", "reads"),
+    [
+        ("qwen3@4t", False, True),
+        pytest.param("qwen3@4t", True, False, marks=pytest.mark.slow),
+        *(
+            pytest.param(family, False, reads, marks=pytest.mark.slow)
+            for family in ("llama@4", "gpt2", "qwen3_moe@4", "lfm2@4", "gemma3@4t", "bamba@4")
+            for reads in (False, True)
+        ),
+    ],
+)
+def test_weights_drawn_or_read_on_stages_are_those_of_the_whole_model(
+    tmp_path: Path, family: str, wrap: bool, reads: bool
+) -> None:
+    if reads:
+        model: Any = family_model(family)
+        torch.manual_seed(9)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) / 10)
+        model.save_pretrained(tmp_path, max_shard_size="40KB")
+    folder = str(tmp_path) if reads else None
+    (wanted,) = run_ranks(fit_later, 1, family, folder, Layout(), wrap)
+    tied = next((name for name in wanted if name.endswith(("embed_tokens.weight", "wte.weight"))), "")
+    seen: set[str] = set()
+    for rank in run_ranks(fit_later, 2, family, folder, Layout(pp=2), wrap):
+        own = {name if name in wanted else tied: value for name, value in rank.items()}  # the head's
+        for name, value in own.items():
+            torch.testing.assert_close(value, wanted[name], rtol=1e-10 * wrap, atol=1e-10 * wrap)
+        seen |= own.keys()
+    assert seen == wanted.keys()

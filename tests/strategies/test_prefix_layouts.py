@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_thd import Sequences, THDBatch, THDDataModule
+from lightning_thd import Sequences, THDDataModule
 from lightning_thd.packing.prefixes import PrefixPlanner
-from lightning_thd.parallel.shard import shard_batch
-from tests.ranks import pretended_ranks, run_ranks
+from tests.ranks import run_ranks
 from tests.strategies.jobs import (
     CLIP,
     INTERLEAVED,
@@ -164,17 +163,3 @@ def test_two_ranks_of_every_kind_and_one_that_goes_on(tmp_path: Path) -> None:
 def test_four_ranks_of_every_kind_and_four_that_go_on(tmp_path: Path) -> None:
     check([Case(layout=Layout(dp=2), stop=2, save=True)], tmp_path)
     check(FOUR, tmp_path)
-
-
-def test_context_parallelism_is_refused_by_name() -> None:
-    layout = Layout(strategy="thd_ddp", cp=2)
-    data = THDDataModule(rows(), capacity=64, share_prefixes=True)
-    with (
-        pretended_ranks(2),
-        pytest.raises(ValueError, match="share_prefixes=True cannot be used with context parallelism"),
-    ):
-        make_trainer(layout).fit(Watched("qwen3"), data)
-    with pytest.raises(ValueError, match="share_prefixes=True with an alignment of 4 tokens a sequence"):
-        THDBatch.collate(rows(), share_prefixes=True, align=layout.align)
-    with pytest.raises(ValueError, match="share_prefixes=True came to context parallelism, which cuts every"):
-        shard_batch(THDBatch.collate(rows(), share_prefixes=True), group=None, cp=2, rank=0)

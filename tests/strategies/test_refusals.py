@@ -5,154 +5,268 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, XLAStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.experimental import _attention as torch_attention
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import MeanMetric, SumMetric
 
-from lightning_thd import Packs, THDBatch
+from lightning_thd import Packs, Sequences, THDBatch, THDDataModule, THDStrategyMixin, causal_lm_loss
 from lightning_thd.parallel.mesh import AxisSizes, resolve_sizes
-from lightning_thd.strategies import THDDDPStrategy, THDModelParallelStrategy, THDSingleDeviceStrategy
-from lightning_thd.strategies.guards import (
-    refuse_anomaly_detection,
-    refuse_lbfgs,
-    refuse_second_context_parallelism,
-    refuse_static_graph,
-    refuse_unfrozen,
-)
-from lightning_thd.strategies.pack_cut import set_data_rank
+from lightning_thd.parallel.shard import shard_batch
+from lightning_thd.parallel.tensor import apply_tensor_parallel, model_plan
+from lightning_thd.strategies import THDDDPStrategy, THDModelParallelStrategy, THDSingleDeviceStrategy, guards
+from lightning_thd.strategies.logs import refuse_sums
+from lightning_thd.strategies.norms import grad_norm, refused_norms_of_a_stage
 from lightning_thd.strategies.shards import policy_of
-from tests.ranks import run_ranks
-from tests.strategies.jobs import Job, Layout, data, family_model, make_trainer
+from tests.ranks import pretended_ranks, run_ranks
+from tests.strategies.jobs import INTERLEAVED, Job, Layout, family_model, make_trainer
 from tests.tiny import sequences
 
-
-def test_sizes_make_up_the_job() -> None:
-    assert resolve_sizes(8, context=2, tensor=2) == AxisSizes(data=2, context=2, tensor=2)
-    assert [AxisSizes(data=2, context=2).data_rank(rank) for rank in range(4)] == [0, 0, 1, 1]
+CONTEXT = Layout(strategy="thd_ddp", cp=2)
+REFUSED = (ValueError, TypeError, MisconfigurationException)
 
 
-@pytest.mark.parametrize(
-    ("world", "sizes", "message"),
-    [
-        (
-            6,
-            {"context": 4},
-            "context_parallel_size=4 x tensor_parallel_size=1 does not divide the 6 processes",
-        ),
-        (8, {"data": 3, "context": 2}, "is 6, but the job has 8 processes. Start 6 processes"),
-        (8, {"tensor": 0}, "tensor_parallel_size=0; wanted 1"),
-    ],
-)
-def test_sizes_that_do_not(world: int, sizes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        resolve_sizes(world, **sizes)
+def both(**options: Any) -> None:
+    """Give options to both strategies; each must refuse them."""
+    for kind in (THDDDPStrategy, THDModelParallelStrategy):
+        with pytest.raises(REFUSED) as error:
+            kind(**options)
+    raise error.value
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: THDSingleDeviceStrategy("x"), "device='x' is unknown to torch. Pass 'cpu' or 'cuda:0'"),
-        (lambda: THDModelParallelStrategy(data_parallel_replicas=0), "replicas=0; wanted 1 or more. Set it"),
-        (
-            lambda: THDModelParallelStrategy(pipeline_split=[2, 2]),
-            r"pipeline_split=\[2, 2\] with pipeline_parallel_size=1: there are no stages. Set",
-        ),
-        (lambda: THDDDPStrategy(broadcast_data=1), "broadcast_data is a int, 1; wanted bool"),
-    ],
-)
-def test_options_that_cannot_be(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        make()
-
-
-def test_a_static_graph_wants_every_backward_pass_synchronised() -> None:
+def static_graph() -> None:
     model = DistributedDataParallel.__new__(DistributedDataParallel)
     nn.Module.__init__(model)
-    model.static_graph = False
-    refuse_static_graph(model)
     model.static_graph = True
-    with pytest.raises(MisconfigurationException, match="only in the last one. Leave static_graph out"):
-        refuse_static_graph(model)
+    guards.refuse_static_graph(model)
 
 
-def test_weights_that_are_unfrozen_later() -> None:
-    weight = nn.Parameter(torch.ones(2), requires_grad=False)
-    refuse_unfrozen([weight])
-    weight.requires_grad_(True)
-    with pytest.raises(MisconfigurationException, match="unfrozen after DDP wrapped .* Unfreeze them in con"):
-        refuse_unfrozen([weight])
+def summed(*, dynamic: bool, group: Any = None) -> None:
+    module = L.LightningModule()
+    module.parts = nn.ModuleDict({"tokens": SumMetric(), "mean": MeanMetric()})
+    module.parts["tokens"].process_group = group
+    refuse_sums(module, dynamic=dynamic)
 
 
-def test_anomalies_of_cut_gradients_are_refused() -> None:
-    trainer = L.Trainer(detect_anomaly=True, logger=False, accelerator="cpu", enable_checkpointing=False)
-    refuse_anomaly_detection(trainer, AxisSizes(data=2))
-    with pytest.raises(MisconfigurationException, match="detect_anomaly=True with tensor_parallel_size=2"):
-        refuse_anomaly_detection(trainer, AxisSizes(tensor=2))
+def accelerate_hooks() -> None:
+    model = family_model("qwen3")
+    guards.refuse_second_context_parallelism(model, 2)
+    pytest.importorskip("accelerate.big_modeling")._attach_context_parallel_hooks(model)
+    guards.refuse_second_context_parallelism(model, 2)
 
 
-def test_fp16_scaling_is_refused() -> None:
-    with pytest.raises(MisconfigurationException, match="'16-mixed' scales the loss.*Use 'bf16-mixed'"):
-        policy_of("16-mixed")
+def newer_context_parallel() -> None:
+    torch_attention._enable_context_parallel_dispatcher()
+    try:
+        guards.refuse_second_context_parallelism(None, 2)
+    finally:
+        torch_attention._disable_context_parallel_dispatcher()
+        guards.refuse_second_context_parallelism(None, 2)
 
 
-def test_an_optimizer_that_decides_by_all_weights() -> None:
-    weights = [torch.nn.Parameter(torch.ones(2))]
-    refuse_lbfgs([torch.optim.LBFGS(weights)], AxisSizes(data=2, context=2))
-    refuse_lbfgs([torch.optim.AdamW(weights)], AxisSizes(tensor=2))
-    with pytest.raises(MisconfigurationException, match="LBFGS with tensor_parallel_size=2, .*Set both"):
-        refuse_lbfgs([torch.optim.LBFGS(weights)], AxisSizes(tensor=2))
+def norm_of_a_stage(norm_of: Callable[[Any], Any]) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    with refused_norms_of_a_stage():
+        norm_of(parameter)
 
 
-class NotThd(Job):
-    def __init__(self) -> None:
+def two_models() -> None:
+    strategy, module = THDModelParallelStrategy(), L.LightningModule()
+    module.first, module.second = family_model("qwen3"), family_model("qwen3")
+    strategy._lightning_module = module
+    strategy.save_pretrained("nowhere")
+
+
+def prefixes(**options: Any) -> THDBatch:
+    return THDBatch.collate([{"input_ids": [1, 2, 3]}] * 2, share_prefixes=True, **options)
+
+
+LBFGS = [torch.optim.LBFGS([nn.Parameter(torch.ones(2))])]
+DETECTS: Any = type("Trainer", (), {"_detect_anomaly": True})
+CALLS: list[tuple[Callable[[], Any], str]] = [
+    (lambda: THDSingleDeviceStrategy("x"), "device='x' is unknown to torch. Pass 'cpu' or 'cuda:0'"),
+    (lambda: THDModelParallelStrategy(data_parallel_replicas=0), "replicas=0; wanted 1 or more. Set it"),
+    (lambda: THDModelParallelStrategy(pipeline_split=[2, 2]), "there are no stages. Set pipeline_parallel"),
+    (lambda: THDModelParallelStrategy(**INTERLEAVED), "there are no stages. Set pipeline_parallel_size"),
+    (lambda: THDModelParallelStrategy(pipeline_schedule="gpipe"), "'gpipe'; wanted one of 1f1b, interleaved"),  # type: ignore[arg-type]
+    (lambda: THDModelParallelStrategy(stages_per_rank=2), "'interleaved' takes 2 or more"),
+    (lambda: THDModelParallelStrategy(pipeline_parallel_size=0), "pipeline_parallel_size=0; wanted 1 or mor"),
+    (lambda: THDModelParallelStrategy(reshard_after_forward="never"), "is a str, 'never'; wanted bool"),  # type: ignore[arg-type]
+    (lambda: both(broadcast_data=1), "broadcast_data is a int, 1; wanted bool"),
+    (lambda: both(context_parallel_layout="zigzag"), "'zigzag'; wanted one of dual_chunk"),
+    (lambda: both(context_parallel_communication="p2p"), "'p2p'; wanted one of auto"),
+    (lambda: both(context_parallel_size="dynamic"), "wants max_context_parallel_size="),
+    (lambda: both(context_parallel_size="auto"), "is a str, 'auto'.* Pass a number of ranks, or 'dynamic'"),
+    (lambda: both(max_context_parallel_size=4), "belongs to context_parallel_size='dynamic', but that is 1"),
+    (lambda: resolve_sizes(6, context=4), "context_parallel_size=4 x tensor_parallel_size=1 does not divide"),
+    (lambda: resolve_sizes(8, data=3, context=2), "is 6, but the job has 8 processes. Start 6 processes"),
+    (static_graph, "only in the last one. Leave static_graph out"),
+    (lambda: guards.refuse_unfrozen([nn.Parameter(torch.ones(2))]), "unfrozen after DDP wrapped the module"),
+    (
+        lambda: guards.refuse_anomaly_detection(DETECTS, AxisSizes(tensor=2)),
+        "detect_anomaly=True with tensor",
+    ),
+    (lambda: guards.refuse_lbfgs(LBFGS, AxisSizes(pipeline=2)), "LBFGS with tensor_.*=1, pipeline_.*=2: it"),
+    (lambda: policy_of("16-mixed"), "'16-mixed' scales the loss.*Use 'bf16-mixed'"),
+    (lambda: summed(dynamic=False), r"parts\.tokens is a SumMetric while.*strategy\.data_parallel_group for"),
+    (lambda: summed(dynamic=True), "no group has every pack once"),
+    (accelerate_hooks, r"without ParallelismConfig\(cp_size, sp_size\)"),
+    (newer_context_parallel, r"torch's context_parallel\(\) is active"),
+    (
+        lambda: type("Mine", (THDStrategyMixin, DeepSpeedStrategy), {}),
+        "DeepSpeedStrategy, whose engine accum",
+    ),
+    (lambda: type("Mine", (THDStrategyMixin, XLAStrategy), {}), "one step of fixed shapes. Put it on Single"),
+    (
+        lambda: norm_of_a_stage(lambda p: nn.utils.clip_grad_norm_([p], 1.0)),
+        "only the gradients of this pipe",
+    ),
+    (lambda: norm_of_a_stage(lambda p: nn.utils.get_total_norm([p.grad])), r"stage(?s:.*)refusals.py:\d+: "),
+    (lambda: grad_norm(nn.Linear(2, 2), "nan"), "norm_type='nan'; wanted a number above 0, or 'inf'"),
+    (two_models, r"holds 2 models with save_pretrained\(\), wanted one. Pass model="),
+    (lambda: prefixes(align=Layout(cp=2).align), "share_prefixes=True with an alignment of 4 tokens a seq"),
+    (lambda: shard_batch(prefixes(), group=None, cp=2, rank=0), "share_prefixes=True came to context parall"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), CALLS, ids=[message for _, message in CALLS])
+def test_a_call(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(REFUSED, match=message):
+        call()
+
+
+def test_what_is_not_refused() -> None:
+    guards.refuse_unfrozen([nn.Parameter(torch.ones(2), requires_grad=False)])
+    guards.refuse_lbfgs(LBFGS, AxisSizes(data=2, context=2))
+    guards.refuse_anomaly_detection(DETECTS, AxisSizes(data=2))
+    summed(dynamic=False, group=object())
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job, and what it is to be told."""
+
+    message: str
+    module: Callable[[], Any] = Job
+    layout: Layout = CONTEXT
+    data: Callable[[], Any] = lambda: planned(Packs(1))()
+    strategy: Callable[[], Any] | str | None = None
+    accumulate: int = 1
+    path: str | None = None
+
+    def fit(self, devices: int = 2) -> None:
+        strategy = self.strategy() if callable(self.strategy) else self.strategy
+        options = {"devices": devices, "strategy": strategy, "accumulate_grad_batches": self.accumulate}
+        trainer = make_trainer(self.layout, gradient_clip_val=None, **options)
+        trainer.fit(self.module(), self.data(), ckpt_path=self.path)
+
+
+def changed(change: Callable[[Any], Any], family: str = "qwen3@4") -> Callable[[], Job]:
+    """Return what makes a module after a change to it."""
+
+    def make() -> Job:
+        module = Job(family)
+        change(module)
+        return module
+
+    return make
+
+
+def stepping(step: Callable[[Any, THDBatch], Any], family: str = "qwen3@4") -> Callable[[], Job]:
+    """Return what makes a module with another ``training_step``."""
+    return changed(lambda m: setattr(m, "training_step", lambda batch, batch_idx: step(m, batch)), family)
+
+
+def configured(configure: Callable[[Any], None]) -> Callable[[], Job]:
+    """Return what makes a module with a ``configure_model``."""
+    return changed(lambda m: setattr(m, "configure_model", lambda: configure(m)), "qwen3")
+
+
+def shard_layers(module: Any) -> None:
+    for layer in module.model.model.layers:
+        fully_shard(layer, mesh=module.device_mesh["data_parallel"])
+
+
+def shard_all(module: Any) -> None:
+    shard_layers(module)
+    fully_shard(module.model, mesh=module.device_mesh["data_parallel"])
+
+
+def cut_only(module: Any) -> None:
+    apply_tensor_parallel(module.model, model_plan(module.model), module.device_mesh["tensor_parallel"])
+
+
+def wrapped(module: Any) -> None:
+    module.inner = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+
+
+def adapted(module: Any) -> None:
+    import peft
+
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True)
+    module.model = peft.get_peft_model(module.model, config).double()
+
+
+def twice(module: Any, batch: THDBatch) -> torch.Tensor:
+    return causal_lm_loss(module.model, batch) + causal_lm_loss(module.model, batch)
+
+
+def logs_a_metric(module: Any, batch: THDBatch) -> torch.Tensor:
+    module.log("metric", MeanMetric())
+    return causal_lm_loss(module.model, batch)
+
+
+def logs_its_own(module: Any, batch: THDBatch) -> torch.Tensor:
+    if not hasattr(module, "own"):
+        module.own = MeanMetric()
+    module.own(1.0)
+    module.log("own", module.own)
+    return causal_lm_loss(module.model, batch)
+
+
+class Tuples(nn.Module):
+    """A layer that hands more than hidden states to the next."""
+
+    def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.model.set_attn_implementation("sdpa")
+        self.layer = layer
+
+    def forward(self, hidden: torch.Tensor, **kwargs: Any) -> Any:
+        return self.layer(hidden, **kwargs), hidden
 
 
-class HandWritten(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        raise AssertionError("not reached")
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
+def with_tuples(module: Any) -> None:
+    module.model.model.layers[1] = Tuples(module.model.model.layers[1])
 
 
-class NoAttention(Job):
-    def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
-        return self.model.get_input_embeddings()(batch.input_ids).sum()
+class Own(THDStrategyMixin, ModelParallelStrategy):
+    """A user's class on FSDP2; sizes are attributes."""
 
 
-class Heads(Job):
-    """A model with three key-value heads, which two ranks do not divide."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model.config.num_key_value_heads = 3
+class OwnDDP(THDStrategyMixin, DDPStrategy):
+    """A user's class on DDP; sizes are attributes."""
 
 
-class OwnParameter(Job):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
+def own(kind: type, given: Any = None, **attributes: Any) -> Callable[[], Any]:
+    return lambda: type("Mine", (kind,), attributes)(**(given or {}))
 
 
-class Wrapped(Job):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+def dynamic(kind: type = THDDDPStrategy, most: int = 2, **options: Any) -> Callable[[], Any]:
+    return lambda: kind(context_parallel_size="dynamic", max_context_parallel_size=most, **options)
 
 
 class Stream(IterableDataset[dict[str, Any]]):
@@ -160,156 +274,200 @@ class Stream(IterableDataset[dict[str, Any]]):
         return iter(sequences(8))
 
 
-class PlacedStream(Stream):
-    data_rank, data_size = 0, 1
+def loader(dataset: Any, size: int | None = None) -> Callable[[], DataLoader[Any]]:
+    return lambda: DataLoader(dataset, batch_size=size)
 
 
-def collate(samples: list[dict[str, Any]]) -> THDBatch:
-    return THDBatch.collate(samples, align=Layout(cp=2).align)
+def planned(step: Packs | Sequences, **options: Any) -> Callable[[], THDDataModule]:
+    return lambda: THDDataModule(sequences(80), **{"capacity": 64, "global_batch": step, **options})
 
 
-def collate_unaligned(samples: list[dict[str, Any]]) -> THDBatch:
-    return THDBatch.collate([{"input_ids": [1, 2, 3]}])
-
-
-def loader(dataset: Any, collate_fn: Any = collate) -> DataLoader[Any]:
-    return DataLoader(dataset, batch_size=4, collate_fn=collate_fn)
+CUT, SHARDED, STAGES = Layout(tp=2), Layout(dp=2), Layout(pp=2)
+SLOTS = Layout(tp=2, options={"sequence_parallel": True})
+THREE, REPLICAS = Layout(strategy="thd_ddp", cp=3), Layout(dp=2, options={"data_parallel_replicas": 3})
+TEN, MANY = planned(Sequences(10)), planned(Sequences(30))
+UNALIGNED = loader([THDBatch.collate([{"input_ids": [1, 2, 3]}])] * 4)
+ON_RANKS = {
+    "size": Case("context_parallel_size=3 x .* does not divide the 2 processes", layout=THREE),
+    "heads": Case(
+        "num_key_value_heads=3, which 2 tensor-parallel ranks do not divide",
+        changed(lambda m: setattr(m.model.config, "num_key_value_heads", 3)),
+        CUT,
+    ),
+    "not thd": Case(
+        r"\(Qwen3\w+, 'sdpa'\) sees only the shard of its own rank. Build the model",
+        changed(lambda m: m.model.set_attn_implementation("sdpa")),
+    ),
+    "hand written": Case(
+        r"\(MultiheadAttention, None\) sees only the shard.*call lightning_thd.varlen",
+        changed(lambda m: m.add_module("attention", nn.MultiheadAttention(8, 2))),
+    ),
+    "no attention": Case(
+        "ran without calling varlen_attention.*batch.cu_seqlens_padded",
+        stepping(lambda m, batch: m.model.get_input_embeddings()(batch.input_ids).sum(), "qwen3"),
+    ),
+    "own parameter": Case(
+        r"holds the parameters \['scale'\] itself.*Move them",
+        changed(lambda m: m.register_parameter("scale", nn.Parameter(torch.ones(())))),
+        Layout(cp=2),
+    ),
+    "iterable": Case("Stream is iterable and does not say which part.*data_rank", data=loader(Stream(), 4)),
+    "no pack": Case("cuts THDBatch, but the dataloader gave.*align=", data=loader([torch.ones(2)] * 4, 4)),
+    "slots": Case("3 slots over 2 .* wants a multiple of 2.*align=", layout=SLOTS, data=UNALIGNED),
+    "unaligned": Case("Sequence 0 has 3 slots.*wants a multiple of 4.*THDBatch.collate", data=UNALIGNED),
+    "fsdp 1": Case(r"wrapped in Fully.* \(FSDP1\), which knows no mesh", changed(wrapped), CUT),
+    "replicas": Case("data_parallel_replicas=3 does not divide the 2 data-parallel", layout=REPLICAS),
+    "compiled": Case(
+        r"torch.compile\(Job\) while 2 ranks share each pack.*self.model.compile\(\)",
+        lambda: torch.compile(Job(), backend="eager"),
+    ),
+    "dora": Case("is a DoRA layer whose weight tensor parallelism has cut", changed(adapted), CUT),
+    "another axis": Case(
+        "sharded over 1 ranks in configure_model.., but 2 ranks see .*1 data-parallel x 2 context",
+        configured(shard_all),
+        strategy=own(Own, context_parallel_size=2),
+    ),
+    "part": Case(
+        "embed_tokens.weight was sharded over 1 ranks", configured(shard_layers), SHARDED, TEN, own(Own)
+    ),
+    "cut only": Case("over 1 ranks in .*2 ranks see different", configured(cut_only), SHARDED, TEN, own(Own)),
+    "whole weights": Case(
+        "tensor_parallel_size=2 under Mine, which does not share weights out",
+        strategy=own(OwnDDP, tensor_parallel_size=2),
+    ),
+    "arguments": Case(
+        "Mine was given sizes as arguments .* Set the attributes data_parallel_size",
+        strategy=own(Own, {"data_parallel_size": 1, "tensor_parallel_size": 2}),
+    ),
+    "one file": Case(
+        "save_distributed_checkpoint=False under Mine, whose checkpoints are folders",
+        configured(lambda m: None),
+        data=TEN,
+        strategy=own(Own, {"save_distributed_checkpoint": False}),
+    ),
+    "behind": Case(
+        "asynchronous_checkpoints=True under Mine, which writes one file",
+        data=TEN,
+        strategy=own(THDDDPStrategy, asynchronous_checkpoints=True),
+    ),
+    "clips": Case(
+        "sees only the gradients of this pipeline stage",
+        changed(
+            lambda m: setattr(
+                m,
+                "configure_gradient_clipping",
+                lambda *_, **__: nn.utils.clip_grad_norm_(m.parameters(), 1.0),
+            )
+        ),
+        STAGES,
+        TEN,
+    ),
+    "degrees of packs": Case("='dynamic' and", data=planned(Packs(2)), strategy=dynamic(), accumulate=2),
+    "tiling": Case(
+        "ranks=4 does not|=4 does not divide the 2 ranks.*size=2", data=TEN, strategy=dynamic(most=4)
+    ),
+    "degrees and own packs": Case(
+        "'dynamic' cannot be used with oversize='own_pack'",
+        data=planned(Sequences(10), oversize="own_pack"),
+        strategy=dynamic(),
+    ),
+    "degrees of a loader": Case(
+        "degrees were planned, but the dataloader gave THDBatch", data=UNALIGNED, strategy=dynamic()
+    ),
+    "torch cp": Case(r"torch's context_parallel\(\) is active.*Leave its context"),
+}
 
 
 def refusals() -> dict[str, str]:
     """Run jobs that must be refused on every rank; returns the messages."""
-    return {case: refused(case) for case in CASES}
+    found = {}
+    for name, case in ON_RANKS.items():
+        other: Any = contextlib.nullcontext()
+        if name == "torch cp":  # the last one: torch 2.11 keeps it active after the error
+            mesh = init_device_mesh("cpu", (2,))
+            other = context_parallel(mesh, buffers=[torch.zeros(1, 8)], buffer_seq_dims=[1])
+        try:
+            with other:
+                case.fit()
+        except REFUSED as err:
+            found[name] = str(err)
+    return found
 
 
-def refused(case: str) -> str:
-    ddp, mp = Layout(strategy="thd_ddp", cp=2), Layout(tp=2)
-    sequence_parallel = Layout(tp=2, options={"sequence_parallel": True})
-    jobs: dict[str, Any] = {
-        "size": (Layout(strategy="thd_ddp", cp=3), Job, None),
-        "heads": (mp, Heads, None),
-        "not thd": (ddp, NotThd, None),
-        "hand written": (ddp, HandWritten, None),
-        "no attention": (ddp, NoAttention, None),
-        "torch cp": (ddp, Job, None),
-        "own parameter": (Layout(cp=2), OwnParameter, None),
-        "iterable": (ddp, Job, loader(Stream())),
-        "no pack": (ddp, Job, DataLoader([torch.ones(2)] * 4)),
-        "unaligned": (ddp, Job, loader([{}] * 8, collate_unaligned)),
-        "slots": (sequence_parallel, Job, loader([{}] * 8, collate_unaligned)),
-        "fsdp 1": (mp, Wrapped, None),
-        "replicas": (Layout(dp=2, options={"data_parallel_replicas": 3}), Job, None),
-        "compiled": (ddp, lambda: torch.compile(Job(), backend="eager"), None),
-    }
-    layout, module, given = jobs[case]
-    trainer = make_trainer(layout, devices=2, gradient_clip_val=None)
-    if given is None:
-        given = data(Packs(1))
-    other: Any = contextlib.nullcontext()
-    if case == "torch cp":
-        other = context_parallel(
-            init_device_mesh("cpu", (2,)), buffers=[torch.zeros(1, 8)], buffer_seq_dims=[1]
-        )
-    try:
-        with other:
-            trainer.fit(module(), given)
-    except (MisconfigurationException, ValueError) as err:
-        return str(err)
-    raise AssertionError(f"{case} was not refused")
+def test_jobs_that_every_rank_refuses() -> None:
+    for rank in run_ranks(refusals, 2):
+        for name, case in ON_RANKS.items():
+            assert re.search(case.message, rank[name].replace("\n", " ")), (name, rank[name])
 
 
-CASES = {
-    "size": "context_parallel_size=3 x tensor_parallel_size=1 does not divide the 2 processes",
-    "heads": "num_key_value_heads=3, which 2 tensor-parallel ranks do not divide; wanted",
-    "not thd": r"\(Qwen3\w+, 'sdpa'\) sees only the shard of its own rank. Build the model",
-    "hand written": r"\(MultiheadAttention, None\) sees only the shard.*call lightning_thd.varlen",
-    "no attention": "ran without calling varlen_attention.*batch.cu_seqlens_padded",
-    "own parameter": r"holds the parameters \['scale'\] itself.*Move them",
-    "iterable": "Stream is iterable and does not say which part.*data_rank and data_size",
-    "no pack": "cuts THDBatch, but the dataloader gave.*align=trainer.strategy.alignment",
-    "slots": "3 slots over 2 tensor-parallel ranks; sequence_parallel=True wants a multiple of 2.*align=",
-    "fsdp 1": r"wrapped in FullyShardedDataParallel \(FSDP1\), which knows no mesh. Give the model as it is",
-    "replicas": "data_parallel_replicas=3 does not divide the 2 data-parallel ranks. Set it to the number",
-    "compiled": r"torch.compile\(Job\) while 2 ranks share each pack.*self.model.compile\(\)",
-    "unaligned": "Sequence 0 has 3 slots.*wants a multiple of 4.*THDBatch.collate",
-    # The last one: torch 2.11 keeps it active after the error.
-    "torch cp": r"torch's context_parallel\(\) is active.*Leave its context.*start a new process",
+OF_STAGES = {
+    "manual": Case(
+        "which automatic_optimization=False would not see",
+        changed(lambda m: setattr(m, "automatic_optimization", False)),
+    ),
+    "twice": Case("training_step computed 2 losses of the model for a microbatch", stepping(twice)),
+    "nothing": Case(
+        "computed 0 losses of the model", stepping(lambda *_: torch.zeros((), requires_grad=True))
+    ),
+    "logits": Case(
+        r"Only the last pipeline stage has logits.*\n  test_refusals.py:\d+: stepping\(",
+        stepping(lambda m, batch: m.model(**batch.hf_kwargs()).logits.square().mean()),
+    ),
+    "metric": Case(r"self.log\('metric', MeanMetric\) in training_step: only the", stepping(logs_a_metric)),
+    "beside": Case(
+        r"trains \['gate.weight', 'gate.bias'\] beside the Qwen3ForCausalLM",
+        changed(lambda m: m.add_module("gate", nn.Linear(1, 1))),
+    ),
+    "accumulated": Case("accumulate_grad_batches=2, but a pipeline runs all", data=UNALIGNED, accumulate=2),
+    "no batch": Case("the dataloader gave dict. Use THD", data=loader([{"input_ids": torch.ones(1, 4)}] * 4)),
+    "pairs": Case("Tuples returns a tuple of Tensor, Tensor; wanted only the hidden", changed(with_tuples)),
+    "degrees": Case(
+        "='dynamic' with pipe", strategy=dynamic(THDModelParallelStrategy, pipeline_parallel_size=2)
+    ),
+    "a file": Case("is no checkpoint folder, and a pipeline loads only folders", path="file.ckpt"),
 }
 
 
-@pytest.fixture(scope="module")
-def messages() -> list[dict[str, str]]:
-    return run_ranks(refusals, 2)
+@pytest.mark.filterwarnings("ignore:.*no `val_dataloader`|.*does not have many workers")
+@pytest.mark.parametrize("name", OF_STAGES)
+def test_jobs_of_stages(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({}, "file.ckpt")
+    case = replace(OF_STAGES[name], layout=STAGES)
+    with pretended_ranks(4 if name == "degrees" else 2), pytest.raises(REFUSED, match=case.message):
+        case.fit()
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_refused_on_every_rank(case: str, messages: list[dict[str, str]]) -> None:
-    for rank in messages:
-        assert re.search(CASES[case], rank[case].replace("\n", " ")), rank[case]
+@pytest.mark.filterwarnings("ignore:.*no `val_dataloader`|.*does not have many workers")
+def test_stages_of_an_earlier_trainer() -> None:
+    module = stepping(twice)()
+    again = Case("computed 2 losses", lambda: module, STAGES, TEN)
+    broken = replace(again, message="and its last step was broken off. Start a new job")
+    other = replace(again, message="cut for pipeline_parallel_size=2 with stages_per", layout=SHARDED)
+    with pretended_ranks(2):
+        for case in (again, broken, other):
+            with pytest.raises(REFUSED, match=case.message):
+                case.fit()
 
 
-def test_accelerate_has_prepared_the_model() -> None:
-    big_modeling = pytest.importorskip("accelerate.big_modeling")
-    model = family_model("qwen3")
-    refuse_second_context_parallelism(model, 2)
-    big_modeling._attach_context_parallel_hooks(model)
-    with pytest.raises(MisconfigurationException, match=r"without ParallelismConfig\(cp_size, sp_size\)"):
-        refuse_second_context_parallelism(model, 2)
+ALONE = {
+    "plain strategy": Case("needs a strategy that runs all microbatches", data=TEN, strategy="auto"),
+    "accumulated": Case("accumulate_grad_batches=2", data=TEN, accumulate=2),
+    "packs": Case("make 2 packs a step. Set Packs", data=planned(Packs(3)), accumulate=2),
+    "manual": Case("under automatic optimisation", OF_STAGES["manual"].module, data=TEN),
+    "no loss": Case("returned NoneType for a microbatch", stepping(lambda *_: None, "qwen3"), data=MANY),
+    "a metric by step": Case(
+        r"self\.log\('own', MeanMetric, on_step=True\) in a step of several",
+        stepping(logs_its_own),
+        data=MANY,
+    ),
+}
 
 
-def test_attention_is_refused_under_the_newer_way_of_torch() -> None:
-    from torch.distributed.tensor.experimental._context_parallel import _attention
-
-    refuse_second_context_parallelism(None, 2)
-    _attention._enable_context_parallel_dispatcher()
-    try:
-        with pytest.raises(MisconfigurationException, match=r"torch's context_parallel\(\) is active"):
-            refuse_second_context_parallelism(None, 2)
-    finally:
-        _attention._disable_context_parallel_dispatcher()
-    refuse_second_context_parallelism(None, 2)
-
-
-def test_iterable_data_is_given_its_part() -> None:
-    dataset = PlacedStream()
-    set_data_rank(loader(dataset), 1, AxisSizes(data=2, context=2))
-    assert (dataset.data_rank, dataset.data_size) == (1, 2)
-
-
-class OneReader(L.LightningDataModule):
-    """A data module that gives data to the first rank of each pair alone, in batches of unequal size."""
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        if torch.distributed.get_rank() % 2:
-            return DataLoader([0] * 6, collate_fn=self.forbidden)
-        samples = sequences(18, longest=24)
-        samples[7] = {"input_ids": [3] * 20_000}  # a message beyond the first buffer
-        return DataLoader(samples, batch_size=3, collate_fn=collate)
-
-    def forbidden(self, _: Any) -> None:
-        raise AssertionError("this rank must not read")
-
-
-class Recorder(Job):
-    def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
-        self.losses.append(float(batch.stats.real_tokens))
-        batch.layout.used = True  # this one has no need of other ranks
-        return self.model.lm_head.weight.sum() * 0.0
-
-
-def one_reader() -> list[float]:
-    layout = Layout(
-        strategy="thd_ddp", cp=2, options={"broadcast_data": True, "find_unused_parameters": True}
-    )
-    module = Recorder()
-    trainer = make_trainer(
-        layout, gradient_clip_val=None, max_steps=-1, max_epochs=1, use_distributed_sampler=False
-    )
-    trainer.fit(module, OneReader())
-    return module.losses[::2]
-
-
-def test_one_rank_reads_for_its_peers() -> None:
-    first, second = run_ranks(one_reader, 2)
-    samples = sequences(18, longest=24)
-    lengths = [20_000 if i == 7 else len(s["input_ids"]) for i, s in enumerate(samples)]
-    assert first == second == [sum(lengths[i : i + 3]) for i in range(0, 18, 3)]
+@pytest.mark.parametrize("name", ALONE)
+def test_jobs_on_one_device(name: str) -> None:
+    case = replace(ALONE[name], strategy=ALONE[name].strategy or "thd")
+    with pytest.raises(MisconfigurationException, match=case.message):
+        case.fit(1)
+    with pytest.raises(MisconfigurationException, match="runs on one device, but the Trainer has 2"):
+        replace(case, strategy="thd").fit(2)

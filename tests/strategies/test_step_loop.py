@@ -7,7 +7,6 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_thd import Packs, Sequences, THDBatch, THDDataModule
 from lightning_thd.packing import PackPlanner
@@ -120,43 +119,6 @@ def test_epoch_mean_is_the_mean_over_all_tokens(step: Packs | Sequences, accumul
     _, losses = train_by_hand(samples, whole, 1)
     # Lightning keeps sums in fp32
     assert float(trainer.callback_metrics["train/loss_epoch"]) == pytest.approx(losses[0], rel=1e-6)
-
-
-class ManualModule(TinyModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
-class SkipsSecond(TinyModule):
-    def training_step(self, batch: THDBatch, batch_idx: int) -> Any:
-        return None if self.seen else super().training_step(batch, batch_idx)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "module", "kwargs", "step", "message"),
-    [
-        ("auto", TinyModule, {}, Sequences(8), "needs a strategy that runs all microbatches"),
-        ("thd", TinyModule, {"accumulate_grad_batches": 2}, Sequences(8), "accumulate_grad_batches=2"),
-        (
-            "auto",
-            TinyModule,
-            {"accumulate_grad_batches": 2},
-            Packs(3),
-            r"make 2 packs a step. Set Packs",
-        ),
-        ("thd", ManualModule, {"gradient_clip_val": None}, Sequences(8), "under automatic optimisation"),
-        ("thd", SkipsSecond, {}, Sequences(30), "returned NoneType for a microbatch"),
-        ("thd", TinyModule, {"devices": 2}, Sequences(8), "runs on one device, but the Trainer has 2"),
-    ],
-)
-def test_what_would_change_the_numbers_is_refused(
-    strategy: str, module: type[TinyModule], kwargs: Any, step: Any, message: str
-) -> None:
-    with pytest.raises(MisconfigurationException, match=message):
-        make_trainer(strategy, **kwargs).fit(
-            module(), THDDataModule(sequences(60), capacity=CAPACITY, global_batch=step)
-        )
 
 
 class Keeps(Job):

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
 
+from lightning_thd import THDBatch, causal_lm_loss
+from lightning_thd.parallel.pipeline.channel import Channel
 from lightning_thd.parallel.pipeline.cut import cut_model
 from lightning_thd.parallel.pipeline.stage import (
-    Boundary,
-    NoEmbedding,
-    NoHead,
     require_own_inputs,
     returned_by,
     stage_of,
 )
 from tests.parallel.pipeline.support import SIZES, make_model
+from tests.ranks import pretended_ranks
 
 CHANNEL: Any = SimpleNamespace(rank=0, ranks=2)
 LAST: Any = SimpleNamespace(rank=1, ranks=2)
@@ -96,11 +98,6 @@ def test_models_that_have_no_stages(make: Any, message: str) -> None:
         cut_model(make(), CHANNEL)
 
 
-def test_more_stages_than_layers() -> None:
-    with pytest.raises(ValueError, match="makes 6 stages, but the model has 5 layers"):
-        cut_model(make_model("llama"), CHANNEL, stages_per_rank=3)
-
-
 def test_a_balancing_loss_of_another_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.qwen3_moe import modeling_qwen3_moe as home
 
@@ -116,18 +113,6 @@ def test_a_balancing_loss_of_another_formula(monkeypatch: pytest.MonkeyPatch) ->
         cut_model(model, CHANNEL)
 
 
-def test_the_stand_in_for_an_embedding_has_the_device_of_its_stage() -> None:
-    channel = SimpleNamespace(dtype=lambda device: torch.float64)
-    stage: Any = SimpleNamespace(held={"1": nn.Linear(2, 2)}, channel=channel)
-    absent = NoEmbedding(nn.Embedding(8, 6), stage)
-    assert absent.weight.device == torch.device("cpu")
-    for given in (torch.zeros(1, 4, dtype=torch.int64), torch.Size((1, 4))):  # positions may get a shape
-        found = absent(given)
-        assert found.shape == (1, 4, 6)
-        assert found.dtype == torch.float64
-        assert found.isnan().all()
-
-
 @pytest.mark.parametrize(
     "value", [torch.full((1, 4, 2), torch.nan), torch.zeros(1, 4, 2, requires_grad=True)]
 )
@@ -135,27 +120,6 @@ def test_layers_that_are_given_what_the_embedding_made(value: torch.Tensor) -> N
     require_own_inputs(3, {"rope": (value.detach().nan_to_num(),)})
     with pytest.raises(ValueError, match="Layer 3 is given 'residual', which is made of the embedding"):
         require_own_inputs(3, {"residual": value})
-
-
-def test_logits_of_a_stage_without_a_head() -> None:
-    with pytest.raises(ValueError, match="Only the last pipeline stage has logits"):
-        NoHead(64, CHANNEL)(torch.zeros(1, 4, 8))
-
-
-class Pairs(nn.Linear):
-    """A layer that returns its hidden states and something else."""
-
-    more: Any = None
-
-    def forward(self, hidden: torch.Tensor) -> Any:
-        return super().forward(hidden), self.more
-
-
-class Outputs(nn.Linear):
-    """A layer whose source does not say how much it returns."""
-
-    def forward(self, hidden: torch.Tensor) -> Any:
-        return tuple(iter((hidden,)))
 
 
 @pytest.mark.parametrize(
@@ -168,15 +132,34 @@ def test_what_layers_return_is_read_from_their_source(family: str, wanted: int |
     assert returned_by(layer.__new__(layer)) == wanted
 
 
-def test_a_boundary_returns_what_its_layer_does() -> None:
-    stage: Any = SimpleNamespace(draws=False, cross=lambda index, hidden: hidden)
-    hidden, layer = torch.zeros(1, 4, 2), Pairs(2, 2)
-    boundary = Boundary(layer, 0, stage)
-    assert boundary(hidden) == (hidden, None)
-    boundary.require_same_form(layer, (), layer(hidden))
-    layer.more = hidden
-    with pytest.raises(ValueError, match="returns a tuple of Tensor, Tensor; wanted only the hidden states"):
-        boundary.require_same_form(layer, (), layer(hidden))
-    unknown = Outputs(2, 2)
-    with pytest.raises(ValueError, match="Outputs returns a tuple of Tensor; wanted only the hidden states"):
-        Boundary(unknown, 0, stage).require_same_form(unknown, (), unknown(hidden))
+def test_a_norm_that_runs_before_the_layers_and_was_registered_behind() -> None:
+    sizes = {
+        "d_model": 16,
+        "decoder_layers": 2,
+        "encoder_layers": 2,
+        "decoder_attention_heads": 2,
+        "decoder_ffn_dim": 32,
+    }
+    config = transformers.BartConfig(is_decoder=True, is_encoder_decoder=False, vocab_size=64, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="thd")
+    model.model.decoder.embed_positions = Nowhere()
+    for rank in range(2):
+        own = copy.deepcopy(model)
+        cut_model(own, SimpleNamespace(rank=rank, ranks=2, dtype=lambda device: torch.float32)).begin(0)
+        with pytest.raises(ValueError, match="BartDecoder runs layernorm_embedding before its layers"):
+            causal_lm_loss(own, THDBatch.collate([{"input_ids": [1, 2, 3]}]))
+
+
+class Nowhere(nn.Module):
+    """Stands for BART's positions, which packs refuse."""
+
+    def forward(self, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.zeros(1)
+
+
+def test_stages_of_two_precisions() -> None:
+    with pretended_ranks(2):
+        channel = Channel(down=dist.group.WORLD, up=dist.group.WORLD)
+        channel.send(torch.ones(2), "down")
+        with pytest.raises(ValueError, match="in torch.bfloat16, but the first one ended in torch.float32"):
+            channel.send(torch.ones(2, dtype=torch.bfloat16), "down")

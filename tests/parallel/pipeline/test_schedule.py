@@ -43,7 +43,9 @@ def test_the_bubble_of_equal_microbatches_is_the_formula(p: int, n: int, v: int)
     assert found == pytest.approx(expected_bubble(p, n, chunks=v), rel=0.05)
 
 
-@pytest.mark.parametrize(("ranks", "microbatches", "chunks"), [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
-def test_numbers_below_one_are_refused(ranks: int, microbatches: int, chunks: int) -> None:
-    with pytest.raises(ValueError, match="=0; wanted 1 or more"):
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "chunks"), [(0, 1, 1), (1, 0, 1), (1, 1, 0), (1024, 2**14, 2)]
+)
+def test_numbers_that_are_refused(ranks: int, microbatches: int, chunks: int) -> None:
+    with pytest.raises(ValueError, match="=0; wanted 1 or more|passes=33554432; wanted at most"):
         make_schedule(ranks, microbatches, chunks=chunks)

@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig, Qwen3Config
+from transformers import Qwen3Config
 
 from lightning_thd.flops import FlopsModel, SeqStats
 from lightning_thd.parallel.pipeline import LayerCost, split_layers
@@ -44,16 +44,6 @@ def test_a_large_vocabulary_takes_layers_off_the_last_stage() -> None:
     split = split_layers([LayerCost(flops=f) for f in layers], ranks=2, head=LayerCost(flops=behind))
     assert len(split.layers(1)) < len(split.layers(0))
     assert "head" in split.table().splitlines()[-1]
-
-
-def test_stages_of_a_rank_are_spread_over_the_depth() -> None:
-    split = split_layers([LayerCost(flops=1)] * 8, ranks=2, stages_per_rank=2)
-    assert split.bounds == (0, 2, 4, 6, 8)
-
-
-def test_a_family_without_a_formula_is_not_guessed() -> None:
-    assert layer_flops({"model_type": "nobody_knows"}, 2, [8]) is None
-    assert layer_flops(LlamaConfig(num_hidden_layers=2), 3, [8]) is None
 
 
 @pytest.mark.parametrize(
