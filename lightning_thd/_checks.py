@@ -96,12 +96,6 @@ def _as_array(values: Any, name: str, advice: str) -> npt.NDArray[Any]:
         found = np.asarray(values)
     except (ValueError, TypeError, RuntimeError, OverflowError) as err:  # rows of several lengths, say
         raise ValueError(f"{name} is no array of integers ({err}). {advice}") from err
-    if found.dtype.kind == "O" and found.size and all(type(value) is int for value in found.flat):
-        try:  # a column of Python integers, as pandas may hold one
-            return found.astype(np.int64)
-        except OverflowError as err:
-            largest = max(found.flat, key=abs)
-            raise ValueError(f"{name} holds {largest}, past int64 ({INT64_MAX}). {advice}") from err
     if found.dtype.kind == "O" or (found.ndim == 0 and not isinstance(values, np.ndarray)):
         raise TypeError(f"{name} is {described(values)}; wanted a list, array or tensor of ints. {advice}")
     return found

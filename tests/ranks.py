@@ -96,25 +96,27 @@ def run_ranks(
         timeout_s: seconds until the ranks are killed and the test fails.
         imagined: have ranks of an imagined NCCL, each with an imagined GPU; see tests/imagined/README.md.
     """
+    with tempfile.TemporaryDirectory() as folder, started(fn, world_size, args, folder, imagined) as job:
+        return _collect(*job, time.monotonic() + timeout_s)
+
+
+@contextmanager
+def started(
+    fn: Callable[..., Any], world_size: int, args: tuple[object, ...], folder: str, imagined: bool = IMAGINED
+) -> Iterator[tuple[list[Any], Any]]:
+    """Start ranks that meet in a folder, and kill them at the end; the processes and the queue of results."""
     ctx = forkserver()
-    with tempfile.TemporaryDirectory() as folder:
-        results: mp.Queue[tuple[int, bool, Any]] = ctx.Queue()
-        ranks = [
-            ctx.Process(
-                target=_rank_main,
-                args=(os.getpid(), rank, world_size, folder, results, fn, args, imagined),
-                daemon=True,
-            )
-            for rank in range(world_size)
-        ]
+    results: Any = ctx.Queue()
+    common = (os.getpid(), world_size, folder, results, fn, args, imagined)
+    ranks = [ctx.Process(target=_rank_main, args=(rank, *common), daemon=True) for rank in range(world_size)]
+    for process in ranks:
+        process.start()
+    try:
+        yield ranks, results
+    finally:
         for process in ranks:
-            process.start()
-        try:
-            return _collect(ranks, results, time.monotonic() + timeout_s)
-        finally:
-            for process in ranks:
-                process.kill()
-                process.join()
+            process.kill()
+            process.join()
 
 
 def join_ranks(rank: int, world_size: int, store: Path) -> None:
@@ -162,8 +164,8 @@ def _end_with(asking: int) -> None:
 
 
 def _rank_main(
-    asking: int,
     rank: int,
+    asking: int,
     world_size: int,
     folder: str,
     results: mp.Queue[tuple[int, bool, Any]],

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.ranks import IMAGINED, _rank_main, forkserver, on_cpu
+from tests.ranks import on_cpu, started
 
 
 @dataclass(frozen=True)
@@ -53,28 +53,10 @@ def run_row(
 def _start(
     fn: Callable[..., Any], world_size: int, cells: list[Any], args: tuple[object, ...], timeout_s: float
 ) -> list[list[Outcome]]:
-    ctx = forkserver()
     with tempfile.TemporaryDirectory() as folder:
-        queue: Any = ctx.Queue()
-        ranks = [
-            ctx.Process(
-                target=_rank_main,
-                args=(
-                    *(os.getpid(), rank, world_size, folder, queue),
-                    *(_turns, (fn, cells, args, folder, timeout_s), IMAGINED),
-                ),
-                daemon=True,
-            )
-            for rank in range(world_size)
-        ]
-        for process in ranks:
-            process.start()
-        try:
+        turns = (fn, cells, args, folder, timeout_s)
+        with started(_turns, world_size, turns, folder) as (ranks, _):
             return _collect(ranks, Path(folder), len(cells), timeout_s)
-        finally:
-            for process in ranks:
-                process.kill()
-                process.join()
 
 
 def _collect(ranks: list[Any], folder: Path, count: int, timeout_s: float) -> list[list[Outcome]]:

@@ -1,7 +1,7 @@
 """Strict doubles of GPU libraries: their signatures, what hardware refuses, and the CPU kernel's numbers.
 
 Each takes exactly the parameters of the library (flash-attn 2.8.3, 3 of that tag and of main, flash-attn-4
-4.0.0b36, Transformer Engine 2.20.2, torch 2.10 to 2.13; ``tests/signatures.json`` was read from most sources): an
+4.0.0b36, Transformer Engine 2.20.2, torch 2.10 to 2.13; ``tests/signatures.json`` holds most): an
 unknown keyword is a TypeError, a wrong dtype or layout an AssertionError.
 """
 

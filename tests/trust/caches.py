@@ -48,11 +48,7 @@ def _build(folder: str, barrier: Any, queue: Any) -> None:
 
 
 def cold_starts(rounds: int, folder: Path) -> dict[str, int]:
-    """Start six processes at once on a cache that is not there, again and again.
-
-    Raises:
-        AssertionError: unless one of each six built it, all found it whole, and nothing else was left.
-    """
+    """Start six processes at once on a cache that is not there: one builds it, and all find it whole."""
     fork = get_context("fork")
     for k in range(rounds):
         barrier, queue = fork.Barrier(_PROCESSES), fork.Queue()
@@ -72,15 +68,7 @@ def cold_starts(rounds: int, folder: Path) -> dict[str, int]:
 def kills(count: int, folder: Path, *, lines: int = 20_000) -> dict[str, int]:
     """Kill (SIGKILL) a process that tokenises, at random moments, and let another go on where it stopped.
 
-    Every cache is killed five times over before a process is left alone with it.
-
-    Args:
-        count: of kills.
-        folder: for the file and the caches.
-        lines: of the file, two thousand bytes each.
-
-    Raises:
-        AssertionError: unless the tokens are those of a process that was never killed, and nothing is left.
+    Every cache is killed five times over. Its tokens must be those of a process that was never killed.
     """
     file = folder / "d.jsonl"
     rng = random.Random(count)

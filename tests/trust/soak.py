@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 import warnings
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,30 +50,16 @@ class Watch(L.Callback):
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.started = seconds, time.monotonic()
-        # written into from the start: what grows is not to be what measures
-        self._rows = np.full((_FIRST + int(seconds / _SAMPLE_S) + 2, _COLUMNS), -1.0)
-        self._count = 0
-
-    @property
-    def samples(self) -> np.ndarray:
-        """Return rows of seconds, MiB, open files, threads, steps, CPU seconds."""
-        return self._rows[: self._count]
+        self.samples = array("d")  # seconds, MiB, open files, threads, steps, CPU seconds; 48 bytes a sample
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         now = time.monotonic() - self.started
         early = trainer.global_step < _FIRST
-        if early or not self._count or now - self._rows[self._count - 1, 0] >= _SAMPLE_S:
+        if early or now - self.samples[-_COLUMNS] >= _SAMPLE_S:
             gc.collect()
             files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
-            self._rows[self._count] = (
-                now,
-                resident_mib(),
-                files,
-                threads,
-                trainer.global_step,
-                time.process_time(),
-            )
-            self._count += 1
+            self.samples.extend((now, resident_mib(), files, threads))
+            self.samples.extend((trainer.global_step, time.process_time()))
         trainer.should_stop = now > self.seconds
 
 
@@ -93,11 +80,7 @@ def resident_mib() -> float:
 
 
 def soak(minutes: float, folder: Path, max_steps: int = -1, *, wandb: bool = True) -> dict[str, float]:
-    """Train, validate, checkpoint and log for so many minutes.
-
-    Returns:
-        Slopes and differences between the warm beginning and the end.
-    """
+    """Train, validate, checkpoint and log for so many minutes; return what drifts."""
     torch.manual_seed(0)
     watch = Watch(60 * minutes)
     data = THDDataModule(
@@ -128,7 +111,7 @@ def soak(minutes: float, folder: Path, max_steps: int = -1, *, wandb: bool = Tru
     if wandb:
         trainer.loggers[1].experiment.finish()
     replayed = graphs.step.stats.hit_rate if graphs.step is not None else 0.0
-    return {**drift(watch.samples), "graph hit rate": replayed}
+    return {**drift(np.array(watch.samples).reshape(-1, _COLUMNS)), "graph hit rate": replayed}
 
 
 def endless() -> Iterator[dict[str, Any]]:
@@ -138,14 +121,7 @@ def endless() -> Iterator[dict[str, Any]]:
 
 
 def drift(samples: np.ndarray) -> dict[str, float]:
-    """Compare the warm beginning of a run with its end.
-
-    Args:
-        samples: rows of seconds, MiB, open files, threads, steps, CPU seconds.
-
-    Returns:
-        Memory's slope in MiB an hour, and how files, threads and CPU seconds a step have changed.
-    """
+    """Compare the warm beginning of a run with its end, from rows of samples."""
     warm = samples[samples[:, 0] >= _WARM_UP * samples[-1, 0]]
     seconds, memory = warm[:, 0] - warm[:, 0].mean(), warm[:, 1] - warm[:, 1].mean()
     slope = float(seconds @ memory / max(seconds @ seconds, 1e-9)) * 3600
