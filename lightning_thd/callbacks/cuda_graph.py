@@ -31,7 +31,7 @@ from lightning_thd.cuda_graph.graph_choice import (
     plan_graphs,
     sequence_counts,
 )
-from lightning_thd.cuda_graph.module_state import sharded_by
+from lightning_thd.cuda_graph.guards import sharded_by
 from lightning_thd.cuda_graph.recording import RecordingBackend
 from lightning_thd.packing import PackPlanner
 from lightning_thd.parallel.agreement import all_agree
@@ -156,10 +156,6 @@ class CUDAGraphCallback(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
         """Restore the module's own ``training_step``."""
-        self._remove()
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Restore the module's own ``training_step``, however the fit ended."""
         self._remove()
 
     def _choose(self, trainer: L.Trainer, batch: Any) -> bool:

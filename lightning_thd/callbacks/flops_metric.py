@@ -13,7 +13,6 @@ from lightning_thd._checks import choice, instance
 from lightning_thd.batch.upload import uploaded
 from lightning_thd.flops.model import FlopsModel, from_ints, num_ints, to_ints
 from lightning_thd.flops.rates import Work, count
-from lightning_thd.flops.terms import FlopsBreakdown
 from lightning_thd.stats import SeqStats
 
 
@@ -34,13 +33,7 @@ class THDFlops(Metric):
     is_differentiable = False
     counts: Tensor
 
-    def __init__(
-        self,
-        model: FlopsModel,
-        *,
-        work: Work = "training",
-        process_group: Any = None,
-    ) -> None:
+    def __init__(self, model: FlopsModel, *, work: Work = "training", process_group: Any = None) -> None:
         super().__init__(process_group=process_group)
         instance(model, "model", FlopsModel, advice="Pass FlopsModel.from_config(config).")
         choice(work, "work", *get_args(Work))
@@ -55,8 +48,5 @@ class THDFlops(Metric):
 
     def compute(self) -> Tensor:
         """Return the model's FLOPs of all counted sequences, float64."""
-        return torch.tensor(float(self.breakdown().model), dtype=torch.float64)
-
-    def breakdown(self) -> FlopsBreakdown:
-        """Return the FLOPs by part of this rank's counts, in ``compute`` of all ranks'."""
-        return count(self.model, from_ints(self.counts.tolist(), self.model), work=self.work)
+        found = count(self.model, from_ints(self.counts.tolist(), self.model), work=self.work)
+        return torch.tensor(float(found.model), dtype=torch.float64)

@@ -34,12 +34,9 @@ _Known: TypeAlias = tuple[SeqStats, tuple[int, ...] | None]
 
 _BASE = attrgetter(*COUNTS)
 _CPU = torch.device("cpu")
-_OF_REAL_TOKENS = (
-    *("packing/fill", "packing/attention_fraction", "device/real_items_per_sec", "real_items_per_sec"),
-)
-_BINS = (
-    32  # An interval's steps are joined into at most this many sums of work, which keeps the gather short.
-)
+_OF_REAL_TOKENS = ("packing/fill", "packing/attention_fraction", "device/real_items_per_sec")
+# An interval's steps are joined into at most this many sums of work, which keeps the gather short.
+_BINS = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,10 +110,7 @@ class Interval:
 
 
 class Meter:
-    """Counts the microbatches and the time of one stage, and closes an interval with one reduction.
-
-    ``hardware`` and ``model``, which counts FLOPs, may be set later, and the model may change between steps.
-    """
+    """Counts the microbatches and the time of one stage, and closes an interval with one reduction."""
 
     def __init__(
         self,
@@ -144,11 +138,6 @@ class Meter:
         self._since: float | None = None
         self._interval: Interval | None = None
         self._rated = False
-
-    @property
-    def running(self) -> bool:
-        """Return whether the clock is running."""
-        return self._since is not None
 
     def resume(self) -> None:
         """Start the clock once the device is idle."""
@@ -226,7 +215,7 @@ class Meter:
             metrics |= rates(rated.stats, rated.flops, microbatches=rated.microbatches, **job)
             self._rated = True
         if found.untold:
-            for key in _OF_REAL_TOKENS:
+            for key in (*_OF_REAL_TOKENS, "real_items_per_sec"):
                 metrics.pop(key, None)
             if self.model is not None and self.model.tokens == "real":
                 metrics.pop("device/mfu", None)
@@ -417,12 +406,11 @@ def resolve_peak(peak: str | float, device: torch.device, dtype: torch.dtype | s
         return float(peak)
     name = device_name(device)
     if peak == "measure":
-        kind, measured_as = dtype, dtype
+        kind = dtype
         if isinstance(kind, str):  # torch.mm multiplies no float8, and tf32 is a mode of float32
             kind = torch.bfloat16 if kind == "fp8" else torch.float32
-            measured_as = f"{dtype}, timed as {kind}" if dtype == "fp8" else dtype
         found = measure_flops(device, dtype=kind)
-        rank_zero_info(f"Measured a peak of {found / 1e12:.3f} TFLOP/s on {name!r} in {measured_as}.")
+        rank_zero_info(f"Measured a peak of {found / 1e12:.3f} TFLOP/s on {name!r} for {dtype}, in {kind}.")
         return found
     # Devices before Ampere have no tf32 unit, even if torch is allowed to use one.
     old = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8

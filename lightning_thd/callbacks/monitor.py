@@ -223,12 +223,7 @@ class THDThroughputMonitor(Callback):
 
     def _publish(self, *, last: bool = False) -> dict[str, float]:
         """Close an interval of a loop without a Lightning Trainer, and log its metrics; a collective."""
-        meter = self._meter("train")
-        metrics = meter.close(last=last)
-        self._say_untold(meter)
-        if self._flops is not None:
-            self._flops.follow()
-        self.latest.update(metrics)
+        metrics = self._close(self._meter("train"), last=last)
         if metrics and self._log is not None:
             self._log(self._for_loggers(metrics), self._steps)
         return metrics
@@ -326,7 +321,8 @@ class THDThroughputMonitor(Callback):
             )
         work: Literal["training", "forward"] = "training" if stage == "train" else "forward"
         meter = self._new_meter(stage, work, self._hardware, pl_module, stage_group(strategy))
-        meter.capacity = _capacity(trainer)
+        capacity = getattr(getattr(trainer, "datamodule", None), "capacity", 0)
+        meter.capacity = capacity if isinstance(capacity, int) else 0
         return meter
 
     def _flops_of(self, module: nn.Module, *, sharded: bool) -> ModuleFlops:
@@ -379,8 +375,12 @@ class THDThroughputMonitor(Callback):
         if stage != "train" and self._flops is not None:
             self._flops.end(stage, meter.steps[-1])
 
-    def _say_untold(self, meter: Meter) -> None:
-        """Log once that some rows told no lengths, and which metrics are left out for that."""
+    def _close(self, meter: Meter, *, last: bool) -> dict[str, float]:
+        """Return the metrics of an interval; a collective. Say once if some rows told no lengths."""
+        metrics = meter.close(last=last)
+        if self._flops is not None:
+            self._flops.follow()
+        self.latest.update(metrics)
         if meter.untold and not self._said_untold:
             self._said_untold = True
             rank_zero_info(
@@ -390,6 +390,7 @@ class THDThroughputMonitor(Callback):
                 "THDThroughputMonitor(tokens='slots') logs MFU. "
                 "See docs/reference/messages.md#padding."
             )
+        return metrics
 
     def _end_step(self) -> None:
         """Close a step after the optimizer's update, and decide whether its time counts in the rates."""
@@ -411,13 +412,10 @@ class THDThroughputMonitor(Callback):
         if stage != "train":
             meter.pause()
             del self._meters[stage]
-        metrics = meter.close(last=last)
-        self._say_untold(meter)
-        if self._flops is not None:
-            self._flops.follow()
+        metrics = self._close(meter, last=last)
         if stage == "train" and metrics:
             metrics |= self._marks.close()
-        self.latest.update(metrics)
+            self.latest.update(metrics)
         # The Trainer's own properties read every metric of the progress bar from the device.
         connector = trainer._logger_connector
         values = torch.tensor(list(metrics.values()), dtype=torch.float64)
@@ -460,12 +458,9 @@ class THDThroughputMonitor(Callback):
 
 
 class StepMarks:
-    """Adds up the host's time between the hooks of training steps, without a device synchronisation.
+    """Adds up the host's time between the hooks of training steps, without a device synchronisation."""
 
-    On a GPU the host runs ahead. The time it waits for the device counts for the part in which it waits, at
-    the latest for "other", where metrics are read. Exchanges between ranks run inside forward, backward and
-    the optimizer, and count there. Validation does not count.
-    """
+    # The host runs ahead of a GPU: its wait counts for the part in which it waits, at the latest for "other".
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -511,12 +506,6 @@ class StepMarks:
         found = {f"train/step_time/{part}": seconds / self._steps for part, seconds in self._seconds.items()}
         self._seconds, self._steps = dict.fromkeys(PARTS, 0.0), 0
         return found
-
-
-def _capacity(trainer: Trainer) -> int:
-    """Return the slots of a pack; 0 without a data module that packs."""
-    capacity = getattr(getattr(trainer, "datamodule", None), "capacity", 0)
-    return capacity if isinstance(capacity, int) else 0
 
 
 def _say_padding(meter: Meter) -> None:

@@ -71,14 +71,8 @@ class PackingCheck(L.Callback):
 
 def find_model(pl_module: nn.Module, name: str | None) -> nn.Module:
     """Find the model to probe by its path, or the outermost one with a config."""
-    modules: dict[str, nn.Module] = dict(pl_module.named_modules())
     if name is not None:
-        if name not in modules:
-            raise MisconfigurationException(
-                f"PackingCheck(model={name!r}): {type(pl_module).__name__} has no such module. Its own are "
-                f"{[child for child, _ in pl_module.named_children()]}."
-            )
-        return modules[name]
+        return pl_module.get_submodule(name)
     for _, model in models_in(pl_module):
         if hasattr(model, "get_input_embeddings"):
             found: nn.Module = model

@@ -72,13 +72,7 @@ Seen: TypeAlias = tuple[SeqStats, Lengths]
 
 
 def microbatches(batch: Any, pad_id: int | None = None) -> list[Seen]:
-    """Find every pack and batch of padded rows in a batch, with its ``SeqStats`` and, if known, its lengths.
-
-    A batch is a ``THDStep``, a ``THDBatch``, bare ``SeqStats``, rows of padded token ids ``[B, N]`` as a
-    tensor, under ``"input_ids"`` (or ``"inputs_embeds"``), or these inside dicts, tuples and lists. Lengths
-    of padded rows come from what is beside the ids: ``attention_mask``, ``position_ids``, ``cu_seq_lens_q``,
-    ``lengths``, or ``labels`` with a ``pad_id``. In a tuple of tensors, a mask is recognised by its values.
-    """
+    """Find every pack and batch of padded rows in a batch, with ``SeqStats`` and, if known, lengths."""
     if isinstance(several := getattr(batch, "microbatches", None), Sequence):
         return [seen for one in several for seen in microbatches(one, pad_id)]
     if isinstance(batch, SeqStats):
@@ -86,7 +80,7 @@ def microbatches(batch: Any, pad_id: int | None = None) -> list[Seen]:
     if isinstance(stats := getattr(batch, "stats", None), SeqStats):
         shared = isinstance(batch, SharedBatch)
         return [(stats, Shared.of(batch) if shared else getattr(batch, "lengths", None))]
-    look = batch.get if isinstance(batch, Mapping) else partial(_attribute, batch)
+    look: _Look = batch.get if isinstance(batch, Mapping) else lambda name: getattr(batch, name, None)
     if (ids := look("input_ids")) is not None:
         return _rows(ids, look, pad_id)
     if isinstance(embeds := look("inputs_embeds"), Tensor) and embeds.dim() == 3:
@@ -98,17 +92,10 @@ def microbatches(batch: Any, pad_id: int | None = None) -> list[Seen]:
     return _rows(batch, look, pad_id)
 
 
-def _attribute(batch: Any, name: str) -> Any:
-    return getattr(batch, name, None)
-
-
 def resolve(
     seen: Sequence[Seen], vision: Vision | None = None
 ) -> list[tuple[SeqStats, tuple[int, ...] | None]]:
-    """Return the same with all lengths on the host, after one read of each device that holds some.
-
-    ``vision`` counts the images beside padded rows; None counts none.
-    """
+    """Return the same with all lengths, and images if ``vision`` is given, after one read of each device."""
     padded = [lengths for _, lengths in seen if isinstance(lengths, Rows)]
     held = [rows.counts for rows in padded]
     held += [x for rows in padded for x in rows.images.values() if vision is not None and not x.is_meta]
@@ -177,7 +164,10 @@ def _rows(ids: Any, look: _Look, pad_id: int | None) -> list[Seen]:
     found = _told_rows(ids, look, pad_id)
     if not found or not (images := _images(look)):
         return found
-    return [(stats, replace(_as_rows(lengths), images=images)) for stats, lengths in found]
+    ((stats, lengths),) = found
+    if not isinstance(lengths, Rows):
+        lengths = Rows((stats.sequences, stats.slots // stats.sequences), torch.tensor([-1]))
+    return [(stats, replace(lengths, images=images))]
 
 
 def _images(look: _Look) -> dict[str, Tensor]:
@@ -187,13 +177,6 @@ def _images(look: _Look) -> dict[str, Tensor]:
     }
     shapes = {name: x.to("meta") for name in PIXELS if isinstance(x := look(name), Tensor)}
     return {name: x for name, x in {**grids, **shapes}.items() if x.numel()}
-
-
-def _as_rows(lengths: Lengths) -> Rows:
-    if isinstance(lengths, Rows):
-        return lengths
-    assert lengths is not None
-    return Rows((len(lengths), lengths[0]), torch.tensor([-1]))
 
 
 def _told_rows(ids: Any, look: _Look, pad_id: int | None) -> list[Seen]:
@@ -218,7 +201,9 @@ def _told_rows(ids: Any, look: _Look, pad_id: int | None) -> list[Seen]:
         if (lengths := look(name)) is not None and (told := _told(lengths, len(ids))) is not None:
             return _padded(ids, told.clamp(max=ids.shape[1]))  # counted before the rows were cut
     if pad_id is not None and _fits(labels, ids):
-        return _padded(ids, _between_pads((ids != pad_id) | (labels != -100)))
+        real = ((ids != pad_id) | (labels != -100)).long()
+        spans = ids.shape[1] - real.argmax(1) - real.flip(1).argmax(1)  # pads between tokens are tokens
+        return _padded(ids, torch.where(real.any(1), spans, 0))
     return _dense(ids)
 
 
@@ -260,13 +245,6 @@ def _padded(ids: Tensor, counts: Tensor, *, by_length: bool = False) -> list[See
 def _dense(ids: Tensor) -> list[Seen]:
     rows, length = ids.shape
     return [(SeqStats.from_lengths([length] * rows), Dense((length,) * rows))]
-
-
-def _between_pads(real: Tensor) -> Tensor:
-    """Return the slots from the first real one to the last of every row; pads between them are tokens."""
-    forward, backward = real.long(), real.flip(1).long()
-    spans = real.shape[1] - forward.argmax(1) - backward.argmax(1)
-    return torch.where(real.any(1), spans, 0)
 
 
 def _real(mask: Tensor) -> Tensor:

@@ -12,15 +12,6 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 
 R = TypeVar("R")
-# cuBLAS, autotuners and lazily built tables settle within two runs; the third is what is captured.
-_WARM_UPS = 2
-
-
-class Graph(Protocol):
-    """Captured work that can run again on the same tensors, such as ``torch.cuda.CUDAGraph``."""
-
-    def replay(self) -> None:
-        """Run the whole graph before any later work of the caller."""
 
 
 @runtime_checkable
@@ -36,8 +27,8 @@ class Backend(Protocol):
     def warm_up(self, function: Callable[[], R], *, last: bool) -> R:
         """Run the function once before its capture; the last such run may refuse what a capture would."""
 
-    def capture(self, function: Callable[[], R]) -> tuple[Graph, R]:
-        """Run the function once and record its work as a graph; a replay refills the result's tensors."""
+    def capture(self, function: Callable[[], R]) -> tuple[Any, R]:
+        """Run the function once and record its work; ``replay()`` of it refills the result's tensors."""
 
     def time_s(self, function: Callable[[], object]) -> float | None:
         """Measure the seconds of a run, or return None where times mean nothing."""
@@ -47,13 +38,11 @@ class Backend(Protocol):
 
 
 class CudaBackend:
-    """``torch.cuda.CUDAGraph``: all graphs of it share one memory pool and are captured on one side stream.
-
-    They may share memory because they never run at the same time: see ``pair.Turn``.
-    """
+    """``torch.cuda.CUDAGraph``: graphs share one side stream and, as they take turns, one memory pool."""
 
     name = "cuda"
-    warm_ups = _WARM_UPS
+    # cuBLAS, autotuners and lazily built tables settle within two runs; the third is what is captured.
+    warm_ups = 2
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -75,7 +64,7 @@ class CudaBackend:
         torch.cuda.current_stream().wait_stream(stream)
         return result
 
-    def capture(self, function: Callable[[], R]) -> tuple[Graph, R]:
+    def capture(self, function: Callable[[], R]) -> tuple[Any, R]:
         """Capture with the garbage collector off, which could free earlier graphs' memory meanwhile."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -105,7 +94,7 @@ class CudaBackend:
         """Return the median seconds of some runs, by events on the device."""
         times: list[float] = []
         for _ in range(runs):
-            start, stop = _event(), _event()
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
             start.record()
             function()
@@ -135,10 +124,6 @@ class CudaBackend:
         self._failed.append(graph)  # the allocator of page-locked memory may still ask it what is its own
         generator = torch.cuda.default_generators[device]
         generator.graphsafe_set_state(generator.clone_state())
-
-
-def _event() -> Any:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager

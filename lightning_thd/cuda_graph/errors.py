@@ -75,9 +75,9 @@ def raising_line(error: BaseException) -> str | None:
 
 
 def as_capture_error(error: Exception) -> CaptureError:
-    """Convert an error to a :class:`CaptureError` that names its line."""
+    """Return a :class:`CaptureError` that names an error's line, and holds no traceback, nor its batch."""
     if isinstance(error, CaptureError):
-        return error
+        return CaptureError(error.message, error.where)
     first_line = (str(error).strip() or "no message").splitlines()[0]
     return CaptureError(f"{type(error).__name__}: {first_line}", raising_line(error))
 

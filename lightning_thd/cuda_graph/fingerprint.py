@@ -67,14 +67,10 @@ def _addresses(tensor: Tensor) -> tuple[int, ...]:
 
 
 class Uses:
-    """What a step does with attributes while it is captured.
+    """What a step does with attributes while it is captured."""
 
-    Attributes:
-        written: the attributes that it sets, (id of the module, name); they are no constants to it.
-        read: the names that it reads of a LightningModule, whose hooks may count things that it does not
-            read. None for other modules.
-    """
-
+    # ``written``: those it sets, (id of the module, name), no constants to it. ``read``: names it reads of
+    # a LightningModule, whose hooks may count other things; None for other modules.
     def __init__(self, *others: Uses) -> None:
         self.written: set[tuple[int, str]] = {place for other in others for place in other.written}
         read = [other.read for other in others if other.read is not None]
@@ -146,7 +142,8 @@ class Fingerprint:
         written: dict[int, set[str]] = {}
         for owner, name in uses.written:
             written.setdefault(owner, set()).add(name)
-        spaces = {id(held): _Space(held, "the hooks of every module", True) for held in _global_hooks()}
+        hooks = (getattr(every_module, f"_global{name}") for name in _HOOKS)
+        spaces = {id(held): _Space(held, "the hooks of every module", True) for held in hooks}
         for path, child in used.items():
             left_out = _USUAL.union(written.get(id(child), ()))
             for space in _spaces_of(path, child, left_out, uses.read if child is module else None):
@@ -192,10 +189,6 @@ class Fingerprint:
 
     def _all_keys(self) -> list[Any]:
         return [*chain.from_iterable(space.held for space in self._spaces)]
-
-
-def _global_hooks() -> list[dict[Any, Any]]:
-    return [getattr(every_module, f"_global{name}") for name in _HOOKS]
 
 
 def _spaces_of(

@@ -14,7 +14,6 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_thd.cuda_graph.buckets import Bucket, Layout, make_buckets
 from lightning_thd.packing import PackPlanner
@@ -25,8 +24,6 @@ MaxSequences: TypeAlias = int | Sequence[int] | Literal["auto"]
 
 # A further bucket has to save this share of an eager step, as it costs a capture.
 _WORTH = 0.005
-# Upstream pads to this many sequences by default; the table shows it as a warning.
-_NAIVE = 2048
 _MOST_BUCKETS = 3
 # Three of 32 quantiles are tried in 0.1 s, and more quantiles lower the cost by less than _WORTH.
 _QUANTILES = 32
@@ -39,8 +36,8 @@ class GraphCosts:
     """Times of a step, eager and replayed, in seconds or any one unit.
 
     The defaults stand for a launch-bound step and are a guess to be replaced by measured numbers: a replay of
-    2 / 3 of eager is the 1.5 times speed-up that such steps should reach, and a sequence of 4e-4 lets a
-    bucket of 2,048 fall to 0.67 times eager, in the middle of the modelled range of 0.43 to 0.92.
+    2 / 3 of eager is the 1.5 times speed-up that such steps should reach, and 4e-4 a sequence makes a bucket
+    of 2,048 slower than eager.
 
     Attributes:
         eager: a step without a graph.
@@ -103,19 +100,13 @@ class GraphPlan:
         return "\n".join(lines)
 
     def problem(self) -> str | None:
-        """Return why no graph is worth a capture, or None; print it if a given bucket is too large."""
+        """Return why no graph is worth a capture, or None."""
         if not self.chosen.sequences:
             return "a replay is not expected to be faster than eager for any number of sequences"
-        given = self.chosen.sequences if self.chosen.name == "given" else ()
         if self.chosen.coverage == 0.0:
             return (
-                f"max_sequences={given} is smaller than any batch needs: half of them need "
+                f"max_sequences={self.chosen.sequences} is smaller than any batch needs: half of them need "
                 f"{self.quantiles[0]} or more. Use max_sequences='auto' or {self.quantiles[2]}"
-            )
-        if given and max(given) > 2 * self.quantiles[3]:
-            rank_zero_info(
-                f"max_sequences={max(given)} is more than any sampled batch needs ({self.quantiles[3]}), and "
-                "a replay pays for every one. Use max_sequences='auto'."
             )
         return None
 
@@ -149,7 +140,6 @@ def plan_graphs(
         for k in range(1, _MOST_BUCKETS + 1)
     ]
     chosen = max(choices, key=lambda c: c.speedup)
-    choices.append(_judge(f"one of {_NAIVE}", (max(_NAIVE, -(-slots // max_seqlen)),), needs, costs))
     if given:
         chosen = _judge("given", tuple(sorted(set(given))), needs, costs)
         choices.append(chosen)

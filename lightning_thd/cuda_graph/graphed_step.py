@@ -31,12 +31,12 @@ from lightning_thd.cuda_graph.capture import (
     StepFunction,
     Subject,
     capture_step,
+    differentiable,
+    differentiate,
 )
 from lightning_thd.cuda_graph.errors import CaptureError, as_capture_error
 from lightning_thd.cuda_graph.fingerprint import PLAIN, Fingerprint, Uses
-from lightning_thd.cuda_graph.guards import guarded
-from lightning_thd.cuda_graph.module_state import RandomUse, restored, sharded_by
-from lightning_thd.cuda_graph.pair import differentiable, differentiate
+from lightning_thd.cuda_graph.guards import RandomUse, guarded, restored, sharded_by
 from lightning_thd.parallel.agreement import all_agree
 from lightning_thd.parallel.shard import THDShard
 
@@ -222,7 +222,7 @@ class GraphedStep:
             for step in self._graphs.values():
                 prove(subject, step, example)
         except Exception as error:  # whatever stops a capture, training goes on
-            return _without_traceback(error)
+            return as_capture_error(error)
         return None
 
     def _find_slower(self, example: Example, *, together: bool) -> None:
@@ -298,12 +298,6 @@ def _compare(subject: Subject, step: CapturedStep, example: Example) -> tuple[fl
         eager_s = backend.time_s(lambda: both_ways(subject(batch, *example.rest)))
         replay_s = None if eager_s is None else backend.time_s(lambda: both_ways(step.run(batch)))
     return None if eager_s is None or replay_s is None else (eager_s, replay_s)
-
-
-def _without_traceback(error: Exception) -> CaptureError:
-    """Return the error without its traceback, which would keep the batch alive."""
-    found = as_capture_error(error)  # in a frame that the traceback does not hold
-    return CaptureError(found.message, found.where)
 
 
 def _modes(example: Example) -> tuple[Any, ...]:

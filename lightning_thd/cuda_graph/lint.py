@@ -15,19 +15,19 @@ from torch import nn
 
 from lightning_thd._static import static_shapes
 from lightning_thd.batch import THDBatch
-from lightning_thd.cuda_graph.capture import StepFunction
+from lightning_thd.cuda_graph.buckets import StaticBatch
+from lightning_thd.cuda_graph.capture import StepFunction, differentiable, differentiate
 from lightning_thd.cuda_graph.errors import CaptureError, as_capture_error, reporting_to
-from lightning_thd.cuda_graph.guards import HostValue, guarded
-from lightning_thd.cuda_graph.module_state import (
+from lightning_thd.cuda_graph.guards import (
+    HostValue,
     RandomUse,
+    guarded,
     host_state,
     refuse_host_changes,
     restored,
     without_saved_states,
 )
-from lightning_thd.cuda_graph.pair import differentiable, differentiate
 from lightning_thd.cuda_graph.recording import record
-from lightning_thd.cuda_graph.static_batch import StaticBatch
 from lightning_thd.loss import causal_lm_loss
 from lightning_thd.parallel.shard import THDShard
 

@@ -195,13 +195,8 @@ def _storages(tensor: Tensor) -> set[int]:
 
 
 # Later operators write what these return; a second call would only bring other leftovers of memory.
-_UNFILLED = (
-    "aten::empty",
-    "aten::empty_like",
-    "aten::new_empty",
-    "aten::empty_strided",
-    "aten::new_empty_strided",
-)
+_EMPTY = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
+_UNFILLED = tuple(f"aten::{name}" for name in _EMPTY)
 
 
 # Two views are needed to refuse what cannot be captured: Python functions (``tolist`` never reaches the

@@ -41,6 +41,7 @@ _OWN = re.compile(
 _TRANSFORM = re.compile(r"(?:^|\.)(predictions\.transform|vocab_transform|lm_head\.dense|head\.dense)\.")
 # What is named behind the layers and runs before them.
 _INPUTS = ("embed", "prompt", "prefix", "tower", "audio", "wte", "wpe")
+_NO_LAYERS = ("", "lm_head", "transform", "visual.merger", "visual.patch_embed")
 _TWICE = ("modality_router",)  # AltUp routes before and after a layer
 _PLAIN_MATRICES = ("fn", "hc_fn")  # hyper-connections hold parameters without a module
 _ROUTER = ("gate", "router", "shared_expert_gate")
@@ -118,16 +119,6 @@ def decoder_prefix(names: Iterable[str]) -> str:
             indices[plain[: layer.start(1)].rpartition(".")[0].rpartition(".")[0]].add(layer.group(1))
     named = [prefix for prefix in indices if _TEXT.search(prefix)]
     return max(named or indices, key=lambda prefix: (-prefix.count("."), len(indices[prefix])), default="")
-
-
-def layer_path(module_name: str, decoder: str) -> str:
-    """Return ``"layers.3"`` for the decoder layer ``"model.layers.3"``, "" for any other module."""
-    group, inside = _locate(_WRAPPERS.sub("", module_name + ".") + "weight", decoder)
-    return (
-        group
-        if inside == "weight" and group not in ("lm_head", "transform", "visual.merger", "visual.patch_embed")
-        else ""
-    )
 
 
 def _locate(name: str, decoder: str) -> tuple[str, str]:
@@ -231,7 +222,8 @@ def checkpointing(module: nn.Module) -> tuple[Recompute, set[str]]:
             function = child
         if function is not None:
             functions.append(function)
-            if path := layer_path(name, decoder):
+            path, inside = _locate(_WRAPPERS.sub("", name + ".") + "weight", decoder)
+            if inside == "weight" and path not in _NO_LAYERS:
                 layers.add(path)
     if not functions:
         return "none", layers

@@ -21,13 +21,11 @@ from lightning_thd.flops.terms import (
     Tokens,
     units,
 )
-from lightning_thd.flops.torch_counter import count_layers
+from lightning_thd.flops.torch_counter import StepCounter, counted_layers
 from lightning_thd.stats import SeqStats, Vision, Window
 
 if TYPE_CHECKING:
     from torch import nn
-
-Builder: TypeAlias = Callable[[Any], Sequence[Layer]]
 
 _Table: TypeAlias = dict[tuple[str, Basis, Window | None], int]
 
@@ -90,7 +88,7 @@ class FlopsModel:
             "forward": _sum_terms(self, lambda layer, term: term.forward),
         }
         for policy, again in _RUN_AGAIN.items():
-            tables[policy] = _sum_terms(self, partial(_again, again))
+            tables[policy] = _sum_terms(self, partial(_cost_again, again))
         seen = {(basis, window) for _, basis, window in tables["forward"]}
         terms = [term for layer in self.layers for term in layer.terms if (term.basis, term.window) in seen]
         of_text = [t for t in terms if t.basis in ("pair", "all_pair")]
@@ -115,10 +113,10 @@ class FlopsModel:
 
         Args:
             config: ``PretrainedConfig`` or the content of a ``config.json``.
-            causal: how pairs are counted.
+            causal: how pairs are counted; this and the rest are attributes of the class.
             tokens: what a token is.
-            embedding: count the embedding table as a matmul.
-            router: count the routers of expert layers.
+            embedding: count the embedding table.
+            router: count the routers.
             recompute: activation checkpointing.
 
         Raises:
@@ -147,17 +145,11 @@ class FlopsModel:
             stats: of the batch that ``run`` uses.
         """
         name = type(module).__name__
-        return FlopsModel(name=name, layers=count_layers(run, stats, name=name), tokens="slots")
+        with StepCounter() as counter:
+            run()
+        return FlopsModel(name=name, layers=counted_layers(counter, stats, name=name), tokens="slots")
 
-    @staticmethod
-    def register(model_type: str, builder: Builder) -> None:
-        """Register how ``from_config`` reads a further model family.
-
-        Args:
-            model_type: ``config.model_type``.
-            builder: from a config to its layers, made with ``flops.terms`` and ``flops.families.parts``.
-        """
-        register(model_type, builder)
+    register = staticmethod(register)
 
     @property
     def windows(self) -> tuple[Window, ...]:
@@ -261,8 +253,10 @@ def _sum_terms(model: FlopsModel, cost: Callable[[Layer, Term], int]) -> _Table:
     return table
 
 
-def _again(runs_again: Callable[[Term], bool], layer: Layer, term: Term) -> int:
-    return term.recomputed if layer.recomputable and runs_again(term) else 0
+def _cost_again(runs_again: Callable[[Term], bool], layer: Layer, term: Term) -> int:
+    if not layer.recomputable or not runs_again(term):
+        return 0
+    return term.forward if term.again is None else term.again
 
 
 def check_conventions(**given: str) -> None:
@@ -319,14 +313,9 @@ def _scaled_layers(member: Member, policy: Recompute) -> list[Layer]:
 
 def _scaled_term(term: Term, member: Member) -> Term:
     if term.basis == "merged_patch":  # models may merge different numbers of patches
-        merge = member.model.merge
-        term = replace(
-            term,
-            basis="patch",
-            forward=term.forward // merge,
-            input_grad=term.input_grad // merge,
-            weight_grad=term.weight_grad // merge,
-        )
+        names = ("forward", "input_grad", "weight_grad")
+        merged: Any = {name: getattr(term, name) // member.model.merge for name in names}
+        term = replace(term, basis="patch", **merged)
     return replace(
         term,
         forward=round(term.forward * (member.training + member.forward)),
@@ -336,10 +325,8 @@ def _scaled_term(term: Term, member: Member) -> Term:
     )
 
 
-COUNTS = tuple(each.name for each in fields(SeqStats) if not each.name.endswith("window_pairs"))
-
-
 # SeqStats as a list of integers of fixed length: the form in which they cross ranks and fill tensors.
+COUNTS = tuple(each.name for each in fields(SeqStats) if not each.name.endswith("window_pairs"))
 
 
 def num_ints(model: FlopsModel | None) -> int:
@@ -349,24 +336,17 @@ def num_ints(model: FlopsModel | None) -> int:
 
 def to_ints(stats: SeqStats, model: FlopsModel | None) -> list[int]:
     """Return the counts as a list in a fixed order, then the pairs of every window of ``model``."""
-    counts = [int(getattr(stats, name)) for name in COUNTS]
-    if model is None:
-        return counts
     pairs, areas = dict(stats.window_pairs), dict(stats.vision_window_pairs)
     return [
-        *counts,
-        *(pairs.get(window, 0) for window in model.windows),
-        *(areas.get(edge, 0) for edge in model.vision_windows),
+        *(int(getattr(stats, name)) for name in COUNTS),
+        *(pairs.get(window, 0) for window in (model.windows if model else ())),
+        *(areas.get(edge, 0) for edge in (model.vision_windows if model else ())),
     ]
 
 
 def from_ints(values: Sequence[int] | Sequence[float], model: FlopsModel | None) -> SeqStats:
     """Return the ``SeqStats`` that a list made by ``to_ints`` describes."""
-    if len(values) != num_ints(model):
-        raise ValueError(
-            f"{len(values)} counts came where {num_ints(model)} were wanted: they were made for a model with "
-            "other attention windows. Start a new counter for this one."
-        )
+    assert len(values) == num_ints(model), "the counts are those of another model"
     whole = [int(value) for value in values]
     rest = iter(whole[len(COUNTS) :])
     windows = tuple((window, next(rest)) for window in model.windows) if model else ()

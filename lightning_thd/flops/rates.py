@@ -46,7 +46,8 @@ def throughput(
         ValueError: for no time, no device, or a peak that is not positive.
     """
     passed = "Read the clock before and after: a rate needs time that has passed."
-    seconds = real_number(seconds, "seconds", advice=passed)
+    seconds = real_number(seconds, "seconds", above=0, advice=passed)
+    check_peak(peak)
     choice(work, "work", *get_args(Work))
     devices = whole_number(devices, "devices", least=1, advice="It is the number that did the work.")
     if microbatches is not None:
@@ -67,11 +68,6 @@ def rates(
     peak: float | None = None,
 ) -> dict[str, float]:
     """Return the metrics that depend on time (rates, MFU, HFU) of work whose FLOPs are counted."""
-    check_peak(peak)
-    if not (seconds > 0 and math.isfinite(seconds)):
-        raise ValueError(
-            f"seconds={seconds}: a rate needs time that has passed. Read the clock before and after."
-        )
     totals = {
         "items": float(stats.slots),
         "real_items": float(stats.real_tokens + stats.shared_tokens),
@@ -115,9 +111,8 @@ def packing(stats: SeqStats, flops: FlopsBreakdown | None) -> dict[str, float]:
 
 def check_peak(peak: object) -> None:
     """Refuse a peak that is neither None nor a positive, finite number of FLOP/s."""
-    if peak is None:
-        return
-    if not isinstance(peak, (int, float)) or isinstance(peak, bool) or not 0 < peak < math.inf:
+    number = isinstance(peak, (int, float)) and not isinstance(peak, bool)
+    if peak is not None and not (number and 0 < peak < math.inf):  # type: ignore[operator]
         raise ValueError(
             f"peak={peak!r} is not a device's dense FLOP/s. Give a positive number, such as 989.4e12 for an "
             "H100 in bf16, 'measure' to time matmuls, or 'auto' to look the device up."

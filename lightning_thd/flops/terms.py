@@ -44,11 +44,6 @@ class Term:
     again: int | None = None  # FLOPs per unit that a checkpointed layer runs again; None for the forward's
 
     @property
-    def recomputed(self) -> int:
-        """Return the FLOPs per unit that activation checkpointing runs again."""
-        return self.forward if self.again is None else self.again
-
-    @property
     def training(self) -> int:
         """Return the FLOPs per unit of the forward and the backward pass."""
         return self.forward + self.input_grad + self.weight_grad

@@ -9,12 +9,11 @@ Kernels launched past torch's dispatcher, as flash-linear-attention's are, canno
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from math import prod
 from typing import Any, TypeAlias
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from lightning_thd.flops.terms import Layer, Term
@@ -58,15 +57,6 @@ def formulas() -> dict[Any, Any]:
         if hasattr(getattr(torch.ops, namespace), name):
             found[getattr(getattr(torch.ops, namespace), name)] = formula
     return found
-
-
-def unknown_product(packet: Any) -> str | None:
-    """Return the name of an operator that may multiply and has no FLOP formula, or None."""
-    qualified = str(getattr(packet, "_qualified_op_name", packet))
-    namespace, _, operator = qualified.partition("::")
-    if namespace in _PLAIN:
-        return qualified if operator in _PRODUCTS else None
-    return qualified
 
 
 def _grouped(a: _Shape, b: _Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
@@ -120,23 +110,16 @@ class StepCounter(FlopCounterMode):
                 self.attention[name, rows, length] += self.flop_registry[func_packet](
                     *args, **kwargs, out_val=out
                 )
-        elif (unknown := unknown_product(func_packet)) is not None:
-            self.unknown.add(unknown)
+        else:
+            named = str(getattr(func_packet, "_qualified_op_name", func_packet))
+            namespace, _, operator = named.partition("::")
+            if namespace not in _PLAIN or operator in _PRODUCTS:
+                self.unknown.add(named)
         return super()._count_flops(func_packet, out, args, kwargs)  # type: ignore[no-untyped-call]
 
 
-def count_layers(run: Callable[[], object], stats: SeqStats, *, name: str) -> tuple[Layer, ...]:
-    """Count one training step; return its FLOPs as layers that scale with slots and pairs."""
-    rank_zero_info(
-        f"FLOPs of {name} are those of one step under torch's FlopCounterMode, scaled by its size."
-    )
-    with StepCounter() as counter:
-        run()
-    return counted_layers(counter, stats, name=name)
-
-
 def counted_layers(counter: StepCounter, stats: SeqStats, *, name: str) -> tuple[Layer, ...]:
-    """Convert what ``counter`` saw of one training step to layers; see ``count_layers``."""
+    """Convert what ``counter`` saw of one training step to layers that scale with its slots and pairs."""
     matmuls = counter.get_total_flops() - sum(counter.attention.values())
     if not matmuls or not stats.slots:
         raise ValueError(

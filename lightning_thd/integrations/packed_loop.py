@@ -29,7 +29,7 @@ from lightning_thd.callbacks.module_flops import ModuleFlops
 from lightning_thd.cuda_graph import GraphCosts, GraphedStep
 from lightning_thd.cuda_graph.backend import Backend, CudaBackend
 from lightning_thd.cuda_graph.graph_choice import MaxSequences, plan_for, sequence_counts
-from lightning_thd.cuda_graph.module_state import sharded_by
+from lightning_thd.cuda_graph.guards import sharded_by
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
 from lightning_thd.data.trainer_link import model_alignment

@@ -1,4 +1,4 @@
-"""Lengths and plans -> pictures: packs as lanes, lengths before and after, load of experts, work of ranks."""
+"""Plans -> pictures: packs as lanes, work of ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ def draw_packs(
     *,
     held: Sequence[Sequence[int]] | None = None,
     theme: Theme = "light",
-    title: str = "",
     width: float = 8.0,
 ) -> Any:
     """Draw packs as lanes, one colour a sequence, with what is left empty at the end.
@@ -35,7 +34,6 @@ def draw_packs(
         capacity: slots of a pack.
         held: of each sequence, its first tokens that one before it in its pack holds; none when absent.
         theme: ``light`` or ``dark``.
-        title: over the picture; the fill when empty.
         width: of the picture, in inches; lanes are as much lower as it is narrower.
 
     Returns:
@@ -43,7 +41,12 @@ def draw_packs(
     """
     held = [[0] * len(pack) for pack in packs] if held is None else held
     own = [[n - m for n, m in zip(*lane, strict=True)] for lane in zip(packs, held, strict=True)]
-    _require_fit(own, capacity)
+    if capacity < 1:
+        raise ValueError(f"capacity={capacity}; wanted the slots of a pack, 1 or more.")
+    if (longest := max((sum(pack) for pack in own), default=0)) > capacity:
+        raise ValueError(
+            f"A pack holds {longest} tokens but capacity={capacity}. Pass the capacity it was made for."
+        )
     look = look_of(theme)
     figure = new_figure(width, 0.8 + 0.34 * width / 8 * max(2, len(packs)), theme)
     axes = figure.add_subplot()
@@ -60,29 +63,12 @@ def draw_packs(
             start += length
     used, shared = sum(map(sum, own)), sum(map(sum, held))
     filled = used / (capacity * len(packs)) if packs else 0.0
-    said = title or f"{len(packs)} packs, {sum(map(len, packs)):,} sequences, {filled:.1%} filled"
-    said += f", {shared / (used + shared):.1%} shared" if shared and not title else ""
+    said = f"{len(packs)} packs, {sum(map(len, packs)):,} sequences, {filled:.1%} filled"
+    said += f", {shared / (used + shared):.1%} shared" if shared else ""
     dress(axes, theme, title=said, x="slot", y="pack", grid=False)
     axes.set_yticks(range(len(packs)))
     axes.set_ylim(max(len(packs), 1) - 0.5, -0.5)
     axes.set_xlim(0, capacity)
-    return figure
-
-
-def draw_lengths(
-    lengths: Sequence[int], packs: Sequence[Sequence[int]], capacity: int, *, theme: Theme = "light"
-) -> Any:
-    """Draw the lengths of sequences, and how full the packs made of them are."""
-    _require_fit(packs, capacity)
-    figure = new_figure(8, 3.2, theme)
-    before, after = figure.subplots(1, 2)
-    before.hist(lengths, bins=40, color=CYCLE[0])
-    dress(before, theme, title=f"{len(lengths):,} sequences", x="tokens", y="sequences")
-    after.hist([sum(pack) for pack in packs], bins=40, range=(0, capacity), color=CYCLE[2])
-    dress(after, theme, title=f"{len(packs):,} packs of {capacity:,} slots", x="tokens", y="packs")
-    for axes in (before, after):
-        axes.yaxis.get_major_locator().set_params(integer=True)
-        axes.xaxis.get_major_locator().set_params(nbins=6)
     return figure
 
 
@@ -100,13 +86,8 @@ def draw_work(before: Sequence[float], after: Sequence[float], *, theme: Theme =
         (0.2, after, CYCLE[0], "planned"),
     ):
         slowest = max(values) / (sum(values) / len(values) or 1.0)
-        axes.bar(
-            ranks + offset,
-            np.asarray(values) / mean,
-            0.4,
-            color=colour,
-            label=f"{name}: {slowest:.2f} x mean",
-        )
+        label = f"{name}: {slowest:.2f} x mean"
+        axes.bar(ranks + offset, np.asarray(values) / mean, 0.4, color=colour, label=label)
     axes.axhline(1.0, color=look_of(theme).quiet, linewidth=1, linestyle="--")
     dress(axes, theme, title="work of each rank in one step", x="rank", y="work / mean")
     if len(ranks) <= _NAMED:
@@ -114,13 +95,3 @@ def draw_work(before: Sequence[float], after: Sequence[float], *, theme: Theme =
     # Above the right end of the axes, where no bar lies under it.
     legend(axes, theme, ncols=2, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2)
     return figure
-
-
-def _require_fit(packs: Sequence[Sequence[int]], capacity: int) -> None:
-    if capacity < 1:
-        raise ValueError(f"capacity={capacity}; wanted the slots of a pack, 1 or more.")
-    longest = max((sum(pack) for pack in packs), default=0)
-    if longest > capacity:
-        raise ValueError(
-            f"A pack holds {longest} tokens but capacity={capacity}. Pass the capacity it was made for."
-        )

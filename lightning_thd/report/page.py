@@ -1,4 +1,4 @@
-"""The ``metrics.csv`` files of a run -> its table, and one page: numbers on top, curves below, versions."""
+"""The ``metrics.csv`` files of a run -> its table, and one picture with numbers, curves and versions."""
 
 from __future__ import annotations
 
@@ -59,7 +59,6 @@ PARTS = {
     "other": "logging and the rest",
 }
 
-_COLOURS = "body { background: $paper; color: $ink } .card { border-color: $quiet }"
 _DARK = "(prefers-color-scheme: dark)"
 _PAGE = Template("""<!doctype html>
 <html lang="en">
@@ -68,21 +67,14 @@ _PAGE = Template("""<!doctype html>
 <title>Training run</title>
 <style>
 body { font: 15px system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
-.cards { display: grid; gap: 1rem; margin: 1.5rem 0;
-  grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)) }
-.card { border: 1px solid; border-radius: .5rem; padding: .8rem }
-.card b { display: block; font-size: 1.6rem }
 img { width: 100% }
 td { padding: .2rem 0 }
 td + td { text-align: right; padding-left: .8rem }
-small { opacity: .75 }
 $colours
 </style>
 <h1>Training run</h1>
-<div class="cards">$cards</div>
 <picture>$images</picture>
 <table>$rows</table>
-<p><small>$versions</small></p>
 </html>
 """)
 
@@ -93,10 +85,7 @@ def number(value: float) -> str:
 
 
 def read_metrics(folder: str | Path) -> Series:
-    """Read every ``metrics.csv`` below a folder, a later run's value replacing an earlier one's.
-
-    Args:
-        folder: what ``CSVLogger(folder)`` was given.
+    """Read every ``metrics.csv`` below a folder of CSVLogger; later runs replace earlier values.
 
     Returns:
         For every metric its (step, value) pairs, sorted by step.
@@ -104,8 +93,6 @@ def read_metrics(folder: str | Path) -> Series:
     Raises:
         ValueError: when there is no ``metrics.csv``.
     """
-    if not Path(folder).is_dir():
-        raise ValueError(f"{folder} is no folder. Pass the one that CSVLogger was given.")
     files = sorted(Path(folder).rglob("metrics.csv"), key=lambda file: file.stat().st_mtime)
     if not files:
         raise ValueError(
@@ -153,80 +140,52 @@ def show(folder: str | Path, *, theme: PageTheme = "auto") -> None:
 
 
 def picture(series: Series, file: str | Path, *, theme: Theme = "light") -> Path:
-    """Draw the page of a run as a PNG.
-
-    Args:
-        series: of ``read_metrics``.
-        file: the PNG to write.
-        theme: ``light`` or ``dark``.
-
-    Returns:
-        The file.
-
-    Raises:
-        ModuleNotFoundError: without matplotlib.
-        ValueError: for a folder.
-    """
-    path = _file(file, "report.png")
+    """Draw the numbers and curves of what ``read_metrics`` read into a PNG file; needs matplotlib."""
     figure = draw_page(series, theme)
-    figure.savefig(path, dpi=120, facecolor=figure.get_facecolor())
-    return path
+    figure.savefig(file, dpi=120, facecolor=figure.get_facecolor())
+    return Path(file)
 
 
 def page(series: Series, file: str | Path, *, theme: PageTheme = "auto") -> Path:
-    """Write the page of a run as one HTML file that needs no other.
+    """Write the picture and the table of a run as one HTML file that needs no other; needs matplotlib.
 
     Args:
         series: of ``read_metrics``.
         file: the HTML file to write.
         theme: ``light``, ``dark``, or ``auto`` to follow the dark setting of whoever reads it.
-
-    Returns:
-        The file.
-
-    Raises:
-        ModuleNotFoundError: without matplotlib.
-        ValueError: for a folder.
     """
-    found, path = table(series), _file(file, "report.html")
-    usual: Theme = "light" if theme == "auto" else theme
+    found, usual = table(series), "light" if theme == "auto" else theme
     colours, image = _colours(usual), f'<img alt="{html.escape("; ".join(map(_title, _shown(series))))}" '
     images = f'{image}src="{_data_of(series, usual)}">'
     if theme == "auto":
         colours += f" @media {_DARK} {{ {_colours('dark')} }}"
         images = f'<source media="{_DARK}" srcset="{_data_of(series, "dark")}">{images}'
-    cards = "".join(
-        f'<div class="card"><b>{html.escape(value)}</b><span>{html.escape(title)}</span>, {kind}</div>'
-        for title, value, kind in _headlines(series)
-    )
     rows = "".join(
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
         for row in (found.columns, *found.rows)
     )
-    about = html.escape(_versions())
-    path.write_text(_PAGE.substitute(colours=colours, cards=cards, images=images, rows=rows, versions=about))
-    return path
+    Path(file).write_text(_PAGE.substitute(colours=colours, images=images, rows=rows))
+    return Path(file)
 
 
 def _colours(theme: Theme) -> str:
-    look = look_of(theme)
-    return Template(_COLOURS).substitute(paper=look.paper, ink=look.ink, quiet=look.quiet)
+    return f"body {{ background: {look_of(theme).paper}; color: {look_of(theme).ink} }}"
 
 
 def _data_of(series: Series, theme: Theme) -> str:
-    """Return the curves of a run as the address of a PNG that holds the picture itself."""
-    figure, image = draw_page(series, theme, numbers=False), io.BytesIO()
+    """Return the picture of a run as the address of a PNG that holds the picture itself."""
+    figure, image = draw_page(series, theme), io.BytesIO()
     figure.savefig(image, dpi=200, format="png", facecolor=figure.get_facecolor())  # twice a screen's
     return f"data:image/png;base64,{base64.b64encode(image.getvalue()).decode()}"
 
 
-def draw_page(series: Series, theme: Theme, *, numbers: bool = True) -> Any:
+def draw_page(series: Series, theme: Theme) -> Any:
     """Draw a run's last numbers and versions, its curves, and the parts of a step's time."""
     look, shown = look_of(theme), _shown(series)
     panels = len(shown) + bool(step_times(series))
-    rows = math.ceil(panels / 2)
-    figure = new_figure(9, 1.4 * numbers + 2.5 * max(rows, 1), theme)
-    grid = figure.add_gridspec(max(rows, 1), 2)
+    rows = max(math.ceil(panels / 2), 1)
+    figure = new_figure(9, 1.4 + 2.5 * rows, theme)
+    grid = figure.add_gridspec(rows, 2)
     for i in range(panels):
         single = i == panels - 1 and panels % 2  # it takes the whole row
         axes = figure.add_subplot(grid[i // 2, slice(None) if single else i % 2])
@@ -234,10 +193,9 @@ def draw_page(series: Series, theme: Theme, *, numbers: bool = True) -> Any:
             _draw_curve(axes, series, shown[i], theme)
         else:
             draw_waterfall(axes, series, theme=theme)
-    if numbers:
-        told = "      ".join(f"{value}  {title}, {kind}" for title, value, kind in _headlines(series))
-        figure.suptitle(told, color=look.ink, fontsize=12, x=0.02, ha="left")
-        figure.supxlabel(_versions(), color=look.ink, alpha=0.75, fontsize=8)
+    told = "      ".join(_headlines(series))
+    figure.suptitle(told, color=look.ink, fontsize=12, x=0.02, ha="left")
+    figure.supxlabel(_versions(), color=look.ink, alpha=0.75, fontsize=8)
     return figure
 
 
@@ -267,13 +225,6 @@ def draw_waterfall(axes: Any, series: Series, *, theme: Theme = "light") -> None
     axes.set_yticks([])
     axes.set_ylim(len(times) - 0.6, -0.7)
     axes.set_xlim(0, total)
-
-
-def _file(given: str | Path, such_as: str) -> Path:
-    path = Path(given)
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder. Pass the file to write, such as {path / such_as}.")
-    return path
 
 
 def _shown(series: Series) -> list[tuple[str, ...]]:
@@ -316,15 +267,14 @@ def _finite(series: Series, name: str) -> list[tuple[int, float]]:
     return [(step, value * factor) for step, value in series.get(name, []) if math.isfinite(value)]
 
 
-def _headlines(series: Series) -> list[tuple[str, str, str]]:
+def _headlines(series: Series) -> list[str]:
     """Return the top numbers of a page with their titles: the last loss, and the medians of rates."""
     found = []
     for name in _TOP:
         values = [value for _, value in _finite(series, name)]
         if values:
-            kind = "last" if name == "train/loss" else "median"
-            value = values[-1] if kind == "last" else _median(values)
-            found.append((ROWS[name].title, number(value) + ROWS[name].unit, kind))
+            kind, value = ("last", values[-1]) if name == "train/loss" else ("median", _median(values))
+            found.append(f"{number(value)}{ROWS[name].unit}  {ROWS[name].title}, {kind}")
     return found
 
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from lightning_thd import THDBatch
 from lightning_thd.alignment import Alignment
 from lightning_thd.callbacks.cuda_graph import Bucket, CaptureError, make_buckets
-from lightning_thd.cuda_graph.buckets import choose
-from lightning_thd.cuda_graph.static_batch import StaticInputs
+from lightning_thd.cuda_graph.buckets import StaticInputs, choose
 from lightning_thd.seqlens import check_cu_seqlens
 from tests.cuda_graph.support import pad_batch
 

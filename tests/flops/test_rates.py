@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import pytest
-
 from lightning_thd.flops import FlopsModel, SeqStats, throughput
 from lightning_thd.flops.model import from_ints, num_ints, to_ints
 from lightning_thd.flops.terms import Layer, matmul, scores
@@ -46,5 +44,3 @@ def test_counts_survive_the_trip_through_integers() -> None:
     stats = SeqStats.from_lengths([3, 30], windows=model.windows, slots=64)
     assert from_ints(to_ints(stats, model), model) == stats
     assert len(to_ints(SeqStats(), model)) == num_ints(model) == num_ints(None) + 2
-    with pytest.raises(ValueError, match="counts came where .* were wanted"):
-        from_ints([1, 2], model)

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_thd.report import page, picture, table
 from lightning_thd.report.look import LOOKS, Theme, look_of, new_figure, short
-from lightning_thd.report.packs import draw_lengths, draw_packs, draw_work
+from lightning_thd.report.packs import draw_packs, draw_work
 from lightning_thd.report.page import PARTS, draw_page, draw_waterfall, step_times
 from lightning_thd.report.terminal import Table, show_table
 
@@ -34,7 +34,6 @@ def test_packs_lie_end_to_end(theme: Theme, tmp_path: Path) -> None:
     assert figure.axes[0].get_title(loc="left") == "3 packs, 6 sequences, 90.0% filled"
     figure.savefig(tmp_path / "packs.png")
     assert (tmp_path / "packs.png").stat().st_size > 5_000
-    draw_lengths([3, 5, 2, 9], PACKS, 10, theme=theme).savefig(tmp_path / "lengths.png")
 
 
 def test_what_another_sequence_holds_is_not_drawn() -> None:
@@ -65,8 +64,7 @@ def test_what_cannot_be_drawn(call: Any, message: str) -> None:
 
 def test_the_page_needs_no_other_file_and_says_the_numbers(tmp_path: Path) -> None:
     text = page(SERIES, tmp_path / "report.html", theme="dark").read_text()
-    assert "<b>2.25</b><span>loss</span>, last" in text
-    assert "<b>50%</b><span>MFU</span>, median" in text
+    assert "<tr><td>MFU</td><td>50%</td><td>50%</td><td>75%</td></tr>" in text
     assert not re.findall(r'(?:src|href)="(?!data:)', text)
     assert LOOKS["dark"].paper in text
     assert "nan" not in re.sub(r"base64,[^\"]*", "", text)
@@ -96,9 +94,10 @@ def test_a_waterfall_ends_where_its_parts_add_up_to() -> None:
 
 
 def test_curves_are_inside_their_axes() -> None:
-    loss, fill = draw_page(
-        {"train/loss": [(0, 1.0), (1, -3.0)], "train/packing/fill": [(0, 0.99)]}, "light"
-    ).axes
+    series = {"train/loss": [(0, 1.0), (1, -3.0)], "train/packing/fill": [(0, 0.99)]}
+    figure = draw_page(series, "light")
+    loss, fill = figure.axes
+    assert "-3  loss, last" in figure.get_suptitle()
     assert loss.get_ylim()[0] < -3  # preference losses may be below 0
     assert fill.lines[0].get_marker() == "o"  # a line of one point is none
 

@@ -43,11 +43,10 @@ def moe(sizes: Sizes, index: int, *, gated: bool) -> list[Term]:
     num_experts = sizes.optional(*_NUM_EXPERTS)
     if num_experts == 0:  # granitemoehybrid without experts keeps the shared MLP
         return parts.mlp(hidden, shared, gated=gated, name="shared")
+    inner = sizes.size("moe_intermediate_size", default=sizes.inner)
     return parts.experts(
         hidden,
-        sizes.inner
-        if sizes.model_type == "hunyuan_v1_moe"
-        else sizes.size("moe_intermediate_size", default=sizes.inner),
+        sizes.inner if sizes.model_type == "hunyuan_v1_moe" else inner,
         num_experts=num_experts,
         top_k=active_experts(sizes, index),
         gated=gated,
@@ -75,12 +74,8 @@ def shared_size(sizes: Sizes) -> int:
     """Return the intermediate size of all shared experts together, 0 for none."""
     if sizes.model_type in ("llama4_text", "hunyuan_v1_moe"):
         return sizes.inner
-    names = (
-        "shared_expert_intermediate_size",
-        "shared_intermediate_size",
-        "moe_shared_expert_intermediate_size",
-    )
-    if size := sizes.optional(*names):
+    names = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
+    if size := sizes.optional(*names, "shared_intermediate_size"):
         return size
     count = sizes.optional("n_shared_experts", "moe_num_shared_experts", "num_shared_experts")
     return count * (sizes.optional("moe_intermediate_size") or sizes.inner)

@@ -49,7 +49,12 @@ def read_config(config: Any) -> tuple[str, tuple[Layer, ...], int, int | None]:
 
 
 def register(model_type: str, builder: Callable[[Any], Sequence[Layer]]) -> None:
-    """Add or replace a family; see ``FlopsModel.register``."""
+    """Register how ``FlopsModel.from_config`` reads a further model family.
+
+    Args:
+        model_type: ``config.model_type``.
+        builder: from a config to its layers, made with ``flops.terms`` and ``flops.families.parts``.
+    """
     if not model_type or not callable(builder):
         raise ValueError(
             f"register({model_type!r}, {builder!r}) wants a model_type and a function from config to layers."
@@ -63,6 +68,9 @@ _REGISTERED: dict[str, Callable[[Any], Sequence[Layer]]] = {}
 def _decoder(sizes: Sizes, *, gated: bool = True) -> list[Layer]:
     """Return decoder layers, each a mixer, then an MLP or experts."""
     sparse = expert_layers(sizes)
+    dropouts = ("resid_pdrop", "residual_dropout", "hidden_dropout", "hidden_dropout_prob", "dropout")
+    # A norm or dropout behind a layer's last matmul keeps the output of that.
+    followed = sizes.model_type in _NORM_AFTER or sizes.get(*dropouts, default=0.0) > 0
     layers = _between_widths(sizes, "project_in")
     for index in range(sizes.num_layers):
         feed_forward = (
@@ -71,17 +79,10 @@ def _decoder(sizes: Sizes, *, gated: bool = True) -> list[Layer]:
             else parts.mlp(sizes.hidden, _dense_inner(sizes), gated=gated)
         )
         terms = (*mixer(sizes, index), *feed_forward)
-        if _something_follows(sizes):
+        if followed:
             terms = tuple(replace(term, last=False) for term in terms)
         layers.append(Layer(path=f"layers.{index}", terms=terms))
     return [*layers, *_between_widths(sizes, "project_out")]
-
-
-def _something_follows(sizes: Sizes) -> bool:
-    """Return whether a norm or dropout follows a layer's last matmul, whose output is then kept."""
-    names = ("resid_pdrop", "residual_dropout", "hidden_dropout", "hidden_dropout_prob", "dropout")
-    dropout = sizes.get(*names, default=0.0)
-    return sizes.model_type in _NORM_AFTER or dropout > 0
 
 
 def _mixers_only(sizes: Sizes) -> list[Layer]:

@@ -50,10 +50,7 @@ def deepseek_v4(sizes: Sizes) -> list[Layer]:
 def _streams(hidden: int, streams: int, *, last: bool = False) -> list[Term]:
     """Return a hyper-connection's terms: n + n + n^2 coefficients out of all streams, an n x n product."""
     mix = recurrence("stream_mix", 2 * streams**2 * hidden)
-    return [
-        matmul("stream_weights", (2 + streams) * streams * streams * hidden),
-        replace(mix, last=last),
-    ]
+    return [matmul("stream_weights", (2 + streams) * streams * streams * hidden), replace(mix, last=last)]
 
 
 def _v4_attention(sizes: Sizes, kind: str) -> list[Term]:
@@ -110,7 +107,9 @@ def gemma3n(sizes: Sizes) -> list[Layer]:
     layers = [*_own_inputs(sizes), lone("altup_projections", matmul("altup_in", widened))]
     for index in range(sizes.num_layers):
         terms = [
-            *_altup(hidden, streams),
+            # Streams are predicted and corrected by two routings and an n x n product.
+            matmul("altup", 2 * hidden * streams + streams**3 + streams**2),
+            recurrence("altup_mix", 2 * hidden * streams**2),
             matmul("laurel", 2 * hidden * sizes.size("laurel_rank")),
             *_gemma_attention(sizes, index, heads=sizes.kv_heads, head_dim=sizes.head_dim),
             *parts.mlp(hidden, inner if isinstance(inner, int) else inner[index], last=False),
@@ -153,18 +152,9 @@ def _own_inputs(sizes: Sizes) -> list[Layer]:
 def _own_input(sizes: Sizes) -> list[Term]:
     """Return the terms of a layer's gate on its per-layer input, and of the projection back."""
     width = sizes.optional("hidden_size_per_layer_input")
+    macs = sizes.hidden * width
     # A norm follows, whose backward needs the last output.
-    return (
-        [matmul("own_gate", sizes.hidden * width), matmul("own_out", width * sizes.hidden)] if width else []
-    )
-
-
-def _altup(hidden: int, streams: int) -> list[Term]:
-    """Return the terms that predict and correct the streams: two routings and an n x n product."""
-    return [
-        matmul("altup", 2 * hidden * streams + streams**3 + streams**2),
-        recurrence("altup_mix", 2 * hidden * streams**2),
-    ]
+    return [matmul("own_gate", macs), matmul("own_out", macs)] if width else []
 
 
 def _gemma_attention(sizes: Sizes, index: int, *, heads: int, head_dim: int) -> list[Term]:
@@ -193,19 +183,14 @@ def _gemma_heads(sizes: Sizes, index: int) -> tuple[int, int]:
         own = Sizes(table[index])
         return own.kv_heads, own.head_dim
     if table is not None:
-        own = Sizes(_table_row(table, index, kind))
+        keys = (key for key in table if key == kind or (str(key).isdigit() and int(key) == index))
+        own = Sizes(table[key] if (key := next(keys, None)) is not None else {})  # by number ("05") or kind
         heads = own.size("num_key_value_heads", default=sizes.kv_heads)
         return heads, own.size("head_dim", default=sizes.head_dim)
     if kind != "full_attention":
         return sizes.kv_heads, sizes.head_dim
     shared = sizes.get("num_global_key_value_heads") if sizes.get("attention_k_eq_v", default=True) else None
     return shared or sizes.kv_heads, sizes.size("global_head_dim", default=512)
-
-
-def _table_row(table: Mapping[Any, Any], index: int, kind: str | None) -> Any:
-    """Return the entry of a saved table for a layer, by its number ("05") or its kind."""
-    keys = (key for key in table if key == kind or (str(key).isdigit() and int(key) == index))
-    return table[key] if (key := next(keys, None)) is not None else {}
 
 
 _TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
@@ -236,9 +221,8 @@ def tower(config: Sizes) -> tuple[list[Layer], int, int | None]:
     wide = hidden * merge
     out = sizes.size("hidden_size" if older else "out_hidden_size")
     projectors = 1 + len(sizes.get("deepstack_visual_indexes", default=()))
-    projector = matmul(
-        "projector", projectors * (wide * wide + wide * out), kind="vision", basis="merged_patch"
-    )
+    macs = projectors * (wide * wide + wide * out)
+    projector = matmul("projector", macs, kind="vision", basis="merged_patch")
     return [*layers, lone("visual.merger", projector)], merge, sizes.size("patch_size")
 
 
