@@ -87,54 +87,46 @@ def varlen_attention(
     return run(choose(backend, describe(q_THD, v_THD, spec, sinks)), q_THD, k_THD, v_THD, at, spec, sinks)
 
 
-class BoundAttention:
-    """``varlen_attention`` with all checks made and the kernel chosen: for layers of one kind and one batch.
+# Takes q, k and v ``[1, H, T, D]``, as transformers has them, and sinks; returns ``[1, T, H, E]``.
+Bound = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
-    It takes tensors of the shapes, dtypes and device, under the autocast, that it was bound with; the caller
-    compares these. Offsets on the CPU are read and checked once, here. ``keys`` int64 ``[Tkv]`` are the rows
-    of k and v that offsets of keys speak of, if these are not all in order.
+
+def bind(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    *,
+    causal: bool,
+    window: int | tuple[int, int] | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None = None,
+    keys: Tensor | None = None,
+) -> Bound:
+    """Make all checks of ``varlen_attention`` and choose the kernel, for layers of one kind and one batch.
+
+    What is returned takes tensors of the shapes, dtypes and device, under the autocast, that were given here;
+    the caller compares these. Offsets on the CPU are read and checked once. ``keys`` int64 ``[Tkv]`` are the
+    rows of k and v that offsets of keys speak of, if these are not all in order.
     """
-
-    __slots__ = ("_casts", "_run")
-
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_kv: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_kv: int,
-        *,
-        causal: bool,
-        window: int | tuple[int, int] | None,
-        scale: float | None,
-        softcap: float | None,
-        sinks: Tensor | None = None,
-        keys: Tensor | None = None,
-    ) -> None:
-        cast = _autocast(q, k, v)
-        self._casts = None if cast[0] is q and cast[1] is k and cast[2] is v else cast[0].dtype
-        q, k, v = cast
-        if keys is not None:  # only their shapes matter here
-            k, v = (x[:1].expand(keys.shape[0], -1, -1) for x in (k, v))
-        _check_tensors(q, k, v, cu_seqlens_q, cu_seqlens_kv)
-        if sinks is not None:
-            _check_sinks(sinks, q)
-        spec = known_spec(q.shape[2], causal=causal, window=window, scale=scale, softcap=softcap)
-        longest = _host_int(max_seqlen_q, "max_seqlen_q"), _host_int(max_seqlen_kv, "max_seqlen_kv")
-        at = Offsets(cu_seqlens_q, cu_seqlens_kv, *longest)
-        self._run = _bind(q, k, v, at, spec, sinks, keys)
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Attend to ``[1, H, T, D]``, as transformers has it; returns ``[1, T, H, E]``."""
-        if self._casts is not None:
-            q, k, v = q.to(self._casts), k.to(self._casts), v.to(self._casts)
-        if type(self._run) is cpu.CpuAttention:
-            return self._run.heads_first(q, k, v, sinks)
-        q, k, v = (q.squeeze(0).transpose(0, 1), k.squeeze(0).transpose(0, 1), v.squeeze(0).transpose(0, 1))
-        return self._run(q, k, v, sinks).unsqueeze(0)
+    cast = _autocast(q, k, v)
+    dtype = None if cast[0] is q and cast[1] is k and cast[2] is v else cast[0].dtype
+    q, k, v = cast
+    if keys is not None:  # only their shapes matter here
+        k, v = (x[:1].expand(keys.shape[0], -1, -1) for x in (k, v))
+    _check_tensors(q, k, v, cu_seqlens_q, cu_seqlens_kv)
+    if sinks is not None:
+        _check_sinks(sinks, q)
+    spec = known_spec(q.shape[2], causal=causal, window=window, scale=scale, softcap=softcap)
+    longest = _host_int(max_seqlen_q, "max_seqlen_q"), _host_int(max_seqlen_kv, "max_seqlen_kv")
+    bound = _bind(q, k, v, Offsets(cu_seqlens_q, cu_seqlens_kv, *longest), spec, sinks, keys)
+    if dtype is None:
+        return bound
+    return lambda q, k, v, sinks: bound(q.to(dtype), k.to(dtype), v.to(dtype), sinks)
 
 
 def _bind(
@@ -145,26 +137,40 @@ def _bind(
     spec: AttentionSpec,
     sinks: Tensor | None,
     keys: Tensor | None,
-) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
+) -> Bound:
     if keys is not None:  # a kernel that can gather them again in backward, or any on gathered keys
         gathering = choose("auto", describe(q, v, spec, sinks))
         if gathering in _RAW:
-            return lambda q, k, v, sinks: raw.attend(_RAW[gathering], q, k, v, at, spec, sinks, keys)
-        return lambda q, k, v, sinks: run(
-            gathering, q, k.index_select(0, keys), v.index_select(0, keys), at, spec, sinks
+            return _heads_first(
+                lambda q, k, v, sinks: raw.attend(_RAW[gathering], q, k, v, at, spec, sinks, keys)
+            )
+        return _heads_first(
+            lambda q, k, v, sinks: run(
+                gathering, q, k.index_select(0, keys), v.index_select(0, keys), at, spec, sinks
+            )
         )
     if layout.in_use:
         shard = layout.layout_of(at.cu_q)
         if shard is not None:
-            return lambda q, k, v, sinks: _attend_shard(q, k, v, at, spec, sinks, "auto")
+            return _heads_first(lambda q, k, v, sinks: _attend_shard(q, k, v, at, spec, sinks, "auto"))
         layout.refuse_unknown_offsets(at.cu_q, q.shape[0])
     name = known_choice(describe(q, v, spec, sinks))
     if name == "cpu" and cpu.is_plain(q, k, v):
-        return cpu.CpuAttention(q, k, v, at, spec)
+        return cpu.CpuAttention(q, k, v, at, spec).heads_first
     size, value_size = q.shape[2], v.shape[2]
     if name == "torch" and sinks is None and raw.one_size(size, value_size) == (size, value_size):
         return torch_cuda.bind(at, spec)
-    return lambda q, k, v, sinks: run(name, q, k, v, at, spec, sinks)
+    return _heads_first(lambda q, k, v, sinks: run(name, q, k, v, at, spec, sinks))
+
+
+def _heads_first(attend: Bound) -> Bound:
+    """Let a function of THD tensors take and give what transformers has."""
+
+    def attend_heads_first(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
+        return attend(q, k, v, sinks).unsqueeze(0)
+
+    return attend_heads_first
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

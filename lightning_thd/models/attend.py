@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd.attention import varlen_attention
-from lightning_thd.attention.entry import BoundAttention
+from lightning_thd.attention.entry import bind
 from lightning_thd.batch.upload import know_offsets
 from lightning_thd.models.masks import shows_all, told_limit
 from lightning_thd.models.pack import CAUSAL, NOTES, STATE, Pack, Scope, current_pack, current_scope
 from lightning_thd.parallel.context import layout
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
+_UNTOLD: Final = (None, None, False)  # a mask that says nothing
 _UNSET: Final = -1  # `sliding_window` not passed, which is not the same as passed as None
 # Arguments that transformers hands down to every attention and that none of its own implementations reads to
 # form scores. Whatever is not here and not None might change the result, so it is refused by name.
@@ -64,42 +65,81 @@ def thd_attention(
     are the layer's ``is_causal`` and ``sliding_window``; what else would change the result is refused. Takes
     ``[B, H, T, D]``, ``[B, G, T, D]``, ``[B, G, T, E]`` and sinks ``[H]``, returns ``[B, T, H, E]`` and None.
     """
-    told_window, chunk, both_ways = None, None, False
-    if attention_mask is not None:
-        told_window, chunk = told_limit(attention_mask)
-        both_ways = shows_all(attention_mask, current_pack())
+    told: tuple[Any, ...] = _UNTOLD if attention_mask is None else _told(attention_mask)
     compiling = torch.compiler.is_compiling()
     if compiling or attention_mask is not None or dropout or not others.keys() <= _INERT:
-        told = both_ways or told_window is not None or chunk is not None
-        _refuse(module, None if told else attention_mask, dropout, others)
+        _refuse(module, attention_mask if told == _UNTOLD else None, dropout, others)
+    scope: Scope | None = getattr(STATE, "scope", None)
+    if cu_seq_lens_q is None:
+        pack = current_pack() if scope is None else scope.pack
+    else:
+        pack = None if scope is None else scope.pack
+        if pack is not None and cu_seq_lens_q is not pack.cu_seqlens_q:
+            pack = None  # the boundaries are not the announced pack's
+        elif pack is not None and cu_seq_lens_k is not None and cu_seq_lens_k is not pack.cu_seqlens_k:
+            pack = None
+    kind: tuple[Any, ...] | None = None
+    if pack is not None and not compiling:
+        device, own = query.device, module.__dict__
+        kind = (
+            *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype),
+            *(device, key.device, value.device, torch._C._get_deterministic_algorithms()),
+            torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
+            None if s_aux is None else (s_aux.shape, s_aux.dtype, s_aux.device),
+            *(is_causal, sliding_window, scaling, softcap, max_length_q, max_length_k, *told),
+            *(type(module), own.get("is_causal"), own.get("sliding_window"), own.get(NOTES[0])),
+            *(own.get("is_cross_attention"), id(own.get("config")), None if scope is None else scope.masks),
+        )
+        known = pack.cache.get(kind)
+        if known is not None:
+            return known[0](query, key, value, s_aux), None
+    given = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    layer = (is_causal, sliding_window, scaling, softcap)
+    return _attend_first(module, (query, key, value, s_aux), given, layer, told, pack, kind), None
+
+
+def _told(attention_mask: Tensor) -> tuple[int | None, int | None, bool]:
+    """Return the window, the chunk and whether all is shown, as a mask that is none says; or ``_UNTOLD``."""
+    window, chunk = told_limit(attention_mask)
+    shown = shows_all(attention_mask, current_pack())
+    return (window, chunk, shown) if shown or window is not None or chunk is not None else _UNTOLD
+
+
+def _attend_first(
+    module: nn.Module,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    given: tuple[Tensor | None, Tensor | None, int | None, int | None],
+    layer: tuple[bool | None, int | None, float | None, float | None],
+    told: tuple[int | None, int | None, bool],
+    pack: Pack | None,
+    kind: tuple[Any, ...] | None,
+) -> Tensor:
+    """Attend in the first layer of its kind: check it, choose its kernel and bind that for the others."""
+    query, key, value, s_aux = tensors
+    is_causal, sliding_window, scaling, softcap = layer
+    told_window, chunk, both_ways = told
     causal = not both_ways and _is_causal(module, is_causal)
     window = _window(module, sliding_window, causal=causal) if told_window is None else told_window
-    pack = current_pack() if cu_seq_lens_q is None else _announced(cu_seq_lens_q, cu_seq_lens_k)
     options = (causal, window, scaling, softcap)
-    given = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-    if cu_seq_lens_q is not None and pack is None and hasattr(type(module), "_thd_tower"):
-        assert max_length_q is not None
-        images = _Boundaries(cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
-        return _attend_unbound(query, key, value, images, (False, None, scaling, softcap), None), None
-    if pack is None or compiling:
-        bounds = _boundaries(module, query, key, given, causal=causal, chunk=chunk)
+    if given[0] is not None and pack is None and hasattr(type(module), "_thd_tower"):
+        assert given[2] is not None
+        images = _Boundaries(given[0], given[0], given[2], given[2])
+        return _attend_unbound(query, key, value, images, (False, None, scaling, softcap), None)
+    bounds = _boundaries(module, query, key, given, causal=causal, chunk=chunk)
+    if pack is None or kind is None:
         if bounds.keys is not None:
             key, value = key.index_select(2, bounds.keys), value.index_select(2, bounds.keys)
-        return _attend_unbound(query, key, value, bounds, options, s_aux), None
-    kind = _kind(query, key, value, s_aux, *options, chunk, max_length_q, max_length_k)
-    bound = pack.cache.get(kind)
-    if bound is None:
-        bounds = _boundaries(module, query, key, given, causal=causal, chunk=chunk)
-        if query.shape[0] != 1:
-            return _attend_unbound(query, key, value, bounds, options, s_aux), None
-        if pack._lengths is not None and not query.is_cpu:
-            know_offsets(pack.cu_seqlens_q, pack._lengths)
-            if pack.prefixes is not None:
-                know_offsets(pack.cu_seqlens_k, pack.prefixes.key_lengths)
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        bound = BoundAttention(q, k, v, *bounds[:4], sinks=s_aux, keys=bounds.keys, **_options(*options))
-        pack.cache[kind] = bound
-    return bound(query, key, value, s_aux), None
+        return _attend_unbound(query, key, value, bounds, options, s_aux)
+    if query.shape[0] != 1:
+        return _attend_unbound(query, key, value, bounds, options, s_aux)
+    if pack._lengths is not None and not query.is_cpu:
+        know_offsets(pack.cu_seqlens_q, pack._lengths)
+        if pack.prefixes is not None:
+            know_offsets(pack.cu_seqlens_k, pack.prefixes.key_lengths)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    bound = bind(q, k, v, *bounds[:4], sinks=s_aux, keys=bounds.keys, **_options(*options))
+    pack.cache[kind] = bound, getattr(module, "config", None)  # kept, so that its id stays its own
+    return bound(query, key, value, s_aux)
 
 
 def _window(module: nn.Module, given: int | None, *, causal: bool) -> int | None:
@@ -117,27 +157,6 @@ def _window(module: nn.Module, given: int | None, *, causal: bool) -> int | None
         assert window is not None
         window += 1
     return window
-
-
-def _announced(cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None) -> Pack | None:
-    """Return the announced pack if the offsets passed to a layer are the pack's own."""
-    scope: Scope | None = getattr(STATE, "scope", None)
-    pack = None if scope is None else scope.pack
-    if pack is None or cu_seq_lens_q is not pack.cu_seqlens_q:
-        return None
-    return pack if cu_seq_lens_k is None or cu_seq_lens_k is pack.cu_seqlens_k else None
-
-
-def _kind(query: Tensor, key: Tensor, value: Tensor, s_aux: Tensor | None, *options: Any) -> tuple[Any, ...]:
-    """Return all that the kernel of a layer depends on but the values of its tensors."""
-    device = query.device
-    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    sinks = None if s_aux is None else (s_aux.shape, s_aux.dtype, s_aux.device)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    return (
-        *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype),
-        *(device, key.device, value.device, autocast, deterministic, sinks, options),
-    )
 
 
 def _boundaries(

@@ -119,9 +119,8 @@ def test_gathered_keys(on_cuda: pytest.MonkeyPatch, backend: str, window: int | 
     torch.manual_seed(0)
     q, k, v = (normal(1, 4, 12, 16) for _ in range(3))
     spec = {"causal": True, "window": window, "scale": None, "softcap": None}
-    bound = entry.BoundAttention(q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1),
-                                 cu(own), cu(path), 5, 8, keys=keys, **spec)  # fmt: skip
-    out = bound(q, k, v)
+    bound = entry.bind(*(x[0].transpose(0, 1) for x in (q, k, v)), cu(own), cu(path), 5, 8, keys=keys, **spec)
+    out = bound(q, k, v, None)
     rows = [x[0].transpose(0, 1) for x in (q, k, v)]
     left = -1 if window is None else window - 1
     expected, _ = dense_attention(rows[0], rows[1][keys], rows[2][keys], own, path, left=left, right=0)

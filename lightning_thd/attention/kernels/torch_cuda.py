@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lightning_thd.attention.kernels import raw
 from lightning_thd.attention.kernels.raw import Saved
@@ -46,20 +47,35 @@ class AtenFlash:
 
 
 class _Flash(torch.autograd.Function):
-    """Flash attention without sinks: its backward gets lse just as the forward wrote it."""
+    """Flash attention without sinks: its backward gets lse just as the forward wrote it.
+
+    ``heads_first`` takes ``[1, H, T, D]`` and gives ``[1, T, H, D]``; to turn them here costs no nodes of the
+    graph.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, heads_first: bool
+    ) -> Tensor:
+        if heads_first:
+            q, k, v = q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1)
+            if q.stride(2) != 1 or k.stride(2) != 1 or v.stride(2) != 1:
+                q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out, lse, *state = _flash_forward(q, k, v, at, spec)[:4]
         ctx.save_for_backward(q, k, v, out, lse, at.cu_q, at.cu_kv, *state)
-        ctx.longest, ctx.spec = (at.max_q, at.max_kv), spec
-        return out
+        ctx.longest, ctx.spec, ctx.heads_first = (at.max_q, at.max_kv), spec, heads_first
+        return out.unsqueeze(0) if heads_first else out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, cu_q, cu_kv, *state = ctx.saved_tensors
-        tensors, at = (grads[0].contiguous(), q, k, v, out, lse), Offsets(cu_q, cu_kv, *ctx.longest)
-        return *_flash_backward(tensors, at, ctx.spec, state), None, None
+        grad = grads[0][0] if ctx.heads_first else grads[0]
+        tensors, at = (grad.contiguous(), q, k, v, out, lse), Offsets(cu_q, cu_kv, *ctx.longest)
+        dq, dk, dv = _flash_backward(tensors, at, ctx.spec, state)
+        if ctx.heads_first:
+            dq, dk, dv = (x.transpose(0, 1).unsqueeze(0) for x in (dq, dk, dv))
+        return dq, dk, dv, None, None, None
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> tuple[Tensor, ...]:
@@ -93,15 +109,8 @@ def is_plain_causal(spec: AttentionSpec) -> bool:
 
 
 def bind(at: Offsets, spec: AttentionSpec) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
-    """Return ``attend`` for heads of one size that the kernel takes as they are, without sinks."""
-
-    def attend_bound(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        if q.stride(2) != 1 or k.stride(2) != 1 or v.stride(2) != 1:
-            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        out: Tensor = _Flash.apply(q, k, v, at, spec)  # type: ignore[no-untyped-call]
-        return out
-
-    return attend_bound
+    """Return attention to ``[1, H, T, D]`` for heads of one size that the kernel takes, without sinks."""
+    return lambda q, k, v, sinks: _Flash.apply(q, k, v, at, spec, True)  # type: ignore[no-untyped-call]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
@@ -109,7 +118,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, si
     if sinks is not None:
         return raw.attend(AtenFlash(), q, k, v, at, spec, sinks)
     value_size = v.shape[2]
-    out: Tensor = _Flash.apply(*raw.widen(AtenFlash(), q, k, v), at, spec)  # type: ignore[no-untyped-call]
+    out: Tensor = _Flash.apply(*raw.widen(AtenFlash(), q, k, v), at, spec, False)  # type: ignore[no-untyped-call]
     return out if out.shape[2] == value_size else out[..., :value_size]
 
 
