@@ -53,7 +53,6 @@ def run(folder: Path, *arguments: str) -> None:
 
 @pytest.mark.slow
 def test_a_death_and_fewer_workers_use_every_sequence_once(tmp_path: Path) -> None:
-    pytest.importorskip("ray")
     run(tmp_path, "--workers", "2", "--steps", "6")
     assert (tmp_path / "died").exists()
     run(tmp_path, "--workers", "1", "--steps", "10")
@@ -71,5 +70,4 @@ def test_a_death_and_fewer_workers_use_every_sequence_once(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_ray_data_is_a_stream(tmp_path: Path) -> None:
-    pytest.importorskip("ray")
     run(tmp_path, "--ray-data", "--steps", "3")
