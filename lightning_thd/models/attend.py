@@ -70,16 +70,15 @@ def thd_attention(
     if compiling or attention_mask is not None or dropout or not others.keys() <= _INERT:
         _refuse(module, attention_mask if told == _UNTOLD else None, dropout, others)
     scope: Scope | None = getattr(STATE, "scope", None)
+    pack = None if scope is None else scope.pack
     if cu_seq_lens_q is None:
-        pack = current_pack() if scope is None else scope.pack
-    else:
-        pack = None if scope is None else scope.pack
-        if pack is not None and cu_seq_lens_q is not pack.cu_seqlens_q:
-            pack = None  # the boundaries are not the announced pack's
-        elif pack is not None and cu_seq_lens_k is not None and cu_seq_lens_k is not pack.cu_seqlens_k:
-            pack = None
+        pack = current_pack()
+    elif pack is not None and cu_seq_lens_q is not pack.cu_seqlens_q:
+        pack = None  # the boundaries are not the announced pack's
+    elif pack is not None and cu_seq_lens_k is not None and cu_seq_lens_k is not pack.cu_seqlens_k:
+        pack = None
     kind: tuple[Any, ...] | None = None
-    if pack is not None and not compiling:
+    if scope is not None and pack is not None and not compiling:
         device, own = query.device, module.__dict__
         kind = (
             *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype),
@@ -88,7 +87,7 @@ def thd_attention(
             None if s_aux is None else (s_aux.shape, s_aux.dtype, s_aux.device),
             *(is_causal, sliding_window, scaling, softcap, max_length_q, max_length_k, *told),
             *(type(module), own.get("is_causal"), own.get("sliding_window"), own.get(NOTES[0])),
-            *(own.get("is_cross_attention"), id(own.get("config")), None if scope is None else scope.masks),
+            *(own.get("is_cross_attention"), id(own.get("config")), scope.masks),
         )
         known = pack.cache.get(kind)
         if known is not None:
