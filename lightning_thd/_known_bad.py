@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 
 from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,9 +74,4 @@ def known_problems(
 
 def _within(version: str | None, wanted: str) -> bool:
     """Return whether a version lies in the given range; pre-releases and local builds count as their base."""
-    if version is None:
-        return False
-    try:
-        return Version(Version(version).base_version) in SpecifierSet(wanted)
-    except InvalidVersion:  # a build that names itself; nothing is known about it
-        return False
+    return version is not None and Version(Version(version).base_version) in SpecifierSet(wanted)

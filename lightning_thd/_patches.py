@@ -18,152 +18,87 @@ class Patch(NamedTuple):
     """One replacement."""
 
     what: str  # the names that are replaced
-    why: str  # what they do not do by themselves
-    where: str  # the module that does it, or the folder of several
+    where: str  # the module that does it and says why, or the folder of several
 
 
 PATCHES: Final[dict[str, Patch]] = {
     "attention chosen": Patch(
         "PreTrainedModel.get_correct_attn_implementation, .set_attn_implementation, .post_init",
-        "A model that gets 'thd', and every model around it, must announce its packs.",
         "models/announce.py",
     ),
-    "guard": Patch(
-        "forward of every PreTrainedModel class",
-        "A call that misses the hooks would run 'thd' attention without the boundaries of the pack.",
-        "models/announce.py",
-    ),
-    "copies": Patch(
-        "PreTrainedModel.__setstate__",
-        "A copied or unpickled model must be known, and its classes patched in a new process.",
-        "models/announce.py",
-    ),
+    "guard": Patch("forward of every PreTrainedModel class", "models/announce.py"),
+    "copies": Patch("PreTrainedModel.__setstate__", "models/announce.py"),
     "checkpoints": Patch(
         "PreTrainedModel._set_gradient_checkpointing, torch's CheckpointWrapper.__init__",
-        "Layers that are recomputed in backward must find the pack they were first run on.",
         "models/announce.py",
     ),
-    "masks": Patch(
-        "transformers.masking_utils._preprocess_mask_arguments",
-        "It searches position_ids for packs, which reads the device, although 'thd' needs no mask.",
-        "models/masks.py",
-    ),
+    "masks": Patch("transformers.masking_utils._preprocess_mask_arguments", "models/masks.py"),
     "mixers": Patch(
         "forward of state-space, linear-attention and short-convolution layers",
-        "They carry a state along the row, from one sequence into the next.",
         "models/mixers.py",
     ),
     "mixer kernels": Patch(
         "causal_conv1d_fn, mamba2_chunk_scan and delta rules in transformers' modeling files",
-        "On a context-parallel shard the state comes from another rank.",
         "models/passing/adopt.py",
     ),
-    "position tables": Patch(
-        "forward of position embeddings of the RoBERTa kind",
-        "They start at padding_idx + 1 and skip padding tokens, along the row.",
-        "models/positions.py",
-    ),
+    "position tables": Patch("forward of position embeddings of the RoBERTa kind", "models/positions.py"),
     "row scales": Patch(
         "forward of attention that scales queries by their slot in the row, such as Llama 4's without rope",
-        "They count along the row.",
         "models/positions.py",
     ),
     "vision towers": Patch(
         "forward of Qwen-VL's vision towers, is_flash_attention_requested in their modules, their attention",
-        "Only flash attention gets cu_seqlens; others run once an image and read sizes in every layer.",
         "models/towers.py",
     ),
     "ropes": Patch(
         "forward of rotary embeddings in models with longrope or dynamic ropes",
-        "Their frequencies depend on the longest position of the whole call.",
         "models/positions.py",
     ),
-    "zero embeddings": Patch(
-        "forward of Gemma 3n's scaled word embeddings",
-        "The zero embedding of padding gives NaN gradients.",
-        "models/positions.py",
-    ),
-    "classifiers": Patch(
-        "forward of ...ForSequenceClassification",
-        "They pool a whole pack to one row.",
-        "models/pooled_heads.py",
-    ),
+    "zero embeddings": Patch("forward of Gemma 3n's scaled word embeddings", "models/positions.py"),
+    "classifiers": Patch("forward of ...ForSequenceClassification", "models/pooled_heads.py"),
     "postponed weights": Patch(
         "PreTrainedModel._load_pretrained_model, ._finalize_model_loading, for a while",
-        "A rank of a pipeline reads only the weights that it keeps.",
         "models/weights.py",
     ),
-    "seeded weights": Patch(
-        "the functions of transformers.initialization, for a while",
-        "Every weight gets the values it has in the whole model, whatever part a rank keeps.",
-        "models/weights.py",
-    ),
+    "seeded weights": Patch("the functions of transformers.initialization, for a while", "models/weights.py"),
     "head call": Patch(
         "forward of a model and of its head, on the objects, for a while",
-        "A loss computes its values from hidden states, without logits.",
         "loss/head_call.py",
     ),
     "experts' loss": Patch(
         "transformers' load_balancing_loss_func in one modeling file, for a while",
-        "The balancing loss of a pipeline is over the layers of all stages.",
         "parallel/pipeline",
     ),
     "cut layers": Patch(
         "forward of layers cut by tensor parallelism, sequence parallelism or pipelines, on the objects",
-        "A rank holds a part of a layer, and exchanges what the layer needs of other ranks.",
         "parallel",
     ),
-    "metrics": Patch(
-        "_forward_cache, _computed and process_group of torchmetrics' objects",
-        "A metric logged by one microbatch of several must show the step's value.",
-        "strategies",
-    ),
+    "metrics": Patch("_forward_cache, _computed and process_group of torchmetrics' objects", "strategies"),
     "stage norms": Patch(
         "torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype, for a while",
-        "A norm of the gradients of one pipeline stage would clip every rank by another factor.",
         "strategies",
     ),
-    "pipeline logs": Patch(
-        "LightningModule.log on the object, for a while",
-        "Only the stage that holds the head knows the values that a step logs.",
-        "strategies",
-    ),
+    "pipeline logs": Patch("LightningModule.log on the object, for a while", "strategies"),
     "graphed step": Patch(
         "training_step of a LightningModule and forward of a model, on the objects, for a while",
-        "A captured step is replayed in place of the user's code.",
         "cuda_graph",
     ),
     "guarded captures": Patch(
         "LightningModule._trainer, torch.get_rng_state and .set_rng_state, "
         "torch.utils.checkpoint.get_device_states, for a while",
-        "A capture refuses reads of the Trainer's progress, and may not save random states.",
         "cuda_graph",
     ),
     "autocast on meta": Patch(
         "torch.is_autocast_enabled and its kin, torch.amp.autocast_mode.is_autocast_available, for a while",
-        "Steps are tried on the meta device, which has no autocast state.",
         "cuda_graph",
     ),
-    "saving": Patch(
-        "Trainer.save_checkpoint on the object, for a while",
-        "The time of saving is no part of a step's time.",
-        "callbacks",
-    ),
-    "rows as packs": Patch(
-        "forward of a TRL trainer's model, on the object",
-        "TRL's losses compare rows, and the model runs on packs.",
-        "integrations",
-    ),
+    "saving": Patch("Trainer.save_checkpoint on the object, for a while", "callbacks"),
+    "rows as packs": Patch("forward of a TRL trainer's model, on the object", "integrations"),
     "resumed counters": Patch(
         "counters of Lightning's loops; hooks of LightningDataModule, on the object",
-        "A resumed Trainer must stand at the step that the data goes on with.",
         "data",
     ),
-    "worker info": Patch(
-        "torch.utils.data._utils.worker._worker_info, for a while",
-        "An iterable dataset asks it for its share of the files.",
-        "data",
-    ),
+    "worker info": Patch("torch.utils.data._utils.worker._worker_info, for a while", "data"),
 }
 # What ``patch`` has replaced in this process: (row, "module.Class.name").
 APPLIED: Final[set[tuple[str, str]]] = set()

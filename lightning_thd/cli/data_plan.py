@@ -165,13 +165,7 @@ def load_config(path: str) -> Any:
     if not file.exists():
         auto = require("transformers", feature=f"--model {path}, which is no file here,").AutoConfig
         return auto.from_pretrained(path)
-    try:
-        config = json.loads(file.read_text())
-    except json.JSONDecodeError as err:
-        raise ValueError(f"{file}, line {err.lineno}: {err.msg}. A config.json is wanted.") from err
-    if not isinstance(config, dict) or not config.get("model_type"):
-        raise ValueError(f"{file} has no model_type. Pass the config.json of a transformers model.")
-    return config
+    return json.loads(file.read_text())
 
 
 def _lengths(packs: Sequence[Sequence[int]]) -> tuple[int, int, int]:

@@ -91,23 +91,7 @@ def _lightning(command: str) -> None:
 
     # Lightning's messages name the class.
     training: Any = type("LightningCLI", (LightningCLI,), {"init_parser": init_parser})
-    try:
-        training(
-            CausalLMModule,
-            THDDataModule,
-            subclass_mode_model=True,
-            save_config_kwargs={"overwrite": True},
-        )
-    except ValueError as err:
-        if "does not exist" in str(err):
-            sys.exit(f"lightning-thd {command}: {err}")
-        if "empty parameter list" not in str(err):
-            raise
-        sys.exit(
-            f"lightning-thd {command}: --optimizer is made before configure_model() has built the model, and "
-            "would train nothing. CausalLMModule brings AdamW: --model.lr, --model.weight_decay, "
-            "--model.betas. For another optimizer override configure_optimizers in a module of your own."
-        )
+    training(CausalLMModule, THDDataModule, subclass_mode_model=True, save_config_kwargs={"overwrite": True})
 
 
 def _name_nearest(parsers: list[Any]) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from lightning_thd._checks import host_ints, instance, whole_number
+from lightning_thd._checks import choice, host_ints, instance, whole_number
 from lightning_thd.packing.cost import Media
 from lightning_thd.packing.entries import OpenLengths, make_entries, read_lengths, summarize
 from lightning_thd.packing.lengths import make_slots
@@ -56,10 +56,9 @@ class Mixing:
     shares: Literal["sequences", "tokens"] = "sequences"
 
     def __post_init__(self) -> None:
-        if self.dry not in (None, "restart", "stop", "rest"):
-            raise ValueError(f"dry={self.dry!r} is unknown. Choose 'restart', 'stop' or 'rest'.")
-        if self.shares not in ("sequences", "tokens"):
-            raise ValueError(f"shares={self.shares!r} is unknown. Choose 'sequences' or 'tokens'.")
+        if self.dry is not None:
+            choice(self.dry, "dry", "restart", "stop", "rest")
+        choice(self.shares, "shares", "sequences", "tokens")
         if not isinstance(self.epoch, str) or self.epoch not in ("longest", "shortest"):
             whole_number(self.epoch, "epoch", least=1, advice="Pass 'longest', 'shortest' or a number.")
 

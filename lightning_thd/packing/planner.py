@@ -133,10 +133,8 @@ def open_loss_tokens(loss_tokens: LossTokens | None, lengths: OpenLengths) -> We
     """Check that there is one count a sequence; memory maps and virtual counts stay where they are."""
     if loss_tokens is None or callable(loss_tokens):
         return loss_tokens
-    if isinstance(loss_tokens, str):
-        if loss_tokens == "all":
-            return CountedTargets(lengths, None)
-        raise ValueError(f"loss_tokens={loss_tokens!r}: pass one count a sequence, 'all', or None.")
+    if isinstance(loss_tokens, str) and loss_tokens == "all":
+        return CountedTargets(lengths, None)
     opened = open_lengths(loss_tokens)
     if len(opened) != len(lengths):
         raise ValueError(
@@ -421,13 +419,9 @@ def _check_batch(global_batch: object, *, scheduler: bool, schedule: bool) -> No
         raise ValueError(
             f"global_batch={global_batch!r}: pass Packs(n) or Sequences(n), for example Packs(8)."
         )
-    if scheduler and isinstance(global_batch, Packs):
-        raise ValueError(
-            f"A scheduler cannot serve {global_batch}: it places the sequences of a step, which only "
-            "Sequences(n) knows beforehand. Pass global_batch=Sequences(n), or a schedule of all sequences."
-        )
-    if schedule and isinstance(global_batch, Sequences):
-        raise ValueError(
-            f"A schedule cannot serve {global_batch}: it is made of microbatches, of which Packs(n) takes n "
-            "to a step. Pass global_batch=Packs(n), or a scheduler."
-        )
+    for name, given, kind in (("scheduler", scheduler, Packs), ("schedule", schedule, Sequences)):
+        if given and isinstance(global_batch, kind):
+            raise ValueError(
+                f"A {name} cannot serve {global_batch}. A scheduler places those of Sequences(n), and "
+                "a schedule all sequences of the data, of whose microbatches Packs(n) takes n to a step."
+            )

@@ -16,6 +16,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from lightning_thd._checks import host_ints
 from lightning_thd.packing.bins import best_fit, count_packs, regrouped
 from lightning_thd.packing.entries import Entries
 from lightning_thd.packing.lengths import UNBOUNDED, Slots
@@ -102,15 +103,10 @@ def make_windows(
     total = -(-entries.total // window)
     if counts is None:
         counts = count_windows(entries, slots, window, seed, num_workers=num_workers)
-    elif (
-        not isinstance(counts, np.ndarray)
-        or (counts.shape, counts.dtype.kind in "iu") != ((total,), True)
-        or counts.min() < 1
-    ):
+    elif host_ints(counts, "counts", least=1).shape != (total,):
         raise ValueError(
-            f"counts has {len(counts) if isinstance(counts, np.ndarray) else type(counts).__name__} windows "
-            f"but there are {total}, or is no array of positive ints. "
-            "Pass the counts of a planner with the same fingerprint, or None to count again."
+            f"counts has {len(counts)} windows but there are {total}. Pass the counts of a planner with the "
+            "same fingerprint, or None to count again."
         )
     return WindowedPacks(entries=entries, slots=slots, window=window, seed=seed, counts=counts)
 

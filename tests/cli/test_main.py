@@ -42,15 +42,6 @@ def test_quickstart_yaml_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert [step for step, _ in series["train/loss"]] == [0, 1]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*will be overridden by `LightningCLI")
-def test_an_optimizer_that_would_train_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = str(ROOT / "examples" / "quickstart.yaml")
-    folder = f"--trainer.default_root_dir={tmp_path}"
-    monkeypatch.setattr("sys.argv", ["", "fit", "--config", config, folder, "--optimizer", "AdamW"])
-    with pytest.raises(SystemExit, match=r"--optimizer is made before configure_model\(\).*--model.lr"):
-        main()
-
-
 def parsed(text: str, folder: Path) -> THDDataModule:
     """Build the data module of a YAML config, as LightningCLI does."""
     parser = jsonargparse.ArgumentParser(exit_on_error=False)

@@ -114,7 +114,7 @@ def test_what_an_epoch_takes() -> None:
         (lambda: share_out({"a": 0}, {"a": 1.0}), "A source has at least one sequence"),
         (lambda: share_out({"a": 3, "b": 3}, {"a": 1, "b": 1e-9}, Mixing(epoch=9)), "has none of 'b'"),
         (lambda: Mixing(epoch=0), "epoch=0; wanted 1 or more"),
-        (lambda: Mixing(shares="words"), "shares='words' is unknown"),  # type: ignore[arg-type]
+        (lambda: Mixing(shares="words"), "shares='words'; wanted one of sequences, tokens"),  # type: ignore[arg-type]
     ],
 )
 def test_says_what_is_wrong(call: Any, message: str) -> None:
