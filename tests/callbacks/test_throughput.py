@@ -1,6 +1,11 @@
+"""What the monitor logs of a fit, against sums made by hand."""
+
 from __future__ import annotations
 
+import contextlib
+import csv
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +13,13 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
-from torch.utils._python_dispatch import TorchDispatchMode
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 
-from lightning_thd import THDDataModule
+from lightning_thd import THDDataModule, THDThroughputMonitor
 from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.callbacks import THDThroughputMonitor
-from lightning_thd.flops import FlopsModel, SeqStats, throughput
+from lightning_thd.callbacks.monitor import PARTS, StepMarks
+from lightning_thd.flops import FlopsModel, SeqStats, measure_flops, peak_flops, throughput
+from lightning_thd.report import read_metrics
 from tests.callbacks.fits import (
     CONFIG,
     FLOPS,
@@ -21,12 +27,17 @@ from tests.callbacks.fits import (
     UNEQUAL,
     Clock,
     Memory,
+    Model,
     Module,
     flops_of,
     loader,
     monitor,
+    pack,
     trainer,
 )
+from tests.device_reads import no_waiting
+from tests.tiny import TinyModule, quiet_trainer, sequences
+from tests.trackers import read_tensorboard, read_wandb
 
 
 def fit(tmp_path: Path, batches: list[Any], *callbacks: L.Callback, **settings: Any) -> Memory:
@@ -124,45 +135,6 @@ def test_compiling_and_capturing_steps_are_left_out(tmp_path: Path, monkeypatch:
     assert first["train/device/flops_per_sec"] == pytest.approx(flops_of(UNEQUAL[2:3]) / 0.5)
     assert second["train/device/flops_per_sec"] == pytest.approx(flops_of(UNEQUAL[5:]) / 0.5)
     assert second["train/total_flops"] == flops_of(UNEQUAL)
-
-
-def test_what_a_user_pauses_is_left_out(tmp_path: Path) -> None:
-    clock = Clock()
-    watched = monitor(clock)
-
-    class Chores(L.Callback):
-        def on_train_batch_start(self, *_: Any) -> None:
-            with watched.paused():
-                clock.sleep(100)
-
-    memory = fit(tmp_path, UNEQUAL, watched, Chores(), clock=clock)
-    assert memory.rows[-1][1]["train/time"] == pytest.approx(3.0)
-
-
-def test_nothing_is_read_from_the_device_and_little_is_launched(tmp_path: Path) -> None:
-    """Operators of ours between the start of a step and its end, outside a log: none at all."""
-    clock = Clock()
-    watched = monitor(clock, every_n_steps=6)
-    counts: list[int] = []
-
-    class Spy(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            counts[-1] += 1
-            return func(*args, **(kwargs or {}))
-
-    for name in ("on_train_batch_start", "on_train_batch_end"):
-        original = getattr(watched, name)
-
-        def spied(*args: Any, original: Any = original) -> None:
-            counts.append(0)
-            with Spy():
-                original(*args)
-
-        setattr(watched, name, spied)
-    fit(tmp_path, UNEQUAL, watched, clock=clock)
-    assert len(counts) == 12
-    assert counts[:-1] == [0] * 11
-    assert 0 < counts[-1] < 100  # the log of the last step
 
 
 def test_without_a_logger_the_values_are_in_the_bar_and_in_callback_metrics(tmp_path: Path) -> None:
@@ -288,18 +260,6 @@ def test_measuring_happens_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert train[0]["train/device/mfu"] == pytest.approx(flops_of(UNEQUAL[:2]) / 5e9)
 
 
-def test_testing_and_predicting_have_rates_of_their_own(tmp_path: Path) -> None:
-    clock = Clock()
-    memory = Memory()
-    run = trainer(tmp_path, monitor(clock), logger=memory)
-    run.test(Module(clock), loader(UNEQUAL[:2]), verbose=False)
-    run.predict(Module(clock), loader(UNEQUAL[:2]))
-    assert [sorted({key.partition("/")[0] for key in row} - {"epoch"}) for _, row in memory.rows] == [
-        ["test"],
-        ["predict"],
-    ]
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -320,3 +280,253 @@ def test_fill_is_the_share_of_the_capacity(tmp_path: Path) -> None:
     trainer(tmp_path, measured).fit(Module(clock), THDDataModule(rows, capacity=10))
     assert measured.latest["train/packing/fill"] == pytest.approx(17 / 20)
     assert measured.latest["train/lengths"] == 17
+
+
+MFU = "train/device/mfu"
+
+
+def test_loggers_keep_the_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    clock, memory = Clock(), Memory()
+    loggers = [
+        TensorBoardLogger(tmp_path / "board"),
+        CSVLogger(tmp_path / "csv"),
+        WandbLogger(save_dir=tmp_path, offline=True),
+        memory,
+    ]
+    measured = monitor(clock, all_keys=False)
+    trainer(tmp_path, measured, logger=loggers).fit(Module(clock), loader(UNEQUAL))
+    loggers[2].experiment.finish()
+
+    wanted = [(step, row[MFU]) for step, row in memory.rows]
+    assert len(wanted) == 3
+    board = read_tensorboard(tmp_path / "board")[MFU]
+    assert [step for step, _ in board] == [step for step, _ in wanted]
+    assert [value for _, value in board] == pytest.approx([value for _, value in wanted])
+    (file,) = (tmp_path / "csv").rglob("metrics.csv")
+    with file.open() as text:
+        rows = list(csv.DictReader(text))
+    assert [(int(row["step"]), float(row[MFU])) for row in rows if row[MFU]] == wanted
+    short = {key for _, row in memory.rows for key in row}
+    assert {MFU, "train/device/real_items_per_sec", "train/packing/fill", "train/total_flops"} < short
+    assert {"train/device/batches_per_sec", "train/time"} <= measured.latest.keys() - short
+    rows = read_wandb(tmp_path)
+    assert [(row["trainer/global_step"], row[MFU]) for row in rows if MFU in row] == wanted
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_steps_between_logs_never_wait_for_the_device(tmp_path: Path) -> None:
+    watched = THDThroughputMonitor(peak=1e12, warmup_steps=1)
+    for name in ("on_train_batch_start", "on_train_batch_end"):
+        original = getattr(watched, name)
+
+        def strict(run: Any, module: Any, *args: Any, original: Any = original) -> None:
+            quiet = 2 < args[-1] < 9  # after the warm-up, before the log
+            with no_waiting() if quiet else contextlib.nullcontext():
+                original(run, module, *args)
+
+        setattr(watched, name, strict)
+    memory = Memory()
+    run = trainer(tmp_path, watched, accelerator="gpu", logger=memory, log_every_n_steps=10)
+    run.fit(Module(Clock()), loader([pack(5, 3)] * 10))
+    assert memory.rows[-1][1]["train/device/mfu"] > 0
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_measured_peak_is_within_the_vendors() -> None:
+    vendor = peak_flops(torch.cuda.get_device_name(), torch.bfloat16)
+    if vendor is None:
+        pytest.skip(f"{torch.cuda.get_device_name()} has no row")
+    assert 0.3 * vendor < measure_flops("cuda", dtype=torch.bfloat16) < 1.1 * vendor
+
+
+SLOW_S = 0.05
+
+
+class Loader:
+    waited_s = 0.0
+
+
+def test_the_parts_of_a_step() -> None:
+    clock, loader = Clock(), Loader()
+    marks = StepMarks(clock)
+    for _ in range(2):
+        marks.waited(loader)
+        marks.mark("other")
+        clock.sleep(5.0)
+        marks.mark("forward_backward")
+        clock.sleep(1.0)
+        marks.mark("optimizer")
+        marks.end_step()
+        clock.sleep(0.25)
+        marks.mark("other")
+        clock.sleep(0.5)
+        marks.mark("checkpoint")
+        clock.sleep(7.0)
+        marks.skip()
+        clock.sleep(2.0)
+        loader.waited_s += 2.0
+    marks.waited(loader)
+    marks.mark("other")
+    found = marks.close()
+    assert found == {
+        "train/step_time/data_wait": 2.0,
+        "train/step_time/forward_backward": 5.0,
+        "train/step_time/optimizer": 1.0,
+        "train/step_time/checkpoint": 0.5,
+        "train/step_time/other": 0.25,
+    }
+    assert marks.close() == {}
+
+
+class SlowData(list[Any]):
+    def __getitem__(self, i: Any) -> Any:
+        time.sleep(SLOW_S / 4)
+        return super().__getitem__(i)
+
+
+class SlowModule(TinyModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        time.sleep(2 * SLOW_S)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_run_logs_where_its_time_goes(tmp_path: Path) -> None:
+    samples = SlowData(sequences(48))
+    trainer = quiet_trainer(
+        max_steps=8,
+        logger=CSVLogger(tmp_path),
+        log_every_n_steps=2,
+        enable_checkpointing=True,
+        callbacks=[
+            THDThroughputMonitor(peak=1e12),
+            ModelCheckpoint(tmp_path / "kept", every_n_train_steps=2),
+        ],
+    )
+    began = time.perf_counter()
+    trainer.fit(SlowModule(), THDDataModule(samples, capacity=48))
+    took = time.perf_counter() - began
+    series = read_metrics(tmp_path)
+    mean = {part: sum(v for _, v in series[f"train/step_time/{part}"]) / 4 for part in PARTS}
+    assert mean["forward_backward"] > 2 * SLOW_S
+    assert mean["data_wait"] > SLOW_S / 4  # at least one row a pack
+    assert mean["checkpoint"] > 0
+    assert sum(mean.values()) * 8 < took
+
+
+def test_a_checkpoint_inside_an_evaluation_starts_no_part_of_the_step() -> None:
+    clock = Clock()
+    monitor = THDThroughputMonitor(clock=clock)
+    with monitor.paused():  # no training clock runs
+        monitor._marks.mark("checkpoint")
+    clock.sleep(100)  # the rest of the evaluation
+    monitor._marks.mark("other")
+    monitor._marks.end_step()
+    assert sum(monitor._marks.close().values()) == 0.0
+
+
+BATCHES = [pack(5, 3), pack(8), pack(1, 7), pack(6), pack(2, 2, 2), pack(4, 3)]
+
+
+class Skips(Module):
+    """Trains on every second batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss if batch_idx % 2 else None
+
+
+@pytest.mark.filterwarnings("ignore:.*returned `None`")
+@pytest.mark.parametrize("config", [CONFIG, None], ids=["config", "counted"])
+def test_batches_that_training_step_skips_are_not_counted(tmp_path: Path, config: Any) -> None:
+    clock = Clock()
+    throughput = monitor(clock)
+    run = trainer(tmp_path, throughput)
+    run.fit(Skips(clock, config=config), loader(BATCHES))
+    trained = BATCHES[1::2]
+    latest = throughput.latest
+    assert latest["train/batches"] == 3
+    assert latest["train/samples"] == sum(map(len, trained))
+    if config is None:  # a product of [slots, 4] and [4, 31], whose input is trained
+        assert latest["train/total_flops"] == 3 * 2 * 4 * 31 * sum(batch.stats.slots for batch in trained)
+    else:
+        assert latest["train/total_flops"] == flops_of(trained)
+        assert latest["train/time"] == pytest.approx(0.5 * len(BATCHES))  # time goes by all the same
+
+
+def test_a_step_that_a_resumed_job_repeats_counts_once(tmp_path: Path) -> None:
+    class Saves(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            if args[3] == 4:  # the second batch of the second step
+                trainer.save_checkpoint(tmp_path / "in.ckpt")
+
+    def run(*callbacks: L.Callback, path: Path | None = None) -> dict[str, float]:
+        clock = Clock()
+        throughput = monitor(clock)
+        data = THDDataModule([{"input_ids": [1] * (1 + n % 7)} for n in range(30)], capacity=9)
+        settings: dict[str, Any] = {"accumulate_grad_batches": 3, "log_every_n_steps": 50}
+        fitting = trainer(tmp_path, throughput, *callbacks, **settings)
+        fitting.fit(Module(clock), data, ckpt_path=path)
+        return throughput.latest
+
+    whole = run(Saves())
+    resumed = run(path=tmp_path / "in.ckpt")
+    for key in ("total_flops", "batches", "samples", "lengths", "time"):
+        assert resumed[f"train/{key}"] == pytest.approx(whole[f"train/{key}"], rel=1e-12), key
+
+
+class Called(Model):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.embed(ids))
+        return found
+
+
+class Distils(Module):
+    """Calls its model with gradients and without, and trains on all batches but those of ``skipped``."""
+
+    def __init__(self, clock: Clock, *, config: Any = CONFIG, skipped: tuple[int, ...] = ()) -> None:
+        super().__init__(clock, config=config)
+        self.model, self.skipped = Called(config), skipped
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            self.model(batch.input_ids)
+        loss = self.model(batch.input_ids).square().mean()
+        return None if batch_idx in self.skipped else loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.model(batch.input_ids)
+
+
+@pytest.mark.filterwarnings("ignore:.*returned `None`")
+@pytest.mark.parametrize(
+    ("skipped", "options"),
+    [((), {"val_check_interval": 2, "accumulate_grad_batches": 3}), ((0, 4), {"accumulate_grad_batches": 3})],
+    ids=["evaluation", "skipped"],
+)
+def test_the_calls_of_a_step_are_those_of_its_batches(
+    tmp_path: Path, skipped: tuple[int, ...], options: Any
+) -> None:
+    """An evaluation between the batches of a step, and batches that are skipped, are no passes of it."""
+    throughput, val = monitor(Clock()), [pack(6, 2), pack(4)]
+    run = trainer(tmp_path, throughput, num_sanity_val_steps=0, **options)
+    run.fit(Distils(Clock(), skipped=skipped), loader([*BATCHES, *BATCHES]), loader(val))
+    trained = [batch for i, batch in enumerate([*BATCHES, *BATCHES]) if i not in skipped]
+    forward = sum(FLOPS.forward_flops(batch.stats).model for batch in trained)
+    assert throughput.latest["train/total_flops"] == flops_of(trained) + forward
+    evaluated = sum(FLOPS.forward_flops(batch.stats).model for batch in val)
+    assert throughput.latest["validate/total_flops"] == evaluated
+
+
+def test_a_counted_step_is_counted_from_its_first_batch(tmp_path: Path) -> None:
+    """A second batch of a new shape begins no count of its step, which would miss the first."""
+    throughput = monitor(Clock())
+    run = trainer(tmp_path, throughput, accumulate_grad_batches=2)
+    run.fit(Module(Clock(), config=None), loader(BATCHES))
+    slots = sum(batch.stats.slots for batch in BATCHES)
+    assert throughput.latest["train/total_flops"] == 3 * 2 * 4 * 31 * slots

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_thd.flops import Chunk, FlopsModel, SeqStats
 from lightning_thd.flops.families import registry
+from tests.data.test_patches import TOWER
 from tests.flops.families import (
     ENCODERS,
     FAMILIES,
@@ -18,6 +22,7 @@ from tests.flops.families import (
     encoder,
     meta_model,
     small_config,
+    vision_config,
 )
 
 TOTAL = 32
@@ -273,3 +278,61 @@ def test_cross_attention_counts_queries_times_what_they_read() -> None:
     assert flops.attention == 2 * 6 * 32 * (pairs + 2 * own)
     no_image = model.forward_flops(SeqStats.from_lengths(queries, cross_lengths=[0, 0]))
     assert flops.linear - no_image.linear == 2 * 2 * 96 * 2 * 16 * sum(keys)
+
+
+GRID = [[1, 6, 10], [2, 8, 4]]  # an image, and a video of two frames
+
+
+def tower_flops(config: Any) -> Counter[str]:
+    """Torch's count of one forward pass of the vision tower and projector, by operator."""
+    from transformers import AutoModelForImageTextToText
+
+    config.vision_config._attn_implementation = "eager"
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    visual = model.model.visual
+    patches = sum(frames * rows * columns for frames, rows, columns in GRID)
+    width = 3 * config.vision_config.temporal_patch_size * 14 * 14
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        visual(torch.zeros(patches, width), grid_thw=torch.tensor(GRID))
+    by_op: Counter[str] = Counter()
+    for op, flops in counter.get_flop_counts()["Global"].items():
+        by_op[str(op).split(".")[-1]] += flops
+    return by_op
+
+
+@pytest.mark.parametrize("family", VISION)
+def test_patches_tower_and_projector_equal_torchs_counter(family: str) -> None:
+    config = vision_config(family)
+    model = FlopsModel.from_config(config)
+    stats = SeqStats.from_lengths([], image_grid_thw=GRID, vision_windows=model.vision_windows)
+    by_op = tower_flops(config)
+    attention = matmuls = 0
+    for layer in model.layers:
+        for term in layer.terms if layer.path.startswith("visual") else ():
+            one = FlopsModel(name="", layers=(type(layer)(path="", terms=(term,)),), merge=model.merge)
+            flops = one.forward_flops(stats).vision
+            attention += flops if term.name == "vision_attention" else 0
+            matmuls += flops if term.name != "vision_attention" else 0
+    assert attention > 0
+    assert by_op["convolution"] > 0
+    assert matmuls == by_op["mm"] + by_op["addmm"] + by_op["convolution"]
+    assert attention == by_op["bmm"]
+
+
+def test_llavas_tower_equals_torchs_counter() -> None:
+    from transformers import AutoModelForImageTextToText, LlavaConfig
+
+    text = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96}
+    config = LlavaConfig(vision_config=TOWER, text_config={"model_type": "llama", **text})
+    vision = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        vision.get_image_features(torch.zeros(5, 3, 56, 56))
+    model = FlopsModel.from_config(config)
+    stats = SeqStats.from_lengths([], image_grid_thw=[[5, 4, 4]])
+    # The class token's work is spread over 16 patches and rounded.
+    assert model.forward_flops(stats).vision == pytest.approx(counter.get_total_flops(), rel=1e-3)
+    assert model.vision.patch == 14
+    assert model.for_module(vision).training_flops(stats).vision == model.training_flops(stats).vision
+    vision.model.vision_tower.requires_grad_(False)
+    frozen = model.for_module(vision).training_flops(stats).vision
+    assert model.forward_flops(stats).vision < frozen < 0.6 * model.training_flops(stats).vision

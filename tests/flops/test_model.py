@@ -22,6 +22,7 @@ from lightning_thd.flops import (
     peak_flops,
     throughput,
 )
+from lightning_thd.flops.model import from_ints, num_ints, to_ints
 from lightning_thd.flops.terms import Causal, Layer, matmul, scores
 from tests.flops.families import small_config, vision_config
 
@@ -150,8 +151,11 @@ def test_recompute_policies() -> None:
     assert flops.recompute == (flops.linear + flops.attention) // 3  # logits never
 
 
-GRID = [[1, 6, 10], [2, 8, 4]]  # an image, and a video of two frames
+GEMMA4, DEEPSEEK_V4 = (small_config(family).to_dict() for family in ("gemma4_text", "deepseek_v4"))
+RATES = {"compress_rates": {"compressed_sparse_attention": 4}}
 EIGHT = SeqStats.from_lengths([8])
+IMAGES = SeqStats.from_lengths([], image_grid_thw=[[1, 6, 10], [2, 8, 4]])
+read_config = FlopsModel.from_config
 
 
 def llama(**how: Any) -> FlopsModel:
@@ -167,66 +171,28 @@ def opaque_step() -> None:
     (secret(a, a) @ a).sum()
 
 
+def count_by_torch(run: Callable[[], object]) -> FlopsModel:
+    return FlopsModel.from_module(nn.Identity(), run, stats=EIGHT)
+
+
 REFUSED: list[tuple[Callable[[], Any], str]] = [
-    (lambda: FlopsModel.from_config({"model_type": "nope"}), "for model_type='nope'. Register one with"),
+    (lambda: read_config({"model_type": "nope"}), "for model_type='nope'. Register one with"),
+    (lambda: read_config({**LLAMA2_7B, "vocab_size": None}), "has vocab_size=None. A size is wanted"),
+    (lambda: read_config({**LLAMA2_7B, "layer_types": ["retention"]}), "is a 'retention', for which no FLOP"),
+    (lambda: read_config({**GEMMA4, "use_bidirectional_attention": "all"}), "sees both ways, for which no"),
     (
-        lambda: FlopsModel.from_config({**LLAMA2_7B, "vocab_size": None}),
-        "model_type='llama' has vocab_size=None. A size is wanted",
+        lambda: read_config({**DEEPSEEK_V4, **RATES}),
+        "_attention', for which compress_rates=",
     ),
-    (
-        lambda: FlopsModel.from_config({**LLAMA2_7B, "model_type": "qwen3", "layer_types": ["retention"]}),
-        "Layer 0 of model_type='qwen3' is a 'retention', for which no FLOP count is known. Register",
-    ),
-    *[
-        (
-            lambda both=both: FlopsModel.from_config(
-                {**small_config("gemma4_text").to_dict(), "use_bidirectional_attention": both}
-            ),
-            "use_bidirectional_attention sees both ways, for which no FLOP",
-        )
-        for both in (True, "all")
-    ],
-    (
-        lambda: FlopsModel.from_config(
-            {
-                **small_config("deepseek_v4").to_dict(),
-                "compress_rates": {"compressed_sparse_attention": 4},
-            }
-        ),
-        "type 'heavily_compressed_attention', for which compress_rates=",
-    ),
-    (
-        lambda: FlopsModel.from_config({"model_type": "gemma2", "num_attention_heads": "many"}),
-        "transformers cannot read the config of model_type='gemma2': ",
-    ),
+    (lambda: read_config({"model_type": "gemma2", "num_attention_heads": "x"}), "transformers cannot read"),
     (lambda: llama(causal="other"), "causal='other' is not"),
-    (
-        lambda: llama().training_flops(SeqStats.from_lengths([8], windows=(64,))),
-        r"count windows \[64\], but 'llama' has none",
-    ),
-    (
-        lambda: tiny(4).training_flops(EIGHT),
-        r"'tiny' has attention windows \[4\], which the stats do not count",
-    ),
-    (
-        lambda: FlopsModel.from_config(vision_config("qwen2_5_vl")).training_flops(
-            SeqStats.from_lengths([], image_grid_thw=GRID)
-        ),
-        r"has windows of \[4\] patches, which the stats do not count",
-    ),
-    (
-        lambda: llama().training_flops(SeqStats.from_lengths([], image_grid_thw=GRID)),
-        "hold 124 image patches, but no vision tower is known for",
-    ),
+    (lambda: llama().training_flops(SeqStats.from_lengths([8], windows=(64,))), "count windows .64., but"),
+    (lambda: tiny(4).training_flops(EIGHT), "has attention windows .4., which the stats do not count"),
+    (lambda: read_config(vision_config("qwen2_5_vl")).training_flops(IMAGES), "has windows of .4. patches"),
+    (lambda: llama().training_flops(IMAGES), "hold 124 image patches, but no vision tower is known for"),
     (lambda: FlopsModel(name="", layers=(), merge=0), "merge=0; wanted 1 or more. It is the patches"),
-    (
-        lambda: FlopsModel.from_module(nn.Identity(), lambda: None, stats=EIGHT),
-        "torch counted 0 FLOPs of matmuls in Identity on 8 slots",
-    ),
-    (
-        lambda: FlopsModel.from_module(nn.Identity(), opaque_step, stats=EIGHT),
-        "torch has no formula for lightning_thd_test::secret_product",
-    ),
+    (lambda: count_by_torch(lambda: None), "torch counted 0 FLOPs of matmuls in Identity on 8 slots"),
+    (lambda: count_by_torch(opaque_step), "torch has no formula for lightning_thd_test::secret_product"),
     (lambda: join([]), "No model was given to count. Give one or more members"),
     (
         lambda: join([Member(name="policy", model=llama()), Member(name="b", model=llama(causal="full"))]),
@@ -260,3 +226,44 @@ def test_register_teaches_a_family() -> None:
         SeqStats.from_lengths([7])
     )
     assert flops == FlopsBreakdown(linear=6 * 5 * 7)
+
+
+TERMS = (matmul("w", 50), scores(1, 5, 5))
+MODEL = FlopsModel(name="one", layers=(Layer(path="layers.0", terms=TERMS),))
+STATS = SeqStats.from_lengths([60, 40], slots=125)
+
+
+def test_every_key_and_value_on_one_device() -> None:
+    linear, attention = 6 * 50 * 100, 3 * 20 * (60**2 + 40**2) // 2
+    flops = linear + attention
+    assert throughput(STATS, seconds=2.0, model=MODEL, microbatches=1, peak=1e6, recompute="full") == {
+        "device/items_per_sec": 62.5,
+        "device/real_items_per_sec": 50.0,
+        "device/samples_per_sec": 1.0,
+        "device/batches_per_sec": 0.5,
+        "device/flops_per_sec": flops / 2,
+        "device/tflops_per_gpu": flops / 2 / 1e12,
+        "device/mfu": flops / 2 / 1e6,
+        "device/hfu": flops * 4 / 3 / 2 / 1e6,
+        "packing/fill": 0.8,
+        "packing/attention_fraction": attention / flops,
+    }
+
+
+def test_several_devices_share_the_work_and_add_the_sums() -> None:
+    one = throughput(STATS, seconds=2.0, model=MODEL, peak=1e6)
+    four = throughput(STATS, seconds=2.0, model=MODEL, peak=1e6, devices=4)
+    assert four["device/mfu"] == one["device/mfu"] / 4
+    assert four["flops_per_sec"] == one["device/flops_per_sec"] == 4 * four["device/flops_per_sec"]
+    assert four["real_items_per_sec"] == 50.0
+    rates = throughput(STATS, seconds=1.0)
+    assert not any("flops" in key or "mfu" in key or "attention" in key for key in rates)
+    assert "device/mfu" not in throughput(STATS, seconds=1.0, model=MODEL)
+
+
+def test_counts_survive_the_trip_through_integers() -> None:
+    terms = (scores(1, 5, 5, window=7), scores(1, 5, 5, window=Chunk(4)))
+    model = FlopsModel(name="w", layers=(Layer(path="", terms=terms),))
+    stats = SeqStats.from_lengths([3, 30], windows=model.windows, slots=64)
+    assert from_ints(to_ints(stats, model), model) == stats
+    assert len(to_ints(SeqStats(), model)) == num_ints(model) == num_ints(None) + 2

@@ -18,24 +18,6 @@ def test_counts_a_step_and_scales_it_with_the_slots() -> None:
     assert padded.model == 30 * per_token
 
 
-def test_fused_attention_is_scaled_with_the_squares_of_the_sequences() -> None:
-    heads, size, total = 2, 16, 32
-
-    def step() -> None:
-        qkv = [torch.randn(1, heads, total, size, device="meta", requires_grad=True) for _ in range(3)]
-        weight = torch.randn(size, size, device="meta", requires_grad=True)
-        flash = torch.ops.aten._scaled_dot_product_flash_attention(*qkv, is_causal=True)[0]
-        (flash @ weight).sum()
-
-    stats = SeqStats.from_cu_seqlens(None, shape=(1, total))
-    model = FlopsModel.from_module(nn.Identity(), step, stats=stats)
-    whole = model.training_flops(stats).attention
-    halves = model.training_flops(SeqStats.from_lengths([16, 16])).attention
-    # what torch counts is the full square; the default convention halves it
-    assert whole == 2 * heads * 2 * size * total**2 // 2
-    assert 2 * halves == whole
-
-
 def test_grouped_products_count_every_row_once() -> None:
     """torch's counter has no formula for them: a mixture of experts would count as its attention alone."""
     rows, inner, out, groups = 12, 16, 24, 3
