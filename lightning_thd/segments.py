@@ -155,8 +155,7 @@ def _check_side(
     if pos is None:
         if mask != "padding":
             raise ValueError(
-                f"mask={mask!r} needs pos_{side}, but it is None. Pass the positions inside the segments "
-                "(seqlens.position_ids_from_cu_seqlens), or mask='padding'."
+                f"mask={mask!r} needs pos_{side}, but it is None. Pass the positions inside the segments."
             )
     elif pos.shape != ids.shape or pos.device != ids.device or pos.dtype not in (torch.int32, torch.int64):
         raise ValueError(

@@ -156,8 +156,7 @@ def pad_cu_seqlens(
         raise ValueError(f"{what} do not fit into {room}; none may be cut off. Use a larger bucket.")
     if tail and not spare:
         raise ValueError(
-            f"A tail of {tail} slots needs a dummy sequence, but num_sequences={num_sequences} are taken. "
-            f"Pass num_sequences={num_sequences + 1} or more."
+            f"A tail of {tail} slots needs a dummy sequence. Pass num_sequences={num_sequences + 1} or more."
         )
     step = -(-tail // max(spare, 1))
     if max_seqlen is not None and max(step, *known, 0) > _count(max_seqlen, "max_seqlen"):
@@ -198,8 +197,7 @@ def _row(values: Any, name: str) -> Tensor:
     tensor = int_tensor(values, name)
     if tensor.ndim != 1:
         raise ValueError(
-            f"{name} has shape {list(tensor.shape)}; wanted one dimension, one pack. "
-            "Call this once a row, or flatten the row with [0]."
+            f"{name} has shape {list(tensor.shape)}; wanted one dimension, one pack. Call this once a row."
         )
     return tensor
 
@@ -219,14 +217,10 @@ def _offsets(cu_seqlens: Any, total: int | None) -> Tensor:
     assert isinstance(cu_seqlens, Tensor)
     if cu_seqlens.dtype != torch.int32:
         raise ValueError(
-            f"cu_seqlens is {cu_seqlens.dtype}; wanted torch.int32, which every varlen kernel reads. "
-            "Call cu_seqlens.to(torch.int32)."
+            f"cu_seqlens is {cu_seqlens.dtype}; wanted torch.int32. Call cu_seqlens.to(torch.int32)."
         )
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] == 0:
-        raise ValueError(
-            f"cu_seqlens has shape {list(cu_seqlens.shape)}; wanted [S + 1], starting with 0. "
-            "Call cu_seqlens_from_lengths(lengths)."
-        )
+        raise ValueError(f"cu_seqlens has shape {list(cu_seqlens.shape)}; wanted [S + 1], starting with 0.")
     host = host_values(cu_seqlens)
     if host is not None:
         _check_offsets(host, total)
@@ -236,9 +230,7 @@ def _offsets(cu_seqlens: Any, total: int | None) -> Tensor:
 def _check_offsets(host: npt.NDArray[np.integer], total: int | None) -> None:
     """Refuse offsets that do not start at 0, fall, or end elsewhere than at the total."""
     if host[0] != 0:
-        raise ValueError(
-            f"cu_seqlens starts with {host[0]}; wanted 0. Subtract cu_seqlens[0] or prepend a 0."
-        )
+        raise ValueError(f"cu_seqlens starts with {host[0]}; wanted 0. Subtract cu_seqlens[0].")
     falls = np.nonzero(host[1:] < host[:-1])[0]
     if falls.size:
         i = int(falls[0])
@@ -248,8 +240,7 @@ def _check_offsets(host: npt.NDArray[np.integer], total: int | None) -> None:
         )
     if total is not None and host[-1] != total:
         raise ValueError(
-            f"cu_seqlens ends with {host[-1]} but there are total={total} slots; wanted them equal, since "
-            "kernels leave a slot of no sequence unwritten. Give the trailing pad an entry: pad_cu_seqlens."
+            f"cu_seqlens ends with {host[-1]} but there are total={total} slots. Use pad_cu_seqlens."
         )
 
 
@@ -261,8 +252,7 @@ def _check_lengths(host: npt.NDArray[np.integer]) -> None:
     total = int(host.sum(dtype=np.int64))
     if total > INT32_MAX:
         raise ValueError(
-            f"{host.size} lengths add up to {total} tokens; wanted at most {INT32_MAX}, since cu_seqlens are "
-            "int32. Put fewer sequences into one pack."
+            f"{host.size} lengths add up to {total} tokens; wanted at most {INT32_MAX}. Make smaller packs."
         )
 
 
@@ -281,8 +271,7 @@ def _check_position_ids(host: npt.NDArray[np.integer], num_sequences: int) -> No
     found = int(starts.sum())
     if found > num_sequences:
         raise ValueError(
-            f"There are {found} sequences but num_sequences={num_sequences}; none may be cut off. "
-            f"Pass num_sequences={found} or more."
+            f"There are {found} sequences but num_sequences={num_sequences}. Pass {found} or more."
         )
 
 
@@ -298,13 +287,11 @@ def _host_lengths(cu_seqlens: Tensor, lengths: Sequence[int] | None) -> list[int
     )
     if len(known) + 1 != cu_seqlens.shape[0]:
         raise ValueError(
-            f"{len(known)} lengths do not fit cu_seqlens of {cu_seqlens.shape[0]} entries; wanted "
-            f"{cu_seqlens.shape[0] - 1}. Pass the lengths these offsets were made from."
+            f"{len(known)} lengths do not fit cu_seqlens of {cu_seqlens.shape[0]} entries. Pass theirs."
         )
     host = host_values(cu_seqlens)
     if host is not None and (np.diff(host) != np.asarray(known)).any():
         raise ValueError(
-            f"lengths={known[:8]}... but cu_seqlens gives {np.diff(host)[:8].tolist()}...; wanted "
-            "the same. Pass the lengths these offsets were made from."
+            f"lengths={known[:8]} but cu_seqlens gives {np.diff(host)[:8].tolist()}; wanted the same."
         )
     return known

@@ -153,9 +153,7 @@ class SeqStats:
             before = _lengths(prefix_lengths)
             if before.shape != lengths.shape or (before > lengths).any():
                 raise ValueError(
-                    f"prefix_lengths {_short(before.tolist())} does not fit lengths "
-                    f"{_short(lengths.tolist())}. Give each sequence the number of its tokens "
-                    "that another one computes."
+                    f"prefix_lengths {_short(before.tolist())} do not fit lengths {_short(lengths.tolist())}"
                 )
             shared = int(before.sum())
         real_tokens, sequences = int(lengths.sum()) - shared, int(np.count_nonzero(lengths))
@@ -166,13 +164,11 @@ class SeqStats:
             loss_tokens = whole_number(loss_tokens, "loss_tokens", least=None)
         if slots < real_tokens:
             raise ValueError(
-                f"slots={slots} is less than the {real_tokens} real tokens of the sequences. "
-                "Slots include the padding: leave slots out when nothing is padded."
+                f"slots={slots} is less than the {real_tokens} real tokens. Leave it out if none is padded."
             )
         if not 0 <= loss_tokens <= slots + shared:
             raise ValueError(
-                f"loss_tokens={loss_tokens} is outside 0..{slots + shared} slots. "
-                "Count targets that are >= 0."
+                f"loss_tokens={loss_tokens} is outside 0..{slots + shared} slots. Count targets >= 0."
             )
         cross_tokens, cross_pairs = (0, 0) if cross_lengths is None else _cross(lengths, cross_lengths)
         patches, squares, in_windows = _NO_PICTURES
@@ -295,8 +291,7 @@ def window_pairs(lengths: Ints, window: Window, *, ends: Ints) -> IntArray:
     values, runs = _lengths(lengths), host_ints(ends, "ends")
     if not runs.size or runs[0] < 0 or runs[-1] != values.size or (np.diff(runs) < 0).any():
         raise ValueError(
-            f"ends {_short(runs.tolist())} do not cut {values.size} lengths into runs; wanted numbers that "
-            "never decrease and end with the number of lengths. Pass [len(lengths)] for one run."
+            f"ends {_short(runs.tolist())} do not cut {values.size} lengths into runs, or decrease."
         )
     starts = np.concatenate(([0], runs[:-1]))
     full = starts < runs
@@ -352,8 +347,7 @@ def _refuse_overflow(squares: float, name: str) -> None:
     """Raise if a sum of squares, bounded by ``squares``, could pass int64."""
     if squares >= 2.0**63:
         raise ValueError(
-            f"{name} are so large that their squares may pass int64. Were they multiplied, or is one wrong? "
-            "Otherwise count parts of the data and add their SeqStats."
+            f"{name} are so large that their squares may pass int64. Count parts of the data and add them."
         )
 
 
@@ -362,8 +356,7 @@ def _cross(here: IntArray, cross_lengths: Ints) -> tuple[int, int]:
     there = host_ints(cross_lengths, "cross_lengths")
     if here.shape != there.shape or there.min(initial=0) < 0:
         raise ValueError(
-            f"cross_lengths {_short(there.tolist())} does not fit the {here.size} sequences. "
-            "Give every sequence the number of tokens its cross-attention reads, zero if none."
+            f"cross_lengths {_short(there.tolist())} does not fit the {here.size} sequences. Pass 0 for none."
         )
     _refuse_overflow(float(here.astype(np.float64) @ there.astype(np.float64)), "cross_lengths")
     return int(there.sum()), int(here @ there)
@@ -395,8 +388,7 @@ def _grid(values: IntRows) -> IntArray:
     grid = host_ints(values, "grid_thw", ndim=None)
     if grid.size % 3 or (grid.ndim > 1 and grid.shape[-1] != 3):
         raise ValueError(
-            f"grid_thw has shape {grid.shape}; wanted [N, 3]: frames, rows and columns of patches "
-            "of each image."
+            f"grid_thw has shape {grid.shape}; wanted [N, 3]: frames, rows and columns of patches."
         )
     return grid.reshape(-1, 3)
 
@@ -433,8 +425,7 @@ def _trim(row: list[int], argmin: int | Tensor | IntArray | None) -> list[int]:
     falls = any(here > there for here, there in pairwise(offsets))
     if falls or (offsets and offsets[0] != 0):
         raise ValueError(
-            f"cu_seqlens {_short(row)} must start at 0 and never decrease, but for a tail of -1 or 0. "
-            "Pass cumulative lengths, such as [0, 3, 8] for lengths 3 and 5."
+            f"cu_seqlens {_short(row)} must start at 0 and never decrease, but for a tail of -1 or 0."
         )
     return offsets
 
@@ -443,8 +434,7 @@ def _dense_shape(shape: tuple[int, int] | None, row: list[int]) -> tuple[int, in
     """Return the rows and row length of a batch without usable offsets, or raise if not given."""
     if shape is None:
         raise ValueError(
-            f"cu_seqlens {_short(row)} describes no sequence and shape=None. "
-            "Pass shape=(rows, row length) of the token tensor to count every row as one sequence."
+            f"cu_seqlens {_short(row)} describes no sequence. Pass shape=(rows, row length) of the tokens."
         )
     if len(shape) != 2:
         raise ValueError(f"shape={shape!r}; wanted two numbers, rows and row length.")

@@ -173,7 +173,7 @@ def found_in(*positions: float, num_sequences: int = 2) -> None:
         (lambda: found_in(0, 1, 3), r"position_ids\[2\] is 3 after 1; wanted 0 at the start"),
         (
             lambda: found_in(0, 0, 1, 0),
-            "There are 3 sequences but num_sequences=2; .*num_sequences=3 or more",
+            "There are 3 sequences but num_sequences=2. Pass 3 or more",
         ),
         (lambda: found_in(0, 1, num_sequences=-1), "num_sequences=-1; wanted 0 or more"),
         # What does not fit is never cut.

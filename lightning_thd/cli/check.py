@@ -59,8 +59,7 @@ def load_model(name: str, attention: str, *, layers: int | None = None, weights:
         text = config.get_text_config()
         if layers > text.num_hidden_layers:
             raise ValueError(
-                f"--layers {layers}, but {name} has {text.num_hidden_layers}. Pass at most as many, or leave "
-                "it out to build all."
+                f"--layers {layers}, but {name} has {text.num_hidden_layers}. Pass at most as many."
             )
         text.num_hidden_layers = layers
         if getattr(text, "layer_types", None):

@@ -86,8 +86,7 @@ def balance(
     if len(values) and values.max() > capacity:
         longest = int(values.argmax())
         raise ValueError(
-            f"Sequence {longest} has {values[longest]} tokens but capacity={capacity}. "
-            "Raise capacity, or give the lengths to PackPlanner with oversize=."
+            f"Sequence {longest} has {values[longest]} tokens but capacity={capacity}. Raise capacity."
         )
     media = None if patches is None else media_table(patches, len(values))
     work = (Cost() if cost is None else cost)(values, media)
@@ -262,15 +261,13 @@ def scheduled_bins(
     numbers = sorted({len(rank) for rank in plan})
     if len(plan) != dp or len(numbers) != 1 or numbers[0] < 1:
         raise ValueError(
-            f"The scheduler planned {len(plan)} ranks with {numbers} microbatches for dp={dp}. "
-            f"It must return {dp} lists with the same number of microbatches, at least one."
+            f"The scheduler planned {len(plan)} ranks with {numbers} microbatches; wanted {dp} alike."
         )
     bins = [bin_ for rank in plan for bin_ in rank]
     order = np.concatenate([np.empty(0, np.int64), *bins])
     if sorted(order.tolist()) != list(range(len(lengths))):
         raise ValueError(
-            f"The scheduler used {len(order)} positions, up to {order.max(initial=-1)}, for {len(lengths)} "
-            "sequences. It must put each position in the lengths it was given in one microbatch."
+            f"The scheduler used {order.tolist()[:9]}; it must put each of {len(lengths)} positions once."
         )
     bounds = [("slots", lengths, capacity), *([] if seen is None else [("patches", seen.patches, seen.most)])]
     for number, bin_ in enumerate(bins):

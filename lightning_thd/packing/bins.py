@@ -36,8 +36,7 @@ class Packing:
         indices, offsets = host_ints(self.indices, "indices"), host_ints(self.offsets, "offsets")
         if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(indices) or (np.diff(offsets) < 0).any():
             raise ValueError(
-                f"Packing got {len(indices)} indices and offsets {offsets[:8].tolist()}. Offsets begin "
-                f"with 0, never fall, and end with {len(indices)}."
+                f"Offsets {offsets[:8].tolist()} must begin with 0, never fall, and end with {len(indices)}."
             )
 
     def __len__(self) -> int:
@@ -95,8 +94,7 @@ def pack_lengths(
     longest = int(values.argmax())
     if values[longest] > capacity:
         raise ValueError(
-            f"Sequence {longest} has {values[longest]} tokens but capacity={capacity}. "
-            "Raise capacity, or give the lengths to PackPlanner with oversize='truncate' or 'split'."
+            f"Sequence {longest} has {values[longest]} tokens but capacity={capacity}. Raise capacity."
         )
     most = min(max_sequences or len(values), len(values))
     if algorithm == "next_fit":

@@ -93,7 +93,6 @@ def media_table(patches: npt.ArrayLike, sequences: int) -> IntArray:
     values = host_ints(patches, "patches", least=0, ndim=None, advice="Pass 0 for text.")
     if values.shape not in ((sequences,), (sequences, 2)):
         raise ValueError(
-            f"patches has the shape {values.shape} for {sequences} sequences. Pass one number each, or two: "
-            "patches, and the sum of the squared patches of each frame."
+            f"patches has the shape {values.shape} for {sequences} sequences; wanted one number each, or two."
         )
     return values if values.ndim == 2 else np.stack([values, values * values], axis=1)

@@ -48,9 +48,7 @@ class Sharing:
         whole_number(self.max_degree, "max_context_parallel_size", least=1, advice=advice)
         if self.max_degree & (self.max_degree - 1):
             raise ValueError(
-                f"max_context_parallel_size={self.max_degree} is no power of two; groups of 1, 2, 4, ... "
-                f"ranks are made. Use {1 << (self.max_degree.bit_length() - 1)} or "
-                f"{1 << self.max_degree.bit_length()}."
+                f"max_context_parallel_size={self.max_degree} is no power of two. Use 1, 2, 4, 8 and so on."
             )
         choice(self.layout, "context_parallel_layout", *get_args(Layout))
         choice(self.waits, "waits", *get_args(Waits))
@@ -160,7 +158,6 @@ def _work(cost: Callable[[IntArray], FloatArray], lengths: IntArray) -> FloatArr
     if not good.all():
         bad = int(np.argmin(good))
         raise ValueError(
-            f"The cost of a sequence of {lengths[bad]} tokens is {work[bad]}; wanted a finite number above "
-            "0. Pass Cost(linear=..., quadratic=...), in a larger unit of work if it overflows."
+            f"The cost of a sequence of {lengths[bad]} tokens is {work[bad]}; wanted a finite number above 0."
         )
     return work

@@ -63,8 +63,7 @@ def open_lengths(lengths: Lengths) -> OpenLengths:
     if isinstance(lengths, VirtualLengths) and not isinstance(lengths, str | bytes | Mapping):
         return lengths
     raise ValueError(
-        f"lengths is a {type(lengths).__name__}. Pass an array of ints, or an object with __len__ and "
-        "__getitem__ for an array of positions."
+        f"lengths is a {type(lengths).__name__}. Pass an array of ints, or an object that answers arrays."
     )
 
 
@@ -73,8 +72,7 @@ def read_lengths(lengths: OpenLengths, positions: IntArray) -> IntArray:
     values = np.asarray(lengths[positions])
     if values.shape != positions.shape or values.dtype.kind not in "iu":
         raise ValueError(
-            f"lengths[...] answered {len(positions)} positions with shape {values.shape} and type "
-            f"{values.dtype}. It must answer an int64 array of positions with as many integers."
+            f"lengths[...] answered {len(positions)} positions with {values.dtype} {values.shape}."
         )
     return values.astype(np.int64, copy=False)
 
@@ -95,8 +93,7 @@ def summarize(lengths: OpenLengths) -> LengthSummary:
     if isinstance(known, LengthSummary):
         if known.count != len(lengths):
             raise ValueError(
-                f"lengths.summary was made of {known.count} sequences, but there are {len(lengths)}. "
-                "The lengths changed: make the summary again."
+                f"lengths.summary is of {known.count} sequences, but there are {len(lengths)}. Make it again."
             )
         return known
     if not len(lengths):
@@ -147,13 +144,10 @@ class Entries:
     def spans(self, indices: IntArray) -> Spans:
         """Return the pieces of sequences ``indices``, in order: one each, or several of a split one."""
         lengths = read_lengths(self.lengths, indices)
-        if len(lengths) and (
-            lengths.min() < 1 or (self.oversize in ("error", "drop") and lengths.max() > self.limit)
-        ):
+        bad = (lengths < 1) | ((lengths > self.limit) & (self.oversize in ("error", "drop")))
+        if bad.any():
             raise ValueError(
-                "The lengths changed since the planner was made: sequence "
-                f"{indices[int(lengths.argmin() if lengths.min() < 1 else lengths.argmax())]} does not fit "
-                "any more. Make a new planner."
+                f"The lengths changed: sequence {indices[bad][0]} does not fit any more. Make a new planner."
             )
         if self.oversize == "split":
             return _split(indices, lengths, self.limit)

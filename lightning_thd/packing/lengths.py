@@ -67,7 +67,6 @@ def make_slots(capacity: int, align: Alignment | None, max_patches: int | None =
     usable = int(capacity) // align.total_multiple * align.total_multiple
     if not usable:
         raise ValueError(
-            f"capacity={capacity} is below total_multiple={align.total_multiple} of {align}: no pack can be "
-            f"aligned. Raise capacity to {align.total_multiple} or more."
+            f"capacity={capacity} is below total_multiple={align.total_multiple} of {align}. Raise capacity."
         )
     return Slots(usable=usable, multiple=align.sequence_multiple, patches=patches)

@@ -71,8 +71,7 @@ def share_out(
     instance(mixing, "mixing", Mixing, advice="Pass Mixing(epoch=..., shares=...), or None.")
     if mixing.dry is not None:
         raise ValueError(
-            f"Mixing(dry={mixing.dry!r}) is for streams; no source here is one. Mixing(epoch=) says how many "
-            "sequences an epoch of sources with a length takes."
+            f"Mixing(dry={mixing.dry!r}) is for streams; no source here is one. Set Mixing(epoch=)."
         )
     if not sizes or set(sizes) != set(weights):
         raise ValueError(
@@ -102,8 +101,7 @@ def share_out(
         )
     if none := [name for name, count in counts.items() if not count]:
         raise ValueError(
-            f"An epoch of {number} sequences has none of {none[0]!r}, whose share is {shares[none[0]]:.2g}. "
-            "Raise its weight, or set Mixing(epoch=) to more sequences."
+            f"An epoch of {number} sequences has none of {none[0]!r}. Raise its weight, or Mixing(epoch=)."
         )
     return counts
 
@@ -114,8 +112,7 @@ def check_weights(weights: Mapping[str, float]) -> None:
         number = isinstance(weight, int | float | np.number) and not isinstance(weight, bool)
         if not number or not 0 < weight < np.inf:
             raise ValueError(
-                f"The weight of {name!r} is {weight!r}. Weights are finite numbers above 0; leave out a "
-                "source that is not wanted."
+                f"The weight of {name!r} is {weight!r}; wanted a finite number above 0. Or leave it out."
             )
 
 

@@ -43,8 +43,7 @@ def permute(positions: npt.ArrayLike, total: int, *, key: int) -> IntArray:
     spots = host_ints(positions, "positions")
     if spots.size and (spots.min() < 0 or spots.max() >= total):
         raise ValueError(
-            f"Positions from {spots.min()} to {spots.max()} were asked of a permutation of {total} entries. "
-            f"Ask for positions in [0, {total})."
+            f"Positions {spots.min()} to {spots.max()} were asked of a permutation of {total} entries."
         )
     if total <= _SMALL:
         return shuffled(total, key=key)[spots]

@@ -138,8 +138,7 @@ def open_loss_tokens(loss_tokens: LossTokens | None, lengths: OpenLengths) -> We
     opened = open_lengths(loss_tokens)
     if len(opened) != len(lengths):
         raise ValueError(
-            f"loss_tokens has {len(opened)} counts but there are {len(lengths)} sequences. Pass one count a "
-            f"sequence."
+            f"loss_tokens has {len(opened)} counts for {len(lengths)} sequences. Pass one a sequence."
         )
     return CountedTargets(lengths, opened)
 
@@ -289,10 +288,7 @@ class PackPlanner(Resumable):
         """Return the steps that so many packs or sequences make, at least one."""
         n = self.global_batch.n
         if self.tail == "drop" and units < n:
-            raise ValueError(
-                f"{self.global_batch} is more than the {units} that the data set has. Set tail='pad', or ask "
-                "for fewer to a step."
-            )
+            raise ValueError(f"{self.global_batch} is more than the {units} of the data set. Set tail='pad'.")
         return units // n if self.tail == "drop" else -(-units // n)
 
     def __len__(self) -> int:
@@ -408,9 +404,7 @@ class PackPlanner(Resumable):
             )
         if isinstance(self.global_batch, Packs) and self.global_batch.n % dp:
             raise ValueError(
-                f"{self.global_batch} cannot be shared by dp={dp} ranks, each with the same number of packs. "
-                f"Use Packs({-(-self.global_batch.n // dp) * dp}), or Sequences(n), which takes any number "
-                f"of ranks."
+                f"{self.global_batch} cannot be shared by dp={dp} ranks. Pass a multiple, or Sequences(n)."
             )
 
 
@@ -422,6 +416,5 @@ def _check_batch(global_batch: object, *, scheduler: bool, schedule: bool) -> No
     for name, given, kind in (("scheduler", scheduler, Packs), ("schedule", schedule, Sequences)):
         if given and isinstance(global_batch, kind):
             raise ValueError(
-                f"A {name} cannot serve {global_batch}. A scheduler places those of Sequences(n), and "
-                "a schedule all sequences of the data, of whose microbatches Packs(n) takes n to a step."
+                f"A {name} cannot serve {global_batch}: schedulers take Sequences(n), schedules Packs(n)."
             )

@@ -139,13 +139,11 @@ class PrefixPlanner(PackPlanner):
         for name in ("scheduler", "schedule", "max_patches"):
             if settings.pop(name, None) is not None:
                 raise ValueError(
-                    f"share_prefixes=True with {name}=: groups that begin alike are planned as they are. "
-                    "Leave one of the two out."
+                    f"share_prefixes=True with {name}=: groups are planned as they are. Leave one out."
                 )
         if oversize in ("truncate", "split"):
             raise ValueError(
-                f"share_prefixes=True with oversize={oversize!r}: pieces of sequences do not begin as their "
-                "groups do. Set oversize='drop' or 'own_pack', raise capacity, or leave share_prefixes out."
+                f"share_prefixes=True with oversize={oversize!r}: pieces do not begin alike. Set 'drop'."
             )
         slots = make_slots(capacity, settings.get("align"))
         limit = slots.usable // slots.multiple * slots.multiple

@@ -77,8 +77,7 @@ class SharedPlanner(PackPlanner):
         for name in ("align", "scheduler", "schedule", "patches", "max_patches"):
             if options.pop(name, None) is not None:
                 raise ValueError(
-                    f"{name}= cannot be given under context_parallel_size='dynamic', which plans degree, "
-                    "ranks and microbatches together. Leave it out."
+                    f"{name}= cannot be given under context_parallel_size='dynamic'. Leave it out."
                 )
         self.sharing, self.rank_capacity = sharing, int(capacity)
         super().__init__(

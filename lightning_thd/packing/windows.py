@@ -104,10 +104,7 @@ def make_windows(
     if counts is None:
         counts = count_windows(entries, slots, window, seed, num_workers=num_workers)
     elif host_ints(counts, "counts", least=1).shape != (total,):
-        raise ValueError(
-            f"counts has {len(counts)} windows but there are {total}. Pass the counts of a planner with the "
-            "same fingerprint, or None to count again."
-        )
+        raise ValueError(f"counts has {len(counts)} windows but there are {total}. Pass None to count again.")
     return WindowedPacks(entries=entries, slots=slots, window=window, seed=seed, counts=counts)
 
 
@@ -206,13 +203,11 @@ def open_schedule(
     numbers = np.asarray(schedule)
     if numbers.shape != (count,) or numbers.dtype.kind not in "iu" or (count and numbers.min() < 0):
         raise ValueError(
-            f"schedule has the shape {numbers.shape} and the type {numbers.dtype} for {count} sequences. "
-            "Pass one microbatch number a sequence, each at least 0."
+            f"schedule is {numbers.dtype} {numbers.shape} for {count} sequences; wanted one number >= 0 each."
         )
     if entries.oversize in ("truncate", "split"):
         raise ValueError(
-            f"oversize={entries.oversize!r} changes sequences that the schedule has already placed. "
-            "Cut them beforehand, or set oversize='error', 'drop' or 'own_pack'."
+            f"oversize={entries.oversize!r} changes sequences that the schedule has placed. Cut them before."
         )
     indices = np.argsort(numbers, kind="stable")
     indices = indices[~np.isin(indices, entries.left_out)]

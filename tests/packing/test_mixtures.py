@@ -107,7 +107,7 @@ def test_what_an_epoch_takes() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: share_out({"a": 3}, {"a": 0.0}), "The weight of 'a' is 0.0. Weights are finite numbers"),
+        (lambda: share_out({"a": 3}, {"a": 0.0}), "The weight of 'a' is 0.0; wanted a finite number above 0"),
         (lambda: share_out({"a": 3}, {"a": float("nan")}), "The weight of 'a' is nan"),
         (lambda: share_out({"a": 3}, {"b": 1.0}), r"sizes of \['a'\] and weights of \['b'\]"),
         (lambda: share_out({}, {}), "Give both of each"),

@@ -21,7 +21,7 @@ def test_is_a_permutation_and_another_one_for_every_key(total: int) -> None:
     assert np.array_equal(np.sort(found), np.arange(total))
     for key in (derive_key(0, total), derive_key(total, 0), derive_key(total, 0, 0)) if total > 100 else ():
         assert (permute(np.arange(total), total, key=key) == found).mean() < 0.01
-    with pytest.raises(ValueError, match=rf"a permutation of {total} entries. Ask for positions in \[0, "):
+    with pytest.raises(ValueError, match=f"a permutation of {total} entries"):
         permute([total], total, key=0)
 
 
