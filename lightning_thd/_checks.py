@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +144,12 @@ def choice(value: Any, name: str, *wanted: str, advice: str = "") -> None:
     if not isinstance(value, str) or value not in wanted:
         given = f"{name}={value!r:.40}" if isinstance(value, str) else f"{name} is {described(value)}"
         raise ValueError(f"{given}; wanted one of {', '.join(wanted)}. {advice}".rstrip())
+
+
+def shaped(value: Tensor, name: str, wanted: Sequence[int], what: str) -> None:
+    """Raise ValueError unless a tensor has the wanted shape; ``what`` says what it holds, and the advice."""
+    if tuple(value.shape) != tuple(wanted):
+        raise ValueError(f"{name} is {list(value.shape)}, wanted {list(wanted)}, {what}")
 
 
 def refuse_missing(name: str, advice: str) -> None:

@@ -85,6 +85,8 @@ def lay_out(
     """Lay checked samples end to end; arguments and fields are those of ``THDBatch.collate``."""
     ids = [np.asarray(sample["input_ids"]) for sample in samples]
     lengths = [len(row) for row in ids]
+    if sequence_ids is not None and len(sequence_ids) != len(ids):
+        raise ValueError(f"There are {len(ids)} samples but {len(sequence_ids)} sequence_ids. Give one each.")
     padded, slots = slots_of(lengths, align, pad_to)
     starts = [0, *accumulate(padded)][: len(lengths)]
     dense = padded[: len(lengths)] == lengths
@@ -137,7 +139,7 @@ def lay_out(
             windows=windows,
             **(counted(extras, vision) if extras or (vision is not None and vision.windows) else {}),
         ),
-        "sequence_ids": _sequence_ids(sequence_ids, len(lengths)),
+        "sequence_ids": range(len(lengths)) if sequence_ids is None else sequence_ids,
         "max_targets": loss_tokens,
         "loss_scale": loss_scale,
         "sequence_scale": sequence_scale,
@@ -146,16 +148,6 @@ def lay_out(
         "weights": None if weights.slots is None else torch.from_numpy(weights.slots),
         "extras": extras,
     }
-
-
-def _sequence_ids(sequence_ids: Sequence[int] | None, count: int) -> Sequence[int]:
-    if sequence_ids is None:
-        return range(count)
-    if len(sequence_ids) != count:
-        raise ValueError(
-            f"There are {count} samples but {len(sequence_ids)} sequence_ids. Give one dataset index each."
-        )
-    return sequence_ids
 
 
 def mean_scale(weight: float) -> float:
@@ -255,11 +247,9 @@ def _positions(
 def sequence_labels(samples: Sequence[Sample]) -> Tensor:
     """Stack the labels of whole sequences, ``[S]`` or ``[S, C]``: fp32 if one of them is."""
     labels = [sequence_label(sample, f"Sample {i}").get("label") for i, sample in enumerate(samples)]
-    shapes = {None if label is None else label.shape for label in labels}
-    if len(shapes) > 1:
-        kinds = [("none" if shape is None else list(shape)) for shape in shapes]
+    if len(shapes := {None if label is None else label.shape for label in labels}) > 1:
         raise ValueError(
-            f"Some samples of a batch have a label of another shape than others, or none: {kinds}. Give "
+            f"Some samples of a batch have a label of another shape than others, or none: {shapes}. Give "
             "every sample one label, or a list of the same number."
         )
     return torch.from_numpy(np.stack([label for label in labels if label is not None]))
@@ -359,8 +349,7 @@ def padded_on_host(
     ids, mask, other, odd = torch.stack([x.long() for x in (ids, mask, other, odd)]).cpu()
     if bool(odd.any()):
         raise ValueError(
-            "from_padded() got an attention_mask with values other than 0 and 1. Pass 1 where a token is "
-            "real, else 0: a mask that is added to scores, or numbers sequences, means something else."
+            "from_padded() got an attention_mask with values other than 0 and 1. Pass 1 for real tokens."
         )
     if not bool(mask.any()):
         raise ValueError(f"from_padded() got an attention_mask {shapes[1]} without a real token.")

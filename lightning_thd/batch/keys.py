@@ -99,6 +99,5 @@ def refuse_boundaries(sample: Mapping[str, Any], name: str) -> None:
     if found := [key for key, value in sample.items() if KEYS.get(key) == "boundary" and value is not None]:
         raise ValueError(
             f"{name} carries {', '.join(found)}, as a row of several sequences does, and a sample is one: "
-            "they would see each other. Give the sequences one by one, or drop the key; THDDataModule takes "
-            "the rows of a dataset with a length apart."
+            "give the sequences one by one, or drop the key. THDDataModule takes such rows of a dataset."
         )

@@ -34,12 +34,9 @@ _Ints = NDArray[np.int64]
 
 
 class Predictions(NamedTuple):
-    """What the slots of a batch predict, a row for each different pair of slot and target.
+    """What the slots of a batch predict, a row for each different pair of slot and target, ``[R]`` each.
 
-    Attributes:
-        slots: int64 ``[R]``, in ascending order.
-        targets: int64 ``[R]``.
-        weights: float ``[R]``, the sum over all tokens that a row stands for of their weights.
+    ``slots`` ascend; ``weights`` are sums over all tokens that a row stands for.
     """
 
     slots: Tensor
@@ -63,13 +60,10 @@ class Prefixes(Immutable):
         slots: int64 ``[R]``, the slot of each row.
         targets: int64 ``[R]``, the token that the slot predicts there.
         keys: int64 ``[K]``, the slots of the keys of every leaf, root first.
-        cu_seqlens_q: int32 ``[leaves + 1]``, offsets of the leaves' own slots.
-        cu_seqlens_kv: int32 ``[leaves + 1]``, offsets in ``keys``.
+        cu_seqlens_q: int32 ``[leaves + 1]``, offsets of the leaves' own slots; ``cu_seqlens_kv`` in ``keys``.
         offsets: int32 ``[S + 1]``, offsets of the sequences among the N tokens.
-        lengths: tokens of each sequence, on the host.
-        query_lengths: slots of each leaf, a trailing pad included, on the host.
-        key_lengths: keys of each leaf, on the host.
-        prefix_lengths: of each sequence, its first tokens that a leaf before it holds, on the host.
+        lengths: tokens of each sequence; ``prefix_lengths`` of them a leaf before it holds. On the host.
+        query_lengths: slots of each leaf, a trailing pad included; ``key_lengths`` its keys. On the host.
     """
 
     __slots__ = (*_INDICES, *_OF_SEQUENCES, "lengths", "query_lengths", "key_lengths", "prefix_lengths")
@@ -137,9 +131,8 @@ _KEPT = tuple(name for name in THDBatch.__slots__ if name not in _UNSHARED)
 class SharedBatch(THDBatch):
     """A batch whose sequences share the slots of their common prefixes: ``collate(share_prefixes=True)``.
 
-    ``input_ids`` and ``position_ids`` have T slots, one for each distinct prefix of a sequence. ``lengths``,
-    ``sequence_ids``, ``sequence_shares`` and ``len`` are those of the sequences; ``weights`` is ``[N]``.
-    ``stats`` count what is computed, and ``stats.shared_tokens`` what is not.
+    ``input_ids`` and ``position_ids`` have T slots, one for each distinct prefix of a sequence; ``weights``
+    are ``[N]``. ``stats`` count what is computed, and ``stats.shared_tokens`` what is not.
     """
 
     __slots__ = ("prefixes",)
@@ -182,12 +175,6 @@ class SharedBatch(THDBatch):
     def replace(self, **changes: Any) -> SharedBatch:
         """Return a copy with some fields changed; fields that derive from them are not updated."""
         changes.pop("max_targets", None)
-        unknown = changes.keys() - {*_KEPT, "prefixes"}
-        if unknown:
-            raise TypeError(
-                f"A batch of shared prefixes has no {', '.join(sorted(unknown))} to replace. Its fields are "
-                f"{', '.join((*_KEPT, 'prefixes'))}."
-            )
         return SharedBatch._of({**self.__getstate__(), **changes})
 
     def _pin(self) -> PinnedBatch:
@@ -208,40 +195,22 @@ class SharedBatch(THDBatch):
         prefixes = Prefixes(**{**self.prefixes.__getstate__(), **parts["prefixes"]})
         return self.replace(**parts[""], extras=parts["extras"], prefixes=prefixes)
 
-    def hf_kwargs(self) -> dict[str, Any]:
-        """Return the arguments of a transformers model with ``attn_implementation="thd"``.
-
-        They are those of ``THDBatch.hf_kwargs`` without offsets of sequences, and ``shared_prefixes``, which
-        models with another attention refuse.
-        """
-        position_ids = self.position_ids
-        return {
-            "input_ids": self.input_ids[None],
-            "position_ids": position_ids[None] if position_ids.ndim == 1 else position_ids[:, None],
-            "attention_mask": None,
-            "use_cache": False,
-            "shared_prefixes": self.prefixes,
-            **self.extras,
-        }
+    def _boundaries(self) -> dict[str, Any]:
+        return {"shared_prefixes": self.prefixes}
 
     def unpack(self, x: Tensor) -> list[Tensor]:
-        """Split values of slots or of tokens into one tensor a sequence.
+        """Split values of slots or of tokens into tensors ``[length, ...]``, in order of ``sequence_ids``.
 
-        Args:
-            x: ``[T, ...]`` or ``[1, T, ...]``, a value a slot, as a model returns them; or ``[N, ...]``, one
-                for each token of the sequences laid end to end, as ``causal_lm_logprobs`` returns them. If T
-                is N, because of padding, only ``[1, T, ...]`` says which.
-
-        Returns:
-            ``len(lengths)`` tensors ``[length, ...]``, in the order of ``sequence_ids``.
+        ``x`` is ``[T, ...]`` or ``[1, T, ...]``, a value a slot, as a model returns them; or ``[N, ...]``,
+        one for each token of the sequences laid end to end, as ``causal_lm_logprobs`` returns them. If T is
+        N, because of padding, only ``[1, T, ...]`` says which.
         """
         slots, tokens = self.input_ids.shape[-1], sum(self.lengths)
         given, x = x, rows_of_slots(x, slots)
         if slots == tokens and given.shape[:1] == (slots,):
             raise ValueError(
                 f"unpack() got a tensor of shape {tuple(x.shape)}, but padding made the slots as many as the "
-                "tokens, so that it may hold either. Pass values of slots as [1, T, ...], and split those of "
-                "tokens with torch.split(x, batch.lengths). Or collate with another pad_to."
+                "tokens. Pass values of slots as [1, T, ...], or collate with another pad_to."
             )
         if x.ndim == 0 or x.shape[0] not in (slots, tokens):
             raise ValueError(
@@ -254,13 +223,6 @@ class SharedBatch(THDBatch):
     def token_sequences(self) -> Tensor:
         """Return the number of each token's sequence in the batch, int64 ``[N]``."""
         return seq_idx_from_cu_seqlens(self.prefixes.offsets, sum(self.lengths)).flatten().long()
-
-    def __repr__(self) -> str:
-        return (
-            f"SharedBatch({len(self.lengths)} sequences, {sum(self.lengths)} tokens of which "
-            f"{self.stats.shared_tokens} are shared, {self.input_ids.shape[-1]} slots, "
-            f"device={self.input_ids.device})"
-        )
 
 
 # ---- The layout
@@ -332,9 +294,8 @@ def lay_out_shared(
     own = [lengths[leaf] - tree.shared[leaf] for leaf in tree.leaves]
     if align is not None and align.sequence_multiple != 1:
         raise ValueError(
-            f"share_prefixes=True with an alignment of {align.sequence_multiple} tokens a sequence, which "
-            "context parallelism needs. Sequences that share slots cannot be cut for it: set "
-            "share_prefixes=False or context_parallel_size=1."
+            f"share_prefixes=True with an alignment of {align.sequence_multiple} tokens a sequence: set "
+            "share_prefixes=False or context_parallel_size=1, which cuts sequences."
         )
     query_lengths, slots = slots_of(own, align, pad_to)
     pad = slots - len(tree.tokens)

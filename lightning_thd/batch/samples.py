@@ -22,10 +22,7 @@ def check_sample(sample: Any, name: str, *, empty: bool = False) -> dict[str, An
     if not isinstance(sample, Mapping):
         raise TypeError(f"{name} is {described(sample)}; wanted a dict. Pass {{'input_ids': [5, 6, 7]}}.")
     if made := sorted(key for key in sample if KEYS.get(key) == "made"):
-        raise ValueError(
-            f"{name} carries {', '.join(made)}, which the batch makes. Leave them out: samples hold "
-            "input_ids and labels of one sequence."
-        )
+        raise ValueError(f"{name} carries {', '.join(made)}, which the batch makes. Leave them out.")
     refuse_keys(sample)
     ids = token_row(sample, "input_ids", name, empty=empty)
     _check_ids(ids, name, "token id", least=0)
@@ -76,7 +73,7 @@ def token_row(
         raise ValueError(
             f"{name}: {key} is a masked array, whose mask would be lost. Give its compressed() values."
         )
-    if holds_bools(value):
+    if isinstance(value, list | tuple) and bool in set(map(type, value)):  # numpy makes 0 and 1 of them
         raise ValueError(f"{name}: {key} holds True or False among its numbers. Give integers.")
     if isinstance(value, Tensor) and value.dtype in (torch.uint8, torch.uint16) and not value.is_meta:
         value = value.cpu().numpy()  # keeps the type, in which -100 becomes another number
@@ -89,11 +86,6 @@ def token_row(
     if key == "input_ids" and not row.size and not empty:
         raise ValueError(f"{name} has no tokens. Remove it, or let THDDataModule do so with empty='drop'.")
     return row
-
-
-def holds_bools(values: object) -> bool:
-    """Return whether a list has bools among its entries, which numpy would turn into 0 and 1."""
-    return isinstance(values, list | tuple) and bool in set(map(type, values))
 
 
 def per_token_row(sample: Mapping[str, Any], key: str, length: int, name: str) -> NDArray[np.integer[Any]]:
@@ -247,8 +239,7 @@ def refuse_shifted(rows: Iterable[tuple[NDArray[Any], NDArray[Any]]], name: str)
     if others >= _SHIFTED_FROM:
         raise ValueError(
             f"{name}: the labels are the next tokens, as if they were shifted already, and they are shifted "
-            "here. Give labels that are the ids themselves, -100 where one is not to be learned, or none; "
-            "and ids with the last token, too."
+            "here. Give labels that are the ids themselves, -100 where one is not to be learned, or none."
         )
 
 

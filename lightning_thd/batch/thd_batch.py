@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_thd._checks import as_tensor, described, flags, host_ints, instance
+from lightning_thd._checks import as_tensor, choice, described, flags, host_ints, instance
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch.collate import check_samples, lay_out, padded_fields
 from lightning_thd.batch.upload import PinnedBatch
@@ -41,9 +41,6 @@ class Immutable:
             "Make a changed copy with .replace(...)."
         )
 
-    def __delattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"{type(self).__name__}.{name} cannot be deleted: batches are immutable.")
-
     def __getstate__(self) -> dict[str, Any]:
         names: tuple[str, ...] = self.__slots__
         return {name: getattr(self, name) for name in names}
@@ -60,13 +57,6 @@ class _Rows(Tensor):
     def size(self, dim: int | None = None) -> Any:
         """Return the weight as the rows, which a shape would round to a whole number."""
         return super().size() if dim is None else self.weight
-
-    def __getattr__(self, name: str) -> NoReturn:
-        """Refuse what a batch has, to whom iterates over a step."""
-        raise AttributeError(
-            f"{name!r} was asked of the weight that Lightning finds by iterating over a batch or step. A "
-            "step's batches are step.microbatches."
-        )
 
 
 def weighing_rows(weight: float) -> Tensor:
@@ -114,8 +104,8 @@ class THDBatch(_Pinned):
         targets: int64 ``[T]``, the next token of the same sequence, else -100.
         position_ids: int64 ``[T]``, or ``[3, T]`` for M-RoPE; restarts at 0 in every sequence.
         cu_seqlens: int32 ``[S + 1]``, cumulative real lengths.
-        cu_seqlens_padded: int32 ``[S + 1]``, offsets in memory, last entry T; equal to ``cu_seqlens`` where
-            nothing is padded between sequences. A trailing pad is one more sequence in both.
+        cu_seqlens_padded: int32 ``[S + 1]``, offsets in memory, last entry T. A trailing pad is one more
+            sequence in both.
         lengths: real length of every sequence, on the host, without a trailing pad.
         padded_lengths: slots of every entry of ``cu_seqlens_padded``, on the host, a trailing pad included.
         max_seqlen: longest entry of ``padded_lengths``, at least 1.
@@ -126,14 +116,12 @@ class THDBatch(_Pinned):
         extras: further model inputs, ``pixel_values`` and the like.
         weights: fp32 ``[T]``, what each slot's target counts; None if no sample has weights.
         sequence_shares: of every sequence in ``lengths``, its weight / the weight of all its loss tokens,
-            those on other ranks or in other packs included: it makes the sum of their losses a mean.
+            also those in other packs.
         sequence_scale: like ``loss_scale``, for the weight of the step's sequences; None if it is unknown.
-        token_scale: like ``loss_scale``, for the input tokens of the step; None if it is unknown. 0 leaves
-            ``router_balance`` out of the loss.
+        token_scale: the same for the input tokens of the step. 0 leaves ``router_balance`` out of the loss.
         microbatch: its place among this rank's microbatches of the step, from 0.
         set_name: the set that the batch comes from, ``"code"`` for example; empty if there is only one.
-        max_targets: no more slots than this have a target; None if ``targets`` were replaced. It spares
-            the loss a read of the device.
+        max_targets: no more slots than this have a target; None if ``targets`` were replaced.
     """
 
     __slots__ = (*_TENSORS, *_HOST, *_FURTHER)
@@ -202,17 +190,6 @@ class THDBatch(_Pinned):
             set_name=set_name,
             max_targets=max_targets,
         )
-        for name in _TENSORS:
-            if not isinstance(getattr(self, name), Tensor):
-                raise TypeError(
-                    f"{name} is {described(getattr(self, name))}; wanted a tensor. THDBatch.collate makes "
-                    "all fields."
-                )
-        if len(self.sequence_ids) != len(self.lengths):
-            raise ValueError(
-                f"There are {len(lengths)} lengths but {len(self.sequence_ids)} sequence_ids. Give one a "
-                "sequence."
-            )
 
     @classmethod
     def collate(
@@ -235,9 +212,8 @@ class THDBatch(_Pinned):
             samples: dicts with ``input_ids`` (ints ``[n]``) and, if wanted, ``labels`` (ints ``[n]``,
                 unshifted, -100 where ignored), ``next_label`` (int, the target of the last token of a piece
                 that goes on elsewhere), ``weights`` (one number for the sequence, or one a token, aligned
-                with labels), ``position_ids``, ``label`` (a number for the whole sequence, or a list of
-                several), and further tensors, which are concatenated into ``extras``.
-                No samples give a pack of one dummy slot, without a target.
+                with labels), ``position_ids``, ``label`` (a number or list for the whole sequence), and
+                further tensors, concatenated into ``extras``. Without samples there is one dummy slot.
             align: an ``alignment.Alignment``; pads every sequence, and the total by a trailing sequence.
             pad_to: slots of the batch; a trailing sequence of token 0 without targets fills the rest.
             sequence_ids: dataset index of every sample; 0, 1, 2, ... when absent.
@@ -246,8 +222,7 @@ class THDBatch(_Pinned):
             token_scale: likewise.
             windows: attention windows of the model, whose pairs ``stats`` is to count.
             share_prefixes: give every distinct prefix of a sequence one slot, so that it is computed once.
-                If samples begin alike the batch is a ``SharedBatch``, with ``predictions`` for ``targets``
-                and ``prefixes`` for offsets; the loss, its gradient and ``unpack`` are the same.
+                If samples begin alike the batch is a ``SharedBatch``, of equal loss and gradient.
             vision: of the model's vision tower, ``FlopsModel.vision``, by which ``stats`` counts images.
 
         Returns:
@@ -256,8 +231,7 @@ class THDBatch(_Pinned):
 
         Raises:
             TypeError: for samples that are no dicts, and values that are no numbers.
-            ValueError: for a sample without ids, with another number of labels, positions or types than ids,
-                with ids below 0 or a mask that hides tokens, and for more tokens than ``pad_to``.
+            ValueError: for samples that do not fit, and for more tokens than ``pad_to``.
         """
         if share_prefixes is not False:
             flags(share_prefixes=share_prefixes)
@@ -290,9 +264,7 @@ class THDBatch(_Pinned):
             ``ids [[0, 5, 6]]`` with mask ``[[0, 1, 1]]`` gives ``input_ids [5, 6]``, ``targets [6, -100]``.
 
         Raises:
-            TypeError: for what holds no numbers.
-            ValueError: when shapes differ, the mask is all zero or holds other values than 0 and
-                1, or an id is below 0.
+            ValueError: when shapes differ, the mask is all zero or not 0 and 1, or an id is below 0.
         """
         batch = cls(**padded_fields(input_ids, attention_mask, labels))
         return batch.to(input_ids.device) if isinstance(input_ids, Tensor) else batch
@@ -308,28 +280,13 @@ class THDBatch(_Pinned):
         return self.cu_seqlens_padded
 
     def replace(self, **changes: Any) -> THDBatch:
-        """Return a copy with some fields changed; fields that derive from them are not updated.
-
-        Raises:
-            TypeError: for a name that is no field, and a tensor field that is no tensor.
-            ValueError: for another number of ``sequence_ids`` than ``lengths``.
-        """
-        unknown = changes.keys() - set(self.__slots__)
-        if unknown:
-            raise TypeError(
-                f"THDBatch has no {', '.join(sorted(unknown))}. Its fields are {', '.join(self.__slots__)}."
-            )
+        """Return a copy with some fields changed; fields that derive from them are not updated."""
         if "targets" in changes:
             changes.setdefault("max_targets", None)
         return THDBatch(**{**self.__getstate__(), **changes})
 
     def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> THDBatch:
-        """Move the tensors to a device; from pinned memory without blocking by default.
-
-        To a CUDA device all tensors travel as one pinned buffer, integers in 4 bytes; positions that count
-        from 0 in every sequence are made there. Lightning passes ``non_blocking`` only to tensors, so a batch
-        has to choose.
-        """
+        """Move the tensors to a device, to a CUDA device as one pinned buffer and without blocking."""
         if not isinstance(device, torch.device):
             device = checked_device(device)
         tensors = self._tensors()
@@ -374,24 +331,27 @@ class THDBatch(_Pinned):
         Returns:
             ``input_ids`` ``[1, T]``, ``position_ids`` ``[1, T]`` or ``[3, 1, T]``, ``cu_seq_lens_q/k`` (the
             offsets in memory), ``max_length_q/k`` (Python ints), ``attention_mask`` None, ``use_cache``
-            False (the default True makes transformers ignore the boundaries), and the extras: among them
-            ``labels``, one a sequence, exactly if the samples had a ``label``. If sequences are padded one by
-            one, ``cu_seq_lens_real`` too, cumulative lengths without padding.
+            False (the default True makes transformers ignore the boundaries), and the extras, with
+            ``labels``, one a sequence, if the samples had a ``label``. If sequences are padded one by one,
+            ``cu_seq_lens_real`` too, cumulative lengths without padding. With shared prefixes
+            ``shared_prefixes`` stands in place of offsets, which models with another attention refuse.
         """
         position_ids = self.position_ids
-        real = self._real_offsets()
         return {
             "input_ids": self.input_ids[None],
             "position_ids": position_ids[None] if position_ids.ndim == 1 else position_ids[:, None],
             "attention_mask": None,
-            "cu_seq_lens_q": self.cu_seqlens_padded,
-            "cu_seq_lens_k": self.cu_seqlens_padded,
-            "max_length_q": self.max_seqlen,
-            "max_length_k": self.max_seqlen,
             "use_cache": False,
-            **({} if real is None else {"cu_seq_lens_real": real}),
+            **self._boundaries(),
             **self.extras,
         }
+
+    def _boundaries(self) -> dict[str, Any]:
+        """Return the arguments of a transformers model that say where sequences begin."""
+        offsets, longest, real = self.cu_seqlens_padded, self.max_seqlen, self._real_offsets()
+        found: dict[str, Any] = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
+        found |= {"max_length_q": longest, "max_length_k": longest}
+        return found if real is None else {**found, "cu_seq_lens_real": real}
 
     def _real_offsets(self) -> Tensor | None:
         """Return the offsets of real tokens if sequences are padded one by one, else None."""
@@ -400,15 +360,8 @@ class THDBatch(_Pinned):
     def unpack(self, x: Tensor) -> list[Tensor]:
         """Split a per-token tensor into one view a sequence, pads left out.
 
-        Args:
-            x: ``[T, ...]``, or ``[1, T, ...]`` as a transformers model returns it.
-
-        Returns:
-            ``len(lengths)`` tensors ``[length, ...]``, in the order of ``sequence_ids``.
-
-        Raises:
-            TypeError: when ``x`` is no tensor or array.
-            ValueError: when ``x`` has not T rows.
+        ``x`` is ``[T, ...]``, or ``[1, T, ...]`` as a transformers model returns it. The tensors
+        ``[length, ...]`` are in the order of ``sequence_ids``.
         """
         slots = sum(self.padded_lengths)
         x = rows_of_slots(x, slots)
@@ -425,23 +378,14 @@ class THDBatch(_Pinned):
     def pool(self, x: Tensor, how: Literal["last", "mean", "first"] = "last") -> Tensor:
         """Reduce a per-token tensor to one row a sequence, without a device read.
 
-        Args:
-            x: ``[T, ...]``, or ``[1, T, ...]`` as a transformers model returns it.
-            how: the last or the first token of every sequence, or the mean over its tokens, in fp32 at least.
-
-        Returns:
-            ``[S, ...]`` in the dtype of ``x`` and the order of ``sequence_ids``, pads left out. Lengths 2 and
-            1 with ``x`` ``[1, 3, 7]`` give ``[3, 7]``, ``[2, 7]`` or ``[1, 7]``.
-
-        Raises:
-            ValueError: for another ``how``, a tensor without T rows, and sequences without tokens.
+        ``x`` is that of ``unpack``; ``how`` takes the last or the first token of every sequence, or the mean
+        over its tokens, in fp32 at least. The rows ``[S, ...]`` have the dtype of ``x`` and the order of
+        ``sequence_ids``. Lengths 2 and 1 with ``x`` ``[1, 3, 7]`` give ``[3, 7]``, ``[2, 7]`` or ``[1, 7]``.
         """
-        if how not in ("last", "mean", "first"):
-            raise ValueError(f"pool(how={how!r}); wanted 'last', 'mean' or 'first'.")
+        choice(how, "how", "last", "mean", "first")
         if 0 in self.lengths:
-            raise ValueError(
-                f"Sequence {self.lengths.index(0)} of the batch has no tokens to pool. Remove empty rows."
-            )
+            empty = self.lengths.index(0)
+            raise ValueError(f"Sequence {empty} of the batch has no tokens to pool. Remove empty rows.")
         rows = self.unpack(x)
         if not rows:
             return rows_of_slots(x, sum(self.padded_lengths))[:0]
@@ -458,10 +402,6 @@ class THDBatch(_Pinned):
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def keys(self) -> NoReturn:
-        """Raise TypeError with what to use instead of ``model(**batch)``."""
-        raise TypeError("A THDBatch is no dict: write model(**batch.hf_kwargs()) in place of model(**batch).")
-
     def __iter__(self) -> Iterator[Tensor]:
         # Lightning takes the rows of the first tensor it finds as the batch size of self.log. 1 / loss_scale
         # is the weight that makes its epoch mean of causal_lm_loss the exact mean over all loss tokens. The
@@ -471,9 +411,8 @@ class THDBatch(_Pinned):
 
     def __repr__(self) -> str:
         return (
-            f"THDBatch({len(self.lengths)} sequences, {self.stats.real_tokens} real tokens in "
-            f"{self.input_ids.shape[-1]} slots, {self.loss_tokens} with a target, "
-            f"max_seqlen={self.max_seqlen}, device={self.input_ids.device})"
+            f"{type(self).__name__}({len(self.lengths)} sequences, {self.stats.real_tokens} real tokens in "
+            f"{self.input_ids.shape[-1]} slots, {self.loss_tokens} with a target, {self.input_ids.device})"
         )
 
 
@@ -494,11 +433,7 @@ def collate_checked(
 
 
 class THDStep(Immutable):
-    """All microbatches of one rank between two optimizer updates, for the strategies of this package.
-
-    Attributes:
-        microbatches: the same number on every rank; each carries the step's ``loss_scale``.
-    """
+    """All ``microbatches`` of one rank between two optimizer updates, the same number on every rank."""
 
     __slots__ = ("microbatches",)
 
@@ -533,17 +468,13 @@ class THDStep(Immutable):
         scale = self.microbatches[0].loss_scale
         yield weighing_rows(len(self) / scale if scale else 0.0)
 
-    def __repr__(self) -> str:
-        return f"THDStep({len(self)} microbatches, {self.stats.real_tokens} real tokens)"
-
 
 def check_batch(batch: object) -> None:
     """Raise TypeError for anything but a ``THDBatch``, with advice for a ``THDStep``."""
     if isinstance(batch, THDStep):
         raise TypeError(
             f"batch is a THDStep of {len(batch)} microbatches; wanted one THDBatch. strategy='thd', "
-            "'thd_ddp' and 'thd_model_parallel' hand training_step one at a time where the step is the whole "
-            "batch, not inside a dict and not through a dataloader_iter. In a loop of your own run each of "
-            "step.microbatches, and take the mean of their losses."
+            "'thd_ddp' and 'thd_model_parallel' hand them to training_step one at a time. In a loop of your "
+            "own run each of step.microbatches, and take the mean of their losses."
         )
     instance(batch, "batch", THDBatch, advice="Pass THDBatch.collate(samples).")

@@ -14,13 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_thd._checks import instance, real_number, whole_number
+from lightning_thd._checks import choice, instance, real_number, shaped, whole_number
 from lightning_thd.batch import IGNORE_INDEX, THDBatch
 from lightning_thd.batch.prefixes import SharedBatch
 from lightning_thd.batch.thd_batch import check_batch
 from lightning_thd.batch.upload import uploaded
-from lightning_thd.loss.head import HeadOperands
-from lightning_thd.loss.head_call import HeadCall
+from lightning_thd.loss.head_call import HeadCall, HeadOperands
 from lightning_thd.loss.linear_logprobs import LogProbs, linear_logprobs, row_logprobs
 from lightning_thd.loss.linear_nll import linear_nll
 from lightning_thd.loss.prepare import Call, prepare
@@ -53,40 +52,35 @@ def causal_lm_loss(
     """Sum the negative log-likelihood over a batch's loss tokens, times the batch's scale.
 
     The mean of this over microbatches and ranks is the loss of the step. With ``reduction="tokens"`` that is
-    the sum over its loss tokens divided by their number. With weights in the data (``batch.weights``) it is
-    the sum of weight times loss divided by the sum of weights. With ``"sequences"`` every sequence first
-    averages over its own loss tokens. Sequences that have any then average, by their weights if the data
-    gives one number a sequence. The loss of a mixture of experts' routers is added to that, and not scaled by
-    ``loss_scale``.
+    the sum over its loss tokens, by their weights in the data, divided by their number or weight. With
+    ``"sequences"`` every sequence first averages over its own loss tokens. Sequences that have any then
+    average, by their weights if the data gives one number a sequence. The loss of routers is added to that.
 
     Args:
         model: a Hugging Face causal language model built with ``attn_implementation="thd"``, bare or wrapped
             (DDP, FSDP2, tensor parallel, PEFT, Accelerate, torch.compile).
         batch: the microbatch, on the model's device.
         reduction: "tokens" or "sequences".
-        weights: floats ``[T]``, a further factor of each slot's loss, without gradient; no part of the
-            divisor, which only the data decides. ``classes[batch.targets.clamp(0)]`` weighs by target. With
-            shared prefixes ``[N]``, one for each token of a sequence.
+        weights: floats ``[T]``, a further factor of each slot's loss, without gradient and no part of the
+            divisor. ``classes[batch.targets.clamp(0)]`` weighs by target. With shared prefixes ``[N]``.
         label_smoothing: share of a target's mass spread over the vocabulary.
         z_loss: factor of the squared lse of each loss token; None: the config's ``z_loss_coefficient``.
-        mtp_weight: weight of the mean of further predictions, for a model that calls its head more than
-            once: call k + 1 predicts the token k places after the next.
+        mtp_weight: weight of the mean of further predictions: if the model calls its head again, call k + 1
+            predicts the token k places after the next.
         router_balance: over which tokens experts are balanced. "microbatch" is the model's own loss, over
             all slots of the microbatch, if ``config.output_router_logits`` asks for it; it depends on the
-            packing. "sequence" is the sum over sequences of their share of the step's input tokens times the
-            config's coefficient times the model's balancing function over that sequence; it does not.
-            "step" balances all tokens of the step so far, of all ranks, by one all-reduce a microbatch.
+            packing. "sequence" is the mean over the step's sequences, by their input tokens, of the model's
+            balancing loss; it does not. "step" balances all tokens of the step so far, of all ranks.
         router_z_loss: factor of the squared lse of router logits, a mean over the step's input tokens and
             the layers; the config's ``router_z_loss_coef`` when None.
 
     Returns:
         fp32 ``[]`` (fp64 for an fp64 model); under context parallelism the pack's on every rank, with the
-        gradient of this rank's shard. 10 loss tokens and ``loss_scale`` 0.1 give
-        their mean; no loss token gives 0, with zero gradients.
+        gradient of this rank's shard. 10 loss tokens and ``loss_scale`` 0.1 give their mean; none gives 0.
 
     Raises:
-        ValueError: for another kind of model, another attention, a batch that does not fit the model, or for
-            a reduction or balance that needs to know more of the step or of the model's routers.
+        ValueError: for another kind of model or attention, a batch that does not fit the model, or a
+            reduction or balance that needs to know more of the step or of the model's routers.
     """
     if mtp_weight is not _MTP_WEIGHT:
         real_number(mtp_weight, "mtp_weight", advice="It is what the further predictions weigh.")
@@ -104,12 +98,9 @@ def causal_lm_loss(
 
 
 class TokenStats(NamedTuple):
-    """Sums over a batch's loss tokens: entropy, right guesses and number, ``[]`` each.
+    """Sums over a batch's loss tokens, ``[]`` each: entropies in nats, right guesses, and their number.
 
-    Attributes:
-        entropy: of the model's distribution in front of each, in nats.
-        correct: how many the model finds as likely as any other token, or likelier.
-        tokens: their number.
+    A guess is right if no other token is likelier than the target.
     """
 
     entropy: Tensor
@@ -204,19 +195,13 @@ def causal_lm_logprobs(
 ) -> LogProbs:
     """Compute log-probability, entropy and lse of every target of a batch, differentiable.
 
-    Args:
-        model: as for ``causal_lm_loss``.
-        batch: the microbatch, on the model's device.
-        temperature: divides the model's logits, after its own scale and cap.
-        entropy: whether it is wanted.
+    ``model`` and ``batch`` are those of ``causal_lm_loss``, and errors too. ``temperature``, above 0, divides
+    the model's logits after its own scale and cap; ``entropy`` says whether it is wanted.
 
     Returns:
         Three tensors ``[T]``, 0 where there is no target; fp32 (fp64 for an fp64 model). Entry i belongs to
         ``batch.targets[i]``, the token after slot i; ``PackedRollouts`` puts it in that token's place. With
         shared prefixes they have an entry for each token of every sequence, ``[N]``.
-
-    Raises:
-        ValueError: as ``causal_lm_loss``, and for a temperature that is not a number above 0.
     """
     LogitMap(temperature=temperature)  # checked before the model runs
     instance(model, "model", nn.Module, advice="Pass the model itself.")
@@ -243,25 +228,11 @@ def dft_loss(logp: Tensor, batch: THDBatch) -> Tensor:
     """Compute the loss of dynamic fine-tuning: each token's loss weighs the token's probability.
 
     arXiv:2508.05629, equation 9: ``-p.detach() log p``. The sum over all targets is multiplied by
-    ``batch.loss_scale``, and each target by its weight, as in ``causal_lm_loss``. A target of probability
-    1/2 adds 0.347.
-
-    Args:
-        logp: floats ``[T]``, as ``causal_lm_logprobs(model, batch).logp``.
-        batch: the microbatch.
-
-    Returns:
-        The loss, ``[]``.
-
-    Raises:
-        ValueError: for log-probabilities that are not one a slot of the batch.
+    ``batch.loss_scale``, and each target by its weight, as in ``causal_lm_loss``; ``logp`` are floats
+    ``[T]``, as ``causal_lm_logprobs(model, batch).logp``. A target of probability 1/2 adds 0.347.
     """
     known = batch.token_targets != IGNORE_INDEX
-    if logp.shape != known.shape:
-        raise ValueError(
-            f"logp is {list(logp.shape)}, wanted one a slot, {list(known.shape)}. Pass "
-            "causal_lm_logprobs(model, batch).logp."
-        )
+    shaped(logp, "logp", known.shape, "one a slot. Pass causal_lm_logprobs(model, batch).logp.")
     losses = torch.where(known, -logp * logp.detach().exp(), 0.0)
     return (losses if batch.weights is None else losses * batch.weights).sum() * batch.loss_scale
 
@@ -270,31 +241,27 @@ def loss_weights(batch: THDBatch, reduction: Reduction, weights: Tensor | None) 
     """Return the function that weighs every slot's target; None if the batch's scale is the only factor."""
     if type(batch) is not THDBatch:
         check_batch(batch)
-    if not isinstance(reduction, str) or reduction not in get_args(Reduction):
-        raise ValueError(f"reduction is {reduction!r}, wanted 'tokens' or 'sequences'.")
+    if reduction != "tokens":
+        choice(reduction, "reduction", *get_args(Reduction))
     given = [part for part in (batch.weights, weights) if part is not None]
     shared = batch.prefixes if isinstance(batch, SharedBatch) else None
     if not given and reduction == "tokens" and shared is None:
         return None
     slots = batch.targets.shape if shared is None else shared.token_rows.shape
-    if weights is not None and weights.shape != slots:
-        raise ValueError(
-            f"weights is {list(weights.shape)}, wanted one a slot, {list(slots)}: that of slot "
-            "i weighs the token after it. Weights of the data belong into the samples, as 'weights'."
-        )
+    if weights is not None:
+        shaped(weights, "weights", slots, "one a slot. Weights of the data belong into the samples.")
     scale = batch.sequence_scale if reduction == "sequences" else batch.loss_scale
     if scale is None:
         raise ValueError(
-            "reduction='sequences' needs batch.sequence_scale, the weight of the step's sequences, and this "
-            "batch was made with only a loss_scale. Use THDDataModule, pass sequence_scale to "
-            "THDBatch.collate, or use reduction='tokens'."
+            "reduction='sequences' needs batch.sequence_scale, the weight of the step's sequences. Use "
+            "THDDataModule, pass sequence_scale to THDBatch.collate, or use reduction='tokens'."
         )
 
     def factors(targets: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         if depth:
             raise ValueError(
-                "Weights and reduction='sequences' say nothing of predictions further than the next token, "
-                "and this model makes some. Use reduction='tokens' without weights."
+                "Weights and reduction='sequences' say nothing of predictions further than the next token. "
+                "Use reduction='tokens' without weights."
             )
         wide = torch.float32 if targets.device.type == "mps" else torch.float64  # rounded once, at the end
         total = torch.ones(slots, dtype=wide, device=targets.device)
@@ -323,10 +290,9 @@ def _shares(batch: THDBatch, dtype: torch.dtype) -> Tensor:
 def mtp_targets(targets: Tensor, cu_seqlens: Tensor, depth: int, *, ignore_index: int = -100) -> Tensor:
     """Shift targets, int64 ``[T]``, left by ``depth`` inside every sequence.
 
-    ``targets`` are already the next token of the same sequence: depth 0 gives them back, 1 the token after
-    the next. The last ``depth`` slots of every sequence become ``ignore_index``. ``cu_seqlens`` int32 ``[S +
-    1]`` are the offsets in memory, the last one T. ``([6, 7, -100, 9, -100], [0, 3, 5], 1)`` becomes ``[7,
-    -100, -100, -100, -100]``.
+    Depth 0 gives ``targets``, the next tokens, back, 1 the token after the next. The last ``depth`` slots of
+    every sequence become ``ignore_index``. ``cu_seqlens`` int32 ``[S + 1]`` are the offsets in memory.
+    ``([6, 7, -100, 9, -100], [0, 3, 5], 1)`` becomes ``[7, -100, -100, -100, -100]``.
     """
     depth = whole_number(depth, "depth", advice="0 is the next token, 1 the one after it.")
     if targets.ndim != 1 or targets.is_floating_point() or targets.dtype == torch.bool:
@@ -351,10 +317,7 @@ def predicting(
     if not isinstance(batch, SharedBatch):
         return operands, targets_after(batch, depth) if depth else batch.targets, batch.max_targets
     if depth:
-        raise ValueError(
-            "The model predicts further tokens than the next one, and a slot that sequences share has "
-            "several of them. Collate with share_prefixes=False."
-        )
+        raise ValueError("The model predicts further tokens. Collate with share_prefixes=False.")
     rows = batch.prefixes
     return operands.at(rows.slots), rows.targets, rows.targets.shape[0]
 

@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_thd._checks import real_number
-from lightning_thd.loss.dtensors import is_dtensor, local_hidden, plain
+from lightning_thd._checks import choice, real_number
 from lightning_thd.loss.linear_nll import linear_nll, prepare_weighted, scalar_loss
-from lightning_thd.loss.prepare import Call, Prepared
+from lightning_thd.loss.prepare import Call, Prepared, is_dtensor, local_hidden, plain
 from lightning_thd.loss.tiles.divergence import Divergence, Kind, Teacher, divergence_and_gradients
 from lightning_thd.loss.tiles.logits import Head, HeadGradients, LogitMap, Needs
 from lightning_thd.loss.tiles.nll import Penalties
@@ -64,37 +63,22 @@ def fused_linear_distillation(
       ``weight`` is, and ``teacher_bias`` ``[V]``: the teacher's head, which gets no gradient.
     - ``teacher_softcap``, ``teacher_logit_scale``: cap on the teacher's logits, and their factor before the
       cap.
-    - ``kind``: the divergence; ``alpha``: its share, 0 to 1.
-    - ``beta``: the teacher's share of the mixture, above 0 and below 1.
+    - ``alpha``: the divergence's share, 0 to 1; ``beta``: the teacher's share of the mixture, inside 0 to 1.
     - ``temperature``: divides the logits of both, after their caps.
     - ``valid_vocab_size``: columns that exist in both vocabularies.
 
     Returns:
         fp32 ``[]`` (fp64 for fp64 inputs). A teacher equal to the student gives 0.
     """
-    if kind not in get_args(Kind):
-        raise ValueError(f"kind is {kind!r}, wanted one of {', '.join(get_args(Kind))}.")
-    if reduction not in ("sum", "mean"):
-        raise ValueError(f"reduction is {reduction!r}, wanted 'sum' or 'mean'.")
+    choice(kind, "kind", *get_args(Kind))
+    choice(reduction, "reduction", "sum", "mean")
     if real_number(alpha, "alpha", least=0.0) > 1.0 or real_number(beta, "beta", above=0.0) >= 1.0:
         raise ValueError(
             f"alpha is {alpha} and beta {beta}, wanted alpha from 0 to 1 and beta above 0 and below 1; at "
             "its ends the mixture is kind='kl' or 'reverse_kl'."
         )
-    student_map = LogitMap(
-        scale=logit_scale, softcap=softcap, temperature=temperature, valid_vocab_size=valid_vocab_size
-    )
-    call = Call(
-        hidden=hidden,
-        weight=weight,
-        targets=targets,
-        bias=bias,
-        logit_map=student_map,
-        ignore_index=ignore_index,
-        tp_group=tp_group,
-        chunk=chunk,
-        loss_tokens=loss_tokens,
-    )
+    student_map = LogitMap(logit_scale, softcap, temperature, valid_vocab_size)
+    call = Call(hidden, weight, targets, bias, student_map, ignore_index, tp_group, chunk, loss_tokens)
     if is_dtensor(teacher_hidden):
         teacher_hidden = local_hidden(teacher_hidden, None)[0]
     teacher = replace(
@@ -105,10 +89,8 @@ def fused_linear_distillation(
         logit_map=replace(student_map, scale=teacher_logit_scale, softcap=teacher_softcap),
         targets=plain(targets),
     )
-    divergence = Divergence(kind=kind, beta=beta)
-    loss: Tensor = _distillation(
-        call, teacher, divergence, alpha=alpha, token_weights=token_weights, mean=reduction == "mean"
-    )
+    divergence, mean = Divergence(kind=kind, beta=beta), reduction == "mean"
+    loss: Tensor = _distillation(call, teacher, divergence, alpha, token_weights, mean)
     return loss
 
 
@@ -117,7 +99,6 @@ def _distillation(
     call: Call,
     teacher: Call,
     divergence: Divergence,
-    *,
     alpha: float,
     token_weights: Tensor | float | None,
     mean: bool,
@@ -158,7 +139,7 @@ def _head_teacher(
     if short or hidden.shape[:-1] != call.hidden.shape[:-1]:
         raise ValueError(
             f"teacher_hidden is {list(hidden.shape)} and teacher_weight has {rows} rows beside hidden "
-            f"{list(call.hidden.shape)} and {wanted} rows of weight, wanted the same tokens and the same V. "
+            f"{list(call.hidden.shape)} and {wanted} rows of weight, wanted the same tokens and V. "
             "Vocabularies that are padded differently need valid_vocab_size."
         )
     settings = replace(own.settings, columns=how.columns, start=how.start)

@@ -1,14 +1,10 @@
 """One call of a model with its head replaced -> values computed from hidden states instead of logits.
 
-T slots, V vocabulary. The model's own ``forward`` runs through its ``__call__``, hooks and all: FSDP2
-gathers the head's weight and reduces its gradient, DDP sees its outputs, PEFT, Accelerate and activation
-checkpointing stay in place. The replacements are the same functions at every call, so that torch.compile need
-not compile again.
-
-A model scales, caps or slices its logits after the head, each family in its own way. The head therefore
-returns ``LazyLogits``, which record what the model does to them as a ``LogitMap``. Logits that something else
-happens to, or that no plain linear layer makes, are computed whole: the values come from what the model
-returns, which takes memory for T x V.
+T slots, H hidden size, V vocabulary. The model's own ``forward`` runs through its ``__call__``, hooks and
+all, so that FSDP2, DDP, PEFT and checkpointing stay in place. The replacements are the same functions at
+every call, so that torch.compile need not compile again. The head returns ``LazyLogits``, which record what
+the model does to them as a ``LogitMap``. Logits that something else happens to, or that no plain linear layer
+makes, are computed whole, which takes memory for T x V.
 """
 
 from __future__ import annotations
@@ -17,31 +13,52 @@ import functools
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_thd._find import text_config
+from lightning_thd._find import text_config, unwrapped
 from lightning_thd._user_code import described, is_users
 from lightning_thd.batch import THDBatch
-from lightning_thd.loss.head import (
-    HeadOperands,
-    guess_logit_map,
-    head_operands,
-    language_model,
-    plain_linear,
-)
 from lightning_thd.loss.lazy_logits import LazyLogits, Record, carry_values, open_values
+from lightning_thd.loss.prepare import Call, is_dtensor, local_hidden, plain, vocabulary_group
 from lightning_thd.loss.router_balance import Experts, Routers
 from lightning_thd.loss.tiles.logits import LogitMap
 from lightning_thd.models.pack import STATE, announced
+from lightning_thd.models.refusals import refuse_losing_adapters
 from lightning_thd.parallel.pipeline.stage import STAGE, Stage
 
 _ATTRIBUTE = "_thd_head_call"
 _TYPED = ("<ipython", "<stdin", "<string")  # how Python names code of a prompt or a notebook
+LINEAR_FORWARD = nn.Linear.forward
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadOperands:
+    """Hidden states, weight and bias of a head as plain tensors on this rank, or logits without a weight."""
+
+    hidden: Tensor  # ``[..., T, H]``; logits ``[..., T, V]`` if ``weight`` is None
+    weight: Tensor | None  # ``[V, H]``, or this rank's rows of it
+    bias: Tensor | None = None  # ``[V]``, or this rank's part of it
+    tp_group: dist.ProcessGroup | None = None  # ranks that share the vocabulary
+    partial_hidden: bool = False  # the caller reduces the gradient of ``hidden`` over the group
+    vocabulary: int  # V over all ranks
+
+    def at(self, slots: Tensor) -> HeadOperands:
+        """Return operands with the hidden states of some slots, int64 ``[R]``, each perhaps several times."""
+        return replace(self, hidden=self.hidden.flatten(0, -2).index_select(0, slots))
+
+    def call(self, targets: Tensor, logit_map: LogitMap, loss_tokens: int | None) -> Call:
+        """Build the arguments of a fused loss, with one target a slot; ``loss_tokens`` as in ``Call``."""
+        targets = targets.view(self.hidden.shape[:-1])
+        how = {"tp_group": self.tp_group, "loss_tokens": loss_tokens, "partial_hidden": self.partial_hidden}
+        return Call(self.hidden, self.weight, targets, self.bias, logit_map, **how)  # type: ignore[arg-type]
+
+
 # (the head's operands, the number of earlier calls of the head, the logit map) -> the values of the slots
 Values = Callable[[HeadOperands, int, LogitMap], Tensor]
 
@@ -117,12 +134,8 @@ class HeadCall:
     ) -> dict[str, Tensor]:
         """Call the model on a batch with its head replaced, and return what the head computed.
 
-        If the model does something to its logits that its config does not say, it is called a second time,
-        with the logit map that the first call recorded, or with whole logits; later calls begin with that.
-        ``model`` is what the user holds, wrappers included. ``values`` gives ``[n]`` from the head's
-        operands, how many times the head was called before, and what the model does to its logits; ``size``
-        is n, for pipeline stages that have no head. Returns ``{"values": [n], "value_1": ...,
-        "aux_loss": []}``.
+        If the model does something to its logits that its config does not say, it is called a second time.
+        ``size`` is n, for stages without a head. Returns ``{"values": [n], "value_1": ..., "aux_loss": []}``.
         """
         inner, stage = self.inner, self.inner.__dict__.get(STAGE)
         self._look_at_hooks(model)
@@ -137,8 +150,7 @@ class HeadCall:
             if not job.called:
                 raise ValueError(
                     f"{type(model).__name__} never called {type(inner).__name__}.forward as it is now: "
-                    "it holds a forward from before, as PEFT's adaption prompts do. Use another adapter or "
-                    "wrapper for packs, or compute the loss from the model's own logits."
+                    "it holds a forward from before, as PEFT's adaption prompts do. Use another wrapper."
                 )
             if job.whole:
                 self._warn_of_memory(job.whole)
@@ -278,9 +290,8 @@ class HeadCall:
             return {}
         if (coefficient := self.balance_coefficient) is None:
             raise ValueError(
-                f"{type(self.inner).__name__} returned an auxiliary loss, but neither it nor its config "
-                "has router_aux_loss_coef. Set config.router_aux_loss_coef, or "
-                "config.output_router_logits=False."
+                f"{type(self.inner).__name__} returned an auxiliary loss, but neither it nor its config has "
+                "router_aux_loss_coef. Set it, or config.output_router_logits=False."
             )
         return {"aux_loss": auxiliary * coefficient}
 
@@ -353,8 +364,7 @@ def _warn_of_labels() -> None:
     """Warn once that the loss of tokens does not use labels of whole sequences."""
     rank_zero_warn(
         "Samples carry a label for each sequence: causal_lm_loss does not use the label, but self.log weighs "
-        "batches by their sequences in place of their loss tokens. Drop the key or the column, if it "
-        "is there by accident."
+        "batches by their sequences. Drop the key or the column, if it is there by accident."
     )
 
 
@@ -362,3 +372,70 @@ def _warn_of_labels() -> None:
 def _outside_compile(function: Callable[..., Any], argument: Any) -> Any:
     """Call a function that torch.compile must not trace; eager calls skip this, because it takes longer."""
     return function(argument)
+
+
+# ---- The model and its head
+
+
+def language_model(model: nn.Module) -> Any:
+    """Unwrap DDP, torch.compile and PEFT down to the model that owns the head, or refuse it."""
+    inner: Any = unwrapped(model, on_peft=refuse_losing_adapters)
+    head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
+    if not isinstance(head, nn.Module) or not hasattr(inner, "config"):
+        raise ValueError(
+            f"causal_lm_loss got a {type(inner).__name__}, wanted a Hugging Face causal language model. Load "
+            "it as AutoModelForCausalLM, or call loss.fused_linear_cross_entropy on the last hidden states."
+        )
+    return inner
+
+
+def guess_logit_map(inner: Any) -> LogitMap:
+    """Read the usual logit scale and cap from the config; the model's call checks them."""
+    config = text_config(inner.config)
+    scale = getattr(config, "logit_scale", None) or 1.0
+    if getattr(config, "logits_scaling", None):
+        scale /= config.logits_scaling
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return LogitMap(scale=float(scale), softcap=None if softcap is None else float(softcap))
+
+
+def plain_linear(head: Any, forward: object) -> nn.Linear | None:
+    """Return the linear layer that a head is, or None if it is more; ``forward`` was put on it by others."""
+    if hasattr(head, "_orig_mod"):  # torch.compile's wrapper, whose forward is its own
+        head = head._orig_mod
+        forward = head.__dict__.get("forward")
+    copies = head._modules.get("modules_to_save")
+    if copies is not None:  # PEFT trains a copy of the head
+        active = [] if head.disable_adapters else head.active_adapters
+        head = copies[active[0]] if active and active[0] in copies else head.original_module
+        forward = forward or head.__dict__.get("forward") or head._forward_pre_hooks or head._forward_hooks
+    if type(head).forward is not LINEAR_FORWARD:
+        return None
+    weight = head._parameters.get("weight")
+    if type(weight) is not nn.Parameter and is_dtensor(weight):
+        linear: nn.Linear = head  # tensor parallelism puts a forward of its own on it
+        return linear
+    cut = getattr(head, "_hf_device_mesh", None)  # transformers before 5.16 leaves plain shards and hooks
+    kind = type(weight)
+    quantised = weight is not None and kind is not nn.Parameter and not kind.__module__.startswith("torch.")
+    return None if forward or quantised or (cut is not None and cut.size() > 1) else head
+
+
+def head_operands(head: nn.Linear, hidden: Tensor) -> HeadOperands:
+    """Return the operands of a head, in its forward call, when FSDP2 has gathered its weight."""
+    weight: Tensor = head.weight  # read once: a parametrization may move with every read
+    bias: Tensor | None = head.bias
+    group, partial = None, False
+    if type(weight) is not nn.Parameter and is_dtensor(weight):
+        group = vocabulary_group(weight)
+        weight, bias = plain(weight), None if bias is None else plain(bias)
+    if type(hidden) is not Tensor and is_dtensor(hidden):
+        hidden, partial = local_hidden(hidden, group)
+    return HeadOperands(
+        hidden=hidden,
+        weight=weight,
+        bias=bias,
+        tp_group=group,
+        partial_hidden=partial,
+        vocabulary=weight.shape[0] * (1 if group is None else dist.get_world_size(group)),
+    )

@@ -1,10 +1,7 @@
 """Values of a loss -> a stand-in for logits, which records the factors, the cap and the columns of a model.
 
-``LazyLogits`` has the shape of logits and carries the values of the loss. Any operation but factors, tanh,
-casts and slices of the vocabulary gets zeros in place of logits and is noted, so that the model can be called
-again with real logits.
-
-T slots, V vocabulary.
+T slots, V vocabulary. Any operation but factors, tanh, casts and slices of the vocabulary gets zeros in place
+of logits and is noted, so that the model can be called again with real logits.
 """
 
 from __future__ import annotations

@@ -17,12 +17,7 @@ from torch import Tensor
 from lightning_thd._checks import instance
 from lightning_thd.loss.prepare import Call, prepare, refuse_double_backward, scoring_head
 from lightning_thd.loss.tiles.logits import LogitMap, Operands, Settings
-from lightning_thd.loss.tiles.logprobs import (
-    gradients,
-    may_round,
-    rounded_statistics,
-    softmax_statistics,
-)
+from lightning_thd.loss.tiles.logprobs import gradients, may_round, rounded_statistics, softmax_statistics
 from lightning_thd.loss.tiles.products import without_autocast
 from lightning_thd.loss.tiles.softmax import (
     LOWEST,
@@ -37,12 +32,9 @@ from lightning_thd.loss.tiles.softmax import (
 
 
 class LogProbs(NamedTuple):
-    """Log-probability, entropy and log-sum-exp of every token; a tuple of three differentiable tensors.
+    """Log-probability of the target, entropy and log-sum-exp of every token; three differentiable tensors.
 
-    Attributes:
-        logp: log-probability of the target, in nats; 0 for ignored targets.
-        entropy: entropy of the whole distribution, in nats; 0 for ignored targets; None if not asked for.
-        lse: log of the sum of exponentials of the logits; 0 for ignored targets.
+    They are in nats, and 0 for ignored targets. ``entropy`` is None if it was not asked for.
     """
 
     logp: Tensor
@@ -97,20 +89,8 @@ def fused_linear_logprobs(
     Raises:
         ValueError: for shapes, dtypes, devices, targets or settings that do not fit.
     """
-    call = Call(
-        hidden=hidden,
-        weight=weight,
-        targets=targets,
-        bias=bias,
-        logit_map=LogitMap(
-            scale=logit_scale, softcap=softcap, temperature=temperature, valid_vocab_size=valid_vocab_size
-        ),
-        ignore_index=ignore_index,
-        rows=rows,
-        tp_group=tp_group,
-        chunk=chunk,
-        loss_tokens=loss_tokens,
-    )
+    logit_map = LogitMap(logit_scale, softcap, temperature, valid_vocab_size)
+    call = Call(hidden, weight, targets, bias, logit_map, ignore_index, tp_group, chunk, loss_tokens, rows)
     results: LogProbs = linear_logprobs(call, entropy=entropy)
     return results
 
@@ -125,7 +105,7 @@ def linear_logprobs(call: Call, *, entropy: bool) -> LogProbs:
 
 
 class RowValues(NamedTuple):
-    """Log-probability, entropy, lse and mean logit of prepared rows ``[R]``."""
+    """What the softmax of prepared rows gives, ``[R]`` each."""
 
     logp: Tensor
     entropy: Tensor
@@ -201,14 +181,9 @@ class _LinearLogprobs(torch.autograd.Function):
         head = scoring_head(tuple(operands), targets, ctx.settings)
         wanted = _row_gradients(grads[:4], entropy, ctx.settings.vocabulary)
         with without_autocast(head.hidden.device):
-            found = gradients(
-                head,
-                targets,
-                lse,
-                wanted,
-                needs=ctx.needs_input_grad[:3],
-                exact=exact,
-            ).like(tuple(operands))
+            found = gradients(head, targets, lse, wanted, needs=ctx.needs_input_grad[:3], exact=exact).like(
+                tuple(operands)
+            )
             if group is not None and found[0] is not None and not ctx.settings.partial_hidden:
                 dist.all_reduce(found[0], group=group)
         return (*found, *[None] * 5)

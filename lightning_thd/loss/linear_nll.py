@@ -1,9 +1,8 @@
 """Hidden states and the head's weight -> one scalar: the cross entropy over a pack, without logits.
 
-T slots, H hidden size, V vocabulary. A scalar's gradient is known up to a factor before anybody asks for it.
-So tiles of logits become gradients while they are there, and are never made again (``tiles/nll``, 6THV
-operations). Under tensor parallelism, in fp16, or if nothing needs a gradient, the loss is put together from
-``linear_logprobs``.
+T slots, H hidden size, V vocabulary. Tiles of logits become gradients while they are there (``tiles/nll``,
+6THV operations). Under tensor parallelism, in fp16, or if nothing needs a gradient, the loss is put together
+from ``linear_logprobs``.
 """
 
 from __future__ import annotations
@@ -18,17 +17,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_thd._checks import real_number
+from lightning_thd._checks import choice, real_number
 from lightning_thd._static import STATIC
-from lightning_thd.loss.dtensors import plain
 from lightning_thd.loss.linear_logprobs import row_logprobs
-from lightning_thd.loss.prepare import Call, Prepared, prepare, refuse_double_backward
-from lightning_thd.loss.tiles.budget import stash_shape
+from lightning_thd.loss.prepare import Call, Prepared, plain, prepare, refuse_double_backward, scoring_head
 from lightning_thd.loss.tiles.logits import Head, HeadGradients, LogitMap, Needs
 from lightning_thd.loss.tiles.nll import Penalties, nll_and_gradients
 from lightning_thd.loss.tiles.products import without_autocast
 from lightning_thd.loss.watch import SlotLosses
 
+# Bytes of the logits that the scalar loss keeps at a time. CPU: 64 MiB are 512 rows of a 32k vocabulary,
+# 1/15 of the memory that F.cross_entropy takes together with the gradients.
+_CPU_STASH_BYTES = 64 * 2**20
+_ACCELERATOR_STASH_BYTES = 512 * 2**20
 # A head, its targets and weights ``[R]``, and which operands need gradients -> a scalar and the gradients.
 Job = Callable[[Head, Tensor, Tensor, Needs], tuple[Tensor, HeadGradients]]
 
@@ -63,24 +64,10 @@ def fused_linear_cross_entropy(
         fp32 ``[]`` (fp64 for fp64 inputs). Hidden ``[[0.]]``, weight ``[[1.], [2.]]``, target 0 give
         ``0.6931``.
     """
-    if reduction not in ("sum", "mean"):
-        raise ValueError(
-            f"reduction is {reduction!r}, wanted 'sum' or 'mean'; for a value a token, "
-            "use fused_linear_logprobs(...).logp."
-        )
-    call = Call(
-        hidden=hidden,
-        weight=weight,
-        targets=targets,
-        bias=bias,
-        logit_map=LogitMap(
-            scale=logit_scale, softcap=softcap, temperature=temperature, valid_vocab_size=valid_vocab_size
-        ),
-        ignore_index=ignore_index,
-        tp_group=tp_group,
-        chunk=chunk,
-        loss_tokens=loss_tokens,
-    )
+    advice = "For a value a token use fused_linear_logprobs(...).logp."
+    choice(reduction, "reduction", "sum", "mean", advice=advice)
+    logit_map = LogitMap(logit_scale, softcap, temperature, valid_vocab_size)
+    call = Call(hidden, weight, targets, bias, logit_map, ignore_index, tp_group, chunk, loss_tokens)
     penalties = Penalties(label_smoothing=label_smoothing, z_loss=z_loss)
     loss: Tensor = linear_nll(call, penalties, token_weights=token_weights, mean=reduction == "mean")
     return loss
@@ -124,8 +111,7 @@ def prepare_weighted(
     if isinstance(token_weights, Tensor) and each:
         if token_weights.numel() != given.numel():
             raise ValueError(
-                f"token_weights is {list(token_weights.shape)}, wanted one a token, the shape of targets: "
-                f"{list(given.shape)}."
+                f"token_weights is {list(token_weights.shape)}, wanted one a token, {list(given.shape)}."
             )
         weightless = token_weights.detach().reshape(given.shape) == 0
         call = replace(call, targets=torch.where(weightless, call.ignore_index, given))
@@ -181,15 +167,11 @@ scalar_loss: Callable[..., Tensor] = _ScalarLoss.apply
 def _run(ctx: Any, saved: tuple[Any, ...]) -> tuple[Tensor, HeadGradients]:
     """Run a job on tiles with as many rows as the kept logits allow."""
     how, hidden, targets, weights = ctx.settings, saved[0], saved[3], saved[4]
-    tile = stash_shape(
-        hidden.shape[0],
-        how.columns,
-        device=hidden.device,
-        itemsize=how.accumulator.itemsize,
-        kept_itemsize=(how.compute if how.native else how.accumulator).itemsize,
-        chunk=how.chunk,
-    )
-    head = Head(saved[:3], targets, how, tile)
+    on_cpu, kept = hidden.device.type == "cpu", how.compute if how.native else how.accumulator
+    budget, fewest = (_CPU_STASH_BYTES, 256) if on_cpu else (_ACCELERATOR_STASH_BYTES, 1024)
+    fitting = max(fewest, budget // (max(1, how.columns) * kept.itemsize) // 64 * 64)
+    chunk = max(1, min(hidden.shape[0], fitting if how.chunk == "auto" else how.chunk))
+    head = scoring_head(saved[:3], targets, how, chunk)
     with without_autocast(hidden.device):
         result: tuple[Tensor, HeadGradients] = ctx.job(head, targets, weights, ctx.needs_input_grad[:3])
     return result

@@ -28,7 +28,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_thd._checks import flags, real_number, whole_number
+from lightning_thd._checks import choice, flags, real_number, shaped, whole_number
 from lightning_thd.batch import IGNORE_INDEX
 from lightning_thd.loss.rollouts import PackedRollouts
 
@@ -91,8 +91,7 @@ def grpo_loss(
 
     Ratios of 1 and advantages of 1 give -1 for "grpo" and "token_mean".
     """
-    if kind not in get_args(GRPOKind):
-        raise ValueError(f"kind is {kind!r}, wanted one of {', '.join(get_args(GRPOKind))}.")
+    choice(kind, "kind", *get_args(GRPOKind))
     bounds = _bounds(clip, clip_high)
     logp, ratio, of_slot = _slots(logp, old_logp, advantages, rollouts, weights)
     clipped = ratio.clamp(*bounds)
@@ -125,16 +124,17 @@ def gspo_loss(
     """
     low, high = _bounds(clip, clip_high)
     given = _given(rollouts, logp=logp, old_logp=old_logp)
-    rows, of_row = rollouts.shape[0], _row_advantages(advantages, rollouts)
-    if weights is not None and weights.shape != (rows,):
-        raise ValueError(f"weights is {list(weights.shape)}, wanted one a row: [{rows}].")
+    rows, of_row = rollouts.shape[:1], advantages.detach()
+    shaped(advantages, "advantages", rows, "one a row.")
+    if weights is not None:
+        shaped(weights, "weights", rows, "one a row.")
     ratio = _ratio(rollouts.means(given["logp"] - given["old_logp"].detach()))
     losses = -torch.minimum(ratio * of_row, ratio.clamp(low, high) * of_row)
     losses = torch.where(rollouts.counts > 0, losses, 0.0)
     losses = losses + rollouts.means(_divergence(given["logp"], reference_logp, beta, rollouts))
     if weights is not None:
         losses = torch.where(weights != 0, losses, 0.0) * weights.detach()
-    return losses.sum() * (1.0 / max(1, rows) if scale is None else real_number(scale, "scale"))
+    return losses.sum() * (1.0 / max(1, *rows) if scale is None else real_number(scale, "scale"))
 
 
 def cispo_loss(
@@ -197,16 +197,16 @@ def vespo_loss(
     """Compute the VESPO loss: ``-phi(w) A logp`` a token, a smooth weight of a response in place of a clip.
 
     VESPO, arXiv:2602.10693: ``phi(w) = w^k e^(lam (1 - w))`` with ``w = exp(sum(logp - old_logp))`` of the
-    response gets no gradient. Averaged over all response tokens. As its authors do, a token's distance is
-    held within 20 nats, and w between 1e-8 and e^20. ``advantages`` are ``[B]``. ``k`` are the exponents for
-    advantages of 0 and more, and for negative ones; ``lam`` are the decays for both. Equal policies,
-    advantages of 1 and log-probabilities of -2 give 2.
+    response gets no gradient. Averaged over all response tokens; a token's distance is held within 20 nats,
+    and w between 1e-8 and e^20. ``advantages`` are ``[B]``. ``k`` and ``lam`` are for advantages of 0 and
+    more, and for negative ones. Equal policies, advantages of 1 and log-probabilities of -2 give 2.
     """
     for name, pair in (("k", k), ("lam", lam)):
         for value in pair:
             real_number(value, name, least=0.0)
     given = _given(rollouts, logp=logp, old_logp=old_logp)
-    of_row = _row_advantages(advantages, rollouts)
+    shaped(advantages, "advantages", rollouts.shape[:1], "one a row.")
+    of_row = advantages.detach()
     distance = (given["logp"] - given["old_logp"]).detach().clamp(-20.0, 20.0)
     log_w = rollouts.sums(distance).clamp(math.log(1e-8), 20.0)
     positive = of_row >= 0
@@ -226,9 +226,6 @@ def group_advantages(
     arXiv:2402.03300, section 4.1.2; without ``normalise`` Dr. GRPO's, arXiv:2503.20783. The ``group_size``
     rollouts of a prompt are next to each other. The standard deviation is that of a sample (n - 1), plus
     ``epsilon``. Rewards ``[1, 3]`` of one group without ``normalise`` give ``[-1, 1]``.
-
-    Raises:
-        ValueError: when the rewards are not whole groups, or a group of one is to be normalised.
     """
     real_number(epsilon, "epsilon", least=0.0)
     flags(normalise=normalise)
@@ -274,11 +271,7 @@ def _given(rollouts: PackedRollouts, factors: Tensor | None = None, **values: Te
     if isinstance(factors, Tensor) and factors.shape == counts.shape:
         counts = counts & (factors != 0)
     for name, value in values.items():
-        if value.shape != counts.shape:
-            raise ValueError(
-                f"{name} is {list(value.shape)}, wanted one a slot of the pack: {list(counts.shape)}. Bring "
-                "padded values there by rollouts.pack(...)."
-            )
+        shaped(value, name, counts.shape, "one a slot. Bring padded values there by rollouts.pack(...).")
     return {name: torch.where(counts, value, 0.0) for name, value in values.items()}
 
 
@@ -286,24 +279,14 @@ def _advantages(advantages: Tensor, rollouts: PackedRollouts) -> Tensor:
     slots, rows = rollouts.held.shape, rollouts.shape[0]
     if advantages.shape == slots == (rows,) and max(rollouts.batch.lengths) > 1:
         raise ValueError(
-            f"advantages is {list(advantages.shape)}, and the pack has {rows} rows in as many slots. Make it "
-            f"with a slot more: PackedRollouts.from_padded(..., pad_to={rows + 1})."
+            f"The pack has {rows} rows in as many slots, so that advantages may be of either. Make it with a "
+            f"slot more: PackedRollouts.from_padded(..., pad_to={rows + 1})."
         )
     if advantages.shape == (rows,) and slots != (rows,):
         of_row = torch.cat([advantages.detach(), advantages.new_zeros(1)])
         return of_row.index_select(0, rollouts.row)
-    if advantages.shape != slots:
-        raise ValueError(
-            f"advantages is {list(advantages.shape)}, wanted one a row, [{rows}], or one a slot, "
-            f"{list(slots)}."
-        )
+    shaped(advantages, "advantages", slots, f"one a slot, or one a row, [{rows}].")
     return _given(rollouts, advantages=advantages)["advantages"].detach()
-
-
-def _row_advantages(advantages: Tensor, rollouts: PackedRollouts) -> Tensor:
-    if advantages.shape != (rollouts.shape[0],):
-        raise ValueError(f"advantages is {list(advantages.shape)}, wanted one a row: [{rollouts.shape[0]}].")
-    return advantages.detach()
 
 
 def _divergence(
@@ -316,10 +299,8 @@ def _divergence(
     """Return ``beta`` times the divergence estimate of arXiv:2402.03300, equation 4, ``[T]``."""
     real_number(beta, "beta", least=0.0)
     if (reference_logp is None) != (beta == 0):
-        raise ValueError(
-            f"beta is {beta} and reference_logp {'absent' if reference_logp is None else 'given'}, wanted "
-            "both, or neither."
-        )
+        given_too = "absent" if reference_logp is None else "given"
+        raise ValueError(f"beta is {beta} and reference_logp {given_too}, wanted both, or neither.")
     if reference_logp is None:
         return torch.zeros_like(logp)
     given = _given(rollouts, weights, reference_logp=reference_logp)

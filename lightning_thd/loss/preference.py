@@ -26,28 +26,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from lightning_thd._checks import instance, real_number
+from lightning_thd._checks import choice, instance, real_number
 from lightning_thd.batch import IGNORE_INDEX, THDBatch
 from lightning_thd.loss.rollouts import segment_sums
 from lightning_thd.parallel.shard import THDShard
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
-__all__ = [
-    "DPOKind",
-    "dpo_loss",
-    "kto_loss",
-    "orpo_loss",
-    "reward_pair_loss",
-    "sequence_sums",
-    "simpo_loss",
-]
-
 DPOKind = Literal[
     "sigmoid", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
-    "apo_zero", "apo_down", "discopop", "sigmoid_norm", "aot", "aot_unpaired",
+    "apo_zero", "apo_down", "discopop", "sigmoid_norm",
 ]  # fmt: skip
 # The kinds that have label smoothing.
-_SMOOTH = ("sigmoid", "sigmoid_norm", "aot", "aot_unpaired", "robust", "exo_pair")
+_SMOOTH = ("sigmoid", "sigmoid_norm", "robust", "exo_pair")
 # DiscoPOP's temperature, arXiv:2406.08414, equation 5.
 _DISCOPOP_TAU = 0.05
 
@@ -55,14 +45,8 @@ _DISCOPOP_TAU = 0.05
 def sequence_sums(values: Tensor, batch: THDBatch) -> Tensor:
     """Sum values of slots, floats ``[T]``, over the loss tokens of every sequence; differentiable.
 
-    Values ``[1, 2, 4]`` of the sequences ``[5, 6]`` and ``[7]`` give ``[1, 0]``: the last token of a sequence
-    predicts nothing.
-
-    Returns:
-        ``[S]``, in the order of ``batch.sequence_ids``.
-
-    Raises:
-        ValueError: for another number of slots, and for a context-parallel shard of a batch.
+    Values ``[1, 2, 4]`` of the sequences ``[5, 6]`` and ``[7]`` give ``[1, 0]``, in the order of
+    ``batch.sequence_ids``: the last token of a sequence predicts nothing. A shard of a batch is refused.
     """
     instance(batch, "batch", THDBatch, advice="Pass the pack.")
     if isinstance(batch, THDShard):
@@ -112,22 +96,14 @@ def dpo_loss(
       arXiv:2408.06266, equations 7 and 8.
     - "discopop": a blend of ``-log sigmoid(d)`` and ``e^-d``, arXiv:2406.08414, equation 5.
     - "sigmoid_norm": "sigmoid" of ``c / tokens`` and ``r / tokens``.
-    - "aot_unpaired": "sigmoid" of ``c`` and ``r``, each sorted over the pairs; "aot" sorts
-      ``chosen - rejected`` and the reference's instead, arXiv:2406.05882. Pass all pairs of a step in one
-      call, without ``scale``.
 
     ``label_smoothing`` is for the kinds built on "sigmoid", "robust" and "exo_pair". "ipo" and "sigmoid_norm"
     need ``chosen_tokens`` and ``rejected_tokens``, ``[P]``, the tokens of each response. Equal
     log-probabilities everywhere give ``log 2`` for "sigmoid".
     """
-    if kind not in get_args(DPOKind):
-        raise ValueError(f"kind is {kind!r}, wanted one of {', '.join(get_args(DPOKind))}.")
-    _check_rows(
-        chosen=chosen,
-        rejected=rejected,
-        reference_chosen=reference_chosen,
-        reference_rejected=reference_rejected,
-    )
+    choice(kind, "kind", *get_args(DPOKind))
+    references = {"reference_chosen": reference_chosen, "reference_rejected": reference_rejected}
+    _check_rows(chosen=chosen, rejected=rejected, **references)
     real_number(beta, "beta", above=0.0)
     _check_smoothing(kind, label_smoothing)
     chosen, rejected, reference_chosen, reference_rejected = _counted(
@@ -139,14 +115,6 @@ def dpo_loss(
             raise ValueError(f"{kind=} averages over tokens, wanted chosen_tokens and rejected_tokens.")
         _check_rows(chosen=chosen, chosen_tokens=chosen_tokens, rejected_tokens=rejected_tokens)
         c, r = c / chosen_tokens.clamp_min(1), r / rejected_tokens.clamp_min(1)
-    if kind in ("aot", "aot_unpaired"):
-        if weights is not None or scale is not None:
-            raise ValueError(
-                f"{kind=} sorts the pairs of a step, so weights and scale have no meaning. Leave both out."
-            )
-        if kind == "aot":
-            c, r = chosen - rejected, reference_chosen - reference_rejected
-        c, r = c.sort().values, r.sort().values
     return _weighted_mean(_DPO[kind](c, r, beta, label_smoothing), weights, scale)
 
 
@@ -178,10 +146,7 @@ def _discopop(c: Tensor, r: Tensor, beta: float, e: float) -> Tensor:
 
 
 _DPO: dict[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
-    **dict.fromkeys(
-        ("sigmoid", "sigmoid_norm", "aot", "aot_unpaired"),
-        lambda c, r, beta, e: _smoothed(beta * (c - r), e),
-    ),
+    **dict.fromkeys(("sigmoid", "sigmoid_norm"), lambda c, r, beta, e: _smoothed(beta * (c - r), e)),
     "robust": _robust,
     "exo_pair": _exo,
     "discopop": _discopop,

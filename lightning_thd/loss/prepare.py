@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_thd._checks import whole_number
+from lightning_thd._checks import shaped, whole_number
 from lightning_thd._static import STATIC
-from lightning_thd.loss.dtensors import group_of_operands, is_dtensor, local_hidden, plain
 from lightning_thd.loss.tiles.budget import tile_shape
 from lightning_thd.loss.tiles.logits import Head, LogitMap, Operands, Settings
 from lightning_thd.loss.tiles.products import has_autocast, is_native
@@ -25,12 +24,9 @@ _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 _WAITS = {"cuda"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Call:
-    """The arguments common to all fused losses, described at ``fused_linear_logprobs``.
-
-    Without a ``weight``, ``hidden`` are logits ``[..., V]``.
-    """
+    """The arguments of ``fused_linear_logprobs``; without ``weight``, ``hidden`` are logits ``[..., V]``."""
 
     hidden: Tensor
     weight: Tensor | None
@@ -38,11 +34,11 @@ class Call:
     bias: Tensor | None = None
     logit_map: LogitMap = LogitMap()  # noqa: RUF009 (frozen)
     ignore_index: int = -100
-    rows: Tensor | None = None
     tp_group: dist.ProcessGroup | None = None
-    partial_hidden: bool = False
     chunk: int | Literal["auto"] = "auto"
     loss_tokens: int | None = None
+    rows: Tensor | None = None
+    partial_hidden: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,13 +63,11 @@ class Prepared:
         return values.view(*self.shape, *rest)
 
 
-def scoring_head(operands: Operands, targets: Tensor, settings: Settings) -> Head:
-    """Build the ``Head`` of a loop that keeps no logits."""
-    hidden, itemsize = operands[0], settings.accumulator.itemsize
-    tile = tile_shape(
-        hidden.shape[0], settings.columns, device=hidden.device, itemsize=itemsize, chunk=settings.chunk
-    )
-    return Head(operands, targets, settings, tile)
+def scoring_head(operands: Operands, targets: Tensor, how: Settings, chunk: int | None = None) -> Head:
+    """Build the ``Head`` of a loop over tiles that fit their budget; ``chunk`` overrides the settings'."""
+    hidden, itemsize, chosen = operands[0], how.accumulator.itemsize, chunk or how.chunk
+    tile = tile_shape(hidden.shape[0], how.columns, device=hidden.device, itemsize=itemsize, chunk=chosen)
+    return Head(operands, targets, how, tile)
 
 
 def prepare(call: Call) -> Prepared:
@@ -95,7 +89,7 @@ def prepare(call: Call) -> Prepared:
     if vocabulary > shard * ranks:
         raise ValueError(
             f"valid_vocab_size is {vocabulary} but weight has {shard * ranks} rows over {ranks} "
-            "rank(s), wanted at most that many. It counts the entries that exist among padded ones."
+            "rank(s), wanted at most that many."
         )
     wide = torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
     compute = hidden.dtype
@@ -158,10 +152,9 @@ def _local(call: Call) -> Call:
 def rows_with_target(
     targets: Tensor, ignore_index: int, *, at_most: int | None = None
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """Return the rows whose target ``[T]`` counts, their targets, and which of these count; None for all.
+    """Return the rows whose target counts, their targets, and which of these count; None for all.
 
-    The number is read from the device, but not under ``static_shapes``. Given ``at_most``, the most that
-    count, nothing is read; what is missing is filled up with rows that do not count.
+    Given ``at_most``, no number is read from the device; rows that do not count fill up what is missing.
     """
     capturing = targets.is_cuda and torch.cuda.is_current_stream_capturing()
     if STATIC.get() or targets.is_meta or capturing:
@@ -186,7 +179,7 @@ def check_operands(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, autoc
     if weight.ndim != 2 or hidden.ndim < 2 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}, wanted [T, H] and [V, H] with "
-            "one H. Pass the head's weight as nn.Linear stores it, one row a vocabulary entry."
+            "one H, the weight as nn.Linear stores it."
         )
     dtypes = {hidden.dtype, weight.dtype}
     if not dtypes <= _FLOATS or (len(dtypes) > 1 and not autocast):
@@ -194,8 +187,8 @@ def check_operands(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, autoc
             f"hidden is {hidden.dtype} and weight {weight.dtype}, wanted one dtype of fp32, fp64, bf16 and "
             "fp16. Cast one of them, or call under torch.autocast, which casts both."
         )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias is {list(bias.shape)}, wanted [{weight.shape[0]}], one a row of weight.")
+    if bias is not None:
+        shaped(bias, "bias", weight.shape[:1], "one a row of weight.")
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None:
             _check_device(name, tensor, hidden)
@@ -211,10 +204,8 @@ def _check_device(name: str, tensor: Tensor, hidden: Tensor) -> None:
 def _check_targets(targets: Tensor, hidden: Tensor) -> None:
     """Check that targets are integers, one a row of ``hidden``, on its device."""
     if targets.shape != hidden.shape[:-1]:
-        raise ValueError(
-            f"targets is {list(targets.shape)} and hidden {list(hidden.shape)}, wanted one target a token. "
-            "Targets are already shifted: targets[i] is what token i should predict."
-        )
+        what = "already shifted: targets[i] is what token i predicts."
+        shaped(targets, "targets", hidden.shape[:-1], what)
     if targets.dtype.is_floating_point or targets.dtype in (torch.bool, torch.uint8):
         raise ValueError(f"targets is {targets.dtype}, wanted int64 indices into the vocabulary.")
     _check_device("targets", targets, hidden)
@@ -259,3 +250,67 @@ def refuse_double_backward(name: str) -> None:
             f"{name} was differentiated with create_graph=True, but it keeps no logits to differentiate "
             "twice. Use create_graph=False, or materialised logits for a second derivative."
         )
+
+
+# ---- DTensors among the operands
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Return whether a tensor is distributed, without importing the distributed package for it."""
+    return isinstance(tensor, Tensor) and hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
+
+
+def plain(tensor: Any) -> Tensor:
+    """Return this rank's part of a DTensor; a plain tensor unchanged."""
+    local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
+    return local
+
+
+def vocabulary_group(weight: Any) -> dist.ProcessGroup | None:
+    """Return the group over which rows of the weight are sharded; None if every rank has all of them."""
+    sharded = [(axis, p) for axis, p in enumerate(weight.placements) if not p.is_replicate()]
+    if not sharded:
+        return None
+    axis, placement = sharded[0]
+    if len(sharded) > 1 or not placement.is_shard(0):
+        raise ValueError(
+            f"The head's weight is placed as {tuple(weight.placements)}, wanted rows of the vocabulary over "
+            "one mesh axis (Shard(0)) or replicated. Under FSDP2 call the module that gathers the weight."
+        )
+    group: dist.ProcessGroup = weight.device_mesh.get_group(axis)
+    return group
+
+
+def local_hidden(hidden: Any, group: dist.ProcessGroup | None) -> tuple[Tensor, bool]:
+    """Gather distributed hidden states; also return whether their gradient is a partial sum over ranks."""
+    from torch.distributed.tensor import Partial, Replicate
+
+    if any(not placement.is_replicate() for placement in hidden.placements):
+        hidden = hidden.redistribute(placements=[Replicate()] * len(hidden.placements))
+    if group is None or len(hidden.placements) != 1:
+        return hidden.to_local(), False
+    # The gradient stays a partial sum: DTensor reduces it, or reduce-scatters it under sequence parallel.
+    return hidden.to_local(grad_placements=[Partial()]), True
+
+
+def group_of_operands(
+    hidden: Tensor, weight: Any, group: dist.ProcessGroup | None
+) -> dist.ProcessGroup | None:
+    """Return the tensor-parallel group of a distributed weight passed to a fused loss."""
+    own = vocabulary_group(weight)
+    if group is not None:
+        if own is None or dist.get_process_group_ranks(own) != dist.get_process_group_ranks(group):
+            raise ValueError(
+                f"weight is a DTensor placed as {tuple(weight.placements)} and tp_group another group, "
+                "wanted the group its rows are sharded over. Leave tp_group out, or pass weight.to_local()."
+            )
+        return group
+    names = weight.device_mesh.mesh_dim_names or ()
+    cut = [name for name, p in zip(names, weight.placements, strict=False) if not p.is_replicate()]
+    if is_dtensor(hidden) or any("tp" in name or "tensor" in name for name in cut[:1]):
+        return own
+    raise ValueError(
+        f"weight is a DTensor placed as {tuple(weight.placements)} on {weight.device_mesh} and hidden a "
+        "plain tensor, so it is unknown whether the ranks hold the same tokens. If they do, pass "
+        "tp_group=weight.device_mesh.get_group(); if not, call this inside the module of fully_shard."
+    )

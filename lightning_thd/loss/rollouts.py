@@ -9,11 +9,12 @@ log-probability of ``input_ids[b, n]``, and nobody shifts by one by hand.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from lightning_thd._checks import choice
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch
 from lightning_thd.batch.collate import padded_on_host
@@ -71,17 +72,12 @@ class PackedRollouts:
         Returns:
             The pack on the device of ``input_ids``. Rows ``[[5, 6, 0], [0, 7, 8]]`` with mask
             ``[[1, 1, 0], [0, 1, 1]]`` give ids ``[5, 6, 7, 8]`` and targets ``[6, -100, 8, -100]``.
-
-        Raises:
-            ValueError: when the shapes differ, nothing is real, or a response token is masked out.
         """
         response = attention_mask if response_mask is None else response_mask != 0
         ids, mask, response = padded_on_host(input_ids, attention_mask, response, "response_mask")
         response = response.bool()
         if bool((response & ~mask).any()):
-            raise ValueError(
-                "response_mask marks tokens that attention_mask hides, wanted a part of it. Multiply the two."
-            )
+            raise ValueError("response_mask marks tokens that attention_mask hides. Multiply the two.")
         lengths: list[int] = mask.sum(1).tolist()
         rows = [row for row, length in enumerate(lengths) if length]
         kept = [lengths[row] for row in rows]
@@ -117,21 +113,13 @@ class PackedRollouts:
         """
         rows, columns = self.shape
         if values.shape[:2] != self.shape:
-            raise ValueError(
-                f"pack() got {list(values.shape)}, wanted [{rows}, {columns}, ...] as the ids were."
-            )
+            raise ValueError(f"pack() got {list(values.shape)}, wanted [{rows}, {columns}, ...], as the ids.")
         index = self._index(of)
         flat = values.flatten(0, 1)
         known = (index < rows * columns).view(-1, *[1] * (flat.ndim - 1))
         return torch.where(known, flat.index_select(0, index.clamp(max=rows * columns - 1)), fill)
 
-    def unpack(
-        self,
-        values: Tensor,
-        *,
-        of: Of = "prediction",
-        fill: float = 0.0,
-    ) -> Tensor:
+    def unpack(self, values: Tensor, *, of: Of = "prediction", fill: float = 0.0) -> Tensor:
         """Scatter values of slots, ``[T, ...]`` or ``[1, T, ...]``, to rows ``[B, N, ...]``; differentiable.
 
         ``of="prediction"`` puts slot t's value at the place of the token it predicts, ``of="token"`` at that
@@ -140,12 +128,9 @@ class PackedRollouts:
         """
         if values.ndim > 1 and values.shape[0] == 1 and self.held.shape[0] != 1:
             values = values[0]
-        if values.shape[0] != self.held.shape[0]:
-            raise ValueError(
-                f"unpack() got {list(values.shape)}, but this pack has {self.held.shape[0]} slots here. Pass "
-                f"[{self.held.shape[0]}, ...], one value a slot."
-            )
         rows, columns = self.shape
+        if values.shape[0] != (slots := self.held.shape[0]):
+            raise ValueError(f"unpack() got {list(values.shape)}, but this pack has {slots} slots.")
         blank = values.new_full((rows * columns + 1, *values.shape[1:]), fill)
         return blank.index_copy(0, self._index(of), values)[:-1].view(rows, columns, *values.shape[1:])
 
@@ -158,34 +143,18 @@ class PackedRollouts:
         """Average per-prediction values over the response tokens of every row, ``[B]``; see ``sums``."""
         return self.sums(values) / self.counts.clamp_min(1)
 
-    def logprobs(
-        self,
-        model: nn.Module,
-        *,
-        temperature: float = 1.0,
-        entropy: bool = True,
-    ) -> LogProbs:
+    def logprobs(self, model: nn.Module, *, temperature: float = 1.0, entropy: bool = True) -> LogProbs:
         """Run a model over the pack and return ``causal_lm_logprobs`` as padded rows ``[B, N]``."""
         packed = causal_lm_logprobs(model, self.batch, temperature=temperature, entropy=entropy)
         return packed.map(self.unpack)
 
-    def sequence_logprobs(
-        self,
-        model: nn.Module,
-        *,
-        temperature: float = 1.0,
-        mean: bool = False,
-    ) -> Tensor:
-        """Run a model over the pack and return the log-probability of each response, ``[B]``.
-
-        ``mean`` divides it by the response's tokens; the other arguments are those of ``logprobs``.
-        """
+    def sequence_logprobs(self, model: nn.Module, *, temperature: float = 1.0, mean: bool = False) -> Tensor:
+        """Run a model over the pack; return each response's log-probability, or mean of tokens, ``[B]``."""
         logp = causal_lm_logprobs(model, self.batch, temperature=temperature, entropy=False).logp
         return self.means(logp) if mean else self.sums(logp)
 
     def _index(self, of: Of) -> Tensor:
-        if of not in ("prediction", "token"):
-            raise ValueError(f"of is {of!r}, wanted 'prediction' or 'token'.")
+        choice(of, "of", *get_args(Of))
         return self.predicted if of == "prediction" else self.held
 
 
@@ -210,10 +179,7 @@ def _index_plan(mask: Tensor, batch: THDBatch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def segment_sums(values: Tensor, segment: Tensor, num_segments: int) -> Tensor:
-    """Add up values ``[T]`` by segment, without atomics and without reading the device, ``[B]``.
-
-    The segments ``[T]`` never fall; entries of ``num_segments`` and above are left out.
-    """
+    """Add up values ``[T]`` by segment, which never falls; ``num_segments`` and above are left out."""
     bounds = torch.arange(num_segments + 1, device=segment.device)
     offsets = torch.searchsorted(segment.contiguous(), bounds)
     sums: Tensor = torch.segment_reduce(values, "sum", offsets=offsets, initial=0, unsafe=True)

@@ -1,10 +1,7 @@
 """A model's router logits and a ``THDBatch`` -> the balancing loss of its experts, over sequences or a step.
 
-transformers balances experts over all slots of a microbatch, so that its loss depends on the packing.
-"sequence" balances each sequence for itself, and "step" all tokens of the step. The formulas are in
-docs/guides/experts.md.
-
-Legend: T slots, S sequences, E experts, K experts a token.
+transformers balances experts over all slots of a microbatch, so that its loss depends on the packing. The
+formulas are in docs/guides/experts.md. T slots, S sequences, E experts, K experts a token.
 """
 
 from __future__ import annotations
@@ -87,8 +84,7 @@ class Routers:
         if any(layer.shape != (slots, count) for layer in given) or not (given or self.stage):
             raise ValueError(
                 f"{type(inner).__name__} hands out router logits {[list(layer.shape) for layer in logits]}, "
-                f"wanted [{slots}, {count}] of each layer with experts. Set "
-                "router_balance='microbatch' and router_z_loss=0."
+                f"wanted [{slots}, {count}] of each. Set router_balance='microbatch' and router_z_loss=0."
             )
         trained = sum(any(p.requires_grad for p in router.parameters()) for router in routers)
         attached = sum(layer.requires_grad for layer in given)
@@ -169,22 +165,21 @@ def routers_for(
         call.experts = _experts_of(inner, call.config, what)
     if (z_loss or balance != "microbatch") and batch.token_scale is None:
         raise ValueError(
-            f"{what} needs batch.token_scale, the weight of the step's input tokens, and this batch was made "
-            "with only a loss_scale. Use THDDataModule, or pass token_scale to THDBatch.collate. "
-            "See docs/reference/messages.md#experts."
+            f"{what} needs batch.token_scale, the weight of the step's input tokens. Use THDDataModule, or "
+            "pass token_scale to THDBatch.collate. See docs/reference/messages.md#experts."
         )
     if balance != "microbatch" and not batch.token_scale:  # an evaluation, whose ranks may run other numbers
         wanted = None
     if wanted == "microbatch" and isinstance(batch, SharedBatch):
         raise ValueError(
             f"{what} beside the model's own balancing loss, over slots that sequences share. Set "
-            "router_balance='sequence', config.output_router_logits=False, or share_prefixes=False."
+            "router_balance='sequence' or share_prefixes=False."
         )
     coefficient = call.balance_coefficient
     if wanted is not None and coefficient is None:
         raise ValueError(
             f"{what} needs the coefficient of the balancing loss, and neither {type(inner).__name__} nor its "
-            "config has router_aux_loss_coef. Set config.router_aux_loss_coef, to 0.001 for example."
+            "config has router_aux_loss_coef. Set it, to 0.001 for example."
         )
     before = call.choices if batch.microbatch else None
     return Routers(wanted, coefficient or 0.0, z_loss, call.experts, batch, stage, before)
@@ -195,8 +190,7 @@ def _experts_of(inner: Any, config: Any, what: str) -> Experts:
     kinds, name = routers_of(inner), type(inner).__name__
     if not kinds:
         raise ValueError(
-            f"{what} needs the logits of routers, and {name} hands out none (no class of it records "
-            "'router_logits'). Leave it out, or train a mixture of experts that transformers records. "
+            f"{what} needs the logits of routers, and {name} hands out none. Leave it out. "
             "See docs/reference/messages.md#experts."
         )
     scores = scores_of(inner)

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lightning_thd._checks import instance
+from lightning_thd._checks import instance, shaped
 from lightning_thd._static import shapes_are_static
 from lightning_thd.batch import IGNORE_INDEX, THDBatch
 
@@ -32,11 +32,9 @@ class Watcher(Protocol):
 
     def wants(self, batch: THDBatch) -> bool:
         """Return whether to show this watcher the losses of a batch."""
-        ...
 
     def see(self, batch: THDBatch, slots: SlotLosses, scale: float) -> None:
         """Receive the losses of a batch and its scale; must not read the device."""
-        ...
 
 
 WATCHER: list[weakref.ref[Watcher]] = []  # the one whose training runs, if it is still there
@@ -78,20 +76,15 @@ def show(batch: THDBatch, slots: SlotLosses) -> None:
 def log_token_losses(batch: THDBatch, losses: Tensor, weights: Tensor | None = None) -> None:
     """Hand the losses of a training batch's tokens to the log of a mixture's sources.
 
-    ``causal_lm_loss`` does so itself; a loss of your own calls this in ``training_step`` with what it
-    averages, and ``data/<name>/loss`` of every source of a ``THDDataModule`` is the mean of its tokens'
-    losses. Reads nothing from the device, and does nothing unless a mixture is trained. ``losses`` are floats
-    ``[T]``, of which slots whose target is -100 are not read; ``weights`` ``[T]`` are what each counts in the
-    mean, 1 by default.
+    ``causal_lm_loss`` does so itself; a loss of your own calls this in ``training_step``, and
+    ``data/<name>/loss`` of every source of a ``THDDataModule`` is the mean of its tokens' losses. It does
+    nothing unless a mixture is trained. ``losses`` are floats ``[T]``, not read where the target is -100;
+    ``weights`` ``[T]`` are what each counts in the mean, 1 by default.
     """
     instance(batch, "batch", THDBatch, advice="Pass the batch that training_step was given.")
     targets = batch.token_targets
-    shapes = {values.shape for values in (losses, weights) if values is not None}
-    if shapes != {targets.shape}:
-        raise ValueError(
-            f"losses and weights are {sorted(map(list, shapes))}, wanted one value a slot, as batch.targets: "
-            f"{list(targets.shape)}."
-        )
+    for name, values in (("losses", losses), ("weights", losses if weights is None else weights)):
+        shaped(values, name, targets.shape, "one a slot, as batch.targets.")
     counts = targets != IGNORE_INDEX
     factors = torch.ones_like(losses) if weights is None else weights.detach().to(losses.dtype)
     factors = torch.where(counts, factors, 0.0)

@@ -1,8 +1,7 @@
 """Student and teacher heads -> the divergence of their softmaxes over rows, and the student's gradients.
 
-R rows, V vocabulary columns held here, c x v one tile, P ranks that share the vocabulary. The logits of a few
-rows of both are kept just long enough to be compared, so nothing of size R x V exists of either. ``s`` and
-``t`` are log-probabilities of student and teacher.
+R rows, V vocabulary columns held here, c x v one tile, P ranks that share the vocabulary. ``s`` and ``t`` are
+log-probabilities of student and teacher, of a few rows at a time.
 """
 
 from __future__ import annotations
@@ -81,10 +80,7 @@ class Teacher:
 def divergence_and_gradients(
     head: Head, teacher: Teacher, weights: Tensor, divergence: Divergence, *, needs: Needs
 ) -> tuple[Tensor, HeadGradients]:
-    """Return the sum of ``weights * divergence`` over the rows, ``[]``, and its gradients.
-
-    Ranks that share the vocabulary run one or two collectives a tile of rows.
-    """
+    """Return the sum of ``weights * divergence`` over the rows, ``[]``, and its gradients."""
     group = head.how.tp_group
     losses = head.hidden.new_zeros(head.hidden.shape[0], dtype=head.how.accumulator)
     sums = GradientSums(head, needs=needs, rows_outside=True)

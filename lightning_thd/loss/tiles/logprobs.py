@@ -1,8 +1,7 @@
 """Hidden states x head weight, in tiles of tokens and vocabulary -> softmax statistics, and gradients.
 
-R rows (tokens with a target), H hidden size, V vocabulary columns held here, c x v one tile, P ranks that
-share the vocabulary. The vocabulary is the outer loop: a tile of the weight is read once, widened once, and
-its gradient is finished before the next one. Memory is two tiles; nothing of size R x V exists at any time.
+R rows (tokens with a target), V vocabulary columns held here, c x v one tile. The vocabulary is the outer
+loop: a tile of the weight is read once, widened once, and its gradient is finished before the next one.
 """
 
 from __future__ import annotations
@@ -33,17 +32,8 @@ _ROUNDING = 2.0**-8
 _LOG_SUM_ERROR, _ENTROPY_ERROR = 2e-3, 8e-3
 
 
-def softmax_statistics(
-    head: Head,
-    targets: Tensor,
-    *,
-    entropy: bool,
-    total: bool,
-) -> Tensor:
-    """Compute five statistics of every row's logits, ``[5, R]``, in one pass over the tiles.
-
-    ``entropy`` fills WEIGHTED, ``total`` TOTAL.
-    """
+def softmax_statistics(head: Head, targets: Tensor, *, entropy: bool, total: bool) -> Tensor:
+    """Compute the statistics ``[5, R]`` of all rows; ``entropy`` fills WEIGHTED, ``total`` TOTAL."""
     stats = blank_statistics(head.hidden, head.hidden.shape[0], head.how.accumulator)
     first, second = head.scratch(), head.scratch()
     for columns in head.column_tiles:
@@ -65,10 +55,7 @@ def gradients(
     needs: Needs,
     exact: Tensor | None = None,
 ) -> HeadGradients:
-    """Recompute the logits tile by tile and return the gradients of the operands.
-
-    ``lse`` ``[R]`` is over the whole vocabulary; ``exact`` comes from ``rounded_statistics``; None: all.
-    """
+    """Make the logits again and return the gradients; ``exact`` comes from ``rounded_statistics``."""
     sums = GradientSums(head, needs=needs, rows_outside=False)
     first, second = head.scratch(), head.scratch()
     narrow = None if exact is None else head.scratch(head.how.compute)
@@ -89,10 +76,8 @@ def gradients(
 
 
 # For a CPU that multiplies bf16 natively. A product rounded to bf16 changes a logit by up to 2^-8 of it. The
-# error of a log-sum is the average of these errors, weighted by the tokens' probabilities. It is almost 0 if
-# thousands of tokens share the probability, and 0.06 if one token has it all. So all tiles are first
-# multiplied with rounded results. Rows of a tile whose rounding would show in the log-sum are then multiplied
-# again exactly. In a trained model these are a few tiles of each row. The target's own logit is always exact.
+# error of a log-sum is almost 0 if thousands of tokens share the probability, and 0.06 if one token has it
+# all. So rows of a tile whose rounding would show are multiplied again exactly. The target's logit always is.
 
 
 def may_round(head: Head) -> bool:
@@ -137,13 +122,11 @@ def rounded_statistics(head: Head, targets: Tensor, *, entropy: bool, total: boo
 
 
 def rounding_shows(each: Tensor, widths: list[int], *, entropy: bool) -> Tensor:
-    """Estimate the error of every row in every tile of columns, and return whether it is more than allowed.
+    """Return whether the rounding of rows in a tile shows, from each tile's statistics ``[tiles, 5, R]``.
 
     The errors of logits are taken as independent, with a standard deviation of at most ``|z| 2^-8 /
-    sqrt(3)``. Each is weighted by its token's probability, and their squares add up. The root of the summed
-    squares of probabilities is at most ``sqrt(largest p * the tile's mass)``. In a flat tile all logits may
-    round the same way, so the errors themselves add up. ``each`` ``[tiles, 5, R]`` are the statistics of
-    every tile on its own.
+    sqrt(3)``, weighted by probabilities; the root of these' summed squares is at most ``sqrt(largest p * the
+    tile's mass)``. In a flat tile all logits may round the same way, so the errors themselves add up.
     """
     tiles, whole = len(widths), merge_parts(each)
     log_sum = whole[SUM].log()

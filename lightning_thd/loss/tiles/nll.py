@@ -1,8 +1,7 @@
 """Hidden states x head weight -> a weighted negative log-likelihood and its gradients, 6RHV operations.
 
-R rows, H hidden size, V vocabulary. The loss is a scalar, so its gradient can be made in the forward pass,
-except for one factor. So the logits of a few rows are kept just long enough to become gradients, and never
-made again. These rows span the whole vocabulary; a byte budget sets how many there are.
+R rows, H hidden size, V vocabulary. A scalar's gradient is known up to a factor in the forward pass. So the
+logits of a few rows, over the whole vocabulary, are kept just long enough to become gradients.
 """
 
 from __future__ import annotations
@@ -70,10 +69,7 @@ def nll_and_gradients(
     penalties: Penalties,
     seen: Tensor | None = None,
 ) -> tuple[Tensor, HeadGradients]:
-    """Return the sum of ``weights * loss`` over the rows, and the gradients.
-
-    ``weights`` ``[R]`` are 0 for rows that do not count; ``seen`` ``[R]`` is filled with the rows' losses.
-    """
+    """Return the sum of ``weights * loss`` over the rows, and the gradients; ``seen`` gets rows' losses."""
     loss = head.hidden.new_zeros((), dtype=head.how.accumulator)
     sums = GradientSums(head, needs=needs, rows_outside=True)
     stash = Stash(head)

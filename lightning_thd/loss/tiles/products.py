@@ -1,14 +1,13 @@
 """Two tiles -> their product in full precision, whatever the inputs are stored in.
 
-c rows of a tile, v columns, k summed. A product rounded to bf16 is off by 0.06 at a logit of 20, and
-log-probabilities by 0.13. Products that become results therefore leave the multiplier in fp32: from the
-tensor cores directly (CUDA, ``out_dtype``), as two rounded halves (a CPU that multiplies bf16 natively), else
-by widening the tiles first. Products that become gradients are rounded as the model's own would be.
+c rows of a tile, v columns, k summed. A product rounded to bf16 is off by 0.06 at a logit of 20. Products
+that become results therefore leave the multiplier in fp32: from the tensor cores directly (CUDA), as two
+rounded halves (a CPU that multiplies bf16 natively), else by widening the tiles first. Products that become
+gradients are rounded as the model's own would be.
 
-In fp32 on a CPU the faster of torch's libraries is chosen. torch.mm calls MKL, which keeps to AVX2 on
-processors that Intel did not make; oneDNN uses AVX-512 on all of them. Measured on an AMD EPYC (Zen 5), one
-thread, 1024 x 1024 x 2048: 95 and 195 GFLOP/s. torch.exp is MKL's too: 0.69 ns a number, against 0.24 ns for
-a factor and exp2.
+In fp32 on a CPU torch.mm calls MKL, which keeps to AVX2 on processors that Intel did not make; oneDNN uses
+AVX-512 on all of them. Measured on an AMD EPYC (Zen 5), one thread, 1024 x 1024 x 2048: 95 and 195 GFLOP/s.
+torch.exp is MKL's too: 0.69 ns a number, against 0.24 ns for a factor and exp2.
 """
 
 from __future__ import annotations
@@ -77,10 +76,7 @@ def _one_dnn() -> Callable[..., Tensor] | None:
 
 
 def one_dnn_product(a: Tensor, b: Tensor) -> Tensor | None:
-    """Compute ``a @ b``, ``[c, k]`` and ``[k, v]``, with oneDNN; None if torch.mm should.
-
-    Operators under a dispatch mode, which counts or records them, stay those of ATen.
-    """
+    """Compute ``a @ b`` with oneDNN; None if torch.mm should, as under a mode that counts operators."""
     if a.device.type != "cpu" or a.dtype != torch.float32 or b.dtype != torch.float32:
         return None
     if a.shape[0] * a.shape[1] * b.shape[1] < _WORTH_A_KERNEL or torch._C._len_torch_dispatch_stack():

@@ -35,10 +35,7 @@ def blank_statistics(like: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
 def update_statistics(
     stats: Tensor, z: Tensor, e: Tensor, targets: Tensor, *, entropy: bool, total: bool
 ) -> None:
-    """Update the statistics ``[5, c]`` of some rows with a tile ``z`` of their logits, ``[c, v]``.
-
-    ``entropy`` destroys ``z``, and ``e`` is scratch; ``targets`` count from the tile's first column.
-    """
+    """Update the statistics ``[5, c]`` with logits ``z`` ``[c, v]``, which ``entropy`` destroys."""
     here, index = _targets_here(targets, z.shape[1])
     stats[TARGET] += torch.where(here, z.gather(1, index).squeeze(1), 0.0)
     if total:
@@ -64,10 +61,7 @@ def _targets_here(targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowGradients:
-    """The factors ``[R]`` of every row's gradient, combined from the gradients of its outputs.
-
-    With ``p`` the softmax, ``dz = p * (direct + slope * log p) + onehot * target + flat``.
-    """
+    """Factors ``[R]`` of the softmax p: ``dz = p * (direct + slope * log p) + onehot * target + flat``."""
 
     direct: Tensor
     slope: Tensor | None
@@ -87,10 +81,7 @@ class RowGradients:
 def logit_gradient(
     logit_map: LogitMap, z: Tensor, e: Tensor, targets: Tensor, lse: Tensor, wanted: RowGradients
 ) -> Tensor:
-    """Turn mapped logits ``z`` into the gradient of the raw product, in ``z`` or the scratch ``e``.
-
-    Both are ``[c, v]``; ``targets`` int64 ``[c]`` count from the tile's first column.
-    """
+    """Turn mapped logits ``z`` ``[c, v]`` into the gradient of the raw product, in ``z`` or the scratch."""
     factor = logit_map.scale / logit_map.temperature
     direct = (wanted.direct * factor)[:, None]
     capped = logit_map.softcap is not None
@@ -130,10 +121,7 @@ def merge_parts(every: Tensor) -> Tensor:
 def merge_ranks(
     stats: Tensor, others: Tensor, columns: int, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """Combine every rank's statistics in one all-gather of ``[5 + n, R + 1]``.
-
-    Rows ``others`` ``[n, R]`` come back as ``[P, n, R]``; ``columns`` shows unequal shards.
-    """
+    """Merge all ranks' statistics by one all-gather; ``others`` ``[n, R]`` come back as ``[P, n, R]``."""
     ranks = dist.get_world_size(group)
     sent = torch.cat([stats, others])
     sent = torch.cat([sent, sent.new_full((len(sent), 1), float(columns))], dim=1)
