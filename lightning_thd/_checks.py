@@ -22,10 +22,7 @@ INT64_MAX = 2**63 - 1
 def whole_number(
     value: Any, name: str, *, least: int | None = 0, most: int = INT64_MAX, advice: str = ""
 ) -> int:
-    """Return one whole number as a Python integer, or raise TypeError or ValueError with the advice.
-
-    A symbolic size of ``torch.compile`` is returned as it is. ``least=None`` allows all of int64.
-    """
+    """Return one whole number as an int, or raise with the advice; ``least=None`` allows all of int64."""
     if isinstance(value, torch.SymInt):
         return value  # type: ignore[return-value]  # a size that is being traced
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
@@ -57,10 +54,7 @@ def real_number(
 def host_ints(
     values: Any, name: str, *, ndim: int | None = 1, least: int | None = None, advice: str = "Pass integers."
 ) -> npt.NDArray[np.int64]:
-    """Return integers as an int64 array on the host, or raise TypeError or ValueError with the advice.
-
-    A tensor on a device is copied. ``ndim=None`` takes any number of dimensions.
-    """
+    """Return integers as an int64 array on the host, of any ``ndim`` for None, or raise with the advice."""
     found = _as_array(values, name, advice)
     if ndim is not None and found.ndim != ndim:
         wanted = {0: "one number", 1: "one row of integers"}.get(ndim, f"{ndim} dimensions")

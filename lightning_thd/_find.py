@@ -34,11 +34,8 @@ def models_in(module: nn.Module | None) -> Iterator[tuple[str, Any]]:
 
 
 def outermost_models(module: nn.Module | None) -> dict[str, Any]:
-    """Return the models that no other model holds, by path; the path of ``module`` itself is "".
-
-    A config with a ``model_type`` is enough, so that FLOPs are counted without transformers too.
-    """
-    found: dict[str, Any] = {}
+    """Return the models that no other model holds, by path; the path of ``module`` itself is ""."""
+    found: dict[str, Any] = {}  # a config with a model_type is enough: FLOPs are counted without transformers
     for name, child in module.named_modules() if module is not None else ():
         known = getattr(getattr(child, "config", None), "model_type", None)
         if known and not any(outer == "" or name.startswith(f"{outer}.") for outer in found):

@@ -15,16 +15,12 @@ from packaging.version import Version
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownBad:
-    """One combination of installed versions and device that is known to fail, and what to do about it.
+    """One combination of installed versions and device that is known to fail, and what to do about it."""
 
-    ``feature`` is the import name of what it breaks, or "graphs". All of ``versions`` (by distribution) must
-    be installed, and ``without`` must not. ``capability`` is the CUDA compute capability (major) it needs.
-    """
-
-    feature: str
-    versions: Mapping[str, str] = field(default_factory=dict)
-    without: str = ""
-    capability: int | None = None
+    feature: str  # the import name of what it breaks, or "graphs"
+    versions: Mapping[str, str] = field(default_factory=dict)  # of distributions, all of them installed
+    without: str = ""  # which must not be installed
+    capability: int | None = None  # CUDA compute capability (major) that it needs
     problem: str
     instead: str
 

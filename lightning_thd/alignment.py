@@ -97,20 +97,11 @@ class Alignment:
         """Round the slots of a pack up: 1,000 become 1,024 if total_multiple is 128."""
         return -(-whole_number(total, "total") // self.total_multiple) * self.total_multiple
 
-    def check(self, slots: int, *, padded_lengths: npt.ArrayLike | Tensor = ()) -> None:
-        """Raise ValueError for slots of a pack, or of its sequences, that are no multiples."""
+    def check(self, slots: int) -> None:
+        """Raise ValueError for slots of a pack that are no multiple."""
         slots = whole_number(slots, "slots")
         if slots % self.total_multiple:
             raise ValueError(
-                f"A pack has {slots} slots; wanted a multiple of {self.total_multiple}, or a kernel or an "
-                f"exchange between ranks would fail. {_WHO_PADS} Use {self.padded_total(slots)} slots."
+                f"A pack has {slots} slots; wanted a multiple of {self.total_multiple}, as THDBatch.collate "
+                f"pads with align= and THDDataModule by itself. Use {self.padded_total(slots)} slots."
             )
-        for i, length in enumerate(host_ints(padded_lengths, "padded_lengths").tolist()):
-            if length % self.sequence_multiple:
-                raise ValueError(
-                    f"Sequence {i} has {length} slots; wanted a multiple of {self.sequence_multiple}, for "
-                    f"two chunks on every context-parallel rank. {_WHO_PADS}"
-                )
-
-
-_WHO_PADS = "THDBatch.collate pads when it is given align=, which THDDataModule takes from the strategy."

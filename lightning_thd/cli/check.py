@@ -27,11 +27,10 @@ def check(arguments: Sequence[str]) -> None:
     parser.add_argument("model", help="a config.json, a folder with one, or a model's name")
     parser.add_argument("--attention", default="thd", help="attn_implementation to look at (default: thd)")
     parser.add_argument("--layers", type=whole(1), help="build this many layers of a config in place of all")
-    parser.add_argument("--weights", action="store_true", help="load the model's weights too")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(list(arguments))
     try:
-        model = load_model(given.model, given.attention, layers=given.layers, weights=given.weights)
+        model = load_model(given.model, given.attention, given.layers)
     except (OSError, ValueError) as err:
         parser.error(str(err))
     report = check_packing(model, raise_on_leak=False)
@@ -43,17 +42,13 @@ def check(arguments: Sequence[str]) -> None:
         sys.exit(1)
 
 
-def load_model(name: str, attention: str, *, layers: int | None = None, weights: bool = False) -> Any:
-    """Build a causal language model from a config, perhaps of fewer layers, or load it with its weights."""
+def load_model(name: str, attention: str, layers: int | None) -> Any:
+    """Build a causal language model from a config, perhaps of fewer layers, with random weights."""
     refuse_unreachable(name)
     require("transformers", feature="lightning-thd check")
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if weights and layers is not None:
-        raise ValueError(f"--layers {layers} with --weights: a model with its weights has the layers it has.")
     path = str(Path(name).parent) if name.endswith("config.json") else name
-    if weights:
-        return AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention).eval()
     config = AutoConfig.from_pretrained(path)
     if layers is not None:
         text = config.get_text_config()

@@ -127,7 +127,7 @@ def balanced_bins(
         wanted = dp * (least if num_microbatches is None else num_microbatches)
         if len(packs) > wanted:
             raise ValueError(
-                f"{len(lengths)} sequences need {len(packs)} packs of {slots.text} but dp={dp} with "
+                f"{len(lengths)} sequences need {len(packs)} packs of {slots.usable} slots but dp={dp} with "
                 f"num_microbatches={num_microbatches} has {wanted}. Pass num_microbatches={least}, or None."
             )
         owner, count = step.best(wanted, packs, spread if wanted == count else None), wanted

@@ -47,11 +47,6 @@ class Slots:
     multiple: int  # slots of a sequence are rounded up to this
     patches: int = UNBOUNDED  # most image patches of a pack
 
-    @property
-    def text(self) -> str:
-        """Return what a pack holds, for messages."""
-        return f"{self.usable} slots" + ("" if self.patches == UNBOUNDED else f" and {self.patches} patches")
-
     def padded(self, lengths: IntArray) -> IntArray:
         """Return the slots that sequences of these lengths take."""
         return -(-lengths // self.multiple) * self.multiple

@@ -106,9 +106,7 @@ TABLE = {
     "Alignment.padded_length": Entry(ALIGN.padded_length, lambda rng: {"length": rng.randint(0, 50)}),
     "Alignment.padded_lengths": Entry(ALIGN.padded_lengths, lambda rng: _packed(rng, "lengths")),
     "Alignment.padded_total": Entry(ALIGN.padded_total, lambda rng: {"total": rng.randint(0, 50)}),
-    "Alignment.check": Entry(
-        ALIGN.check, lambda rng: {"slots": 32 * rng.randint(0, 3), "padded_lengths": _form(rng, [8, 16])}
-    ),
+    "Alignment.check": Entry(ALIGN.check, lambda rng: {"slots": 32 * rng.randint(0, 3)}),
     "SeqStats.from_lengths": Entry(SeqStats.from_lengths, _counted),
     "SeqStats.from_cu_seqlens": Entry(SeqStats.from_cu_seqlens, _tails),
     "window_pairs": Entry(window_pairs, _runs),
