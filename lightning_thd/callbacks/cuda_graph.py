@@ -34,7 +34,7 @@ from lightning_thd.cuda_graph.graph_choice import (
 from lightning_thd.cuda_graph.guards import sharded_by
 from lightning_thd.cuda_graph.recording import RecordingBackend
 from lightning_thd.packing import PackPlanner
-from lightning_thd.parallel.agreement import all_agree
+from lightning_thd.parallel.across_ranks import all_agree
 
 __all__ = [
     "Bucket",

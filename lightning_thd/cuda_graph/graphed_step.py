@@ -37,7 +37,7 @@ from lightning_thd.cuda_graph.capture import (
 from lightning_thd.cuda_graph.errors import CaptureError, as_capture_error
 from lightning_thd.cuda_graph.fingerprint import PLAIN, Fingerprint, Uses
 from lightning_thd.cuda_graph.guards import RandomUse, guarded, restored, sharded_by
-from lightning_thd.parallel.agreement import all_agree
+from lightning_thd.parallel.across_ranks import all_agree
 from lightning_thd.parallel.shard import THDShard
 
 # Parameters that keep moving (a swap every few steps) make every capture worthless.

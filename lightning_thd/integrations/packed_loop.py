@@ -41,12 +41,12 @@ from lightning_thd.parallel.context.layout import Communication
 from lightning_thd.parallel.mesh import CONTEXT, DATA, AxisSizes, make_meshes
 from lightning_thd.parallel.shard import shard_batch
 from lightning_thd.precision.convert import in_low_precision
-from lightning_thd.strategies.dynamic import check_ways
 from lightning_thd.strategies.guards import (
     refuse_other_attention,
     refuse_second_context_parallelism,
     refuse_unused_layout,
 )
+from lightning_thd.strategies.pack_cut import check_ways
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,13 +1,17 @@
-"""What this rank has -> what every rank of a group has; and the groups and devices for it."""
+"""What this rank has -> what every rank of a group has, or an error on all of them where they must agree."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.parallel.mesh import AxisSizes
 
 # torch 2.13 renamed it; the old name warns there, and 2.11 lacks the new one.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -62,12 +66,10 @@ def host_group(ranks: list[int], timeout_s: float | None = None) -> dist.Process
     return group
 
 
-def on_host(group: dist.ProcessGroup, timeout: timedelta | None = None) -> dist.ProcessGroup:
+def on_host(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a group of the same ranks that communicates in CPU memory: itself under gloo, else a new one."""
-    if dist.get_backend(group) == "gloo":
-        return group
-    timeout_s = None if timeout is None else timeout.total_seconds()
-    return host_group(dist.get_process_group_ranks(group), timeout_s)
+    gloo = dist.get_backend(group) == "gloo"
+    return group if gloo else host_group(dist.get_process_group_ranks(group))
 
 
 def broadcast_object(value: Any, group: dist.ProcessGroup | None, source: int) -> Any:
@@ -75,3 +77,52 @@ def broadcast_object(value: Any, group: dist.ProcessGroup | None, source: int) -
     found = [value]
     dist.broadcast_object_list(found, source, group=group)
     return found[0]
+
+
+def all_agree(agrees: bool, device: torch.device) -> bool:
+    """Return whether every rank of the job agrees."""
+    return all(vote for (vote,) in gather_ints([int(agrees)], group=None, device=device))
+
+
+def require_same(
+    value: int, device: torch.device, message: str, group: dist.ProcessGroup | None = None
+) -> None:
+    """Raise ValueError with the message, on every rank of a group, unless all have the same number."""
+    if len({found for (found,) in gather_ints([value], group=group, device=device)}) > 1:
+        raise ValueError(message)
+
+
+def digests(batch: THDBatch | THDStep) -> tuple[int, int]:
+    """Hash a batch to two int63: all of it, and what all ranks share of a step."""
+    own = batch.microbatches if isinstance(batch, THDStep) else (batch,)
+    everything = hashlib.sha256()
+    for one in own:
+        everything.update(repr((one.sequence_ids, one.lengths)).encode())
+        for row in (one.input_ids, one.token_targets, one.token_offsets):
+            everything.update(row.cpu().numpy().tobytes())
+    # Evaluation scales every batch by its own tokens; a step has one scale for all.
+    shared = [len(own), *(one.loss_scale for one in own[:1])] if isinstance(batch, THDStep) else [1]
+    everything.update(repr([one.loss_scale for one in own]).encode())
+    return _int63(everything.digest()), _int63(hashlib.sha256(repr(shared).encode()).digest())
+
+
+def check_agreement(batch: THDBatch | THDStep, sizes: AxisSizes, device: torch.device) -> None:
+    """Raise, on every rank, unless peers hold the same batch and all ranks run the same step."""
+    found = gather_ints(digests(batch), group=None, device=device)
+    for data in range(sizes.data):
+        ranks = sizes.readers(data)
+        if len({found[rank][0] for rank in ranks}) > 1:
+            raise ValueError(
+                f"Ranks {', '.join(map(str, ranks))} share one pack ({sizes.context} context-parallel x "
+                f"{sizes.tensor} tensor-parallel ranks) but read different ones. Give samplers and datasets "
+                "the rank and size of strategy.distributed_sampler_kwargs, and the same seed everywhere."
+            )
+    if len({shared for _, shared in found}) > 1:
+        raise ValueError(
+            "Ranks are about to run steps of different numbers of microbatches or loss scales. Plan steps "
+            "from the same lengths and seed on every rank, as THDDataModule does."
+        )
+
+
+def _int63(digest: bytes) -> int:
+    return int.from_bytes(digest[:8], "big") >> 1

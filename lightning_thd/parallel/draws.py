@@ -1,9 +1,7 @@
 """Random numbers of ranks that work on the same tokens -> the same numbers on all of them.
 
-Tensor-parallel ranks hold the same activations between two products. With different dropout masks they would
-go on with different activations, and the weights that they all hold would drift apart. The stages of a
-pipeline hold different layers: with one stream for all, ranks that were seeded alike would give the first
-layers of all stages the same masks.
+With different dropout masks, the weights that all tensor-parallel ranks hold would drift apart. With one
+stream for all stages of a pipeline, their first layers would have the same masks.
 """
 
 from __future__ import annotations
@@ -18,10 +16,7 @@ from torch import Tensor, nn
 
 
 class SharedDraws:
-    """Gives every microbatch its own random stream, by its number and the rank's place.
-
-    Ranks of one place, which see the same tokens, draw the same numbers.
-    """
+    """Gives every microbatch a random stream of its own, the same on all ranks of one place."""
 
     def __init__(self, seed: int, place: int) -> None:
         self._seed, self._place, self._count = seed, place, 0
@@ -67,10 +62,7 @@ def has_dropout(model: Any) -> bool:
 
 
 def draw_from_own_stream(layer: nn.Module, index: int) -> None:
-    """Let a layer of a pipeline draw from a stream seeded by its index and the global stream, in place.
-
-    A layer that is computed again in the backward pass sees the same number again.
-    """
+    """Let a layer of a pipeline draw from a stream seeded by its index and the global stream, in place."""
     saved: list[list[Tensor]] = []
 
     def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -86,8 +78,5 @@ def draw_from_own_stream(layer: nn.Module, index: int) -> None:
 
 
 def take_number() -> int:
-    """Draw one number from the CPU's global random stream.
-
-    Every layer takes one, on ranks that do not hold it too, so a user's own draws are the same on all stages.
-    """
+    """Draw a number from the CPU's stream: one a layer on all ranks, so that a user's draws stay the same."""
     return int(torch.empty((), dtype=torch.int64).random_())

@@ -1,7 +1,6 @@
 """Tensors of one rank -> those that its queries, heads or layers need from other ranks, differentiably.
 
-Every function here is a collective: all ranks of ``group`` call it, in the same order. Gradients are those
-of the sum of all ranks' losses.
+All ranks of ``group`` call each in the same order. Gradients are those of the sum of all ranks' losses.
 
 Legend: P ranks of the group, N rows of one rank, H heads.
 """
@@ -160,10 +159,7 @@ def sum_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def rows_to_heads(x_NHD: Tensor, group: dist.ProcessGroup, heads: Tensor | None = None) -> Tensor:
-    """Exchange all heads of this rank's rows for this rank's heads of all rows (Ulysses), ``[P * N, h, D]``.
-
-    ``heads``, int64 ``[P * h]``, are those that every rank wants, h each; None shares H out evenly.
-    """
+    """Exchange all heads of this rank's rows for its own ``heads`` of all rows, ``[P * N, h, D]``."""
     ranks = group.size()
     wanted = x_NHD if heads is None else x_NHD.index_select(1, heads)
     sent = wanted.unflatten(1, (ranks, -1)).transpose(0, 1)  # type: ignore[no-untyped-call]

@@ -1,8 +1,7 @@
 """A LightningModule -> its models sharded by FSDP2 over all ranks that see different tokens.
 
-A vision tower runs only if a pack has images. Gradients are averaged by collectives over the same weights on
-every rank, so a rank that skips the tower would leave the others waiting. If any rank has images, all ranks
-give the tower's weights a gradient, of zero if need be; if none has, none does, as in one process.
+A vision tower runs only if a pack has images, and a rank that skips it would leave the others waiting. If any
+rank has images, all give the tower's weights a gradient, of zero if need be; if none has, none does.
 """
 
 from __future__ import annotations
@@ -32,7 +31,11 @@ def shard_parameters(
     reshard_after_forward: bool = True,
 ) -> list[FSDPModule]:
     """Shard every model of a LightningModule by FSDP2, layer by layer; a vision tower goes with the root."""
-    _refuse_own_parameters(module)
+    if own := [name for name, _ in module.named_parameters(recurse=False)]:
+        raise ValueError(
+            f"{type(module).__name__} holds the parameters {own} itself, and FSDP2 gathers weights when the "
+            "forward of a submodule is called. Move them into an nn.Module that it calls."
+        )
     roots: list[FSDPModule] = []
     how: dict[str, Any] = {"mesh": mesh, "mp_policy": policy or MixedPrecisionPolicy()}
     for root in models_of(module):
@@ -43,15 +46,6 @@ def shard_parameters(
         for sharded in roots:
             sharded.set_force_sum_reduction_for_comms(True)
     return roots
-
-
-def _refuse_own_parameters(module: nn.Module) -> None:
-    own = [name for name, _ in module.named_parameters(recurse=False)]
-    if own:
-        raise ValueError(
-            f"{type(module).__name__} holds the parameters {own} itself, and FSDP2 gathers weights when the "
-            "forward of a submodule is called. Move them into an nn.Module that it calls."
-        )
 
 
 def models_of(module: nn.Module) -> Iterator[nn.Module]:
@@ -66,8 +60,7 @@ def models_of(module: nn.Module) -> Iterator[nn.Module]:
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """List the modules that FSDP2 gathers one at a time: a model's layers, else list elements.
 
-    A vision tower's are not among them: they run on some ranks only, so they are gathered with the model,
-    which all ranks run.
+    A vision tower's run on some ranks only, so they are gathered with the model.
     """
     towers = towers_of(model)
     names: set[str] = set(getattr(model, "_no_split_modules", None) or ())

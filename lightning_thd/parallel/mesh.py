@@ -52,12 +52,7 @@ class AxisSizes:
 
 
 def resolve_sizes(
-    world: int,
-    *,
-    data: int | Literal["auto"] = "auto",
-    context: int = 1,
-    tensor: int = 1,
-    pipeline: int = 1,
+    world: int, *, data: int | Literal["auto"] = "auto", context: int = 1, tensor: int = 1, pipeline: int = 1
 ) -> AxisSizes:
     """Check sizes against the number of processes; ``data="auto"`` becomes what the others leave."""
     given = {"pipeline": pipeline, "context": context, "tensor": tensor}

@@ -1,8 +1,8 @@
 """Routers' logits of a mixture of experts -> sums over groups of tokens, of all layers and pipeline stages.
 
 A balancing loss multiplies how often an expert was chosen by how likely it was (Switch Transformers,
-arXiv:2101.03961, equations 4 to 6). transformers takes both as means over all layers, so the loss is no sum
-over stages. Each stage of a pipeline therefore sends on the sums of its layers and those before it.
+arXiv:2101.03961, equations 4 to 6), both as means over all layers. So each stage of a pipeline sends on the
+sums of its layers and those before it.
 
 Legend: T slots, E experts, K experts a token, G groups of slots.
 """
@@ -120,16 +120,6 @@ def _scores_in(kind: type[nn.Module]) -> Scores | None:
     return found[0] if len(found) == 1 and "return router_logits," in source else None
 
 
-def require_known_balance(inner: Any) -> None:
-    """Refuse a pipeline of a model whose balancing loss has another formula."""
-    if scores_of(inner) is None:
-        raise ValueError(
-            f"{type(inner).__name__} has output_router_logits=True: its balancing loss needs the routers of "
-            "all layers, which lie on other pipeline stages, and its formula is not known. Set "
-            "config.output_router_logits=False, or pipeline_parallel_size=1."
-        )
-
-
 class RouterRelay:
     """Adds up the sums of routers from the first stage of a pipeline to the last."""
 
@@ -139,10 +129,7 @@ class RouterRelay:
         self.received: Tensor | None = None
 
     def add(self, own: Tensor) -> Tensor:
-        """Return the sums over all stages on the last stage, on others a NaN that leads back to ``own``.
-
-        Without gradients all stages get the sums.
-        """
+        """Return all stages' sums, or on a stage without the head a NaN that leads back to ``own``."""
         own, stage = own.to(self.channel.dtype(own.device)), self.stage
         if not torch.is_grad_enabled():
             own = own.clone()

@@ -1,8 +1,7 @@
 """A tensor-parallel model -> one whose ranks divide the slots between attention and feed-forward blocks.
 
 Norms, residuals and dropout then work on T / tp slots, which saves their memory. Every block of a layer that
-is not a norm gathers its input and keeps its own slots of the output. Inside, it works as without sequence
-parallelism.
+is not a norm gathers its input and keeps its own slots of the output.
 
 Legend: T slots of a context-parallel shard, or of the pack; N = T / tp.
 """
@@ -36,9 +35,8 @@ def apply_sequence_parallel(model: Any, group: dist.ProcessGroup) -> None:
     last = [child for child in around if _is_norm(child) or isinstance(child, PassThrough)]
     if not layers or embedding is None or len(last) != 1:
         raise ValueError(
-            f"sequence_parallel=True looks for layers, an embedding and one norm after the layers; "
-            f"{type(model).__name__} has {len(layers)} layers, {'an' if embedding else 'no'} embedding and "
-            f"{len(last)} norms beside them. Set sequence_parallel=False."
+            f"sequence_parallel=True wants layers, an embedding and one last norm; {type(model).__name__} "
+            f"has {len(layers)} layers, {len(last)} norms beside them. Set sequence_parallel=False."
         )
     for module in _embeddings(base, [embedding, last[0], *layers]):
         _keep_output(module, group)

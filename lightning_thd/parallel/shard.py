@@ -1,8 +1,5 @@
 """A ``THDBatch`` -> the ``THDShard`` that one context-parallel rank holds of it.
 
-The tensors are the shard's. Lengths, stats and sequence_ids are those of the whole pack, which all its ranks
-together count once. Targets and positions were made before the cut.
-
 Legend: T slots in a pack, N = T / cp slots of a shard.
 """
 
@@ -64,9 +61,7 @@ class THDShard(THDBatch):
 
     def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> THDBatch:
         """Return the shard itself, as batches are moved to the device before they are cut."""
-        if torch.device(device) == self.layout.device or (
-            torch.device(device).type == "cpu" and self.layout.device.type == "cpu"
-        ):
+        if torch.device(device) == self.layout.device:
             return self
         raise ValueError(
             f"A THDShard on {self.layout.device} cannot move to {device}. Move the THDBatch before it is cut."
@@ -93,9 +88,6 @@ class THDShard(THDBatch):
     def __iter__(self) -> Iterator[Tensor]:
         # The weight of the pack: the same on its cp ranks, whose mean loss is the pack's.
         yield weighing_rows(self.layout.cp / self.loss_scale if self.loss_scale else 0.0)
-
-    def __repr__(self) -> str:
-        return f"THDShard({self.layout.rank} of {self.layout.cp}, {self.layout.layout}, {super().__repr__()})"
 
 
 def gather_pack(x: Tensor, layout: ShardLayout) -> Tensor:
@@ -157,10 +149,7 @@ def shard_batch(
 
 
 def pack_value(loss: Tensor, batch: THDBatch) -> Tensor:
-    """Return a loss with the value of the whole pack's and the gradient of this rank's shard.
-
-    What a user logs of it is then the same on all ranks of the pack.
-    """
+    """Return a loss with the value of the whole pack's, to log, and the gradient of this rank's shard."""
     if not isinstance(batch, THDShard) or (group := batch.layout.group) is None:
         return loss
     return mapped(loss, lambda own: reduced(own, group) / group.size(), lambda gradient: gradient)

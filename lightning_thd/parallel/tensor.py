@@ -1,8 +1,7 @@
 """A transformers model -> its tensor-parallel plan, and the model with its weights cut by that plan.
 
-Weights become DTensors, which FSDP2, checkpoints and optimizers understand. Activations stay plain tensors,
-so that what a model does between its products works unchanged. A plan maps names of modules (``*`` is any
-number) to styles, in transformers' own words.
+Weights become DTensors, and activations stay plain tensors, so that what a model does between its products
+works unchanged. A plan maps names of modules (``*`` is any number) to styles, in transformers' own words.
 
 Legend: T slots, V vocabulary, E experts.
 """
@@ -72,8 +71,7 @@ def _match(model: nn.Module, plan: Mapping[str, str]) -> list[tuple[str, nn.Modu
             if style not in _STYLES:
                 raise ValueError(
                     f"The tensor-parallel plan asks for {style!r} of {entry!r}; supported are "
-                    f"{', '.join(_STYLES)}. Pass a plan of these as tensor_parallel_plan={{...}}, or set "
-                    "tensor_parallel_size=1."
+                    f"{', '.join(_STYLES)}. Pass tensor_parallel_plan={{...}}."
                 )
             # The replacement of another pipeline stage's embedding or head has nothing to cut.
             if not isinstance(module, nn.ModuleList) and any(True for _ in module.parameters()):
@@ -87,10 +85,7 @@ def _pattern(entry: str) -> re.Pattern[str]:
 
 
 def _between_products(model: nn.Module, matched: list[tuple[str, nn.Module, str]]) -> list[nn.Module]:
-    """Return activations and norms of heads that see this rank's columns only, which plans leave out.
-
-    Refuses blocks that compare the columns of a token with each other.
-    """
+    """Return activations and norms of heads that plans leave out; refuse blocks that compare cut columns."""
     known = {id(module) for _, module, _ in matched}
     whole = {id(module) for _, module, style in matched if style == "colwise_gather_output"}
     found = []
@@ -362,10 +357,7 @@ _CHECKS: dict[str, Callable[[str, nn.Module, int], None]] = {
 
 
 def model_plan(model: nn.Module, ranks: int = 1) -> dict[str, str]:
-    """Return transformers' tensor-parallel plan of a model or of the one inside a wrapper: names to styles.
-
-    Experts are shared out if only an expert-parallel plan exists. Weights tied to the head are cut like it.
-    """
+    """Return the tensor-parallel plan of a model or of the one inside a wrapper: names to styles."""
     if (inner := model_with_head(model)) is not None and inner is not model:
         return _in_wrapper(model, inner, model_plan(inner, ranks))
     theirs: dict[str, str] = {**_experts_of(model, ranks), **(getattr(model, "_tp_plan", None) or {})}
@@ -373,8 +365,7 @@ def model_plan(model: nn.Module, ranks: int = 1) -> dict[str, str]:
     if not any("layers" in name or "*" in name for name in plan):
         raise ValueError(
             f"{type(model).__name__} comes without a tensor-parallel plan for its layers. Pass a plan as "
-            "tensor_parallel_plan={'model.layers.*.self_attn.q_proj': 'colwise', ...}, or set "
-            "tensor_parallel_size=1."
+            "tensor_parallel_plan={'model.layers.*.self_attn.q_proj': 'colwise', ...}."
         )
     embedding, head = _name_of(model, "get_input_embeddings"), _name_of(model, "get_output_embeddings")
     tied = embedding is not None and head is not None and _tied(model)
@@ -450,9 +441,8 @@ def check_heads(model: nn.Module, ranks: int, plan: Mapping[str, str]) -> None:
 
 
 def _tied(model: Any) -> bool:
-    return getattr(model.get_input_embeddings(), "weight", None) is getattr(
-        model.get_output_embeddings(), "weight", 0
-    )
+    weight = getattr(model.get_input_embeddings(), "weight", None)
+    return weight is getattr(model.get_output_embeddings(), "weight", 0)
 
 
 def _name_of(model: Any, getter: str) -> str | None:

@@ -29,6 +29,10 @@ class Axes:
     # Groups that share microbatches under dynamic context parallelism, by size.
     degree_groups: Mapping[int, dist.ProcessGroup] | None
 
+    def group(self, axis: str) -> dist.ProcessGroup | None:
+        """Return this rank's process group along an axis; None without meshes."""
+        return None if self.meshes is None else self.meshes.group(axis)
+
 
 def cuts_weights(strategy: object) -> bool:
     """Return whether a strategy can shard weights on a mesh, as FSDP2 and tensor parallelism do."""
@@ -44,16 +48,13 @@ def start_axes(strategy: Any, start: Callable[[], None]) -> Axes:
     """Start the job's process group and build the mesh of its axes; ``start`` is the base's own method."""
     _refuse_axes(strategy)
     start_again(strategy)
-    if cuts_weights(strategy):
-        strategy._setup_distributed()
-        sizes = sizes_of(strategy)
-        own = _meshes(strategy, sizes)
-        strategy._device_mesh = strategy.lightning_module._device_mesh = own.axes
-        meshes: Meshes | None = own
-    else:
-        start()
-        sizes = sizes_of(strategy)
-        meshes = _meshes(strategy, sizes) if sizes.peers > 1 else None
+    cuts, meshes = cuts_weights(strategy), None
+    (strategy._setup_distributed if cuts else start)()
+    sizes = sizes_of(strategy)
+    if cuts or sizes.peers > 1:
+        meshes = make_meshes(sizes, strategy.root_device.type, replicas=strategy.data_parallel_replicas)
+    if cuts and meshes is not None:
+        strategy._device_mesh = strategy.lightning_module._device_mesh = meshes.axes
     wire = communication_device(None, strategy.root_device)
     groups = None
     if (sharing := strategy.sharing) is not None:
@@ -64,16 +65,13 @@ def start_axes(strategy: Any, start: Callable[[], None]) -> Axes:
 
 def sizes_of(strategy: Any) -> AxisSizes:
     """Return the sizes that a strategy's attributes ask for, checked against the job."""
-    try:
-        return resolve_sizes(
-            getattr(strategy, "world_size", 1),
-            data=strategy.data_parallel_size,
-            context=fixed_context(strategy),
-            tensor=strategy.tensor_parallel_size,
-            pipeline=strategy.pipeline_parallel_size,
-        )
-    except ValueError as err:
-        raise MisconfigurationException(str(err)) from err
+    return resolve_sizes(
+        getattr(strategy, "world_size", 1),
+        data=strategy.data_parallel_size,
+        context=fixed_context(strategy),
+        tensor=strategy.tensor_parallel_size,
+        pipeline=strategy.pipeline_parallel_size,
+    )
 
 
 def fixed_context(strategy: Any) -> int:
@@ -100,19 +98,8 @@ def _refuse_axes(strategy: Any) -> None:
             )
 
 
-def _meshes(strategy: Any, sizes: AxisSizes) -> Meshes:
-    try:
-        return make_meshes(sizes, strategy.root_device.type, replicas=strategy.data_parallel_replicas)
-    except ValueError as err:
-        raise MisconfigurationException(str(err)) from err
-
-
 def start_again(strategy: Any) -> None:
-    """Start the process group of a job that torchrun has restarted, before Lightning would.
-
-    torchrun's agent keeps one store over all starts of a job, with the addresses of dead ranks in it. Ranks
-    that look there hang or end in "Connection refused". Here every start has its own keys.
-    """
+    """Start the process group of a job that torchrun has restarted, with keys that no dead rank wrote."""
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     environment = getattr(strategy, "cluster_environment", None)

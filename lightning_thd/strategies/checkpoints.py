@@ -2,7 +2,8 @@
 
 Lightning writes weights and optimizer states of a ``ModelParallelStrategy`` as a folder in torch's
 distributed format, and everything else as one file in it. Layers have the names of the whole model on every
-stage of a pipeline, so the stages write one folder too.
+stage of a pipeline, so the stages write one folder too. In the states of optimizers, torch numbers parameters
+group after group, Lightning by their place in the module, and torch's distributed checkpoints name them.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import io
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,24 +25,21 @@ from lightning.fabric.strategies.model_parallel import _METADATA_FILENAME, _is_s
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, load
+from torch.optim import Optimizer
 
 from lightning_thd.strategies.axes import cuts_weights
-from lightning_thd.strategies.optimizer_states import (
-    FRESH,
-    by_index,
-    complete_groups,
-    drop_unknown_options,
-    load_states_of_folder,
-    load_whole_states,
-    parameters_of_folder,
-    renamed,
-    trained,
-    without_fresh,
-)
+
+FRESH = "lightning_thd_fresh_optimizers"  # a checkpoint's key: indices of optimizers that had made no step
 
 
 class Checkpoints:
@@ -64,16 +63,12 @@ class Checkpoints:
                 "rank writes its part of. Leave it True; save_pretrained(folder) writes whole weights."
             )
 
-    @property
-    def writes_behind(self) -> bool:
-        """Return whether folders are to be written in the background."""
+    def open(self) -> None:
+        """Prepare for saves of folders in the background, if they are asked for; a collective."""
         strategy = self._strategy
         asked = strategy.asynchronous_checkpoints or isinstance(strategy.checkpoint_io, AsyncCheckpointIO)
-        return cuts_weights(strategy) and asked
-
-    def open(self) -> None:
-        """Prepare for saves in the background; a collective."""
-        self._background = self._background or BackgroundSaves(is_first=self._strategy.is_global_zero)
+        if asked and self._background is None:
+            self._background = BackgroundSaves(is_first=strategy.is_global_zero)
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being written is whole; a collective."""
@@ -132,11 +127,12 @@ class Checkpoints:
         strategy, pipeline = self._strategy, self._strategy._pipeline
         self.wait()
         path = Path(strategy.broadcast(given))
+        is_folder = _is_sharded_checkpoint(path)
         if not cuts_weights(strategy):
-            if is_folder(path) and not isinstance(strategy, FSDPStrategy):
+            if is_folder and not isinstance(strategy, FSDPStrategy):
                 return read_folder(path, weights_only=weights_only)
             return base(given, weights_only=weights_only)
-        if is_folder(path):
+        if is_folder:
             names = {} if pipeline is None else pipeline.head_name
             checkpoint = self._load_folder(path, names, weights_only)
         elif pipeline is None:
@@ -188,11 +184,7 @@ class Checkpoints:
 
 
 class BackgroundSaves:
-    """Writes one folder at a time in its own thread. All ranks must construct it together.
-
-    A folder is written under another name and renamed when every rank's part is on the disk. Until then the
-    checkpoint before it stays, even one that a callback has asked to remove.
-    """
+    """Writes one folder at a time under another name until it is whole; constructed by all ranks together."""
 
     def __init__(self, *, is_first: bool) -> None:
         # Its own group: two threads that share one would receive each other's messages.
@@ -261,14 +253,11 @@ class BackgroundSaves:
             self._thread.submit(lambda: None).result()  # Waits also for removals queued behind it.
 
 
-def is_folder(path: str | Path) -> bool:
-    """Return whether a checkpoint is a folder of sharded weights."""
-    return bool(_is_sharded_checkpoint(Path(path)))
-
-
 def read_folder(path: Path, *, weights_only: bool | None = None) -> dict[str, Any]:
     """Read a folder into what an unsharded strategy would save, with optimizer states by parameter name."""
-    state = _read(path)
+    state: dict[str, Any] = {}
+    reader, planner = FileSystemReader(path), _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]
+    _load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
     found = _rest_of(path, weights_only)
     optimizers = sorted(
         (name for name in state if name.startswith("optimizer_")), key=lambda name: int(name.split("_")[1])
@@ -287,8 +276,207 @@ def _rest_of(path: Path, weights_only: bool | None) -> dict[str, Any]:
     return found
 
 
-def _read(path: Path) -> dict[str, Any]:
-    state: dict[str, Any] = {}
-    reader, planner = FileSystemReader(path), _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]
-    _load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
+def by_index(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) -> Mapping[str, Any]:
+    """Replace names of parameters in a state by their numbers, as ``optimizer.state_dict()`` has them."""
+    if _is_numbered(state):
+        return state
+    state = by_name(state, optimizer, module)
+    refuse_unknown(state["state"], optimizer, module)
+    names = {id(parameter): _plain(name) for name, parameter in module.named_parameters()}
+    settings = {name: group for group in state["param_groups"] for name in group["params"]}
+    numbered: dict[str, Any] = {"state": {}, "param_groups": []}
+    count = 0
+    for group in optimizer.param_groups:
+        own = [names[id(parameter)] for parameter in group["params"]]
+        for i, name in enumerate(own, start=count):
+            if name in state["state"]:
+                numbered["state"][i] = state["state"][name]
+        options = settings[own[0]] if own else {k: v for k, v in group.items() if k != "params"}
+        numbered["param_groups"].append({**options, "params": list(range(count, count + len(own)))})
+        count += len(own)
+    return numbered
+
+
+def by_name(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) -> Mapping[str, Any]:
+    """Replace numbers of parameters in a state by their names, and refuse groups of other sizes."""
+    if all(isinstance(name, str) for group in state["param_groups"] for name in group["params"]):
+        return state
+    if _is_numbered(state):
+        sizes = [len(group["params"]) for group in state["param_groups"]]
+        own = [len(group["params"]) for group in optimizer.param_groups]
+        if sizes != own:
+            raise ValueError(
+                f"The checkpoint's optimizer has groups of {sizes} parameters, but this one of {own}. Make "
+                "it as it was made: states are numbered."
+            )
+        names = names_in(optimizer, module)
+    else:
+        names = [_plain(name) for name, _ in module.named_parameters()]
+    groups = [
+        {**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]
+    ]
+    kept = {names[number]: value for number, value in state["state"].items()}
+    return {**state, "state": kept, "param_groups": groups}
+
+
+def _is_numbered(state: Mapping[str, Any]) -> bool:
+    """Return whether a state numbers its parameters group after group, from 0."""
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    return numbers == list(range(len(numbers)))
+
+
+def names_in(optimizer: Optimizer, module: nn.Module) -> list[str]:
+    """Return the names of an optimizer's parameters, as checkpoints have them, group after group."""
+    names = {id(parameter): _plain(name) for name, parameter in module.named_parameters()}
+    return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _plain(name: str) -> str:
+    for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module."):
+        name = name.replace(wrapper, "")
+    return name
+
+
+def refuse_unknown(saved: Iterable[str], optimizer: Optimizer, module: nn.Module) -> None:
+    """Refuse a checkpoint with states of parameters that its optimizer does not hold: they would be lost."""
+    others = {_plain(name) for name, _ in module.named_parameters()} - set(names_in(optimizer, module))
+    lost = sorted(set(saved) & others)
+    if lost:
+        raise ValueError(
+            f"The checkpoint has the optimizer's state of {len(lost)} parameters that this one does not "
+            f"hold, {lost[:3]} among them. Give it the parameters it had: frozen ones are not updated."
+        )
+
+
+def parameters_in(optimizer: Optimizer, module: nn.Module, names: Iterable[str]) -> list[nn.Parameter]:
+    """Return an optimizer's parameters of some names."""
+    wanted = set(names)
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [p for p, name in zip(held, names_in(optimizer, module), strict=True) if name in wanted]
+
+
+@contextmanager
+def trained(parameters: Iterable[nn.Parameter]) -> Generator[None]:
+    """Mark parameters as trained inside this context: torch leaves out the states of frozen ones."""
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+def without_fresh(checkpoint: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return a checkpoint's optimizer states, emptied if no step had been made."""
+    fresh = set(checkpoint.get(FRESH, ()))
+    return [
+        {**state, "state": {}} if i in fresh else state
+        for i, state in enumerate(checkpoint["optimizer_states"])
+    ]
+
+
+def load_whole_states(
+    states: Sequence[Mapping[str, Any]], optimizers: Sequence[Optimizer], model: nn.Module
+) -> None:
+    """Load whole states, by name or number, into the optimizers of a sharded model; a collective."""
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    for state, optimizer in zip(states, optimizers, strict=False):
+        if not state["state"]:  # saved before the first step: torch would fail on it
+            for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
+                group.update({name: value for name, value in saved.items() if name != "params"})
+            continue
+        named = by_name(state, optimizer, model)
+        refuse_unknown(named["state"], optimizer, model)
+        with trained(parameters_in(optimizer, model, named["state"])):
+            set_state(model, optimizer, named, options)
+
+
+def set_state(
+    model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], options: StateDictOptions
+) -> None:
+    """Load an optimizer's state, and the options of its empty groups, of which torch loads one at most."""
+    groups, saved = optimizer.param_groups, state["param_groups"]
+    empty = {i: group for i, group in enumerate(groups) if not group["params"]}
+    if not empty:
+        set_optimizer_state_dict(model, optimizer, optim_state_dict=dict(state), options=options)
+        return
+    for i, group in empty.items():
+        given = saved[i] if i < len(saved) else {}
+        group.update({name: value for name, value in given.items() if name != "params"})
+    optimizer.param_groups = [group for i, group in enumerate(groups) if i not in empty]
+    try:
+        if optimizer.param_groups:
+            filled = [group for i, group in enumerate(saved) if i not in empty]
+            whole = {**state, "param_groups": filled}
+            set_optimizer_state_dict(model, optimizer, optim_state_dict=whole, options=options)
+    finally:
+        for i, group in empty.items():
+            optimizer.param_groups.insert(i, group)
+
+
+def load_states_of_folder(
+    path: Path, optimizers: Iterable[Optimizer], model: nn.Module, names: Mapping[str, str]
+) -> None:
+    """Load optimizers from a checkpoint folder; ``names`` maps names here to names there. A collective."""
+    back = {value: name for name, value in names.items()}
+    for i, optimizer in enumerate(optimizers):
+        own: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
+        held = [set(entry["params"]) for entry in own["param_groups"]]
+        wanted = {f"optimizer_{i}": renamed(own, names)}
+        load(wanted, checkpoint_id=path)
+        loaded = renamed(wanted[f"optimizer_{i}"], back)
+        for entry, mine in zip(loaded["param_groups"], held, strict=True):
+            entry["params"] = [name for name in entry["params"] if name in mine]
+        set_state(model, optimizer, loaded, StateDictOptions(cpu_offload=True))
+
+
+def renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return an optimizer's state with some parameters renamed, in its parameter groups too."""
+    groups = [
+        {**group, "params": [names.get(name, name) for name in group["params"]]}
+        for group in state["param_groups"]
+    ]
+    kept = {names.get(name, name): value for name, value in state["state"].items()}
+    return {"state": kept, "param_groups": groups}
+
+
+def complete_groups(state: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
+    """Add every pipeline stage's parameter names to an optimizer state's groups; a collective."""
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, [entry["params"] for entry in state["param_groups"]], group=group)
+    if len({len(groups) for groups in found}) > 1:
+        raise ValueError(
+            f"The optimizer has {[len(groups) for groups in found]} parameter groups on the stages of the "
+            "pipeline. Make the same groups on every rank, empty ones included."
+        )
+    for i, entry in enumerate(state["param_groups"]):
+        entry["params"] = list(dict.fromkeys(name for groups in found for name in groups[i]))
     return state
+
+
+def parameters_of_folder(
+    path: Path, optimizers: Sequence[Optimizer], module: nn.Module, names: Mapping[str, str]
+) -> list[nn.Parameter]:
+    """Return the parameters whose optimizer states a checkpoint folder has; ``names`` as above."""
+    back = {value: name for name, value in names.items()}
+    keys = FileSystemReader(path).read_metadata().state_dict_metadata.keys() if optimizers else ()
+    found = []
+    for i, optimizer in enumerate(optimizers):
+        start = f"optimizer_{i}.state."
+        saved = {key.removeprefix(start).rpartition(".")[0] for key in keys if key.startswith(start)}
+        saved = {back.get(name, name) for name in saved}
+        refuse_unknown(saved, optimizer, module)
+        found += parameters_in(optimizer, module, saved)
+    return found
+
+
+def drop_unknown_options(optimizers: Iterable[Optimizer], path: str | Path) -> None:
+    """Drop optimizer options that a checkpoint folder lacks, such as a rate finder's ``initial_lr``."""
+    known = FileSystemReader(path).read_metadata().state_dict_metadata.keys()
+    for i, optimizer in enumerate(optimizers):
+        for k, group in enumerate(optimizer.param_groups):
+            for option in [name for name in group if name != "params"]:
+                if f"optimizer_{i}.param_groups.{k}.{option}" not in known:
+                    del group[option]

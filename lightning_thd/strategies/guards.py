@@ -7,12 +7,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    ModelCheckpoint,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -53,9 +48,8 @@ def refuse_engine(strategy: type) -> None:
     """Refuse a class that puts the mixin on a strategy whose engine runs steps by itself."""
     if (found := refused_engine(strategy)) is not None:
         raise TypeError(
-            f"{strategy.__name__} puts THDStrategyMixin on {found[0]}, {found[1]}. Put it on "
-            "SingleDeviceStrategy, DDPStrategy, FSDPStrategy or ModelParallelStrategy, or use Packs(n) under "
-            f"{found[0]} without the mixin."
+            f"{strategy.__name__} puts THDStrategyMixin on {found[0]}, {found[1]}. Put it on SingleDevice-, "
+            f"DDP-, FSDP- or ModelParallelStrategy, or use Packs(n) under {found[0]} without it."
         )
 
 
@@ -67,9 +61,8 @@ def refuse_other_attention(module: nn.Module, cp: int) -> None:
         if other or isinstance(child, nn.MultiheadAttention | nn.Transformer):
             raise MisconfigurationException(
                 f"context_parallel_size={cp}, but the attention of {name or 'the model'} "
-                f"({type(child).__name__}, {chosen!r}) sees only the shard of its own rank. Build the model "
-                "with attn_implementation='thd', call lightning_thd.varlen_attention, or set "
-                "context_parallel_size=1. See docs/reference/messages.md#attention."
+                f"({type(child).__name__}, {chosen!r}) sees only the shard of its own rank. Set "
+                "attn_implementation='thd', or call varlen_attention: docs/reference/messages.md#attention."
             )
 
 
@@ -77,15 +70,19 @@ def refuse_unused_layout(batch: object) -> None:
     """Refuse a model that ran on a shard without an attention that sees other ranks' slots."""
     if isinstance(batch, THDShard) and not batch.layout.used:
         raise MisconfigurationException(
-            f"context_parallel_size={batch.layout.cp}, but the model ran without calling varlen_attention on "
-            "the batch. Call it with batch.cu_seqlens_padded, use a transformers model with "
-            "attn_implementation='thd', or set context_parallel_size=1."
+            f"context_parallel_size={batch.layout.cp}, but the model ran without calling varlen_attention. "
+            "Call it with batch.cu_seqlens_padded, or use attn_implementation='thd'."
         )
 
 
 def refuse_second_context_parallelism(module: nn.Module | None, cp: int) -> None:
     """Refuse Accelerate's or torch's context parallelism beside ours, which would cut packs twice."""
-    if _torch_context_parallel_is_active():
+    torch_cp: Any = sys.modules.get(_TORCH_CP)
+    # torch replaces attention by a wrapper, which stays in its list of wrappers for ever, or lets DTensor
+    # handle attention's operators.
+    wrapped = nn.functional.scaled_dot_product_attention in getattr(torch_cp, "_replaced_functions", {})
+    operators = getattr(torch_cp, "custom_ops", {}).keys()
+    if wrapped or operators & DTensor._op_dispatcher._custom_op_handlers.keys():
         raise MisconfigurationException(
             f"context_parallel_size={cp} while torch's context_parallel() is active, which cuts sequences a "
             "second time. Leave its context; after an error inside of it, start a new process."
@@ -95,18 +92,6 @@ def refuse_second_context_parallelism(module: nn.Module | None, cp: int) -> None
             f"context_parallel_size={cp} while Accelerate's context parallelism is active, which cuts "
             "sequences a second time. Prepare the model without ParallelismConfig(cp_size, sp_size)."
         )
-
-
-def _torch_context_parallel_is_active() -> bool:
-    torch_cp: Any = sys.modules.get(_TORCH_CP)
-    if torch_cp is None:
-        return False
-    # torch replaces attention by a wrapper, which stays in its list of wrappers for ever, or lets DTensor
-    # handle attention's operators.
-    wrappers = getattr(torch_cp, "_replaced_functions", {})
-    operators = getattr(torch_cp, "custom_ops", {}).keys()
-    handlers = DTensor._op_dispatcher._custom_op_handlers.keys()
-    return nn.functional.scaled_dot_product_attention in wrappers or bool(operators & handlers)
 
 
 def _has_accelerate_hooks(module: nn.Module) -> bool:
@@ -124,15 +109,6 @@ def refuse_compiled_module(module: object, sizes: AxisSizes) -> None:
         raise MisconfigurationException(
             f"torch.compile({type(module).__name__}) while {sizes.peers} ranks share each pack: compiled "
             "collectives can wait for each other for ever. Compile the model in it, self.model.compile()."
-        )
-
-
-def refuse_anomaly_detection(trainer: object, sizes: AxisSizes) -> None:
-    """Refuse ``Trainer(detect_anomaly=True)`` with cut gradients, which torch cannot look through."""
-    if sizes.tensor > 1 and getattr(trainer, "_detect_anomaly", False):
-        raise MisconfigurationException(
-            f"detect_anomaly=True with tensor_parallel_size={sizes.tensor}: torch's anomaly mode does not "
-            "know cut gradients. Look for the anomaly with tensor_parallel_size=1, or leave it out."
         )
 
 
@@ -157,16 +133,6 @@ def refuse_lbfgs(optimizers: list[Any], sizes: AxisSizes) -> None:
             )
 
 
-def refuse_links(callbacks: Iterable[Any]) -> None:
-    """Refuse callbacks that link to a checkpoint before it is whole: a killed job would break the link."""
-    for callback in callbacks:
-        if isinstance(callback, ModelCheckpoint) and callback.save_last == "link":
-            raise MisconfigurationException(
-                "ModelCheckpoint(save_last='link') with checkpoints that are written in the background: a "
-                "job killed meanwhile would leave last.ckpt pointing nowhere. Use save_last=True."
-            )
-
-
 def refuse_callbacks(callbacks: Iterable[Any], strategy: Any) -> None:
     """Refuse Lightning's callbacks that copy or unfreeze weights which ranks share out or average."""
     shards = isinstance(strategy, ModelParallelStrategy)
@@ -175,8 +141,7 @@ def refuse_callbacks(callbacks: Iterable[Any], strategy: Any) -> None:
         if isinstance(callback, refused) and (shards or isinstance(strategy, DDPStrategy)):
             raise MisconfigurationException(
                 f"{type(callback).__name__} under {type(strategy).__name__}: it copies weights that ranks "
-                "share out, or unfreezes weights whose gradients ranks would not average. Leave it out, or "
-                "train on one device."
+                "share out, or unfreezes weights whose gradients ranks would not average. Leave it out."
             )
 
 
@@ -203,6 +168,5 @@ def refuse_partial_sharding(model: nn.Module, sizes: AxisSizes) -> None:
         if over != wanted:
             raise MisconfigurationException(
                 f"{name} was sharded over {over} ranks in configure_model(), but {wanted} ranks see "
-                f"different tokens ({sizes.data} data-parallel x {sizes.context} context-parallel). Call "
-                "fully_shard on the whole model with device_mesh['data_context_parallel'], or leave it out."
+                "different tokens. Call fully_shard on the whole model over 'data_context_parallel'."
             )

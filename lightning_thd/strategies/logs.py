@@ -23,12 +23,7 @@ _FX = "training_step"
 
 
 class StepLogs:
-    """Reduces the values that ``training_step`` logs in the microbatches of a step to one value each.
-
-    Values logged on_step are reduced by their own ``reduce_fx``; the mean is exact for the loss. Those with
-    ``sync_dist=True`` are reduced over ranks once, at the step's end. A name that is logged for the first
-    time is reduced at once.
-    """
+    """Reduces what ``training_step`` logs in the microbatches of a step to one value each."""
 
     def __init__(self, trainer: L.Trainer, *, microbatches: int) -> None:
         self._trainer, self._microbatches = trainer, microbatches
@@ -61,8 +56,7 @@ class StepLogs:
             if self._microbatches > 1 and not value.is_tensor:
                 raise MisconfigurationException(
                     f"self.log({value.meta.name!r}, {type(value.value).__name__}, on_step=True) in a step of "
-                    "several microbatches, of which a metric has only the last one's value. Log it with "
-                    "on_step=False, on_epoch=True."
+                    "several microbatches would log the last. Log it with on_step=False, on_epoch=True."
                 )
 
     def close(self) -> None:
@@ -113,11 +107,7 @@ def _reduce(values: Tensor, meta: Any) -> Tensor:
 
 
 class SyncedMetrics:
-    """Makes a module's metrics gather from the ranks that see different tokens, until it is closed.
-
-    Tensor-parallel ranks all see the same tokens and would count them again. A metric with its own
-    ``process_group`` keeps it.
-    """
+    """Makes metrics without a group gather from ranks that see different tokens, until it is closed."""
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
         metrics = [child for child in module.modules() if isinstance(child, Metric)]
@@ -136,9 +126,8 @@ def refuse_sums(module: nn.Module, *, dynamic: bool) -> None:
     for name, child in module.named_modules():
         if isinstance(child, SumMetric) and child.process_group is None:
             raise MisconfigurationException(
-                f"{type(module).__name__}.{name} is a {type(child).__name__} while ranks share packs: what "
-                "is the pack's would count on each of them. In setup(), set its process_group to "
-                f"{groups_of_sums(dynamic=dynamic)}"
+                f"{type(module).__name__}.{name} is a {type(child).__name__} while ranks share packs. In "
+                f"setup(), set its process_group to {groups_of_sums(dynamic=dynamic)}"
             )
 
 
@@ -175,8 +164,7 @@ class RecordedLogs:
             if args or not isinstance(value, Tensor | float | int):
                 raise MisconfigurationException(
                     f"self.log({name!r}, {type(value).__name__}) in training_step: only the last pipeline "
-                    "stage has the numbers, and sends them to the others. Log numbers or tensors of one "
-                    f"element, options by keyword; update metric objects in validation_step.\n  {user_line()}"
+                    f"stage has the numbers. Log numbers, options by keyword.\n  {user_line()}"
                 )
             calls[name] = (value.detach() if isinstance(value, Tensor) else value, kwargs)
 
@@ -207,16 +195,14 @@ class RecordedLogs:
         rows = uploaded([np.array([*values.values()], np.float64) for values in logged], device)
         for m, values in enumerate(logged):
             before = logs.begin(batches[m])
+            own = [calls for (at, _), calls in self._calls.items() if at == m]
+            options = {name: how for calls in own for name, (_, how) in calls.items()}
             for name, value in zip(values, rows[m], strict=True):
-                module.log(name, value, **self._options(m, name))
+                if name not in options:
+                    raise MisconfigurationException(
+                        f"The last pipeline stage logged {name!r} in training_step and this one did not. Log "
+                        "the same names on every rank, whatever the loss is."
+                    )
+                module.log(name, value, **options[name])
             logs.end(before)
         logs.finish()
-
-    def _options(self, microbatch: int, name: str) -> dict[str, Any]:
-        for (m, _), calls in self._calls.items():
-            if m == microbatch and name in calls:
-                return calls[name][1]
-        raise MisconfigurationException(
-            f"The last pipeline stage logged {name!r} in training_step and this one did not. Log the same "
-            "names on every rank, whatever the loss is."
-        )

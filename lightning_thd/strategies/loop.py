@@ -1,8 +1,7 @@
 """A ``THDStep`` -> all its microbatches run inside one Lightning batch, under automatic optimisation.
 
 Lightning's closure runs training_step, then zero_grad, then backward. So the first microbatch's forward runs
-in ``training_step`` and the others in ``backward``: one zero_grad, one clipping, one optimizer and scheduler
-step a ``THDStep``, however many microbatches it has.
+in ``training_step`` and the others in ``backward``, between one zero_grad and one step.
 """
 
 from __future__ import annotations
@@ -157,6 +156,5 @@ def warn_of_extras(output: object, microbatches: int) -> None:
     if extras and microbatches > 1:
         rank_zero_warn(
             f"training_step returns {extras} beside the loss, and this step has {microbatches} microbatches: "
-            "on_train_batch_end gets those of only one microbatch. Log them by self.log, which reduces over "
-            "all of them, or gather them on the module in training_step."
+            "on_train_batch_end gets those of only one microbatch. Log them by self.log."
         )

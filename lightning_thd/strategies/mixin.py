@@ -1,8 +1,4 @@
-"""A Lightning strategy -> one that runs steps of varying microbatches, and shares packs and weights.
-
-The mixin overrides Lightning's hooks. Its parts do the work: ``axes`` (sizes and groups), ``pack_cut``,
-``shards`` (weights), ``loop`` (microbatches of a step) or ``pipeline`` (another loop), and ``checkpoints``.
-"""
+"""A Lightning strategy -> one that runs steps of varying microbatches, and shares packs and weights."""
 
 from __future__ import annotations
 
@@ -30,9 +26,7 @@ from lightning_thd.parallel.mesh import CONTEXT, DATA, AxisSizes
 from lightning_thd.parallel.pipeline import ScheduleName
 from lightning_thd.strategies.axes import Axes, cuts_weights, fixed_context, sizes_of, start_axes
 from lightning_thd.strategies.checkpoints import Checkpoints
-from lightning_thd.strategies.dynamic import DYNAMIC, log_traffic, sharing_of
 from lightning_thd.strategies.guards import (
-    refuse_anomaly_detection,
     refuse_callbacks,
     refuse_compiled_module,
     refuse_engine,
@@ -42,7 +36,7 @@ from lightning_thd.strategies.guards import (
 from lightning_thd.strategies.logs import SyncedMetrics, groups_of_sums, refuse_sums, weigh
 from lightning_thd.strategies.loop import StepLoop, local_gradients
 from lightning_thd.strategies.norms import refused_norms_of_a_stage
-from lightning_thd.strategies.pack_cut import PackCut, prepare_loader
+from lightning_thd.strategies.pack_cut import DYNAMIC, PackCut, log_traffic, set_data_rank, sharing_of
 from lightning_thd.strategies.pipeline import Pipeline, PipelineLoop, cut_before
 from lightning_thd.strategies.shards import WeightShards
 
@@ -65,13 +59,9 @@ class THDStrategyMixin(Strategy):
 
     ``class MyStrategy(THDStrategyMixin, DDPStrategy)`` runs ``Sequences(n)``. Batches of any other type are
     left to the base strategy. Gradients are synchronised in the last microbatch only, ``outputs["loss"]`` is
-    the mean over the microbatches, and ``self.log`` gives one value a step.
-
-    Set the attributes below on your class. With ``context_parallel_size`` above 1 ranks share packs: batches
-    are cut after they were moved, and data is handed out to groups of ranks. On a ``ModelParallelStrategy``
-    the model is cut and sharded too. The attributes are the arguments of ``THDModelParallelStrategy`` and
-    ``THDDDPStrategy`` of the same names. Lightning's ``AsyncCheckpointIO`` among the Trainer's plugins sets
-    ``asynchronous_checkpoints`` too.
+    the mean over the microbatches, and ``self.log`` gives one value a step. The attributes below are the
+    arguments of ``THDModelParallelStrategy`` and ``THDDDPStrategy``: set them on your class. Lightning's
+    ``AsyncCheckpointIO`` among the Trainer's plugins sets ``asynchronous_checkpoints`` too.
 
     Raises:
         TypeError: when a class puts it on a strategy that runs steps by itself: DeepSpeed, XLA.
@@ -87,8 +77,6 @@ class THDStrategyMixin(Strategy):
     context_parallel_layout: Layout = "dual_chunk"
     context_parallel_communication: Communication = "auto"
     reshard_after_forward: bool | Literal["auto"] = "auto"
-    broadcast_data: bool = False
-    check_plans: bool = False
     asynchronous_checkpoints: bool = False
     pipeline_parallel_size: int = 1
     pipeline_schedule: ScheduleName = "1f1b"
@@ -157,16 +145,12 @@ class THDStrategyMixin(Strategy):
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:
         """Return the process group of the ranks that read different data; None is the whole job."""
-        return self._group(DATA)
+        return None if self._axes is None else self._axes.group(DATA)
 
     @property
     def context_parallel_group(self) -> dist.ProcessGroup | None:
         """Return the process group of the ranks that share this rank's pack."""
-        return self._group(CONTEXT)
-
-    def _group(self, axis: str) -> dist.ProcessGroup | None:
-        meshes = None if self._axes is None else self._axes.meshes
-        return None if meshes is None else meshes.group(axis)
+        return None if self._axes is None else self._axes.group(CONTEXT)
 
     @property
     def _trainer(self) -> L.Trainer:
@@ -181,14 +165,11 @@ class THDStrategyMixin(Strategy):
     # -- the job
 
     def setup_environment(self) -> None:
-        """Start the job's process group, build the mesh of its axes, and make the parts.
-
-        Under a ``ModelParallelStrategy`` the LightningModule sees the mesh as ``device_mesh``.
-        """
+        """Start the process group, build the mesh of the axes, and make the parts."""
         self._axes, self._checkpoints = None, Checkpoints(self)
         axes = self._axes = start_axes(self, super().setup_environment)
-        cuts = axes.sizes.peers > 1 or self.context_parallel_size != 1
-        self._cut = PackCut(self, axes) if cuts or (self.check_plans and axes.sizes.world > 1) else None
+        shares = axes.sizes.peers > 1 or self.context_parallel_size != 1
+        self._cut = PackCut(self, axes) if shares else None
         self._shards = WeightShards(self, axes) if cuts_weights(self) else None
         self._pipeline = Pipeline(self, axes) if self.pipeline_parallel_size > 1 else None
 
@@ -208,7 +189,6 @@ class THDStrategyMixin(Strategy):
         if pipeline is not None and stage is not None:
             pipeline.go_on(stage)
         refuse_compiled_module(module, axes.sizes)
-        refuse_anomaly_detection(trainer, axes.sizes)
         self._checkpoints.require_known()
         if self.context_parallel_size != 1:
             refuse_sums(module, dynamic=self.context_parallel_size == DYNAMIC)
@@ -248,7 +228,8 @@ class THDStrategyMixin(Strategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Prepare a dataloader so that ranks which share a pack read the same data."""
         assert self._axes is not None
-        return prepare_loader(self, self._axes, super().process_dataloader(dataloader))
+        set_data_rank(dataloader, self._axes.data_rank, self._axes.sizes)
+        return super().process_dataloader(dataloader)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch to the device by the user's transfer hooks, and keep this rank's slice of packs."""
@@ -320,11 +301,7 @@ class THDStrategyMixin(Strategy):
     def reduce(
         self, tensor: Any, group: Any = _NOT_GIVEN, reduce_op: ReduceOp | str | None = "mean", **kwargs: Any
     ) -> Any:
-        """Reduce as the base strategy does, except for means of integers and sums of logged values.
-
-        Lightning makes 50 of the mean of 101 tokens on two ranks. A sum that ``self.log`` asks for counts
-        once what ranks of the same data have in common; under context parallelism it is refused.
-        """
+        """Reduce as the base does, except for means of integers and sums of logged values."""
         if group is None and isinstance(reduce_op, str) and reduce_op.lower() == "sum":
             group = self._group_of_sums()  # self.log always names the group, its default None
         group = None if group is _NOT_GIVEN else group
@@ -339,8 +316,7 @@ class THDStrategyMixin(Strategy):
     def _group_of_sums(self) -> dist.ProcessGroup | None:
         if self.context_parallel_size != 1:
             raise MisconfigurationException(
-                "self.log(reduce_fx='sum', sync_dist=True) while ranks share packs: a loss is the pack's on "
-                "each of them and would count several times. Set sync_dist_group to "
+                "self.log(reduce_fx='sum', sync_dist=True) while ranks share packs. Set sync_dist_group to "
                 + groups_of_sums(dynamic=self.context_parallel_size == DYNAMIC)
             )
         return None if self.sizes.peers == 1 else self.data_parallel_group

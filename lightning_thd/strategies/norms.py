@@ -1,8 +1,4 @@
-"""Gradients of any layout -> their norms, and the same gradients clipped.
-
-torch's own function wants all gradients on one mesh, but weights that tensor parallelism leaves whole are on
-another mesh than those it cuts, and the stages of a pipeline hold different weights.
-"""
+"""Gradients of any layout, on several meshes or stages -> their norms, and the same gradients clipped."""
 
 from __future__ import annotations
 
@@ -34,10 +30,9 @@ def clip_by_norm(
     across: dist.ProcessGroup | None = None,
     counted_elsewhere: Collection[int] = (),
 ) -> Tensor:
-    """Scale gradients to a norm over everything of at most ``max_norm`` and return the norm; a collective.
+    """Scale gradients to a norm of at most ``max_norm`` over the ranks ``across`` too; a collective.
 
-    ``across`` is the group of ranks with other parameters of the same model, and ``counted_elsewhere`` the
-    ids of parameters that another of them counts. The norm of a rank that trains nothing is on ``device``.
+    Another rank counts the parameters with the ids ``counted_elsewhere``.
     """
     own = list(parameters)
     groups = _by_mesh(own)
@@ -99,8 +94,6 @@ def meshes(parameters: Iterable[Tensor]) -> set[Any]:
 def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Tensor]:
     """Compute the p-norm of each parameter's whole gradient and of all; p may be "inf"; a collective.
 
-    Lightning's function of this name fails on sharded gradients ("data is not allocated").
-
     Returns:
         ``grad_2.0_norm/<name>`` and ``grad_2.0_norm_total``, ``[]`` each; nothing without gradients. Norms 3
         and 4 make a total of 5. A rank of a pipeline gets the norms of its own layers, and the total of all.
@@ -145,9 +138,8 @@ def refused_norms_of_a_stage() -> Generator[None]:
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise MisconfigurationException(
-            "torch.nn.utils sees only the gradients of this pipeline stage. To clip, set "
-            "Trainer(gradient_clip_val=...) or call self.clip_gradients(...) in configure_gradient_clipping; "
-            f"to read norms, use lightning_thd.strategies.norms.grad_norm.\n  {user_line()}"
+            "torch.nn.utils sees only the gradients of this pipeline stage. Use gradient_clip_val=, "
+            f"self.clip_gradients(...) or lightning_thd.strategies.norms.grad_norm.\n  {user_line()}"
         )
 
     # All functions of that module call it, whatever name they were imported by.

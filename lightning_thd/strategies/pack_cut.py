@@ -1,26 +1,35 @@
-"""The batches of a dataloader -> what this rank reads, and its slice of each pack."""
+"""The batches of a dataloader -> what this rank reads, and its slice of each pack, of dynamic degrees too."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from datetime import timedelta
-from typing import Any
+from typing import Any, get_args
 
-import torch.distributed as dist
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from lightning_thd._checks import choice, whole_number
+from lightning_thd._find import model_config
+from lightning_thd.alignment import Layout
 from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.parallel.across_ranks import broadcast_object, on_host
-from lightning_thd.parallel.agreement import check_agreement
+from lightning_thd.flops import FlopsModel
+from lightning_thd.packing.sharing import Sharing, check_tiling
+from lightning_thd.parallel.across_ranks import check_agreement
+from lightning_thd.parallel.context import traffic
+from lightning_thd.parallel.context.costs import BYTES_PER_S, FLOPS_PER_S, LayerSizes
+from lightning_thd.parallel.context.layout import Communication, know_whole_pack
 from lightning_thd.parallel.context.shared_step import SharedStep, check_shared_agreement, cut_step
 from lightning_thd.parallel.mesh import CONTEXT, AxisSizes
 from lightning_thd.parallel.shard import THDShard, shard_batch, shard_step
-from lightning_thd.strategies.axes import Axes
-from lightning_thd.strategies.dynamic import check_batch, know_whole_packs
+from lightning_thd.stats import SeqStats
+from lightning_thd.strategies.axes import Axes, gathers_once
 from lightning_thd.strategies.guards import refuse_other_attention, refuse_second_context_parallelism
+
+DYNAMIC = "dynamic"
 
 
 class PackCut:
@@ -30,21 +39,17 @@ class PackCut:
         self._strategy, self._axes = strategy, axes
         self._size = strategy.context_parallel_size
         self._most = strategy.max_context_parallel_size or (1 if axes.degree_groups else self._size)
-        self._how = {
-            "layout": strategy.context_parallel_layout,
-            "communication": strategy.context_parallel_communication,
-        }
+        layout, communication = strategy.context_parallel_layout, strategy.context_parallel_communication
+        self._how = {"layout": layout, "communication": communication}
         self._checked_stage: object = None
         self._guarded = False
 
     def compare(self, batch: Any) -> None:
-        """Raise if ranks that share packs read different ones, at a stage's first batch or at every batch."""
-        if not isinstance(batch, THDBatch | THDStep):
-            return
+        """Raise if ranks that share packs read different ones, at a stage's first batch."""
         axes, module = self._axes, self._strategy.lightning_module
         stage = (id(module), None if module is None else module.trainer.state.stage)
-        shared = isinstance(batch, SharedStep) or axes.sizes.peers > 1
-        if not self._strategy.check_plans and not (shared and stage != self._checked_stage):
+        shared = isinstance(batch, THDBatch | THDStep) and axes.sizes.peers > 1
+        if stage == self._checked_stage or not (shared or isinstance(batch, SharedStep)):
             return
         self._checked_stage = stage
         if isinstance(batch, SharedStep):
@@ -58,11 +63,22 @@ class PackCut:
         if self._size == 1:
             return moved
         module = self._strategy.lightning_module
-        self._refuse_modules(module)
+        if not self._guarded:
+            assert module is not None
+            refuse_other_attention(module, self._most)
+            self._guarded = True
+        refuse_second_context_parallelism(module, self._most)
         if (groups := self._axes.degree_groups) is not None:
-            know_whole_packs(moved)
-            check_batch(moved, training=module is None or module.trainer.training)
-            return cut_step(moved, groups, **self._how) if isinstance(moved, SharedStep) else moved
+            if isinstance(moved, SharedStep):
+                return cut_step(moved, groups, **self._how)
+            if isinstance(moved, THDBatch | THDStep) and (module is None or module.trainer.training):
+                raise MisconfigurationException(
+                    "context_parallel_size='dynamic' runs steps whose degrees were planned, but the "
+                    f"dataloader gave {type(moved).__name__}. Use THDDataModule."
+                )
+            # While shards of a training step are alive, attention must know these as whole packs.
+            apply_to_collection(moved, THDBatch, lambda pack: know_whole_pack(pack.cu_seqlens_padded))
+            return moved
         found: list[Any] = []
 
         def cut_one(batch: THDBatch | THDStep) -> THDBatch | THDStep:
@@ -78,29 +94,10 @@ class PackCut:
         collection = apply_to_collection(moved, (THDBatch, THDStep), cut_one)
         if not found:
             raise MisconfigurationException(
-                f"context_parallel_size={self._size} cuts THDBatch, but the dataloader gave "
-                f"{type(given).__name__}. Use THDDataModule, or THDBatch.collate(samples, "
-                "align=trainer.strategy.alignment) as collate_fn."
+                f"context_parallel_size={self._size} cuts THDBatch, but the dataloader gave {type(given)}. "
+                "Use THDDataModule, or THDBatch.collate(samples, align=trainer.strategy.alignment)."
             )
         return collection
-
-    def _refuse_modules(self, module: nn.Module | None) -> None:
-        if not self._guarded:
-            assert module is not None
-            refuse_other_attention(module, self._most)
-            self._guarded = True
-        refuse_second_context_parallelism(module, self._most)
-
-
-def prepare_loader(strategy: Any, axes: Axes, dataloader: Any) -> Any:
-    """Prepare a dataloader so that ranks which share a pack read the same data."""
-    sizes = axes.sizes
-    if strategy.broadcast_data and sizes.peers > 1 and not getattr(dataloader, "reads_for_peers", False):
-        assert axes.meshes is not None
-        timeout: timedelta | None = getattr(strategy, "_timeout", None)
-        return BroadcastLoader(dataloader, axes.meshes.peers.get_group(), timeout)
-    set_data_rank(dataloader, axes.data_rank, sizes)
-    return dataloader
 
 
 def set_data_rank(dataloader: object, rank: int, sizes: AxisSizes) -> None:
@@ -116,36 +113,83 @@ def set_data_rank(dataloader: object, rank: int, sizes: AxisSizes) -> None:
     split = getattr(dataset, "_distributed", None)  # datasets.IterableDataset
     if split is not None and (split.rank, split.world_size) == (rank, sizes.data):
         return
-    found = "" if split is None else f" It reads part {split.rank} of {split.world_size}."
     raise MisconfigurationException(
         f"{type(dataset).__name__} is iterable and does not say which part of the data it reads, but "
-        f"{sizes.peers} ranks share each pack and must read the same.{found} Give it attributes data_rank "
-        "and data_size, which are set here, or let one rank read for its peers with broadcast_data=True."
+        f"{sizes.peers} ranks share each pack. Give it attributes data_rank and data_size, set here."
     )
 
 
-class BroadcastLoader:
-    """Iterates a dataloader on the first rank of a group only, and sends every batch to the others."""
+def log_traffic(trainer: L.Trainer) -> None:
+    """Log what attention exchanged since the last log, at steps at which the Trainer logs."""
+    connector = trainer._logger_connector
+    if not connector.should_update_logs:
+        return
+    found = traffic.take()
+    if found.slots:
+        metrics = {f"context_parallel/{way}": share for way, share in found.shares.items()}
+        metrics["context_parallel/bytes_per_token"] = found.received_bytes / found.slots
+        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+        connector.log_metrics(metrics)  # type: ignore[arg-type]  # floats are welcome
 
-    def __init__(self, dataloader: Any, group: dist.ProcessGroup, timeout: timedelta | None = None) -> None:
-        self._dataloader, self._reads = dataloader, group.rank() == 0
-        # On the device batches would wait for the work that is queued there.
-        self._group, self._source = on_host(group, timeout), dist.get_global_rank(group, 0)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_dataloader":
-            raise AttributeError(name)
-        return getattr(self._dataloader, name)
+def check_degrees(size: Any, largest: int | None) -> None:
+    """Refuse a context-parallel size and a largest size that contradict each other."""
+    if size == DYNAMIC:
+        advice = "It is the most ranks that may share a sequence: a power of two, such as 8."
+        whole_number(largest, "max_context_parallel_size", least=None, advice=advice)
+        return
+    advice = "Pass a number of ranks, or 'dynamic'."
+    whole_number(size, "context_parallel_size", least=None, advice=advice)  # checked with the other axes
+    if largest is not None:
+        raise ValueError(f"max_context_parallel_size={largest} belongs to context_parallel_size='dynamic'.")
 
-    def __len__(self) -> int:
-        return len(self._dataloader)
 
-    def __iter__(self) -> Iterator[Any]:
-        if not self._reads:
-            while message := broadcast_object(None, self._group, self._source):
-                yield message[0]
-            return
-        for batch in self._dataloader:
-            broadcast_object((batch,), self._group, self._source)
-            yield batch
-        broadcast_object((), self._group, self._source)  # the end
+def check_ways(layout: Any, communication: Any) -> None:
+    """Refuse unknown names of layouts and ways of communicating."""
+    choice(layout, "context_parallel_layout", *get_args(Layout))
+    choice(communication, "context_parallel_communication", *get_args(Communication))
+
+
+def sharing_of(strategy: Any) -> Sharing:
+    """Return how many ranks of a strategy may share a sequence, and at what cost."""
+    if (stages := strategy.pipeline_parallel_size) != 1:
+        raise MisconfigurationException(
+            f"context_parallel_size='dynamic' with pipeline_parallel_size={stages}: stages pass on "
+            "microbatches of one degree. Set a fixed context_parallel_size."
+        )
+    largest = strategy.max_context_parallel_size
+    check_tiling(strategy.sizes.data, largest)
+    return Sharing(
+        max_degree=largest,
+        layout=strategy.context_parallel_layout,
+        tp=strategy.sizes.tensor,
+        sequence_parallel=strategy.sequence_parallel,
+        exchange=exchange_costs(strategy.lightning_module, largest),
+        # DDP sums gradients once a step; sharded weights are gathered in every microbatch, or once.
+        waits="step" if isinstance(strategy, DDPStrategy) or gathers_once(strategy) else "microbatch",
+    )
+
+
+def exchange_costs(module: nn.Module | None, largest: int) -> tuple[float, ...] | None:
+    """Return, for groups of 2, 4, ... ranks, a slot's cheapest exchange in units of a token's linear work."""
+    config = model_config(module)
+    if config is None:
+        return None
+    text = config.get_text_config()
+    try:
+        flops = float(FlopsModel.from_config(config).training_flops(SeqStats.from_lengths([1024])).hardware)
+    except ValueError:
+        return None
+    heads = getattr(text, "num_attention_heads", 0) or 0
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
+    layer = LayerSizes(heads=heads, kv_heads=kv_heads, head_size=size, value_size=size, element_bytes=2)
+    token_s = flops / 1024 / FLOPS_PER_S
+    found = []
+    for degree in (1 << i for i in range(1, largest.bit_length())):
+        moved = layer.gather_bytes(1024, degree)
+        if heads % degree == 0:
+            moved = min(moved, layer.ulysses_bytes(1024, degree))
+        slot_bytes = 2 * text.num_hidden_layers * moved / 1024
+        found.append(slot_bytes / BYTES_PER_S / token_s)
+    return tuple(found)

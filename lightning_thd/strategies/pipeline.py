@@ -23,12 +23,7 @@ from lightning_thd.batch.upload import uploaded
 from lightning_thd.parallel.across_ranks import broadcast_object, on_host
 from lightning_thd.parallel.mesh import another_group
 from lightning_thd.parallel.pipeline import Op, expected_bubble, make_schedule
-from lightning_thd.parallel.pipeline.channel import (
-    Channel,
-    copy_tied,
-    require_same_ends,
-    sum_tied,
-)
+from lightning_thd.parallel.pipeline.channel import Channel, copy_tied, require_same_ends, sum_tied
 from lightning_thd.parallel.pipeline.cut import cut_model, language_model_of, stages_in, tied_names
 from lightning_thd.parallel.pipeline.stage import Stage
 from lightning_thd.strategies.axes import Axes
@@ -100,15 +95,7 @@ class Pipeline:
 
     def make_optimizers(self, base: Callable[[L.Trainer], None], trainer: L.Trainer) -> None:
         """Make the optimizers, which treat a tied weight alike on both of its stages."""
-        try:
-            base(trainer)
-        except ValueError as err:
-            if "empty parameter list" not in str(err):
-                raise
-            raise MisconfigurationException(
-                "configure_optimizers gives the optimizer no parameters on pipeline stage "
-                f"{self.channel.rank}, whose layers are all frozen. Give it the frozen weights too."
-            ) from err
+        base(trainer)
         if self.stage is not None and self.stage.tied_names:
             require_same_ends(self.stage.tied, self._strategy.optimizers, self.channel)
 
@@ -142,8 +129,7 @@ def cut_before(module: nn.Module, ranks: int, stages_per_rank: int) -> Stage | N
         if (stage.split.ranks, stage.chunks) != (ranks, stages_per_rank):
             raise MisconfigurationException(
                 f"The model was cut for pipeline_parallel_size={stage.split.ranks} with stages_per_rank="
-                f"{stage.chunks} by an earlier Trainer, and this one asks for {ranks}, {stages_per_rank}. "
-                "Give both the same sizes, or build a new model and load a checkpoint."
+                f"{stage.chunks} by an earlier Trainer, and this one asks for {ranks}, {stages_per_rank}."
             )
         return stage
     return None
@@ -156,8 +142,7 @@ def _refuse_weights_outside(module: nn.Module, inner: nn.Module) -> None:
     if left:
         raise MisconfigurationException(
             f"{type(module).__name__} trains {left[:4]} beside the {type(inner).__name__} that "
-            "pipeline_parallel_size > 1 cuts by depth; no stage is known for them. Freeze them, or set "
-            "pipeline_parallel_size=1."
+            "pipeline_parallel_size > 1 cuts by depth; no stage is known for them. Freeze them."
         )
 
 
@@ -341,11 +326,7 @@ class PipelineStep:
 
 
 def require_only_loss(module: Any, loss: Tensor, made: Collection[Any]) -> tuple[str, ...]:
-    """Refuse a loss that depends on weights in another way than through the model's own loss.
-
-    The model's own loss and balancing loss end in the nodes ``made``. Returns the kinds of nodes between them
-    and the loss, which are the same on every stage.
-    """
+    """Refuse a loss with a path to weights past the nodes ``made``; return the kinds of nodes between."""
     # On other stages than the last the loss is NaN that leads back to their layers.
     seen, left = {id(node) for node in made}, [loss.grad_fn]
     held, leaves = [], set()  # a node that nobody holds is freed, and its id is given to another
@@ -362,9 +343,8 @@ def require_only_loss(module: Any, loss: Tensor, made: Collection[Any]) -> tuple
         names = [name for name, parameter in module.named_parameters() if id(parameter) in leaves]
         raise MisconfigurationException(
             f"training_step of {type(module).__name__} returns more than the model's loss: it depends on "
-            f"{names[:4] or 'other weights'} in another way too ({_definition(module)}), and a stage has "
-            "only a part of them. Return causal_lm_loss(self.model, batch), perhaps times a number, or set "
-            "pipeline_parallel_size=1. See docs/reference/messages.md#pipelines."
+            f"{names[:4] or 'other weights'} in another way too ({_definition(module)}). Return "
+            "causal_lm_loss(self.model, batch), perhaps times a number: docs/reference/messages.md#pipelines."
         )
     # Stages may compute in different dtypes, so conversions do not count.
     return tuple(node.name() for node in held if "ToCopy" not in node.name())
@@ -374,8 +354,7 @@ def _decision(module: Any, own: tuple[str, ...], last: tuple[str, ...]) -> str:
     return (
         f"training_step of {type(module).__name__} makes its loss by {list(last)} on the last pipeline stage "
         f"and by {list(own)} on another ({_definition(module)}): it decides by the loss, and only the last "
-        "stage has its value. Decide in on_train_batch_end by outputs['loss'], which all ranks have, or set "
-        "pipeline_parallel_size=1. See docs/reference/messages.md#pipelines."
+        "stage has its value. Decide in on_train_batch_end: docs/reference/messages.md#pipelines."
     )
 
 

@@ -24,8 +24,8 @@ from lightning_thd.parallel.context.layout import Communication
 from lightning_thd.parallel.fsdp import models_of, trains_towers
 from lightning_thd.parallel.mesh import check_sizes
 from lightning_thd.parallel.pipeline import ScheduleName
-from lightning_thd.strategies.dynamic import check_degrees, check_ways
 from lightning_thd.strategies.mixin import THDStrategyMixin
+from lightning_thd.strategies.pack_cut import check_degrees, check_ways
 from lightning_thd.strategies.shards import whole_state_dict
 
 
@@ -40,14 +40,8 @@ class THDSingleDeviceStrategy(THDStrategyMixin, SingleDeviceStrategy):
     strategy_name = "thd"
 
     def __init__(self, device: torch.device | str | None = None, **kwargs: Any) -> None:
-        if device is not None:
-            instance(device, "device", torch.device, str, advice="Pass 'cpu' or 'cuda:0'.")
-            try:
-                device = torch.device(device)
-            except RuntimeError as err:
-                raise ValueError(f"device={device!r} is unknown to torch. Pass 'cpu' or 'cuda:0'.") from err
         super().__init__(device=device or "cpu", **kwargs)
-        self._chosen = [device] if device is not None else []
+        self._chosen = [] if device is None else [torch.device(device)]
 
     @property
     def parallel_devices(self) -> list[torch.device]:
@@ -75,15 +69,12 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
             stay whole. ``THDDataModule(capacity=...)`` then is what one rank holds, and a pack of
             ``Packs(n)`` is what the largest group holds.
         max_context_parallel_size: most ranks that share a sequence under ``dynamic``, a power of two.
-        context_parallel_layout: ``dual_chunk`` gives ranks equal work; ``contiguous`` pads nothing between
-            sequences; ``striped`` does both, with one kernel call a rank of the group; ``mixed`` cuts long
-            sequences as ``dual_chunk`` and keeps short ones whole, so that few keys travel.
+        context_parallel_layout: ``dual_chunk`` gives ranks equal work; ``contiguous`` pads no sequence;
+            ``striped`` does both, with one kernel call a rank; ``mixed`` keeps short sequences whole, so that
+            few keys travel.
         context_parallel_communication: what attention exchanges: ``all_gather`` all keys and values,
             ``needed`` those that some query sees, ``ring`` these one rank after the other, ``ulysses`` some
-            rows of all heads for all rows of some heads. ``auto`` takes the cheapest for each layer by
-            its time on H100s.
-        broadcast_data: one rank reads for all that share its data.
-        check_plans: compare what ranks are about to run at every batch.
+            rows of all heads for all rows of some heads. ``auto`` takes the fastest for each layer.
         kwargs: those of Lightning's ``DDPStrategy``.
     """
 
@@ -96,8 +87,6 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
         max_context_parallel_size: int | None = None,
         context_parallel_layout: Layout = "dual_chunk",
         context_parallel_communication: Communication = "auto",
-        broadcast_data: bool = False,
-        check_plans: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -107,8 +96,6 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
             max_context_parallel_size=max_context_parallel_size,
             context_parallel_layout=context_parallel_layout,
             context_parallel_communication=context_parallel_communication,
-            broadcast_data=broadcast_data,
-            check_plans=check_plans,
         )
 
     def configure_ddp(self) -> None:
@@ -124,28 +111,23 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
 
     Weights are cut over the tensor-parallel ranks by the model's own plan, and sharded by FSDP2 over all
     others. All ranks begin with rank 0's weights. Build the model in ``__init__`` or ``configure_model``;
-    one that is sharded there already is left as it is. ``context_parallel_size``,
-    ``max_context_parallel_size``, ``context_parallel_layout``, ``context_parallel_communication``,
-    ``broadcast_data`` and ``check_plans`` are those of ``THDDDPStrategy``.
+    one that is sharded already is left as it is. ``context_parallel_...`` are those of ``THDDDPStrategy``.
 
     Args:
         data_parallel_size: groups that read different data; ``auto`` takes what the others leave.
-        data_parallel_replicas: groups of neighbouring data-parallel ranks, such as nodes, that each share
-            all weights among them: weights are gathered within a group, gradients averaged over groups too.
+        data_parallel_replicas: groups of neighbouring data-parallel ranks, such as nodes, that each share all
+            weights: they are gathered within a group, and gradients averaged over groups too.
         tensor_parallel_size: ranks that share the rows and columns of weights.
         tensor_parallel_plan: module names below a model to styles (``parallel.tensor``), in place of the
             model's own plan.
-        sequence_parallel: tensor-parallel ranks share the slots between blocks, which saves memory of norms
-            and residuals for two more collectives a block.
-        reshard_after_forward: free a layer's gathered weights between its forward and backward pass, and
-            gather them again for every microbatch; with False they are gathered once a step and stay until
-            its end. ``auto`` frees them, but not under a pipeline.
-        asynchronous_checkpoints: write checkpoints in the background; one takes its name when it is whole,
-            and the one before it stays until then. ``wait_for_checkpoint()`` waits for it.
+        sequence_parallel: tensor-parallel ranks share the slots between blocks, which saves memory.
+        reshard_after_forward: free a layer's gathered weights after its forward pass, and gather them again;
+            with False they stay until the step's end. ``auto`` frees them, but not under a pipeline.
+        asynchronous_checkpoints: write checkpoints in the background; the one before stays until a new one is
+            whole. ``wait_for_checkpoint()`` waits for it.
         process_group_backend: of ``torch.distributed``.
         timeout: of its collectives; a rank that dies ends the job after it at the latest.
-        pipeline_parallel_size: ranks that share the layers of a model; docs/guides/pipelines.md says
-            what a step may do.
+        pipeline_parallel_size: ranks that share the layers of a model; see docs/guides/pipelines.md.
         pipeline_schedule: ``1f1b``, or ``interleaved`` with several stages a rank and a smaller bubble.
         stages_per_rank: stages of each rank, above 1 only for ``interleaved``.
         pipeline_split: ``auto`` by FLOPs and memory, or the number of layers of each stage.
@@ -166,8 +148,6 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
         context_parallel_layout: Layout = "dual_chunk",
         context_parallel_communication: Communication = "auto",
         reshard_after_forward: bool | Literal["auto"] = "auto",
-        broadcast_data: bool = False,
-        check_plans: bool = False,
         asynchronous_checkpoints: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -193,8 +173,6 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
             max_context_parallel_size=max_context_parallel_size,
             context_parallel_layout=context_parallel_layout,
             context_parallel_communication=context_parallel_communication,
-            broadcast_data=broadcast_data,
-            check_plans=check_plans,
         )
         self.data_parallel_size = data_parallel_size
         self.data_parallel_replicas = data_parallel_replicas
@@ -211,12 +189,7 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
     def save_pretrained(self, folder: str | Path, model: nn.Module | None = None) -> None:
         """Write the whole weights into a Hugging Face folder; a collective, rank 0 writes.
 
-        Args:
-            folder: where to.
-            model: a PreTrainedModel of the LightningModule; its only one when absent.
-
-        Raises:
-            ValueError: when there is none or more than one.
+        ``model`` is a PreTrainedModel of the LightningModule, its only one when absent.
         """
         assert self.lightning_module is not None
         if model is None:
@@ -248,7 +221,6 @@ def register_strategies() -> None:
 def _configure(strategy: Any, **options: Any) -> None:
     """Check and keep how ranks share packs, by the names of the mixin's attributes."""
     check_degrees(options["context_parallel_size"], options["max_context_parallel_size"])
-    flags(broadcast_data=options["broadcast_data"], check_plans=options["check_plans"])
     check_ways(options["context_parallel_layout"], options["context_parallel_communication"])
     for name, value in options.items():
         setattr(strategy, name, value)

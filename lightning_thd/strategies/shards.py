@@ -27,7 +27,7 @@ from lightning_thd.parallel.mesh import TENSOR, Meshes
 from lightning_thd.parallel.sequence import apply_sequence_parallel
 from lightning_thd.parallel.tensor import apply_tensor_parallel, check_heads, model_plan
 from lightning_thd.strategies.axes import Axes
-from lightning_thd.strategies.guards import refuse_lbfgs, refuse_links, refuse_partial_sharding
+from lightning_thd.strategies.guards import refuse_lbfgs, refuse_partial_sharding
 from lightning_thd.strategies.norms import clip_by_norm, clip_by_value, meshes
 
 
@@ -59,9 +59,7 @@ class WeightShards:
             self._towers = tuple(fsdp.tower_paths(self._put(strategy.model), make=False))
         else:
             self._shard(strategy.model)
-        if strategy._checkpoints.writes_behind:
-            refuse_links(strategy._callbacks)
-            strategy._checkpoints.open()
+        strategy._checkpoints.open()
         strategy.barrier()
         if fits:
             strategy.setup_optimizers(trainer)
@@ -70,7 +68,9 @@ class WeightShards:
         strategy.setup_precision_plugin()
         plugin: Any = strategy.precision_plugin
         plugin.clip_grad_by_norm = self._clip_by_norm
-        plugin.clip_grad_by_value = self._clip_by_value
+        plugin.clip_grad_by_value = lambda optimizer, clip_val: clip_by_value(
+            plugin.main_params(optimizer), float(clip_val)
+        )
         if fits:
             _optimizers_to_device(strategy.optimizers, strategy.root_device)
 
@@ -97,16 +97,18 @@ class WeightShards:
         if pipeline is None:
             _sync_module_states(module)
         else:
-            _share_weights(module, self._meshes.stage.get_group())
+            group = self._meshes.stage.get_group()
+            for value in [*module.parameters(), *module.buffers()]:
+                dist.broadcast(value.detach(), dist.get_global_rank(group, 0), group=group)
         if tensor > 1:
             for model, plan in zip(fsdp.models_of(module), plans, strict=True):
                 apply_tensor_parallel(model, plan, self._meshes.tensor)
                 if strategy.sequence_parallel:
                     apply_sequence_parallel(model, self._meshes.group(TENSOR))
         self._towers = tuple(fsdp.tower_paths(module, make=True))
-        fsdp.shard_parameters(
-            module, self._meshes.shards, policy=policy, reshard_after_forward=self._frees_weights
-        )
+        frees = strategy.reshard_after_forward
+        frees = pipeline is None if frees == "auto" else bool(frees)
+        fsdp.shard_parameters(module, self._meshes.shards, policy=policy, reshard_after_forward=frees)
         if pipeline is not None:
             pipeline.tie_ends(module)
 
@@ -118,12 +120,6 @@ class WeightShards:
         strategy.model_to_device()
         placed: nn.Module = strategy.model
         return placed
-
-    @property
-    def _frees_weights(self) -> bool:
-        """Return whether a layer's gathered weights are freed after its forward pass."""
-        chosen: Any = self._strategy.reshard_after_forward
-        return self._strategy._pipeline is None if chosen == "auto" else bool(chosen)
 
     @cached_property
     def _host_group(self) -> dist.ProcessGroup:
@@ -160,9 +156,6 @@ class WeightShards:
         parameters = strategy.precision_plugin.main_params(optimizer)
         clip_by_norm(parameters, float(clip_val), device=strategy.root_device, **across)
 
-    def _clip_by_value(self, optimizer: Any, clip_val: float) -> None:
-        clip_by_value(self._strategy.precision_plugin.main_params(optimizer), float(clip_val))
-
 
 def policy_of(precision: str) -> MixedPrecisionPolicy:
     """Return the dtypes in which FSDP2 gathers weights and sums gradients."""
@@ -174,13 +167,6 @@ def policy_of(precision: str) -> MixedPrecisionPolicy:
     if precision == "bf16-mixed":
         return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return MixedPrecisionPolicy()
-
-
-def _share_weights(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Broadcast a pipeline stage's initial weights from the first rank that holds it."""
-    source = dist.get_global_rank(group, 0)
-    for tensor in [*module.parameters(), *module.buffers()]:
-        dist.broadcast(tensor.detach(), source, group=group)
 
 
 def whole_state_dict(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as L
-import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 
 from lightning_thd import THDBatch
 from lightning_thd.batch import THDStep
-from lightning_thd.parallel.agreement import check_agreement
+from lightning_thd.parallel.across_ranks import check_agreement
 from lightning_thd.parallel.context.shared_step import (
     SharedStep,
     check_shared_agreement,
@@ -20,7 +17,7 @@ from lightning_thd.parallel.context.shared_step import (
 )
 from lightning_thd.parallel.mesh import AxisSizes
 from tests.ranks import run_ranks
-from tests.strategies.jobs import Job, Layout, make_trainer
+from tests.strategies.jobs import Layout
 from tests.tiny import sequences
 
 
@@ -66,28 +63,3 @@ def test_messages_on_every_rank() -> None:
             assert "steps of different numbers of microbatches or loss scales" in found[case]
         assert "different plans of a step, which hangs or changes the loss. Plan" in found["plans"]
         assert "2 ranks share one pack but read different ones" in found["shared packs"]
-
-
-class LaterDifferent(L.LightningDataModule):
-    """The same first batch everywhere; the second is of each rank's own."""
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        samples = [*sequences(4), *sequences(4, seed=1 + dist.get_rank())]
-        return DataLoader(
-            samples, batch_size=4, collate_fn=lambda of: THDBatch.collate(of, align=Layout(cp=2).align)
-        )
-
-
-def later() -> tuple[str, int]:
-    layout = Layout(strategy="thd_ddp", cp=2, options={"check_plans": True})
-    module = Job()
-    trainer = make_trainer(layout, gradient_clip_val=None, use_distributed_sampler=False)
-    with pytest.raises(ValueError, match="share one pack") as error:
-        trainer.fit(module, LaterDifferent())
-    return str(error.value), module.microbatches
-
-
-def test_every_batch_is_compared_when_asked_for() -> None:
-    for message, trained in run_ranks(later, 2):
-        assert message.startswith("Ranks 0, 1 share one pack")
-        assert trained == 1

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_thd import Sequences
-from lightning_thd.strategies.optimizer_states import by_index, by_name
+from lightning_thd.strategies.checkpoints import by_index, by_name
 from tests.ranks import RankError, run_ranks
 from tests.rows import error_or, run_row
 from tests.strategies.jobs import Job, Layout, data, full_parameters, make_trainer

@@ -1,7 +1,5 @@
 """Sizes of a layer and the needs of a batch -> the way of communicating that takes the least time.
 
-Every rank computes the same costs from values on the host, so all ranks of a group make the same choice.
-
 Legend: N slots of a shard, H query heads, G key-value heads, D head size, E value head size.
 """
 
@@ -59,11 +57,7 @@ class LayerSizes:
 def cheapest_way(
     sizes: LayerSizes, *, cp: int, slots: int, needed_rows: int, pairs: float, most_pairs: float
 ) -> Literal["ulysses", "needed"]:
-    """Return the way of communicating with which a layer's exchange and kernel take the least time.
-
-    An all-gather is never cheaper than the needed keys. ``pairs`` are those of all ranks, ``most_pairs``
-    those of the busiest; Ulysses shares them out evenly.
-    """
+    """Return the fastest way; ``pairs`` are those of all ranks, ``most_pairs`` those of the busiest one."""
     if sizes.heads % cp:
         return "needed"
     kernel_s = (most_pairs - pairs / cp) * sizes.pair_flops / FLOPS_PER_S

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_thd._checks import whole_number
+from lightning_thd._checks import choice, whole_number
 from lightning_thd.alignment import Layout
 from lightning_thd.batch.upload import uploaded
 from lightning_thd.parallel.context import partition
@@ -53,10 +53,7 @@ class ShardLayout:
         communication: Communication = "auto",
         device: torch.device | str = "cpu",
     ) -> None:
-        if communication not in get_args(Communication):
-            raise ValueError(
-                f"communication={communication!r}; wanted one of {', '.join(get_args(Communication))}."
-            )
+        choice(communication, "communication", *get_args(Communication))
         whole_number(cp, "cp", least=1, advice="It is the number of context-parallel ranks.")
         whole_number(rank, "rank", most=cp - 1, advice=f"Ranks of cp={cp} count from 0.")
         self.padded_lengths = tuple(int(length) for length in padded_lengths)
@@ -208,8 +205,7 @@ def refuse_unknown_offsets(cu_seqlens: Tensor, slots: int) -> None:
     if layout is not None:
         raise ValueError(
             f"Attention over {slots} slots got cu_seqlens that are not those of the batch, which is cut over "
-            f"{layout.cp} context-parallel ranks: keys of other ranks would be left out. Pass "
-            "batch.cu_seqlens_padded itself, or batch.hf_kwargs(), not new offsets."
+            f"{layout.cp} context-parallel ranks. Pass batch.cu_seqlens_padded itself, or batch.hf_kwargs()."
         )
 
 

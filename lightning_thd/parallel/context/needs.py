@@ -5,8 +5,7 @@ exchange, for one kernel call. ``plan_block`` makes one call for every rank that
 partial results are merged, so that no rank holds more than one other rank's keys. In the striped layout only
 the second works, because a rank's queries are ``cp`` slots apart.
 
-The plans are pure: host integers in, numpy arrays out, the same on every rank. ``exchanged`` and what follows
-it put them on the device, once for a batch and kind of layer.
+The plans are pure. ``exchanged`` and what follows it put them on the device, once a batch and kind of layer.
 
 Legend: N slots of a shard, P pieces.
 """
@@ -48,10 +47,7 @@ def plan_block(
     causal: bool = True,
     left: int = -1,
 ) -> Block | None:
-    """Plan the call of a rank's queries on the keys that ``source`` holds; None if no query sees any of them.
-
-    ``([8], cp=2, rank=1, source=0, layout="contiguous")`` has 4 queries on 4 keys.
-    """
+    """Plan the call of a rank's queries on the keys that ``source`` holds; None if none is seen."""
     if layout == "striped":
         return _striped_block(padded_lengths, cp, rank, source, causal=causal, left=left)
     # The distance of two pieces differs from sequence to sequence, which no single call can express.

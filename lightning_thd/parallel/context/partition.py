@@ -99,10 +99,7 @@ class Pieces(NamedTuple):
 
 
 def pieces_of_rank(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout) -> Pieces:
-    """Return the stretches of sequences that a rank holds, in the order in which they lie there, none empty.
-
-    ``([8], cp=2, rank=0, layout="dual_chunk")`` holds 0..2 and 6..8.
-    """
+    """Return the stretches of sequences that a rank holds, in the order in which they lie there."""
     lengths = _checked(padded_lengths, cp, rank, layout)
     assert layout != "striped", "a striped shard is no list of stretches"
     if layout == "mixed":
@@ -175,11 +172,7 @@ def striped_rows(
 
 
 class KeyPlan(NamedTuple):
-    """The kernel calls that give a rank's queries every key they see.
-
-    The last key of a call is at the position of its last query, so bottom-right causality and windows keep
-    their meaning.
-    """
+    """The kernel calls that give a rank's queries every key they see, the last key at the last query."""
 
     q_lengths: Ints  # ``[P]``, queries of every call, which lie one after the other in the shard
     kv_lengths: Ints  # ``[P]``, keys of every call
@@ -187,13 +180,7 @@ class KeyPlan(NamedTuple):
 
 
 def plan_keys(
-    padded_lengths: Sequence[int],
-    *,
-    cp: int,
-    rank: int,
-    layout: Layout,
-    causal: bool = True,
-    left: int = -1,
+    padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout, causal: bool = True, left: int = -1
 ) -> KeyPlan:
     """Split a rank's attention into kernel calls of unequal query and key lengths."""
     start, stop = key_spans(padded_lengths, cp=cp, rank=rank, layout=layout, causal=causal, left=left)
@@ -202,13 +189,7 @@ def plan_keys(
 
 
 def key_spans(
-    padded_lengths: Sequence[int],
-    *,
-    cp: int,
-    rank: int,
-    layout: Layout,
-    causal: bool = True,
-    left: int = -1,
+    padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout, causal: bool = True, left: int = -1
 ) -> tuple[Ints, Ints]:
     """Return int64 ``[P]`` first slots and ends of the keys that each piece of a rank sees."""
     pieces = pieces_of_rank(padded_lengths, cp=cp, rank=rank, layout=layout)

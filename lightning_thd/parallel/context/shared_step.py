@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.parallel.agreement import digests, require_same
+from lightning_thd.parallel.across_ranks import digests, require_same
 from lightning_thd.parallel.context import traffic
 from lightning_thd.parallel.context.layout import know_whole_pack
 from lightning_thd.parallel.shard import shard_batch

@@ -67,11 +67,9 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StatePlan:
-    """The stretches that one rank runs, and the states it sends and receives.
+    """The stretches that one rank runs, and the states it sends and receives."""
 
-    Each of the first four is int64 ``[2, P']``: first rows and lengths of own stretches.
-    """
-
+    # The first four are int64 ``[2, P']``: first rows and lengths of own stretches.
     whole: Ints  # whole sequences: no state enters, none leaves
     opening: Ints  # the first stretch of a sequence that goes on elsewhere; its state is sent
     spanning: Ints  # enters and leaves; its state and its change are sent

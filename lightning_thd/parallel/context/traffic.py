@@ -1,7 +1,4 @@
-"""Exchanges of attention layers -> bytes received since the last log, by way of communicating.
-
-Counted on the host from sizes it knows, forward and backward, at no cost to the device.
-"""
+"""Exchanges of attention layers, counted on the host -> bytes received since the last log, by way."""
 
 from __future__ import annotations
 

@@ -31,11 +31,10 @@ class Channel:
 
     down: dist.ProcessGroup  # the pipeline's ranks, for activations
     up: dist.ProcessGroup  # another group of the same ranks, for gradients
-    # Two more groups, down and up, between the last rank and the first with several stages a rank: on one
-    # NCCL communicator, messages both ways between two ranks would wait for each other.
+    # Two more between the last rank and the first with several stages a rank: on one NCCL communicator,
+    # messages both ways would wait for each other.
     wraps: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
     fixed_dtype: torch.dtype | None = None  # None if later ranks learn it from the first message
-    messages: int = 0  # activations and gradients that this rank has sent
     waited_s: float = 0.0  # for messages; 0 on devices that the CPU does not wait for
     _sent: deque[tuple[Any, Tensor]] = field(default_factory=deque)
     _posted: dict[Direction, deque[tuple[Any, Tensor]]] = field(
@@ -53,11 +52,7 @@ class Channel:
         return self.down.size()
 
     def meet(self, device: torch.device) -> None:
-        """Make all communicators of a GPU in one order, on every rank of the pipeline.
-
-        NCCL makes them at the first use of a group or pair, and waits there for the others: a rank that
-        receives in one group and another that sends in a second one would wait for ever.
-        """
+        """Make all communicators in one order: at its first use NCCL waits for the other ranks."""
         if device.type == "cpu":
             return
         token = torch.zeros(1, device=device)
@@ -79,7 +74,6 @@ class Channel:
         if direction == "down":
             self._tell_dtype(tensor)
         data = tensor.detach().contiguous()
-        self.messages += 1
         group = self._group(direction, wraps=self.rank == self._end(direction))
         self._sent.append((dist.isend(data, self._peer(direction, 1), group=group), data))
         while self._sent and self._sent[0][0].is_completed():
@@ -169,10 +163,7 @@ class Receive(torch.autograd.Function):
 
 
 class Send(torch.autograd.Function):
-    """Sends hidden states on and returns NaN for the loss, whose gradient comes from the next stage.
-
-    Only the last stage has the loss. NaN shows that a value made from this one, such as a metric, is none.
-    """
+    """Sends hidden states on and returns NaN for the loss, which only the last stage has."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, hidden: Tensor, channel: Channel) -> Tensor:
@@ -223,8 +214,7 @@ def require_same_ends(weight: nn.Parameter | None, optimizers: Sequence[Optimize
     if found[0] != found[-1]:
         raise ValueError(
             "The weight that embedding and head share is treated as (optimizer, group, options, trained) "
-            f"{found[0]} on the first pipeline stage and {found[-1]} on the last: its copies would differ. "
-            "It has the embedding's name on the first and the head's on the last: treat both names alike."
+            f"{found[0]} on the first pipeline stage and {found[-1]} on the last. Treat both names alike."
         )
 
 

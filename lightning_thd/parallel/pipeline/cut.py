@@ -19,19 +19,19 @@ from lightning_thd.parallel.draws import has_dropout
 from lightning_thd.parallel.pipeline.channel import Channel
 from lightning_thd.parallel.pipeline.split import LayerCost, Split, layer_flops, split_layers
 from lightning_thd.parallel.pipeline.stage import (
+    STAGE,
     NoEmbedding,
     NoHead,
     PassThrough,
     Stage,
     StageLayers,
-    set_stage,
     stage_of,
 )
 from lightning_thd.parallel.routers import (
     RouterRelay,
     leave_to_losses,
-    require_known_balance,
     routers_of,
+    scores_of,
     wants_balance,
 )
 
@@ -48,10 +48,7 @@ def cut_model(
     balance: Callable[[], Channel] | None = None,
     peers: dist.ProcessGroup | None = None,
 ) -> Stage:
-    """Replace all layers but this rank's by stand-ins, in place, and return the stage.
-
-    ``balance`` creates another channel, for the routers of experts; ``peers`` hold the same layers.
-    """
+    """Replace other ranks' layers in place; ``balance`` makes a channel for routers, ``peers`` share them."""
     inner = language_model_of(model)
     if (known := stage_of(inner)) is not None:
         return known
@@ -81,7 +78,7 @@ def cut_model(
         dtype = getattr(getattr(head, "weight", None), "dtype", torch.float32)
         rows = getattr(head, "out_features", 0) or inner.config.get_text_config(decoder=True).vocab_size
         inner.set_output_embeddings(NoHead(rows, stage, dtype))
-    set_stage(inner, stage)
+    inner.__dict__[STAGE] = stage
     if routers_of(inner):
         stage.balance = RouterRelay(channel if balance is None else balance(), stage, peers)
         if wants_balance(inner):
@@ -119,10 +116,7 @@ def decoder_stack(inner: Any) -> tuple[str, nn.Module, nn.ModuleList]:
 def _around(
     inner: Any, parent: nn.Module, layers: nn.ModuleList
 ) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-    """Return the modules with parameters that are registered before and behind the layers, by name.
-
-    A module that runs elsewhere raises: an embedding gives NaN, and ``_require_behind`` watches the others.
-    """
+    """Return the modules with parameters that are registered before and behind the layers, by name."""
     head, seen_layers = inner.get_output_embeddings(), False
     before: dict[str, nn.Module] = {}
     behind: dict[str, nn.Module] = {}
@@ -165,8 +159,11 @@ def _refuse_shared(inner: Any, layers: nn.ModuleList) -> None:
                 f"{type(inner).__name__} has {option}={value!r}: its layers use keys of earlier ones or an "
                 "embedding each, which lie on other pipeline stages. Set pipeline_parallel_size=1."
             )
-    if wants_balance(inner):
-        require_known_balance(inner)
+    if wants_balance(inner) and scores_of(inner) is None:
+        raise ValueError(
+            f"{type(inner).__name__} has output_router_logits=True: its balancing loss needs the routers of "
+            "all stages, and its formula is not known. Set config.output_router_logits=False."
+        )
 
 
 def plan_split(

@@ -49,15 +49,11 @@ class Split:
     def table(self) -> str:
         """Return the split as text, a line a stage: its rank, layers, share of the FLOPs and parameters."""
         total = sum(self.flops) or 1.0
-        lines = ["stage  rank  layers     share of FLOPs  parameters"]
-        for stage in range(self.stages):
-            held = self.layers(stage)
-            extras = " + embedding" * (stage == 0) + " + head" * (stage == self.stages - 1)
-            lines.append(
-                f"{stage:>5}  {stage % self.ranks:>4}  {f'{held.start}-{held.stop - 1}':<9}  "
-                f"{self.flops[stage] / total:>14.1%}  {self.parameters[stage]:>10,}{extras}"
-            )
-        return "\n".join(lines)
+        return "\n".join(
+            f"stage {stage} on rank {stage % self.ranks}: layers {held.start}-{held.stop - 1}, "
+            f"{self.flops[stage] / total:.1%} of FLOPs, {self.parameters[stage]:,} parameters"
+            for stage, held in enumerate(map(self.layers, range(self.stages)))
+        )
 
 
 def split_layers(
@@ -88,23 +84,19 @@ def split_layers(
             )
         bounds = _even_bounds(flops, sizes, stages)
     else:
-        bounds = _given_bounds(split, stages, len(layers))
+        given = host_ints(split, "split", advice="Pass the layers of each stage, or 'auto'.").tolist()
+        if len(given) != stages or min(given) < 1 or sum(given) != len(layers):
+            raise ValueError(
+                f"pipeline_split={given} gives {len(given)} stages {sum(given)} layers; wanted {stages} "
+                f"numbers of 1 or more that add up to the model's {len(layers)} layers, or 'auto'."
+            )
+        bounds = [0, *accumulate(given)]
     return Split(
         bounds=tuple(bounds),
         flops=tuple(sum(flops[a:b]) for a, b in pairwise(bounds)),
         parameters=tuple(sum(sizes[a:b]) for a, b in pairwise(bounds)),
         ranks=ranks,
     )
-
-
-def _given_bounds(split: Sequence[int], stages: int, layers: int) -> list[int]:
-    split = host_ints(split, "split", advice="Pass the layers of each stage, or 'auto'.").tolist()
-    if len(split) != stages or any(n < 1 for n in split) or sum(split) != layers:
-        raise ValueError(
-            f"pipeline_split={list(split)} gives {len(split)} stages {sum(split)} layers; wanted {stages} "
-            f"numbers of 1 or more that add up to the model's {layers} layers. Or set pipeline_split='auto'."
-        )
-    return [0, *accumulate(split)]
 
 
 def _even_bounds(flops: Sequence[float], sizes: Sequence[int], stages: int) -> list[int]:

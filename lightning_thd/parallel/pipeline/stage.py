@@ -1,9 +1,8 @@
 """A Hugging Face decoder -> the same decoder with the layers of one rank, and boundaries in place of others.
 
-The model's own ``forward`` runs on every rank, over all of its layers. The layers of other ranks are replaced
-by boundaries that let hidden states pass. The boundary before the first layer of a stage receives them, the
-one behind its last layer sends them. Only the first stage has the embedding. On other stages it gives NaN,
-which the boundary replaces, so that a use of the embedding behind the boundary would show.
+The model's own ``forward`` runs on every rank. The boundary before the first layer of a stage receives hidden
+states, the one behind its last layer sends them. On other stages than the first the embedding gives NaN,
+which the boundary replaces, so that a use of the embedding behind it would show.
 """
 
 from __future__ import annotations
@@ -34,11 +33,6 @@ STAGE = "_thd_pipeline_stage"
 def stage_of(model: object) -> Stage | None:
     """Return the ``Stage`` of a model that was cut by depth, or None."""
     return getattr(model, "__dict__", {}).get(STAGE)
-
-
-def set_stage(model: nn.Module, stage: Stage) -> None:
-    """Keep the ``Stage`` of a model that was cut."""
-    model.__dict__[STAGE] = stage
 
 
 class Stage:
@@ -109,8 +103,7 @@ class Stage:
 
     def again(self) -> bool:
         """Return whether this rank repeats a call whose head failed, and count both calls as one."""
-        # With gradients only the head repeats, on the hidden states that it has already received: nobody
-        # expects the messages of a second call.
+        # With gradients only the head repeats, on the hidden states that it has already received.
         if torch.is_grad_enabled() and not self.holds_head:
             return False
         self._calls.pop()
@@ -123,8 +116,7 @@ class Stage:
             lines = "".join(f"\n  {line}" for line in self._calls) or f"\n  {step}"
             raise ValueError(
                 f"training_step computed {len(self._calls)} losses of the model for a microbatch; pipeline "
-                "stages run one. Call causal_lm_loss(self.model, batch) exactly once, or set "
-                f"pipeline_parallel_size=1.{lines}"
+                f"stages run one. Call causal_lm_loss(self.model, batch) exactly once.{lines}"
             )
         self._received = None
 
@@ -278,10 +270,7 @@ class Boundary(nn.Module):
 
 
 def returned_by(layer: nn.Module) -> int | None:
-    """Read from a layer's source how many values it returns as a tuple; None if it returns no tuple.
-
-    A stage needs the number for layers that it never runs.
-    """
+    """Read from a layer's source how many values it returns as a tuple; None if it returns no tuple."""
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(type(layer).forward)))
     except (OSError, TypeError):  # no source
@@ -354,6 +343,5 @@ class NoHead(nn.Module):
             return self._stage.broadcast(hidden.new_empty(*hidden.shape[:-1], self.out_features))
         raise ValueError(
             "Only the last pipeline stage has logits. Compute the loss with causal_lm_loss(model, batch) or "
-            f"causal_lm_logprobs(model, batch), which give every stage what it needs. "
-            f"See docs/reference/messages.md#pipelines.\n  {user_line()}"
+            f"causal_lm_logprobs(model, batch). See docs/reference/messages.md#pipelines.\n  {user_line()}"
         )

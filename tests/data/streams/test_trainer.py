@@ -117,11 +117,9 @@ def test_data_parallel_ranks_train_as_one(tmp_path: Path) -> None:
         assert largest_error(one["parameters"], wanted) < 1e-12
 
 
-@pytest.mark.parametrize("broadcast", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_ranks_that_share_a_pack_get_it_from_one_reader(tmp_path: Path, broadcast: bool) -> None:
+def test_ranks_that_share_a_pack_get_it_from_one_reader(tmp_path: Path) -> None:
     samples = write_samples(tmp_path, 36)
-    kwargs = {"context_parallel_size": 2, "strategy": {"broadcast_data": broadcast}}
-    runs = run_ranks(job, 2, str(tmp_path), kwargs, timeout_s=150)
+    runs = run_ranks(job, 2, str(tmp_path), {"context_parallel_size": 2}, timeout_s=150)
     assert runs[0]["steps"] == runs[1]["steps"]
     wanted, _ = by_hand(samples, grouped(runs[:1]))
     assert largest_error(runs[0]["parameters"], wanted) < 1e-12
