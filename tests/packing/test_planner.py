@@ -282,7 +282,7 @@ FIVE = (9, 1, 1, 1, 1)
         (lambda: changed(9, 2), "The lengths changed: sequence 2 does not fit"),
         (lambda: schedule([0, 1]), r"int64 \(2,\) for 5 sequences; wanted one number"),
         (lambda: schedule([0.0, 1, 2, 3, 4]), "schedule is float64"),
-        (lambda: schedule([0, 1, -2, 3, 4]), "each at least 0"),
+        (lambda: schedule([0, 1, -2, 3, 4]), "wanted one number >= 0 each"),
         (lambda: schedule([0, 3, 3, 3, 4]), "Microbatch 3 of the schedule takes 10 slots, but 8 of a pack"),
         (lambda: schedule([0, 1, 2, 3, 4], oversize="split"), "changes sequences that the schedule"),
         (lambda: schedule([0] * 5, lengths=FIVE, oversize="own_pack"), "Microbatch 0 .* takes 13"),
