@@ -100,7 +100,7 @@ READY = {"input_ids": [1, 2, 3], "lengths": [1, 2], "pixel_values": [[1.0]]}
         (marked_by_a_slow_tokenizer, "only a fast tokenizer can follow, and SimpleNamespace is none"),
         (lambda: set_up(SOUND), "'audio' was found"),
         (lambda: set_up(READY), "Row 0 holds several sequences and carries pixel_values, which is not known"),
-        (with_attention_weights, "packed kernels never form. Use attn_implementation='eager' to look at"),
+        (with_attention_weights, "passes output_attentions .* or use attn_implementation='eager'"),
         (arrays_of_another_version, "version 1 was found, 2 wanted.*Delete it; it is built again"),
     ],
 )

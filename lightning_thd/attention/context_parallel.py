@@ -2,13 +2,10 @@
 
 There are four ways by which keys reach other ranks:
 
-- ``all_gather``: keys and values of all ranks come here. Every stretch of queries attends to the keys of its
-  sequence up to its own last. The backward pass reduce-scatters.
-- ``needed``: the same call, but only keys that some query here sees are sent, in one exchange whose sizes the
-  host knows.
+- ``all_gather``: keys and values of all ranks come here. The backward pass reduce-scatters.
+- ``needed``: only keys that some query here sees are sent, in one exchange whose sizes the host knows.
 - ``ring``: needed keys come from one rank after the other, and partial results are merged (``merge``).
-- ``ulysses``: rows are traded for heads, the kernel sees the whole pack with H / cp heads, and the output is
-  traded back.
+- ``ulysses``: rows are traded for heads, and back: the kernel sees the whole pack with H / cp heads.
 
 ``auto`` compares ``needed`` and ``ulysses`` for each batch and kind of layer (``parallel.context.costs``).
 
@@ -18,7 +15,7 @@ Legend: T slots in a pack, N = T / cp, H query heads, G key-value heads, D head 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -42,28 +39,22 @@ def choose_way(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> W
     asked = layout.communication
     if asked == "ulysses" or (ahead and asked == "auto"):
         if not divides:
-            advice = ", and no window that looks ahead." if ahead else "."
             raise ValueError(
                 f"{sizes.heads} query heads cannot be shared out among {layout.cp} context-parallel ranks; "
-                f"ulysses wants a multiple of {layout.cp}. Use "
-                f"context_parallel_communication='all_gather'{advice}"
+                f"ulysses, and a window that looks ahead, want a multiple of {layout.cp}."
             )
         return "ulysses"
     if ahead:
         raise ValueError(
             f"A window of {spec.left} keys before and {spec.right} after a query looks ahead, which {asked} "
-            "cannot express as one call of a kernel. Use context_parallel_communication='ulysses'."
+            "cannot do. Use context_parallel_communication='ulysses'."
         )
     if asked == "all_gather":
         return asked
     if asked == "auto":
         return _cheapest(layout, sizes, spec)
     # A window has few keys at distances that differ from sequence to sequence: one exchange brings them.
-    return "needed" if asked == "ring" and not _rings(layout, spec) else asked
-
-
-def _rings(layout: ShardLayout, spec: AttentionSpec) -> bool:
-    return layout.layout == "striped" or spec.left < 0
+    return "needed" if asked == "ring" and layout.layout != "striped" and spec.left >= 0 else asked
 
 
 def _cheapest(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> Way:
@@ -71,14 +62,9 @@ def _cheapest(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> Wa
     if key not in layout.cache:
         counts = needs.need_counts(layout.padded_lengths, **layout.cut, causal=spec.causal, left=spec.left)
         most, pairs = _pairs(layout, spec)
-        layout.cache[key] = cheapest_way(
-            sizes,
-            cp=layout.cp,
-            slots=layout.local_slots,
-            needed_rows=int(max(counts.sum(0).max(), counts.sum(1).max())),
-            pairs=pairs,
-            most_pairs=most,
-        )
+        needed = int(max(counts.sum(0).max(), counts.sum(1).max()))
+        work: Any = {"needed_rows": needed, "pairs": pairs, "most_pairs": most}
+        layout.cache[key] = cheapest_way(sizes, cp=layout.cp, slots=layout.local_slots, **work)
     way: Way = layout.cache[key]
     return way
 
@@ -97,15 +83,8 @@ def _pairs(layout: ShardLayout, spec: AttentionSpec) -> tuple[float, float]:
     return float(work.max()), float(work.sum())
 
 
-class PackAttention(Protocol):
-    """A function that attends inside sequences given by offsets, bottom-right if lengths differ."""
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, *, sinks: Tensor | None) -> Tensor:
-        """Return the attention output ``[Tq, H, E]``."""
-
-
 def context_parallel_attention(
-    attend: PackAttention,
+    attend: Callable[..., Tensor],
     raw_kernel: Callable[[], RawKernel],
     q_NHD: Tensor,
     k_NGD: Tensor,
@@ -124,9 +103,9 @@ def context_parallel_attention(
         element_bytes=q_NHD.element_size(),
     )
     way = choose_way(layout, sizes, spec)
+    assert layout.group is not None
     if way == "ulysses":
         traffic.count(sizes.ulysses_bytes(layout.local_slots, layout.cp), way)
-        assert layout.group is not None
         wanted = _wanted_kv_heads(q_NHD.shape[1], k_NGD.shape[1], layout)
         q = _in_order(rows_to_heads(q_NHD, layout.group), layout.restore)
         k, v = (_in_order(rows_to_heads(x, layout.group, wanted), layout.restore) for x in (k_NGD, v_NGE))
@@ -137,7 +116,6 @@ def context_parallel_attention(
     if way == "ring":
         steps = needs.ring_steps(layout, causal=spec.causal, left=spec.left)
         traffic.count(sum(step.receive_count for step in steps) * sizes.key_bytes, way)
-        assert layout.group is not None
         ring = KeySource([[s.call] if s.call else [] for s in steps], steps, layout.group)
         return merged_attention(raw_kernel(), ring, q_NHD, k_NGD, v_NGE, spec=spec, sinks=sinks)
     if layout.layout == "striped":
@@ -162,10 +140,7 @@ def _bring(
     sizes: LayerSizes,
     index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Bring other ranks' keys ``[M, G, D]`` and values ``[M, G, E]`` here, and select the rows of ``index``.
-
-    Without an index these are the rows of all ranks, or this rank's own followed by the others that it needs.
-    """
+    """Bring other ranks' keys and values here, after this rank's own, and select the rows of ``index``."""
     assert layout.group is not None
     rows = joined(k_NGD, v_NGE)
     if way == "all_gather":
@@ -192,8 +167,6 @@ def _wanted_kv_heads(heads: int, kv_heads: int, layout: ShardLayout) -> Tensor |
         return None
     # One key-value head for each rank's query heads if they share it, else one for every query head.
     step = heads // cp if share % (heads // cp) == 0 else 1
-    wanted: Tensor = layout.once(
-        ("kv_heads", heads, kv_heads),
-        lambda: layout.put(np.arange(0, heads, step) // share),
-    )
+    key = ("kv_heads", heads, kv_heads)
+    wanted: Tensor = layout.once(key, lambda: layout.put(np.arange(0, heads, step) // share))
     return wanted

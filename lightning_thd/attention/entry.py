@@ -1,7 +1,6 @@
 """varlen_attention: packed q, k, v and offsets -> packed output, on the fastest kernel that supports a call.
 
-Shapes, dtypes and devices are checked everywhere; values of cu_seqlens only if they are on the CPU, because
-reading them from a device would wait for it.
+Values of cu_seqlens are checked only on the CPU, because reading them from a device would wait for it.
 
 Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E value head size.
 """
@@ -52,24 +51,20 @@ def varlen_attention(
     """Attend within every sequence of a pack and never across.
 
     Args:
-        q_THD: ``[Tq, H, D]`` float; every row belongs to a sequence. Under autocast q, k and v are cast to
-            its dtype.
+        q_THD: ``[Tq, H, D]`` float; every row belongs to a sequence. Autocast casts q, k and v.
         k_THD: ``[Tkv, G, D]``; G divides H.
         v_THD: ``[Tkv, G, E]``; E may differ from D.
         cu_seqlens_q: int32 ``[S + 1]`` on the device of q, first entry 0, last Tq. Sequences may be empty.
         cu_seqlens_kv: int32 ``[S + 1]``, first entry 0, last Tkv.
         max_seqlen_q: longest query sequence or more, an int known on the host.
         max_seqlen_kv: longest key sequence or more.
-        causal: hide later keys. Where a sequence has Lq queries and Lkv keys, query i stands at key
-            ``i + Lkv - Lq`` (bottom-right, as flash-attn), with or without causal.
-        window: None; or with ``causal`` an int W: a query sees the last W keys, its own included, as Hugging
-            Face's ``sliding_window``; or ``(left, right)`` keys before and after its own, -1 for all, as
-            flash-attn's ``window_size``: W is ``(W - 1, 0)``.
+        causal: hide later keys; query i of Lq stands at key ``i + Lkv - Lq`` (bottom-right, as flash-attn).
+        window: None; or with ``causal`` an int W: a query sees the last W keys, its own included; or
+            ``(left, right)`` keys before and after its own, -1 for all: W is ``(W - 1, 0)``.
         scale: of the scores; None is ``D ** -0.5``.
         softcap: scores become ``softcap * tanh(scores / softcap)``; None is none.
         sinks: ``[H]`` logits of one more key, without a value, that every query sees; or None.
-        backend: "cpu", "torch", "flash", "te", "efficient", "portable", or "auto": the fastest that runs
-            exactly this (``support_table()``).
+        backend: one of ``support_table()``, or "auto": the fastest that runs exactly this.
 
     Returns:
         ``[Tq, H, E]`` in the dtype of q; 0 for a query that sees no key. One sequence of one token returns v.
@@ -107,20 +102,14 @@ def bind(
     sinks: Tensor | None = None,
     keys: Tensor | None = None,
 ) -> Bound:
-    """Make all checks of ``varlen_attention`` and choose the kernel, for layers of one kind and one batch.
-
-    What is returned takes tensors of the shapes, dtypes and device, under the autocast, that were given here;
-    the caller compares these. Offsets on the CPU are read and checked once. ``keys`` int64 ``[Tkv]`` are the
-    rows of k and v that offsets of keys speak of, if these are not all in order.
-    """
+    """Check ``varlen_attention`` and choose its kernel, for tensors alike; ``keys`` are rows of k and v."""
     cast = _autocast(q, k, v)
     dtype = None if cast[0] is q and cast[1] is k and cast[2] is v else cast[0].dtype
     q, k, v = cast
     if keys is not None:  # only their shapes matter here
         k, v = (x[:1].expand(keys.shape[0], -1, -1) for x in (k, v))
     _check_tensors(q, k, v, cu_seqlens_q, cu_seqlens_kv)
-    if sinks is not None:
-        _check_sinks(sinks, q)
+    _check_sinks(sinks, q)
     spec = known_spec(q.shape[2], causal=causal, window=window, scale=scale, softcap=softcap)
     longest = _host_int(max_seqlen_q, "max_seqlen_q"), _host_int(max_seqlen_kv, "max_seqlen_kv")
     bound = _bind(q, k, v, Offsets(cu_seqlens_q, cu_seqlens_kv, *longest), spec, sinks, keys)
@@ -138,17 +127,9 @@ def _bind(
     sinks: Tensor | None,
     keys: Tensor | None,
 ) -> Bound:
-    if keys is not None:  # a kernel that can gather them again in backward, or any on gathered keys
-        gathering = choose("auto", describe(q, v, spec, sinks))
-        if gathering in _RAW:
-            return _heads_first(
-                lambda q, k, v, sinks: raw.attend(_RAW[gathering], q, k, v, at, spec, sinks, keys)
-            )
-        return _heads_first(
-            lambda q, k, v, sinks: run(
-                gathering, q, k.index_select(0, keys), v.index_select(0, keys), at, spec, sinks
-            )
-        )
+    if keys is not None:  # gathered again in backward; "auto" never takes Transformer Engine before torch
+        kernel = _RAW[choose("auto", describe(q, v, spec, sinks))]
+        return _heads_first(lambda q, k, v, sinks: raw.attend(kernel, q, k, v, at, spec, sinks, keys))
     if layout.in_use:
         shard = layout.layout_of(at.cu_q)
         if shard is not None:
@@ -255,27 +236,20 @@ def _check_tensors(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any
             instance(x, name, Tensor, advice="Pass a tensor [slots, heads, head size].")
         if x.dim() != 3:
             raise ValueError(
-                f"{name} has shape {list(x.shape)}; want three dimensions, [slots, heads, head size]. "
-                "A batch [B, L, H, D] becomes one with .flatten(0, 1)."
+                f"{name} has shape {list(x.shape)}; want three dimensions, [slots, heads, head size]."
             )
         if not x.is_floating_point():
             raise ValueError(f"{name} is {x.dtype}; want a floating dtype.")
     if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(
-            f"q is {q.dtype}, k is {k.dtype} and v is {v.dtype}; want one dtype. "
-            "Cast them, or run under autocast, which casts all three."
-        )
-    if k.shape[0] != v.shape[0] or k.shape[1] != v.shape[1]:
-        raise ValueError(
-            f"k has {k.shape[0]} slots of {k.shape[1]} heads and v has {v.shape[0]} of {v.shape[1]}; "
-            "want the same."
-        )
+        raise ValueError(f"q is {q.dtype}, k is {k.dtype} and v is {v.dtype}; want one dtype: cast them.")
+    if k.shape[:2] != v.shape[:2]:
+        raise ValueError(f"k has shape {list(k.shape)} and v {list(v.shape)}; want the same slots and heads.")
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"q has head size {q.shape[2]} and k {k.shape[2]}; want the same.")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
         raise ValueError(
-            f"{q.shape[1]} query heads are not divisible by {k.shape[1]} key-value heads; every one of them "
-            "must serve the same number of query heads. Under tensor parallelism its size must divide both."
+            f"{q.shape[1]} query heads are not divisible by {k.shape[1]} key-value heads. Under tensor "
+            "parallelism its size must divide both."
         )
     _check_offsets(cu_seqlens_q, q.device, "q")
     if cu_seqlens_kv is not cu_seqlens_q:
@@ -296,16 +270,12 @@ def _check_offsets(cu_seqlens: Any, device: torch.device, side: str) -> None:
         instance(cu_seqlens, name, Tensor, advice="Make it with seqlens.cu_seqlens_from_lengths.")
     if cu_seqlens.device != device:
         raise ValueError(
-            f"{name} is on {cu_seqlens.device} but q is on {device}; move it once a batch, not once a "
-            f"layer: {name}.to({str(device)!r}), or batch.to for a THDBatch."
+            f"{name} is on {cu_seqlens.device} but q is on {device}; move it once a batch: "
+            f"{name}.to({str(device)!r})."
         )
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype != torch.int32:
         raise ValueError(
-            f"{name} has shape {list(cu_seqlens.shape)}; want [sequences + 1], at least one sequence."
-        )
-    if cu_seqlens.dtype != torch.int32:
-        raise ValueError(
-            f"{name} is {cu_seqlens.dtype}; want int32, as GPU kernels do: {name}.to(torch.int32)."
+            f"{name} is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; want int32 [S + 1], at least one."
         )
 
 

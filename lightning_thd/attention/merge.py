@@ -1,11 +1,7 @@
 """Partial results of one rank's queries on different keys -> their attention over all, by the log-sum-exp.
 
 Softmax over keys in parts is the sum of the parts' results, each weighted by exp(lse of the part - lse of
-all). The backward of a flash kernel recomputes weights from lse. So with the lse of all keys it returns the
-right gradients for any part of them (``kernels.raw``), and the forward keeps only out and lse.
-
-Keys are either all in one tensor, or come from one rank after the other around a ring. Then the backward
-brings them again and sends their gradients back to their rank.
+all). With the lse of all keys, a backward returns the right gradients for any part of them (``kernels.raw``).
 
 Legend: N slots of a shard, H query heads, G key-value heads, D head size, E value head size.
 """
@@ -26,16 +22,12 @@ from lightning_thd.parallel.context.needs import BlockCall, RingStep
 
 
 class KeySource:
-    """The keys of merged attention: this rank's rows, then those of one rank after the other around a ring.
+    """The keys of merged attention: this rank's rows, then one rank's after the other around a ring."""
 
-    ``calls`` are the kernel calls of each step; the first step is on this rank's rows. The rows of the next
-    step travel while the kernels of one run.
-    """
-
-    _own: Tensor | None
-    _at_hand: Tensor | None
-    _partial: Tensor | None
-    _grad: Tensor | None
+    _own: Any
+    _at_hand: Any
+    _partial: Any
+    _grad: Any
 
     def __init__(
         self,
@@ -63,33 +55,29 @@ class KeySource:
             self._send(step + 1)
         else:
             self._at_hand = self._own
-        assert self._at_hand is not None
-        return self._at_hand
+        rows: Tensor = self._at_hand
+        return rows
 
     def gradient(self, step: int, dtype: torch.dtype) -> Tensor:
         """Return a zero tensor that takes the gradient of the keys of this step."""
-        assert self._at_hand is not None
         self._partial = torch.zeros_like(self._at_hand, dtype=dtype)
         if step == 0:
             self._grad = self._partial
-        return self._partial
+        partial: Tensor = self._partial
+        return partial
 
     def give(self, step: int) -> None:
         """Send the gradient of another rank's keys back, and start to receive that of this rank's keys."""
         if step:
             at, own = self.steps[step], self._own
-            assert own is not None
-            assert self._partial is not None
             sent = self._partial.to(own.dtype)  # as many bytes as the keys took
             coming = sent.new_empty((len(at.send_rows), sent.shape[1]))
-            self._returning.append(
-                (coming, self._transfer(sent, at.source, coming, at.to), sent, at.send_rows)
-            )
+            works = self._transfer(sent, at.source, coming, at.to)
+            self._returning.append((coming, works, sent, at.send_rows))
 
     def total(self) -> Tensor:
         """Wait for the gradients that other ranks computed, and add them up in the order of the steps."""
-        total = self._grad
-        assert total is not None
+        total: Tensor = self._grad
         for coming, works, _, at in self._returning:
             _wait(works)
             total.index_add_(0, at, coming.to(total.dtype))
@@ -104,7 +92,6 @@ class KeySource:
     def _send(self, step: int) -> None:
         if step < len(self.steps):
             at = self.steps[step]
-            assert self._own is not None
             sent = self._own.index_select(0, at.send_rows)
             received = sent.new_empty((at.receive_count, sent.shape[1]))
             self._arriving[step] = received, self._transfer(sent, at.to, received, at.source), sent

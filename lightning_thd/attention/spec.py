@@ -17,11 +17,7 @@ Window = int | tuple[int, int] | None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSpec:
-    """The options of an attention call: causality, window, scale, softcap; everything but tensors.
-
-    Query i of a sequence with Lq queries and Lkv keys stands at key position ``p = i + Lkv - Lq``
-    (bottom-right) and sees the keys j with ``p - left <= j <= p + right``.
-    """
+    """The options of a call: query i is at key ``p = i + Lkv - Lq`` and sees ``p - left .. p + right``."""
 
     left: int = -1  # all keys before its own position
     right: int = -1  # all keys after its own position; 0 is causal
@@ -60,9 +56,7 @@ def make_spec(
     if not 0.0 < scale < float("inf"):
         raise ValueError(f"scale={scale} is not a positive finite number; None is head_size ** -0.5.")
     if softcap is not None and not 0.0 <= softcap < float("inf"):
-        raise ValueError(
-            f"softcap={softcap} is negative or not finite; give a positive number, or None for no cap."
-        )
+        raise ValueError(f"softcap={softcap} is negative or not finite; give a positive number, or None.")
     return AttentionSpec(left=left, right=right, scale=float(scale), softcap=float(softcap or 0.0))
 
 
@@ -75,9 +69,7 @@ def _window_sides(window: Window, *, causal: bool) -> tuple[int, int]:
         return -1, -1
     if isinstance(window, tuple | list):
         if len(window) != 2 or any(not isinstance(side, int) or side < -1 for side in window):
-            raise ValueError(
-                f"window={window!r}: want (left, right), two ints of at least -1, where -1 is no limit."
-            )
+            raise ValueError(f"window={window!r}: want (left, right), two ints of at least -1, no limit.")
         return window[0], window[1]
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:
         raise ValueError(
@@ -85,10 +77,8 @@ def _window_sides(window: Window, *, causal: bool) -> tuple[int, int]:
             "or (left, right)."
         )
     if not causal:
-        raise ValueError(
-            f"window={window} with causal=False leaves open where the keys lie; give (left, right), "
-            f"for example window=({window // 2}, {window // 2})."
-        )
+        sides = window // 2, window // 2
+        raise ValueError(f"window={window} with causal=False: give two sides, for example window={sides}.")
     return window - 1, -1
 
 
@@ -114,18 +104,15 @@ def _checked(cu_seqlens: Tensor, total: int, max_seqlen: int, side: str) -> tupl
     if offsets[0] != 0 or offsets[-1] != total:
         raise ValueError(
             f"{name} runs from {offsets[0]} to {offsets[-1]} but must run from 0 to {total}, the rows of "
-            f"{'q' if side == 'q' else 'k and v'}. GPU kernels leave rows outside every sequence unwritten "
-            "and gradients turn NaN: give padding at the end a sequence of its own."
+            f"{'q' if side == 'q' else 'k and v'}: give padding at the end a sequence of its own."
         )
     if fall is not None:
         raise ValueError(
-            f"{name} falls from {offsets[fall]} to {offsets[fall + 1]} at sequence {fall}; offsets never "
-            "decrease. Build them with lightning_thd.seqlens.cu_seqlens_from_lengths."
+            f"{name} falls from {offsets[fall]} to {offsets[fall + 1]} at sequence {fall}; offsets never do."
         )
     if longest > max_seqlen:
         raise ValueError(
-            f"max_seqlen_{side}={max_seqlen} but {name} has a sequence of {longest}: GPU kernels would "
-            f"leave its end out. Pass max_seqlen_{side}={longest} or more."
+            f"max_seqlen_{side}={max_seqlen} but {name} has a sequence of {longest}: pass its length or more."
         )
     return offsets
 

@@ -1,7 +1,4 @@
-"""A call's features -> the backend that runs exactly this, or an error that lists what would.
-
-``SUPPORT`` is the only table, and ``choose`` reads nothing else. So a wrong row shows at once.
-"""
+"""A call's features -> the backend of ``SUPPORT`` that runs exactly this, or an error that lists them."""
 
 from __future__ import annotations
 
@@ -14,8 +11,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_thd._imports import available, trouble
-from lightning_thd.attention.kernels import flash, torch_cuda
-from lightning_thd.attention.kernels.flash import Flash2, Flash3, Flash4
+from lightning_thd.attention.kernels import flash, raw, torch_cuda
 from lightning_thd.attention.spec import AttentionSpec
 
 Backend = Literal["auto", "cpu", "torch", "flash", "te", "efficient", "portable"]
@@ -48,10 +44,6 @@ class Support:
     slow: bool = False  # a faster kernel exists for most calls, so that its choice is printed once
 
 
-def _any_size(head_size: int, value_size: int) -> tuple[int, int] | None:
-    return head_size, value_size
-
-
 def _te_sizes(head_size: int, value_size: int) -> tuple[int, int] | None:
     fits = max(head_size, value_size) <= 256 and head_size % 8 == 0 and value_size % 8 == 0
     return (head_size, value_size) if fits else None
@@ -64,14 +56,14 @@ SUPPORT: dict[Kernel, Support] = {
         backend="cpu",
         device="cpu",
         dtypes=_ANY,
-        sizes=_any_size,
+        sizes=raw.any_size,
         sizes_text="any; the smaller of the two is padded",
         softcap=True,
         deterministic="always",
     ),
     "torch": Support(
         backend="torch",
-        sizes=torch_cuda.AtenFlash().sizes,
+        sizes=raw.one_size,
         sizes_text=_TO_256,
         capability=(8, 9, 10, 11, 12),
         probe="torch.nn.attention.varlen",
@@ -79,7 +71,7 @@ SUPPORT: dict[Kernel, Support] = {
     ),
     "flash3": Support(
         backend="flash",
-        sizes=Flash3().sizes,
+        sizes=raw.one_size,
         sizes_text=_TO_256,
         softcap=True,
         deterministic="with torch.use_deterministic_algorithms(True), head sizes up to 192",
@@ -90,7 +82,7 @@ SUPPORT: dict[Kernel, Support] = {
     ),
     "flash4": Support(
         backend="flash",
-        sizes=Flash4().sizes,
+        sizes=flash.Flash4().sizes,
         sizes_text="up to 128 each, (192, 128), (256, 256); others are padded to these",
         softcap=True,
         softcap_to=((10, 11), 192),
@@ -100,7 +92,7 @@ SUPPORT: dict[Kernel, Support] = {
     ),
     "flash2": Support(
         backend="flash",
-        sizes=Flash2().sizes,
+        sizes=raw.one_size,
         sizes_text=_TO_256,
         softcap=True,
         capability=(8, 9, 10, 11, 12),
@@ -131,7 +123,7 @@ SUPPORT: dict[Kernel, Support] = {
         backend="portable",
         device="any",
         dtypes=_ANY,
-        sizes=_any_size,
+        sizes=raw.any_size,
         sizes_text="any",
         softcap=True,
         slow=True,
@@ -139,14 +131,12 @@ SUPPORT: dict[Kernel, Support] = {
 }
 
 
-# Kernels in the order in which "auto" tries them, by compute capability; by published speed until
-# ``benchmarks.gpu`` has measured it: flash-attn 3 reports 1.5 to 2.0 times flash-attn 2 on Hopper (Shah et
-# al. 2024, arXiv:2407.08608), and flash-attn 4 more than cuDNN on Blackwell. torch's is flash-attn 2.
+# Kernels in the order in which "auto" tries them, by compute capability, by published speed: flash-attn 3 is
+# 1.5 to 2.0 times flash-attn 2, which torch has, on Hopper (Shah et al. 2024, arXiv:2407.08608).
 _USUAL: tuple[Kernel, ...] = ("cpu", "torch", "flash2", "te", "flash3", "flash4", "efficient", "portable")
 _FASTEST: dict[int, tuple[Kernel, ...]] = {
     9: ("flash3", "flash4", "torch", "flash2", "te", "efficient", "portable"),
-    10: ("flash4", "torch", "flash2", "te", "efficient", "portable"),
-    11: ("flash4", "torch", "flash2", "te", "efficient", "portable"),
+    **dict.fromkeys((10, 11), ("flash4", "torch", "flash2", "te", "efficient", "portable")),
 }
 
 
@@ -183,7 +173,7 @@ def choose(backend: Backend, request: Request) -> Kernel:
         asked = backend in ("auto", SUPPORT[kernel].backend)
         if asked and why_not(kernel, request) is None and missing(kernel) is None:
             if backend == "auto" and SUPPORT[kernel].slow and not torch.compiler.is_compiling():
-                _say_slow(kernel, request)
+                _say_slow(kernel)
             return kernel
     lines = [f"backend={backend!r} cannot run this call: {request}."]
     for kernel, row in SUPPORT.items():
@@ -199,40 +189,30 @@ def choose(backend: Backend, request: Request) -> Kernel:
     raise ValueError("\n  ".join(lines))
 
 
-def _say_slow(kernel: Kernel, request: Request) -> None:
+def _say_slow(kernel: Kernel) -> None:
     """Print once that a kernel is slow, and who says how to get a faster one."""
-    if kernel in _SAID:
-        return
-    _SAID.add(kernel)
-    advice = ""
-    if request.device == "cuda" and request.dtype == torch.float32 and (request.capability or 0) >= 7:
-        half = "bf16-mixed" if (request.capability or 0) >= 8 else "16-mixed"
-        advice = f" This GPU multiplies faster with precision={half!r}."
-    rank_zero_info(
-        f"Attention runs on backend={kernel!r}: exact, and slower than a flash kernel. "
-        f"`lightning-thd doctor` says why the others do not run here.{advice}"
-    )
+    if kernel not in _SAID:
+        _SAID.add(kernel)
+        rank_zero_info(
+            f"Attention runs on backend={kernel!r}: exact, and slower than a flash kernel, which wants half "
+            "precision. `lightning-thd doctor` says why the others do not run here."
+        )
 
 
 def why_not(kernel: Kernel, request: Request) -> str | None:
     """Return what a kernel lacks for a call and what to change, or None if it can run the call."""
     row = SUPPORT[kernel]
     if request.device != row.device and row.device != "any":
-        return (
-            f"runs on {row.device} tensors, these are on {request.device}; move them with .to({row.device!r})"
-        )
+        return f"runs on {row.device} tensors, these are on {request.device}; move them .to({row.device!r})"
     if row.capability and request.capability is not None and request.capability not in row.capability:
         wanted = " or ".join(map(str, row.capability))
         return f"needs compute capability {wanted}, this GPU has {request.capability}"
     if request.dtype not in row.dtypes:
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in row.dtypes)
         return f"takes {wanted} (precision='bf16-mixed'), not {str(request.dtype).removeprefix('torch.')}"
-    if (
-        request.dtype == torch.bfloat16
-        and request.capability is not None
-        and request.capability < row.bf16_from
-    ):
-        return f"takes bfloat16 from compute capability {row.bf16_from} on, this GPU has {request.capability}"
+    capability = row.bf16_from if request.capability is None else request.capability
+    if request.dtype == torch.bfloat16 and capability < row.bf16_from:
+        return f"takes bfloat16 from compute capability {row.bf16_from} on, this GPU has {capability}"
     sizes = row.sizes(request.head_size, request.value_size)
     if sizes is None:
         return f"has head sizes {row.sizes_text}, not ({request.head_size}, {request.value_size})"
@@ -250,10 +230,7 @@ def why_not(kernel: Kernel, request: Request) -> str | None:
         return "returns no log-sum-exp to merge partial results with"
     largest = max(request.head_size, request.value_size)
     if request.deterministic and row.deterministic_to is not None and largest > row.deterministic_to:
-        return (
-            f"has no deterministic backward for head sizes over {row.deterministic_to}, and "
-            "torch.use_deterministic_algorithms(True) asks for one"
-        )
+        return f"has no deterministic backward for head sizes over {row.deterministic_to}"
     return None
 
 

@@ -146,8 +146,8 @@ def _window(module: nn.Module, given: int | None, *, causal: bool) -> int | None
     own = getattr(module, "sliding_window", None)
     if own != (built := module.__dict__.get(NOTES[0], own)):
         raise ValueError(
-            f"{type(module).__name__} was built with sliding_window={built} and now says {own}. Eager "
-            "attention takes the window from the config. Build the model from a config with the new window."
+            f"{type(module).__name__} was built with sliding_window={built} and now says {own}. Build the "
+            "model from a config with the new window."
         )
     window = own if given == _UNSET else given
     # For a decoder whose config says is_causal=False, transformers counts the window without the token.
@@ -202,11 +202,7 @@ def _attend_unbound(
 
 
 def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
-    """Return whether later keys are hidden: the mask decides, as in eager attention, then the layer.
-
-    A layer with ``is_causal=False`` may rely on a causal mask that "thd" never builds (PaliGemma's text
-    model), and one with ``is_causal=True`` may sit in a model that asks for a bidirectional one.
-    """
+    """Return whether later keys are hidden: the mask asked for decides (PaliGemma's), then the layer."""
     stated: bool = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     scope: Scope | None = getattr(STATE, "scope", None)
     asked = () if scope is None else scope.masks
@@ -217,8 +213,8 @@ def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
     if not stated and scope is not None and scope.pack is not None:
         raise ValueError(
             f"{type(module).__name__} says is_causal=False in a model that builds a causal and a "
-            "bidirectional mask, and 'thd' builds neither, so it cannot tell which one was meant. Feed this "
-            "model padded rows with attn_implementation='eager'."
+            "bidirectional mask, and which is meant is not known. Use padded rows with "
+            "attn_implementation='eager'."
         )
     return stated
 
@@ -227,8 +223,8 @@ def _refuse_other_keys(module: nn.Module, query: Tensor, key: Tensor) -> None:
     """Refuse keys other than those of the pack's own slots, which no boundary assigns to a sequence."""
     raise ValueError(
         f"{type(module).__name__} attends from {query.shape[2]} slots of a pack to {key.shape[2]} keys, so "
-        "it adds keys of its own (compressed blocks, memories, another sequence) that no boundary of the "
-        "pack covers. Feed this model padded rows, one sequence each, with attn_implementation='eager'."
+        "it adds keys of its own, which belong to no sequence. Use padded rows with "
+        "attn_implementation='eager'."
     )
 
 
@@ -242,14 +238,10 @@ def _given(
     assert cu_seq_lens_q is not None
     if query.shape[0] != 1:
         raise ValueError(
-            f"A pack is one row, but attention got {query.shape[0]} rows together with cu_seq_lens_q. Lay "
-            "the sequences end to end in one row [1, T]."
+            f"A pack is one row [1, T], but attention got {query.shape[0]} rows together with cu_seq_lens_q."
         )
     if max_length_q is None:
-        raise ValueError(
-            "Attention got cu_seq_lens_q without max_length_q, the longest sequence as an int. Call "
-            "model(**batch.hf_kwargs()), which passes both."
-        )
+        raise ValueError("Attention got cu_seq_lens_q without max_length_q. Call model(**batch.hf_kwargs()).")
     return _Boundaries(
         cu_seq_lens_q,
         cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k,
@@ -271,9 +263,8 @@ def _in_chunks(module: nn.Module, bounds: _Boundaries, chunk: int, slots: int) -
     """Cut sequences at multiples of ``chunk``, as tokens of Llama 4's chunks do not see each other."""
     if layout.in_use and layout.layout_of(bounds.cu_seqlens_q) is not None:
         raise ValueError(
-            f"{type(module).__name__} attends in chunks of {chunk}, and sequences longer than that cannot be "
-            f"cut into chunks under context parallelism. Use sequences of at most {chunk}, or train this "
-            "model without context parallelism."
+            f"{type(module).__name__} attends in chunks of {chunk}: use sequences of at most {chunk}, or "
+            "train this model without context parallelism."
         )
     pack = current_pack()
     if pack is not None:
@@ -310,13 +301,12 @@ def _ambient(module: nn.Module, query: Tensor, key: Tensor, *, causal: bool) -> 
     if causal and pack is not None:
         raise ValueError(
             f"{type(module).__name__} attends over {rows} x {slots} queries and {slots_k} keys while the "
-            f"model works on a pack of {pack.slots} slots. Prefixes, caches and rows of other lengths do not "
-            "go into a pack."
+            f"model works on a pack of {pack.slots} slots. Rows of other lengths do not go into a pack."
         )
     if causal and slots != slots_k:
         raise ValueError(
-            f"{type(module).__name__} got {slots} queries and {slots_k} keys, so there is a KV cache. "
-            "Generation with a cache through 'thd' is not possible: pass use_cache=False, or generate with "
+            f"{type(module).__name__} got {slots} queries and {slots_k} keys. Generation with a cache "
+            "through 'thd' is not possible: pass use_cache=False, or call "
             "model.set_attn_implementation('eager')."
         )
     return _Boundaries(_rows(rows, slots, query), _rows(rows, slots_k, query), slots, slots_k)
@@ -327,34 +317,28 @@ def _rows(rows: int, slots: int, like: Tensor) -> Tensor:
 
 
 def _refuse(module: nn.Module, attention_mask: Tensor | None, dropout: float, others: dict[str, Any]) -> None:
-    scope = current_scope()
+    scope, name = current_scope(), type(module).__name__
     if attention_mask is not None and scope is not None and scope.module is not None:
         raise ValueError(
-            f"{type(module).__name__} makes an attention mask of its own, {tuple(attention_mask.shape)}, "
-            "with a pattern that 'thd' does not apply. Use attn_implementation='eager' for this model."
+            f"{name} makes an attention mask of its own, {tuple(attention_mask.shape)}, with a pattern that "
+            "'thd' does not apply. Use attn_implementation='eager' for this model."
         )
     if attention_mask is not None:
         raise ValueError(
-            f"{type(module).__name__} got an attention_mask of shape {tuple(attention_mask.shape)}; 'thd' "
-            "attention takes its boundaries from cu_seq_lens_q. Pass attention_mask=None, or use "
-            "attn_implementation='eager'."
+            f"{name} got an attention_mask of shape {tuple(attention_mask.shape)}. Pass attention_mask=None "
+            "and cu_seq_lens_q, or use attn_implementation='eager'."
         )
     if dropout:
         config = getattr(module, "config", None)
         keys = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "attn_dropout")
         key = next((key for key in keys if getattr(config, key, None)), "attention_dropout (or attn_pdrop)")
         raise ValueError(
-            f"{type(module).__name__} wants attention dropout {dropout}, which packed kernels do not have. "
-            f"Set {key} of the config to 0.0."
+            f"{name} wants attention dropout {dropout}, which packed kernels do not have. Set {key} of the "
+            "config to 0.0."
         )
-    if others.get("output_attentions"):
-        raise ValueError(
-            "output_attentions=True asks for attention weights, which packed kernels never form. Use "
-            "attn_implementation='eager' to look at weights."
-        )
-    for name, value in others.items():
-        if not (value is None or value is False or name in _INERT):
+    for given, value in others.items():
+        if not (value is None or value is False or given in _INERT):
             raise ValueError(
-                f"{type(module).__name__} passes {name} to its attention, which 'thd' does not apply. Use "
-                "attn_implementation='eager' for this model, or leave the argument out where it is yours."
+                f"{name} passes {given} to its attention, which 'thd' does not apply. Leave it out, or use "
+                "attn_implementation='eager'."
             )

@@ -47,9 +47,8 @@ def thd_mask(
     if attention_mask is not None and not bool(attention_mask.all()):
         raise ValueError(
             f"attn_implementation='thd' got an attention_mask {tuple(attention_mask.shape)} hiding tokens. "
-            "Pack the rows instead, THDBatch.from_padded(input_ids, attention_mask), and call "
-            "model(**batch.hf_kwargs()). To generate from left-padded rows, take rows of equal length, or "
-            "model.set_attn_implementation('eager')."
+            "Pack the rows instead, THDBatch.from_padded(input_ids, attention_mask). To generate from "
+            "left-padded rows, take rows of equal length, or model.set_attn_implementation('eager')."
         )
     # A skip that is not allowed asks for a mask that is more than causal or bidirectional.
     plain = allow_is_causal_skip if allow_is_bidirectional_skip is None else allow_is_bidirectional_skip
@@ -59,27 +58,23 @@ def thd_mask(
         if wanted:
             raise ValueError(
                 f"{type(config).__name__}: this model chooses the keys of every token by an index, or adds "
-                "to its mask, so it needs the causal mask itself, which 'thd' never builds. Use padded rows "
-                "with attn_implementation='eager'."
+                "to its mask, so it needs the causal mask itself. Use padded rows with "
+                "attn_implementation='eager'."
             )
     if not plain:
         raise ValueError(
-            f"{type(config).__name__}: this model needs a mask with a pattern of its own (tokens that see "
-            "each other both ways, or blocks), which 'thd' attention cannot apply. Leave token_type_ids and "
-            "images out where the text needs neither, or use attn_implementation='eager' on padded rows."
+            f"{type(config).__name__}: this model needs a mask with a pattern of its own (both ways, or "
+            "blocks). Leave token_type_ids and images out, or use attn_implementation='eager' on padded "
+            "rows."
         )
-    if (
-        local_size is not None
-        and not _PASSES_WINDOW.get(type(config), False)
-        and longest_sequence(q_length) > local_size
-    ):
+    told = local_size is None or _PASSES_WINDOW.get(type(config), False)
+    if local_size is not None and not told and longest_sequence(q_length) > local_size:
         if getattr(config, "model_type", "") in HANDS_MASKS_ON:
             return tell_limit(local_size, chunk=hasattr(config, "attention_chunk_size"), device=device)
         raise ValueError(
             f"{type(config).__name__}: this model hides keys by a window or chunk of {local_size}, which "
-            "only its mask carries and not its attention, so 'thd' cannot apply it to sequences of "
-            f"{longest_sequence(q_length)}. Use sequences of at most {local_size}, switch the window off in "
-            "the config, or use attn_implementation='eager' on padded rows."
+            f"only its mask carries, so 'thd' cannot apply it to sequences of {longest_sequence(q_length)}. "
+            f"Use sequences of at most {local_size}, or attn_implementation='eager' on padded rows."
         )
     return None
 
@@ -181,7 +176,4 @@ def skip_position_scan(masking_utils: ModuleType) -> None:
 def longest_sequence(q_length: int) -> int:
     """Return the length of the longest sequence of the running pack, or ``q_length`` without one."""
     scope: Scope | None = getattr(STATE, "scope", None)
-    if scope is None or scope.pack is None:
-        return q_length
-    shard = scope.pack.shard
-    return scope.pack.max_length_k if shard is None else max(shard.padded_lengths)
+    return q_length if scope is None or scope.pack is None else scope.pack.longest

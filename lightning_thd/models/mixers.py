@@ -1,10 +1,8 @@
 """State-space, linear-attention and short-convolution layers -> the same layers, reset at boundaries.
 
-transformers runs them over the whole row, so that state and convolution cross from one sequence into the
-next. Here the forward of their class is patched once: outside a pack it does what it did. Inside, it passes
-seq_idx and cu_seqlens to the fused kernels if those are installed, and else runs on padded groups of
-sequences. On a context-parallel shard it passes states between ranks (``passing``); a layer whose kernels
-give no state gathers the inputs of all ranks, runs on the whole pack and keeps its slots.
+The forward of their class is patched once. Inside a pack, it passes seq_idx and cu_seqlens to the fused
+kernels if those are installed, and else runs on padded groups of sequences. On a context-parallel shard it
+passes states between ranks (``passing``); a layer whose kernels give no state runs on the gathered pack.
 
 Legend: T slots in a pack, N = T / cp slots of a shard.
 """
@@ -39,34 +37,16 @@ _SSD: Final = ("mamba_ssm", "causal_conv1d")
 _DELTA: Final = ("fla", "causal_conv1d")
 _CONV: Final = ("causal_conv1d",)
 MIXERS: Final[dict[str, tuple[str, ...] | None]] = {
-    "MambaMixer": None,
-    "FalconMambaMixer": None,
-    "JambaMambaMixer": None,
-    "ZambaMambaMixer": None,
-    "Mamba2Mixer": _SSD,
-    "BambaMixer": _SSD,
-    "GraniteMoeHybridMambaLayer": _SSD,
-    "FalconH1Mixer": _SSD,
-    "NemotronHMamba2Mixer": _SSD,
-    "Zamba2MambaMixer": _SSD,
-    "Qwen3NextGatedDeltaNet": _DELTA,
-    "Qwen3_5GatedDeltaNet": _DELTA,
-    "Qwen3_5MoeGatedDeltaNet": _DELTA,
-    "Qwen4ExpTextGatedDeltaNet": None,
-    "OlmoHybridGatedDeltaNet": _DELTA,
-    "KimiLinearDeltaAttention": _DELTA,
+    **dict.fromkeys(("MambaMixer", "FalconMambaMixer", "JambaMambaMixer", "ZambaMambaMixer")),
+    **dict.fromkeys(("RecurrentGemmaRecurrentBlock", "MiniMaxLightningAttention", "xLSTMLayer")),
+    **dict.fromkeys(("RwkvSelfAttention", "RwkvFeedForward", "ZayaCCAProjection")),
+    **dict.fromkeys(("InklingShortConvolution", "Inkling2ShortConvolution", "Qwen4ExpTextGatedDeltaNet")),
+    **dict.fromkeys(("Mamba2Mixer", "BambaMixer", "GraniteMoeHybridMambaLayer"), _SSD),
+    **dict.fromkeys(("FalconH1Mixer", "NemotronHMamba2Mixer", "Zamba2MambaMixer"), _SSD),
+    **dict.fromkeys(("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"), _DELTA),
+    **dict.fromkeys(("OlmoHybridGatedDeltaNet", "KimiLinearDeltaAttention"), _DELTA),
     "BailingHybridDeltaAttention": _DELTA,
-    "Lfm2ShortConv": _CONV,
-    "Lfm2MoeShortConv": _CONV,
-    "Lfm3ShortConv": _CONV,
-    "RecurrentGemmaRecurrentBlock": None,
-    "MiniMaxLightningAttention": None,
-    "RwkvSelfAttention": None,
-    "RwkvFeedForward": None,
-    "xLSTMLayer": None,
-    "ZayaCCAProjection": None,
-    "InklingShortConvolution": None,
-    "Inkling2ShortConvolution": None,
+    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"), _CONV),
 }
 # Layers that return several values a token: queries, keys and values.
 _SEVERAL: Final = frozenset({"ZayaCCAProjection"})
@@ -119,13 +99,10 @@ def _grouped(
     """Run a layer on padded groups of sequences, outside torch.compile: shapes change with every batch."""
     pack = current_pack()
     assert pack is not None
-    device = pack.cu_seqlens_q.device
-    if "groups" not in pack.cache:
-        pack.cache["groups"] = (
-            plan_static_group(pack.cu_seqlens_q, pack.max_length_q, pack.slots)
-            if shapes_are_static()
-            else plan_groups(pack.lengths, device)
-        )
+    if "groups" not in pack.cache and shapes_are_static():
+        pack.cache["groups"] = plan_static_group(pack.cu_seqlens_q, pack.max_length_q, pack.slots)
+    elif "groups" not in pack.cache:
+        pack.cache["groups"] = plan_groups(pack.lengths, pack.cu_seqlens_q.device)
     return run_grouped(forward, args, kwargs, pack.cache["groups"], pack.slots, several=several)
 
 
@@ -133,14 +110,13 @@ def _refuse(module: nn.Module, tokens: Tensor, pack: Pack, kwargs: dict[str, Any
     if tokens.shape[0] != 1 or tokens.shape[1] != pack.slots:
         raise ValueError(
             f"{type(module).__name__} got {tuple(tokens.shape)} while the model works on a pack of "
-            f"{pack.slots} slots. Prefixes and rows of other lengths do not go into a pack."
+            f"{pack.slots} slots. Rows of other lengths do not go into a pack."
         )
     pack.refuse_prefixes(module, "carries a state or a convolution along each of them")
     for name in (*_CACHES, "attention_mask"):
         if kwargs.get(name) is not None:
             raise ValueError(
-                f"{type(module).__name__} got a pack and {name}. Call the model with use_cache=False and "
-                "attention_mask=None, as THDBatch.hf_kwargs() does."
+                f"{type(module).__name__} got a pack and {name}. Call model(**batch.hf_kwargs()) without it."
             )
 
 
@@ -148,8 +124,7 @@ def can_run(kernels: tuple[str, ...] | None, tokens: Tensor) -> bool:
     """Return whether a layer's own kernels run on the device of its input, and keep sequences apart."""
     if kernels is None or not _on_gpu(tokens) or ("fla" in kernels and shapes_are_static()):
         return False  # fla's kernels read the device, which a recorded step cannot
-    usable: bool = _usable(kernels, tokens.device.index or 0)
-    return usable
+    return bool(_usable(kernels, tokens.device.index or 0))
 
 
 def boundaries(kernels: tuple[str, ...], pack: Pack, layer: type) -> dict[str, Any]:
@@ -173,9 +148,7 @@ def _usable(kernels: tuple[str, ...], device: int) -> bool:
 def _is_sound(kernel: str, capability: int | None) -> bool:
     found = known_problems(kernel, capability=capability)
     for entry in found:
-        rank_zero_warn(
-            f"{entry.problem}: {entry.instead}. Layers run on padded groups of sequences meanwhile."
-        )
+        rank_zero_warn(f"{entry.problem}: {entry.instead}. Layers run on padded groups meanwhile.")
     return not found
 
 

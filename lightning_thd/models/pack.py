@@ -1,7 +1,7 @@
 """The boundaries of the pack that a model runs on, and the stack of running models in which layers find them.
 
-Some families hand keyword arguments down to their attention, some do not, and state-space layers never see
-any. A model therefore pushes a ``Scope`` when it starts and pops it when it ends (``announce``).
+Some families hand no keyword arguments down to their layers. A model therefore pushes a ``Scope`` when it
+starts and pops it when it ends (``announce``).
 
 Legend: T slots in a pack, S sequences (a trailing pad included).
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
 from typing import Any, Final
 
@@ -39,10 +40,9 @@ BIDIRECTIONAL: Final = "bidirectional"
 class Pack:
     """The boundaries of the sequences in one row of T slots.
 
-    ``cu_seqlens_q``, int32 ``[S + 1]``, are offsets in memory, the last one T; ``cu_seqlens_k`` are the same
-    for keys. ``cu_seqlens_real`` are cumulative lengths without padding inside sequences, None if there is
-    none. If sequences share ``prefixes``, offsets and ``lengths`` are those of the leaves of their tree, and
-    keys are rows of ``prefixes.keys``. ``cache`` holds what all layers share and is computed once a batch.
+    ``cu_seqlens_real`` are cumulative lengths without padding inside sequences, None if there is none. If
+    sequences share ``prefixes``, offsets and ``lengths`` are those of the leaves of their tree, and keys are
+    rows of ``prefixes.keys``. ``cache`` holds what all layers share and is computed once a batch.
     """
 
     __slots__ = (
@@ -111,10 +111,8 @@ class Pack:
     def refuse_prefixes(self, layer: object, why: str) -> None:
         """Refuse a layer that cannot run on sequences that share prefixes."""
         if self.prefixes is not None:
-            raise ValueError(
-                f"{type(layer).__name__} got a pack whose sequences share prefixes, and {why}. Set "
-                "share_prefixes=False for this model."
-            )
+            what = f"{type(layer).__name__} got a pack whose sequences share prefixes, and {why}"
+            raise ValueError(f"{what}. Set share_prefixes=False for this model.")
 
     @property
     def shard(self) -> ShardLayout | None:
@@ -124,10 +122,8 @@ class Pack:
     def refuse_shard(self, layer: object, why: str) -> None:
         """Refuse a layer that cannot run on one rank's shard of a pack."""
         if self.shard is not None:
-            raise ValueError(
-                f"{type(layer).__name__} got one rank's shard of a pack, and {why}. Train this model without "
-                "context parallelism."
-            )
+            what = f"{type(layer).__name__} got one rank's shard of a pack, and {why}"
+            raise ValueError(f"{what}. Train this model without context parallelism.")
 
     @property
     def max_length_q(self) -> int:
@@ -138,6 +134,11 @@ class Pack:
     def max_length_k(self) -> int:
         """Return the length of the longest key sequence."""
         return self._extent_k.shape[0]
+
+    @property
+    def longest(self) -> int:
+        """Return the length of the longest sequence, also where this rank holds only a shard of it."""
+        return self.max_length_k if self.shard is None else max(self.shard.padded_lengths)
 
     @property
     def slots(self) -> int:
@@ -153,7 +154,7 @@ class Pack:
             if offsets[:1] != [0] or offsets[-1] != self.slots or min(lengths, default=0) < 0:
                 raise ValueError(
                     f"cu_seq_lens_q runs from {offsets[:1]} to {offsets[-1:]}, but must run from 0 to "
-                    f"{self.slots}, the slots of the pack, and never decrease. Pass THDBatch.hf_kwargs()."
+                    f"{self.slots}, the slots of the pack, and never decrease."
                 )
             self._lengths = tuple(lengths)
         return self._lengths
@@ -189,49 +190,33 @@ class Pack:
         return seq_idx
 
 
+@dataclass(slots=True, eq=False)
 class Scope:
     """One entry of the stack of running models: the model, its pack, and the entry below.
 
-    The pack is None for plain rows of equal length, and the model is None for a batch that was announced
-    before any model runs. ``families`` are the types of the configs that mean the language model; an inner
-    model with another config (a vision tower) does not work on the pack. ``masks`` are the kinds of mask that
-    the model has asked for so far, each once.
+    The pack is None for plain rows, and the model for a batch announced before any model runs. ``families``
+    are the types of the configs that mean the language model; an inner model with another config (a vision
+    tower) does not work on the pack. ``masks`` are the kinds of mask that the model has asked for so far.
     """
 
-    __slots__ = ("families", "masks", "module", "outer", "pack")
-
-    def __init__(
-        self,
-        pack: Pack | None,
-        outer: Scope | None,
-        *,
-        module: nn.Module | None = None,
-        families: tuple[type, ...] = (),
-        masks: tuple[str, ...] = (),
-    ) -> None:
-        self.pack = pack
-        self.outer = outer
-        self.module = module
-        self.families = families
-        self.masks = masks
+    pack: Pack | None
+    outer: Scope | None
+    _: KW_ONLY
+    module: nn.Module | None = None
+    families: tuple[type, ...] = ()
+    masks: tuple[str, ...] = ()
 
 
+@dataclass(slots=True, eq=False)
 class Caller:
-    """A running model without "thd", and the pack that a model inside it has worked on, once that has run.
+    """A running model without "thd", the class name of the one given labels, and the pack of one inside."""
 
-    ``labelled`` is the class name of the model, this one or one around it, that was given labels for a loss.
-    """
-
-    __slots__ = ("labelled", "pack")
-
-    def __init__(self, labelled: str | None) -> None:
-        self.labelled = labelled
-        self.pack: Pack | None = None
+    labelled: str | None
+    pack: Pack | None = None
 
 
-# The top of the stack, one a thread, because backward recomputes checkpoints in threads of its own. Read it
-# by getattr(STATE, "scope", None). It is no subclass with defaults: torch.compile (2.13) loses what a traced
-# hook stores in one.
+# The top of the stack, one a thread, because backward recomputes checkpoints in threads of its own. It is no
+# subclass with defaults: torch.compile (2.13) loses what a traced hook stores in one.
 STATE = threading.local()
 STATE.scope = None
 STATE.caller = None
@@ -279,8 +264,7 @@ def scoped(scope: Scope) -> Generator[None]:
 def packed(batch: THDBatch) -> Generator[None]:
     """Announce a batch, on the device of the model, to all layers of models called inside this context.
 
-    ``model(**batch.hf_kwargs())`` is right without it; with it, what the host knows is not read back from the
-    device (state-space layers need the lengths there).
+    ``model(**batch.hf_kwargs())`` is right without it; with it, lengths are not read back from the device.
     """
     check_batch(batch)
     with scoped(Scope(Pack.from_batch(batch), None)):
@@ -307,20 +291,14 @@ def current_pack() -> Pack | None:
         return scope.pack
     if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
         raise RuntimeError(
-            "A layer is recomputed in backward and the boundaries of its pack are not known there: its "
-            "activation checkpointing does not carry them. Use model.gradient_checkpointing_enable() or a "
-            "CheckpointWrapper around layers of the model, or call the layers with cu_seq_lens_q and "
-            "max_length_q."
+            "A layer is recomputed in backward and the boundaries of its pack are not known there. Use "
+            "model.gradient_checkpointing_enable() or a CheckpointWrapper around layers of the model."
         )
     return None
 
 
 def model_pack() -> Pack | None:
-    """Return the pack that a model with "thd" has announced; None elsewhere, under ``packed`` too.
-
-    Whether a stock model leaks must not depend on whether another model of its family was built with "thd" in
-    this process.
-    """
+    """Return the pack that a model with "thd" has announced; None elsewhere, for stock models too."""
     scope: Scope | None = getattr(STATE, "scope", None)
     return None if scope is None or scope.module is None else scope.pack
 
@@ -334,15 +312,9 @@ def find_pack(outer: Scope | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     offsets, shared = kwargs.get("cu_seq_lens_q"), kwargs.get(SHARED)
     if shared is not None:
         if offsets is not None or tokens is None or tokens.shape[0] != 1:
-            raise ValueError(
-                "Sequences that share prefixes came with cu_seq_lens_q, or not as one row of tokens. Call "
-                "model(**batch.hf_kwargs())."
-            )
-        return (
-            known
-            if known is not None and known.prefixes is shared
-            else Pack.of_prefixes(shared, tokens.shape[1])
-        )
+            raise ValueError("Sequences that share prefixes came otherwise than by batch.hf_kwargs().")
+        same = known is not None and known.prefixes is shared
+        return known if same else Pack.of_prefixes(shared, tokens.shape[1])
     if offsets is not None:
         if known is not None and known.cu_seqlens_q is offsets:
             return known
@@ -362,9 +334,7 @@ def _pack_from_kwargs(kwargs: dict[str, Any], tokens: Tensor | None, outer: Pack
     if missing or tokens is None:
         raise ValueError(
             "A pack came with cu_seq_lens_q but without "
-            f"{', '.join(missing) or 'input_ids or inputs_embeds'}. Call model(**batch.hf_kwargs()), which "
-            "gives everything, or pass input_ids [1, T], position_ids that restart in every sequence, "
-            "cu_seq_lens_q/k (int32) and max_length_q/k (int)."
+            f"{', '.join(missing) or 'input_ids or inputs_embeds'}. Call model(**batch.hf_kwargs())."
         )
     if tokens.shape[0] != 1:
         raise ValueError(
@@ -391,24 +361,17 @@ def _check_offsets(offsets: Any, offsets_k: Any) -> None:
         if (known and value.ndim == 1 and value.dtype == torch.int32) or value is None:
             continue
         got = f"{value.dtype} of shape {tuple(value.shape)}" if known else type(value).__name__
-        raise ValueError(
-            f"{name} is {got}; wanted int32 offsets [sequences + 1], as THDBatch.hf_kwargs() and "
-            "lightning_thd.seqlens.cu_seqlens_from_lengths give."
-        )
+        raise ValueError(f"{name} is {got}; wanted int32 offsets [S + 1], as batch.hf_kwargs() gives.")
     if offsets_k is None or offsets_k is offsets:
         return
-    message = (
-        "cu_seq_lens_k is not cu_seq_lens_q, but tokens of a pack attend to those of their own sequence. "
-        "Pass the same offsets for both, as THDBatch.hf_kwargs() does."
-    )
+    message = "cu_seq_lens_k is not cu_seq_lens_q. Pass the same offsets for both: batch.hf_kwargs()."
     if offsets_k.shape != offsets.shape:
         raise ValueError(message)
     same = (offsets_k == offsets).all()
-    if same.device.type == "cpu" and not torch.compiler.is_compiling():
-        if not same:
-            raise ValueError(message)
-    else:
+    if same.device.type != "cpu" or torch.compiler.is_compiling():
         torch._assert_async(same, message)  # reading it would wait for the device, or break the graph
+    elif not same:
+        raise ValueError(message)
 
 
 def pack_from_positions(position_ids: Tensor | None) -> Pack | None:
@@ -420,16 +383,14 @@ def pack_from_positions(position_ids: Tensor | None) -> Pack | None:
         # Reading would break the graph, and a pack taken for one sequence would leak.
         torch._assert_async(
             (steps >= 0).all() if position_ids.ndim == 3 else (steps == 1).all(),
-            "positions restart inside a row, but a compiled model cannot see where: pass cu_seq_lens_q/k and "
-            "max_length_q/k, as THDBatch.hf_kwargs() does.",
+            "positions restart inside a row, but a compiled model cannot see where: pass batch.hf_kwargs().",
         )
         return None
     if position_ids.ndim == 3:
         if bool((steps[0] < 0).any()):
             raise ValueError(
                 f"M-RoPE position_ids of shape {tuple(position_ids.shape)} go back inside a row, so this is "
-                "a pack, and its boundaries cannot be read off three rows of positions. Pass cu_seq_lens_q/k "
-                "and max_length_q/k, as THDBatch.hf_kwargs() does."
+                "a pack, and they do not say where it is cut. Pass batch.hf_kwargs()."
             )
         return None
     continues = (steps == 1).tolist()
@@ -437,8 +398,8 @@ def pack_from_positions(position_ids: Tensor | None) -> Pack | None:
         return None
     if len(continues) != 1:
         raise ValueError(
-            f"position_ids of shape {tuple(position_ids.shape)} restart inside a row. Packs go one row at a "
-            "time: lay all sequences end to end in one row, or pass rows that are one sequence each."
+            f"position_ids of shape {tuple(position_ids.shape)} restart inside a row. Lay all sequences end "
+            "to end in one row, or pass rows that are one sequence each."
         )
     slots = position_ids.shape[-1]
     starts = [0, *(i + 1 for i, goes_on in enumerate(continues[0]) if not goes_on), slots]

@@ -1,8 +1,6 @@
 """Lengths of a pack -> a few padded batches of sequences of similar length, and the way back.
 
-State-space and linear-attention layers without a packed kernel run on these instead of on the pack. They are
-causal, so the padding behind a sequence cannot reach it, and rows of a batch cannot reach each other. The
-result is exact, with fewer and larger calls than one sequence at a time.
+Causal layers without a packed kernel run on these exactly: padding behind a sequence cannot reach it.
 
 Legend: T slots in a pack, S sequences, N rows of a group, L its longest row.
 """
@@ -20,9 +18,8 @@ from torch import Tensor
 
 from lightning_thd.batch.upload import uploaded
 
-# Rows of one group are at least this share of the longest: padding costs at most a third of a group, a few
-# per cent on average, and the number of groups grows with the logarithm of the longest sequence. Below 32
-# slots a call costs more than the padding.
+# Rows of one group are at least this share of the longest, so padding costs at most a third of a group. Below
+# 32 slots a call costs more than the padding.
 _SHARE = 2 / 3
 _SMALL = 32
 IntArray = npt.NDArray[np.int64]
@@ -78,8 +75,7 @@ def plan_static_group(cu_seqlens: Tensor, max_seqlen: int, slots: int) -> Groups
     if num_sequences * max_seqlen > _STATIC_WASTE * slots:
         raise ValueError(
             f"A recorded step would run {num_sequences} sequences padded to {max_seqlen} for {slots} tokens. "
-            "Install the fused kernels of the layer (mamba-ssm and causal-conv1d, or "
-            "flash-linear-attention), which take the sequences as they are."
+            "Install the fused kernels of the layer (mamba-ssm, causal-conv1d, flash-linear-attention)."
         )
     starts, lengths = cu_seqlens[:-1].long(), torch.diff(cu_seqlens)
     offsets = torch.arange(max_seqlen, device=cu_seqlens.device)
@@ -98,16 +94,14 @@ def run_grouped(
     *,
     several: bool = False,
 ) -> Any:
-    """Call ``function`` on each padded group and put its outputs back in the order of the pack.
+    """Call a causal function on each padded group and put its outputs back in the order of the pack.
 
-    The function is causal over dim 1 of its inputs, and its rows are independent. Tensors ``[1, T, ...]``
-    among its arguments, also in a tuple, are regrouped; the rest is passed on. Its outputs ``[N, L, ...]``
-    become ``[1, T, ...]``. Only the first entry of a tuple belongs to tokens, unless ``several`` is True; the
-    others are final states of groups, and become None.
+    Arguments ``[1, T, ...]``, also in a tuple, are regrouped. Entries of a returned tuple but the first are
+    final states of groups, and become None, unless ``several`` says that they belong to tokens.
     """
     outputs = []
     for source in groups.sources:
-        take = _Taker(source, slots)
+        take = _taker(source, slots)
         outputs.append(function(*map(take, args), **{name: take(value) for name, value in kwargs.items()}))
     if isinstance(outputs[0], tuple):
         parts = list(zip(*outputs, strict=True))
@@ -117,20 +111,18 @@ def run_grouped(
     return _join(outputs, groups.back)
 
 
-class _Taker:
-    """Gathers per-token values into the rows of one group, with zeros as padding."""
+def _taker(source: Tensor, slots: int) -> Callable[[Any], Any]:
+    """Return a function that gathers per-token values into the rows of one group, with zeros as padding."""
 
-    def __init__(self, source: Tensor, slots: int) -> None:
-        self.source = source
-        self.slots = slots
-
-    def __call__(self, value: Any) -> Any:
+    def take(value: Any) -> Any:
         if isinstance(value, tuple):
-            return tuple(map(self, value))
-        if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[:2] != (1, self.slots):
+            return tuple(map(take, value))
+        if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[:2] != (1, slots):
             return value
         rows = torch.cat([value[0], value.new_zeros(1, *value.shape[2:])])
-        return rows.index_select(0, self.source.flatten()).view(*self.source.shape, *value.shape[2:])
+        return rows.index_select(0, source.flatten()).view(*source.shape, *value.shape[2:])
+
+    return take
 
 
 def _join(outputs: Sequence[Tensor], back: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
 """A model that pools a row of tokens to one output -> one output for every sequence of a pack.
 
-Heads of classifiers and reward models look at the first or the last token of a row, or at its mean. Here the
-layers below run on the pack. The head's own code then runs on their outputs, laid out as padded rows in a few
-groups of similar length.
+Heads of classifiers and reward models look at single tokens of a row, or at its mean. The layers below run on
+the pack, and the head's own code on their outputs, as padded rows in groups of similar length.
 
 Legend: T slots in a pack, S sequences, N rows of a group, L its longest row, C labels.
 """
@@ -70,8 +69,8 @@ def _pool(model: Any, pack: Pack, output: Any) -> Any:
     shape = logits.shape if isinstance(logits, Tensor) and logits.ndim == 2 else (0, 0)
     if num_sequences > 1 and shape[0] == 1 and shape[1] != pack.slots:  # T logits are one score a slot
         raise ValueError(
-            f"{type(model).__name__} returns one row of logits for a pack of {num_sequences} sequences. Feed "
-            "it padded rows, or take the hidden states of its base model and pool them by batch.unpack()."
+            f"{type(model).__name__} returns one row of logits for a pack of {num_sequences} sequences. "
+            "Feed it padded rows, or pool the hidden states of its base model by batch.unpack()."
         )
     pooled, hidden = getattr(output, "pooler_output", None), getattr(output, "last_hidden_state", None)
     pooler = getattr(model, "pooler", None)
@@ -81,8 +80,7 @@ def _pool(model: Any, pack: Pack, output: Any) -> Any:
     if not albert and "[:, 0]" not in inspect.getsource(type(pooler).forward):
         raise ValueError(
             f"{type(model).__name__} makes its pooler_output by code that cannot be repeated for every "
-            f"sequence of a pack (its pooler is a {type(pooler).__name__}). Feed it padded rows, or build "
-            "its base with add_pooling_layer=False and pool batch.unpack(hidden) yourself."
+            f"sequence of a pack (its pooler is a {type(pooler).__name__}). Feed it padded rows."
         )
     pack.refuse_prefixes(model, "its pooler reads the first token of every one")
     starts = pack.cu_seqlens_q[:-1].long().clamp(max=pack.slots - 1)
@@ -92,10 +90,8 @@ def _pool(model: Any, pack: Pack, output: Any) -> Any:
 
 def _run_pooler(base: Any, hidden: Tensor) -> Tensor:
     """Pool rows ``[N, L, D]`` to ``[N, D]`` as the base model does."""
-    if isinstance(base.pooler, torch.nn.Linear):  # ALBERT's
-        activated: Tensor = base.pooler_activation(base.pooler(hidden[:, 0]))
-        return activated
-    pooled: Tensor = base.pooler(hidden)
+    albert = isinstance(base.pooler, torch.nn.Linear)
+    pooled: Tensor = base.pooler_activation(base.pooler(hidden[:, 0])) if albert else base.pooler(hidden)
     return pooled
 
 
@@ -113,8 +109,7 @@ def refuse_pooled_pack(model: Any, pack: Pack, output: Any) -> None:
         if value.shape[0] == 1 and not one_value_a_slot and pack.cu_seqlens_q.shape[0] > 2:
             raise ValueError(
                 f"{type(model).__name__} returns one row of {name}, {tuple(value.shape)}, for a pack of "
-                f"{pack.cu_seqlens_q.shape[0] - 1} sequences. Feed it padded rows, leave return_dict=False "
-                "out, or take the hidden states of its base model and pool them by batch.unpack()."
+                f"{pack.cu_seqlens_q.shape[0] - 1} sequences. Feed it padded rows."
             )
 
 
@@ -138,8 +133,8 @@ def _classify(forward: Callable[..., Any], model: Any, given: dict[str, Any], pa
     base = model.base_model
     if base is model or pack.shard is not None or shapes_are_static() or 0 in pack.lengths:
         raise ValueError(
-            f"{type(model).__name__} makes one row of every sequence, which needs whole sequences of known "
-            "lengths, none of them empty: train it without context parallelism and without CUDA graphs."
+            f"{type(model).__name__} makes one row of every sequence, which needs whole sequences, none "
+            "empty: train it without context parallelism and without CUDA graphs."
         )
     labels = given.pop("labels", None)
     outputs: list[Any] = []
@@ -148,30 +143,22 @@ def _classify(forward: Callable[..., Any], model: Any, given: dict[str, Any], pa
         output = forward(model, **given)
     finally:
         handle.remove()
-    logits = output.logits if hasattr(output, "logits") else output[0]
+    logits = output.logits
     shared = pack.prefixes
-    lengths, padded = (
-        (pack.real_lengths, pack.lengths) if shared is None else (shared.lengths, shared.lengths)
-    )
+    lengths = pack.real_lengths if shared is None else shared.lengths
+    padded = pack.lengths if shared is None else shared.lengths
     filler, ids = _filler(model), given.get("input_ids")
     if ids is None:  # the caller gave embeddings, so any token that is no padding will do
         ids = torch.full((1, pack.slots), filler + 1, device=logits.device)
-    kept = {"return_dict": given["return_dict"]} if "return_dict" in given else {}
     rows = torch.empty(len(padded), logits.shape[-1], dtype=logits.dtype, device=logits.device)
     for members, places in uploaded(list(padded_rows(lengths, padded)), logits.device):
         source = places if shared is None else shared.slots_of(places, pack.slots)
         real = source < pack.slots
         token_rows = torch.where(real, ids[0][source.clamp(max=pack.slots - 1)], filler)
-        arguments = {"input_ids": token_rows, "attention_mask": real.long(), **kept}
         with _base_returns(model, _padded_output(base, outputs[0], source, pack)):
-            result = forward(model, **arguments)
-        part = result.logits if hasattr(result, "logits") else result[0]
+            part = forward(model, input_ids=token_rows, attention_mask=real.long()).logits
         rows = rows.index_copy(0, members, part.to(rows.dtype))
-    loss = None if labels is None else _loss(model, rows, labels)
-    if isinstance(output, tuple):
-        return (rows,) if loss is None else (loss, rows)
-    output.logits = rows
-    output.loss = loss
+    output.logits, output.loss = rows, None if labels is None else _loss(model, rows, labels)
     return output
 
 
@@ -205,9 +192,6 @@ def _padded_output(base: Any, output: Any, source: Tensor, pack: Pack) -> Any:
         return torch.cat([value[0], value.new_zeros(1, *value.shape[2:])])[source]
 
     pools = getattr(base, "pooler", None) is not None
-    if isinstance(output, tuple):
-        hidden = rows(output[0])
-        return (hidden, _run_pooler(base, hidden)) if pools else (hidden,)
     made = type(output)(**{name: rows(value) for name, value in output.items()})
     if pools and hasattr(made, "pooler_output"):
         made.pooler_output = _run_pooler(base, made.last_hidden_state)
@@ -220,8 +204,7 @@ def _loss(model: Any, rows: Tensor, labels: Tensor) -> Tensor:
 
     if labels.shape[0] > rows.shape[0]:
         raise ValueError(
-            f"{type(model).__name__} got {labels.shape[0]} labels for a pack of {rows.shape[0]} sequences. "
-            "Pass one label a sequence, in the order of the pack; a trailing padding sequence needs none."
+            f"{type(model).__name__} got {labels.shape[0]} labels for a pack of {rows.shape[0]} sequences."
         )
     if not labels.shape[0]:  # an empty microbatch, whose mean over nothing would be NaN
         return rows.sum() * 0.0

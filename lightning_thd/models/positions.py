@@ -1,16 +1,12 @@
 """Layers that turn positions into numbers -> the same layers, counting inside every sequence of a pack.
 
-Some of transformers' layers do not take a pack as it is. Their classes are patched once; outside a pack they
-do what they did.
+Classes are patched once; outside a pack they do what they did.
 
 - Position embeddings of the RoBERTa kind start at ``padding_idx + 1`` and skip padding tokens.
-- Longrope and dynamic ropes look at the longest position of the whole call, so one long sequence of a pack
-  would turn the positions of all short ones. Sequences up to the length the model was first trained on are
-  computed together, and each longer one in a call of its own.
+- Longrope and dynamic ropes look at the longest position of the whole call, so that each sequence longer than
+  the trained length gets a call of its own.
 - ESM scales a row by the share of its tokens that is masked, and Llama 4 scales queries by their slot.
-- Gemma3n takes the root of a token's mean square. Its padding token has a zero embedding, at which the
-  root's gradient is infinite. Multiplied by a trailing pad's zero gradient it becomes NaN, which spreads to
-  every weight.
+- At the zero embedding of Gemma3n's padding token, its gradient is infinite: NaN times a trailing pad's zero.
 
 Legend: T slots in a pack.
 """
@@ -32,7 +28,6 @@ from lightning_thd._patches import layer_classes, patch_forward
 from lightning_thd._static import shapes_are_static
 from lightning_thd.batch.upload import uploaded
 from lightning_thd.models.pack import Pack, current_pack, model_pack
-from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
 _FROM_TOKENS_NAME = "create_position_ids_from_input_ids"
 _FROM_TOKENS = re.compile(rf"{_FROM_TOKENS_NAME}\(\s*input_ids,\s*self\.padding_idx")
@@ -83,7 +78,7 @@ def padded_positions(
     real = input_ids.ne(padding_idx).long()
     before = real.cumsum(1) - real
     first = before[0].index_select(0, pack.cu_seqlens_q[:-1].long().clamp(max=pack.slots - 1))
-    counted = before - first.index_select(0, _members(pack)) + 1
+    counted = before - first.index_select(0, pack.seq_idx[0].long()) + 1
     return counted * real + padding_idx
 
 
@@ -93,7 +88,7 @@ _HIDDEN_IN_TRAINING = 0.15 * 0.8
 
 def _without_masked(embeds: Tensor, masked: Tensor, pack: Pack) -> Tensor:
     """Zero ESM's masked tokens, and scale each sequence by the share of its own tokens that is masked."""
-    members, offsets = _members(pack), pack.cu_seqlens_q
+    members, offsets = pack.seq_idx[0].long(), pack.cu_seqlens_q
     lengths = (offsets if pack.cu_seqlens_real is None else pack.cu_seqlens_real).diff()
     counts = torch.zeros_like(lengths, dtype=torch.float32).index_add(0, members, masked[0].float())
     seen = (1 - _HIDDEN_IN_TRAINING) / (1 - counts / lengths.clamp(min=1))
@@ -101,13 +96,9 @@ def _without_masked(embeds: Tensor, masked: Tensor, pack: Pack) -> Tensor:
     return (embeds * seen.index_select(0, members)[None, :, None]).to(embeds.dtype)
 
 
-def _members(pack: Pack) -> Tensor:
-    return seq_idx_from_cu_seqlens(pack.cu_seqlens_q, pack.slots).long()
-
-
 def _starts_at_zero(pack: Pack) -> Tensor:
     """Count the slots of every sequence from 0; int64 ``[T]``."""
-    starts = pack.cu_seqlens_q[:-1].long().index_select(0, _members(pack))
+    starts = pack.cu_seqlens_q[:-1].long().index_select(0, pack.seq_idx[0].long())
     return torch.arange(pack.slots, device=starts.device) - starts
 
 
@@ -187,7 +178,10 @@ def _by_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
         kind = kind[layer_type] if isinstance(kind, dict) else kind
         if pack is None or not _depends_on_length(kind):
             return forward(self, x, position_ids, *args, **kwargs)
-        run = functools.partial(_forget_and_run, forward, self, x)
+
+        def run(position_ids: Tensor) -> Any:
+            return _forget_and_run(forward, self, x, position_ids, *args, **kwargs)
+
         if kind == "longrope":
             parameters = self.config.rope_parameters
             parameters = parameters if layer_type is None else parameters[layer_type]
@@ -195,37 +189,30 @@ def _by_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
         else:
             limit = self.original_max_seq_len
         # If no sequence exceeds the limit, one call serves all. The longest length is already on the host.
-        shard = pack.shard
-        longest = pack.max_length_k if shard is None else max(shard.padded_lengths)
-        if longest <= limit:
-            return run(position_ids, *args, **kwargs)
+        if pack.longest <= limit:
+            return run(position_ids)
         pack.refuse_prefixes(self, f"turns those longer than {limit} tokens by other frequencies")
-        if shard is not None or shapes_are_static():
-            where = "in a recorded step" if shard is None else "under context parallelism"
+        if pack.shard is not None or shapes_are_static():
+            where = "in a recorded step" if pack.shard is None else "under context parallelism"
             raise ValueError(
-                f"{type(self).__name__} has a rope of type {kind!r}, which turns a sequence longer than "
-                f"{limit} tokens differently from a shorter one, and lengths cannot be told apart {where}. "
-                f"Use sequences of at most {limit} tokens."
+                f"{type(self).__name__} turns sequences longer than {limit} tokens differently (rope of "
+                f"type {kind!r}), and lengths cannot be told apart {where}. Use sequences of at most "
+                f"{limit} tokens."
             )
         if position_ids.shape[-1] != pack.slots:
             raise ValueError(
                 f"{type(self).__name__} turns {position_ids.shape[-1]} positions of a pack of {pack.slots} "
-                f"slots by a rope of type {kind!r}: keys of its own, which belong to no sequence. Use "
-                f"sequences of at most {limit} tokens, or padded rows with attn_implementation='eager'."
+                f"slots by a rope of type {kind!r}: keys that belong to no sequence. Use at most {limit} "
+                "tokens."
             )
-        return _one_by_one(run, pack, position_ids, limit, args, kwargs)
+        return _one_by_one(run, pack, position_ids, limit)
 
     return forward_in_pack
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _one_by_one(
-    run: Callable[..., Any],
-    pack: Pack,
-    position_ids: Tensor,
-    limit: int,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    run: Callable[..., Any], pack: Pack, position_ids: Tensor, limit: int
 ) -> Tensor | tuple[Tensor, ...]:
     """Compute rotary embeddings of short sequences in one call and of every long one in its own."""
     lengths = pack.real_lengths
@@ -233,11 +220,11 @@ def _one_by_one(
     short = position_ids.masked_fill(is_long, 0)
     if lengths != pack.lengths:  # Padding slots may have positions beyond the limit.
         short = short.clamp(max=limit - 1)
-    whole: Tensor | tuple[Tensor, ...] = run(short, *args, **kwargs)
+    whole: Tensor | tuple[Tensor, ...] = run(short)
     for end, slots, length in zip(accumulate(pack.lengths), pack.lengths, lengths, strict=True):
         if length > limit:
             positions = position_ids[..., end - slots : end]
-            own = run(positions if length == slots else positions.clamp(max=length - 1), *args, **kwargs)
+            own = run(positions if length == slots else positions.clamp(max=length - 1))
             if isinstance(whole, Tensor):  # cosine and sine as one complex number
                 whole = _place(own, whole, end)
             else:
@@ -257,9 +244,8 @@ def _forget_and_run(
 ) -> Any:
     """Run a rotary embedding with its original frequencies, as if it had seen no longer sequence."""
     layer_type = kwargs.get("layer_type", args[0] if args else None)
-    kind, prefix = (
-        (rotary.rope_type, "") if layer_type is None else (rotary.rope_type[layer_type], f"{layer_type}_")
-    )
+    kind = rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]
+    prefix = "" if layer_type is None else f"{layer_type}_"
     if "dynamic" in kind:  # keeps the frequencies of the longest sequence it has met
         setattr(rotary, f"{prefix}max_seq_len_cached", rotary.original_max_seq_len)
         original = getattr(rotary, f"{prefix}original_inv_freq")
@@ -276,13 +262,8 @@ def keep_frequencies(model: Any) -> None:
     """Restore rotary frequencies in fp32 that FSDP1 or ``model.to(torch.bfloat16)`` rounded (by 0.4 %)."""
     known: list[nn.Module] | None = model.__dict__.get("_thd_rotaries")
     if known is None:
-        known = [
-            module
-            for module in model.modules()
-            if any(name.endswith("inv_freq") for name in module._buffers)
-            and not module._modules
-            and hasattr(module, "config")
-        ]
+        known = [x for x in model.modules() if not x._modules and hasattr(x, "config")]
+        known = [x for x in known if any(name.endswith("inv_freq") for name in x._buffers)]
         model.__dict__["_thd_rotaries"] = known
     for rotary in known:
         if any(buffer is not None and buffer.dtype in _HALF for buffer in rotary._buffers.values()):

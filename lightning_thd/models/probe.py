@@ -1,9 +1,8 @@
 """A model -> a report that no sequence of a pack sees another, or an error that names the layer.
 
 The probe runs packs of random tokens and changes one sequence at a time. What moves in another sequence is a
-leak, and so is a gradient that reaches its inputs. Every sequence in a pack of its own must give what it gave
-in the pack: by the same call, and by transformers' own eager attention, which this package does not touch. A
-trailing pad may move no gradient.
+leak, and so is a gradient that reaches its inputs. A sequence alone must give what it gave in the pack, also
+by transformers' own eager attention. A trailing pad may move no gradient.
 
 Legend: T slots in a pack, V vocabulary.
 """
@@ -24,11 +23,11 @@ from lightning_thd._find import text_config
 from lightning_thd.batch import THDBatch
 from lightning_thd.models.pack import packed
 from lightning_thd.models.probe_model import (
+    attention_configs,
     averaging_norms,
     calls_noted,
     first_leaking_module,
     in_fp32,
-    is_stock,
     lengths_to_reach,
     logits_alone,
     lowered_limits,
@@ -41,9 +40,8 @@ from lightning_thd.models.probe_report import PackingLeakError, PackingReport
 Forward = Callable[[nn.Module, THDBatch], Any]
 LENGTHS = (7, 1, 16, 3, 8)
 
-# Relative to the largest logit. A leak is judged between two runs of the same shapes, so only the order of
-# sums in expert kernels remains; packs of other shapes differ by the rounding of the dtype over the depth of
-# a model.
+# Relative to the largest logit. A leak is judged between runs of the same shapes, so only the order of sums
+# in expert kernels remains; packs of other shapes differ by rounding.
 _LEAK: dict[torch.dtype, float] = {torch.float64: 1e-12, torch.float32: 1e-6}
 _ERROR: dict[torch.dtype, float] = {torch.float64: 1e-9, torch.float32: 1e-4}
 _HALF_LEAK, _HALF_ERROR = 1e-2, 5e-2
@@ -73,10 +71,9 @@ def check_packing(
 ) -> PackingReport:
     """Check whether any sequence of a pack sees another one in a model.
 
-    The model is put in ``eval()`` meanwhile. Parameters and their gradients are unchanged afterwards. During
-    the check, parameters that are all zero hold small noise, because a layer whose output is multiplied by
-    zero shows no leak. Batch norms that would average over the pack in training count as a leak. It takes
-    about three forwards a sequence of ``sum(lengths)`` tokens, and two backwards with ``grad``.
+    The model is put in ``eval()``, and parameters that are all zero hold small noise, meanwhile. Batch norms
+    that would average over the pack in training count as a leak. It takes about three forwards a sequence of
+    ``sum(lengths)`` tokens, and two backwards with ``grad``.
 
     Args:
         model: a Hugging Face causal LM, or any model that ``forward`` can call.
@@ -84,19 +81,18 @@ def check_packing(
         lengths: of the sequences of the pack, at least two; include 1, and more than the window of the model.
         grad: check gradients of the inputs too.
         forward: ``forward(model, batch)`` gives logits ``[T, V]`` or ``[1, T, V]``; by default
-            ``model(**batch.hf_kwargs())`` for a model with a transformers config, or a ``forward`` that
-            names ``input_ids`` and gets the keywords that it names, else ``model(batch)``.
+            ``model(**batch.hf_kwargs())`` for a model of transformers or of ``input_ids``, else
+            ``model(batch)``.
         tolerance: what packed and alone may differ by, relative to the largest logit; None: by the dtype.
         raise_on_leak: raise rather than return a report that is not ok.
         seed: of the random tokens.
         thorough: compare with stock eager attention, and check that a trailing pad changes no gradient. If
             ``lengths`` is left out, a sequence is added that is longer than every window, chunk and rope
-            limit within 1,024 tokens. Larger limits are set to 9 during the check, for packed and stock runs
-            alike. Takes three more forwards a sequence, and four backwards with ``grad``.
+            limit within 1,024 tokens. Larger limits are set to 9 during the check.
 
     Returns:
-        The report; as text, a table. A model in half precision that differs without a leak is measured once
-        more with its weights held in fp32, where that fits, and judged by that.
+        The report; as text, a table. A model in half precision that differs without a leak is judged by a
+        second run with its weights held in fp32.
 
     Raises:
         PackingLeakError: naming the first module that leaks.
@@ -203,10 +199,8 @@ class _Probe:
             self.dtype = working_dtype(self.model, whole)
             scale = whole.detach().abs().max().item()
             if scale == 0:
-                raise ValueError(
-                    f"{type(self.model).__name__} gives logits that are all zero, so that no leak could be "
-                    "seen. Pass a forward= that returns what the model computes."
-                )
+                name = type(self.model).__name__
+                raise ValueError(f"{name} gives logits that are all zero. Pass a forward= that does not.")
             for index in range(len(self.batch.lengths)):
                 with torch.no_grad():
                     moved = (self.logits(self.changed(index)) - whole).abs().amax(-1)
@@ -234,7 +228,7 @@ class _Probe:
 
     def compare_with_stock(self) -> None:
         """Run every sequence under stock eager attention, shortest first."""
-        if not is_stock(self.model):
+        if not attention_configs(self.model):
             self.skipped.append("stock eager attention: not a transformers model")
             return
         ids, lengths = self.batch.input_ids, self.batch.lengths
@@ -326,10 +320,8 @@ class _Probe:
             how = {"tolerance": report.tolerance}
             if not report.matches_stock:
                 one = self.alone(self.worst["reference_error"])
-                rows, stock = (
-                    torch.arange(len(one.input_ids)),
-                    partial(logits_alone, self.model, one.input_ids),
-                )
+                rows = torch.arange(len(one.input_ids))
+                stock = partial(logits_alone, self.model, one.input_ids)
                 return first_leaking_module(self.model, run(one), stock, rows, rows, **how)
             own, one = slots_of(self.batch, self.worst["error"]), self.alone(self.worst["error"])
             there, rows = torch.arange(own.start, own.stop), torch.arange(len(one.input_ids))
@@ -348,17 +340,11 @@ def slots_of(batch: THDBatch, index: int) -> slice:
 def random_pack(model: nn.Module, vocab_size: int | None, lengths: Sequence[int], seed: int) -> THDBatch:
     """Build a pack of random ordinary tokens on the model's device."""
     if len(lengths) < 2 or min(lengths) < 1:
-        raise ValueError(
-            f"lengths={tuple(lengths)}: a leak needs at least two sequences of at least one token, for "
-            f"example lengths={LENGTHS}."
-        )
+        raise ValueError(f"lengths={tuple(lengths)}: a leak needs at least two sequences, none empty.")
     config = text_config(getattr(model, "config", None))
     size = vocab_size or getattr(config, "vocab_size", None)
     if size is None or size < 8:
-        raise ValueError(
-            f"vocab_size={size} of {type(model).__name__}: pass the number of tokens, at least 8, as "
-            "check_packing(model, vocab_size=...)."
-        )
+        raise ValueError(f"vocab_size={size} of {type(model).__name__}: pass the number of tokens, from 8.")
     ordinary = _ordinary_tokens(model, size)
     generator = torch.Generator().manual_seed(seed)
     picked = [ordinary[torch.randint(len(ordinary), (n,), generator=generator)] for n in lengths]
@@ -389,10 +375,7 @@ def embedding_of(model: nn.Module) -> nn.Embedding:
     if found is None:
         found = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
     if not hasattr(found, "weight"):
-        raise ValueError(
-            f"{type(model).__name__} has no nn.Embedding to find its inputs at. Give it a "
-            "get_input_embeddings()."
-        )
+        raise ValueError(f"{type(model).__name__} has no nn.Embedding. Give it a get_input_embeddings().")
     embedding: nn.Embedding = found
     return embedding
 

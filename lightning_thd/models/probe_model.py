@@ -1,9 +1,5 @@
 """What the leak probe does to a model and restores: random state, zero weights, rounding, attention, hooks.
 
-A layer whose output projection is zero, as many are when training begins, lets everything pass and shows no
-leak. A batch norm averages over all sequences of a pack, but not in ``eval()``. Stock eager attention with
-the same weights gives the logits to compare with. Hooks on every module find the first one that leaks.
-
 Legend: T slots of a run, V vocabulary.
 """
 
@@ -45,7 +41,7 @@ def no_zero_weights(model: nn.Module) -> Generator[None]:
     """Fill parameters that are zero throughout with noise inside this context, but none that are cut."""
     plain = [p for p in model.parameters() if type(p) in (nn.Parameter, Tensor) and p.dtype in _DTYPES]
     held = [p for p in plain if p.numel() and not (p.is_meta or p.is_inference())]
-    zeros = [parameter for parameter in held if not parameter.detach().any()]
+    zeros = [p for p in held if not p.detach().any()]
     with torch.no_grad():
         for seed, parameter in enumerate(zeros):
             generator = torch.Generator(parameter.device).manual_seed(seed)
@@ -129,15 +125,10 @@ _LIMITS = frozenset(
 _ROPE_LIMITS = ("original_max_seq_len", "max_seq_len_cached")
 
 
-def is_stock(model: nn.Module) -> bool:
-    """Return whether a model has a transformers config that names its attention."""
-    return bool(_attention_configs(model))
-
-
 @contextmanager
 def eager(model: nn.Module) -> Generator[None]:
     """Switch every layer of the model to transformers' own eager attention inside this context."""
-    configs = _attention_configs(model)
+    configs = attention_configs(model)
     chosen = [config._attn_implementation_internal for config in configs]
     try:
         for config in configs:
@@ -189,7 +180,7 @@ def _set(holder: Any, name: str, value: Any) -> None:
 
 def _limits(model: nn.Module) -> Iterator[tuple[Any, str, int]]:
     """Yield the lengths from which a model computes differently: who holds them, name and length."""
-    for config in _attention_configs(model):
+    for config in attention_configs(model):
         rope = getattr(config, "rope_parameters", None) or {}
         entries = [entry for entry in (rope, *rope.values()) if isinstance(entry, dict)]
         if any("dynamic" in str(entry.get("rope_type")) for entry in entries):
@@ -197,35 +188,30 @@ def _limits(model: nn.Module) -> Iterator[tuple[Any, str, int]]:
         for entry in entries:
             if entry.get("rope_type") == "longrope":
                 yield entry, "original_max_position_embeddings", entry["original_max_position_embeddings"]
-    for holder in (*_attention_configs(model), *model.modules()):
+    for holder in (*attention_configs(model), *model.modules()):
         rotary = "dynamic" in str(vars(holder).get("rope_type"))
         for name, size in list(vars(holder).items()):
             if type(size) is int and (name in _LIMITS or (rotary and name.endswith(_ROPE_LIMITS))):
                 yield holder, name, size
 
 
-def _attention_configs(model: nn.Module) -> list[Any]:
+def attention_configs(model: nn.Module) -> list[Any]:
     """Return the configs from which layers read their attention, except a vision tower's."""
     found: dict[int, Any] = {}
     root: Any = getattr(model, "config", None)
+    chosen = getattr(root, "_attn_implementation_internal", None)
     for module in model.modules():
         config: Any = getattr(module, "config", None)
-        if getattr(config, "_attn_implementation_internal", None) is not None:
-            same = config._attn_implementation_internal == getattr(
-                root, "_attn_implementation_internal", None
-            )
-            if same or config is root:
-                found[id(config)] = config
+        own = getattr(config, "_attn_implementation_internal", None)
+        if own is not None and (own == chosen or config is root):
+            found[id(config)] = config
     return list(found.values())
 
 
 # ---- The first module that leaks
 
-
-# The name of a module, and how often it had been called before.
-_Key = tuple[str, int]
-# The inputs and outputs of one call of a module, cut down to the rows that are compared.
-_Call = tuple[list[Tensor], list[Tensor]]
+_Key = tuple[str, int]  # the name of a module, and how often it had been called before
+_Call = tuple[list[Tensor], list[Tensor]]  # rows of the inputs and outputs of one call
 
 
 def first_leaking_module(

@@ -18,15 +18,13 @@ class PackingReport:
         layers: its number of layers, likewise.
         lengths: of the sequences in the pack.
         leak: largest change of a logit by changing another sequence.
-        gradient_leak: largest gradient that reaches an input of another sequence; None when not asked for.
+        gradient_leak: largest gradient that reaches an input of another sequence, if asked for.
         error: largest difference of a logit between the pack and the sequence in a pack of its own.
-        gradient_error: the same of the gradient of the inputs; None when not asked for.
+        gradient_error: the same of the gradient of the inputs, if asked for.
         leak_tolerance: what ``leak`` and ``gradient_leak`` may be.
         tolerance: what ``error`` and ``gradient_error`` may be.
-        reference_error: largest difference of a logit between the pack and the sequence under stock eager
-            attention with the same weights; None if there is none to compare with.
-        pad_error: largest difference that a trailing pad makes to the gradient of a parameter; None when not
-            asked for.
+        reference_error: largest difference of a logit to the sequence under stock eager attention, if any.
+        pad_error: largest difference that a trailing pad makes to the gradient of a parameter, if asked for.
         batch_norms: names of the batch norms that would average over a pack in training.
         skipped: what was not looked at, and why.
         module: first module whose inputs are clean and whose outputs are not; None when all is well.
@@ -105,11 +103,7 @@ class PackingReport:
 
 
 class PackingLeakError(RuntimeError):
-    """Raised when a pack gives other results than its sequences give alone.
-
-    Attributes:
-        report: the numbers, and the module.
-    """
+    """Raised when a pack gives other results than its sequences give alone; ``report`` has the numbers."""
 
     def __init__(self, report: PackingReport) -> None:
         self.report = report
@@ -123,15 +117,9 @@ class PackingLeakError(RuntimeError):
             what = "differs between a pack and stock eager attention"
         else:
             what = "has other gradients, or none that are finite, with a trailing pad"
+        remedy = "Build the model with attn_implementation='thd' and call it with model(**batch.hf_kwargs())"
         if report.attention is None:  # no model of transformers
-            remedy = (
-                "Let every layer stop at batch.cu_seqlens: call varlen_attention, read batch.position_ids"
-            )
-        else:
-            remedy = (
-                "Build the model with attn_implementation='thd' and call it with model(**batch.hf_kwargs()): "
-                "position_ids, cu_seq_lens_q/k, use_cache=False and no attention_mask"
-            )
+            remedy = "Let every layer stop at batch.cu_seqlens: call varlen_attention, read position_ids"
         super().__init__(
             f"{report.model} {what}; the first module that does is "
             f"{report.module or 'not a module of its own'}.\n{report}\n"

@@ -1,8 +1,4 @@
-"""Errors for models, adapters, layers and arguments with which a pack would not be exact.
-
-``refuse_own_attention`` runs when the attention is chosen, ``refuse_unknown_layers`` at a model's first pack,
-``refuse_call`` and ``keep_labels_inside`` once a call of a model.
-"""
+"""Errors for models, adapters, layers and arguments with which a pack would not be exact."""
 
 from __future__ import annotations
 
@@ -32,22 +28,16 @@ def refuse_own_attention(model: Any) -> None:
     """Refuse a model class whose attention ignores ``attn_implementation``: Bloom, Falcon, GPT-J, MPT, ..."""
     source = _source(type(model).__module__)
     table = next((name for name in _TABLE.findall(source) if "VISION" not in name), None)
+    own = f"{type(model).__name__} has an attention of its own"
+    advice = "Use padded rows with attn_implementation='eager', or a model that asks AttentionInterface."
     if table is not None and not _sees_images(model):
-        raise ValueError(
-            f"{type(model).__name__} has an attention of its own, from {table}, which has no 'thd'. Use "
-            "padded rows with attn_implementation='eager', or a model whose modeling file uses transformers' "
-            "AttentionInterface."
-        )
+        raise ValueError(f"{own}, from {table}, which has no 'thd'. {advice}")
     names = _ATTENTION.findall(source)
     has_tower = model.config.get_text_config() is not model.config
     images_only = has_tower and bool(names) and all("Vision" in name for name in names)
     mixers_only = bool(names) and all(name in MIXERS for name in names)
     if not (type(model)._can_set_attn_implementation() or images_only or mixers_only):
-        raise ValueError(
-            f"{type(model).__name__} has an attention of its own that ignores attn_implementation, so 'thd' "
-            "would leave it leaking across sequences. Use padded rows with attn_implementation='eager', or a "
-            "model whose modeling file uses transformers' AttentionInterface."
-        )
+        raise ValueError(f"{own} that ignores attn_implementation, and would leak across sequences. {advice}")
 
 
 def keeps_own_attention(model: Any) -> bool:
@@ -55,8 +45,7 @@ def keeps_own_attention(model: Any) -> bool:
     if not _sees_images(model):
         return False
     return (
-        bool(_TABLE.findall(_source(type(model).__module__)))
-        or not type(model)._can_set_attn_implementation()
+        bool(_TABLE.search(_source(type(model).__module__))) or not type(model)._can_set_attn_implementation()
     )
 
 
@@ -107,8 +96,7 @@ def refuse_unknown_layers(model: nn.Module) -> None:
     if not aware:
         raise ValueError(
             f"{type(model).__name__} has no layer that knows about packs: no attention that asks for its "
-            "implementation, and no state-space layer from lightning_thd.models.mixers.MIXERS. Feed it "
-            "padded rows, one sequence each."
+            "implementation, and no layer from lightning_thd.models.mixers.MIXERS. Feed it padded rows."
         )
 
 
@@ -117,10 +105,9 @@ def refuse_early_release(model_type: str, installed: str) -> None:
     needed = _EXACT_FROM.get(model_type)
     numbers = tuple(int(part) for part in installed.split(".")[:2] if part.isdigit())
     if needed is not None and len(numbers) == 2 and numbers < needed:
-        raise ValueError(
-            f"{model_type} differs between a pack and its sequences alone with transformers {installed}; it "
-            f"is exact from {'.'.join(map(str, needed))} on. Install that, or feed it padded rows."
-        )
+        exact = f"it is exact from {'.'.join(map(str, needed))} on"
+        what = f"{model_type} differs between a pack and its sequences alone with transformers {installed}"
+        raise ValueError(f"{what}; {exact}. Install that, or feed it padded rows.")
 
 
 def _refuse_layer(found: _Found) -> None:
@@ -129,42 +116,36 @@ def _refuse_layer(found: _Found) -> None:
     convolves = any(isinstance(x, nn.Conv1d) and x.kernel_size[0] > 1 for x in module.children())
     if convolves or any(hasattr(module, name) for name in ("A_log", "dt_bias")):
         raise ValueError(
-            f"{found.name} ({kind}) mixes tokens by a convolution or a state, and lightning_thd does not "
-            "know how to reset it between the sequences of a pack. Feed this model padded rows, one sequence "
-            f"each; or, if the layer is causal, set lightning_thd.models.mixers.MIXERS[{kind!r}] = None "
-            "before the model is built, and prove it with lightning_thd.models.check_packing(model)."
+            f"{found.name} ({kind}) mixes tokens by a convolution or a state, which is not known to be "
+            "reset between the sequences of a pack. Feed this model padded rows; or, if the layer is "
+            f"causal, set lightning_thd.models.mixers.MIXERS[{kind!r}] = None before the model is built, "
+            "and prove it with lightning_thd.models.check_packing(model)."
         )
     weight = getattr(getattr(module, "base_layer", None), "weight", None)
     if getattr(module, "lora_magnitude_vector", None) and _is_cut_by_tensor_parallelism(weight):
         raise ValueError(
-            f"{found.name} ({kind}) is a DoRA layer whose weight tensor parallelism has cut over ranks, and "
-            "DoRA's norms need whole rows. Use plain LoRA, or no tensor parallelism."
+            f"{found.name} ({kind}) is a DoRA layer cut by tensor parallelism, and its norms need whole "
+            "rows. Use plain LoRA."
         )
     if getattr(module, "trigram_input", False):
         raise ValueError(
-            f"{found.name} ({kind}) puts the tokens before and after each one beside it (trigram_input), "
-            "those of the neighbouring sequences of a pack too. Feed this model padded rows, one sequence "
-            "each, or build it with trigram_input=False."
+            f"{found.name} ({kind}) puts the tokens before and after each one beside it. Build the model "
+            "with trigram_input=False, or feed it padded rows."
         )
     if not _POSITION_TABLE.search(kind) or "Rotary" in kind:
         return
     if "position_ids" not in inspect.signature(type(found.owner).forward).parameters:
         raise ValueError(
             f"{found.name} ({kind}) counts positions along the whole row, and {type(found.owner).__name__} "
-            "takes no position_ids to restart them in every sequence of a pack. Feed this model padded rows, "
-            "one sequence each."
+            "takes no position_ids to restart them. Feed this model padded rows."
         )
 
 
 def _is_cut_by_tensor_parallelism(weight: Any) -> bool:
     """Return whether a weight is a DTensor that an axis called "tp" or "tensor" shards."""
-    if not hasattr(weight, "placements") or not hasattr(weight, "device_mesh"):
-        return False
-    names = weight.device_mesh.mesh_dim_names or ()
-    return any(
-        ("tp" in name or "tensor" in name) and not placement.is_replicate()
-        for name, placement in zip(names, weight.placements, strict=True)
-    )
+    names = getattr(getattr(weight, "device_mesh", None), "mesh_dim_names", None) or ()
+    cut = zip(names, getattr(weight, "placements", ()), strict=False)
+    return any(("tp" in name or "tensor" in name) and not at.is_replicate() for name, at in cut)
 
 
 def _asks_for_attention(name: str) -> bool:
@@ -219,15 +200,12 @@ def refuse_changed_config(model: Any) -> None:
     if names and (now := _read_late(model.config, names)) != before:
         raise ValueError(
             f"The config of {type(model).__name__} was changed after the model was built: {', '.join(names)} "
-            f"were {before} and are {now}. Eager attention would follow the config, and 'thd' the layers, "
-            "which keep the values they were built with. Build the model from the changed config, for "
-            "example from_pretrained(..., sliding_window=...)."
+            f"were {before} and are {now}, and layers keep the values they were built with. Build the model "
+            "from the changed config, for example from_pretrained(..., sliding_window=...)."
         )
 
 
 _CACHES: Final = ("past_key_values", "cache_params")
-
-
 # Methods of PEFT 0.21 that tests/models/test_adapters.py found exact, or that only change weights.
 _TOKEN_BY_TOKEN: Final = frozenset(
     {"ADALORA", "ADAMSS", "BEFT", "BOFT", "BONE", "C3A", "DEFT", "DELORA", "FOURIERFT", "FROD", "GLORA"}
@@ -243,27 +221,22 @@ def refuse_call(model: Any, kwargs: dict[str, Any]) -> None:
     # A class that takes no inputs of a decoder runs only the encoder of such a config.
     if model._thd_takes_decoder and getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(
-            f"{kind} got a pack. An encoder-decoder has two sequences for every sample, and a pack holds "
-            "one: feed it padded rows, or train only its decoder."
+            f"{kind} got a pack. An encoder-decoder has two sequences each: feed it padded rows."
         )
     if "MultipleChoice" in kind:
-        raise ValueError(
-            f"{kind} got a pack. It compares several sequences of every sample in one softmax, and a pack "
-            "does not say which belong together: feed it padded rows."
-        )
+        raise ValueError(f"{kind} got a pack. It compares several sequences a sample: feed it padded rows.")
     mask = kwargs.get("attention_mask")
     # A multimodal model hands its text model the masks it asked for, one a layer type: "thd" gives None.
     if mask is not None and not (isinstance(mask, dict) and all(x is None for x in mask.values())):
         raise ValueError(
-            f"{kind} got a pack and an attention_mask. The boundaries of the pack are its mask: pass "
-            "attention_mask=None, and pad by a trailing sequence (THDBatch.collate(..., pad_to=))."
+            f"{kind} got a pack and an attention_mask. Pass attention_mask=None, and pad by a trailing "
+            "sequence: THDBatch.collate(..., pad_to=)."
         )
     if kwargs.get("use_cache") or any(kwargs.get(name) is not None for name in _CACHES):
         name = next((name for name in _CACHES if kwargs.get(name) is not None), "use_cache=True")
         raise ValueError(
-            f"{kind} got a pack and {name}. Generation with a cache through 'thd' is not possible: call the "
-            "model with use_cache=False, or generate with model.set_attn_implementation('eager'). "
-            "See docs/reference/messages.md#generation."
+            f"{kind} got a pack and {name}. Generation with a cache through 'thd' is not possible: generate "
+            "with model.set_attn_implementation('eager'). See docs/reference/messages.md#generation."
         )
     if kwargs.get("pixel_values") is not None or kwargs.get("pixel_values_videos") is not None:
         _refuse_plain_positions(model, kwargs.get("position_ids"))
@@ -273,15 +246,14 @@ def refuse_call(model: Any, kwargs: dict[str, Any]) -> None:
         method = getattr(method, "value", method)
         if method is not None and method not in _TOKEN_BY_TOKEN and not config.is_prompt_learning:
             raise ValueError(
-                f"The adapter {name!r} ({method}) is not known to change every token by itself. Lily's "
-                "router, for example, averages over all tokens of a call, those of other sequences too. Use "
-                "LoRA or another method that does, or feed this model padded rows."
+                f"The adapter {name!r} ({method}) is not known to change every token by itself. Use LoRA, or "
+                "feed this model padded rows."
             )
         for option in ("alora_invocation_tokens", "velora_config"):
             if getattr(config, option, None) is not None:
                 raise ValueError(
-                    f"The adapter {name!r} has {option}, by which a token may depend on tokens of other "
-                    "sequences of the row. Use plain LoRA, or feed this model padded rows."
+                    f"The adapter {name!r} has {option}, by which tokens may depend on other sequences. Use "
+                    "plain LoRA, or feed this model padded rows."
                 )
 
 
@@ -292,10 +264,9 @@ def _refuse_plain_positions(model: nn.Module, position_ids: Tensor | None) -> No
         return
     if any(hasattr(owner, "get_rope_index") for owner in owners):
         raise ValueError(
-            f"{type(model).__name__} got images in a pack and position_ids {tuple(position_ids.shape)} that "
-            "count like text. A model with M-RoPE needs position_ids [3, 1, T]: give every sample its own "
-            "[3, n], model.model.get_rope_index(...) of only that sample, and THDBatch.collate lays them "
-            "end to end."
+            f"{type(model).__name__} got images in a pack and position_ids {tuple(position_ids.shape)}. A "
+            "model with M-RoPE needs position_ids [3, 1, T]: give every sample "
+            "model.model.get_rope_index(...) of only that sample."
         )
 
 
@@ -309,14 +280,13 @@ def refuse_losing_adapters(wrapper: Any) -> None:
         kind = getattr(getattr(config, "peft_type", None), "value", type(config).__name__)
         if getattr(config, "is_prompt_learning", False):
             raise ValueError(
-                f"The adapter {name!r} ({kind}) puts virtual tokens before every row, and a pack is one row: "
-                "only its first sequence would get them. Use LoRA, or feed this model padded rows."
+                f"The adapter {name!r} ({kind}) puts virtual tokens before every row, and a pack is one "
+                "row. Use LoRA, or feed this model padded rows."
             )
         if getattr(config, "orth_reg_weight", 0.0):
             raise ValueError(
-                f"The adapter {name!r} ({kind}) adds a penalty to the loss that the model computes "
-                f"(orth_reg_weight={config.orth_reg_weight}), which a loss without logits would leave out. "
-                "Set orth_reg_weight=0.0, or use plain LoRA."
+                f"The adapter {name!r} ({kind}) adds a penalty to the loss (orth_reg_weight="
+                f"{config.orth_reg_weight}), which a loss without logits would leave out. Set it to 0.0."
             )
 
 
@@ -333,7 +303,7 @@ def keep_labels_inside(model: Any, kwargs: dict[str, Any], pack: Pack) -> dict[s
     if of_a_row is not None:
         raise ValueError(
             f"{type(model).__name__} got a pack and {of_a_row}, which speaks of a whole row. Leave it out "
-            "and compute the loss of every sequence from batch.unpack(), or feed it padded rows."
+            "and compute the loss of every sequence from batch.unpack()."
         )
     labels = kwargs.get("labels")
     if labels is None or kwargs.get("shift_labels") is not None:
@@ -345,13 +315,12 @@ def keep_labels_inside(model: Any, kwargs: dict[str, Any], pack: Pack) -> dict[s
     if kind not in _SHIFTED:
         raise ValueError(
             f"{type(model).__name__} got a pack and labels, and its loss is not known to stay inside the "
-            "sequences of a pack. Leave labels out and compute the loss from the logits, or feed it padded "
-            "rows. See docs/reference/messages.md#labels."
+            "sequences. Compute the loss from the logits. See docs/reference/messages.md#labels."
         )
     if pack.shard is not None:
         raise ValueError(
-            f"{type(model).__name__} got labels and one rank's shard of a pack, whose last token's target is "
-            "on another rank. Leave labels out and use lightning_thd.causal_lm_loss(model, batch)."
+            f"{type(model).__name__} got labels and one rank's shard of a pack, whose last target is on "
+            "another rank. Leave labels out and use lightning_thd.causal_lm_loss(model, batch)."
         )
     _refuse_shifted(model, kwargs.get("input_ids"), labels)
     starts = pack.cu_seqlens_q[:-1].long()
@@ -371,7 +340,6 @@ def _refuse_shifted(model: Any, input_ids: Any, labels: Any) -> None:
     except ValueError as err:
         raise ValueError(
             f"{type(model).__name__} got labels with a pack: the labels are the next tokens already, as "
-            "batch.targets are, and the model shifts labels by itself. Pass shift_labels=labels beside them, "
-            "or use lightning_thd.causal_lm_loss(model, batch). "
-            "See docs/reference/messages.md#labels."
+            "batch.targets are, and the model shifts labels by itself. Pass shift_labels=labels beside "
+            "them, or use lightning_thd.causal_lm_loss(model, batch). See docs/reference/messages.md#labels."
         ) from err

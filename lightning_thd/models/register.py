@@ -1,8 +1,6 @@
-"""The name ``"thd"`` -> entries in transformers' tables of attentions and masks, as soon as it is imported.
+"""The name ``"thd"`` -> entries in transformers' tables of attentions and masks, whenever that is imported.
 
-``import lightning_thd`` must not import transformers, and ``attn_implementation="thd"`` has to work in
-whatever order they are imported. When transformers is too old, or has changed underneath, its import goes on
-and only "thd" is refused.
+When transformers is too old, or has changed underneath, its import goes on and only "thd" is refused.
 """
 
 from __future__ import annotations
@@ -43,11 +41,6 @@ def _installed() -> str:
         return "of unknown version"
 
 
-def _too_old(installed: str) -> bool:
-    numbers = [part for part in installed.split(".")[:2] if part.isdigit()]
-    return len(numbers) == 2 and tuple(map(int, numbers)) < OLDEST
-
-
 def _refusal(what: str) -> Callable[..., Any]:
     """Return an attention or mask function that raises, saying why "thd" is not available."""
     message = (
@@ -65,7 +58,8 @@ def _register(table: Any, install: Callable[[], Callable[..., Any]]) -> None:
     """Register "thd" in a table; problems refuse models when called, never the import."""
     if table is None:
         return  # transformers refuses the name by itself
-    if _too_old(_installed()):
+    numbers = tuple(int(part) for part in _installed().split(".")[:2] if part.isdigit())
+    if len(numbers) == 2 and numbers < OLDEST:
         table.register(NAME, _refusal("it hands no boundaries to state-space layers"))
         return
     try:

@@ -1,7 +1,6 @@
 """Vision towers of Qwen-VL's kinds -> one attention call a layer for all images of a pack.
 
-transformers gives cu_seqlens to flash attention only. It calls any other attention once for each image, after
-reading their sizes from the device in every layer. With "thd" these towers take flash attention's branch.
+transformers calls any attention but flash once for each image. With "thd" these towers take flash's branch.
 """
 
 from __future__ import annotations
@@ -56,9 +55,8 @@ def _with_longest(forward: Any) -> Any:
             areas = [(height, width) for _, height, width in grid_thw.tolist()]
             kwargs.setdefault("max_seqlen", max(height * width for height, width in areas))
             if windows:
-                edge = (
-                    self.window_size // self.patch_size // self.spatial_merge_size * self.spatial_merge_size
-                )
+                merge = self.spatial_merge_size
+                edge = self.window_size // self.patch_size // merge * merge
                 longest = max(min(edge, height) * min(edge, width) for height, width in areas)
                 kwargs.setdefault("max_window_seqlen", longest)
         return forward(self, hidden_states, grid_thw, **kwargs)

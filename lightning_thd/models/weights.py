@@ -1,10 +1,8 @@
 """Models built on the meta device -> the weights that a rank keeps, drawn by name or read from a folder.
 
 A drawn weight gets the values it has in the whole model, whatever part a rank keeps: its generator is seeded
-with the job's seed and the weight's name. Building the model on the host under that seed gives other values,
-because it draws all weights from one stream. ``from_pretrained`` gives a model without memory, whose tensors
-transformers reads and converts later (a mixture's experts lie in the folder one by one) into a copy of the
-model's skeleton that holds only what the rank keeps.
+with the job's seed and the weight's name. ``from_pretrained`` gives a model without memory, whose tensors
+transformers reads and converts later into a copy of the model's skeleton that holds only what the rank keeps.
 """
 
 from __future__ import annotations
@@ -40,8 +38,7 @@ def draw_weights(module: nn.Module, device: torch.device, *, seed: int) -> None:
     if left:
         raise ValueError(
             f"{type(module).__name__} holds {left[:4]} on the meta device, and no _init_weights() or "
-            "reset_parameters() of the modules that own them gives them values. Write one, or build the "
-            "model with its weights."
+            "reset_parameters() of the modules that own them gives them values. Write one."
         )
 
 
@@ -129,8 +126,7 @@ def _initialise_adapters(layer: Any, path: str, configs: Mapping[str, Any]) -> N
     if not hasattr(layer, "reset_lora_parameters") or not {*kinds.values()} <= {True, False, "gaussian"}:
         raise ValueError(
             f"The adapters of {path} ({type(layer).__name__}) on the meta device have init_lora_weights="
-            f"{[*kinds.values()]}. Only LoRA's with True, False or 'gaussian' get values there. Build the "
-            "model in __init__, with its weights."
+            f"{[*kinds.values()]}. Only LoRA's with True, False or 'gaussian' get values there."
         )
     for name, how in kinds.items():
         if how is not False:
@@ -259,14 +255,12 @@ def require_unchanged(module: nn.Module) -> None:
         known = {id(tensor) for tensor in unread.tensors.values()}
         added = [n for n, p in child.named_parameters() if id(p) not in known and n in unread.tensors]
         shapes = {n: _tensor(unread.skeleton, n).shape for n in unread.tensors}
-        written = [
-            n for n, t in unread.tensors.items() if t._version != unread.versions[n] or t.shape != shapes[n]
-        ]
+        all_of = unread.tensors.items()
+        written = [n for n, t in all_of if t._version != unread.versions[n] or t.shape != shapes[n]]
         if written or (lost and added):
             raise ValueError(
                 f"{(written or added)[:4]} of {type(child).__name__} changed after from_pretrained, which "
-                "reads nothing under a pipeline until the model is cut: the change or what is read would "
-                "be lost. Build the model in __init__, where it is read whole."
+                "reads nothing under a pipeline until the model is cut. Build the model in __init__."
             )
 
 
@@ -278,9 +272,8 @@ def _read(module: nn.Module, unread: _Unread) -> None:
     for path, table, name, _ in _held(skeleton):
         if path not in kept:
             del table[name]
-    found, _ = type(skeleton)._load_pretrained_model(
-        skeleton, None, unread.files, unread.options, expected_keys=expected
-    )
+    given = skeleton, None, unread.files, unread.options
+    found, _ = type(skeleton)._load_pretrained_model(*given, expected_keys=expected)
     _check(skeleton, found, kept)
     read: dict[int, Tensor] = {}
     for name, tensor in kept.items():
@@ -299,20 +292,15 @@ def _check(skeleton: nn.Module, found: Any, kept: dict[str, Tensor]) -> None:
     wrong = [*map(str, found.mismatched_keys), *map(str, found.conversion_errors), *found.error_msgs]
     if wrong:
         raise ValueError(
-            f"The folder of {type(skeleton).__name__} holds tensors that do not fit the model: {wrong[:4]}. "
-            "Give from_pretrained the config they were saved with."
+            f"The folder of {type(skeleton).__name__} holds tensors that do not fit the model: {wrong[:4]}."
         )
-    unread = {id(tensor): True for tensor in kept.values()}
-    for name, tensor in kept.items():  # a tied weight is read under one of its names
-        if not _tensor(skeleton, name).is_meta:
-            unread[id(tensor)] = False
+    # A tied weight is read under one of its names.
+    read = {id(tensor) for name, tensor in kept.items() if not _tensor(skeleton, name).is_meta}
     persistent = set(skeleton.state_dict())
-    missing = [name for name, tensor in kept.items() if unread[id(tensor)] and name in persistent]
+    missing = [name for name, tensor in kept.items() if id(tensor) not in read and name in persistent]
     if missing:
-        warnings.warn(
-            f"The folder of {type(skeleton).__name__} lacks {missing[:4]}, which get random values.",
-            stacklevel=2,
-        )
+        what = f"The folder of {type(skeleton).__name__} lacks {missing[:4]}, which get random values."
+        warnings.warn(what, stacklevel=2)
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:

@@ -108,7 +108,7 @@ def test_equals_dense(
         torch.testing.assert_close(a.double(), b.double(), rtol=3e-2, atol=6e-2)
 
 
-@pytest.mark.parametrize("backend", ["torch", "flash2", "flash3", "flash4", "te", "efficient", "portable"])
+@pytest.mark.parametrize("backend", ["torch", "flash2", "flash3", "flash4", "efficient", "portable"])
 @pytest.mark.parametrize("window", [None, 5])
 def test_gathered_keys(on_cuda: pytest.MonkeyPatch, backend: str, window: int | None) -> None:
     """Sequences that share prefixes read keys by an index, whose rows' gradients add up."""

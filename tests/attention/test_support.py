@@ -88,7 +88,7 @@ def test_a_backend_that_is_not_installed_is_named(on_cuda: pytest.MonkeyPatch) -
         "backend='torch': runs it",
         "backend='flash' (flash2): runs it",
         "backend='flash' (flash3): would run it, but flash_attn_interface does not import here: build",
-        "backend='cpu': runs on cpu tensors, these are on cuda; move them with .to('cpu')",
+        "backend='cpu': runs on cpu tensors, these are on cuda; move them .to('cpu')",
     ):
         assert text in str(error.value)
 

@@ -145,7 +145,7 @@ MASK = torch.zeros(1, 1, 3, 3)
         (1, 3, 3, {"dropout": 0.1}, r"attention dropout 0\.1.*Set attention_dropout .* to 0\.0"),
         (1, 3, 3, {"position_bias": torch.zeros(1)}, "passes position_bias to its attention"),
         (1, 3, 3, {"never_heard_of": 1}, "passes never_heard_of to its attention"),
-        (1, 3, 3, {"output_attentions": True}, "never form.*'eager'"),
+        (1, 3, 3, {"output_attentions": True}, "passes output_attentions .*'eager'"),
     ],
 )
 def test_what_would_change_the_result_is_refused(

@@ -252,7 +252,7 @@ def test_a_fault_in_half_precision_is_one_in_fp32_too() -> None:
     ("model", "arguments", "message"),
     [
         (Own, {"lengths": (5,)}, r"lengths=\(5,\): a leak needs at least two sequences"),
-        (Own, {"lengths": (5, 0)}, "at least one token"),
+        (Own, {"lengths": (5, 0)}, "two sequences, none empty"),
         (Own, {"vocab_size": None}, "vocab_size=None of Own: pass the number of tokens"),
         (Own, {"vocab_size": 3}, "vocab_size=3"),
         (Own, {"forward": lambda model, batch: model(batch) * 0.0}, "Own gives logits that are all zero"),

@@ -1,10 +1,9 @@
 """q, k, v in THD and offsets -> attention on the CPU, in memory linear in T, as a torch operator or directly.
 
 Runs on torch's own flash kernel for CPUs, which is top-left causal, wants E == D, and kills the process on an
-empty sequence; the calls of ``cpu_plan`` never ask it for anything else. Softcap runs on matrix products.
+empty sequence. Softcap runs on matrix products.
 
-Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E value head size, B tiles in a
-    call.
+Legend: T slots, H query heads, G key-value heads, D head size, E value head size, B tiles in a call.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from torch.autograd import forward_ad
 from torch.nn.functional import pad
 
 from lightning_thd.attention.kernels import cpu_tiles
-from lightning_thd.attention.kernels.cpu_plan import (
-    GROUPED_ELEMENTS,
-    SHORT,
-    Piece,
-    Plan,
-    Tiles,
-    make_plan,
-)
+from lightning_thd.attention.kernels.cpu_plan import GROUPED_ELEMENTS, SHORT, Piece, Plan, Tiles, make_plan
 from lightning_thd.attention.kernels.cpu_tiles import Masks
-from lightning_thd.attention.kernels.raw import Saved, apply_sinks, sinks_gradient
+from lightning_thd.attention.kernels.raw import (
+    Gradients,
+    OutLse,
+    Saved,
+    any_size,
+    apply_sinks,
+    sinks_gradient,
+)
 from lightning_thd.attention.spec import AttentionSpec, Offsets, read_offsets
 
 # Scores one softcap call may hold: 8 MiB in fp32.
@@ -110,8 +109,7 @@ def _refuse_forward_mode(*tensors: Tensor | None) -> None:
     tangent_of: Any = forward_ad.unpack_dual
     if any(x is not None and tangent_of(x).tangent is not None for x in tensors):
         raise NotImplementedError(
-            "Attention on packs has no forward-mode derivative (torch.func.jvp). Use the backward pass, or "
-            "padded rows with attn_implementation='eager'."
+            "Attention on packs has no forward-mode derivative (torch.func.jvp). Use the backward pass."
         )
 
 
@@ -188,17 +186,8 @@ def _few(cu_q: tuple[int, ...], cu_kv: tuple[int, ...], spec: AttentionSpec) -> 
     return _Few(rows, keys, causal)
 
 
-def _attend_few(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    few: _Few,
-    scale: float,
-) -> Tensor:
-    """Attend to ``[1, H, T, D]`` by a differentiable kernel call a sequence; contiguous ``[1, T, H, E]``.
-
-    The kernel stores its output in that order, and some models ``view`` it.
-    """
+def _attend_few(q: Tensor, k: Tensor, v: Tensor, few: _Few, scale: float) -> Tensor:
+    """Attend to ``[1, H, T, D]`` by a kernel call a sequence; ``[1, T, H, E]``, contiguous for ``view``."""
     q, k, v = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)]
     if len(few.rows) == 1:
         whole: Tensor = cpu_tiles.flash(q, k, v, 0.0, few.causal[0], scale=scale)[0]
@@ -210,7 +199,7 @@ def _attend_few(
     return torch.cat([out.transpose(1, 2) for out in found], 1)
 
 
-def _few_forward(few: _Few, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _few_forward(few: _Few, q: Tensor, k: Tensor, v: Tensor, scale: float) -> OutLse:
     """Return out and lse of the calls of ``_attend_few``, which are the same to the bit."""
     parts = _heads_first(q, few.rows), _heads_first(k, few.keys), _heads_first(v, few.keys)
     each = zip(*parts, few.causal, strict=True)
@@ -219,18 +208,12 @@ def _few_forward(few: _Few, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tu
     return out.contiguous(), lse.contiguous()
 
 
-def _few_backward(
-    few: _Few, by_q: tuple[Tensor, ...], by_k: tuple[Tensor, ...], scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _few_backward(few: _Few, by_q: tuple[Tensor, ...], by_k: tuple[Tensor, ...], scale: float) -> Gradients:
     """Return the gradients of ``_few_forward`` from (grad, q, out, lse) and (k, v)."""
     grads, queries, outs, sums = (_heads_first(x, few.rows) for x in by_q)
     keys, values = (_heads_first(x, few.keys) for x in by_k)
-    found = [
-        cpu_tiles.flash_backward_op(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
-        for grad, q, k, v, out, lse, causal in zip(
-            *(grads, queries, keys, values, outs, sums, few.causal), strict=True
-        )
-    ]
+    each = zip(grads, queries, keys, values, outs, sums, few.causal, strict=True)
+    found = [cpu_tiles.flash_backward_op(*x, 0.0, causal, scale=scale) for *x, causal in each]
     dq, dk, dv = (torch.cat(x, 2)[0].transpose(0, 1).contiguous() for x in zip(*found, strict=True))
     return dq, dk, dv
 
@@ -275,7 +258,7 @@ def varlen_attention_cpu(
     right: int,
     scale: float,
     softcap: float,
-) -> tuple[Tensor, Tensor]:
+) -> OutLse:
     """Run ``forward`` as a torch operator: lengths are data, so other lengths never compile again."""
     spec = AttentionSpec(left=left, right=right, scale=scale, softcap=softcap)
     at = Offsets(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
@@ -284,7 +267,7 @@ def varlen_attention_cpu(
 
 
 @varlen_attention_cpu.register_fake
-def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> OutLse:
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2]), q.new_empty(q.shape[0], q.shape[1], dtype=wide)
 
@@ -303,10 +286,10 @@ def _backward_op(
     right: int,
     scale: float,
     softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     spec = AttentionSpec(left=left, right=right, scale=scale, softcap=softcap)
-    cu_q, cu_kv = read_offsets(cu_seqlens_q)[0], read_offsets(cu_seqlens_kv)[0]
-    return backward(grad_out, q, k, v, out, lse, cu_q, cu_kv, spec=spec)
+    offsets = read_offsets(cu_seqlens_q)[0], read_offsets(cu_seqlens_kv)[0]
+    return backward(grad_out, q, k, v, out, lse, *offsets, spec=spec)
 
 
 @_backward_op.register_fake
@@ -333,8 +316,7 @@ varlen_attention_cpu.register_autograd(_differentiate, setup_context=_setup_cont
 
 def _second_derivative(*_: Any) -> tuple[None, ...]:
     raise NotImplementedError(
-        "Attention on packs has no second derivative (create_graph=True). Use padded rows with "
-        "attn_implementation='eager' for gradient penalties and Hessians."
+        "Attention on packs has no second derivative. Use padded rows with attn_implementation='eager'."
     )
 
 
@@ -344,19 +326,13 @@ _backward_op.register_autograd(_second_derivative)
 class CpuKernel:
     """The CPU kernel as a ``RawKernel``, for results that are merged with those on other keys."""
 
-    def sizes(self, head_size: int, value_size: int) -> tuple[int, int] | None:
-        """Return both head sizes unchanged: the CPU kernel runs any."""
-        return head_size, value_size
+    sizes = staticmethod(any_size)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> OutLse:
         """Return attention output and log-sum-exp of packed sequences, the latter in fp64 for fp64 inputs."""
         return forward(q, k, v, at.cu_q.tolist(), at.cu_kv.tolist(), spec=spec)
 
-    def backward(
-        self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec) -> Gradients:
         """Return dq, dk and dv from the output's gradient and what the forward pass saved."""
         return backward(grad, *saved, at.cu_q.tolist(), at.cu_kv.tolist(), spec=spec)
 
@@ -370,12 +346,8 @@ def forward(
     *,
     spec: AttentionSpec,
     sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attend within every sequence of ``[Tq, H, D]``, ``[Tkv, G, D]`` and ``[Tkv, G, E]``.
-
-    Returns out ``[Tq, H, E]`` in the dtype of q and lse ``[Tq, H]`` in fp32 (fp64 for fp64), the sink
-    included; a query that sees nothing has out 0 and lse -inf.
-    """
+) -> OutLse:
+    """Return out ``[Tq, H, E]`` and lse ``[Tq, H]`` in fp32 or fp64, 0 and -inf where nothing is seen."""
     return _forward(_work_of(q_THD, k_THD, v_THE, cu_q, cu_kv, spec), q_THD, k_THD, v_THE, sinks)
 
 
@@ -385,7 +357,7 @@ def _work_of(
     return _work(tuple(cu_q), tuple(cu_kv), spec, q.shape[1:], k.shape[1], v.shape[2], q.dtype)
 
 
-def _forward(work: _Work, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def _forward(work: _Work, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> OutLse:
     q, k, v = (_dense_rows(x) for x in (q, k, v))
     if work.few is not None:
         out, lse = _few_forward(work.few, q, k, v, work.spec.scale)
@@ -420,7 +392,7 @@ def backward(
     cu_kv: Sequence[int],
     *,
     spec: AttentionSpec,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     """Return the gradients of ``forward`` to q, k and v, contiguous and in their dtypes."""
     work = _work_of(q_THD, k_THD, v_THE, cu_q, cu_kv, spec)
     return _backward(work, grad_out, q_THD, k_THD, v_THE, out, lse)
@@ -428,7 +400,7 @@ def backward(
 
 def _backward(
     work: _Work, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     by_q = tuple(_dense_rows(x) for x in (grad, q, out, lse))
     by_k = tuple(_dense_rows(x) for x in (k, v))
     if work.few is not None:
@@ -449,13 +421,9 @@ def _backward(
     kernel = _Kernel(spec, Masks(spec, lse.dtype), q.shape[2], v.shape[2])
     for piece in plan.pieces:
         for heads, kv_heads in _head_slices(piece.q.total, q, k, at_least=torch.get_num_threads()):
-            _piece_backward(
-                piece,
-                kernel,
-                [_heads(x, heads) for x in by_q],
-                [_heads(x, kv_heads) for x in by_k],
-                (_heads(dq, heads), _heads(dk, kv_heads), _heads(dv, kv_heads)),
-            )
+            own_q, own_k = [_heads(x, heads) for x in by_q], [_heads(x, kv_heads) for x in by_k]
+            grads = _heads(dq, heads), _heads(dk, kv_heads), _heads(dv, kv_heads)
+            _piece_backward(piece, kernel, own_q, own_k, grads)
     return dq, dk, dv
 
 
@@ -528,31 +496,27 @@ class _Kernel:
     head_size: int
     value_size: int
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Tiles) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Tiles) -> OutLse:
         spec = self.spec
         if spec.softcap:
-            return cpu_tiles.product_forward(
-                q, k, v, mask=self.masks.of(call), scale=spec.scale, softcap=spec.softcap
-            )
+            how: Any = {"mask": self.masks.of(call), "scale": spec.scale, "softcap": spec.softcap}
+            return cpu_tiles.product_forward(q, k, v, **how)
         causal = call.is_top_left(spec.left, spec.right)
         mask = None if causal else self.masks.of(call)
         q, k, v = (self.widen(x) for x in (q, k, v))
         out, lse = cpu_tiles.flash_forward(q, k, v, causal=causal, mask=mask, scale=spec.scale)
         return out[..., : self.value_size], lse
 
-    def backward(self, by_q: list[Tensor], by_k: list[Tensor], call: Tiles) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, by_q: list[Tensor], by_k: list[Tensor], call: Tiles) -> Gradients:
         (grad, q, out, lse), (k, v), spec = by_q, by_k, self.spec
         if spec.softcap:
-            mask = self.masks.of(call)
-            return cpu_tiles.product_backward(
-                grad, q, k, v, out, lse, mask=mask, scale=spec.scale, softcap=spec.softcap
-            )
+            how: Any = {"mask": self.masks.of(call), "scale": spec.scale, "softcap": spec.softcap}
+            return cpu_tiles.product_backward(grad, q, k, v, out, lse, **how)
         causal = call.is_top_left(spec.left, spec.right)
         mask = None if causal else self.masks.of(call)
         grad, q, k, v, out = (self.widen(x) for x in (grad, q, k, v, out))
-        dq, dk, dv = cpu_tiles.flash_backward(
-            grad, q, k, v, out, lse, causal=causal, mask=mask, scale=spec.scale
-        )
+        how = {"causal": causal, "mask": mask, "scale": spec.scale}
+        dq, dk, dv = cpu_tiles.flash_backward(grad, q, k, v, out, lse, **how)
         return dq[..., : self.head_size], dk[..., : self.head_size], dv[..., : self.value_size]
 
     def widen(self, x: Tensor) -> Tensor:

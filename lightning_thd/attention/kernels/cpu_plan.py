@@ -1,10 +1,9 @@
 """Host offsets and a window -> kernel calls: which rows of q meet which of k, and where the diagonal runs.
 
-The flash kernel computes masked scores too: its causal flag skips keys 512 at a time, so a causal sequence
-of 512 tokens costs as much as a bidirectional one. So sequences are cut. Forward: rows of queries, each with
-all the keys it sees, so that nothing is merged. Backward: columns of keys, each with all queries that see it.
-The causal flag then suffices, and only dq is summed. Short sequences are cut together: those of one length
-that lie side by side are read in place, others are padded to a common length and copied.
+The flash kernel's causal flag skips keys only 512 at a time, so sequences are cut. Forward: rows of queries,
+each with all the keys it sees, so that nothing is merged. Backward: columns of keys, each with all queries
+that see it, so that only dq is summed. Short sequences of one length that lie side by side are read in place,
+others are padded to a common length and copied.
 
 Legend: T slots, N rows of a piece, B tiles of a call, H heads.
 """
@@ -50,10 +49,7 @@ MASK_CELLS = 1 << 20
 
 @dataclass(frozen=True)
 class Rows:
-    """Blocks of ``length`` rows of a packed tensor, which a piece reads as its own N rows.
-
-    ``lengths`` are the real rows of every block, or None; beyond them a block's first row repeats.
-    """
+    """Blocks of ``length`` rows of a packed tensor; beyond its ``lengths`` a block's first row repeats."""
 
     starts: tuple[int, ...]
     length: int
@@ -200,10 +196,7 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Calls on rows that no other piece uses; a row in several calls gets the sum of its gradients.
-
-    ``once`` says that every key is in exactly one tile and that the first call has every query.
-    """
+    """Calls on rows of their own; ``once``: every key is in one tile, and the first call has every query."""
 
     q: Rows
     k: Rows
@@ -213,10 +206,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All kernel calls of a pack, and the rows that get zeros: those that see, or are seen by, nothing.
-
-    If all sequences have one length and none is cut, ``at_once`` is one call that computes the same.
-    """
+    """All calls of a pack, the rows that get zeros, and one call that does the same, if there is one."""
 
     pieces: tuple[Piece, ...]
     blank_q: tuple[tuple[int, int], ...]
@@ -328,10 +318,8 @@ class _Cutter:
                 calls.pop()
             calls.append(merged or tile)
         low = min(call.k.start for call in calls)
-        return tuple(calls), (
-            low,
-            max(call.k.start + call.k.step * (call.k.count - 1) + call.keys for call in calls),
-        )
+        high = max(call.k.start + call.k.step * (call.k.count - 1) + call.keys for call in calls)
+        return tuple(calls), (low, high)
 
     def cut_triangles(self, rows: int, keys: int, count: int) -> tuple[Tiles, ...]:
         """Cut causal sequences of one length together; a backward's tiles would cost more than they save."""

@@ -73,10 +73,7 @@ def hidden_pairs(rows: int, keys: int, shift: int, *, left: int, right: int) -> 
 def flash_forward(
     q_BRHD: Tensor, k_BKGD: Tensor, v_BKGD: Tensor, *, causal: bool, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend inside every tile by torch's flash kernel; ``causal`` lets query i see keys 0..i.
-
-    Takes an additive mask ``[R, K]``; returns out ``[B, R, H, D]`` and lse ``[B, R, H]``.
-    """
+    """Attend inside every tile by torch's flash kernel: out ``[B, R, H, D]`` and lse ``[B, R, H]``."""
     dtype = q_BRHD.dtype
     k, v = (_share_heads(x, q_BRHD.shape[2]) for x in (k_BKGD, v_BKGD))
     # CPUs multiply fp16 slowly: in fp32 the forward takes 0.45 of the time (benchmarks/attention_kernels.py)
@@ -138,10 +135,9 @@ def _expand(mask: Tensor | None) -> Tensor | None:
 def product_forward(
     q_BRHD: Tensor, k_BKGD: Tensor, v_BKGE: Tensor, *, mask: Tensor | None, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend inside every tile by plain matrix products, on any device; softcap 0 caps nothing.
+    """Attend inside every tile by products in fp32 or fp64: out ``[B, R, H, E]`` and lse ``[B, R, H]``.
 
-    The scores of one call exist at a time, in fp32 (fp64 for fp64), and are computed again in the backward.
-    Takes an additive mask ``[R, K]`` or ``[B, 1, 1, R, K]``; returns out ``[B, R, H, E]``, lse ``[B, R, H]``.
+    The mask is additive, ``[R, K]`` or ``[B, 1, 1, R, K]``; softcap 0 caps nothing.
     """
     weights = _scores(q_BRHD, k_BKGD, scale / (softcap or 1.0))
     if softcap:

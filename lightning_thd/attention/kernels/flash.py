@@ -1,10 +1,7 @@
 """CUDA tensors -> the flash-attn package: version 2 anywhere, 3 on Hopper, 4 (CuTe) on Hopper and Blackwell.
 
-Each is driven through its forward that returns the log-sum-exp and its backward that takes it, so that sinks
-and context parallelism work the same on all three. Signatures: flash-attn 2.8, hopper/flash_attn_interface.py
-of its 2.8.3 tag and of main, and flash-attn-4 4.0.0b36. They are imported inside functions, because
-torch.compile follows imports there; ``support`` has checked that they succeed. If versions 2 and 3 are not
-installed, prebuilt ones come through the package ``kernels``; their interfaces are those of the packages.
+Signatures: flash-attn 2.8, hopper/flash_attn_interface.py of its 2.8.3 tag and of main, and flash-attn-4
+4.0.0b36. Imports inside functions are followed by torch.compile; ``support`` has checked that they succeed.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_thd._imports import installed, require
-from lightning_thd.attention.kernels.raw import Saved, empty_gradients, one_size
+from lightning_thd.attention.kernels.raw import Gradients, OutLse, Saved, empty_gradients, one_size
 from lightning_thd.attention.spec import AttentionSpec, Offsets
 
 # Repositories of prebuilt kernels on the Hugging Face hub with their versions, as transformers 5 pins them.
@@ -39,8 +36,7 @@ def prebuilt_trouble(version: int) -> str | None:
         loaded: ModuleType = get_kernel(repository, version=revision)
         _INTERFACES[version] = loaded.flash_attn_interface
     except Exception as err:  # no network, no build for this torch, another layout
-        line = (str(err).splitlines() or [""])[0]
-        return f"; and the prebuilt {repository} did not load ({type(err).__name__}: {line})"
+        return f"; and the prebuilt {repository} did not load ({type(err).__name__})"
     return None
 
 
@@ -64,18 +60,14 @@ class Flash2:
 
     sizes = staticmethod(one_size)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> OutLse:
         """Call ``_flash_attn_varlen_forward``."""
         run = _interface(2)._wrapped_flash_attn_varlen_forward
         sides = spec.left, spec.right
         out, lse, *_ = run(q, k, v, *at, 0.0, spec.scale, spec.causal, *sides, spec.softcap)
         return out, lse.t()
 
-    def backward(
-        self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec) -> Gradients:
         """Call ``_flash_attn_varlen_backward``, which writes into the gradients it is given."""
         run = _interface(2)._wrapped_flash_attn_varlen_backward
         dq, dk, dv = empty_gradients(saved)
@@ -90,47 +82,34 @@ class Flash3:
 
     sizes = staticmethod(one_size)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> OutLse:
         """Call ``_flash_attn_forward``."""
         run = _interface(3)._flash_attn_forward
-        options = _flash3_options(run, at, spec)
-        out, lse, *_ = run(q, k, v, num_splits=1, **options)
+        out, lse, *_ = run(q, k, v, num_splits=1, **_flash3_options(run, at, spec))
         return out, lse.t()
 
-    def backward(
-        self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec) -> Gradients:
         """Call ``_flash_attn_backward``, which writes into the gradients it is given."""
         run = _interface(3)._flash_attn_backward
         dq, dk, dv = empty_gradients(saved)
-        run(
-            grad,
-            *saved[:4],
-            saved.lse.t().contiguous(),
-            dq=dq,
-            dk=dk,
-            dv=dv,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            **_flash3_options(run, at, spec),
-        )
+        options = _flash3_options(run, at, spec)
+        options |= {"dq": dq, "dk": dk, "dv": dv}
+        options |= {"deterministic": torch.are_deterministic_algorithms_enabled()}
+        run(grad, *saved[:4], saved.lse.t().contiguous(), **options)
         return dq, dk, dv
+
+
+def _offsets(at: Offsets, spec: AttentionSpec) -> dict[str, Any]:
+    """Return what flash-attn 3 and 4 call alike."""
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale")
+    return dict(zip(names, (*at, spec.scale), strict=True))
 
 
 def _flash3_options(function: Any, at: Offsets, spec: AttentionSpec) -> dict[str, Any]:
     """Return offsets and mask as keywords of the installed flash-attn 3, whose names differ by build."""
     names, required = _flash3_signature(function)
-    options: dict[str, Any] = dict.fromkeys(required)
-    options |= {
-        "cu_seqlens_q": at.cu_q,
-        "cu_seqlens_k": at.cu_kv,
-        "max_seqlen_q": at.max_q,
-        "max_seqlen_k": at.max_kv,
-        "softmax_scale": spec.scale,
-        "is_causal" if "is_causal" in names else "causal": spec.causal,
-        "softcap": spec.softcap,
-    }
+    options: dict[str, Any] = {**dict.fromkeys(required), **_offsets(at, spec), "softcap": spec.softcap}
+    options["is_causal" if "is_causal" in names else "causal"] = spec.causal
     if "window_size" in names:
         return options | {"window_size": (spec.left, spec.right)}
     return options | {"window_size_left": spec.left, "window_size_right": spec.right}
@@ -163,43 +142,29 @@ class Flash4:
             return 192, 128
         return (256, 256) if max(head_size, value_size) <= 256 else None
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> OutLse:
         """Call ``_flash_attn_fwd``."""
         from flash_attn.cute.interface import _flash_attn_fwd
 
+        options = {**self._options(at, spec), "softcap": spec.softcap or None, "return_lse": True}
         with torch.no_grad():
-            out, lse, *_ = _flash_attn_fwd(
-                q, k, v, softcap=spec.softcap or None, return_lse=True, **self._options(at, spec)
-            )
+            out, lse, *_ = _flash_attn_fwd(q, k, v, **options)
         return out, lse.t()
 
-    def backward(
-        self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec) -> Gradients:
         """Call ``_flash_attn_bwd``."""
         from flash_attn.cute.interface import _flash_attn_bwd
 
-        dq, dk, dv = _flash_attn_bwd(
-            *saved[:4],
-            grad,
-            saved.lse.t().contiguous(),
-            softcap=spec.softcap,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            **self._options(at, spec),
-        )
+        options = {**self._options(at, spec), "softcap": spec.softcap}
+        options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        dq, dk, dv = _flash_attn_bwd(*saved[:4], grad, saved.lse.t().contiguous(), **options)
         return dq, dk, dv
 
     @staticmethod
     def _options(at: Offsets, spec: AttentionSpec) -> dict[str, Any]:
         windowed = spec.windowed
         return {
-            "cu_seqlens_q": at.cu_q,
-            "cu_seqlens_k": at.cu_kv,
-            "max_seqlen_q": at.max_q,
-            "max_seqlen_k": at.max_kv,
-            "softmax_scale": spec.scale,
+            **_offsets(at, spec),
             "causal": spec.causal and not windowed,
             "window_size_left": spec.left if windowed and spec.left >= 0 else None,
             "window_size_right": spec.right if windowed and spec.right >= 0 else None,

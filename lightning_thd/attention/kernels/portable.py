@@ -1,10 +1,8 @@
 """Tensors of any device and dtype -> attention by matrix products, in groups of like lengths.
 
-A group is padded with rows of its own sequences, so nothing crosses from one to another. Lengths are needed
-on the host: offsets that the host does not know are read once a batch.
+Padding repeats rows of the own sequence. Offsets that the host does not know are read once a batch.
 
-Legend: T slots, B sequences of a group, R rows of queries, K keys, H query heads, G key-value heads, D head
-    size, E value head size.
+Legend: T slots, B sequences of a group, R rows of queries, K keys.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_thd.attention.kernels.cpu_tiles import product_backward, product_forward
-from lightning_thd.attention.kernels.raw import Saved
+from lightning_thd.attention.kernels.raw import Gradients, OutLse, Saved, any_size
 from lightning_thd.attention.spec import AttentionSpec, Offsets
 from lightning_thd.batch.upload import host_offsets, uploaded
 
@@ -30,10 +28,7 @@ _SCORES = 1 << 20
 
 
 class Rows(NamedTuple):
-    """Rows of the pack that form a padded batch of ``length`` rows each: ``taken``, with padding.
-
-    ``real`` are rows of the batch whose result counts, and ``target`` the pack's rows they belong to.
-    """
+    """Rows ``taken`` of the pack as padded rows; those that are ``real`` belong to ``target``."""
 
     taken: Tensor
     real: Tensor
@@ -61,14 +56,10 @@ class Group(NamedTuple):
 class PortableKernel:
     """Attention by matrix products as a raw kernel: any head sizes, softcap, and the log-sum-exp."""
 
-    def sizes(self, head_size: int, value_size: int) -> tuple[int, int] | None:
-        """Return both head sizes unchanged: products run any."""
-        return head_size, value_size
+    sizes = staticmethod(any_size)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> OutLse:
         """Return out in the dtype of q and lse in fp32 (fp64 for fp64)."""
         out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
         lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
@@ -80,9 +71,7 @@ class PortableKernel:
         return out, lse
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def backward(
-        self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec) -> Gradients:
         """Return dq, dk and dv, recomputed from lse."""
         q, k, v, out, lse = saved
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
@@ -90,13 +79,9 @@ class PortableKernel:
             weighs = lse.new_full((len(group.q.taken), lse.shape[1]), torch.inf)  # padding weighs nothing
             weighs.index_copy_(0, group.q.real, lse.index_select(0, group.q.target))
             rows = [group.q.batch(x) for x in (grad, q, out)]
-            keys = group.k.batch(k), group.k.batch(v)
-            parts = product_backward(
-                *(rows[0], rows[1], *keys, rows[2], weighs.view(rows[0].shape[:3])),
-                mask=mask,
-                scale=spec.scale,
-                softcap=spec.softcap,
-            )
+            given = rows[0], rows[1], group.k.batch(k), group.k.batch(v), rows[2]
+            how: Any = {"mask": mask, "scale": spec.scale, "softcap": spec.softcap}
+            parts = product_backward(*given, weighs.view(rows[0].shape[:3]), **how)
             group.q.write(dq, parts[0])
             group.k.write(dk, parts[1])
             group.k.write(dv, parts[2])
@@ -116,10 +101,8 @@ def _masked_groups(at: Offsets, spec: AttentionSpec, like: Tensor) -> Iterator[t
             hidden = hidden | (distance < -spec.left)
         if spec.right >= 0:
             hidden = hidden | (distance > spec.right)
-        yield (
-            group,
-            torch.zeros_like(distance, dtype=like.dtype).masked_fill(hidden, -torch.inf)[:, None, None],
-        )
+        mask = torch.zeros_like(distance, dtype=like.dtype).masked_fill(hidden, -torch.inf)
+        yield group, mask[:, None, None]
 
 
 @lru_cache(maxsize=32)

@@ -1,10 +1,8 @@
 """Raw flash kernels and sinks -> one differentiable call; context parallelism builds on the same parts.
 
 A raw kernel is a forward that returns out and the log-sum-exp, and a backward that recomputes its weights
-from them. So out and lse given to the backward may hold more than the keys at hand: a sink, or the keys of
-other ranks. The gradients to q, k and v are then those of the whole.
-
-A sink is one more key that every query of a head sees, with a learned logit and no value (gpt_oss). It only
+from them. Where these hold more than the keys at hand, a sink or other ranks' keys, the gradients are those
+of the whole. A sink is one more key of every query, with a learned logit and no value (gpt_oss). It only
 rescales: ``lse' = log(exp(lse) + exp(sink))`` and ``out' = out * exp(lse - lse')``.
 
 Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E value head size.
@@ -20,6 +18,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from lightning_thd.attention.spec import AttentionSpec, Offsets
+
+OutLse = tuple[Tensor, Tensor]
+Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
 
 
 class Saved(NamedTuple):
@@ -38,15 +39,16 @@ class RawKernel(Protocol):
     def sizes(self, head_size: int, value_size: int) -> tuple[int, int] | None:
         """Return the head sizes, at least as large as given, that the kernel runs; None without any."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> OutLse:
         """Return out ``[Tq, H, E]`` and lse ``[Tq, H]``; without keys out is 0 and lse either infinity."""
 
-    def backward(
-        self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec) -> Gradients:
         """Return the gradients dq, dk and dv."""
+
+
+def any_size(head_size: int, value_size: int) -> tuple[int, int] | None:
+    """Return both head sizes unchanged, for kernels that run any."""
+    return head_size, value_size
 
 
 def one_size(head_size: int, value_size: int) -> tuple[int, int] | None:
@@ -55,8 +57,8 @@ def one_size(head_size: int, value_size: int) -> tuple[int, int] | None:
     return (size, size) if size <= 256 else None
 
 
-def empty_gradients(saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate dq, dk and dv, contiguous, for a backward that writes into what it is given."""
+def empty_gradients(saved: Saved) -> Gradients:
+    """Allocate contiguous gradients for a backward that writes into what it is given."""
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in saved[:3])
     return dq, dk, dv
 
@@ -71,10 +73,7 @@ def attend(
     sinks: Tensor | None,
     keys: Tensor | None = None,
 ) -> Tensor:
-    """Run a raw kernel differentiably, with sinks, at any head size up to its largest; ``[Tq, H, E]``.
-
-    ``keys`` int64 ``[Tkv]`` are rows of k and v, which are gathered again in backward and not kept.
-    """
+    """Run a raw kernel differentiably, with sinks; rows ``keys`` of k and v are gathered anew in backward."""
     value_size = v.shape[2]
     q, k, v = widen(kernel, q, k, v)
     out: Tensor = _Attention.apply(kernel, q, k, v, at, spec, sinks, keys)  # type: ignore[no-untyped-call]
@@ -89,10 +88,8 @@ def _summed(grad: Tensor, keys: Tensor | None, rows: int) -> Tensor:
     """Sum the gradients of gathered rows for each row that they were gathered from, in fp32 at least."""
     if keys is None:
         return grad
-    wide = torch.promote_types(grad.dtype, torch.float32)
-    return (
-        grad.new_zeros((rows, *grad.shape[1:]), dtype=wide).index_add_(0, keys, grad.to(wide)).to(grad.dtype)
-    )
+    wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+    return wide.new_zeros((rows, *grad.shape[1:])).index_add_(0, keys, wide).to(grad.dtype)
 
 
 def widen(kernel: RawKernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -149,10 +146,7 @@ def apply_sinks(out_THE: Tensor, lse_TH: Tensor, sinks: Tensor) -> tuple[Tensor,
 
 
 def sinks_gradient(grad_out: Tensor, out_THE: Tensor, lse_TH: Tensor, sinks: Tensor) -> Tensor:
-    """Return the gradient ``[H]`` to ``sinks``, from the out and lse that include them.
-
-    It is minus the sink's weight times ``grad_out . out``, summed over the rows.
-    """
+    """Return the gradient ``[H]`` to ``sinks``: minus their weight times ``grad_out . out`` of all rows."""
     delta = torch.linalg.vecdot(grad_out.to(lse_TH.dtype), out_THE.to(lse_TH.dtype))
     weight = (sinks.to(lse_TH.dtype) - lse_TH).exp()
     gradient: Tensor = -(weight * delta).sum(0)

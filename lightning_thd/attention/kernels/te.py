@@ -17,58 +17,29 @@ from lightning_thd.attention.spec import AttentionSpec, Offsets
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # as Transformer Engine's own forward is
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    at: Offsets,
-    spec: AttentionSpec,
-    *,
-    self_attention: bool = True,
+    q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, *, self_attention: bool = True
 ) -> Tensor:
     """Attend from queries ``[Tq, H, D]`` to ``[Tkv, G, D]`` and ``[Tkv, G, E]``; return ``[Tq, H, E]``."""
-    attention = _module(
-        q.shape[1],
-        k.shape[1],
-        q.shape[2],
-        v.shape[2],
-        spec.scale,
-        self_attention,
-        torch.are_deterministic_algorithms_enabled(),
-    )
-    mask, window = "padding", window_of(spec, at)  # in THD every mask's name begins with "padding"
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    attention = _module(*q.shape[1:], k.shape[1], v.shape[2], spec.scale, self_attention, deterministic)
+    mask, left, right = "padding", spec.left, spec.right  # in THD every mask's name begins with "padding"
+    if not spec.causal and max(left, right) >= 0:  # both sides open, or both bounded
+        left, right = (at.max_kv if left < 0 else left), (at.max_q if right < 0 else right)
     if spec.causal:
         mask = "padding_causal" if self_attention else "padding_causal_bottom_right"
-    out: Tensor = attention(
-        q.contiguous(),
-        k.contiguous(),
-        v.contiguous(),
-        qkv_format="thd",
-        cu_seqlens_q=at.cu_q,
-        cu_seqlens_kv=at.cu_kv,
-        cu_seqlens_q_padded=at.cu_q,
-        cu_seqlens_kv_padded=at.cu_kv,
-        max_seqlen_q=at.max_q,
-        max_seqlen_kv=at.max_kv,
-        attn_mask_type=mask,
-        window_size=window,
-        pad_between_seqs=False,
-    )
+    how: dict[str, Any] = {"qkv_format": "thd", "attn_mask_type": mask, "pad_between_seqs": False}
+    how |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_q_padded"), at.cu_q)
+    how |= dict.fromkeys(("cu_seqlens_kv", "cu_seqlens_kv_padded"), at.cu_kv)
+    how |= {"max_seqlen_q": at.max_q, "max_seqlen_kv": at.max_kv, "window_size": (left, right)}
+    out: Tensor = attention(q.contiguous(), k.contiguous(), v.contiguous(), **how)
     return out.view(q.shape[0], q.shape[1], v.shape[2])
-
-
-def window_of(spec: AttentionSpec, at: Offsets) -> tuple[int, int]:
-    """Return the window as Transformer Engine takes it: causal, or both sides open, or both bounded."""
-    left, right = spec.left, spec.right
-    if spec.causal or (left < 0 and right < 0):
-        return left, right
-    return (at.max_kv if left < 0 else left), (at.max_q if right < 0 else right)
 
 
 @lru_cache(maxsize=64)
 def _module(
     heads: int,
-    kv_heads: int,
     head_size: int,
+    kv_heads: int,
     value_size: int,
     scale: float,
     self_attention: bool,

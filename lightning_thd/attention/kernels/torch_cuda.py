@@ -1,12 +1,9 @@
 """CUDA tensors -> the two attention kernels that come with torch: flash-attn 2, and the memory-efficient one.
 
-Flash, first choice on a GPU: the aten operators under ``torch.nn.attention.varlen`` run. Its public function
-wraps them in two custom operators, which cost a small model's layer about 120 us of Python in a step, and
-what it takes differs between versions of torch (``python -m benchmarks.host_time --imagined``).
+Flash runs by the aten operators under ``torch.nn.attention.varlen``, whose function costs 120 us of Python.
 
-Memory-efficient: fp32 too, and devices older than flash kernels know. It wants as many key-value as query
-heads, no window that looks ahead and no softcap. Its results are undefined for rows and keys that see
-nothing, so they are set here.
+Memory-efficient takes fp32 and older devices too. It wants as many key-value as query heads, no window that
+looks ahead and no softcap. Its results for rows and keys that see nothing are undefined, and set here.
 
 Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E value head size.
 """
@@ -21,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_thd.attention.kernels import raw
-from lightning_thd.attention.kernels.raw import Saved
+from lightning_thd.attention.kernels.raw import Gradients, OutLse, Saved
 from lightning_thd.attention.spec import AttentionSpec, Offsets
 
 
@@ -30,16 +27,12 @@ class AtenFlash:
 
     sizes = staticmethod(raw.one_size)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> OutLse:
         """Run the forward operator; lse comes ``[Tq, H]``."""
         out, lse, *_ = _flash_forward(q, k, v, at, spec)
         return out, lse.t()
 
-    def backward(
-        self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec) -> Gradients:
         """Run the backward operator; the state of a dropout that is 0 may be any tensor."""
         state = (torch.zeros(2, dtype=torch.uint64, device=grad.device), torch.empty(0, device=grad.device))
         tensors = (grad, *saved[:4], saved.lse.t().contiguous())
@@ -80,13 +73,9 @@ class _Flash(torch.autograd.Function):
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> tuple[Tensor, ...]:
     """Return out ``[Tq, H, D]``, lse ``[H, Tq]``, and the state and seed of a dropout that is 0."""
-    results: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(
-        *(q, k, v, *at, 0.0, is_plain_causal(spec)),
-        return_debug_mask=False,
-        scale=spec.scale,
-        window_size_left=spec.left,
-        window_size_right=spec.right,
-    )
+    sides = {"window_size_left": spec.left, "window_size_right": spec.right}
+    given = (q, k, v, *at, 0.0, is_plain_causal(spec), False)
+    results: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(*given, scale=spec.scale, **sides)
     return results
 
 
@@ -94,12 +83,9 @@ def _flash_backward(
     tensors: Sequence[Tensor], at: Offsets, spec: AttentionSpec, state: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv of ``tensors``: the gradient, q, k, v, out and lse ``[H, Tq]``."""
-    dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        *(*tensors, *at, 0.0, is_plain_causal(spec), *state),
-        scale=spec.scale,
-        window_size_left=spec.left,
-        window_size_right=spec.right,
-    )
+    sides = {"window_size_left": spec.left, "window_size_right": spec.right}
+    given = (*tensors, *at, 0.0, is_plain_causal(spec), *state)
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(*given, scale=spec.scale, **sides)
     return dq, dk, dv
 
 
@@ -122,10 +108,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, si
     return out if out.shape[2] == value_size else out[..., :value_size]
 
 
-# The kernel's names of masks: none, and causal from the bottom right.
-_NO_MASK, _CAUSAL = 0, 2
-
-
 class AtenEfficient:
     """The raw kernel ``aten::_efficient_attention_forward`` and its backward."""
 
@@ -133,20 +115,12 @@ class AtenEfficient:
         """Return multiples of 8, which every dtype's aligned kernels take."""
         return -(-head_size // 8) * 8, -(-value_size // 8) * 8
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> OutLse:
         """Call the forward operator on one row; its lse is ``[S, H, longest]``."""
         k, v = _share_heads(k, q.shape[1]), _share_heads(v, q.shape[1])
+        rows = (x.unsqueeze(0) for x in (q, k, v))
         out, lse, *_ = torch.ops.aten._efficient_attention_forward(
-            *(x.unsqueeze(0) for x in (q, k, v)),
-            None,
-            *at,
-            0.0,
-            _CAUSAL if spec.causal else _NO_MASK,
-            compute_log_sumexp=True,
-            scale=spec.scale,
-            window_size=_window(spec),
+            *(*rows, None, *at, 0.0, _mask(spec)), compute_log_sumexp=True, **_scores(spec)
         )
         sequence, place = _places(at.cu_q, q.shape[0])
         out, lse = out.squeeze(0), lse[sequence, :, place]
@@ -155,9 +129,7 @@ class AtenEfficient:
             out, lse = out.masked_fill(blind[:, None, None], 0.0), lse.masked_fill(blind[:, None], -torch.inf)
         return out, lse
 
-    def backward(
-        self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec) -> Gradients:
         """Call the backward operator; one split of the keys adds gradients up in a fixed order."""
         q, k, v, out, lse = saved
         heads, kv_heads = q.shape[1], k.shape[1]
@@ -166,19 +138,13 @@ class AtenEfficient:
         wide = lse.new_full((at.cu_q.shape[0] - 1, rows, heads), torch.inf, dtype=torch.float32)
         wide = wide.index_put((sequence, place), lse.float()).transpose(1, 2).contiguous()
         no_seed = torch.zeros((), dtype=torch.int64, device=q.device)
-        row, keys, values, result = (
-            x.unsqueeze(0) for x in (q, _share_heads(k, heads), _share_heads(v, heads), out)
-        )
+        shared = q, _share_heads(k, heads), _share_heads(v, heads), out
+        row, keys, values, result = (x.unsqueeze(0) for x in shared)
         dq, dk, dv, _ = torch.ops.aten._efficient_attention_backward(
-            grad.unsqueeze(0),
-            *(row, keys, values, None, result),
-            *at,
-            *(wide, 0.0, no_seed, no_seed),
-            _CAUSAL if spec.causal else _NO_MASK,
-            False,
-            scale=spec.scale,
+            *(grad.unsqueeze(0), row, keys, values, None, result, *at),
+            *(wide, 0.0, no_seed, no_seed, _mask(spec), False),
             num_splits_key=1 if torch.are_deterministic_algorithms_enabled() else None,
-            window_size=_window(spec),
+            **_scores(spec),
         )
         dq, dk, dv = dq.squeeze(0), dk.squeeze(0), dv.squeeze(0)
         if at.cu_q is not at.cu_kv:
@@ -188,9 +154,14 @@ class AtenEfficient:
         return dq, _sum_heads(dk, kv_heads), _sum_heads(dv, kv_heads)
 
 
-def _window(spec: AttentionSpec) -> int | None:
-    """Return how many keys a query sees, its own included."""
-    return spec.left + 1 if spec.left >= 0 else None
+def _mask(spec: AttentionSpec) -> int:
+    """Return the kernel's name of a mask: none, or causal from the bottom right."""
+    return 2 if spec.causal else 0
+
+
+def _scores(spec: AttentionSpec) -> dict[str, Any]:
+    """Return the scale and how many keys a query sees, its own included."""
+    return {"scale": spec.scale, "window_size": spec.left + 1 if spec.left >= 0 else None}
 
 
 def _share_heads(x: Tensor, heads: int) -> Tensor:

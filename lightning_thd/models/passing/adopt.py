@@ -1,8 +1,7 @@
 """transformers' convolutions, scans and delta rules -> the same functions, able to run on shards.
 
-The layers of transformers call them by the names of their module. Each is patched there once: outside a shard
-it does what it did; inside, it works with the other ranks on the slots of the pack. A convolution of width W
-reaches W - 1 slots back, as a window of attention does, so that the functions of attention plan its exchange.
+Layers call them by the names of their module, where each is patched once. A convolution of width W reaches
+W - 1 slots back, as a window of attention does, so that the functions of attention plan its exchange.
 
 Legend: N slots of a shard, C channels, M slots of all stretches with the inputs before them.
 """
@@ -33,12 +32,11 @@ _STATE = threading.local()
 _STATE.running = None
 
 
-class _Running:
+class _Running(NamedTuple):
     """A layer that runs on a shard, and the names of the functions it has called."""
 
-    def __init__(self, layout: ShardLayout) -> None:
-        self.layout = layout
-        self.called: list[str] = []
+    layout: ShardLayout
+    called: list[str]
 
 
 def scan_state_space(
@@ -97,7 +95,7 @@ def _others(options: dict[str, Any], *, refused: tuple[str, ...]) -> dict[str, A
         if options.get(name) is not None:
             raise ValueError(
                 f"A recurrent layer on a context-parallel shard passes {name} to its kernel, which would be "
-                "left out where states come from other ranks. Set context_parallel_size=1."
+                "left out. Set context_parallel_size=1."
             )
     return {name: value for name, value in options.items() if name not in (*_OWN_OPTIONS, *refused)}
 
@@ -145,7 +143,7 @@ def run_on_shard(
     wanted: frozenset[str],
 ) -> Any:
     """Call a layer's forward on a shard, its states passed from rank to rank; a collective."""
-    running, before = _Running(layout), getattr(_STATE, "running", None)
+    running, before = _Running(layout, []), getattr(_STATE, "running", None)
     _STATE.running = running
     try:
         out = function(*args, **kwargs)
@@ -155,8 +153,7 @@ def run_on_shard(
     if called != sorted(wanted):
         raise RuntimeError(
             f"A recurrent layer on a context-parallel shard called {called} where {sorted(wanted)} carry its "
-            "state: another kernel was put in their place (use_kernels=True?), and what came before this "
-            "shard would be left out. Load the model without it, or set context_parallel_size=1."
+            "state: another kernel is in their place (use_kernels=True?). Set context_parallel_size=1."
         )
     return out
 

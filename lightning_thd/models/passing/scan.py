@@ -3,10 +3,9 @@
 Every rank runs its stretches at the same time. Those whose state goes on elsewhere run first; their states
 and changes are exchanged at once, and each rank joins what it received along the sequences.
 
-There are two kinds of recurrences. With state-space duality (Mamba-2) the state decays by one number a head
-and slot. With the gated delta rule (Gated DeltaNet, Kimi Delta Attention) it is multiplied by a matrix a head
-and slot. Both are linear in the state that enters. A stretch may therefore run before that state is known:
-its output is the output without it, plus what it reads of the state once that has come.
+The state decays by one number a head and slot (Mamba-2), or is multiplied by a matrix (gated delta rules).
+Both are linear in the state that enters. A stretch may therefore run before that state is known: its output
+is the output without it, plus what it reads of the state once that has come.
 
 Legend: N slots of a shard, R rows, L slots of the longest, H heads, K and V sizes of the state.
 """
