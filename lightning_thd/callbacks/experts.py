@@ -157,12 +157,8 @@ class ExpertBias(Callback):
     ) -> None:
         """Log the largest bias when the Trainer logs."""
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if (
-            every
-            and self._biases
-            and not trainer.fit_loop._should_accumulate()
-            and trainer.global_step % every == 0
-        ):
+        steps = self._biases and not trainer.fit_loop._should_accumulate()
+        if every and steps and trainer.global_step % every == 0:
             parts = [b.full_tensor() if isinstance(b, DTensor) else b for b in self._biases]
             largest = torch.stack([part.abs().max().float() for part in parts]).max()
             value = {"train/experts/bias": float(largest)}

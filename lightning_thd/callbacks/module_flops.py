@@ -1,8 +1,7 @@
 """A module and its first steps -> the FlopsModel of every stage, from configs or torch's counter.
 
 The first step of a stage is watched for how often its tokens go through each model, with gradients and
-without: a reference under ``no_grad``, a teacher, a policy that runs twice, a model that does not run at all.
-Nothing is read from the device: shapes and the grad mode are enough.
+without. Nothing is read from the device: shapes and the grad mode are enough.
 """
 
 from __future__ import annotations
@@ -52,15 +51,10 @@ class ModuleFlops:
         module: nn.Module,
         given: FlopsModel | None = None,
         *,
-        causal: Causal = "half",
-        tokens: Tokens = "real",
-        recompute: Policy = "auto",
         sharded: bool,
+        **conventions: Any,
     ) -> None:
-        self._module, self._given, self._sharded = module, given, sharded
-        self._causal: Causal = causal
-        self._tokens: Tokens = tokens
-        self._recompute: Policy = recompute
+        self._module, self._given, self._sharded, self._conventions = module, given, sharded, conventions
         self._models: dict[str, FlopsModel | None] = {}  # by stage; "" holds the model before a watched step
         self._tries: dict[str, int] = {}
         self._stage = "train"  # which runs now: an evaluation may lie inside a step
@@ -79,10 +73,7 @@ class ModuleFlops:
         return self._models.get("train") if self._shapes else self._models[""]
 
     def begin(self, stage: str, batch: Any = None, *, inside: bool = False) -> None:
-        """Watch the calls of known models in this step, or count its operators if no model is known.
-
-        ``inside`` a step, go on with what was begun at its start. An evaluation ends a count of operators.
-        """
+        """Watch the calls of known models in this step, or count operators; ``inside`` a step, go on."""
         self._stage = stage
         if stage != "train":
             self._drop_counter()
@@ -149,9 +140,7 @@ class ModuleFlops:
             self._shapes.pop()
 
     def _find(self, passes: dict[str, Passes]) -> FlopsModel | None:
-        return find_model(
-            self._module, causal=self._causal, tokens=self._tokens, recompute=self._recompute, passes=passes
-        )
+        return find_model(self._module, passes=passes, **self._conventions)
 
     def _count(self, batch: Any) -> None:
         slots = combine([stats for stats, _ in microbatches(batch)]).slots

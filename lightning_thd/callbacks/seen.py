@@ -181,11 +181,6 @@ def _images(look: _Look) -> dict[str, Tensor]:
 
 def _told_rows(ids: Any, look: _Look, pad_id: int | None) -> list[Seen]:
     """Return one batch of rows, with the lengths that the tensors beside its ids tell."""
-    if getattr(ids, "layout", None) is torch.jagged:  # a nested tensor
-        lengths = ids.lengths()
-        return _padded(ids.values()[None], ids.offsets().diff() if lengths is None else lengths)
-    if isinstance(ids, Tensor) and ids.dim() > 2:  # the choices of a question are rows of their own
-        return _told_rows(ids.flatten(0, -2), partial(_flat, look, ids.shape), pad_id)
     if not _are_rows(ids):
         return []
     mask, positions, labels = (look(name) for name in ("attention_mask", "position_ids", "labels"))
@@ -210,11 +205,6 @@ def _told_rows(ids: Any, look: _Look, pad_id: int | None) -> list[Seen]:
 def _part(look: _Look, i: int, parts: int, name: str) -> Any:
     value = look(name)
     return value[i] if isinstance(value, (list, tuple)) and len(value) == parts else None
-
-
-def _flat(look: _Look, shape: torch.Size, name: str) -> Any:
-    value = look(name)
-    return value.flatten(0, -2) if isinstance(value, Tensor) and value.shape == shape else value
 
 
 def _are_rows(ids: Any) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import traceback
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from types import FrameType, TracebackType
+from types import FrameType
 
 import lightning
 import torch
@@ -65,13 +66,9 @@ def calling_line() -> str | None:
 
 def raising_line(error: BaseException) -> str | None:
     """Find the innermost line of the user's code in a traceback, as :func:`calling_line` does."""
-    found: str | None = None
-    trace: TracebackType | None = error.__traceback__
-    while trace is not None:
-        if not is_machinery(trace.tb_frame.f_code.co_filename):
-            found = _describe(trace.tb_frame, trace.tb_lineno)
-        trace = trace.tb_next
-    return found
+    lines = traceback.walk_tb(error.__traceback__)
+    found = [_describe(frame, n) for frame, n in lines if not is_machinery(frame.f_code.co_filename)]
+    return found[-1] if found else None
 
 
 def as_capture_error(error: Exception) -> CaptureError:

@@ -33,11 +33,7 @@ _SAMPLE = 512
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphCosts:
-    """Times of a step, eager and replayed, in seconds or any one unit.
-
-    The defaults stand for a launch-bound step and are a guess to be replaced by measured numbers: a replay of
-    2 / 3 of eager is the 1.5 times speed-up that such steps should reach, and 4e-4 a sequence makes a bucket
-    of 2,048 slower than eager.
+    """Times of a step, eager and replayed, in any one unit; the defaults are a guess for a launch-bound step.
 
     Attributes:
         eager: a step without a graph.

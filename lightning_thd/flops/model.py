@@ -123,17 +123,8 @@ class FlopsModel:
             ValueError: for a family that is not known; register it, or use ``from_module``.
         """
         name, layers, merge, patch = read_config(config)
-        return cls(
-            name=name,
-            layers=layers,
-            causal=causal,
-            tokens=tokens,
-            embedding=embedding,
-            router=router,
-            merge=merge,
-            patch=patch,
-            recompute=recompute,
-        )
+        how: Any = {"causal": causal, "tokens": tokens, "embedding": embedding, "router": router}
+        return cls(name=name, layers=layers, merge=merge, patch=patch, recompute=recompute, **how)
 
     @staticmethod
     def from_module(module: nn.Module, run: Callable[[], object], *, stats: SeqStats) -> FlopsModel:

@@ -59,18 +59,8 @@ def _row(
     printed: Printed = "sparse",
     memory: tuple[int, ...] = (),
 ) -> Peak:
-    return Peak(
-        name=name,
-        bf16=half,
-        fp16=half,
-        tf32=tf32,
-        fp32=fp32,
-        fp8=fp8,
-        fp4=fp4,
-        source=source,
-        printed=printed,
-        memory=memory,
-    )
+    figures = {"bf16": half, "fp16": half, "tf32": tf32, "fp32": fp32, "fp8": fp8, "fp4": fp4}
+    return Peak(name=name, source=source, printed=printed, memory=memory, **figures)
 
 
 PEAKS: tuple[Peak, ...] = (

@@ -38,9 +38,6 @@ def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:
     Returns:
         FLOP/s; None for a device or a dtype that the table does not have, and for a slice of a device.
         ``("NVIDIA H100 80GB HBM3", torch.bfloat16)`` gives 989.4e12.
-
-    Raises:
-        ValueError: for a dtype that no row could have.
     """
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype, dtype)  # "bfloat16"
@@ -94,12 +91,6 @@ def measure_flops(
         dtype: of both factors.
         seconds: spent on each of three shapes.
         clock: returns seconds.
-
-    Returns:
-        FLOP/s.
-
-    Raises:
-        ValueError: when ``seconds`` is not positive.
     """
     real_number(seconds, "seconds", above=0, advice="Give each shape about 0.1.")
     if not dtype.is_floating_point:

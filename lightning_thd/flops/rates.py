@@ -41,9 +41,6 @@ def throughput(
         ``device/items_per_sec`` (slots), ``device/real_items_per_sec``, ``device/samples_per_sec``
         (sequences), ``device/batches_per_sec`` (microbatches); with several devices the sums over them
         without ``device/``; and ``packing/fill`` and ``packing/attention_fraction``.
-
-    Raises:
-        ValueError: for no time, no device, or a peak that is not positive.
     """
     passed = "Read the clock before and after: a rate needs time that has passed."
     seconds = real_number(seconds, "seconds", above=0, advice=passed)

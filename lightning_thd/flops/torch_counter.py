@@ -1,9 +1,8 @@
 """A step run once under torch's FLOP counter -> layers, for models without a config that we know.
 
-The counter sees matmuls and convolutions, which grow with the slots, and fused attention, which it counts as
-dense squares: divided by the squares it ran on, that gives what one pair costs. Grouped products and
-attention on a CPU, which torch counts as nothing, have formulas here; an operator that has none is named.
-Kernels launched past torch's dispatcher, as flash-linear-attention's are, cannot be seen at all.
+Matmuls grow with the slots; fused attention, counted as dense squares, gives the cost of one pair. Grouped
+products and attention on a CPU, which torch counts as nothing, have formulas here; an operator without one is
+named. Kernels launched past torch's dispatcher, as flash-linear-attention's are, cannot be seen.
 """
 
 from __future__ import annotations

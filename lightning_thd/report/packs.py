@@ -9,8 +9,6 @@ import numpy as np
 
 from lightning_thd.report.look import CYCLE, Theme, dress, legend, look_of, new_figure
 
-# Narrower sequences, as a share of the capacity, get no edge: 8 inches hold some 550 points.
-_EDGED = 0.006
 _LIGHTER = 0.55  # opacity of a sequence whose prefix another one holds
 # Up to this many ranks have their numbers at the axis.
 _NAMED = 16
@@ -26,13 +24,11 @@ def draw_packs(
 ) -> Any:
     """Draw packs as lanes, one colour a sequence, with what is left empty at the end.
 
-    Sequences that share a prefix have one colour. The first is drawn whole; of the others, in a lighter tone,
-    only the tokens that are computed for them.
-
     Args:
         packs: lengths of each pack's sequences.
         capacity: slots of a pack.
-        held: of each sequence, its first tokens that one before it in its pack holds; none when absent.
+        held: of each sequence, its first tokens that one before it in its pack holds. It has the colour of
+            that one in a lighter tone, and only the tokens that are computed for it are drawn.
         theme: ``light`` or ``dark``.
         width: of the picture, in inches; lanes are as much lower as it is narrower.
 
@@ -56,10 +52,8 @@ def draw_packs(
         for length, shared in zip(lengths, before, strict=True):
             tree += not shared
             colour = CYCLE[tree % len(CYCLE)]
-            # An edge of 0.6 points on both sides would hide a sequence that is hardly wider.
-            edge = 0.6 if length * width >= 8 * _EDGED * capacity else 0.0
-            look_here = {"color": colour, "edgecolor": look.paper, "linewidth": edge}
-            axes.barh(lane, length, left=start, height=0.72, alpha=_LIGHTER if shared else None, **look_here)
+            tone = _LIGHTER if shared else None
+            axes.barh(lane, length, left=start, height=0.72, color=colour, alpha=tone)
             start += length
     used, shared = sum(map(sum, own)), sum(map(sum, held))
     filled = used / (capacity * len(packs)) if packs else 0.0

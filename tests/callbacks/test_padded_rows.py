@@ -197,9 +197,6 @@ def odd_batches() -> dict[str, tuple[Any, list[int]]]:
     rows, lengths = padded([5, 3, 8]), [3, 5, 8]
     ids, mask = rows["input_ids"], rows["attention_mask"]
     numbers = torch.tensor([[1, 1, 2, 2, 2, 3, 0, 0], [1, 1, 1, 1, 2, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1]])
-    nested = torch.nested.nested_tensor(
-        [torch.ones(n, dtype=torch.long) for n in lengths], layout=torch.jagged
-    )
     return {
         "mask added to scores": ({**rows, "attention_mask": torch.where(mask == 1, 0.0, -1e9)}, lengths),
         "mask that adds nothing": ({**rows, "attention_mask": torch.zeros(3, N)}, [N, N, N]),
@@ -224,8 +221,6 @@ def odd_batches() -> dict[str, tuple[Any, list[int]]]:
             [2, 3, 3],
         ),
         "embeddings": ({"inputs_embeds": torch.rand(3, N, 6), "attention_mask": mask}, lengths),
-        "choices": ({name: x[1:].view(1, 2, N) for name, x in rows.items()}, [3, 8]),
-        "nested": ({"input_ids": nested}, lengths),
     }
 
 

@@ -1,11 +1,9 @@
 """Configs of DeepSeek-V4, Gemma 3n, Gemma 4 and Qwen-VL's vision towers -> their layers.
 
-Counted as transformers computes them, to the last projection; h is the hidden size. In DeepSeek-V4 n is the
-streams of the hyper-connections and D the size of a head; a sequence of fewer tokens than a block has no
-compressed key. In Gemma n is the streams of AltUp (Alternating Updates, arXiv:2301.13310), p the size of a
-layer's own input. Vision towers are counted as in Megatron-Bridge: attention between all patches of a frame,
-never halved, and a projector run once for the tower and once for every deepstack layer. The convolution that
-makes patches is added.
+Counted as transformers computes them, to the last projection. n is the streams of DeepSeek-V4's
+hyper-connections and of Gemma's AltUp (arXiv:2301.13310). Vision towers are counted as in Megatron-Bridge:
+attention between all patches of a frame, never halved, and a projector for the tower and every deepstack
+layer. The convolution that makes patches is added.
 """
 
 from __future__ import annotations
