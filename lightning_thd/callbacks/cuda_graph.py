@@ -58,10 +58,9 @@ class CUDAGraphCallback(L.Callback):
     """Replays forward and backward of ``training_step`` from CUDA graphs wherever a batch fits one.
 
     Losses, gradients, hooks and logs are unchanged. A batch that fits no graph, and a step that cannot be
-    captured, run eagerly. The share of replays is logged as ``cuda_graph/hit_rate``, the reasons of the
-    others as ``cuda_graph/fallback_<reason>``, and the time as ``cuda_graph/capture_time_s``. A replay that
-    is measured to be no faster is switched off. ``lint_capture(module, batch)`` lists, without a GPU, what
-    prevents a capture.
+    captured, run eagerly, as do replays that are measured to be no faster. Logged are
+    ``cuda_graph/hit_rate``, ``cuda_graph/fallback_<reason>`` and ``cuda_graph/capture_time_s``.
+    ``lint_capture(module, batch)`` lists, without a GPU, what prevents a capture.
 
     Args:
         max_sequences: sequences of each captured shape, one number or several; ``"auto"`` chooses one to
@@ -107,9 +106,10 @@ class CUDAGraphCallback(L.Callback):
         """Replace ``training_step`` by one that replays graphs, or print why none are possible."""
         self._remove()
         self.step, self.plan, self._seen, self._idle = None, None, [], False
-        known = {"cuda": CudaBackend, "recording": RecordingBackend}
         chosen = self._backend_choice
-        backend = known[chosen]() if isinstance(chosen, str) else chosen
+        if isinstance(chosen, str):
+            chosen = CudaBackend() if chosen == "cuda" else RecordingBackend()
+        backend: Backend = chosen
         reason = _unsupported(trainer, pl_module, backend)
         if reason is not None:
             self._stay_idle(reason)

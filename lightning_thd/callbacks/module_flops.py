@@ -63,7 +63,7 @@ class ModuleFlops:
         self._shapes: list[int] = []
         self._slow = False  # operators were counted in the running step
         self._weights = list(module.parameters())  # those of the models below
-        self._signature = _signature(self._weights)
+        self._trained = [weight.requires_grad for weight in self._weights]
         self._models[""] = self._find({}) if given is None else given
 
     def model(self, stage: str) -> FlopsModel | None:
@@ -115,18 +115,18 @@ class ModuleFlops:
     @property
     def outdated(self) -> bool:
         """Return whether weights were frozen or unfrozen since the models were made, on every rank alike."""
-        if _signature(self._weights) == self._signature:
+        if [weight.requires_grad for weight in self._weights] == self._trained:
             return False
         return not any(True for _ in stages_in(self._module))  # their ranks hold different weights
 
     def follow(self) -> None:
         """Rebuild the FLOPs models if weights were frozen or unfrozen since the last call."""
         self._weights = list(self._module.parameters())
-        signature = _signature(self._weights)
-        if signature != self._signature and self._given is None and self._models[""] is not None:
+        trained = [weight.requires_grad for weight in self._weights]
+        if trained != self._trained and self._given is None and self._models[""] is not None:
             self._models = {"": self._find({})}
             self._tries = {}
-        self._signature = signature
+        self._trained = trained
 
     def stop(self) -> None:
         """Remove all hooks and counters: after an error, and in a step of which a part does not count."""
@@ -296,11 +296,6 @@ def find_model(
     seeing = [models[path] for path, member in zip(paths, members, strict=True) if member.model.sees_images]
     _warn_of_uncounted(module, models, seeing)
     return join(members)
-
-
-def _signature(weights: list[nn.Parameter]) -> list[bool]:
-    """Return what changes when weights are frozen, unfrozen or added."""
-    return [parameter.requires_grad for parameter in weights]
 
 
 def _with_own_head(model: FlopsModel, child: nn.Module, module: nn.Module) -> FlopsModel:

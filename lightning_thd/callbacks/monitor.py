@@ -24,11 +24,10 @@ from lightning_thd.flops.model import FlopsModel, check_conventions
 from lightning_thd.flops.rates import check_peak
 from lightning_thd.flops.terms import Causal, Tokens
 from lightning_thd.parallel.across_ranks import data_parallel_group, stage_group
+from lightning_thd.report.page import PARTS
 
 _OWN_LOOP_STEPS = 50  # Without a Trainer, metrics are logged this often, as a Trainer does.
 _FLUSH_STEPS = 1000  # Without logging, counts are reduced this often, which bounds the memory they take.
-# The parts of a step, in its order; "other" is the rest: logging, callbacks, loaders that time no wait.
-PARTS = ("data_wait", "forward_backward", "optimizer", "checkpoint", "other")
 # If there are several devices, the sum over them comes last and wins.
 _BAR = (
     ("device/real_items_per_sec", "tokens/s"),
@@ -65,12 +64,11 @@ def _evaluation_hooks(stage: str) -> Any:
 class THDThroughputMonitor(Callback):
     """Logs FLOP/s, MFU, HFU, tokens/s and packing quality, from the real lengths of the sequences.
 
-    Every rank counts its own microbatches. Once an interval, one collective and one device read turn the
-    counts into metrics, under the names of Lightning's ``ThroughputMonitor`` and more: see
-    docs/reference/keys.md.
-    It works without packs too: padded rows count their real tokens, by the ``attention_mask``,
-    ``position_ids``, ``lengths`` or -100 labels beside the ids, and a message at the end says what packing
-    would save. Validation, checkpoints, compilation and the first ``warmup_steps`` do not count in the rates.
+    Once an interval, one collective and one device read turn the counts of all ranks into metrics, under the
+    names of Lightning's ``ThroughputMonitor`` and more: see docs/reference/keys.md.
+    Padded rows count their real tokens, by the ``attention_mask``, ``position_ids``, ``lengths`` or -100
+    labels beside the ids, and a message at the end says what packing would save. Validation, checkpoints,
+    compilation and the first ``warmup_steps`` do not count in the rates.
 
     Args:
         peak: dense FLOP/s of one device; "auto" looks the device up, "measure" times matmuls once.
@@ -172,9 +170,8 @@ class THDThroughputMonitor(Callback):
         Args:
             model: its transformers config counts the FLOPs; without one, a step is counted by torch.
             precision: of the matmuls, as Lightning names it: "bf16-mixed", "bf16-true", "32-true".
-            log: called with the metrics and the number of steps, every ``every_n_steps`` (default 50) steps.
-                Accelerate: ``lambda metrics, step: accelerator.log(metrics, step=step)``; Fabric:
-                ``fabric.log_dict``.
+            log: called with the metrics and the number of steps, every ``every_n_steps`` (default 50) steps,
+                such as Fabric's ``fabric.log_dict``.
         """
         known = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -225,7 +222,7 @@ class THDThroughputMonitor(Callback):
         """Close an interval of a loop without a Lightning Trainer, and log its metrics; a collective."""
         metrics = self._close(self._meter("train"), last=last)
         if metrics and self._log is not None:
-            self._log(self._for_loggers(metrics), self._steps)
+            self._log(metrics if self.all_keys else for_loggers(metrics), self._steps)
         return metrics
 
     on_validation_start, on_validation_batch_end, on_validation_end = _evaluation_hooks("validate")
@@ -423,10 +420,8 @@ class THDThroughputMonitor(Callback):
         if self.progress_bar and stage == "train":
             found = {short: metrics[f"train/{key}"] for key, short in _BAR if f"train/{key}" in metrics}
             connector._progress_bar_metrics.update(found)
-        connector.log_metrics(self._for_loggers(metrics))  # type: ignore[arg-type]  # floats are welcome
-
-    def _for_loggers(self, metrics: dict[str, float]) -> dict[str, float]:
-        return dict(metrics) if self.all_keys else for_loggers(metrics)
+        shown: Any = dict(metrics) if self.all_keys else for_loggers(metrics)
+        connector.log_metrics(shown)
 
     def _wrap_saving(self, trainer: Trainer) -> None:
         """Pause the clock while the Trainer saves, and reduce the counts before, for the checkpoint."""

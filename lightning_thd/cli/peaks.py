@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from lightning_thd.cli.arguments import Parser, nearest
-from lightning_thd.flops.peak_table import PEAKS, Peak
-from lightning_thd.flops.peaks import find_peak
+from lightning_thd.flops.peaks import PEAKS, Peak, find_peak
 from lightning_thd.report.terminal import Table, show_table
 
 _DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp8", "fp4")

@@ -333,13 +333,11 @@ def capture_step(subject: Subject, bucket: Bucket, example: Example, shared: Sha
     refuse_sums_over_slots(module)
     refuse_fp8(module)
     parameters: list[Tensor] = [x for x in module.parameters() if x.requires_grad]
-    make_inputs = functools.partial(
-        StaticInputs,
-        bucket,
-        example.device,
-        axes=None if batch.position_ids.ndim == 1 else batch.position_ids.shape[0],
-        scale_dtype=torch.float64 if any(x.dtype == torch.float64 for x in parameters) else torch.float32,
-    )
+    kinds: Any = {
+        "axes": None if batch.position_ids.ndim == 1 else batch.position_ids.shape[0],
+        "scale_dtype": torch.float64 if any(x.dtype == torch.float64 for x in parameters) else torch.float32,
+    }
+    make_inputs = functools.partial(StaticInputs, bucket, example.device, **kinds)
     hidden = tuple(HostValue(f"argument {i + 2} of the step (batch_idx)") for i in range(len(example.rest)))
     stand_ins = StandIns(module, parameters)
 

@@ -1,8 +1,7 @@
 """A module -> what its graphs have baked in, compared before every replay.
 
-A replay runs no Python: it uses the layers, hooks, numbers and addresses of the capture. Compared are the
-memory of tensors, ``requires_grad``, classes, hooks, and the numbers, texts and objects that submodules,
-their ``config`` and the hyperparameters hold. docs/guides/cuda-graphs.md names what is not.
+Compared are the memory of tensors, ``requires_grad``, classes, hooks, and the numbers, texts and objects that
+submodules, their ``config`` and the hyperparameters hold. docs/guides/cuda-graphs.md names what is not.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import combinations, islice
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -139,14 +139,9 @@ def plan_graphs(
     if given:
         chosen = _judge("given", tuple(sorted(set(given))), needs, costs)
         choices.append(chosen)
-    quantiles: list[float] = np.quantile(needs, [0.5, 0.9, 0.99, 1.0], method="inverted_cdf").tolist()
-    return GraphPlan(
-        slots=slots,
-        max_seqlen=max_seqlen,
-        quantiles=tuple(int(q) for q in quantiles),
-        choices=tuple(choices),
-        chosen=chosen,
-    )
+    quantiles = np.quantile(needs, [0.5, 0.9, 0.99, 1.0], method="inverted_cdf").astype(int).tolist()
+    found: Any = {"quantiles": tuple(quantiles), "choices": tuple(choices), "chosen": chosen}
+    return GraphPlan(slots=slots, max_seqlen=max_seqlen, **found)
 
 
 def needed_sequences(layouts: Sequence[Layout], slots: int, max_seqlen: int) -> IntArray:

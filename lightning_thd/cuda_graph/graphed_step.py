@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,11 +71,7 @@ class GraphStats:
     def metrics(self) -> dict[str, float]:
         """Return the values to log, by key."""
         counts = {f"cuda_graph/fallback_{reason}": float(n) for reason, n in sorted(self.fallbacks.items())}
-        return {
-            "cuda_graph/hit_rate": self.hit_rate,
-            "cuda_graph/capture_time_s": self.capture_s,
-            **counts,
-        }
+        return {"cuda_graph/hit_rate": self.hit_rate, "cuda_graph/capture_time_s": self.capture_s, **counts}
 
 
 class GraphedStep:
@@ -91,7 +87,6 @@ class GraphedStep:
         buckets: shapes to capture, see ``make_buckets``.
         backend: CUDA graphs by default.
         require: raise :class:`CaptureError` if a capture fails, instead of running eagerly.
-        clock: seconds, for the time spent on capturing.
     """
 
     def __init__(
@@ -102,7 +97,6 @@ class GraphedStep:
         buckets: Sequence[Bucket],
         backend: Backend | None = None,
         require: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         flags(require=require)
         instance(module, "module", nn.Module, advice="Pass the module that is trained.")
@@ -123,18 +117,12 @@ class GraphedStep:
         self.stats = GraphStats()
         self.off: CaptureError | None = None
         self._subject = Subject(function=function, module=bare, backend=backend or CudaBackend())
-        self._clock = clock
         self._shared = Shared()
         self._graphs: dict[Bucket, CapturedStep] = {}
         self._modes: tuple[Any, ...] | None = None  # torch's modes at the capture
         self._fingerprint: Fingerprint | None = None
         self._slower: set[Bucket] = set()
         self._rounds = 0  # captures so far, each of all buckets
-
-    @property
-    def pending(self) -> bool:
-        """Return whether a replayed step's backward is outstanding; the next step would run eagerly."""
-        return self._shared.turn.pending
 
     def __call__(self, batch: Any, *rest: Any) -> Any:
         """Run the step on a batch, replayed from a graph if one fits."""
@@ -176,7 +164,7 @@ class GraphedStep:
             return "parameters_moved"
         example = Example(batch, rest)
         if self._modes != _modes(example):
-            if self.pending:
+            if self._shared.turn.pending:
                 return "pending_backward"
             if self._modes is not None:
                 self._forget("torch's autocast, dtype or precision")
@@ -190,11 +178,11 @@ class GraphedStep:
             return "slower"
         if not self._graphs[bucket].inputs.matches(batch):
             return "extras"
-        return "pending_backward" if self.pending else self._graphs[bucket]
+        return "pending_backward" if self._shared.turn.pending else self._graphs[bucket]
 
     def _capture(self, example: Example) -> bool:
         """Capture every bucket under torch's present modes, and return whether that succeeded."""
-        started, parameters = self._clock(), self._subject.module.parameters()
+        started, parameters = time.perf_counter(), self._subject.module.parameters()
         together = self._rounds == 0 or any(isinstance(parameter, DTensor) for parameter in parameters)
         error = self._try_capture(example)
         if all_agree(error is None, example.device) if together else error is None:
@@ -204,7 +192,7 @@ class GraphedStep:
             self._rounds += 1
             self._find_slower(example, together=together)
             self.stats.captures += len(self._graphs)
-        self.stats.capture_s += self._clock() - started
+        self.stats.capture_s += time.perf_counter() - started
         if self._modes is None:
             elsewhere = CaptureError("the capture failed on another rank, whose message says why.")
             self._give_up(error or elsewhere)

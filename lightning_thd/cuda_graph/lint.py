@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,15 +146,8 @@ def _default_step(module: nn.Module) -> StepFunction:
 
 def _copy(module: nn.Module) -> nn.Module:
     """Deep-copy a module, sharing its Trainer."""
-    if not isinstance(module, L.LightningModule):
-        return copy.deepcopy(module)
-    trainer = module._trainer
-    with ExitStack() as stack:
-        module._trainer = None
-        stack.callback(setattr, module, "_trainer", trainer)
-        copied = copy.deepcopy(module)
-    copied._trainer = trainer
-    return copied
+    trainer = module._trainer if isinstance(module, L.LightningModule) else None
+    return copy.deepcopy(module, {id(trainer): trainer})
 
 
 @contextmanager

@@ -1,8 +1,7 @@
 """A step on the CPU -> its operators, run again on the same tensors: what a CUDA graph does, without a GPU.
 
-Every dispatched operator is kept with its arguments and results. A replay calls each again and copies what it
-gives into the tensors of the first run, so that addresses stay fixed. Values that Python worked out
-from them at capture stay as they were. Both are as in a graph. What a graph cannot hold is refused.
+A replay calls each operator again and copies what it gives into the tensors of the first run. Addresses, and
+values that Python worked out at capture, stay as they were. What a graph cannot hold is refused.
 """
 
 from __future__ import annotations
@@ -42,13 +41,6 @@ class _Call:
                 for target, source in zip(plain_tensors(kept), plain_tensors(new), strict=True):
                     target.copy_(source)
 
-    def poison(self) -> None:
-        """Fill the tensors that the recorded operator returns with NaN."""
-        for kept in self.results:
-            if kept is not None and kept.is_floating_point():
-                for x in plain_tensors(kept):
-                    x.fill_(torch.nan)
-
 
 def _finish(function: Any, results: list[Any]) -> None:
     """Wait for a replayed collective, if the operator is one, so that its results are complete."""
@@ -79,13 +71,10 @@ class Recording:
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
-        self.poison = False  # fills every result with NaN before a replay, so that a slot nobody writes shows
 
     def replay(self) -> None:
         """Run every operator again; random ones draw from the generator's present state."""
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            for call in self.calls if self.poison else ():
-                call.poison()
             for call in self.calls:
                 if not call.fills:
                     call.run()
@@ -104,9 +93,6 @@ class RecordingBackend:
     name = "recording"
     warm_ups = 2
 
-    def __init__(self, *, poison: bool = False) -> None:
-        self.poison = poison
-
     def unavailable(self, device: torch.device) -> str | None:
         """Return why a step cannot be recorded (it runs on no CPU), or None."""
         return (
@@ -119,9 +105,7 @@ class RecordingBackend:
 
     def capture(self, function: Callable[[], R]) -> tuple[Recording, R]:
         """Run the function once and keep its operators; the first problem raises :class:`CaptureError`."""
-        tape, result = record(function, self._refuse)
-        tape.poison = self.poison
-        return tape, result
+        return record(function, self._refuse)
 
     @staticmethod
     def _refuse(problem: str, where: str | None) -> None:
@@ -239,10 +223,7 @@ def function_problem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """Return why a Python call such as ``Tensor.tolist`` cannot be captured, or None."""
     if func is torch.as_tensor and args and not isinstance(args[0], Tensor):
         return f"torch.as_tensor(...) {_CONSTANT}"
-    try:
-        return _FUNCTIONS.get(func)
-    except TypeError:  # an unhashable callable is not in the table
-        return None
+    return _FUNCTIONS.get(func) if func.__hash__ else None  # an unhashable callable is not in the table
 
 
 def operator_problem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:

@@ -1,9 +1,8 @@
 """Layers and the module they describe -> the same layers with the backward pass that autograd will run.
 
-A weight's gradient costs one forward more if the weight is trained. The gradient of its input costs one more
-if anything trained runs before it. So a frozen weight costs 2 of 3 units above a trained one, 1 below all.
-Weights are read off parameters and ``in_features``, not off classes. So adapters, sharded (DTensor) and
-quantized weights count by their full size.
+A weight's gradient costs one forward more if the weight is trained, the gradient of its input one more if
+anything trained runs before it. Weights are read off parameters and ``in_features``, not off classes: so
+adapters, sharded (DTensor) and quantized weights count by their full size.
 """
 
 from __future__ import annotations

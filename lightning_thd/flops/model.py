@@ -37,14 +37,8 @@ _RUN_AGAIN: dict[str, Callable[[Term], bool]] = {
     "selective": lambda term: term.kind == "attention",
 }
 
-_COLUMN: dict[Kind, str] = {
-    "linear": "linear",
-    "router": "linear",
-    "embedding": "linear",
-    "attention": "attention",
-    "logits": "logits",
-    "vision": "vision",
-}
+# The columns of kinds that have none of their own.
+_COLUMN: dict[Kind, Kind] = {"router": "linear", "embedding": "linear"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,7 +233,7 @@ def _sum_terms(model: FlopsModel, cost: Callable[[Layer, Term], int]) -> _Table:
     for layer in model.layers:
         for term in layer.terms:
             if counts.get(term.kind, True) and (flops := cost(layer, term)):
-                key = _COLUMN[term.kind], term.basis, term.window
+                key = _COLUMN.get(term.kind, term.kind), term.basis, term.window
                 table[key] = table.get(key, 0) + flops
     return table
 

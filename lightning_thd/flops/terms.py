@@ -1,8 +1,7 @@
 """Terms and layers of a FLOP count, and the FLOPs of a batch by part.
 
 A term is FLOPs per unit of a count in ``SeqStats``; a layer is a list of terms. A multiply-add is two FLOPs.
-Every term has its forward cost and what the backward adds. So frozen weights, adapters and recomputation are
-sums over terms and no special case.
+Every term has its forward cost and what the backward adds.
 """
 
 from __future__ import annotations

@@ -10,8 +10,6 @@ import numpy as np
 from lightning_thd.report.look import CYCLE, Theme, dress, legend, look_of, new_figure
 
 _LIGHTER = 0.55  # opacity of a sequence whose prefix another one holds
-# Up to this many ranks have their numbers at the axis.
-_NAMED = 16
 
 
 def draw_packs(
@@ -84,8 +82,6 @@ def draw_work(before: Sequence[float], after: Sequence[float], *, theme: Theme =
         axes.bar(ranks + offset, np.asarray(values) / mean, 0.4, color=colour, label=label)
     axes.axhline(1.0, color=look_of(theme).quiet, linewidth=1, linestyle="--")
     dress(axes, theme, title="work of each rank in one step", x="rank", y="work / mean")
-    if len(ranks) <= _NAMED:
-        axes.set_xticks(ranks)
     # Above the right end of the axes, where no bar lies under it.
     legend(axes, theme, ncols=2, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2)
     return figure

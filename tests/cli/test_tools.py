@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_thd.cli import main
-from lightning_thd.flops.peak_table import PEAKS
+from lightning_thd.flops.peaks import PEAKS
 from lightning_thd.report import read_metrics
 
 SIZES = {

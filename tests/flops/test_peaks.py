@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from lightning_thd.flops import measure_flops, peak_flops
-from lightning_thd.flops.peak_table import PEAKS
-from lightning_thd.flops.peaks import find_peak
+from lightning_thd.flops.peaks import PEAKS, find_peak
 
 # names as torch.cuda.get_device_name gives them -> dense bf16 TFLOP/s
 NAMES = {

@@ -1,7 +1,6 @@
 """A transformers config or the content of a config.json -> the sizes in it, whatever the family calls them.
 
-A config.json of many families does not say which layer is of which kind (window, state space, experts): their
-classes derive it from a period, a pattern or a list of indices. ``completed`` lets transformers add it.
+Files of many families leave the kind of each layer to their class; ``completed`` lets transformers add it.
 """
 
 from __future__ import annotations

@@ -143,8 +143,7 @@ def _own_inputs(sizes: Sizes) -> list[Layer]:
     width = sizes.optional("hidden_size_per_layer_input")
     if not width:
         return []
-    term = matmul("own_inputs", sizes.hidden * sizes.num_layers * width)
-    return [lone("per_layer_model_projection", term)]
+    return [lone("per_layer_model_projection", matmul("own_inputs", sizes.hidden * sizes.num_layers * width))]
 
 
 def _own_input(sizes: Sizes) -> list[Term]:
