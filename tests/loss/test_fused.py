@@ -417,13 +417,17 @@ def memory_of_nan() -> Iterator[None]:
 @pytest.mark.parametrize("tokens", [0, 6])
 @pytest.mark.parametrize("vocabulary", [3, 5000])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("static", [False, True])
 def test_a_pack_without_any_target_gives_zeros(
-    kind: str, dtype: torch.dtype, tokens: int, vocabulary: int, memory_of_nan: None
+    static: bool, kind: str, dtype: torch.dtype, tokens: int, vocabulary: int, memory_of_nan: None
 ) -> None:
-    """No product runs: gradients must not be what stood in memory."""
+    """No product runs, or all rows are zeros: gradients must not be what stood in memory, nor infinite."""
     case = Case(tokens=tokens, vocabulary=vocabulary, dtype=dtype, bias=True, ignored=1.1)
     leaves, targets = case.tensors()
-    loss = fused(kind, leaves, targets, case.teacher())
+    taught = torch.where(torch.arange(vocabulary) == 1, -INF, leaves[2].detach())
+    options = {"teacher_bias": taught} if kind in DIVERGENCES else {}
+    with static_shapes() if static else torch.enable_grad():
+        loss = fused(kind, leaves, targets, case.teacher(), **options)
     assert loss.item() == 0.0
     assert not any(gradient.any() for gradient in torch.autograd.grad(loss, leaves))
 

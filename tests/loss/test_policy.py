@@ -199,11 +199,11 @@ def test_a_token_of_weight_zero_touches_nothing(name: str) -> None:
     function, how, *_ = LOSSES[name]
     penalty: dict[str, Any] = {"reference_logp": reference, "beta": 0.1} if "kind" in how else {}
     found = []
-    for poison in (logp[at].item(), math.inf, -math.inf, math.nan):
-        leaf = logp.clone()
-        leaf[at] = poison
+    of_slot = torch.cat([values[3], values[3].new_zeros(1)])[rollouts.row]
+    for poison in (0.0, math.inf, -math.inf, math.nan):
+        leaf, advantages = (torch.where(weights == 0, poison, x) for x in (logp, of_slot))
         leaf.requires_grad_()
-        loss = function(leaf, old, values[3], rollouts, weights=weights, **how, **penalty)
+        loss = function(leaf, old, advantages, rollouts, weights=weights, **how, **penalty)
         found.append((loss.detach(), torch.autograd.grad(loss, leaf)[0]))
     for other in found[1:]:
         torch.testing.assert_close(other, found[0])
