@@ -247,10 +247,7 @@ def _check_tensors(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"q has head size {q.shape[2]} and k {k.shape[2]}; want the same.")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
-        raise ValueError(
-            f"{q.shape[1]} query heads are not divisible by {k.shape[1]} key-value heads. Under tensor "
-            "parallelism its size must divide both."
-        )
+        raise ValueError(f"{q.shape[1]} query heads are not divisible by {k.shape[1]} key-value heads.")
     _check_offsets(cu_seqlens_q, q.device, "q")
     if cu_seqlens_kv is not cu_seqlens_q:
         _check_offsets(cu_seqlens_kv, q.device, "kv")
@@ -269,10 +266,7 @@ def _check_offsets(cu_seqlens: Any, device: torch.device, side: str) -> None:
     if not isinstance(cu_seqlens, Tensor):
         instance(cu_seqlens, name, Tensor, advice="Make it with seqlens.cu_seqlens_from_lengths.")
     if cu_seqlens.device != device:
-        raise ValueError(
-            f"{name} is on {cu_seqlens.device} but q is on {device}; move it once a batch: "
-            f"{name}.to({str(device)!r})."
-        )
+        raise ValueError(f"{name} is on {cu_seqlens.device} but q is on {device}; move it once a batch.")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype != torch.int32:
         raise ValueError(
             f"{name} is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; want int32 [S + 1], at least one."

@@ -213,8 +213,7 @@ def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
     if not stated and scope is not None and scope.pack is not None:
         raise ValueError(
             f"{type(module).__name__} says is_causal=False in a model that builds a causal and a "
-            "bidirectional mask, and which is meant is not known. Use padded rows with "
-            "attn_implementation='eager'."
+            "bidirectional mask. Use padded rows with attn_implementation='eager'."
         )
     return stated
 
@@ -223,8 +222,7 @@ def _refuse_other_keys(module: nn.Module, query: Tensor, key: Tensor) -> None:
     """Refuse keys other than those of the pack's own slots, which no boundary assigns to a sequence."""
     raise ValueError(
         f"{type(module).__name__} attends from {query.shape[2]} slots of a pack to {key.shape[2]} keys, so "
-        "it adds keys of its own, which belong to no sequence. Use padded rows with "
-        "attn_implementation='eager'."
+        "it adds keys of its own. Use padded rows with attn_implementation='eager'."
     )
 
 
@@ -306,8 +304,7 @@ def _ambient(module: nn.Module, query: Tensor, key: Tensor, *, causal: bool) -> 
     if causal and slots != slots_k:
         raise ValueError(
             f"{type(module).__name__} got {slots} queries and {slots_k} keys. Generation with a cache "
-            "through 'thd' is not possible: pass use_cache=False, or call "
-            "model.set_attn_implementation('eager')."
+            "through 'thd' is not possible: pass use_cache=False."
         )
     return _Boundaries(_rows(rows, slots, query), _rows(rows, slots_k, query), slots, slots_k)
 
@@ -332,10 +329,7 @@ def _refuse(module: nn.Module, attention_mask: Tensor | None, dropout: float, ot
         config = getattr(module, "config", None)
         keys = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "attn_dropout")
         key = next((key for key in keys if getattr(config, key, None)), "attention_dropout (or attn_pdrop)")
-        raise ValueError(
-            f"{name} wants attention dropout {dropout}, which packed kernels do not have. Set {key} of the "
-            "config to 0.0."
-        )
+        raise ValueError(f"{name} wants attention dropout {dropout}. Set {key} of the config to 0.0.")
     for given, value in others.items():
         if not (value is None or value is False or given in _INERT):
             raise ValueError(

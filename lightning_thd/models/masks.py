@@ -58,14 +58,12 @@ def thd_mask(
         if wanted:
             raise ValueError(
                 f"{type(config).__name__}: this model chooses the keys of every token by an index, or adds "
-                "to its mask, so it needs the causal mask itself. Use padded rows with "
-                "attn_implementation='eager'."
+                "to its mask. Use padded rows with attn_implementation='eager'."
             )
     if not plain:
         raise ValueError(
-            f"{type(config).__name__}: this model needs a mask with a pattern of its own (both ways, or "
-            "blocks). Leave token_type_ids and images out, or use attn_implementation='eager' on padded "
-            "rows."
+            f"{type(config).__name__}: this model needs a mask with a pattern of its own. Leave "
+            "token_type_ids and images out, or use padded rows with attn_implementation='eager'."
         )
     told = local_size is None or _PASSES_WINDOW.get(type(config), False)
     if local_size is not None and not told and longest_sequence(q_length) > local_size:

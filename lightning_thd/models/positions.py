@@ -195,15 +195,13 @@ def _by_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
         if pack.shard is not None or shapes_are_static():
             where = "in a recorded step" if pack.shard is None else "under context parallelism"
             raise ValueError(
-                f"{type(self).__name__} turns sequences longer than {limit} tokens differently (rope of "
-                f"type {kind!r}), and lengths cannot be told apart {where}. Use sequences of at most "
-                f"{limit} tokens."
+                f"{type(self).__name__} turns sequences longer than {limit} tokens differently, and lengths "
+                f"cannot be told apart {where}. Use sequences of at most {limit} tokens."
             )
         if position_ids.shape[-1] != pack.slots:
             raise ValueError(
                 f"{type(self).__name__} turns {position_ids.shape[-1]} positions of a pack of {pack.slots} "
-                f"slots by a rope of type {kind!r}: keys that belong to no sequence. Use at most {limit} "
-                "tokens."
+                f"slots: keys that belong to no sequence. Use sequences of at most {limit} tokens."
             )
         return _one_by_one(run, pack, position_ids, limit)
 

@@ -123,10 +123,7 @@ def _refuse_layer(found: _Found) -> None:
         )
     weight = getattr(getattr(module, "base_layer", None), "weight", None)
     if getattr(module, "lora_magnitude_vector", None) and _is_cut_by_tensor_parallelism(weight):
-        raise ValueError(
-            f"{found.name} ({kind}) is a DoRA layer cut by tensor parallelism, and its norms need whole "
-            "rows. Use plain LoRA."
-        )
+        raise ValueError(f"{found.name} ({kind}) is a DoRA layer cut by tensor parallelism. Use plain LoRA.")
     if getattr(module, "trigram_input", False):
         raise ValueError(
             f"{found.name} ({kind}) puts the tokens before and after each one beside it. Build the model "
@@ -229,8 +226,7 @@ def refuse_call(model: Any, kwargs: dict[str, Any]) -> None:
     # A multimodal model hands its text model the masks it asked for, one a layer type: "thd" gives None.
     if mask is not None and not (isinstance(mask, dict) and all(x is None for x in mask.values())):
         raise ValueError(
-            f"{kind} got a pack and an attention_mask. Pass attention_mask=None, and pad by a trailing "
-            "sequence: THDBatch.collate(..., pad_to=)."
+            f"{kind} got a pack and an attention_mask. Pass None, and pad by THDBatch.collate(..., pad_to=)."
         )
     if kwargs.get("use_cache") or any(kwargs.get(name) is not None for name in _CACHES):
         name = next((name for name in _CACHES if kwargs.get(name) is not None), "use_cache=True")
@@ -246,14 +242,12 @@ def refuse_call(model: Any, kwargs: dict[str, Any]) -> None:
         method = getattr(method, "value", method)
         if method is not None and method not in _TOKEN_BY_TOKEN and not config.is_prompt_learning:
             raise ValueError(
-                f"The adapter {name!r} ({method}) is not known to change every token by itself. Use LoRA, or "
-                "feed this model padded rows."
+                f"The adapter {name!r} ({method}) is not known to change every token by itself. Use LoRA."
             )
         for option in ("alora_invocation_tokens", "velora_config"):
             if getattr(config, option, None) is not None:
                 raise ValueError(
-                    f"The adapter {name!r} has {option}, by which tokens may depend on other sequences. Use "
-                    "plain LoRA, or feed this model padded rows."
+                    f"The adapter {name!r} has {option}: tokens may depend on others. Use plain LoRA."
                 )
 
 

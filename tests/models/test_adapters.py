@@ -34,7 +34,7 @@ QUERIES = {"target_modules": ["q_proj"]}
 VIRTUAL = {"num_virtual_tokens": 4}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("LoraConfig", {**QUERIES, "alora_invocation_tokens": INVOCATION}, "has alora_invocation_tokens"),
-    ("LoraConfig", {**QUERIES, "velora_config": {"num_groups": 4}}, "'default' has velora_config, by which"),
+    ("LoraConfig", {**QUERIES, "velora_config": {"num_groups": 4}}, "'default' has velora_config"),
     ("PromptTuningConfig", VIRTUAL, r"'default' \(PROMPT_TUNING\) puts virtual tokens before every row"),
     ("PrefixTuningConfig", VIRTUAL, r"\(PREFIX_TUNING\) puts virtual tokens before every"),
     ("AdaLoraConfig", RANKS, r"\(ADALORA\) adds a penalty .* \(orth_reg_weight=0.5\)"),

@@ -116,8 +116,9 @@ def test_a_pack_splits_the_row_told_or_announced_and_layers_of_each_kind_get_the
     torch.testing.assert_close(wanted[2], oracle(q, k, v, block))
     with packed(batch):
         for _ in range(2):
-            for kind, want in zip(kinds, wanted, strict=True):
+            for kind, want in zip(kinds, wanted, strict=True):  # as arguments, and of the layer itself
                 assert torch.equal(thd_attention(Layer(), q, k, v, None, **kind)[0], want)
+                assert torch.equal(thd_attention(Layer(**kind), q, k, v, None)[0], want)
         with torch.autocast("cpu", torch.bfloat16):
             assert thd_attention(Layer(), q, k, v, None)[0].dtype == torch.bfloat16
         assert thd_attention(Layer(), q.double(), k.double(), v.double(), None)[0].dtype == torch.float64

@@ -94,8 +94,7 @@ def _others(options: dict[str, Any], *, refused: tuple[str, ...]) -> dict[str, A
     for name in refused:
         if options.get(name) is not None:
             raise ValueError(
-                f"A recurrent layer on a context-parallel shard passes {name} to its kernel, which would be "
-                "left out. Set context_parallel_size=1."
+                f"A recurrent layer on a shard passes {name} to its kernel: set context_parallel_size=1."
             )
     return {name: value for name, value in options.items() if name not in (*_OWN_OPTIONS, *refused)}
 
