@@ -56,10 +56,8 @@ class Expected:
         if self.distinct != self.tokens:
             distinct = f"{self.distinct:,} ({self.distinct / self.tokens:.1%})"
             rows.append(("distinct tokens, computed", distinct))
-        saved = "-"
-        if self.tokens:
-            share = 1 - self.padded_fill * self.distinct / (self.fill * self.tokens)
-            saved = f"{share:.1%}" if share >= 0 else "none: fuller if padded"
+        share = 1 - self.padded_fill * self.distinct / (self.fill * self.tokens)
+        saved = f"{share:.1%}" if share >= 0 else "none: fuller if padded"
         rows += [
             ("shortest / median / longest", " / ".join(f"{n:,}" for n in self.lengths)),
             ("fill of packs", f"{self.fill:.1%}"),
@@ -124,8 +122,7 @@ def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]], lis
     loader = data.train_steps()
     assert loader.planner is not None, "streams were refused above"
     planner = loader.planner
-    steps = min(len(planner), given.steps)
-    plans = [planner.step(0, k, given.dp) for k in range(steps)]
+    plans = [planner.step(0, k, given.dp) for k in range(min(len(planner), given.steps))]
     spans = [pack for plan in plans for rank in plan.spans_by_rank() for pack in rank]
     packs = [pack.lengths.tolist() for pack in spans]
     held = [[0] * len(pack) for pack in packs]
@@ -136,23 +133,23 @@ def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]], lis
     patches = sum(int(plan.patches.sum()) for plan in plans)
     text = sum(float(cost(plan.spans.lengths).sum()) for plan in plans) if patches else total
     slots, tokens = len(packs) * given.capacity, sum(map(sum, packs))
-    distinct = tokens - sum(map(sum, held))
+    distinct, flat = tokens - sum(map(sum, held)), sorted(length for pack in packs for length in pack)
     expected = Expected(
         sequences=sum(map(len, packs)),
         tokens=tokens,
         distinct=distinct,
-        lengths=_lengths(packs),
+        lengths=(flat[0], flat[len(flat) // 2], flat[-1]),
         steps=len(planner),
         packs=len(packs),
-        fill=distinct / slots if slots else 0.0,
+        fill=distinct / slots,
         padded_fill=_padded_fill(packs),
-        imbalance=float(np.mean([own.max() / own.mean() for own in work])) if work else 1.0,
+        imbalance=float(np.mean([own.max() / own.mean() for own in work])),
         tokens_per_s=None
         if model is None or peak is None
         else _speed(packs, held, model, peak, vision=total - text),
         lost=dict(data.counts["train"]),
         patches=patches,
-        most_patches=max((int(plan.microbatch_patches.max()) for plan in plans), default=0),
+        most_patches=max(int(plan.microbatch_patches.max()) for plan in plans),
         vision=None if model is None or not total else 1 - text / total,
     )
     return expected, packs, held
@@ -168,18 +165,12 @@ def load_config(path: str) -> Any:
     return json.loads(file.read_text())
 
 
-def _lengths(packs: Sequence[Sequence[int]]) -> tuple[int, int, int]:
-    """Return the shortest, the median and the longest sequence of packs; zeros where there are none."""
-    flat = sorted(length for pack in packs for length in pack)
-    return (flat[0], flat[len(flat) // 2], flat[-1]) if flat else (0, 0, 0)
-
-
 def _padded_fill(packs: Sequence[Sequence[int]], rows: int = 8) -> float:
     """Return the share of real tokens if batches of 8 sequences were padded to their longest."""
     flat = [length for pack in packs for length in pack]
     batches = [flat[at : at + rows] for at in range(0, len(flat), rows)]
     slots = sum(len(batch) * max(batch) for batch in batches)
-    return sum(flat) / slots if slots else 0.0
+    return sum(flat) / slots
 
 
 def _peak(device: str | None, mfu: float | None, model: FlopsModel | None) -> float | None:
