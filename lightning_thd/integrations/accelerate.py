@@ -12,8 +12,14 @@ from lightning_thd._imports import require
 from lightning_thd.alignment import Layout
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
-from lightning_thd.integrations.evaluation import LossFn, balancing
-from lightning_thd.integrations.packed_loop import Engine, PackedLoop, as_loader, share_packs
+from lightning_thd.integrations.packed_loop import (
+    Engine,
+    LossFn,
+    PackedLoop,
+    as_loader,
+    balancing,
+    share_packs,
+)
 from lightning_thd.loss import causal_lm_loss
 from lightning_thd.loss.router_balance import RouterBalance
 from lightning_thd.parallel.context.layout import Communication
@@ -40,10 +46,8 @@ def prepare_thd(
 ) -> PackedLoop:
     """Prepare a model, packed data and an optimizer for an Accelerate loop.
 
-    The loader is neither dispatched nor sharded by Accelerate: the plan gives every data-parallel rank its
-    own packs. Its position and the throughput totals are registered for checkpointing, so that
-    ``accelerator.save_state`` and ``load_state`` resume exactly, with ``Sequences(n)`` on another number of
-    processes too.
+    The plan gives every data-parallel rank its own packs. ``accelerator.save_state`` and ``load_state``
+    resume exactly, with ``Sequences(n)`` on another number of processes too.
 
     Args:
         accelerator: an ``accelerate.Accelerator``. Its ``gradient_accumulation_steps`` is the number of packs
@@ -66,8 +70,7 @@ def prepare_thd(
         loop.optimizer.zero_grad()``.
 
     Raises:
-        ValueError: for Accelerate's own context or sequence parallelism, and data of another kind. Later,
-            from ``loop.backward`` inside ``accelerator.accumulate()``, which would leave out steps.
+        ValueError: for Accelerate's own context or sequence parallelism, and data of another kind.
     """
     schedulers = require("accelerate.scheduler", feature="prepare_thd")
     _refuse_parallelism(accelerator)
@@ -97,9 +100,8 @@ def prepare_thd(
         if not accelerator.sync_gradients:
             raise ValueError(
                 "loop.backward() runs inside accelerator.accumulate(), but what the loader gives is a whole "
-                f"optimizer step: its {accelerator.gradient_accumulation_steps} packs a rank are accumulated "
-                "inside. Accelerate would skip optimizer steps and add up gradients of several. Leave "
-                "accumulate() out; gradient_accumulation_steps says how many packs a step has."
+                "optimizer step, and Accelerate would skip steps. Leave accumulate() out; "
+                "gradient_accumulation_steps says how many packs a step has."
             )
         # Accelerate divides by its accumulation steps; a step's microbatches are weighed already.
         accelerator.backward(loss * accelerator.gradient_accumulation_steps)
@@ -154,8 +156,7 @@ def _refuse_parallelism(accelerator: Any) -> None:
         if enabled:
             raise ValueError(
                 f"The accelerator has {name}={getattr(config, name)}: its context parallelism replaces every "
-                "mask by a causal one, so documents of a pack would see each other. Set it to 1, and "
-                "prepare_thd(..., context_parallel_size=...), which keeps them apart."
+                "mask by a causal one. Set it to 1, and prepare_thd(..., context_parallel_size=...)."
             )
 
 

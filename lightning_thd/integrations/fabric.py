@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 from lightning.fabric import Fabric
@@ -12,8 +11,14 @@ from torch import nn
 from lightning_thd.alignment import Layout
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
-from lightning_thd.integrations.evaluation import LossFn, balancing
-from lightning_thd.integrations.packed_loop import Engine, PackedLoop, as_loader, share_packs
+from lightning_thd.integrations.packed_loop import (
+    Engine,
+    LossFn,
+    PackedLoop,
+    as_loader,
+    balancing,
+    share_packs,
+)
 from lightning_thd.loss import causal_lm_loss
 from lightning_thd.loss.router_balance import RouterBalance
 from lightning_thd.parallel.context.layout import Communication
@@ -50,10 +55,9 @@ def prepare_fabric(
         router_balance: over which tokens ``causal_lm_loss`` balances experts.
         peak: dense FLOP/s of a device, for MFU: see ``THDThroughputMonitor``.
         log_every_n_steps: steps between two calls of ``fabric.log_dict``.
-        context_parallel_size: neighbouring ranks that share the slots of a pack, as under
-            ``THDDDPStrategy``; documents stay apart.
-        context_parallel_layout: ``dual_chunk``, ``contiguous``, ``striped`` or ``mixed``.
-        context_parallel_communication: ``auto``, ``all_gather``, ``ulysses``, ``needed`` or ``ring``.
+        context_parallel_size: neighbouring ranks that share the slots of a pack, as for ``prepare_thd``.
+        context_parallel_layout: as for ``prepare_thd``.
+        context_parallel_communication: as for ``prepare_thd``.
 
     Returns:
         The loop. Save ``{"model": loop.model, "optimizer": loop.optimizer, "loader": loop.loader,
@@ -79,12 +83,9 @@ def prepare_fabric(
     loader = as_loader(data, model, shared, accumulate=accumulate, device=fabric.device)
     model, optimizer = _set_up(fabric, model, optimizer)
 
-    def no_sync(module: nn.Module) -> AbstractContextManager[None]:
-        return fabric.no_backward_sync(module)  # type: ignore[arg-type]  # what fabric.setup returned
-
     engine = Engine(
         backward=fabric.backward,
-        no_sync=no_sync,
+        no_sync=lambda module: fabric.no_backward_sync(module),  # type: ignore[arg-type]
         log=lambda metrics, step: fabric.log_dict(metrics, step),
         device=fabric.device,
         devices=fabric.world_size,

@@ -13,6 +13,7 @@ from lightning_thd.callbacks.loggers import for_loggers
 from lightning_thd.callbacks.monitor import THDThroughputMonitor
 from lightning_thd.cuda_graph.fingerprint import only_looking
 from lightning_thd.flops.model import FlopsModel
+from lightning_thd.integrations.hf_options import precision_of
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -23,8 +24,7 @@ else:
 class ThroughputCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed for mypy
     """Adds FLOP/s, MFU, tokens/s and the share of padding to the logs of any transformers ``Trainer``.
 
-    It counts what the model is called with: ``input_ids`` with an ``attention_mask`` or the like. The keys
-    are those of ``THDThroughputMonitor`` without ``train/``, which reporters put in front by themselves.
+    The keys are those of ``THDThroughputMonitor`` without ``train/``, which reporters put in front.
 
     Args:
         peak: dense FLOP/s of one device; "auto" looks the device up, "measure" times matmuls once.
@@ -54,8 +54,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]  # transformers
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Find the FLOPs model, and watch what the model is called with."""
         model: nn.Module = kwargs["model"]
-        precision = "bf16-mixed" if args.bf16 else "16-mixed" if args.fp16 else "32-true"
-        self.monitor.watch(model, precision=precision)
+        self.monitor.watch(model, precision=precision_of(args))
         self._handle = model.register_forward_pre_hook(
             only_looking(lambda *given: self._look(*given)), with_kwargs=True
         )

@@ -66,8 +66,7 @@ class WithLabels:
         sample = with_labels(self._dataset[i])
         if "input_ids" not in sample:
             raise ValueError(
-                f"Row {i} of the dataset has the keys {list(self._dataset[i])} and no 'input_ids'. Tokenise "
-                "it first, or use TRL's SFTTrainer, which does."
+                f"Row {i} of the dataset has the keys {list(self._dataset[i])} and no input_ids. Tokenise it."
             )
         self._refuse_what_is_left_out(sample, i)
         return {name: sample[name] for name in ("input_ids", "labels") if name in sample}
@@ -80,17 +79,15 @@ class WithLabels:
         positions = sample.get("position_ids")
         if positions is not None and not np.array_equal(np.asarray(positions), np.arange(length)):
             raise ValueError(
-                f"Row {i} of the dataset has position_ids that do not count from 0 to {length - 1}, as if it "
-                "were a pack already or had positions of its own; packed_trainer makes them by itself. Give "
-                "one sequence a row without them, or use Lightning's Trainer with THDDataModule."
+                f"Row {i} of the dataset has position_ids that do not count from 0 to {length - 1}. Give one "
+                "sequence a row without them, or use Lightning's Trainer with THDDataModule."
             )
         others = [name for name in self._further if sample.get(name) is not None]
         others += [name for name in TYPES if sample.get(name) is not None and np.any(sample[name])]
         if others:
             raise ValueError(
                 f"Row {i} of the dataset has {', '.join(others)}, which the model takes, but packed_trainer "
-                "packs only ids and labels. Use Lightning's Trainer with THDDataModule, which packs images "
-                "and token types too, or remove the columns."
+                "packs only ids and labels. Use Lightning with THDDataModule, or remove the columns."
             )
 
 
@@ -108,9 +105,8 @@ def streamed_dataset(dataset: Any, trainer: type) -> Any:
     if not hasattr(dataset, "map"):
         if prepared:
             raise ValueError(
-                f"{trainer.__name__} prepares its dataset before packed_trainer sees it, and cannot prepare "
-                f"a {type(dataset).__name__}. Give it a datasets.IterableDataset, or use packed_trainer() "
-                "around transformers.Trainer."
+                f"{trainer.__name__} prepares datasets itself and cannot prepare a {type(dataset).__name__}. "
+                "Give it a datasets.IterableDataset, or use packed_trainer() around transformers.Trainer."
             )
         return dataset
     return dataset.map(_with_listed_labels) if prepared else dataset
@@ -160,11 +156,7 @@ class PositionMixin(TrainerBase):  # type: ignore[misc]
 
 
 class TrainerPacks:
-    """An iterable of packs for Trainer; ``begin`` is called when the first pack is asked for.
-
-    ``steps`` returns how many steps Trainer has finished. A checkpoint may be asked for inside a step, when
-    its packs are handed out already.
-    """
+    """An iterable of packs for Trainer, which calls ``begin`` first; ``steps`` counts its finished steps."""
 
     def __init__(
         self,
@@ -192,6 +184,7 @@ class TrainerPacks:
 
     def save(self, folder: str | Path) -> None:
         """Write the position into a checkpoint's folder, atomically."""
+        # A checkpoint may be asked for inside a step, when its packs are handed out already.
         done = (self._steps() - self._before) * self.loader.per_step
         path = Path(folder) / _FILE
         torch.save(self.loader.state_after(done), path.with_suffix(".partial"))

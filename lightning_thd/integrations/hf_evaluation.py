@@ -17,7 +17,6 @@ from lightning_thd._imports import require
 from lightning_thd.batch import THDBatch
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
-from lightning_thd.integrations.evaluation import mean_loss
 from lightning_thd.integrations.hf_data import (
     OF_READING,
     TrainerBase,
@@ -25,11 +24,10 @@ from lightning_thd.integrations.hf_data import (
     arguments_of,
     packed_dataset,
 )
+from lightning_thd.integrations.packed_loop import mean_loss
 from lightning_thd.precision.convert import in_low_precision
 
 _PAD = -100  # what Trainer pads predictions and labels with
-
-Preprocess = Callable[[Any, Tensor], Any]
 
 
 class EvaluationMixin(TrainerBase):  # type: ignore[misc]
@@ -43,30 +41,33 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
         """Return whether to log entropy and token accuracy, as TRL does and transformers does not."""
         return hasattr(self, "_metrics")
 
-    @property
-    def _pins(self) -> bool:
-        return bool(self.args.dataloader_pin_memory) and torch.device(self.args.device).type == "cuda"
-
     def get_eval_dataloader(self, eval_dataset: Any = None) -> TrainerPacks:
         """Return a loader of this rank's evaluation packs, which hold every sequence once."""
         dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]
-        data = THDDataModule(
-            val=packed_dataset(dataset, arguments_of(self.model)),
-            capacity=self._capacity,
-            num_workers=self.args.dataloader_num_workers,
-            prefetch_factor=self.args.dataloader_prefetch_factor,
-            **{name: value for name, value in self._data_kwargs.items() if name in OF_READING},
-        )
-        data.attach(
-            rank=self.args.process_index,
-            ranks=self.args.world_size,
-            model=self.model,
-            device=self.args.device if self._pins else "cpu",
-        )
+        options = {name: value for name, value in self._data_kwargs.items() if name in OF_READING}
+        data = self._attached(val=packed_dataset(dataset, arguments_of(self.model)), **options)
         data.setup("validate")
         return TrainerPacks(cast("THDLoader", data.val_dataloader()))
+
+    def _attached(self, *, accumulate: int = 1, **options: Any) -> THDDataModule:
+        """Return a data module of the Trainer's settings, ranks and device."""
+        args = self.args
+        workers = {
+            "num_workers": args.dataloader_num_workers,
+            "prefetch_factor": args.dataloader_prefetch_factor,
+        }
+        data = THDDataModule(**{"capacity": self._capacity, **workers, **options})
+        pins = bool(args.dataloader_pin_memory) and torch.device(args.device).type == "cuda"
+        data.attach(
+            rank=args.process_index,
+            ranks=args.world_size,
+            accumulate=accumulate,
+            model=self.model,
+            device=args.device if pins else "cpu",
+        )
+        return data
 
     def get_test_dataloader(self, test_dataset: Any) -> TrainerPacks:
         """Return a loader of this rank's packs of a test set."""
@@ -154,7 +155,7 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
 class Rows:
     """Collects logits, labels and, if wanted, inputs of sequences over ranks, in the order of the dataset."""
 
-    def __init__(self, preprocess: Preprocess | None, *, inputs: bool) -> None:
+    def __init__(self, preprocess: Callable[[Any, Tensor], Any] | None, *, inputs: bool) -> None:
         self._preprocess, self._inputs = preprocess, inputs
         self._rows: list[tuple[int, Any, Any, Any]] = []
 
@@ -171,12 +172,11 @@ class Rows:
 
     def gather(self) -> tuple[Any, Any, Any]:
         """Return predictions, labels and inputs ``[S, N, ...]`` of all ranks as arrays, padded with -100."""
-        rows = self._rows
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            everyone: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, rows)
-            rows = [row for of_rank in everyone for row in of_rank]
-        rows.sort(key=lambda row: row[0])
+        everyone: list[Any] = [self._rows]
+        if dist.is_initialized():
+            everyone *= dist.get_world_size()
+            dist.all_gather_object(everyone, self._rows)
+        rows = sorted((row for of_rank in everyone for row in of_rank), key=lambda row: row[0])
         predictions, labels, inputs = ([row[column] for row in rows] for column in (1, 2, 3))
         return _stack(predictions), _stack(labels), _stack(inputs) if self._inputs else None
 

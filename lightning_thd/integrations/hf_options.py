@@ -34,88 +34,46 @@ _HONOURED = """
 """
 HONOURED = frozenset(_HONOURED.split())
 
-# Options that packs do not read, since what they set follows from packing: the reason of each.
-IRRELEVANT: Mapping[str, str] = MappingProxyType(
-    {
-        "per_device_train_batch_size": "a batch is a pack of capacity tokens",
-        "per_device_eval_batch_size": "a batch is a pack of capacity tokens",
-        "average_tokens_across_devices": "the loss is always the mean over the tokens of all devices",
-        "use_cache": "packs run without a cache",
-        "accelerator_config": "packs are neither split nor dispatched; the rest goes to Accelerate",
-        "dataloader_persistent_workers": "workers live as long as an epoch, or longer",
-        "remove_unused_columns": "packs take only input_ids and labels",
-        "length_column_name": "lengths are counted from input_ids",
-        "eval_accumulation_steps": "predictions move to CPU memory pack by pack",
-        "eval_use_gather_object": "predictions of other devices are gathered as objects",
-        "packing_strategy": "TRL's own packing is off",
-        "pad_to_multiple_of": "packs are not padded sequence by sequence",
-        "pad_token": "packs have no pad token",
-        "liger_kernel_config": "it says what use_liger_kernel replaces",
-    }
-)
-
+# Options that packs do not read, since what they set follows from packing.
+_IRRELEVANT = """
+    per_device_train_batch_size per_device_eval_batch_size average_tokens_across_devices use_cache
+    accelerator_config dataloader_persistent_workers remove_unused_columns length_column_name
+    eval_accumulation_steps eval_use_gather_object packing_strategy pad_to_multiple_of pad_token
+    liger_kernel_config
+"""
+IRRELEVANT = frozenset(_IRRELEVANT.split())
 # Trainers change these themselves, so that another value than the default says nothing about the user.
 _SET_BY_TRAINERS = frozenset({"accelerator_config", "remove_unused_columns", "use_cache"})
+
 _OFF = (False, None)
-_DEFAULT = "Leave it at its default"
-# Name: (values that packs allow, why others are refused, what to do).
-REFUSED: Mapping[str, tuple[tuple[Any, ...], str, str]] = MappingProxyType(
+_PACKS = "packs by itself, before packed_trainer does. Set it to False"
+# Name: (values that packs allow, why others are refused and what to do).
+REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
     {
-        "packing": (_OFF, "packs by itself, before packed_trainer does", "Set it to False"),
-        "padding_free": (_OFF, "packs by itself, before packed_trainer does", "Set it to False"),
-        "eval_packing": (_OFF, "packs by itself, before packed_trainer does", "Set it to False"),
+        "packing": (_OFF, _PACKS),
+        "padding_free": (_OFF, _PACKS),
+        "eval_packing": (_OFF, _PACKS),
         "loss_type": (
             ("nll", None),
-            "computes a loss that packed_trainer does not",
-            "Use prepare_thd(loss_fn=...), with lightning_thd.loss.dft_loss for 'dft'",
+            "is another loss. Use prepare_thd(loss_fn=...), as loss.dft_loss for 'dft'",
         ),
-        "neftune_noise_alpha": (
-            (None,),
-            "scales its noise by the length of the row, which is the whole pack's",
-            "Leave it at None",
-        ),
-        "use_liger_kernel": (
-            _OFF,
-            "replaces the model's forward pass and, with it, the loss over packs",
-            "Leave it at False; lightning_thd.loss takes Liger's kernel by itself if it can",
-        ),
-        "auto_find_batch_size": (_OFF, "halves a batch size, but a batch is a pack", "Lower capacity"),
+        "neftune_noise_alpha": ((None,), "scales its noise by the pack's length. Leave it at None"),
+        "use_liger_kernel": (_OFF, "replaces the forward pass and the loss over packs. Leave it at False"),
+        "auto_find_batch_size": (_OFF, "halves a batch size, but a batch is a pack. Lower capacity"),
         "train_sampling_strategy": (
             ("random", None),
-            "orders rows, but packs are planned",
-            _DEFAULT,
+            "orders rows, but packs are planned. Leave it at 'random'",
         ),
-        "dataloader_drop_last": (
-            _OFF,
-            "drops a last batch of rows",
-            "Use packed_trainer(...)(data_kwargs={'tail': 'drop'})",
-        ),
-        "dataloader_in_order": (
-            (True, None),
-            "hands out packs of one step in another, whose token count they do not carry",
-            _DEFAULT,
-        ),
-        "dataloader_multiprocessing_context": (
-            (None,),
-            "starts workers in another way than THDDataModule does",
-            _DEFAULT,
-        ),
-        "label_names": (
-            (None, ["labels"], []),
-            "names columns that packs do not take",
-            "Name the column of labels 'labels'",
-        ),
-        "eval_do_concat_batches": ((True, None), "wants predictions in batches of rows", _DEFAULT),
-        "include_for_metrics": (
-            (),
-            "wants a loss of every batch of rows",
-            "Leave 'loss' out; eval_loss is the mean over all loss tokens",
-        ),
-        "batch_eval_metrics": (_OFF, "wants metrics of batches of rows", "Leave it at False"),
+        "dataloader_drop_last": (_OFF, "drops a last batch of rows. Use data_kwargs={'tail': 'drop'}"),
+        "dataloader_in_order": ((True, None), "hands out packs of a step in another. Leave it at True"),
+        "dataloader_multiprocessing_context": ((None,), "starts workers in another way. Leave it at None"),
+        "label_names": ((None, ["labels"], []), "names columns that packs do not take. Name labels 'labels'"),
+        "eval_do_concat_batches": ((True, None), "wants predictions in batches of rows. Leave it at True"),
+        "include_for_metrics": ((), "wants a loss of every batch of rows. Leave 'loss' out"),
+        "batch_eval_metrics": (_OFF, "wants metrics of batches of rows. Leave it at False"),
         "deepspeed": (
             (None,),
-            "accumulates, clips and steps in an engine of its own",
-            "Use fsdp, or Lightning with THDModelParallelStrategy",
+            "steps in an engine of its own. Use fsdp, or Lightning's THDModelParallelStrategy",
         ),
     }
 )
@@ -126,28 +84,24 @@ def refuse_options(args: Any) -> None:
 
     An option that transformers or TRL has added since is refused if it differs from its default.
     """
-    kind = type(args).__name__
     for field in dataclasses.fields(args):
         name, value = field.name, getattr(args, field.name)
+        given = f"{type(args).__name__}({name}={value!r})"
         if name in REFUSED:
-            allowed, why, remedy = REFUSED[name]
+            allowed, why = REFUSED[name]
             wrong = "loss" in (value or ()) if name == "include_for_metrics" else value not in allowed
             if wrong:
-                raise ValueError(f"{kind}({name}={value!r}) {why}. {remedy}.")
-        elif name not in HONOURED and name not in IRRELEVANT and _is_changed(args, field):
-            raise ValueError(
-                f"{kind}({name}={value!r}): packed_trainer does not know this option and cannot say what "
-                "it does to packs. Leave it at its default."
-            )
-    for field in dataclasses.fields(args):
-        if getattr(args, field.name) is None:  # what TRL makes of its default "auto"
+                raise ValueError(f"{given} {why}.")
+        elif name in HONOURED or name in _SET_BY_TRAINERS or not _is_changed(args, field):
             continue
-        if field.name in IRRELEVANT.keys() - _SET_BY_TRAINERS and _is_changed(args, field):
-            advice = ""
-            if field.name == "per_device_train_batch_size":
-                advice = " Set capacity=, or data_kwargs={'global_batch': Sequences(n)} for n sequences."
-            given = f"{kind}({field.name}={getattr(args, field.name)!r})"
-            rank_zero_info(f"{given} has no effect: {IRRELEVANT[field.name]}.{advice}")
+        elif name not in IRRELEVANT:
+            raise ValueError(
+                f"{given}: packed_trainer does not know this option and cannot say what it does to packs. "
+                "Leave it at its default."
+            )
+        elif value is not None:  # which TRL makes of its default "auto"
+            advice = " Set capacity=." if "batch_size" in name else ""
+            rank_zero_info(f"{given} has no effect on packs.{advice}")
 
 
 def refuse_engines(trainer: Any) -> None:
@@ -160,8 +114,7 @@ def refuse_engines(trainer: Any) -> None:
             f"--nproc-per-node={devices}, or show it one: CUDA_VISIBLE_DEVICES=0."
         )
     if getattr(trainer, "is_deepspeed_enabled", False):
-        _, why, remedy = REFUSED["deepspeed"]
-        raise ValueError(f"Accelerate's configuration starts DeepSpeed, which {why}. {remedy}.")
+        raise ValueError(f"Accelerate's configuration starts DeepSpeed, which {REFUSED['deepspeed'][1]}.")
     config = getattr(trainer.accelerator, "parallelism_config", None)
     if config is not None and (config.cp_enabled or config.sp_enabled or config.tp_enabled):
         raise ValueError(
@@ -176,6 +129,11 @@ def _is_changed(args: Any, field: dataclasses.Field[Any]) -> bool:
     theirs = bool(owners) and owners[-1].__module__.partition(".")[0] in ("transformers", "trl")
     default = field.default
     return theirs and default is not dataclasses.MISSING and getattr(args, field.name) != default
+
+
+def precision_of(args: Any) -> str:
+    """Return the precision of ``TrainingArguments`` under Lightning's name."""
+    return "bf16-mixed" if args.bf16 else "16-mixed" if args.fp16 else "32-true"
 
 
 # What packed_trainer puts in the place of a Trainer's own.

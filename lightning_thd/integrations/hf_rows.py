@@ -1,9 +1,6 @@
-"""A padded batch of TRL's pair and group trainers -> one pack for the model, and its outputs as rows.
+"""A padded batch of TRL's pair and group trainers -> one pack for the model, and its outputs as rows [B, N].
 
-Their losses compare rows: chosen with rejected ones, or the completions of a group. So only the
-model runs on a pack, of all rows of a batch. Data, losses, reference passes and metrics stay TRL's.
-
-Legend: B rows, N columns, T real tokens of the batch.
+Their losses compare rows, so only the model runs on a pack. Data, losses and metrics stay TRL's.
 """
 
 from __future__ import annotations
@@ -37,8 +34,7 @@ _BATCH_IS_PACK = "a pack is what a batch of per_device_train_batch_size rows hol
 _NOT_FOR_ROWS = {
     "capacity": _BATCH_IS_PACK,
     "data_kwargs": _BATCH_IS_PACK,
-    "router_balance": "TRL means its loss over pairs or groups, and no weight of a step's tokens is known; "
-    "it adds the model's own balancing loss of each batch (router_aux_loss_coef)",
+    "router_balance": "TRL means its loss over pairs or groups, and adds the model's own balancing loss",
 }
 
 # Option: (whether a value is refused, why). All others mean what TRL says.
@@ -92,19 +88,16 @@ class PackedRowsMixin(TrainerBase):  # type: ignore[misc]
 
     def _refuse_what_rows_cannot(self) -> None:
         for name, why in REFUSED_FOR_ROWS.items():
-            value = getattr(self.args, name, None)
-            if value:
-                raise ValueError(
-                    f"{type(self.args).__name__}({name}={value!r}) {why}. Leave it at its default."
-                )
+            if value := getattr(self.args, name, None):
+                given = f"{type(self.args).__name__}({name}={value!r})"
+                raise ValueError(f"{given} {why}. Leave it at its default.")
 
 
 def pack_rows(model: Any, *, share_prefixes: bool = False) -> None:
     """Make a transformers model run padded rows as one pack, in place; the rows it returns are the same.
 
-    With ``share_prefixes``, tokens that rows begin with in common run through the model once. Calls other
-    than TRL's for log-probabilities (``fused_lm_head=True``) and a classifier's run on padded rows, as
-    before.
+    With ``share_prefixes``, what rows begin with in common runs once. Calls other than TRL's for
+    log-probabilities (``fused_lm_head=True``) and a classifier's run on padded rows.
     """
     if getattr(model, "_thd_packs_rows", False):
         return
@@ -168,13 +161,11 @@ def _packed(model: Any, rows: Tensor, mask: Tensor, labels: Tensor | None, told:
     """Pack padded rows; with shared prefixes, ids and labels are read once from the device."""
     if not model._thd_shares_prefixes:
         return THDBatch.from_padded(rows, mask, labels)
-    if told.get(
-        "output_router_logits", getattr(model.config.get_text_config(), "output_router_logits", False)
-    ):
+    balances = getattr(model.config.get_text_config(), "output_router_logits", False)
+    if told.get("output_router_logits", balances):
         raise ValueError(
-            f"{type(model).__name__} balances its experts over the tokens of a batch "
-            "(output_router_logits=True), and tokens of shared prefixes would count once. Set "
-            "router_aux_loss_coef=0.0 or share_prefixes=False."
+            f"{type(model).__name__} balances its experts over the tokens of a batch (output_router_logits), "
+            "and those of shared prefixes count once. Set router_aux_loss_coef=0.0 or share_prefixes=False."
         )
     kept = mask.bool()
     lengths: list[int] = kept.sum(1).tolist()

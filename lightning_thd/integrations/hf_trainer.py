@@ -20,7 +20,6 @@ from lightning_thd.callbacks.experts import expert_load
 from lightning_thd.callbacks.loggers import for_loggers
 from lightning_thd.callbacks.meter import Hardware, Meter
 from lightning_thd.callbacks.module_flops import ModuleFlops
-from lightning_thd.data import THDDataModule
 from lightning_thd.integrations.hf_data import (
     PositionMixin,
     TrainerPacks,
@@ -30,7 +29,12 @@ from lightning_thd.integrations.hf_data import (
     streamed_dataset,
 )
 from lightning_thd.integrations.hf_evaluation import EvaluationMixin
-from lightning_thd.integrations.hf_options import refuse_engines, refuse_options, refuse_trainer
+from lightning_thd.integrations.hf_options import (
+    precision_of,
+    refuse_engines,
+    refuse_options,
+    refuse_trainer,
+)
 from lightning_thd.integrations.hf_rows import ROW_TRAINERS, PackedRowsMixin
 from lightning_thd.integrations.packed_loop import sum_over_packs
 from lightning_thd.loss import causal_lm_loss, causal_lm_loss_and_stats
@@ -46,9 +50,8 @@ def packed_trainer(trainer_class: type | None = None) -> type:
     ``packed_trainer()(model=model, args=args, train_dataset=dataset, capacity=8192)``, and the same around
     TRL's ``SFTTrainer`` with ``packing=False``. ``per_device_train_batch_size`` is unused: a batch is a pack.
     TRL's ``DPOTrainer``, ``RewardTrainer`` and ``GRPOTrainer`` keep their arguments: all rows of a batch are
-    one pack. They take ``share_prefixes=True``, with which a prompt runs through the model once for all its
-    answers in the batch.
-    With ``peak=`` they log throughput and MFU too.
+    one pack. With ``share_prefixes=True`` a prompt runs through the model once for all its answers in the
+    batch, and with ``peak=`` they log throughput and MFU.
 
     Args:
         trainer_class: ``transformers.Trainer`` by default, or a subclass.
@@ -58,10 +61,8 @@ def packed_trainer(trainer_class: type | None = None) -> type:
         ``peak`` (see ``THDThroughputMonitor``), ``router_balance`` (of ``causal_lm_loss``, over which tokens
         experts are balanced) and ``data_kwargs``, further arguments of ``THDDataModule``;
         ``data_kwargs={"global_batch": Sequences(n)}`` makes every optimizer step exactly n sequences.
-        ``train_dataset`` may be a stream: an iterable dataset, a ``data.streams.Stream``, or a mixture of
-        such; its position is in the checkpoints, and resuming reads nothing twice.
-        Gradient accumulation, several devices, resuming, reporters and evaluation work as in its base; the
-        loss of a step is the mean over its loss tokens, whatever ``average_tokens_across_devices`` says.
+        ``train_dataset`` may be a stream: an iterable dataset, a ``data.streams.Stream``, or a mixture.
+        All else works as in its base; the loss of a step is the mean over its loss tokens.
     """
     transformers = require("transformers", feature="packed_trainer")
     base = transformers.Trainer if trainer_class is None else trainer_class
@@ -92,14 +93,11 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
     ) -> None:
         collator = kwargs.get("data_collator", args[2] if len(args) > 2 else None)
         if collator is not None:
-            raise ValueError(
-                f"data_collator={type(collator).__name__} would pad or stack what is packed "
-                "here. Leave it out: packed_trainer collates by itself."
-            )
+            raise ValueError(f"data_collator={type(collator).__name__} would pad packs. Leave it out.")
         if kwargs.get("compute_loss_func") is not None:
             raise ValueError(
-                "compute_loss_func is called with logits, which packed_trainer never makes. Subclass "
-                "packed_trainer() and define compute_loss(), or give prepare_thd(loss_fn=...) the loss."
+                "compute_loss_func is called with logits, which packed_trainer never makes. Define "
+                "compute_loss() in a subclass, or give prepare_thd(loss_fn=...) the loss."
             )
         given = kwargs.get("args", args[1] if len(args) > 1 else None)
         if given is not None:
@@ -128,23 +126,11 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
 
     def get_train_dataloader(self) -> TrainerPacks:
         """Return a loader of this rank's training packs."""
-        accumulate = self.args.gradient_accumulation_steps
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         given, taken = self.train_dataset, arguments_of(self.model)
-        data = THDDataModule(
-            streamed_dataset(given, type(self)) if is_streamed(given) else packed_dataset(given, taken),
-            capacity=self._capacity,
-            num_workers=self.args.dataloader_num_workers,
-            prefetch_factor=self.args.dataloader_prefetch_factor,
-            **{"seed": seed, **self._data_kwargs},
-        )
-        data.attach(
-            rank=self.args.process_index,
-            ranks=self.args.world_size,
-            accumulate=accumulate,
-            model=self.model,
-            device=self.args.device if self._pins else "cpu",
-        )
+        train = streamed_dataset(given, type(self)) if is_streamed(given) else packed_dataset(given, taken)
+        accumulate = self.args.gradient_accumulation_steps
+        data = self._attached(train=train, accumulate=accumulate, **{"seed": seed, **self._data_kwargs})
         data.setup("fit")
         return self._packs_of(data.train_dataloader())
 
@@ -158,9 +144,8 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         """Return the pack's share of the step's mean loss."""
         if return_outputs:
             raise ValueError(
-                "compute_loss(return_outputs=True) wants logits, which packed_trainer never makes for the "
-                "loss. Call it without, and model(**inputs['batch'].hf_kwargs()) where logits are needed; "
-                "compute_metrics gets those of every sequence."
+                "compute_loss(return_outputs=True) wants logits, which packed_trainer never makes. Call "
+                "model(**inputs['batch'].hf_kwargs()) for them."
             )
         ranks = dist.group.WORLD if self.args.world_size > 1 else None
         loss_fn = in_low_precision(self._loss, model, group=ranks)
@@ -276,7 +261,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
                 self.model,
                 torch.device(self.args.device),
                 self._peak,
-                self.precision,
+                precision_of(self.args),
                 devices=self.args.world_size,
             )
             self._flops = ModuleFlops(self.model, sharded=False)
@@ -286,37 +271,33 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
             self._meter.experts = expert_load(self.model)
         return self._meter
 
-    @property
-    def precision(self) -> str:
-        """Return the Trainer's precision under Lightning's name."""
-        return "bf16-mixed" if self.args.bf16 else "16-mixed" if self.args.fp16 else "32-true"
-
     def _refuse_settings(self) -> None:
         refuse_engines(self)
         attention = getattr(getattr(self.model, "config", None), "_attn_implementation", NAME)
         if attention != NAME:
             raise ValueError(
                 f"The model runs attn_implementation={attention!r}, under which sequences of a pack may see "
-                "each other. Call model.set_attn_implementation('thd') before you pass it, or build it "
-                "with attn_implementation='thd' (TRL: model_init_kwargs={'attn_implementation': 'thd'}). "
-                "See docs/reference/messages.md#attention."
+                "each other. Call model.set_attn_implementation('thd') before you pass it (TRL: "
+                "model_init_kwargs={'attn_implementation': 'thd'}). See docs/reference/messages.md#attention."
             )
         if getattr(self, "_is_vision_dataset", False):
             raise ValueError(
-                "The dataset has images, which TRL prepares batch by batch in its collator. Use "
-                "THDDataModule with samples of pixel_values, as examples/vision_language.py does."
+                "The dataset has images, which TRL prepares batch by batch in its collator. Use THDDataModule"
+                ", as examples/vision_language.py does."
             )
         wanted, accumulate = self._data_kwargs.get("global_batch"), self.args.gradient_accumulation_steps
         optimizer = str(getattr(self.args.optim, "value", self.args.optim))
-        if isinstance(wanted, Sequences) and accumulate != 1:
+        if not isinstance(wanted, Sequences):
+            return
+        if accumulate != 1:
             raise ValueError(
-                f"global_batch={wanted} with gradient_accumulation_steps={accumulate}: a step of n "
-                "sequences has as many microbatches as it needs. Set gradient_accumulation_steps=1."
+                f"global_batch={wanted} with gradient_accumulation_steps={accumulate}: a step of n sequences "
+                "has as many microbatches as it needs. Set gradient_accumulation_steps=1."
             )
-        if isinstance(wanted, Sequences) and ("layerwise" in optimizer or "lomo" in optimizer):
+        if "layerwise" in optimizer or "lomo" in optimizer:
             raise ValueError(
-                f"global_batch={wanted} with optim={optimizer!r}, which steps in every backward pass: "
-                "once a microbatch here, not once a step. Use another optimizer, or global_batch=Packs(n)."
+                f"global_batch={wanted} with optim={optimizer!r}, which steps in every backward pass: once a "
+                "microbatch here. Use another optimizer, or global_batch=Packs(n)."
             )
 
 

@@ -1,17 +1,15 @@
-"""A step of microbatches in a loop without a Lightning Trainer: gradients, the step's loss, and its metrics.
-
-What Accelerate and Fabric have in common. Each hands in an ``Engine``: how to go backward, how to leave
-gradients unsynchronised, where to log.
-"""
+"""A step of microbatches in a loop of Accelerate or Fabric -> gradients, the step's loss, and its metrics."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -19,7 +17,7 @@ from lightning.fabric.wrappers import _FabricModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_thd._checks import whole_number
+from lightning_thd._checks import choice, whole_number
 from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.callbacks.experts import expert_load
@@ -34,9 +32,10 @@ from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
 from lightning_thd.data.trainer_link import model_alignment
 from lightning_thd.flops.rates import check_peak
-from lightning_thd.integrations.evaluation import LossFn, mean_loss
 from lightning_thd.loss import causal_lm_loss
+from lightning_thd.loss.router_balance import RouterBalance
 from lightning_thd.packing import PackPlanner
+from lightning_thd.parallel.across_ranks import communication_device
 from lightning_thd.parallel.context.layout import Communication
 from lightning_thd.parallel.mesh import CONTEXT, DATA, AxisSizes, make_meshes
 from lightning_thd.parallel.shard import shard_batch
@@ -47,6 +46,8 @@ from lightning_thd.strategies.guards import (
     refuse_unused_layout,
 )
 from lightning_thd.strategies.pack_cut import check_ways
+
+LossFn: TypeAlias = Callable[[nn.Module, THDBatch], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +64,7 @@ class Shared:
 
     @property
     def alignment(self) -> Alignment | None:
-        """Return what lengths and totals must be multiples of; None asks for nothing."""
+        """Return what lengths and totals of packs must be multiples of."""
         return None if self.size == 1 else Alignment.for_(cp=self.size, layout=self.layout)
 
     def cut(self, batch: THDBatch) -> THDBatch:
@@ -97,8 +98,7 @@ def share_packs(
     if ranks != dist.get_world_size():
         raise ValueError(
             f"context_parallel_size={size} where {ranks} of {dist.get_world_size()} processes read different "
-            "data: other axes of the mesh share weights. Use THDModelParallelStrategy(context_parallel_size=,"
-            " tensor_parallel_size=) under Lightning, or a mesh of data-parallel ranks only."
+            "data: other axes of the mesh share weights. Use a mesh of data-parallel ranks, or Lightning."
         )
     if model_alignment(model) is not None:
         raise ValueError(
@@ -134,9 +134,6 @@ class Engine:
 
 class PackedLoop:
     """Holds the prepared model, loader and optimizer, and runs whole steps; ``prepare_thd`` returns it.
-
-    Unpacks like the tuple ``accelerator.prepare`` returns: ``model, loader, optimizer = prepare_thd(...)``,
-    and the scheduler last if one was given.
 
     Attributes:
         model: prepared by Accelerate or Fabric.
@@ -180,10 +177,6 @@ class PackedLoop:
         self._meter.experts = expert_load(model)
         self._meter.capacity = loader.capacity
 
-    def __iter__(self) -> Iterator[Any]:
-        prepared = (self.model, self.loader, self.optimizer)
-        return iter(prepared if self.scheduler is None else (*prepared, self.scheduler))
-
     def backward(self, step: THDStep) -> Tensor:
         """Run every microbatch of a step forward and backward, with gradients synchronised only in the last.
 
@@ -217,33 +210,16 @@ class PackedLoop:
             name: goes before every key.
 
         Returns:
-            ``val/loss`` and ``val/loss_tokens``, the same on every rank. The time it takes is left out of the
-            throughput of training.
-
-        Raises:
-            MisconfigurationException: for a data module without ``val``.
+            ``val/loss`` and ``val/loss_tokens``, the same on every rank.
         """
         batches: Any = data
         if isinstance(data, THDDataModule):
-            shared = self._engine.shared
-            data.attach(
-                rank=shared.rank,
-                ranks=shared.ranks,
-                model=self.model,
-                alignment=shared.alignment,
-                device=self._engine.device,
-            )
+            attach(data, self.model, self._engine.shared, device=self._engine.device)
             data.setup("validate")
             batches = data.val_dataloader()
-        running = self._meter.pause()
-        loss, tokens = mean_loss(
-            self._loss_fn,
-            self.model,
-            batches,
-            device=self._engine.device,
-            group=self._engine.shared.data_group,
-            cut=self._engine.shared.cut,
-        )
+        running, shared = self._meter.pause(), self._engine.shared
+        where: Any = {"device": self._engine.device, "group": shared.data_group, "cut": shared.cut}
+        loss, tokens = mean_loss(self._loss_fn, self.model, batches, **where)
         if running:
             self._meter.resume()
         metrics = {f"{name}/loss": loss, f"{name}/loss_tokens": float(tokens)}
@@ -260,16 +236,8 @@ class PackedLoop:
     ) -> GraphedStep | None:
         """Capture CUDA graphs and replay them from now on for every microbatch that fits one.
 
-        This is what ``CUDAGraphCallback`` does under Lightning. Losses and gradients are unchanged. A
-        microbatch that fits no graph runs eagerly. Hit rate and reasons are logged with the loop's other
-        metrics.
-
-        Args:
-            max_sequences: sequences of each captured shape, one number or several; "auto" chooses them from
-                the packs the planner will make.
-            costs: the times that "auto" uses; by default those of a launch-bound step.
-            require: raise if graphs are not possible, instead of training without them.
-            backend: CUDA graphs by default; a ``RecordingBackend`` for tests on a CPU.
+        Losses and gradients are unchanged, and a microbatch that fits no graph runs eagerly. Hit rate and
+        reasons are logged with the loop's other metrics. The arguments are those of ``CUDAGraphCallback``.
 
         Returns:
             The graphs, with their ``stats``; None if training goes on eagerly; the reason is printed.
@@ -282,17 +250,35 @@ class PackedLoop:
                 f"capture() with context_parallel_size={size}: packs that ranks share exchange keys whose "
                 "number depends on the lengths. Leave capture() out."
             )
-        self._graphed = graphed_loss(
-            self._loss_fn,
-            self.model,
-            getattr(self.loader, "planner", None),
-            ranks=self._engine.shared.ranks,
-            device=self._engine.device,
-            max_sequences=max_sequences,
-            costs=costs,
-            require=require,
-            backend=backend,
-        )
+        given, planner = sequence_counts(max_sequences), getattr(self.loader, "planner", None)
+        backend = CudaBackend() if backend is None else backend
+        bare: Any = self.model
+        precision: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+        if isinstance(bare, _FabricModule):
+            bare, precision = bare._forward_module, bare._strategy.precision.forward_context
+        reason = backend.unavailable(self._engine.device)
+        if reason is None and not isinstance(planner, PackPlanner):
+            reason = f"a {type(planner).__name__} plans the loader's steps and knows no packs to come"
+        if reason is None and (found := sharded_by(bare)) is not None:
+            reason = f"the model is sharded by {found}, whose gathered parameters have no fixed address"
+        if reason is None:
+            ranks = self._engine.shared.ranks
+            plan = plan_for(cast("PackPlanner", planner), dp=ranks, costs=costs, given=given)
+            rank_zero_info(plan.table())
+            reason = plan.problem()
+        if reason is not None and require:
+            raise ValueError(
+                f"capture(require=True), but {reason}. Leave require out to train without graphs."
+            )
+        if reason is not None:
+            rank_zero_info(f"No CUDA graphs: {reason}.")
+            return None
+
+        def function(module: nn.Module, batch: Any, *rest: Any) -> Tensor:
+            with precision():
+                return self._loss_fn(module, batch)
+
+        self._graphed = GraphedStep(function, bare, buckets=plan.buckets(), backend=backend, require=require)
         return self._graphed
 
     def state_dict(self) -> dict[str, Any]:
@@ -329,34 +315,31 @@ class PackedLoop:
             self._engine.log(for_loggers(self.latest), self.global_step)
 
 
+def attach(data: THDDataModule, model: nn.Module, shared: Shared, **given: Any) -> None:
+    """Attach a data module to this rank's place among those that read data."""
+    data.attach(rank=shared.rank, ranks=shared.ranks, model=model, alignment=shared.alignment, **given)
+
+
 def as_loader(
     data: object, model: nn.Module, shared: Shared, *, accumulate: int, device: torch.device
 ) -> THDLoader:
     """Return the loader of training steps of a data module, or the packed loader that was given."""
     if isinstance(data, THDDataModule):
-        data.attach(
-            rank=shared.rank,
-            ranks=shared.ranks,
-            accumulate=accumulate,
-            model=model,
-            alignment=shared.alignment,
-            device=device,
-        )
+        attach(data, model, shared, accumulate=accumulate, device=device)
         data.prepare_data()
         data.setup("fit")
         return data.train_steps()
-    if isinstance(data, THDLoader) and shared.size > 1:
+    if not isinstance(data, THDLoader):
         raise ValueError(
-            f"prepare_thd got a ready {type(data).__name__} with context_parallel_size={shared.size}: which "
-            "packs it reads and how they are padded was decided before. Give the THDDataModule itself."
+            f"prepare_thd got data of type {type(data).__name__}, wanted a THDDataModule, or what its "
+            "train_steps() returns. Write THDDataModule(dataset, capacity=...) in its place."
         )
-    if isinstance(data, THDLoader):
-        return data
-    raise ValueError(
-        f"prepare_thd got data of type {type(data).__name__}, wanted a THDDataModule, or what its "
-        "train_steps() returns. Another loader would split packs, dispatch them to other ranks or stack "
-        "them. Write THDDataModule(dataset, capacity=...) in its place."
-    )
+    if shared.size > 1:
+        raise ValueError(
+            f"context_parallel_size={shared.size} with a ready {type(data).__name__}, which was planned "
+            "without it. Give the THDDataModule itself."
+        )
+    return data
 
 
 def sum_over_packs(
@@ -373,45 +356,59 @@ def sum_over_packs(
     return torch.stack(losses).sum()
 
 
-def graphed_loss(
-    loss_fn: Callable[[nn.Module, THDBatch], Tensor],
-    model: nn.Module,
-    planner: object,
-    *,
-    ranks: int,
-    device: torch.device,
-    max_sequences: MaxSequences,
-    costs: GraphCosts | None,
-    require: bool,
-    backend: Backend | None,
-) -> GraphedStep | None:
-    """Wrap a loss function into CUDA graphs, or return None and print why that is not possible."""
-    given = sequence_counts(max_sequences)
-    backend = CudaBackend() if backend is None else backend
-    bare, precision = model, cast("Callable[[], AbstractContextManager[Any]]", contextlib.nullcontext)
-    if isinstance(model, _FabricModule):
-        bare, precision = model._forward_module, model._strategy.precision.forward_context
-    reason = backend.unavailable(device)
-    if reason is None and not isinstance(planner, PackPlanner):
-        reason = (
-            f"the loader's plans come from a {type(planner).__name__}, which does not know the packs to come"
+def balancing(loss_fn: LossFn, router_balance: RouterBalance) -> LossFn:
+    """Return ``causal_lm_loss`` with a ``router_balance``; refuse the argument beside another loss."""
+    choice(router_balance, "router_balance", *get_args(RouterBalance))
+    if router_balance == "microbatch":
+        return loss_fn
+    if loss_fn is not causal_lm_loss:
+        raise ValueError(
+            f"router_balance={router_balance!r} is an argument of causal_lm_loss. Leave loss_fn out."
         )
-    if reason is None and (found := sharded_by(bare)) is not None:
-        reason = f"the model is sharded by {found}, whose gathered parameters have no fixed address"
-    if reason is None:
-        plan = plan_for(cast("PackPlanner", planner), dp=ranks, costs=costs, given=given)
-        rank_zero_info(plan.table())
-        reason = plan.problem()
-    if reason is not None:
-        if require:
-            raise ValueError(
-                f"capture(require=True), but {reason}. Leave require out to train without graphs."
-            )
-        rank_zero_info(f"No CUDA graphs: {reason}.")
-        return None
+    return functools.partial(causal_lm_loss, router_balance=router_balance)
 
-    def function(module: nn.Module, batch: Any, *rest: Any) -> Tensor:
-        with precision():
-            return loss_fn(module, batch)
 
-    return GraphedStep(function, bare, buckets=plan.buckets(), backend=backend, require=require)
+@contextmanager
+def evaluating(model: nn.Module) -> Generator[None]:
+    """Switch a model to evaluation without gradients inside this context; each part gets its mode back."""
+    was_training = model.training
+    modes = [(child, child.training) for child in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)  # which some modules do more in than set a flag
+        for child, mode in modes:  # what a user froze with eval() stays so
+            child.training = mode
+
+
+def mean_loss(
+    loss_fn: LossFn,
+    model: nn.Module,
+    batches: Iterable[THDBatch],  # this rank's, with every sequence once over all ranks
+    *,
+    device: torch.device,
+    group: Any = None,
+    seen: Callable[[THDBatch], None] = lambda batch: None,  # called with a batch before it runs
+    cut: Callable[[THDBatch], THDBatch] = lambda batch: batch,  # keeps this rank's part of a batch
+) -> tuple[float, int]:
+    """Return the mean loss over all loss tokens of a set, by weight, and their number; a collective."""
+    # A loss that is not linear in batch.loss_scale, as with reduction="sequences", raises. Without a loss
+    # token the mean is NaN: 0 would be the best loss.
+    total = torch.zeros(3, dtype=torch.float64)
+    with evaluating(model):
+        for batch in batches:
+            moved = batch.to(device)
+            seen(moved)
+            weights = batch.weights
+            weight = batch.loss_tokens if weights is None else float(weights.sum(dtype=torch.float64))
+            # A batch's mean: the balance of experts, which is not scaled, then weighs like the rest.
+            scaled = moved.replace(loss_scale=1 / (weight or 1.0), sequence_scale=None, token_scale=0.0)
+            total[0] += float(loss_fn(model, cut(scaled))) * weight
+            total[1] += weight
+            total[2] += batch.loss_tokens
+    if dist.is_initialized():
+        total = total.to(communication_device(group, device))
+        dist.all_reduce(total, group=group)
+    return float(total[0] / total[1]) if total[1] else math.nan, int(total[2])

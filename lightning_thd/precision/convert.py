@@ -78,9 +78,8 @@ def convert_linear(
     keep = (keep,) if isinstance(keep, str) else tuple(keep)
     min_features = whole_number(min_features, "min_features")
     resolved = resolve(recipe, engine, emulate=emulate)
-    parameter = next(iter(model.parameters()), None)
-    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-    check_device(resolved, parameter.device if parameter is not None and parameter.is_cuda else device)
+    check_device(resolved, device_of(model))
+    check_weights(model)
     return replace_layers(model, resolved, keep=keep, convert=convert, min_features=min_features)
 
 
@@ -227,11 +226,6 @@ def _reason(
         return f"is a {type(child).__name__}, no plain nn.Linear"
     if "forward" in child.__dict__:
         return "has a forward of its own, patched onto the layer"
-    if child.weight.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(
-            f"{name}.weight is {child.weight.dtype}: FP8 takes weights in torch.bfloat16 or torch.float32. "
-            "Convert the model first: model.to(torch.bfloat16)."
-        )
     sizes = child.in_features, child.out_features
     if any(size % recipe.features for size in sizes):
         return f"has {sizes[0]} inputs and {sizes[1]} outputs, no multiples of {recipe.features}"
@@ -289,13 +283,21 @@ _WHOLE = "Use engine='torchao', or THDDDPStrategy, which keeps weights whole."
 
 
 def check_weights(module: nn.Module) -> None:
-    """Refuse a model in float16, which neither FP8's scales nor a cast to bfloat16 keep."""
-    for name, parameter in module.named_parameters():
-        if parameter.dtype == torch.float16:
+    """Refuse weights of linear layers in a dtype, such as float16, that a cast to bfloat16 does not keep."""
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Linear) and child.weight.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(
-                f"{name} is torch.float16: FP8 takes weights in torch.bfloat16 or torch.float32. Load the "
-                "model in one of them: a cast from float16 would lose digits, or range."
+                f"{name}.weight is {child.weight.dtype}: FP8 takes weights in torch.bfloat16 or torch.float32"
+                ". Load the model in one of them: a cast from float16 would lose digits, or range."
             )
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Return the GPU of a module, or the one that it will move to, or the CPU without any."""
+    parameter = next(iter(module.parameters()), None)
+    if parameter is not None and parameter.is_cuda:
+        return parameter.device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _few(names: list[str]) -> str:

@@ -27,6 +27,7 @@ from lightning_thd.precision.convert import (
     autocast,
     check_strategy,
     check_weights,
+    device_of,
     is_converted,
     replace_layers,
 )
@@ -96,7 +97,7 @@ class FP8Precision(Precision):
         # Data, context and tensor ranks together are the job: there is no axis of other layers in it.
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self._group = dist.group.WORLD if several else None
-        device = _device(strategy, module)
+        device = torch.device(getattr(strategy, "root_device", None) or device_of(module))
         check_device(self.recipe, device)
         check_weights(module)
         self._device_type = device.type
@@ -200,13 +201,3 @@ class FP8Precision(Precision):
             if isinstance(ids, Tensor) and not isinstance(batch, THDShard):
                 assert self._rules is not None
                 self._rules.check(ids.numel())
-
-
-def _device(strategy: Any, module: nn.Module) -> torch.device:
-    root = getattr(strategy, "root_device", None)
-    if root is not None:
-        return torch.device(root)
-    parameter = next(iter(module.parameters()), None)
-    if parameter is not None and parameter.is_cuda:
-        return parameter.device
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -41,16 +41,13 @@ class FP8Report:
         return "\n".join(lines)
 
 
-def fp8_report(model: nn.Module, kept: Mapping[str, str] | None = None) -> FP8Report:
-    """Return a report of which layers of a model multiply in FP8; ``print`` it for a table.
-
-    ``kept`` are the reasons of ``Converted.kept``. Without them sizes and kinds of layers give reasons.
-    """
+def fp8_report(model: nn.Module) -> FP8Report:
+    """Return a report of which layers of a model multiply in FP8; ``print`` it for a table."""
     recipe = recipe_of(model)
     converted: dict[str, tuple[int, int]] = {}
     linear: dict[str, tuple[int, int]] = {}
     reasons: dict[str, str] = {}
-    known = dict(kept) if kept is not None else dict(getattr(model, "__dict__", {}).get("_thd_fp8_kept", {}))
+    known = model.__dict__.get("_thd_fp8_kept", {})
     for name, child in model.named_modules():
         if is_converted(child):
             converted[name] = _sizes(child)

@@ -315,15 +315,6 @@ def _mm_dtype_out(a, b, out_dtype, *, out):
     return out.copy_(_mm_dtype(a, b, out_dtype))
 
 
-def _addmm_dtype(c, a, b, out_dtype, *, beta=1, alpha=1):
-    _demand(c.dtype in (out_dtype, a.dtype), "self dtype must match either out_dtype or mat1 dtype")
-    return beta * c.to(out_dtype) + alpha * _mm_dtype(a, b, out_dtype)
-
-
-def _addmm_dtype_out(c, a, b, out_dtype, *, beta=1, alpha=1, out):
-    return out.copy_(_addmm_dtype(c, a, b, out_dtype, beta=beta, alpha=alpha))
-
-
 def _register():
     lib = torch.library.Library("aten", "IMPL")
     _kept.append(lib)
@@ -336,10 +327,6 @@ def _register():
             ("_efficient_attention_backward", _ea_backward),
             ("mm.dtype", _mm_dtype),
             ("mm.dtype_out", _mm_dtype_out),
-            ("addmm.dtype", _addmm_dtype),
-            ("addmm.dtype_out", _addmm_dtype_out),
-            ("bmm.dtype", _mm_dtype),
-            ("bmm.dtype_out", _mm_dtype_out),
         ):
             with contextlib.suppress(Exception):
                 lib.impl(name, f, "CPU")
@@ -405,19 +392,6 @@ class Stream(torch.Stream):
         device, stream = self._before.pop()
         _lib.imagined_set_stream_of(self.device_index, stream)
         _lib.imagined_set_device(device)
-
-
-class StreamContext:
-    def __init__(self, stream):
-        self.stream = stream
-
-    def __enter__(self):
-        if self.stream is not None:
-            self.stream.__enter__()
-
-    def __exit__(self, *_):
-        if self.stream is not None:
-            self.stream.__exit__()
 
 
 class Event:
@@ -607,8 +581,7 @@ def imagined_gpu(capability=(9, 0), name="NVIDIA H100 80GB HBM3", poison=True, d
         "default_stream": lambda d=None: Stream(device=d, stream_id=0),
         "Stream": Stream,
         "Event": Event,
-        "StreamContext": StreamContext,
-        "stream": lambda s: StreamContext(s),
+        "stream": lambda s: contextlib.nullcontext() if s is None else s,
         "set_stream": set_stream,
         "_lazy_call": lambda f, **k: f(),
         "reset_peak_memory_stats": lambda d=None: _lib.imagined_reset_peak(),
@@ -666,24 +639,15 @@ def imagined_gpu(capability=(9, 0), name="NVIDIA H100 80GB HBM3", poison=True, d
             torch.ops.imagined.resize_storage(whole, int(size))
         return self
 
-    rng = "get_rng_state set_rng_state get_rng_state_all set_rng_state_all manual_seed manual_seed_all"
-    memory = "memory_allocated max_memory_allocated memory_stats mem_get_info empty_cache memory_reserved"
-    memory += " max_memory_reserved reset_peak_memory_stats"
-    graphs = "CUDAGraph graph_pool_handle is_current_stream_capturing"
     with contextlib.ExitStack() as stack:
 
         def put(o, k, v):
             return stack.enter_context(mock.patch.object(o, k, v, create=True))
 
         for key, value in patches.items():
-            put(torch.cuda, key, value)
-        for module, keys in (
-            (torch.cuda.graphs, graphs),
-            (torch.cuda.random, rng),
-            (torch.cuda.memory, memory),
-        ):
-            for key in keys.split():
-                put(module, key, patches[key])
+            for module in (torch.cuda, torch.cuda.graphs, torch.cuda.random, torch.cuda.memory):
+                if module is torch.cuda or hasattr(module, key):  # which has imported it by name
+                    put(module, key, value)
         for key, value in absent.items():
             if not hasattr(torch._C, key):
                 put(torch._C, key, value)

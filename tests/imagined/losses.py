@@ -1,10 +1,12 @@
-"""Every loss on an imagined GPU gives the CPU's values, and a second call reads nothing; a script.
+"""Losses, or families, on an imagined GPU against the CPU; a script.
 
-Argument: the compute capability. Batches have plain sequences, weights, or shared prefixes.
+Arguments: the compute capability, then nothing for every loss, which gives the CPU's values and whose second
+call reads nothing, or names of families, which equal stock eager attention in fp32.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from collections.abc import Callable
@@ -24,8 +26,10 @@ from lightning_thd.loss import (
     policy,
     preference,
 )
+from lightning_thd.models import register_thd
 from tests.imagined.gpu import data, imagined_gpu
 from tests.imagined.sample import CONFIG
+from tests.models import matrix
 from tests.models.families import build
 
 LENGTHS = (40, 1, 23, 57)
@@ -187,19 +191,39 @@ def compare(log: Any, make: Callable[[], Any], loss: Callable[[Any, Any], Tensor
     return ", ".join(seen)
 
 
+def compare_family(log: Any, name: str) -> str:
+    """Compare logits, loss and gradients of a family with the oracle of ``tests/models``."""
+    state, wanted = matrix.oracle(name)
+    model = build(name, "thd")
+    model.load_state_dict(state)
+    model = model.eval().to("cuda")
+    logits, targets = [], []
+    for batch in (pack.to("cuda") for pack in matrix.packs()):
+        logits += batch.unpack(model(**batch.hf_kwargs()).logits.float())
+        targets += batch.unpack(batch.targets)
+    found = matrix.result_of(model, logits, targets)
+    gradients = {key: data(value) for key, value in found.gradients.items()}
+    here = matrix.Result([data(x) for x in found.logits], data(found.loss), gradients)
+    matrix.assert_same(here, wanted, tolerance=1e-5)
+    return ""
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    register_thd()
     wrong = []
     capability = tuple(int(part) for part in sys.argv[1].split("."))
-    with imagined_gpu(capability=capability) as log:
-        for name, make, loss, given in cases():
+    families = [(name, compare_family, (name,)) for name in sys.argv[2:]]
+    for name, function, given in families or [(name, compare, rest) for name, *rest in cases()]:
+        with imagined_gpu(capability=capability) as log:
             try:
-                said = compare(log, make, loss, given)
+                said = function(log, *given)
             except Exception as error:  # the others still run
                 said = f"{type(error).__name__} {str(error)[:400]}"
-            wrong += [name] if said else []
-            sys.stdout.write(f"{name}: {said or 'equal'}\n")
-            sys.stdout.flush()
+        wrong += [name] if said else []
+        sys.stdout.write(f"{name}: {said or 'equal'}\n")
+        sys.stdout.flush()
     sys.exit(f"different, or they read or wait: {wrong}" if wrong else 0)
 
 

@@ -47,7 +47,6 @@ def traffic(log: Any) -> dict[str, Any]:
         "steps": log.step,
         "reads": {row: n / steps for row, n in collections.Counter(named).most_common()},
         "uploads": {row: n / steps for row, n in collections.Counter(kinds).most_common()},
-        "bytes": sum(row[1] for row in uploads) / steps,
     }
 
 
@@ -83,7 +82,6 @@ def main() -> None:
         print(f"{what} a step:")
         for row, number in found[what].items():
             print(f"  {number:7.2f}  {row}")
-    print(f"bytes uploaded a step: {found['bytes']:.0f}")
     sys.exit(failed)
 
 

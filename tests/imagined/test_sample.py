@@ -40,7 +40,7 @@ def test_losses_of_every_precision_are_those_of_the_cpu(
 @pytest.mark.imagined
 @pytest.mark.parametrize(("part", "capability"), [*enumerate(["7.5", "8.0", "9.0", "10.0"])])
 def test_families_equal_stock_eager_attention(part: int, capability: str, tmp_path: Path) -> None:
-    said = _run("families", capability, *NAMES[part::4], folder=tmp_path)
+    said = _run("losses", capability, *NAMES[part::4], folder=tmp_path)
     assert said.count(": equal") == len(NAMES[part::4])
 
 

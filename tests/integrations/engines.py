@@ -9,6 +9,7 @@ from typing import Any
 import accelerate
 import lightning as L
 import torch
+import torch.distributed as dist
 import transformers
 from lightning.pytorch.callbacks import ModelCheckpoint
 from packaging.version import Version
@@ -96,8 +97,7 @@ class Job:
         if self.out is not None:
             folder = self.out / "lightning"
             callbacks.append(ModelCheckpoint(folder, every_n_train_steps=self.save_every, save_last=True))
-        ours = {True: "thd", False: "thd_ddp"}[self.ranks == 1]
-        lightnings = {True: "auto", False: "ddp"}[self.ranks == 1]
+        ours, lightnings = ("thd", "auto") if self.ranks == 1 else ("thd_ddp", "ddp")
         trainer = quiet_trainer(
             max_steps=self.steps,
             devices=self.ranks,
@@ -117,20 +117,10 @@ class Job:
         model = self.make_model()
         loop = prepare_thd(accelerator, model, self.data(), *optimizer_of(model), peak=1e9)
 
-        def save() -> None:
-            accelerator.wait_for_everyone()
-            accelerator.save_state(str(self._folder("accelerate", loop)))
-            accelerator.wait_for_everyone()
-            if accelerator.is_main_process:
-                (self._folder("accelerate", loop) / "complete").touch()
-
-        if (folder := self._last("accelerate", "complete")) is not None:
-            accelerator.load_state(str(folder))
-
         def clip() -> None:
             accelerator.clip_grad_norm_(loop.model.parameters(), CLIP)
 
-        return model, self._loop(loop, clip, save)
+        return model, self._loop("accelerate", loop, clip, accelerator.save_state, accelerator.load_state)
 
     def _fabric(self) -> tuple[nn.Module, list[float]]:
         ddp = self.ranks > 1
@@ -143,19 +133,15 @@ class Job:
         state = {"model": loop.model, "optimizer": loop.optimizer, "loader": loop.loader, "loop": loop}
         state["scheduler"] = schedule
 
-        def save() -> None:
-            file = self._folder("fabric", loop) / "state.ckpt"
-            fabric.save(file.with_suffix(".tmp"), state)
-            if fabric.is_global_zero:
-                file.with_suffix(".tmp").rename(file)
-
-        if (folder := self._last("fabric", "state.ckpt")) is not None:
-            fabric.load(folder / "state.ckpt", state)
-
         def clip() -> None:
             fabric.clip_gradients(loop.model, loop.optimizer, max_norm=CLIP)
 
-        return model, self._loop(loop, clip, save)
+        def save(folder: str) -> None:
+            fabric.save(f"{folder}/state.ckpt", state)
+
+        return model, self._loop(
+            "fabric", loop, clip, save, lambda folder: fabric.load(f"{folder}/state.ckpt", state)
+        )
 
     def _trainer(self) -> tuple[nn.Module, list[float]]:
         assert isinstance(self.step, Packs), "a Hugging Face Trainer counts its steps in packs"
@@ -198,8 +184,17 @@ class Job:
         trainer.train(resume_from_checkpoint=None if last is None else str(last))
         return model, losses
 
-    def _loop(self, loop: PackedLoop, clip: Callable[[], None], save: Callable[[], None]) -> list[float]:
+    def _loop(
+        self,
+        engine: str,
+        loop: PackedLoop,
+        clip: Callable[[], None],
+        save: Callable[[str], Any],
+        load: Callable[[str], Any],
+    ) -> list[float]:
         losses = []
+        if (last := self._last(engine, "complete")) is not None:
+            load(str(last))
         while loop.global_step < self.steps:
             for step in loop.loader:
                 for batch in step.microbatches:
@@ -210,14 +205,14 @@ class Job:
                 loop.optimizer.zero_grad()
                 loop.scheduler.step()
                 if self.out is not None and loop.global_step % self.save_every == 0:
-                    save()
+                    folder = self.out / engine / f"checkpoint-{loop.global_step}"
+                    _meet()
+                    save(str(folder))
+                    _meet()
+                    (folder / "complete").touch()
                 if loop.global_step == self.steps:
                     break
         return losses
-
-    def _folder(self, engine: str, loop: PackedLoop) -> Path:
-        assert self.out is not None
-        return self.out / engine / f"checkpoint-{loop.global_step}"
 
     def _last(self, engine: str, whole: str) -> Path | None:
         """Return the newest complete checkpoint, one that has the file written last."""
@@ -225,3 +220,8 @@ class Job:
             return None
         found = [f for f in (self.out / engine).glob("checkpoint-*") if (f / whole).exists()]
         return max(found, key=lambda folder: int(folder.name.partition("-")[2]), default=None)
+
+
+def _meet() -> None:
+    if dist.is_initialized():
+        dist.barrier()

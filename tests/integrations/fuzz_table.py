@@ -27,25 +27,15 @@ from tests.tiny import sequences, tiny_llama
 MODEL = tiny_llama(torch.float32)
 
 
-@cache
-def _accelerator() -> accelerate.Accelerator:
-    return accelerate.Accelerator(cpu=True)
-
-
-@cache
-def _fabric() -> L.Fabric:
-    return L.Fabric(accelerator="cpu", devices=1)
-
-
-def _sgd() -> torch.optim.Optimizer:
-    return torch.optim.SGD(MODEL.parameters(), lr=0.1)
+_accelerator = cache(lambda: accelerate.Accelerator(cpu=True))
+_fabric = cache(lambda: L.Fabric(accelerator="cpu", devices=1))
 
 
 def _prepared(rng: random.Random) -> dict[str, Any]:
     return {
         "model": MODEL,
         "data": THDDataModule(sequences(9), capacity=48),
-        "optimizer": _sgd(),
+        "optimizer": torch.optim.SGD(MODEL.parameters(), lr=0.1),
         "loss_fn": causal_lm_loss,
         "router_balance": "microbatch",
         "peak": 1e9,
@@ -57,7 +47,8 @@ def _prepared(rng: random.Random) -> dict[str, Any]:
 
 
 def _loop(**given: Any) -> PackedLoop:
-    return prepare_fabric(_fabric(), MODEL, THDDataModule(sequences(9), capacity=48), _sgd(), **given)
+    prepared = _prepared(random.Random(0))
+    return prepare_fabric(_fabric(), **{**prepared, **given})
 
 
 _CLASH = (MisconfigurationException,)

@@ -6,6 +6,7 @@ from typing import Any
 
 import accelerate
 import lightning as L
+import pytest
 import torch
 
 from lightning_thd import Packs, Sequences, THDDataModule
@@ -16,29 +17,27 @@ from tests.tiny import TinyModule, largest_error, sequences, tiny_llama, train_b
 CAPACITY, STEPS = 48, 5
 
 
-def make_data(step: Packs | Sequences) -> THDDataModule:
+def make_data(step: Packs | Sequences | None) -> THDDataModule:
     return THDDataModule(sequences(60, labels=True), capacity=CAPACITY, global_batch=step)
 
 
 def make_loop(
-    engine: str, step: Any, accumulate: int = 1, *, data: Any = None, **kwargs: Any
+    engine: str, step: Any, accumulate: int = 1, *, data: Any = None, model: Any = None, **options: Any
 ) -> tuple[Any, PackedLoop]:
-    model, data = tiny_llama(), data or make_data(step)
+    """Return Accelerator or Fabric and its loop; ``host`` may be given, others go to ``prepare_*``."""
+    model, data = model or tiny_llama(), data or make_data(step)
     optimizer = torch.optim.SGD(model.parameters(), lr=TinyModule().lr, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    host, options = options.pop("host", None), {"peak": 1e9, **options}
     if engine == "accelerate":
-        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulate, **kwargs)
-        loop = prepare_thd(accelerator, model, data, optimizer, scheduler, peak=1e9)
-        return accelerator, loop
-    fabric = L.Fabric(accelerator="cpu", devices=_world(), strategy="ddp" if _world() > 1 else "auto")
+        host = host or accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+        return host, prepare_thd(host, model, data, optimizer, scheduler, **options)
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    fabric = L.Fabric(accelerator="cpu", devices=world, strategy="ddp" if world > 1 else "auto")
     fabric.launch()
-    loop = prepare_fabric(fabric, model, data, optimizer, accumulate=accumulate, peak=1e9)
+    loop = prepare_fabric(fabric, model, data, optimizer, accumulate=accumulate, **options)
     loop.scheduler = scheduler
     return fabric, loop
-
-
-def _world() -> int:
-    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
 def run(
@@ -68,11 +67,23 @@ def by_hand(
     samples = sequences(60, labels=True)
     planner = PackPlanner([len(s["input_ids"]) for s in samples], CAPACITY, global_batch=step)
     params, losses = train_by_hand(samples, planner, steps, dp=dp)
-    return {name.removeprefix("model."): p for name, p in params.items()}, losses
+    return strip(params), losses
 
 
-def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
-    return largest_error({n.removeprefix("model."): p for n, p in found.items()}, wanted) < 1e-12
+def strip(params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.removeprefix("model."): value for name, value in params.items()}
+
+
+def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], within: float = 1e-12) -> bool:
+    return largest_error(strip(found), wanted) < within
+
+
+def check_ranks(ranks: Any, wanted: dict[str, torch.Tensor], losses: list[float], within: float) -> None:
+    """Compare every rank's parameters, and the mean of the ranks' losses, with a loop by hand."""
+    for params, *_ in ranks:
+        assert same(params, wanted, within)
+    means = [sum(shares) / len(ranks) for shares in zip(*(rank[1] for rank in ranks), strict=True)]
+    assert means == pytest.approx(losses, rel=within)
 
 
 class RecordsSteps:

@@ -1,8 +1,7 @@
-"""Accelerate's own features around packed steps: trackers, bf16, FSDP2, a process mesh."""
+"""Accelerate's own features around packed steps: trackers, FSDP2, a process mesh."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,29 +11,19 @@ import pytest
 import torch
 from accelerate import DistributedType, FullyShardedDataParallelPlugin
 
-from lightning_thd import Packs, Sequences, prepare_thd
-from lightning_thd.batch import THDBatch
+from lightning_thd import Packs, Sequences
 from lightning_thd.integrations.accelerate import data_rank
-from tests.integrations.support import STEPS, by_hand, make_data, run, same
+from tests.integrations.support import by_hand, check_ranks, make_loop
 from tests.ranks import run_ranks
-from tests.tiny import TinyModule, tiny_llama
-from tests.trackers import read_tensorboard, read_wandb
+from tests.trackers import read_tensorboard
 
 MFU = "train/device/mfu"
 
 
-def _loop(accelerator: Any, step: Any, model: torch.nn.Module | None = None, **kwargs: Any) -> Any:
-    model = tiny_llama() if model is None else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=TinyModule().lr, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    return prepare_thd(accelerator, model, make_data(step), optimizer, schedule, peak=1e9, **kwargs)
-
-
-def _tracked(folder: str, trackers: list[str]) -> list[float]:
-    os.environ.update(WANDB_MODE="offline", WANDB_DIR=folder, WANDB_SILENT="true")
-    accelerator = accelerate.Accelerator(cpu=True, log_with=trackers, project_dir=folder)
+def _tracked(folder: str) -> list[float]:
+    accelerator = accelerate.Accelerator(cpu=True, log_with=["tensorboard"], project_dir=folder)
     accelerator.init_trackers("thd")
-    loop = _loop(accelerator, Sequences(12), log_every_n_steps=2)
+    _, loop = make_loop("accelerate", Sequences(12), host=accelerator, log_every_n_steps=2)
     found = []
     for batch, _ in zip(loop.loader, range(4), strict=False):
         loop.backward(batch)
@@ -47,47 +36,12 @@ def _tracked(folder: str, trackers: list[str]) -> list[float]:
 
 
 @pytest.mark.filterwarnings("ignore")  # of the trackers' own making
-@pytest.mark.parametrize(
-    "trackers", [["tensorboard"], pytest.param(["tensorboard", "wandb"], marks=pytest.mark.slow)]
-)
-def test_trackers_keep_mfu(trackers: list[str], tmp_path: Path) -> None:
-    [wanted] = run_ranks(_tracked, 1, str(tmp_path), trackers)
+def test_trackers_keep_mfu(tmp_path: Path) -> None:
+    [wanted] = run_ranks(_tracked, 1, str(tmp_path))
     assert len(wanted) == 2
     assert all(value > 0 for value in wanted)
     board = read_tensorboard(tmp_path)[MFU]
     assert board == [(2, pytest.approx(wanted[0])), (4, pytest.approx(wanted[1]))]
-    if "wandb" in trackers:
-        rows = [row for row in read_wandb(tmp_path) if MFU in row]
-        assert [(row["_step"], row[MFU]) for row in rows] == [(2, wanted[0]), (4, wanted[1])]
-        assert all("train/device/tflops_per_gpu" in row and "train/packing/fill" in row for row in rows)
-
-
-def _mixed() -> tuple[list[float], list[float], set[torch.dtype]]:
-    seen: set[torch.dtype] = set()
-
-    def loss_fn(model: torch.nn.Module, batch: THDBatch) -> torch.Tensor:
-        from lightning_thd import causal_lm_loss
-
-        return causal_lm_loss(model, batch)
-
-    losses = []
-    for precision in ("no", "bf16"):
-        accelerate.state.AcceleratorState._reset_state(True)
-        accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)
-        model = tiny_llama(torch.float32)
-        projection = model.model.layers[0].mlp.down_proj  # type: ignore[union-attr,index]
-        projection.register_forward_hook(lambda m, i, out: seen.add(out.dtype))
-        loop = _loop(accelerator, Sequences(12), model, loss_fn=loss_fn)
-        losses.append(run(loop, STEPS)[1])
-        assert all(p.dtype == torch.float32 for p in model.parameters())
-    return losses[0], losses[1], seen
-
-
-def test_bf16_runs_in_bf16_and_trains_alike() -> None:
-    [(plain, mixed, dtypes)] = run_ranks(_mixed, 1)
-    assert dtypes == {torch.float32, torch.bfloat16}
-    assert mixed == pytest.approx(plain, rel=2e-2)  # three significant digits of bf16, over five steps
-    assert mixed != plain
 
 
 def _sharded(accumulate: int, step: Any) -> Any:
@@ -101,7 +55,7 @@ def _sharded(accumulate: int, step: Any) -> Any:
     # Accelerate shards on accelerators alone; its code of FSDP2 itself runs on gloo.
     accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = plugin
-    loop = _loop(accelerator, step)
+    _, loop = make_loop("accelerate", step, host=accelerator)
     losses = []
     for batch, _ in zip(loop.loader, range(4), strict=False):
         losses.append(float(loop.backward(batch)))
@@ -118,11 +72,7 @@ def _sharded(accumulate: int, step: Any) -> Any:
     ("step", "accumulate"), [(Packs(4), 2), pytest.param(Sequences(12), 1, marks=pytest.mark.slow)]
 )
 def test_fsdp2_equals_the_hand_loop(step: Any, accumulate: int) -> None:
-    ranks = run_ranks(_sharded, 2, accumulate, step)
-    wanted, losses = by_hand(step, 2, steps=4)
-    assert same(ranks[0][0], wanted)
-    means = [(a + b) / 2 for a, b in zip(ranks[0][1], ranks[1][1], strict=True)]
-    assert means == pytest.approx(losses, rel=1e-12)
+    check_ranks(run_ranks(_sharded, 2, accumulate, step), *by_hand(step, 2, steps=4), 1e-12)
 
 
 def _rank_in(sizes: dict[str, int]) -> tuple[int, int]:

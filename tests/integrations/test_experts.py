@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from lightning.fabric import Fabric
+from transformers import TrainingArguments
 
 from lightning_thd import Sequences, THDBatch, THDDataModule, causal_lm_loss, prepare_thd
 from lightning_thd.data.streams import Stream
-from lightning_thd.integrations.evaluation import mean_loss
-from lightning_thd.integrations.fabric import prepare_fabric
-from lightning_thd.integrations.hf_trainer import packed_trainer
+from lightning_thd.integrations import packed_trainer, prepare_fabric
+from lightning_thd.integrations.packed_loop import mean_loss
 from lightning_thd.module import CausalLMModule
 from tests.loss.test_router_balance import SAMPLES, expert_model, one_at_a_time
 
@@ -23,59 +24,39 @@ def loop_of(engine: str, model: Any, **options: Any) -> Any:
     optimizer, options = torch.optim.SGD(model.parameters(), lr=0.0), {"peak": 1e9, **options}
     if engine == "fabric":
         return prepare_fabric(Fabric(accelerator="cpu", devices=1), model, data, optimizer, **options)
-    from accelerate import Accelerator
-
     return prepare_thd(Accelerator(cpu=True), model, data, optimizer, **options)
 
 
-@pytest.mark.parametrize("engine", ["fabric", "accelerate"])
-def test_a_loop_balances_sequences(engine: str) -> None:
-    model = expert_model("gpt_oss")
+def test_every_integration_balances_sequences(tmp_path: Path) -> None:
+    model, batch = expert_model("gpt_oss"), THDBatch.collate(SAMPLES)
     with torch.no_grad():
-        wanted = float(one_at_a_time(model, SAMPLES))
-    loop = loop_of(engine, model, router_balance="sequence")
-    step = next(iter(loop.loader))
-    assert len(step) > 3
-    assert float(loop.backward(step)) == pytest.approx(wanted, rel=1e-9)
+        wanted = pytest.approx(float(one_at_a_time(model, SAMPLES)), rel=1e-9)
+        plain = pytest.approx(float(causal_lm_loss(model, batch)), rel=1e-9)
+    for engine in ("fabric", "accelerate"):
+        loop = loop_of(engine, model, router_balance="sequence")
+        step = next(iter(loop.loader))
+        assert len(step) > 3
+        assert float(loop.backward(step)) == wanted
+    args: Any = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    options: dict[str, Any] = {"capacity": 256, "router_balance": "sequence"}
+    trainer = packed_trainer()(model=model, args=args, train_dataset=SAMPLES, **options)
+    module: Any = CausalLMModule(model, router_balance="sequence")
+    module._trainer, logged = object(), {}
+    module.log = lambda name, value, **_: logged.update({name: float(value)})
+    with torch.no_grad():
+        assert float(trainer.compute_loss(model, {"batch": batch})) == wanted
+        assert mean_loss(trainer._loss, model, [batch], device=torch.device("cpu"))[0] == plain
+        module.training_step(batch, 0)
+        module.validation_step(batch, 0)
+    assert logged == {"train/loss": wanted, "val/loss": plain}
 
 
 def test_it_is_an_argument_of_our_loss_only() -> None:
     model = expert_model("gpt_oss")
-    with pytest.raises(ValueError, match="beside a loss_fn: it is an argument of causal_lm_loss"):
+    with pytest.raises(ValueError, match="'step' is an argument of causal_lm_loss. Leave loss_fn out"):
         loop_of("fabric", model, loss_fn=lambda model, batch: None, router_balance="step")
     with pytest.raises(ValueError, match="wanted one of microbatch, sequence, step"):
         loop_of("fabric", model, router_balance="pack")
-
-
-def test_a_packed_trainer_balances_sequences(tmp_path: Path) -> None:
-    from transformers import TrainingArguments
-
-    model, args = expert_model("gpt_oss"), TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
-    trainer = packed_trainer()(
-        model=model, args=args, train_dataset=SAMPLES, capacity=256, router_balance="sequence"
-    )
-    batch = THDBatch.collate(SAMPLES)
-    with torch.no_grad():
-        found = float(trainer.compute_loss(model, {"batch": batch}))
-        assert found == pytest.approx(float(one_at_a_time(model, SAMPLES)), rel=1e-9)
-        evaluated, _ = mean_loss(trainer._loss, model, [batch], device=torch.device("cpu"))
-        assert evaluated == pytest.approx(float(causal_lm_loss(model, batch)), rel=1e-9)
-
-
-def test_the_ready_module_balances_sequences() -> None:
-    module: Any = CausalLMModule(expert_model("gpt_oss"), router_balance="sequence")
-    assert module.hparams["router_balance"] == "sequence"
-    logged: dict[str, float] = {}
-    module.log = lambda name, value, **_: logged.update({name: float(value)})
-    batch = THDBatch.collate(SAMPLES)
-    module._trainer = object()
-    with torch.no_grad():
-        module.training_step(batch, 0)
-        module.validation_step(batch, 0)
-        assert logged["train/loss"] == pytest.approx(float(one_at_a_time(module.model, SAMPLES)), rel=1e-9)
-        assert logged["val/loss"] == pytest.approx(float(causal_lm_loss(module.model, batch)), rel=1e-9)
-    with pytest.raises(ValueError, match="wanted one of microbatch, sequence, step"):
-        CausalLMModule(module.model, router_balance="both")
 
 
 def test_streams_know_the_input_tokens_of_a_step() -> None:

@@ -1,26 +1,34 @@
-"""Every option of transformers' and TRL's Trainers is honoured, irrelevant to packs, or refused by name."""
+"""What packs cannot do under transformers' and TRL's Trainers is refused by name."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from datasets import Dataset, DatasetDict
+from torch.nn.functional import cross_entropy
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 
+from lightning_thd import Packs, Sequences
 from lightning_thd.integrations import packed_trainer
-from lightning_thd.integrations.hf_options import HONOURED, IRRELEVANT, REFUSED, refuse_options
+from lightning_thd.integrations.hf_options import (
+    HONOURED,
+    IRRELEVANT,
+    REFUSED,
+    refuse_engines,
+    refuse_options,
+)
 from tests.tiny import sequences, tiny_llama
 
 trl = pytest.importorskip("trl")
 # What TRL's own defaults make transformers say.
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
 
-# A value of each option that is refused.
+# A value of each option that is refused; True where none is named.
 VALUES: dict[str, Any] = {
     "neftune_noise_alpha": 5.0,
     "train_sampling_strategy": "group_by_length",
@@ -34,34 +42,39 @@ VALUES: dict[str, Any] = {
 }
 
 
+def make(out: Path, kind: type = Trainer, *, args: Any = None, **given: Any) -> Any:
+    settings = {"use_cpu": True, "report_to": [], "disable_tqdm": True, **(args or {})}
+    given = {"train_dataset": sequences(4), "capacity": 64, "peak": 1e9, "model": tiny_llama(), **given}
+    return packed_trainer(kind)(args=TrainingArguments(str(out), **settings), **given)
+
+
 @pytest.mark.parametrize("kind", [TrainingArguments, trl.SFTConfig], ids=lambda kind: kind.__name__)
-def test_every_field_is_known(kind: type, tmp_path: Path) -> None:
+def test_every_field_is_known(kind: type, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     names = {field.name for field in dataclasses.fields(kind)}
-    assert names <= HONOURED | IRRELEVANT.keys() | REFUSED.keys()
-    tables = (HONOURED, IRRELEVANT.keys(), REFUSED.keys())
+    tables = (HONOURED, IRRELEVANT, REFUSED.keys())
+    assert names <= set().union(*tables)
     assert len(set().union(*tables)) == sum(map(len, tables))
-    refuse_options(kind(output_dir=str(tmp_path), use_cpu=True, bf16=False))
+    with caplog.at_level("INFO"):
+        refuse_options(kind(output_dir=str(tmp_path), use_cpu=True, bf16=False))
+        assert "no effect" not in caplog.text
+        options: dict[str, Any] = {"per_device_train_batch_size": 2, "bf16": False}
+        refuse_options(kind(output_dir=str(tmp_path), use_cpu=True, **options))
+    assert f"{kind.__name__}(per_device_train_batch_size=2) has no effect on packs. Set" in caplog.text
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_by_name_at_construction(name: str, tmp_path: Path) -> None:
-    args = trl.SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
-    setattr(args, name, VALUES.get(name, True))
-    with pytest.raises(ValueError, match=rf"SFTConfig\({name}=.*\) .+\. (Set|Leave|Use|Lower|Name) "):
-        packed_trainer()(model=tiny_llama(), args=args, train_dataset=sequences(4), capacity=64)
-
-
-def test_an_option_of_a_later_version_is_refused_unless_at_its_default(tmp_path: Path) -> None:
-    later: Any = dataclasses.make_dataclass(
-        "Later",
-        [("new_loss", str, "none")],
-        bases=(TrainingArguments,),
-        namespace={"__module__": "transformers.x"},
-    )
+def test_options_are_refused_by_name(tmp_path: Path) -> None:
+    for name in REFUSED:
+        args = trl.SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+        setattr(args, name, VALUES.get(name, True))
+        with pytest.raises(ValueError, match=rf"SFTConfig\({name}=.*\) .+\. (Set|Leave|Use|Lower|Name) "):
+            packed_trainer()(model=tiny_llama(), args=args, train_dataset=sequences(4), capacity=64)
+    bases, namespace = (TrainingArguments,), {"__module__": "transformers.x"}
+    fields: Any = [("new_loss", str, "none")]
+    later: Any = dataclasses.make_dataclass("Later", fields, bases=bases, namespace=namespace)
     refuse_options(later(output_dir=str(tmp_path), use_cpu=True))
     with pytest.raises(ValueError, match=r"Later\(new_loss='focal'\): packed_trainer does not know"):
         refuse_options(later(output_dir=str(tmp_path), use_cpu=True, new_loss="focal"))
-    mine: Any = dataclasses.make_dataclass("Mine", [("colour", str, "red")], bases=(TrainingArguments,))
+    mine: Any = dataclasses.make_dataclass("Mine", [("colour", str, "red")], bases=bases)
     refuse_options(mine(output_dir=str(tmp_path), use_cpu=True, colour="blue"))
 
 
@@ -76,91 +89,129 @@ class OwnLoss(Trainer):
         (OwnLoss, r"OwnLoss has a compute_loss\(\) of its own.*Define it in a subclass of packed_trainer"),
         (Seq2SeqTrainer, r"Seq2SeqTrainer has a prediction_step\(\) of its own"),
         (trl.KTOTrainer, r"packed_trainer\(KTOTrainer\).*pairs or groups of sequences: write the loop"),
-        (trl.RLOOTrainer, r"packed_trainer\(RLOOTrainer\).*causal_lm_logprobs, as examples/rl_logprobs.py"),
+        (dict, "trainer_class is a type, .*; wanted transformers.Trainer or a subclass"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_trainers_with_a_loss_of_their_own_are_refused(kind: type, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         packed_trainer(kind)
 
 
-def test_several_devices_in_one_process_are_refused(tmp_path: Path) -> None:
-    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    assert args.n_gpu < 2
-    args._n_gpu = 2
-    with pytest.raises(ValueError, match=r"on 2 GPUs from one process.*torchrun --nproc-per-node=2, or show"):
-        packed_trainer()(model=tiny_llama(), args=args, train_dataset=sequences(4), capacity=64)
+class Images(Trainer):
+    """Has found, as TRL's SFTTrainer does, that its dataset has images."""
+
+    _is_vision_dataset = True
 
 
-def test_a_loss_of_logits_is_refused(tmp_path: Path) -> None:
-    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    given: dict[str, Any] = {
-        "model": tiny_llama(),
-        "args": args,
-        "train_dataset": sequences(4),
-        "capacity": 64,
-    }
-    with pytest.raises(ValueError, match="compute_loss_func is called with logits, which packed_trainer"):
-        packed_trainer()(compute_loss_func=lambda outputs, labels, **_: outputs, **given)
-    with pytest.raises(ValueError, match="would pad or stack what is packed"):
-        packed_trainer()(given.pop("model"), given.pop("args"), lambda rows: rows, **given)
+def other_attention() -> Any:
+    model: Any = tiny_llama()
+    model.set_attn_implementation("sdpa")
+    return model
 
 
-def smoothed_loss(model: nn.Module, samples: list[Any]) -> torch.Tensor:
-    """Smooth labels sequence by sequence, from whole logits."""
-    total, count = torch.zeros((), dtype=torch.float64), 0
-    for sample in samples:
-        ids = torch.as_tensor(sample["input_ids"]).long()
-        labels = torch.as_tensor(sample["labels"]).long()[1:]
-        logp = model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
-        kept = labels != -100
-        picked = logp.gather(-1, labels.clamp_min(0)[:, None])[:, 0]
-        each = -0.9 * picked - 0.1 * logp.mean(-1)
-        total, count = total + each[kept].sum(), count + int(kept.sum())
-    return total / count
+def test_what_a_constructor_refuses(tmp_path: Path) -> None:
+    sequences_of_a_step: dict[str, Any] = {"data_kwargs": {"global_batch": Sequences(4)}}
+    for given, message in (
+        ({"compute_loss_func": lambda *_, **__: 0}, "compute_loss_func is called with logits, which packed_"),
+        ({"data_collator": lambda rows: rows}, "would pad packs"),
+        ({"kind": Images}, "The dataset has images, which TRL prepares batch by batch in its"),
+        ({"model": other_attention()}, r"'sdpa'.*Call model.set_attn_implementation\('thd'\)"),
+        (
+            {"args": {"gradient_accumulation_steps": 3}, **sequences_of_a_step},
+            "with gradient_accumulation_steps=3: a step of n sequences has",
+        ),
+        (
+            {"args": {"optim": "lomo"}, **sequences_of_a_step},
+            "with optim='lomo', which steps in every backward pass: once a microbatch here",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(tmp_path, **given)  # type: ignore[arg-type]
+
+
+def test_engines_and_devices_are_refused() -> None:
+    mesh = SimpleNamespace(cp_enabled=True, sp_enabled=False, tp_enabled=False)
+    engine: Any = SimpleNamespace(
+        args=SimpleNamespace(n_gpu=2),
+        is_deepspeed_enabled=True,
+        accelerator=SimpleNamespace(parallelism_config=mesh),
+    )
+    with pytest.raises(ValueError, match=r"on 2 GPUs from one process .*torchrun --nproc-per-node=2"):
+        refuse_engines(engine)
+    engine.args.n_gpu = 1
+    with pytest.raises(ValueError, match="Accelerate's configuration starts DeepSpeed, which .*\\. [A-Z]"):
+        refuse_engines(engine)
+    engine.is_deepspeed_enabled = False
+    with pytest.raises(ValueError, match="context parallelism would let documents see each other"):
+        refuse_engines(engine)
+
+
+ROWS = Dataset.from_list([{"input_ids": [5, 6]}])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (3.5, "float is no dataset: it has no length"),
+        (None, "has no dataset to pack. Pass train_dataset"),
+        (DatasetDict(train=ROWS, test=ROWS), r"keys \['train', 'test'\] is no dataset"),
+        ({"input_ids": [[5, 6]]}, r"A dict with the keys \['input_ids'\] is no dataset"),
+        ([{"text": "a"}], r"Row 0 of the dataset has the keys \['text'\] and no input_ids\. Tokenise it"),
+        ({"attention_mask": [1, 1, 1, 0]}, "4 input_ids and an attention_mask .* that is not all ones"),
+        ({"position_ids": [0, 1, 0, 1]}, "Row 1 .* position_ids that do not count from 0 to 3"),
+        ({"position_ids": [[0, 1, 2, 3]] * 3}, "Row 1 .* position_ids that do not count from 0 to 3"),
+        ({"token_type_ids": [0, 1, 1, 0]}, "Row 1 .* has token_type_ids, which the model takes"),
+        ({"inputs_embeds": [[0.0]] * 4}, "Row 1 .* has inputs_embeds, which the model takes"),
+    ],
+    ids=str,
+)
+def test_datasets_that_are_none_and_columns_that_would_be_left_out(
+    given: Any, message: str, tmp_path: Path
+) -> None:
+    trainer = make(tmp_path)
+    if type(given) is dict and "input_ids" not in given:
+        given = [{"input_ids": [5, 6, 7, 8]}, {"input_ids": [5, 6, 7, 8], **given}]
+        with pytest.raises(ValueError, match=message):
+            trainer.evaluate(given)
+    trainer.train_dataset = given
+    with pytest.raises((TypeError, ValueError), match=message):
+        trainer.train()
+
+
+def test_columns_that_say_nothing_more_are_left_out(tmp_path: Path) -> None:
+    plain = [{"input_ids": [5, 6, 7, 8]}, {"input_ids": [9, 5]}]
+    more = [
+        {"attention_mask": [1] * n, "position_ids": list(range(n)), "token_type_ids": [0] * n, "text": "a"}
+        for n in (4, 2)
+    ]
+    rows = [{**row, **others, "inputs_embeds": None} for row, others in zip(plain, more, strict=True)]
+    trainer = make(tmp_path)
+    assert trainer.evaluate(rows)["eval_loss"] == trainer.evaluate(plain)["eval_loss"]
+
+
+def test_what_a_training_set_and_a_loss_refuse(tmp_path: Path) -> None:
+    packs = make(tmp_path, args={"gradient_accumulation_steps": 2}, data_kwargs={"global_batch": Packs(3)})
+    with pytest.raises(Exception, match="make 2 packs a step"):
+        packs.get_train_dataloader()
+    trainer = make(tmp_path)
+    (inputs, *_) = trainer.get_train_dataloader()
+    with pytest.raises(ValueError, match=r"compute_loss\(return_outputs=True\) wants logits, which packed"):
+        trainer.compute_loss(trainer.model, inputs, return_outputs=True)
 
 
 def test_label_smoothing_changes_the_loss(tmp_path: Path) -> None:
-    samples = sequences(9, labels=True)
-    args = trl.SFTConfig(
-        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[], label_smoothing_factor=0.1
-    )
-    trainer = packed_trainer()(model=tiny_llama(), args=args, train_dataset=samples, capacity=256)
+    samples, model = sequences(9, labels=True), tiny_llama()
+    args = {"label_smoothing_factor": 0.1}
+    trainer = make(tmp_path, args=args, train_dataset=samples, capacity=256)
     [inputs] = trainer.get_train_dataloader()
     loss = trainer.compute_loss(trainer.model, inputs)
     loss.backward()
-    model = tiny_llama()
-    wanted = smoothed_loss(model, samples)
+    logits = [model(input_ids=torch.as_tensor(s["input_ids"])[None]).logits[0, :-1] for s in samples]
+    labels = torch.cat([torch.as_tensor(s["labels"])[1:] for s in samples]).long()
+    wanted = cross_entropy(torch.cat(logits), labels, label_smoothing=0.1)
     wanted.backward()
     assert float(loss.detach()) == pytest.approx(float(wanted.detach()), rel=1e-12)
     for found, parameter in zip(trainer.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(found.grad, parameter.grad, rtol=1e-9, atol=1e-12)
     assert trainer.evaluate(samples)["eval_loss"] == pytest.approx(float(wanted.detach()), rel=1e-12)
-
-
-def test_messages_name_what_the_table_says() -> None:
-    for name, (_, why, remedy) in REFUSED.items():
-        assert re.match(r"[a-z]", why), name
-        assert not remedy.endswith("."), name
-
-
-def test_options_without_effect_are_listed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"):
-        for kind in (TrainingArguments, trl.SFTConfig):
-            refuse_options(kind(output_dir=str(tmp_path), use_cpu=True))
-        assert "no effect" not in caplog.text
-        options: dict[str, Any] = {"per_device_train_batch_size": 2, "eval_accumulation_steps": 3}
-        refuse_options(TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **options))
-    assert "TrainingArguments(per_device_train_batch_size=2) has no effect: a batch is a pack" in caplog.text
-    assert "TrainingArguments(eval_accumulation_steps=3) has no effect: predictions move" in caplog.text
-
-
-def test_another_attention_is_refused_at_construction(tmp_path: Path) -> None:
-    model = tiny_llama()
-    model.set_attn_implementation("sdpa")
-    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    with pytest.raises(ValueError, match=r"'sdpa'.*Call model.set_attn_implementation\('thd'\)"):
-        packed_trainer()(model=model, args=args, train_dataset=sequences(4), capacity=64)
-    model.set_attn_implementation("thd")
-    packed_trainer()(model=model, args=args, train_dataset=sequences(4), capacity=64)

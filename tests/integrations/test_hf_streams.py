@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from datasets import Dataset
 from transformers import TrainerCallback, TrainingArguments
 
 from lightning_thd import Packs, THDDataModule
@@ -53,19 +53,13 @@ def train(folder: str, accumulate: int, steps: int, resume: bool = False, callba
     return {name: p.detach() for name, p in model.named_parameters()}, trainer.seen
 
 
-def job(folder: str, kwargs: dict[str, Any]) -> Any:
-    return train(folder, **kwargs)
-
-
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_step_is_the_mean_over_its_tokens_and_resuming_reads_nothing_twice(
     tmp_path: Path, ranks: int
 ) -> None:
     samples, accumulate = write_samples(tmp_path), 2
-    runs = run_ranks(job, ranks, str(tmp_path), {"accumulate": accumulate, "steps": 3}, timeout_s=150)
-    more = run_ranks(
-        job, ranks, str(tmp_path), {"accumulate": accumulate, "steps": 6, "resume": True}, timeout_s=150
-    )
+    runs = run_ranks(train, ranks, str(tmp_path), accumulate, 3)
+    more = run_ranks(train, ranks, str(tmp_path), accumulate, 6, True)
     packs = [[*one[1], *other[1]] for one, other in zip(runs, more, strict=True)]
     assert all(len(one) == 6 * accumulate for one in packs)
     steps = [
@@ -81,32 +75,17 @@ def test_a_step_is_the_mean_over_its_tokens_and_resuming_reads_nothing_twice(
         assert largest_error(parameters, wanted) < 1e-10
 
 
-class Endless(IterableDataset):
-    def __iter__(self) -> Any:
-        while True:
-            yield {"input_ids": [1, 2, 3]}
-
-
-def test_what_a_trainer_streams() -> None:
-    assert is_streamed(Stream("x"))
-    assert is_streamed(Endless())
-    assert is_streamed({"a": (Stream("x"), 1), "b": ([], 2)})
-    assert not is_streamed({"a": ("x.jsonl", 1)})
-    assert not is_streamed(sequences(2))
-    assert not is_streamed(None)
-    trl_like = type("SFTTrainer", (), {"__module__": "trl.trainer.sft_trainer"})
-    with pytest.raises(ValueError, match=r"cannot prepare a Stream. Give it a datasets.IterableDataset"):
-        streamed_dataset(Stream("x"), trl_like)
-
-
-def test_masks_of_learned_tokens_become_labels() -> None:
-    datasets = pytest.importorskip("datasets")
+def test_what_a_trainer_streams_and_its_masks_of_learned_tokens() -> None:
     rows = [{"input_ids": [5, 6, 7], "completion_mask": [0, 1, 1]}]
-    given = datasets.Dataset.from_list(rows).to_iterable_dataset()
+    given = Dataset.from_list(rows).to_iterable_dataset()
     trl_like = type("SFTTrainer", (), {"__module__": "trl.trainer.sft_trainer"})
     found = streamed_dataset(given, trl_like)
     (record,) = list(found)
     assert list(record["labels"]) == [-100, 6, 7]
+    with pytest.raises(ValueError, match=r"cannot prepare a Stream. Give it a datasets.IterableDataset"):
+        streamed_dataset(Stream("x"), trl_like)
+    assert is_streamed({"a": (Stream("x"), 1), "b": ([], 2)})
+    assert not any(map(is_streamed, ({"a": ("x.jsonl", 1)}, sequences(2), None)))
     (step,) = THDDataModule(found, capacity=16, global_batch=Packs(1)).train_steps()
     assert step.microbatches[0].targets.tolist() == [6, 7, -100]
 
@@ -166,15 +145,9 @@ def test_a_plan_is_resumed_with_the_data_and_settings_it_was_made_of(tmp_path: P
 def test_resuming_begins_in_the_epoch_of_the_checkpoint(tmp_path: Path) -> None:
     trainer = planned(tmp_path, max_steps=12, save_steps=10, logging_steps=1)
     trainer.train()
-    again = planned(tmp_path, max_steps=12, logging_steps=1)
-    again._resumed = str(tmp_path / "checkpoint-10")
-    packs = again.get_train_dataloader()
-    epoch, used = divmod(10, len(packs))
-    assert epoch >= 1
-    (first, *_) = packs
-    plan = packs.loader.planner.step(epoch, used, 1).indices_by_rank()[0][0]
-    assert list(first["batch"].sequence_ids) == plan.tolist()
     resumed = planned(tmp_path, max_steps=12, logging_steps=1)
     resumed.train(str(tmp_path / "checkpoint-10"))
-    epochs = [[row["epoch"] for row in one.state.log_history if "loss" in row] for one in (trainer, resumed)]
-    assert epochs[0] == epochs[1]
+    assert len(resumed.get_train_dataloader()) <= 10  # the packs of an epoch
+    first, second = ([row for row in x.state.log_history if "loss" in row] for x in (trainer, resumed))
+    assert len(first) == len(second) == 12
+    assert [(row["epoch"], row["loss"]) for row in first] == [(row["epoch"], row["loss"]) for row in second]

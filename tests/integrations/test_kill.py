@@ -1,21 +1,60 @@
-"""Kill a job in every integration: what survives has used every sequence as if nothing had happened."""
+"""Kill a job in every integration: what survives has used every sequence as if nothing had happened.
+
+As a script, ``python -m tests.integrations.test_kill OUT RANKS NAME ENGINE``, it is the job.
+"""
 
 from __future__ import annotations
 
+import os
 import random
+import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
+from lightning_thd import Packs, Sequences
 from tests.chaos import kill, lines, run_until, start, surviving_line
-from tests.integrations.engines import ENGINES
-from tests.integrations.kill_job import STEPS, job_of
+from tests.integrations.engines import ENGINES, Job
 from tests.ranks import run_ranks
-from tests.tiny import largest_error
+from tests.tiny import largest_error, sequences, tiny_llama
 
-JOB = "tests.integrations.kill_job"
+JOB = "tests.integrations.test_kill"
+SEQUENCES, STEPS = 120, 40  # several epochs, and more than three killed runs get through
+
+
+def job_of(engine: str, ranks: int, out: Path | None, file: Path | None) -> Job:
+    """Build a job of ``Packs(2)`` for Hugging Face's Trainer, of ``Sequences(12)`` for the other engines."""
+
+    def seen(step: int, ids: tuple[int, ...]) -> None:
+        if file is not None:
+            with file.open("a") as ledger:
+                ledger.write(f"{step} {' '.join(map(str, ids))}\n")
+
+    packs = engine == "trainer"
+    return Job(
+        tiny_llama,
+        sequences(SEQUENCES, labels=True),
+        capacity=48,
+        step=Packs(4) if packs else Sequences(12),
+        accumulate=4 // ranks if packs else 1,
+        ranks=ranks,
+        steps=STEPS,
+        out=out,
+        seen=seen,
+    )
+
+
+def main() -> None:
+    out, ranks, name, engine = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    rank = os.environ.get("RANK", "0")
+    parameters, _ = job_of(engine, ranks, out, out / f"ledger-{name}-{rank}.txt").run(engine)
+    if rank == "0":
+        torch.save(parameters, out / "final.pt")
 
 
 def undisturbed(engine: str, ranks: int) -> tuple[dict[str, torch.Tensor], dict[int, list[int]]]:
@@ -59,3 +98,7 @@ def survive(engine: str, out: Path, kills: int) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_three_kills(engine: str, tmp_path: Path) -> None:
     survive(engine, tmp_path, kills=3)
+
+
+if __name__ == "__main__":
+    main()

@@ -66,8 +66,3 @@ def test_a_death_and_fewer_workers_use_every_sequence_once(tmp_path: Path) -> No
     assert [len(ids) for ids in steps.values()] == [16] * 10
     assert len({i for ids in steps.values() for i in ids}) == 160
     assert {row[1] for row in rows} == {1, 2}
-
-
-@pytest.mark.slow
-def test_ray_data_is_a_stream(tmp_path: Path) -> None:
-    run(tmp_path, "--ray-data", "--steps", "3")

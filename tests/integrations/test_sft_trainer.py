@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 from lightning_thd import Packs
 from lightning_thd.integrations import packed_trainer
@@ -16,9 +18,11 @@ from tests.data.chats import MARKED, PLAIN, TALKS, make_tokenizer
 from tests.ranks import run_ranks
 from tests.tiny import largest_error, nll, tiny_llama
 
-pytest.importorskip("trl")
+trl = pytest.importorskip("trl")
+SFTConfig, SFTTrainer = trl.SFTConfig, trl.SFTTrainer
 
 CAPACITY, STEPS = 64, 4
+QUIET: dict[str, Any] = {"report_to": [], "use_cpu": True, "bf16": False, "disable_tqdm": True}
 
 
 def model_of(tokenizer: Any) -> Any:
@@ -30,35 +34,7 @@ def model_of(tokenizer: Any) -> Any:
     return model
 
 
-def refused(out: str, option: str) -> str:
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
-    tokenizer = make_tokenizer(PLAIN)
-    settings: dict[str, Any] = {option: True, "max_length": 64 if option == "packing" else None}
-    try:
-        packed_trainer(SFTTrainer)(
-            model=model_of(tokenizer),
-            args=SFTConfig(output_dir=out, use_cpu=True, bf16=False, report_to=[], **settings),
-            train_dataset=Dataset.from_list([{"messages": talk} for talk in TALKS]),
-            processing_class=tokenizer,
-            capacity=CAPACITY,
-        )
-    except ValueError as err:
-        return str(err)
-    return ""
-
-
-@pytest.mark.parametrize("option", ["packing", pytest.param("padding_free", marks=pytest.mark.slow)])
-def test_packing_twice_is_refused(option: str, tmp_path: Path) -> None:
-    [message] = run_ranks(refused, 1, str(tmp_path), option)
-    assert f"SFTConfig({option}=True) packs by itself" in message
-
-
 def train(out: str, kind: str) -> dict[str, Any]:
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
     tokenizer = make_tokenizer(MARKED if kind == "assistant" else PLAIN)
     rows: list[dict[str, Any]] = [{"messages": talk} for talk in TALKS]
     if kind == "completion":
@@ -72,14 +48,9 @@ def train(out: str, kind: str) -> dict[str, Any]:
             max_steps=STEPS,
             max_grad_norm=0.5,
             logging_steps=1,
-            report_to=[],
-            use_cpu=True,
-            bf16=False,
-            disable_tqdm=True,
-            packing=False,
             gradient_checkpointing=False,
             assistant_only_loss=kind == "assistant",
-            seed=0,
+            **QUIET,
         ),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
@@ -155,19 +126,13 @@ def test_sft_trainer_equals_the_hand_loop(kind: str, tmp_path: Path) -> None:
 
 
 def balance(out: str) -> tuple[float, float]:
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, MixtralConfig
-    from trl import SFTConfig, SFTTrainer
-
     tokenizer = make_tokenizer(PLAIN)
     sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24, "num_local_experts": 4}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": len(tokenizer)}
     config = MixtralConfig(**sizes, **heads)
     trainer = packed_trainer(SFTTrainer)(
         model=AutoModelForCausalLM.from_config(config, attn_implementation="thd"),
-        args=SFTConfig(
-            output_dir=out, use_cpu=True, bf16=False, report_to=[], router_aux_loss_coef=0.5, max_length=None
-        ),
+        args=SFTConfig(output_dir=out, router_aux_loss_coef=0.5, max_length=None, **QUIET),
         train_dataset=Dataset.from_list([{"messages": talk} for talk in TALKS]),
         processing_class=tokenizer,
         capacity=CAPACITY,

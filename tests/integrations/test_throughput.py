@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from tests.tiny import sequences, tiny_llama
 
 VOCAB, N, PEAK = 31, 8, 1e9
 LENGTHS = [[5, 3], [1, 8], [4, 4], [8, 2]]
-REAL = sum(map(sum, LENGTHS))
 
 
 def llama() -> Any:
@@ -44,52 +42,26 @@ def by_hand(config: Any) -> int:
     return FlopsModel.from_config(config).training_flops(SeqStats.from_lengths(flat)).model
 
 
-def test_a_loop_of_ones_own(caplog: pytest.LogCaptureFixture) -> None:
-    model, logged = llama(), []
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+def test_a_padded_loop_of_fabric() -> None:
+    """The library's own set-up and its wrapped model: no pack anywhere."""
+    host = L.Fabric(accelerator="cpu", devices=1)
+    host.launch()
+    bare, logged = llama(), []
+    model, optimizer = host.setup(bare, torch.optim.SGD(bare.parameters(), 0.1))
+    batches: Any = torch.utils.data.DataLoader([batch_of(one) for one in LENGTHS], batch_size=None)
     monitor = THDThroughputMonitor(peak=PEAK, every_n_steps=3, warmup_steps=0)
     monitor.watch(model, log=lambda metrics, step: logged.append((step, metrics)))
-    with caplog.at_level(logging.INFO):
-        for lengths in LENGTHS:
-            batch = batch_of(lengths)
-            with monitor.step(batch):
-                model(**batch).loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        latest = monitor.finish()
-    assert [step for step, _ in logged] == [3, 4]
-    assert latest["train/total_flops"] == by_hand(model.config)
-    assert logged[0][1]["train/packing/fill"] == pytest.approx(25 / 48)
-    assert {"train/device/mfu", "train/device/real_items_per_sec"} <= set(latest)
-    assert f"{REAL} real tokens in 64 slots" in caplog.text
-
-
-@pytest.mark.parametrize("engine", ["accelerate", "fabric"])
-def test_a_padded_loop_of_accelerate_and_fabric(engine: str) -> None:
-    """The library's own prepare, its wrapped model and its log: no pack anywhere."""
-    model, logged = llama(), []
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    batches: Any = torch.utils.data.DataLoader([batch_of(one) for one in LENGTHS], batch_size=None)
-    if engine == "accelerate":
-        host: Any = accelerate.Accelerator(cpu=True)
-        model, optimizer, batches = host.prepare(model, optimizer, batches)
-    else:
-        host = L.Fabric(accelerator="cpu", devices=1)
-        host.launch()
-        model, optimizer = host.setup(model, optimizer)
-        batches = host.setup_dataloaders(batches)
-    monitor = THDThroughputMonitor(peak=PEAK, every_n_steps=2, warmup_steps=0)
-    monitor.watch(model, log=lambda metrics, step: logged.append(step))
-    for batch in batches:
+    for batch in host.setup_dataloaders(batches):
         with monitor.step(batch):
             host.backward(model(**batch).loss)
             optimizer.step()
             optimizer.zero_grad()
     latest = monitor.finish()
-    assert logged == [2, 4]
-    assert latest["train/total_flops"] == by_hand(model.config)
-    assert latest["train/samples"] == 8
-    assert latest["train/lengths"] == 64
+    assert [step for step, _ in logged] == [3, 4]
+    assert latest["train/total_flops"] == by_hand(bare.config)
+    assert logged[0][1]["train/packing/fill"] == pytest.approx(25 / 48)
+    assert {"train/device/mfu", "train/device/real_items_per_sec"} <= set(latest)
+    assert (latest["train/samples"], latest["train/lengths"]) == (8, 64)
 
 
 def test_a_packed_loop_counts_what_its_loss_runs_and_what_is_trained() -> None:
@@ -118,7 +90,8 @@ def test_a_packed_loop_counts_what_its_loss_runs_and_what_is_trained() -> None:
 
 
 def test_several_microbatches_are_a_step_and_a_failed_one_is_none() -> None:
-    model = llama()
+    """Under Accelerate, with the model that it prepares."""
+    model = accelerate.Accelerator(cpu=True).prepare(llama())
     monitor = THDThroughputMonitor(peak=PEAK, warmup_steps=0)
     with pytest.raises(ValueError, match=r"before watch\(model\)"), monitor.step(None):
         pass

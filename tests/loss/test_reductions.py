@@ -15,7 +15,7 @@ from lightning_thd.batch import THDBatch
 from lightning_thd.batch.thd_batch import collate_checked
 from lightning_thd.data.loader import BatchMaker, PlannedSteps, THDLoader
 from lightning_thd.data.store.index import build_index
-from lightning_thd.integrations.evaluation import mean_loss
+from lightning_thd.integrations.packed_loop import mean_loss
 from lightning_thd.loss import causal_lm_loss
 from lightning_thd.loss.causal_lm import loss_weights
 from lightning_thd.models import register_thd

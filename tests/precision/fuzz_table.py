@@ -49,6 +49,6 @@ TABLE = {
     ),
     "precision.fastest_precision": Entry(fastest_precision, lambda _: {"device": "cpu"}),
     "precision.fp8_context": Entry(_context, lambda _: {"model": _model()}),
-    "precision.fp8_report": Entry(fp8_report, lambda _: {"model": _model(), "kept": {"0": "small"}}),
+    "precision.fp8_report": Entry(fp8_report, lambda _: {"model": _model()}),
     "precision.Converted": Entry(Converted, lambda _: {"names": ("0",), "kept": {"1": "small"}}),
 }
