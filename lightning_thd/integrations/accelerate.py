@@ -150,10 +150,8 @@ def _refuse_parallelism(accelerator: Any) -> None:
             "with THDModelParallelStrategy."
         )
     config = accelerator.parallelism_config
-    if config is None:
-        return
-    for name, enabled in (("cp_size", config.cp_enabled), ("sp_size", config.sp_enabled)):
-        if enabled:
+    for name in () if config is None else ("cp_size", "sp_size"):
+        if getattr(config, name) > 1:
             raise ValueError(
                 f"The accelerator has {name}={getattr(config, name)}: its context parallelism replaces every "
                 "mask by a causal one. Set it to 1, and prepare_thd(..., context_parallel_size=...)."

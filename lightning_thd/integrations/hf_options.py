@@ -100,8 +100,7 @@ def refuse_options(args: Any) -> None:
                 "Leave it at its default."
             )
         elif value is not None:  # which TRL makes of its default "auto"
-            advice = " Set capacity=." if "batch_size" in name else ""
-            rank_zero_info(f"{given} has no effect on packs.{advice}")
+            rank_zero_info(f"{given} has no effect on packs; capacity= says how many tokens one holds.")
 
 
 def refuse_engines(trainer: Any) -> None:

@@ -207,10 +207,7 @@ class PackedLoop:
 
         Args:
             data: a ``THDDataModule(val=...)``, which shares its packs out, or this rank's batches themselves.
-            name: goes before every key.
-
-        Returns:
-            ``val/loss`` and ``val/loss_tokens``, the same on every rank.
+            name: goes before every key: ``val/loss`` and ``val/loss_tokens``, the same on every rank.
         """
         batches: Any = data
         if isinstance(data, THDDataModule):

@@ -499,17 +499,6 @@ def _exchange(device):
     return _lib.imagined_set_device(device) if device >= 0 else _lib.imagined_device()
 
 
-def _stats():
-    keys = dict.fromkeys(("num_alloc_retries", "num_ooms", "num_device_free"), 0)
-    keys["num_device_alloc"] = _lib.imagined_allocations()
-    for kind in ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes"):
-        keys[f"{kind}.all.current"] = _lib.imagined_allocated()
-        keys[f"{kind}.all.peak"] = _lib.imagined_peak()
-    for kind in ("allocation", "segment", "active", "inactive_split"):
-        keys[f"{kind}.all.current"] = keys[f"{kind}.all.allocated"] = _lib.imagined_allocations()
-    return keys
-
-
 def _always(**values):
     """Return functions that take anything and return these values."""
     return {name: lambda *_, _value=value, **__: _value for name, value in values.items()}
@@ -569,7 +558,13 @@ def imagined_gpu(capability=(9, 0), name="NVIDIA H100 80GB HBM3", poison=True, d
     patches = {
         **_always(**dict.fromkeys(nothing.split())),
         **_always(is_available=True, is_initialized=True, _is_compiled=True, is_tf32_supported=major >= 8),
-        **_always(device_count=devices, _device_count_nvml=devices, get_device_name=name, initial_seed=0),
+        **_always(
+            device_count=devices,
+            _device_count_nvml=devices,
+            get_device_name=name,
+            initial_seed=0,
+            memory_stats={},
+        ),
         **_always(get_device_capability=tuple(capability), get_device_properties=props, utilization=0),
         **_always(can_device_access_peer=False, get_arch_list=[f"sm_{major}{minor}"], memory_summary=""),
         "current_device": lambda: _lib.imagined_device(),
@@ -585,7 +580,6 @@ def imagined_gpu(capability=(9, 0), name="NVIDIA H100 80GB HBM3", poison=True, d
         "set_stream": set_stream,
         "_lazy_call": lambda f, **k: f(),
         "reset_peak_memory_stats": lambda d=None: _lib.imagined_reset_peak(),
-        "memory_stats": lambda d=None: _stats(),
         "max_memory_allocated": lambda d=None: _lib.imagined_peak(),
         "memory_allocated": lambda d=None: _lib.imagined_allocated(),
         "max_memory_reserved": lambda d=None: _lib.imagined_peak(),

@@ -54,11 +54,11 @@ def _rollouts(*, share_prefixes: bool) -> PackedRollouts:
     return PackedRollouts.from_padded(ids, mask, response_mask=response, share_prefixes=share_prefixes)
 
 
-def _policy(loss: Callable[..., Tensor], **options: Any) -> Callable[[Any, PackedRollouts], Tensor]:
+def _policy(loss: Callable[..., Tensor]) -> Callable[[Any, PackedRollouts], Tensor]:
     def run(model: Any, rollouts: PackedRollouts) -> Tensor:
         logp = causal_lm_logprobs(model, rollouts.batch, entropy=False).logp
         advantages = policy.group_advantages(rollouts.counts.float() + rollouts.counts.cumsum(0), 2)
-        return loss(logp, logp.detach() - 0.1, advantages, rollouts, **options)
+        return loss(logp, logp.detach() - 0.1, advantages, rollouts)
 
     return run
 
@@ -104,28 +104,16 @@ PLAIN: dict[str, Callable[[Any, Any], Tensor]] = {
     "dft": lambda model, batch: dft_loss(causal_lm_logprobs(model, batch).logp, batch),
 }
 UNSHARED: dict[str, Callable[[Any, Any], Tensor]] = {
-    "distillation": _distilled(),
-    "reverse kl": _distilled(kind="reverse_kl", temperature=2.0),
-    "jsd": _distilled(kind="jsd", alpha=0.5),
+    kind: _distilled(kind=kind, temperature=2.0) for kind in ("kl", "reverse_kl", "jsd")
 }
 PREFERENCES: dict[str, Callable[[Any, Any], Tensor]] = {
-    **{
-        f"dpo {kind}": _pairs(lambda *x, kind=kind: preference.dpo_loss(*x, kind=kind), 2)
-        for kind in ("sigmoid", "hinge", "robust")
-    },
-    "orpo": _pairs(preference.orpo_loss, 0),
-    "simpo": _pairs(preference.simpo_loss, 0),
-    "reward": _pairs(preference.reward_pair_loss, 0),
+    "dpo": _pairs(preference.dpo_loss, 2),
     "kto": _kto,
+    **{name: _pairs(getattr(preference, f"{name}_loss"), 0) for name in ("orpo", "simpo", "reward_pair")},
 }
 POLICIES: dict[str, Callable[[Any, Any], Tensor]] = {
-    "ppo": _policy(policy.ppo_clip_loss, dual_clip=3.0),
-    "grpo": _policy(policy.grpo_loss),
-    "dr_grpo": _policy(policy.grpo_loss, kind="dr_grpo", max_tokens=6),
-    "gspo": _policy(policy.gspo_loss),
-    "cispo": _policy(policy.cispo_loss),
-    "sapo": _policy(policy.sapo_loss),
-    "vespo": _policy(policy.vespo_loss),
+    name: _policy(getattr(policy, f"{name}_loss"))
+    for name in ("ppo_clip", "grpo", "gspo", "cispo", "sapo", "vespo")
 }
 BALANCED = {
     name: _of_tokens(router_balance=name, router_z_loss=1e-3) for name in ("microbatch", "sequence", "step")

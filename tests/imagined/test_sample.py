@@ -48,4 +48,4 @@ def test_families_equal_stock_eager_attention(part: int, capability: str, tmp_pa
 @pytest.mark.imagined
 @pytest.mark.parametrize("capability", ["9.0", "7.5"])
 def test_losses_equal_the_cpu_and_read_nothing(capability: str, tmp_path: Path) -> None:
-    assert _run("losses", capability, folder=tmp_path).count(": equal") > 50
+    assert _run("losses", capability, folder=tmp_path).count(": equal") > 40

@@ -305,14 +305,3 @@ def test_gradients_do_not_follow_an_accumulation_that_is_changed_later() -> None
     [(found, wanted)] = run_ranks(_accumulation_changed, 1)
     assert largest_error(found, wanted) < 1e-12
     assert max(float(gradient.norm()) for gradient in wanted.values()) > 1e-3
-
-
-def test_a_loop_that_breaks_off_is_told_that_steps_come_again() -> None:
-    data = make_data(Packs(1))
-    data.setup("fit")
-    loader = data.train_steps()
-    for _ in zip(range(3), loader, strict=False):
-        pass
-    with pytest.warns(UserWarning, match=r"batches is iterated again after 3 of epoch 0, and gives them ag"):
-        next(iter(loader))
-    next(iter(loader))  # a look at one batch says nothing

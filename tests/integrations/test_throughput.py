@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import lightning as L
 import pytest
 import torch
@@ -87,24 +86,6 @@ def test_a_packed_loop_counts_what_its_loss_runs_and_what_is_trained() -> None:
         assert loop.latest["train/total_flops"] == wanted, number
         if number == 1:
             model.model.requires_grad_(False)  # type: ignore[operator, union-attr]
-
-
-def test_several_microbatches_are_a_step_and_a_failed_one_is_none() -> None:
-    """Under Accelerate, with the model that it prepares."""
-    model = accelerate.Accelerator(cpu=True).prepare(llama())
-    monitor = THDThroughputMonitor(peak=PEAK, warmup_steps=0)
-    with pytest.raises(ValueError, match=r"before watch\(model\)"), monitor.step(None):
-        pass
-    monitor.watch(model)
-    batches = [batch_of(lengths) for lengths in LENGTHS]
-    with pytest.raises(KeyError), monitor.step(batches):
-        raise KeyError
-    with monitor.step(batches):
-        for batch in batches:
-            model(**batch).loss.backward()
-    latest = monitor.finish()
-    assert latest["train/batches"] == 4
-    assert latest["train/total_flops"] == by_hand(model.config)
 
 
 @pytest.mark.parametrize("in_front", [False, True])
