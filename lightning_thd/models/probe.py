@@ -1,7 +1,7 @@
 """A model -> a report that no sequence of a pack sees another, or an error that names the layer.
 
 The probe runs packs of random tokens and changes one sequence at a time. What moves in another sequence is a
-leak, and so is a gradient that reaches its inputs. A sequence alone must give what it gave in the pack, also
+leak, and so is a gradient that reaches its inputs. A sequence in a pack of its own must give the same, also
 by transformers' own eager attention. A trailing pad may move no gradient.
 
 Legend: T slots in a pack, V vocabulary.

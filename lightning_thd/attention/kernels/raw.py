@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from lightning_thd.attention.spec import AttentionSpec, Offsets
 
 OutLse = tuple[Tensor, Tensor]
-Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
+Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk and dv
 
 
 class Saved(NamedTuple):
@@ -73,7 +73,7 @@ def attend(
     sinks: Tensor | None,
     keys: Tensor | None = None,
 ) -> Tensor:
-    """Run a raw kernel differentiably, with sinks; rows ``keys`` of k and v are gathered anew in backward."""
+    """Run a raw kernel with gradients and sinks; rows ``keys`` of k and v are gathered again in backward."""
     value_size = v.shape[2]
     q, k, v = widen(kernel, q, k, v)
     out: Tensor = _Attention.apply(kernel, q, k, v, at, spec, sinks, keys)  # type: ignore[no-untyped-call]
