@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_thd import Sequences, THDBatch, THDDataModule
+from lightning_thd.data.streams import Stream
 from tests.tiny import TinyModule, quiet_trainer, sequences
 
 SEQUENCES, PER_STEP, CAPACITY = 120, 6, 48
@@ -50,8 +51,9 @@ def train(module: TinyModule, out: Path, ranks: int, *, num_workers: int) -> Non
         gradient_clip_val=0.5,
         callbacks=[ModelCheckpoint(out / "checkpoints", every_n_train_steps=2, save_last=True)],
     )
+    stream = Stream(f"{out}/*.jsonl", window=6, shuffle_buffer=12)
     data = THDDataModule(
-        sequences(SEQUENCES, labels=True),
+        stream if any(out.glob("*.jsonl")) else sequences(SEQUENCES, labels=True),
         capacity=CAPACITY,
         global_batch=Sequences(PER_STEP),
         num_workers=num_workers,

@@ -97,7 +97,7 @@ READY = {"input_ids": [1, 2, 3], "lengths": [1, 2], "pixel_values": [[1.0]]}
         ),
         (lambda: CausalLMModule("org/model", compile="model"), "compile='model'; wanted one of off, layers"),
         (lambda: CausalLMModule(config={"vocab_size": 8}), "it names no model_type, for example"),
-        (marked_by_a_slow_tokenizer, "only a fast tokenizer can follow, and SimpleNamespace is none"),
+        (marked_by_a_slow_tokenizer, "which only a fast tokenizer can follow"),
         (lambda: set_up(SOUND), "'audio' was found"),
         (lambda: set_up(READY), "Row 0 holds several sequences and carries pixel_values, which is not known"),
         (with_attention_weights, "passes output_attentions .* or use attn_implementation='eager'"),

@@ -4,11 +4,4 @@ from lightning_thd.data.datamodule import THDDataModule
 from lightning_thd.data.read.text import ByteTokenizer, StdlibText, read_documents, stdlib_documents
 from lightning_thd.data.store.tokens import TokenStore
 
-__all__ = [
-    "ByteTokenizer",
-    "StdlibText",
-    "THDDataModule",
-    "TokenStore",
-    "read_documents",
-    "stdlib_documents",
-]
+__all__ = ["ByteTokenizer", "StdlibText", "THDDataModule", "TokenStore", "read_documents", "stdlib_documents"]

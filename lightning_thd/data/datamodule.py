@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from lightning_thd._checks import whole_number
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch.media import ExtrasCost
 from lightning_thd.data import planning, sets
@@ -43,12 +44,11 @@ class THDDataModule(LogsSources):
             -100 where ignored); or a path, a glob, an address (``s3://``, ``hf://``, ...) or a list of
             them: ``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``, ``.arrow`` or ``.feather`` files,
             also ``.gz``, ``.zst``, ``.bz2`` or ``.xz``, text files, a folder of such, or one that
-            ``TokenStore.save`` wrote. In place
-            of ids, records may hold text, ``prompt`` and ``completion``, or a conversation. They are
-            tokenised once, and only the completion or the assistant's turns have a loss. A dict ``{name:
-            (source, weight)}`` is a mixture. An ``IterableDataset``, a function that begins an iterator, or a
-            ``data.streams.Stream`` is read once, front to back. If one source of a mixture is such a stream,
-            all are read as streams.
+            ``TokenStore.save`` wrote. In place of ids, records may hold text, ``prompt`` and ``completion``,
+            or a conversation, of which only the completion or the assistant's turns have a loss. A dict
+            ``{name: (source, weight)}`` is a mixture. An ``IterableDataset``, a function that begins an
+            iterator, or a ``data.streams.Stream`` is read once, front to back; if one source of a mixture is
+            such a stream, all are.
         capacity: most tokens of a pack.
         global_batch: ``Packs(n)``, n packs to an optimizer step, or ``Sequences(n)``, exactly n sequences
             to a step in as many microbatches as they need (needs one of our strategies). Default: one pack
@@ -56,43 +56,37 @@ class THDDataModule(LogsSources):
         val: as ``train``; every sequence is used once, in packs of the dataset's own order. A dict
             ``{name: source}`` makes one loader for each set, whose batches carry its name in ``set_name``.
         test: as ``val``.
-        predict: as ``val``; ``batch.unpack(output)`` and ``batch.sequence_ids`` give the predictions of each
-            sequence.
+        predict: as ``val``; ``batch.unpack(output)`` and ``batch.sequence_ids`` give each sequence's own.
         tokenizer: ``str -> ids`` for text, or the name of a Hugging Face tokenizer; UTF-8 bytes by default.
             Conversations need a Hugging Face tokenizer with a chat template.
         processor: that of Qwen2-VL, Qwen2.5-VL, Qwen3-VL or Llava, or the folder it was saved in, for
-            conversations with images. Its chat template renders them. Images are paths beside the file,
-            bytes or columns, and a worker decodes them when it makes their batch.
-        text_key: the key of the text in a JSONL object or a row.
+            conversations with images: paths beside the file, bytes or columns.
+        text_key: the key of the text in a record.
         append_eos: end documents and completions with the tokenizer's EOS if it does not do so itself.
         records: the kind of the records, if their keys do not show it: ``"text"``, ``"ids"``, ``"prompt"``,
             ``"messages"``, ``"sharegpt"`` or ``"alpaca"``.
         packed: how to read rows that were packed before and carry ``lengths``, ``cu_seqlens`` or
-            ``position_ids``. ``"sequences"`` takes them apart and plans the sequences again, which shuffles
-            them, fits any capacity and balances the ranks. ``"packs"`` keeps each row as a ready pack, in
-            the order given, for ``Packs(n)``. ``"off"`` takes a row for one sequence. ``"auto"`` is
-            ``"sequences"`` if the first row carries such a key, else ``"off"``.
+            ``position_ids``. ``"sequences"`` takes them apart and plans the sequences again. ``"packs"``
+            keeps each row as a ready pack, in the order given, for ``Packs(n)``. ``"off"`` takes a row for
+            one sequence. ``"auto"`` is ``"sequences"`` if the first row carries such a key, else ``"off"``.
         oversize: what becomes of a training sequence longer than ``capacity``: ``error``, ``drop``,
-            ``truncate``, ``split`` or ``own_pack``. Validation, test and prediction use ``own_pack`` in place
-            of ``error``, so that nothing is lost there.
+            ``truncate``, ``split`` or ``own_pack``. Evaluation uses ``own_pack`` in place of ``error``.
         empty: what becomes of a sequence without tokens: ``error`` or ``drop``.
         on_error: what becomes of a record that cannot be read or tokenised, and of a row with nulls,
-            negative ids or labels that do not fit: ``raise``, naming file and line, or ``skip``; those are
-            counted, and listed in ``skipped.jsonl`` beside the tokens in the cache. ``Stream`` has its own.
+            negative ids or labels that do not fit: ``raise``, or ``skip``; those are counted, and listed in
+            ``skipped.jsonl`` beside the tokens in the cache. ``Stream`` has its own.
         max_errors: most records of a source that may be skipped; None sets no bound.
         tail: the last, incomplete step of an epoch: ``pad`` with emptier packs, or ``drop``.
         window: sequences that are packed together; larger packs better, smaller shuffles better.
         seed: decides the order of every epoch.
-        schedule: a ready-made plan for training with ``Packs(n)``: the number of the microbatch of each
-            sequence, ints ``[N]``.
+        schedule: a ready-made plan for training with ``Packs(n)``: each sequence's microbatch, ints ``[N]``.
         scheduler: a function in place of ``packing.balance``, for ``Sequences(n)``.
-        cost: the work of a sequence, by its length and its images, of which ranks get equal shares. By
-            default it is that of the model and its vision tower if its transformers config is found.
+        cost: the work of a sequence, by its length and its images, of which ranks get equal shares; by
+            default that of the model and its vision tower if its transformers config is found.
         extras_cost: a function from a row to the patches of its images (an int, or frames, rows and columns
-            of patches of each, ``[N, 3]``), for rows that do not give them. ``image_grid_thw``,
-            ``video_grid_thw`` and the sizes of ``pixel_values`` are found without it.
-        max_patches: most image patches of a pack, which bounds the memory that a vision tower needs. A
-            sequence above it is refused, or treated as ``oversize`` says: it is never cut.
+            of patches of each, ``[N, 3]``), for rows whose grids or ``pixel_values`` do not give them.
+        max_patches: most image patches of a pack. A sequence above it is refused, or treated as ``oversize``
+            says: it is never cut.
         pad_to: fill every pack to this many slots; by default packs differ in size.
         mixing: how the sources of a mixture make an epoch, see ``packing.mixtures.Mixing``.
         share_prefixes: compute the common beginning of sequences in a pack once. Sequences that begin alike
@@ -102,17 +96,15 @@ class THDDataModule(LogsSources):
         num_workers: processes that read and collate; as many tokenise and count.
         prefetch_factor: batches prepared ahead by each worker.
         pin_memory: page-lock batches; by default when training on a GPU.
-        cache_dir: where tokenised text and counts are kept; ``~/.cache/lightning_thd`` by default. Datasets
-            with a ``fingerprint``, Hugging Face datasets and files are counted once; other objects again in
-            every run. Files are known by their content. If several processes need the same cache, one
-            prepares it. After a kill, the next run continues where it stopped.
+        cache_dir: where tokenised text and counts are kept, ``~/.cache/lightning_thd`` by default. Files,
+            known by their content, and datasets with a ``fingerprint`` are counted once. One process fills a
+            cache; after a kill, the next run continues where it stopped.
 
     Raises:
         TypeError: for objects that are no source or sample.
         ValueError: for invalid values, data that a policy refuses, and ids outside the vocabulary.
         CacheError: when the cache cannot be written.
-        MisconfigurationException: for a Trainer whose accumulation, ranks or strategy contradict
-            ``global_batch``.
+        MisconfigurationException: for a Trainer that contradicts ``global_batch``.
     """
 
     capacity = planning.Setting[int]()
@@ -168,17 +160,11 @@ class THDDataModule(LogsSources):
         self._settings = planning.DataSettings(**of_module, opener=Opener(**of_opener))
         self._streams = _as_streams(train, self._settings.mixing)
         if share_prefixes and self._streams is not None:
-            raise ValueError(
-                "share_prefixes=True with a stream: sequences that begin alike are found in the whole set. "
-                "Pass a dataset or files, or collate groups with THDBatch.collate(share_prefixes=True)."
-            )
+            raise ValueError("share_prefixes=True with a stream: it needs the whole set.")
         evaluated = {"val": val, "test": test, "predict": predict}
         for stage, source in evaluated.items():
             if isinstance(source, Stream) or (source is not None and is_stream(source)):
-                raise ValueError(
-                    f"{stage} is a stream ({type(source).__name__}), but evaluation uses each sequence once, "
-                    "in a known order. Pass a dataset with a length, a list or a path; train may be a stream."
-                )
+                raise ValueError(f"{stage} is a stream; only train may be one. Pass a dataset.")
         self._sources = sets.named_sources(
             {"train": None if self._streams is not None else train, **evaluated}
         )
@@ -213,8 +199,7 @@ class THDDataModule(LogsSources):
         Args:
             rank: data-parallel rank of this process.
             ranks: number of data-parallel ranks.
-            accumulate: batches a rank runs between two optimizer steps, as a Trainer's
-                ``accumulate_grad_batches``; 1 with ``Sequences(n)``.
+            accumulate: batches a rank runs to an optimizer step; 1 with ``Sequences(n)``.
             model: the module that is trained: its FLOPs balance the ranks, its vocabulary checks the ids.
             alignment: what lengths and totals must be multiples of; by default what the model asks for.
             device: where batches go; on a CUDA device they are page-locked. By default that of the model.
@@ -222,6 +207,7 @@ class THDDataModule(LogsSources):
         Raises:
             MisconfigurationException: when ``global_batch`` contradicts them.
         """
+        whole_number(accumulate, "accumulate", least=1)
         link.check_step(self.global_batch, ranks=ranks, accumulate=accumulate)
         self._attached = link.Host(
             rank=rank,
@@ -244,10 +230,9 @@ class THDDataModule(LogsSources):
     def prepare_data(self) -> None:
         """Tokenise, count and cache what can be cached; Lightning calls this on one process a node."""
         for name, source in self._sources.items():
-            parts = (
-                [sets.weighted(*item)[0] for item in source.items()] if sets.is_mixture(source) else [source]
-            )
-            if all(is_known(part) for part in parts):
+            mixed = sets.is_mixture(source)
+            parts = [sets.weighted(*item)[0] for item in source.items()] if mixed else [source]
+            if all(map(is_known, parts)):
                 self._open(name)
 
     def setup(self, stage: str) -> None:
@@ -264,13 +249,8 @@ class THDDataModule(LogsSources):
             opener = replace(self._settings.opener, progress=self._host.is_first)
             source = self._sources[name]
             mixed = name == "train" and sets.is_mixture(source)
-            self._sets[name] = (sets.open_mixture if mixed else sets.open_set)(
-                name,
-                source,
-                opener,
-                empty=self._settings.empty,
-                extras_cost=self._settings.extras_cost,
-            )
+            how: dict[str, Any] = {"empty": self._settings.empty, "extras_cost": self._settings.extras_cost}
+            self._sets[name] = (sets.open_mixture if mixed else sets.open_set)(name, source, opener, **how)
             if name == "train":
                 sets.refuse_unused(opener.processor, self._sets[name])
 
@@ -322,14 +302,9 @@ class THDDataModule(LogsSources):
     def _streamed(self, streams: Streams, kind: Kind) -> THDLoader:
         """Build the loader of a stream; a collective of the job."""
         if getattr(self.trainer, "overfit_batches", 0) > 0:
-            raise MisconfigurationException(
-                "overfit_batches repeats the first batches of data that can be asked for them, and a stream "
-                "cannot. Pass a dataset with a length, or overfit_batches=0."
-            )
+            raise MisconfigurationException("overfit_batches repeats batches, which a stream cannot.")
         if self._settings.schedule is not None:
-            raise MisconfigurationException(
-                "A schedule numbers the sequences of a dataset with a length. Leave it out for a stream."
-            )
+            raise MisconfigurationException("A schedule numbers the sequences of a dataset, not of a stream.")
         steps = StreamedSteps(streams, self._settings, self._host, kind=kind)
         return THDLoader(steps, progress=self._progress, capacity=self.capacity)
 

@@ -31,7 +31,6 @@ from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.batch.collate import sequence_labels
 from lightning_thd.batch.samples import sequence_label
 from lightning_thd.batch.thd_batch import collate_checked
-from lightning_thd.data.sets import MixedRows
 from lightning_thd.data.store.index import (
     MapDataset,
     SequenceIndex,
@@ -79,7 +78,7 @@ class Made:
     tokens: npt.NDArray[np.int64] | None = None  # real tokens of each source of a stream, over all ranks
 
 
-class Steps(Protocol):
+class _Steps(Protocol):
     """The interface of what makes a loader's steps: ``PlannedSteps``, or ``StreamedSteps`` for a stream."""
 
     kind: Kind
@@ -88,27 +87,22 @@ class Steps(Protocol):
     goes_on: bool  # An iteration that was broken off goes on with the next step, it does not begin again.
     names: Sequence[str]  # the sources of a mixture
 
-    def source_of(self, ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """Return the number of the source of each sequence id."""
+    def source_of(self, ids: npt.ArrayLike) -> npt.NDArray[np.int64]: ...
 
-    def length(self, epoch: int) -> int | None:
-        """Return the number of batches of an epoch, None if it is unknown."""
+    def length(self, epoch: int) -> int | None: ...
 
-    def steps(self, at: Position, limit: int | None) -> Iterator[Made]:
-        """Make the steps from a position on; a Trainer takes at most ``limit`` batches of the epoch."""
+    def steps(self, at: Position, limit: int | None) -> Iterator[Made]: ...
 
-    def state(self, at: Position) -> dict[str, Any]:
-        """Return what a checkpoint keeps of a position, and what the data and settings are known by."""
+    def state(self, at: Position) -> dict[str, Any]: ...
 
-    def load(self, state: Mapping[str, Any]) -> Position:
-        """Check that a state is of this data and these settings, and return its position."""
+    def load(self, state: Mapping[str, Any]) -> Position: ...
 
 
 class THDLoader:
     """Batches of one rank, epoch after epoch, with a position that is the same number on every rank."""
 
     def __init__(
-        self, source: Steps, *, progress: Progress | None = None, capacity: int = 0, predicts: bool = False
+        self, source: _Steps, *, progress: Progress | None = None, capacity: int = 0, predicts: bool = False
     ) -> None:
         self.source, self._progress, self.capacity = source, progress, capacity
         self.planner: Planner | None = source.planner if isinstance(source, PlannedSteps) else None
@@ -153,9 +147,8 @@ class THDLoader:
         """Begin an epoch from its start, unless it is the one under way; a stream goes on where it is."""
         if self._progress is None and self.source.kind != "eval":
             raise MisconfigurationException(
-                "A training loader of THDDataModule was given to a Trainer by itself, so it knows neither "
-                "ranks and accumulation nor which batches are done. Pass the data module: "
-                "trainer.fit(module, datamodule=data)."
+                "A training loader of THDDataModule was given to a Trainer by itself, so it knows no ranks. "
+                "Pass the data module: trainer.fit(module, datamodule=data)."
             )
         self.begin_epoch(epoch)
 
@@ -186,9 +179,8 @@ class THDLoader:
         limit = None if self._progress is None else self._progress.limit(self.source.length(at.epoch))
         if limit is not None and limit % self.per_step and self.source.goes_on:
             raise MisconfigurationException(
-                f"limit_train_batches (which fast_dev_run sets too) takes {limit} batches of a stream, whose "
-                f"steps of {self.per_step} packs a rank are made whole: the last would be cut. Take another "
-                f"multiple of {self.per_step}."
+                f"limit_train_batches (or fast_dev_run) takes {limit} batches of a stream, whose steps are "
+                f"made whole: the last would be cut. Take a multiple of {self.per_step}."
             )
         left = math.inf if limit is None else limit - at.step * self.per_step
         source = self._timed(self.source.steps(at, limit))
@@ -251,9 +243,7 @@ class THDLoader:
         if self._open and self._progress is None and self._handed_out > 1 and not repeats:
             rank_zero_warn(
                 f"A loader of {len(self)} batches is iterated again after {self._handed_out} of epoch "
-                f"{self.epoch}, and gives them again. To go on with the rest, keep one iterator over it, or "
-                "call loader.load_state_dict(loader.state_dict()) before; to begin the next epoch, finish "
-                "this one."
+                f"{self.epoch}, and gives them again. To go on with the rest, keep one iterator over it."
             )
         done = self._done()
         dropped = [(before, made) for handed, before, made in self._given if handed > done]
@@ -417,10 +407,6 @@ class BatchMaker:
                     refuse_second_sequence(samples[-1], i)
         except StopIteration as err:  # would end the epoch
             raise RuntimeError(f"Sequence {i}: the dataset raised StopIteration. Mend its [i].") from err
-        except ValueError as err:
-            if not isinstance(self.dataset, MixedRows):
-                raise
-            raise ValueError(f"{err} It is {self.dataset.place(i)}.") from err
         batch = self.collate(
             samples,
             sequence_ids=spans.index.tolist(),
@@ -435,7 +421,7 @@ class BatchMaker:
         if self.vocab_size is not None and largest >= self.vocab_size:
             raise ValueError(
                 f"One of the sequences {list(batch.sequence_ids)} has the token id or label {largest}, but "
-                f"the model's vocabulary has {self.vocab_size} entries. Use the tokenizer it was made for."
+                f"the model's vocabulary has {self.vocab_size} entries."
             )
         return batch
 
@@ -485,18 +471,13 @@ class PlannedSteps:
         """Return the batches of an epoch."""
         return self._num_steps(epoch) * self.per_step
 
-    def keys(self, at: Position, limit: int | None) -> Iterator[Key]:
-        """Yield the keys of the batches of an epoch, from a position on."""
-        stop = self.length(at.epoch)
-        stop = stop if limit is None else min(stop, limit)
-        return _keys(0 if self.fixed_order else at.epoch, at.step, stop, self.per_step)
-
     def steps(self, at: Position, limit: int | None) -> Iterator[Made]:
         """Make the steps of an epoch; the batches of one are read when they are asked for."""
-        self._keys.left = self.keys(at, limit)
-        batches, count = iter(self.loader), self._num_steps(at.epoch)
-        stop = count if limit is None else min(count, -(-limit // self.per_step))
-        for step in range(at.step, stop):
+        whole, count = self.length(at.epoch), self._num_steps(at.epoch)
+        stop = whole if limit is None else min(whole, limit)
+        self._keys.left = _keys(0 if self.fixed_order else at.epoch, at.step, stop, self.per_step)
+        batches = iter(self.loader)
+        for step in range(at.step, -(-stop // self.per_step)):
             yield Made(batches=islice(batches, self.per_step), last=step == count - 1)
 
     def source_of(self, ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
@@ -520,8 +501,7 @@ class PlannedSteps:
         epoch, step = self.planner.resume(state)
         if None not in (before := state.get("content"), self._content) and before != self._content:
             raise ValueError(
-                "The checkpoint was written with other data: its sequences have the same lengths and other "
-                "tokens or labels. Restore the data, and its tokenizer, or start without the loader's state."
+                "The checkpoint was written with other data of the same lengths and other tokens or labels."
             )
         if step and step == self._num_steps(epoch):
             return Position(epoch=epoch + 1, ended=True)

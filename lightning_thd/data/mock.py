@@ -7,8 +7,8 @@ as a mapping, as JSON text or as a JSON file::
     {"mode": "distribution", "type": "lognormal", "min_seq_len": 1024, "max_seq_len": 8192,
      "mean_seq_len": 4096, "lognormal_sigma": 1.1}
 
-Lengths that are drawn are clipped to their bounds as there, so the mean of this example becomes 3257. Length
-and tokens of sequence i depend only on (seed, i), so that every rank and worker sees the same.
+Drawn lengths are clipped to their bounds, so the mean of this example becomes 3257. Sequence i depends only
+on (seed, i), so that every rank and worker sees the same.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ class MockDataset:
     Args:
         config: the settings above as a mapping, JSON text, or the path of a ``.json`` file. A file of lengths
             has one on each line, under a name or not.
-        num_sequences: sequences; by default 10,000 of a distribution and as many as a file has rows. More
-            than that start again at the first row.
+        num_sequences: by default 10,000, or the rows of a file, which begins again if more are asked for.
         vocab_size: token ids are drawn from ``[0, vocab_size)``.
         seed: of the lengths and the tokens.
     """
@@ -86,9 +85,7 @@ def _make_lengths(config: dict[str, Any], num_sequences: int | None, seed: int) 
     if mode not in ("file", "distribution"):
         raise ValueError(f'"mode" is {mode!r}. Set it to "file" or "distribution".')
     if kind != "lognormal":
-        raise ValueError(
-            f'"type" is {kind!r}. Only "lognormal" is known; other lengths can be read from a file.'
-        )
+        raise ValueError(f'"type" is {kind!r}. Only "lognormal" is known. Lengths can be read from a file.')
     wanted = ("path",) if mode == "file" else _LOGNORMAL
     if set(config) != set(wanted):
         raise ValueError(f"The mock settings are {sorted(config)}, wanted {sorted(wanted)}.")
@@ -103,7 +100,7 @@ def _draw(low: int, high: int, mean: float, sigma: float, *, count: int, seed: i
     """Draw lengths whose logarithm is normally distributed, clipped to two bounds, int64 ``[N]``."""
     if not (1 <= low < mean < high and sigma > 0):
         raise ValueError(
-            f"min_seq_len={low}, mean_seq_len={mean}, max_seq_len={high} and lognormal_sigma={sigma}: the "
+            f"min_seq_len={low}, mean_seq_len={mean}, max_seq_len={high}, lognormal_sigma={sigma}: "
             "lengths must be at least 1 and ascend, and sigma must be above 0."
         )
     hashes = keyed_hashes(np.arange(count, dtype=np.uint64), derive_key(seed, _LENGTHS))

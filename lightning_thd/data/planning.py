@@ -72,9 +72,7 @@ class DataSettings:
         if self.pin_memory is not None:
             flags(pin_memory=self.pin_memory)
         if self.pad_to is not None and self.pad_to < self.capacity:
-            raise ValueError(
-                f"pad_to={self.pad_to} is less than capacity={self.capacity}. Raise pad_to or leave it out."
-            )
+            raise ValueError(f"pad_to={self.pad_to} is less than capacity={self.capacity}. Raise or drop it.")
 
     def step(self, host: Host) -> Packs | Sequences:
         """Return what one optimizer step takes: by default one pack a rank (or largest group) a batch."""
@@ -159,9 +157,7 @@ def _mixture_planner(data: DataSet, settings: DataSettings, plan: dict[str, Any]
     assert data.weights is not None
     assert data.lengths is not None
     if settings.schedule is not None:
-        raise ValueError(
-            "schedule= places each sequence once, and a mixture draws them by weight. Leave one out."
-        )
+        raise ValueError("schedule= places each sequence once, and a mixture draws them. Leave one out.")
     slots = make_slots(settings.capacity, plan["align"])
     limit = slots.usable // slots.multiple * slots.multiple
     most = limit if plan["oversize"] == "drop" else None
@@ -183,16 +179,13 @@ def _images(data: DataSet, settings: DataSettings, host: Host) -> dict[str, Any]
     found = {} if settings.max_patches is None else {"max_patches": settings.max_patches}
     if settings.max_patches is not None and not data.index.seen and settings.extras_cost is None:
         raise ValueError(
-            f"max_patches={settings.max_patches}, but the {data.name} dataset gives its `lengths`, so that "
-            "no row was read and the patches of its images are unknown. Pass extras_cost=, or remove the "
-            "`lengths` to have the rows counted."
+            f"max_patches= needs rows, and {data.name} gives its `lengths`, so that no row was read."
         )
     if not len(sizes):
         return found
     if settings.max_patches is not None and patch is None and sizes[:, 2].any():
         raise ValueError(
-            f"max_patches={settings.max_patches}, but images of the {data.name} data come as pixels, and the "
-            "model's config has no known patch size. Pass extras_cost=, a function from a row to its patches."
+            f"max_patches={settings.max_patches}, but images of the {data.name} data come as pixels."
         )
     return {**found, "patches": patch_table(np.asarray(sizes, np.int64), patch)}
 
@@ -230,9 +223,6 @@ def announce(data: DataSet, planner: Planner, host: Host) -> None:
     )
     learned = data.index.weights if len(data.index.weights) else data.index.loss_tokens
     if name == "train" and lengths.max(initial=0) > 1 and not learned.any():
-        rank_zero_warn(
-            "train: no token is learned, because all labels are -100 or all weights 0, so the loss of its "
-            "tokens is 0. Give labels that are ids where a token is to be learned."
-        )
+        rank_zero_warn("train: no token is learned, because all labels are -100, or all weights 0.")
     for logger in host.loggers if changed else ():
         logger.log_metrics({f"data/{name}_{key}": count for key, count in changed.items()}, step=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,18 +23,12 @@ class MixedRows(ConcatDataset[dict[str, Any]]):
 
     def __init__(self, datasets: Mapping[str, Any]) -> None:
         super().__init__(datasets.values())
-        self.names = tuple(datasets)
         self.skipped = sum(int(getattr(dataset, "skipped", 0)) for dataset in self.datasets)
 
     @property
     def keeps_rows(self) -> bool:
         """Return whether rows of all its datasets stay as they are when others are read."""
         return all(map(keeps_rows, self.datasets))
-
-    def place(self, i: int) -> str:
-        """Return the source and row of a sequence as text, for messages."""
-        source = bisect_right(self.cumulative_sizes, i)
-        return f"row {i - [0, *self.cumulative_sizes][source]} of {self.names[source]!r}"
 
 
 def join_indices(indices: list[SequenceIndex]) -> SequenceIndex:
@@ -92,9 +85,7 @@ def open_mixture(name: str, sources: Mapping[str, Any], opener: Opener, **how: A
         source, _ = weighted(part, given)
         opened[part] = open_set(f"{name}/{part}", source, opener, **how)
         if opened[part].schedule is not None:
-            raise ValueError(
-                f"{part!r} holds ready packs, which a mixture takes apart. Set packed='sequences'."
-            )
+            raise ValueError(f"{part!r} holds ready packs. In a mixture set packed='sequences'.")
     keys = [data.key for data in opened.values()]
     return DataSet(
         name=name,
@@ -110,10 +101,7 @@ def refuse_unused(processor: object, data: DataSet) -> None:
     """Refuse a processor beside data without a conversation that it renders."""
     rows = data.dataset.datasets if isinstance(data.dataset, MixedRows) else [data.dataset]
     if processor is not None and len(data.dataset) and not any(isinstance(one, ChatRows) for one in rows):
-        raise ValueError(
-            f"the {data.name} data hold ids, and processor= renders conversations. Give conversations, or "
-            "leave processor= out."
-        )
+        raise ValueError(f"the {data.name} data hold ids, and processor= renders conversations.")
 
 
 def is_mixture(source: object) -> bool:
@@ -132,10 +120,7 @@ def weighted(name: str, given: object) -> tuple[Any, float]:
         source, weight = given
         if isinstance(weight, int | float) and not isinstance(weight, bool):
             return source, float(weight)
-    raise TypeError(
-        f"train[{name!r}] is a {type(given).__name__}, wanted (source, weight), for example "
-        f"{{{name!r}: ('{name}.jsonl', 0.3), ...}}. Weights are numbers in any unit."
-    )
+    raise TypeError(f"train[{name!r}] is a {type(given).__name__}, wanted (source, weight), a number.")
 
 
 def open_set(

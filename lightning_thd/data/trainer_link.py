@@ -158,14 +158,12 @@ def check_trainer(trainer: L.Trainer | None, step: Packs | Sequences | None) -> 
     ):
         raise MisconfigurationException(
             "StochasticWeightAveraging copies the module before configure_model() builds the model, and so "
-            "would average nothing. Use WeightAveraging or EMAWeightAveraging of "
-            "lightning.pytorch.callbacks, or build the model in __init__."
+            "would average nothing. Use WeightAveraging of lightning.pytorch.callbacks."
         )
     if isinstance(step, Sequences) and not getattr(trainer.strategy, "runs_thd_steps", False):
         raise MisconfigurationException(
-            f"global_batch={step} needs a strategy that runs all microbatches of a step: 'thd' on "
-            f"one device, 'thd_ddp' or 'thd_model_parallel', not "
-            f"{type(trainer.strategy).__name__}. Or use Packs(n). "
+            f"global_batch={step} needs a strategy that runs all microbatches of a step: 'thd', 'thd_ddp' or "
+            f"'thd_model_parallel', not {type(trainer.strategy).__name__}. Or use Packs(n). "
             "See docs/reference/messages.md#steps."
         )
     host = host_of(trainer)
@@ -186,14 +184,14 @@ def check_step(step: Packs | Sequences | None, *, ranks: int, accumulate: int, w
     if accumulate != 1 and (whole or isinstance(step, Sequences)):
         raise MisconfigurationException(
             f"accumulate_grad_batches={accumulate}, but a pipeline, context_parallel_size='dynamic' and "
-            "global_batch=Sequences(n) run all microbatches of a step in one batch. Set gradient "
-            "accumulation to 1. See docs/reference/messages.md#steps."
+            "Sequences(n) make a step of a batch. Set gradient accumulation to 1. "
+            "See docs/reference/messages.md#steps."
         )
     if isinstance(step, Packs) and (step.n % ranks if whole else step.n != ranks * accumulate):
         raise MisconfigurationException(
             f"global_batch={step} but {ranks} data-parallel ranks x accumulate_grad_batches={accumulate} "
-            f"make {ranks * accumulate} packs a step. Set Packs({ranks * accumulate}), or accumulate as many "
-            "batches as give that number. See docs/reference/messages.md#steps."
+            f"make {ranks * accumulate} packs a step. Set Packs({ranks * accumulate}). "
+            "See docs/reference/messages.md#steps."
         )
 
 
@@ -243,8 +241,7 @@ class Progress:
         if now != self._accumulate:
             raise MisconfigurationException(
                 f"accumulate_grad_batches is {now}, but was {self._accumulate} when the training data was "
-                "set up, and the loss of each pack is its share of a step of that many. Set it before fit, "
-                "and begin another fit to change it."
+                "set up, and the packs of a step were planned. Begin another fit to change it."
             )
 
     def total(self) -> int:

@@ -144,14 +144,8 @@ TABLE = {
     "data.TokenStore.from_rows": Entry(
         lambda rows: TokenStore.from_rows(rows), lambda rng: {"rows": [[1, 2], np.array([3])]}
     ),
-    "data.TokenStore.from_rows of one": Entry(
-        lambda row: TokenStore.from_rows([[1], row]), lambda rng: {"row": [1, 2]}
-    ),
     "data.TokenStore.open": Entry(
         lambda folder: TokenStore.open(folder), lambda _: {"folder": HERE / "store"}
-    ),
-    "data.TokenStore[]": Entry(
-        TokenStore.from_rows([[1, 2], [3]]).__getitem__, lambda _: {"i": 1}, also=(IndexError,)
     ),
     "data.TokenStore.save": Entry(
         lambda folder: TokenStore.from_rows([[1]]).save(folder), lambda _: {"folder": _new()}, also=(OSError,)

@@ -45,8 +45,7 @@ MARKS_CHANGE = (
     "{% for m in messages %}{{ m.content }}{% endfor %}{{ x }}"
 )
 MARKED_TWICE = MARKED.replace(
-    "{{ m.content }}<|end|>{% endgen",
-    "{{ m.content }}{% endgeneration %}{% generation %}<|end|>{% endgen",
+    "{{ m.content }}<|end|>{% endgen", "{{ m.content }}{% endgeneration %}{% generation %}<|end|>{% endgen"
 )
 # As templates of models that think, it asks with an open thought and writes earlier answers without one.
 OPENS_A_THOUGHT = "%}<|assistant|>\n{% endif %}", "%}<|assistant|>\n<think>{% endif %}"
@@ -201,8 +200,7 @@ def test_markers_with_blanks_at_their_edges(before: str, after: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "tags",
-    ["{%- generation -%} {}{%- endgeneration -%}", "{% generation %}\n{}{% endgeneration %}\n"],
+    "tags", ["{%- generation -%} {}{%- endgeneration -%}", "{% generation %}\n{}{% endgeneration %}\n"]
 )
 def test_markers_that_take_blanks_away(tags: str) -> None:
     begin, end = tags.split("{}")
@@ -226,7 +224,7 @@ def test_marks_tell_where_a_prompt_ends_if_the_template_opens_a_thought_of_its_o
     talk = [USER, ANSWER, {**USER, "content": "And two?"}, {**ANSWER, "content": "four"}]
     assert learned(opens, talk, skip=3) == "four<|end|>"
     assert learned(opens, talk, skip=1) == "It is blue.<|end|>four<|end|>"
-    with pytest.raises(ValueError, match="marks 4 parts with .* Mark each"):
+    with pytest.raises(ValueError, match="marks 4 parts, and"):
         learned(MARKED_TWICE, talk, skip=3)
 
 
@@ -359,7 +357,7 @@ REFUSED: list[tuple[str | None, Any, str]] = [
     ("{{ raise_exception('roles') }}", talk(USER, ANSWER), "line 1: .*roles"),
     (MARKS_CHANGE, talk(USER, ANSWER), "writes something else inside of {% generation %}"),
     (NOTHING_MARKED, talk(USER, ANSWER), r"template marked nothing of the conversation with \{% generation"),
-    (MARKED_TWICE, talk(USER, ANSWER, USER, {**ANSWER, "weight": 0}), "marks 4 parts .* has 2 messages"),
+    (MARKED_TWICE, talk(USER, ANSWER, USER, {**ANSWER, "weight": 0}), "marks 4 parts, and .* has 2 messages"),
     (PLAIN.replace(*OPENS_A_THOUGHT), talk(USER, ANSWER), "asks for message 1 with '.*<think>' and begins"),
     (KNOWN_ROLES, talk({**USER, "role": "Human"}, ANSWER), "leaves out message 0 of the role 'Human', which"),
     (OF_PARTS, talk(USER, ANSWER), "leaves out message 0 of the role 'user', which says 'What colour"),
@@ -371,9 +369,9 @@ REFUSED: list[tuple[str | None, Any, str]] = [
     (PLAIN, talk(USER, ANSWER, chat_template_kwargs={"enable_thinkin": 1}), "'enable_thinkin', which the"),
     (PLAIN, talk(USER, ANSWER, chat_template_kwargs={"tokenize": True}), "multiple values for keyword"),
     # what is learned
-    (PLAIN, talk(USER), r"no message of the role 'assistant' was found among \['user'\]"),
+    (PLAIN, talk(USER), r"no learned message of the role 'assistant' among \['user'\]"),
     (PLAIN, talk(USER, {**ANSWER, "weight": 0.5}), "has weight=0.5; wanted 0 or 1"),
-    (PLAIN, talk(USER, {**ANSWER, "train": False}), "no message of the role 'assistant' .* that is learned"),
+    (PLAIN, talk(USER, {**ANSWER, "train": False}), "no learned message of the role 'assistant'"),
     (PLAIN, {"prompt": "a", "completion": "b", "label": False}, r"a label of true or false .*\(KTO\)"),
     # records
     (PLAIN, talk(USER, ANSWER, images=["a.png"]), "'images' was found: images go"),
@@ -385,7 +383,7 @@ REFUSED: list[tuple[str | None, Any, str]] = [
     (PLAIN, talk(USER, {**ANSWER, "function_call": {"name": "f"}}), "function_call, which is not read"),
     (PLAIN, talk(USER, ANSWER, tools="no"), "tools are no list, nor JSON of one"),
     (PLAIN, {"messages": "hello"}, "messages must be a list of"),
-    (PLAIN, {"prompt": "a", "completion": [USER]}, "prompt and completion are str and list"),
+    (PLAIN, {"prompt": "a", "completion": [USER]}, "prompt and completion are no two strings"),
     (PLAIN, {"conversations": []}, "conversations must be a list of"),
     (PLAIN, {"conversations": [{"from": "alien", "value": "a"}]}, "a turn is from 'alien'"),
     (PLAIN, {**ALPACA, "input": 3}, "instruction, input and output must be strings"),

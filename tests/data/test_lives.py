@@ -10,8 +10,6 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from lightning_thd import Sequences, THDDataModule
-from lightning_thd.data.loader import THDLoader
 from tests.data.lives.machine import Lives, LivesOfRanks
 
 
@@ -28,29 +26,6 @@ def test_lives_and_deaths_of_jobs() -> None:
     for reader in readers:  # each makes the steps it was allowed, and ends
         reader.join(30.0)
     assert not [reader for reader in readers if reader.is_alive()]
-
-
-@pytest.mark.parametrize("steps", [1, 2, 4])
-def test_a_state_that_was_loaded_is_saved_again_as_it_is(steps: int) -> None:
-    def loader() -> THDLoader:
-        rows = [{"input_ids": [k, k]} for k in range(4)]
-        data = THDDataModule(rows, capacity=8, global_batch=Sequences(1))
-        data.setup("fit")
-        found = data.train_steps()
-        assert isinstance(found, THDLoader)
-        return found
-
-    first = loader()
-    for number, _ in enumerate(first, 1):
-        if number == steps:
-            break
-    state, second = first.state_dict(), loader()
-    second.load_state_dict(state)
-    again = second.state_dict()
-    assert (again["epoch"], again["step"]) == ((0, steps) if steps < 4 else (1, 0))
-    next(iter(second))
-    second.load_state_dict(state)
-    assert second.state_dict() == again
 
 
 # A worker's death reaches the process as a signal, wherever it is: some places drop what is raised.

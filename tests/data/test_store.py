@@ -12,12 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from filelock import FileLock
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lightning_thd import THDDataModule
-from lightning_thd.data.store.cache import build_once
 from lightning_thd.data.store.index import build_index
 from lightning_thd.data.store.tokens import Rows, TokenStore, cached_store
 from lightning_thd.packing import PackPlanner, Packs
@@ -57,7 +55,7 @@ def test_corrupt_store_names_the_folder_and_a_cache_is_built_anew(tmp_path: Path
     assert len(built) == 1
     [folder] = tmp_path.glob("tokens-*")
     (folder / "tokens.npy").write_bytes(b"x")
-    with pytest.raises(ValueError, match=r"folder .* cannot be read .*Delete it"):
+    with pytest.raises(ValueError, match=r"folder .* cannot be read: .*Delete it"):
         TokenStore.open(folder)
     with pytest.warns(UserWarning, match="built again"):
         assert cached_store({"a": 1}, build, cache_dir=tmp_path)[0]["input_ids"].tolist() == [1, 2]
@@ -74,14 +72,8 @@ LABELLED = WITHOUT._replace(label=np.array([0, 1]))
     ("call", "message"),
     [
         (lambda: TokenStore(TOKENS, OFFSETS, loss_tokens=np.array([1])), "loss_tokens of shape .* wanted 2"),
-        (
-            lambda: TokenStore(TOKENS, OFFSETS, label=np.array([1])),
-            r"label of shape \(1,\); wanted 2 numbers",
-        ),
-        (
-            lambda: TokenStore(TOKENS, OFFSETS, np.zeros(2, int)),
-            "3 tokens in 2 sequences but labels of shape",
-        ),
+        (lambda: TokenStore(TOKENS, OFFSETS, label=np.array([1])), r"label of shape \(1,\); wanted 2"),
+        (lambda: TokenStore(TOKENS, OFFSETS, np.zeros(2, int)), "labels of shape"),
         (lambda: TokenStore(TOKENS, np.array([0, 2, 1, 3])), "Offsets run from 0 to 3, and never fall"),
         (lambda: TokenStore(TOKENS, np.array([0, 2])), "Offsets run from 0 to 3"),
         (lambda: TokenStore.from_rows([[-1]]), "Token ids start at 0, got -1"),
@@ -98,9 +90,9 @@ def test_a_store_of_arrays(call: Callable[[], Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ([WITHOUT, WITH], "Records before have no 'labels' and these have 'labels'. Give all"),
-        ([WITH, WITHOUT], "Records before have 'labels' and these have no 'labels'. Give all"),
-        ([LABELLED, WITHOUT], "Records before have 'label' and these have no 'label'. Give all"),
+        ([WITHOUT, WITH], "Records before have no 'labels' and these have 'labels'"),
+        ([WITH, WITHOUT], "Records before have 'labels' and these have no 'labels'"),
+        ([LABELLED, WITHOUT], "Records before have 'label' and these have no 'label'"),
     ],
 )
 def test_pieces_that_do_not_belong_together(tmp_path: Path, parts: list[Rows], message: str) -> None:
@@ -116,18 +108,12 @@ def test_pieces_that_do_not_belong_together(tmp_path: Path, parts: list[Rows], m
 def test_more_bad_rows_than_allowed() -> None:
     rows: list[dict[str, Any]] = [{"input_ids": [-1]}, {"input_ids": [1.5]}, {"input_ids": [3]}]
     data = THDDataModule(rows, capacity=8, on_error="skip", max_errors=1)
-    with pytest.raises(ValueError, match="2 rows are bad, more than max_errors=1; the first: Row 0.*raise"):
+    with pytest.raises(ValueError, match="2 rows are bad, more than max_errors=1; the first: Row 0"):
         data.setup("fit")
 
 
 def test_of_six_processes_one_builds(tmp_path: Path) -> None:
     assert cold_starts(2, tmp_path)["builds"] == 2
-
-
-def test_waiting_for_a_lock_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LIGHTNING_THD_CACHE_TIMEOUT", "0.2")
-    with FileLock(tmp_path / ".c.lock"), pytest.raises(TimeoutError, match=r"is held by .*delete the file"):
-        build_once(tmp_path / "c", lambda place: None)
 
 
 def rows_from(first: int, *, last: int = 40, kill_at: int | None = None) -> Iterator[Rows]:
@@ -216,16 +202,13 @@ def test_samples_are_counted(labels: bool, num_workers: int) -> None:
 
 
 def test_known_lengths_save_the_reading() -> None:
-    samples = WithLengths(sequences(20))
-    samples.lengths, loss = counted(samples)
-    index = build_index(samples)
-    assert index.lengths.tolist() == samples.lengths
-    assert index.loss_tokens.tolist() == loss
-    masked = WithLengths(sequences(20, labels=True))
-    masked.lengths, expected = counted(masked)
-    assert build_index(masked).loss_tokens.tolist() == expected
-    masked.loss_tokens = expected
-    assert build_index(masked).loss_tokens.tolist() == expected
+    for labels in (False, True):
+        samples = WithLengths(sequences(20, labels=labels))
+        samples.lengths, loss = counted(samples)
+        for known in (None, loss):
+            samples.loss_tokens = known
+            index = build_index(samples)
+            assert (index.lengths.tolist(), index.loss_tokens.tolist()) == (samples.lengths, loss)
 
 
 @given(

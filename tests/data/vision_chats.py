@@ -25,6 +25,15 @@ QWEN = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LLAVA = QWEN.replace("<|vision_start|><|image_pad|><|vision_end|>", "<image>")
+TOWER = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "patch_size": 14,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 28,
+}
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava")
 
 
@@ -67,19 +76,10 @@ def model(family: str, attention: str) -> Any:
     """Return a small model whose vocabulary is the tokenizer's."""
     ids = {name: tokenizer().convert_tokens_to_ids(name) for name in SPECIAL}
     if family == "llava":
-        vision = {
-            "model_type": "clip_vision_model",
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "patch_size": 14,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "image_size": 28,
-        }
         text = {**towers.TEXT, "model_type": "llama", "vocab_size": len(tokenizer())}
         del text["rope_parameters"]
         config = transformers.LlavaConfig(
-            vision_config=vision, text_config=text, image_token_id=ids["<image>"], image_seq_length=4
+            vision_config=TOWER, text_config=text, image_token_id=ids["<image>"], image_seq_length=4
         )
     else:
         name, text, vision = towers.FAMILIES[family]

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_thd.flops import Chunk, FlopsModel, SeqStats
 from lightning_thd.flops.families import registry
-from tests.data.test_patches import TOWER
+from tests.data.vision_chats import TOWER
 from tests.flops.families import (
     ENCODERS,
     FAMILIES,
@@ -323,7 +323,8 @@ def test_llavas_tower_equals_torchs_counter() -> None:
     from transformers import AutoModelForImageTextToText, LlavaConfig
 
     text = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96}
-    config = LlavaConfig(vision_config=TOWER, text_config={"model_type": "llama", **text})
+    tower = {**TOWER, "image_size": 56}
+    config = LlavaConfig(vision_config=tower, text_config={"model_type": "llama", **text})
     vision = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         vision.get_image_features(torch.zeros(5, 3, 56, 56))

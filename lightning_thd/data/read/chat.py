@@ -1,8 +1,7 @@
 """A conversation and a tokenizer with a chat template -> ids, and which of them the assistant says.
 
-A template with ``{% generation %}`` around the assistant's words marks them itself. With any other the
-conversation is rendered once more up to each turn; that shows the assistant's part if the template is
-prefix-stable: what it wrote of a turn does not change when more turns follow. Other templates are refused.
+A template with ``{% generation %}`` marks the assistant's words itself. With any other the conversation is
+rendered once more up to each turn, and refused if what was written of a turn changes when more turns follow.
 """
 
 from __future__ import annotations
@@ -37,10 +36,7 @@ class Places:
         pieces = text.split(self.token)
         wanted = sum(part.get("type") == "image" for message in messages for part in _parts(message))
         if len(pieces) != wanted + 1:
-            raise ValueError(
-                f"the chat template writes {len(pieces) - 1} times {self.token!r} for {wanted} images. "
-                "Take the words out of the text, or mend the template."
-            )
+            raise ValueError(f"it writes {len(pieces) - 1} times {self.token!r} for {wanted} images.")
         filled = zip(pieces[1:], self.counts, strict=False)
         return pieces[0] + "".join(self.token * count + piece for piece, count in filled)
 
@@ -72,10 +68,7 @@ class _Writer:
                 **self.options,
             )
         except Exception as err:  # templates refuse orders of roles in their own words, in jinja's exceptions
-            raise ValueError(
-                f"the chat template refuses the roles {[m['role'] for m in messages]} ({err}). Mend the "
-                "conversation, or the template."
-            ) from err
+            raise ValueError(f"the template refuses {[m['role'] for m in messages]} ({err}).") from err
         return text if self.places is None else self.places.fill(text, messages)
 
 
@@ -94,10 +87,7 @@ def encode_chat(
     template = str(tokenizer.get_chat_template(tools=tools))
     marked = _GENERATION.search(template) is not None
     if marked and not getattr(tokenizer, "is_fast", False):
-        raise ValueError(
-            f"the template marks {{% generation %}}, which only a fast tokenizer can follow, and "
-            f"{type(tokenizer).__name__} is none. Take the markers out, or use the fast one."
-        )
+        raise ValueError("the template marks {% generation %}, which only a fast tokenizer can follow.")
     messages = list(messages)
     text = writer.write(messages)
     read = [calls_read(message, text) for message in messages]
@@ -139,38 +129,24 @@ def _words(value: Any) -> Iterator[str]:
 def _refuse_unread(template: str, options: Mapping[str, Any], messages: Sequence[Message], text: str) -> None:
     """Refuse variables and thoughts that the template leaves out because it does not know their names."""
     if unread := [name for name in options if name not in template]:
-        raise ValueError(
-            f"chat_template_kwargs holds {unread[0]!r}, which the chat template does not read. Correct its "
-            "name, or leave it out."
-        )
+        raise ValueError(f"chat_template_kwargs holds {unread[0]!r}, which the chat template does not read.")
     for i, message in enumerate(messages):
         for name in _THOUGHTS:
             if name not in template and any(words not in text for words in _words(message.get(name))):
-                raise ValueError(
-                    f"message {i} has {name!r}, which the chat template does not write. Take a template that "
-                    "reads it, put it into the content, or drop the key."
-                )
+                raise ValueError(f"message {i} has {name!r}, which the chat template does not write.")
 
 
 def _check(tokenizer: Any, messages: object, skip: int, *, images: bool = False) -> None:
     if not getattr(tokenizer, "chat_template", None):
-        raise ValueError(
-            f"conversations need a tokenizer with a chat template, and {type(tokenizer).__name__} has none. "
-            "Pass the tokenizer of an instruction-tuned model, or set its chat_template."
-        )
+        raise ValueError("conversations need a tokenizer with a chat template, and this one has none.")
     if not isinstance(messages, list | tuple) or not all(
         isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
     ):
-        raise ValueError(
-            "messages must be a list of {'role': ..., 'content': ...}, each role a string. Mend or remove it."
-        )
+        raise ValueError("messages must be a list of {'role': ..., 'content': ...}, each role a string.")
     for message in messages:
         _check_content(message, images)
     if not _answers(messages, skip):
-        raise ValueError(
-            f"no message of the role 'assistant' was found among {[m['role'] for m in messages[skip:]]} that "
-            f"is learned ({' or '.join(LEARNED)} may be 0). Remove the conversation."
-        )
+        raise ValueError(f"no learned message of the role 'assistant' among {[m['role'] for m in messages]}.")
 
 
 def _check_content(message: Message, images: bool) -> None:
@@ -183,17 +159,11 @@ def _check_content(message: Message, images: bool) -> None:
         if any(hasattr(value, "__len__") and len(value) for value in others):
             return
     if not isinstance(content, str | list | dict):
-        raise ValueError(
-            f"a message of the role {role!r} has the content {content!r}; wanted a string, or a list of "
-            "parts. Mend or remove it."
-        )
+        raise ValueError(f"a message of the role {role!r} has the content {content!r}; wanted a string.")
     for part in _parts(message):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind != "text" and not (images and kind == "image"):
-            raise ValueError(
-                f"a message holds a part of type {kind!r}, and only text is tokenised here. Pass processor= "
-                "for images; give video in a dataset of your own; audio cannot be packed."
-            )
+            raise ValueError(f"a message holds a part of type {kind!r}, and only text is tokenised here.")
         if kind == "text" and not isinstance(part.get("text"), str):
             raise ValueError("a part of type 'text' holds no string under 'text'. Mend or remove it.")
 
@@ -207,10 +177,7 @@ def _answers(messages: Sequence[Message], skip: int) -> list[int]:
         for name in LEARNED:
             value = message.get(name)
             if value is not None and (not isinstance(value, int | float | np.generic) or value not in (0, 1)):
-                raise ValueError(
-                    f"a message of the assistant has {name}={value!r:.40}; wanted 0 or 1, or false or true. "
-                    "Mend it, or give ids with weights of their own."
-                )
+                raise ValueError(f"a message of the assistant has {name}={value!r:.40}; wanted 0 or 1.")
         if i >= skip and all(message.get(name) in (None, 1) for name in LEARNED):
             found.append(i)
     return found
@@ -224,16 +191,12 @@ def _refuse_unwritten(writer: _Writer, messages: list[Message], text: str) -> No
             entry and str(entry) in text
             for entry in [*parts, *([] if isinstance(content, str) else [content])]
         ):
-            raise ValueError(
-                f"the chat template writes the content of message {i} as Python does, {str(content)!r:.60}: "
-                "it takes only strings. Give the content as one string, or mend the template."
-            )
+            raise ValueError(f"the chat template writes the content of message {i} as Python does.")
         calls = list(other_calls(message))
         for name, changed in calls:
             if _writes_alike(writer, messages, i, changed, text):
                 raise ValueError(
-                    f"the chat template leaves out the call of {name!r:.40} in message {i}. Take a template "
-                    "that writes tool_calls, or put the call into the message's content. "
+                    f"the chat template leaves out the call of {name!r:.40} in message {i}. "
                     "See docs/reference/messages.md#chat-templates."
                 )
         said = [part.get("text") for part in parts] if parts else [content]
@@ -245,8 +208,7 @@ def _refuse_unwritten(writer: _Writer, messages: list[Message], text: str) -> No
         if _writes_alike(writer, messages, i, {**message, "content": more}, text):
             raise ValueError(
                 f"the chat template leaves out message {i} of the role {message['role']!r}, which says "
-                f"{next(filter(None, said), None)!r:.40}. Give a role that it knows, and the content as the "
-                "template takes it; or remove it. See docs/reference/messages.md#chat-templates."
+                f"{next(filter(None, said), None)!r:.40}. See docs/reference/messages.md#chat-templates."
             )
 
 
@@ -267,8 +229,7 @@ def _marked(
     if learned != said:
         if len(spans) != len(said):
             raise ValueError(
-                f"the chat template marks {len(spans)} parts with {{% generation %}}, and the assistant has "
-                f"{len(said)} messages, of which some are not to be learned. Mark each message once."
+                f"{{% generation %}} marks {len(spans)} parts, and the assistant has {len(said)} messages."
             )
         spans = [span for i, span in zip(said, spans, strict=True) if i in learned]
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -281,10 +242,7 @@ def _marked(
         if inside.size and start < stop:
             mask[inside[0] : inside[-1] + 1] = True
     if not mask.any():
-        raise ValueError(
-            "the chat template marked nothing of the conversation with {% generation %}. Put the markers "
-            "around what the assistant says."
-        )
+        raise ValueError("the chat template marked nothing of the conversation with {% generation %}.")
     return ids, mask
 
 
@@ -308,10 +266,7 @@ def _generated(writer: _Writer, messages: list[Message], text: str, template: st
         else:
             plain += part
     if plain != text:
-        raise ValueError(
-            "the chat template writes something else inside of {% generation %} than without the markers, so "
-            "what it marks cannot be told. Put them around text that the template writes at once."
-        )
+        raise ValueError("the chat template writes something else inside of {% generation %} than without.")
     return spans
 
 
@@ -321,14 +276,12 @@ def _turn(writer: _Writer, messages: list[Message], i: int, text: str) -> tuple[
     before = writer.write(messages[:i], prompt=True) if i else _before_first(writer, messages, after)
     if not text.startswith(after):
         raise ValueError(
-            f"the chat template writes the turns up to message {i} otherwise when more follow. Put "
-            "{% generation %} and {% endgeneration %} around answers in tokenizer.chat_template, or give one "
-            "conversation for every answer. See docs/reference/messages.md#chat-templates."
+            f"the chat template writes the turns up to message {i} otherwise when more follow. Mark answers "
+            "with {% generation %}. See docs/reference/messages.md#chat-templates."
         )
     if not after.startswith(before):
         raise ValueError(
-            f"the chat template asks for message {i} with {before[-24:]!r} and begins the answer otherwise. "
-            "Put {% generation %} and {% endgeneration %} around answers in tokenizer.chat_template."
+            f"the chat template asks for message {i} with {before[-24:]!r} and begins the answer otherwise."
         )
     return len(before), len(after)
 
@@ -362,9 +315,6 @@ def _cut(tokenizer: Any, text: str, edges: list[int]) -> tuple[list[int], dict[i
     for edge in edges:
         start = ids if edge == len(text) else encode(text[:edge])
         if ids[: len(start)] != start:
-            raise ValueError(
-                "a token reaches over the edge of the assistant's words, near "
-                f"{text[max(0, edge - 12) :][:24]!r}. Let the template put a special token there."
-            )
+            raise ValueError(f"a token reaches over the edge of {text[max(0, edge - 12) :][:24]!r}.")
         cuts[edge] = len(start)
     return ids, cuts

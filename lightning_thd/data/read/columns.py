@@ -26,13 +26,7 @@ from lightning_thd.data.read.records import (
     without_nulls,
 )
 from lightning_thd.data.store.cache import cached_folder
-from lightning_thd.data.store.columns import (
-    ColumnRows,
-    arrow_table,
-    is_label,
-    is_list,
-    visible_columns,
-)
+from lightning_thd.data.store.columns import ColumnRows, arrow_table, is_label, is_list, visible_columns
 from lightning_thd.data.store.index import MapDataset
 
 _READ = tuple(name for name in names("token", "weight", "boundary", "type") if name != "mm_token_type_ids")
@@ -58,8 +52,7 @@ def as_rows(dataset: MapDataset) -> MapDataset:
         lists = [name for name in other if is_list(table, name) and name != "special_tokens_mask"]
         if lists:  # they may say where sequences begin
             raise ValueError(
-                f"The column {lists[0]!r} holds lists of integers and is not read. If it marks where "
-                "sequences of a row begin, rename it to lengths, cu_seqlens or position_ids; else drop it."
+                f"The column {lists[0]!r} holds lists of integers and is not read. Drop or rename it."
             )
         rank_zero_info(f"The columns {', '.join(other)} are left out: they hold no ids, labels or images.")
     if media:
@@ -78,15 +71,9 @@ def hold_ids(files: list[SourceFile], text_key: str) -> bool:
         if "input_ids" not in found:
             if kind_of(dict.fromkeys(found, ""), text_key) is not None:
                 return False
-            raise ValueError(
-                f"{file.name} has the columns {list(found)} but no 'input_ids'. Rename the column of token "
-                "ids, or name that of text with text_key."
-            )
+            raise ValueError(f"{file.name} has the columns {list(found)} but no 'input_ids', nor text.")
         if found != columns[0]:  # datasets would fill in what a file lacks
-            raise ValueError(
-                f"{files[0].name} and others have different columns: {columns[0]}, and {file.name} {found}. "
-                "Write them alike."
-            )
+            raise ValueError(f"{file.name} and others have different columns: {found}, and {columns[0]}.")
     return True
 
 
@@ -128,10 +115,7 @@ def table_chunks(file: SourceFile, text_key: str, cache_dir: str | Path | None) 
         table = {"sep": separator, "features": features, "keep_default_na": False}
         rows = _load("csv", [file], cache_dir, **table)
     except (UnicodeDecodeError, csv.Error, datasets.exceptions.DatasetGenerationError) as err:
-        raise ValueError(
-            f"{file.name} is no table of the columns in its first line ({err.__cause__ or err}). Quote cells "
-            "that hold a separator or a line break, or give .jsonl."
-        ) from err
+        raise ValueError(f"{file.name} is no table ({err.__cause__ or err}).") from err
     if len(set(names)) < len(names):
         raise ValueError(f"{file.name}: its first line names a column twice: {names}. Rename one.")
     parts = [range(len(rows))[at : at + CHUNK_ROWS] for at in range(0, len(rows), CHUNK_ROWS)]

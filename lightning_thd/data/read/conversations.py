@@ -1,8 +1,4 @@
-"""A record -> its kind, by its keys, and the messages of a conversation whatever form it was written in.
-
-Forms: ``messages`` (role and content), ShareGPT (``conversations`` of from and value), Alpaca
-(``instruction``, ``input``, ``output``), ``prompt`` with ``completion``, text under a key, and token ids.
-"""
+"""A record -> its kind, by its keys, and the messages of a conversation whatever form it was written in."""
 
 from __future__ import annotations
 
@@ -33,12 +29,17 @@ _ROLES = {
 LEARNED = ("weight", "train", "training", "loss")
 
 
+def is_kind(record: dict[str, Any], kind: str) -> bool:
+    """Return whether a record has the keys of a kind."""
+    return any(all(key in record for key in way) for way in KEYS.get(kind, ()))
+
+
 def kind_of(record: dict[str, Any] | str, text_key: str) -> Kind | None:
     """Return the kind of a record by its keys; None for an unknown kind."""
     if isinstance(record, str):
         return "text"
-    for kind, ways in KEYS.items():
-        if any(all(key in record for key in way) for way in ways):
+    for kind in KEYS:
+        if is_kind(record, kind):
             return kind  # type: ignore[return-value]
     return "text" if isinstance(record.get(text_key), str) else None
 
@@ -139,9 +140,6 @@ def _turn(turn: dict[str, Any]) -> Message:
         return turn
     who, value = turn.get("from"), turn.get("value")
     if not isinstance(who, str) or who not in _ROLES or not isinstance(value, str):
-        raise ValueError(
-            f"a turn is from {who!r} with a value of type {type(value).__name__}. Known are "
-            f"{', '.join(_ROLES)}, with strings. Rename it, give 'messages', or remove the record."
-        )
+        raise ValueError(f"a turn is from {who!r} with a value of type {type(value).__name__}.")
     learned = {key: turn[key] for key in LEARNED if key in turn}
     return {**learned, "role": _ROLES[who], "content": value}

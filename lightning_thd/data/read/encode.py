@@ -1,6 +1,6 @@
 """Records of text, prompts or conversations, and a tokenizer -> rows of ids, and of labels where some count.
 
-Nothing here compares an id with the pad id: where EOS and pad are one token, EOS keeps its target.
+Nothing compares an id with the pad id: EOS keeps its target where the two are one token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_thd._workers import end_with_parent
 from lightning_thd.batch.keys import IGNORE_INDEX, names, refuse_keys
 from lightning_thd.batch.samples import check_sample, is_scalar, token_row
 from lightning_thd.data.read.chat import encode_chat
-from lightning_thd.data.read.conversations import KEYS, Kind, Records, alpaca_prompt, kind_of, messages_of
+from lightning_thd.data.read.conversations import Kind, Records, alpaca_prompt, is_kind, kind_of, messages_of
 from lightning_thd.data.read.records import Bad, Chunk, Line, Placed, Record
 from lightning_thd.data.read.text import ByteTokenizer, text_of
 from lightning_thd.data.store.index import OnError
@@ -42,21 +42,13 @@ _OF_TOKENS = names("weight", "other_weight", "mask", "token", "type", "other_bou
 _ALSO_ONE = (*_WEIGHTS, "prompt_length", "prompt_len", "prompt_lengths", "answer_start_idx")
 _LOST = (*names("weight", "type", "media", "boundary"), "next_label", "position_ids")
 _NO_AUDIO = "audio cannot be packed, only tokens, images and video. Remove these records."
-_NO_IMAGES = (
-    "images go through the model's processor: pass processor=. For video give a dataset of your own whose "
-    "samples carry input_ids, position_ids, pixel_values_videos and video_grid_thw."
-)
+_NO_IMAGES = "images go through the model's processor: pass processor=."
 
 
 def load_tokenizer(tokenizer: Tokenizer | str | None) -> Tokenizer:
     """Open a Hugging Face tokenizer by its name or path; None stands for UTF-8 bytes."""
     if tokenizer is None:
         return ByteTokenizer()
-    if not isinstance(tokenizer, str) and not callable(tokenizer):
-        raise TypeError(
-            f"tokenizer is a {type(tokenizer).__name__}. Pass a function from a string to ids, a Hugging "
-            "Face tokenizer or its name, or None for UTF-8 bytes."
-        )
     if isinstance(tokenizer, str):
         refuse_missing(tokenizer, "Pass a folder that save_pretrained() wrote, or a tokenizer's name.")
         transformers = require("transformers", feature=f"tokenizer={tokenizer!r}")
@@ -78,18 +70,12 @@ def _label_of(record: Record) -> Number | None:
     for name in _WEIGHTS if "input_ids" in beside else _OF_TOKENS:
         found = beside.get(name)
         if _is_row(found) or (name in _ALSO_ONE and is_scalar(found)):
-            raise ValueError(
-                f"{name!r} beside text, whose tokens are counted when it is read, so that it would be left "
-                "out. Give samples of input_ids, labels and weights, or drop the key."
-            )
+            raise ValueError(f"{name!r} beside text would be left out. Give input_ids, labels and weights.")
     value: Any = beside.get("label")
     if value is None and is_scalar(beside.get("labels")):
         value = beside["labels"]
     if _is_row(value):
-        raise ValueError(
-            "several numbers under 'label', of which files of text keep one. Give a datasets.Dataset of ids, "
-            "or rename the key."
-        )
+        raise ValueError("several numbers under 'label', of which files of text keep one. Rename the key.")
     return cast("Number", value) if is_scalar(value) and np.isfinite(value) else None
 
 
@@ -121,10 +107,7 @@ class Encoder:
             labels = _joined([row.ids if row.labels is None else row.labels for row in found])
         of_sequences = [row.label for row in found if row.label is not None]
         if of_sequences and len(of_sequences) < len(found):
-            raise ValueError(
-                f"{len(of_sequences)} of {len(found)} records have a number under 'label', the others none. "
-                "Give each sequence one, or rename the key."
-            )
+            raise ValueError(f"{len(of_sequences)} of {len(found)} records have a number under 'label'.")
         label = np.array(of_sequences) if of_sequences else None
         return Rows(_joined(ids), lengths, labels, tuple(skipped), label)
 
@@ -150,10 +133,8 @@ class Encoder:
     def _batch(self, texts: list[str]) -> list[Ids]:
         if not is_hugging_face(self.tokenizer):
             return [self._ended(as_ids(self.tokenizer(text))) for text in texts]
-        return self._together(texts) if texts else []
-
-    def _together(self, texts: list[str]) -> list[Ids]:
-        """Encode by a tokenizer of transformers, and end each row."""
+        if not texts:
+            return []
         tokenizer: Any = self.tokenizer
         lists = tokenizer(texts, return_attention_mask=False, return_token_type_ids=False)["input_ids"]
         eos = self._eos if self.append_eos else None
@@ -171,9 +152,7 @@ class Encoder:
                 row = self._one(record)
                 if rows and (row.labels is None) != (rows[0].labels is None):
                     has, had = ("none", "some") if row.labels is None else ("labels", "none")
-                    raise ValueError(
-                        f"it has {has}, but the records before had {had}. Give all, or none, labels."
-                    )
+                    raise ValueError(f"it has {has}, but the records before had {had}. Give all, or none.")
                 rows.append(row)
             except Exception as err:  # templates and tokenizers raise in words of their own
                 self._leave_out(place, err, skipped)
@@ -185,7 +164,7 @@ class Encoder:
         if self.kind == "text":
             return _Row(self._batch([text_of(record, self.text_key)])[0], None, _label_of(record))
         found = kind_of(record, self.text_key)
-        if isinstance(record, str) or (found != self.kind and not _fits(record, self.kind)):
+        if isinstance(record, str) or (found != self.kind and not is_kind(record, self.kind)):
             raise ValueError(f"a record of kind {found!r} among those of kind {self.kind!r}. Sort them.")
         if self.kind == "ids":
             return _Row(*ids_of_record(record), _label_of(record))
@@ -193,10 +172,7 @@ class Encoder:
             if record.get(name):
                 raise ValueError(f"{name!r} was found: {_NO_AUDIO if 'audio' in name else _NO_IMAGES}")
         if self.kind == "prompt" and isinstance(record.get("label"), bool):
-            raise ValueError(
-                "a label of true or false beside a prompt and its completion, as preferences (KTO) have "
-                "it: what is not wanted would be learned, too. Keep the good ones, without the label."
-            )
+            raise ValueError("a label of true or false beside a prompt (KTO): bad answers would be learned.")
         ids, mask = self._conversation(record)
         row = np.asarray(ids, np.int64)
         return _Row(row, np.where(mask, row, IGNORE_INDEX), _label_of(record))
@@ -215,10 +191,7 @@ class Encoder:
 
     def _completed(self, prompt: object, completion: object) -> tuple[Ids, NDArray[np.bool_]]:
         if not isinstance(prompt, str) or not isinstance(completion, str):
-            raise ValueError(
-                f"prompt and completion are {type(prompt).__name__} and {type(completion).__name__}. "
-                "Give two strings, or two lists of messages."
-            )
+            raise ValueError("prompt and completion are no two strings, and no two lists of messages.")
         # Apart, because that is how the model will meet the prompt when it is asked to complete it.
         before, after = self._open(prompt), self._ended(self._bare(completion))
         mask = np.repeat([False, True], [len(before), len(after)])
@@ -255,17 +228,12 @@ def _trailing(ids: Ids, eos: int) -> int:
     return len(ids) - (int(others[-1]) + 1 if others.size else 0)
 
 
-def _fits(record: dict[str, Any], kind: Kind) -> bool:
-    return kind in KEYS and any(all(key in record for key in way) for way in KEYS[kind])
-
-
 def ids_of_record(record: dict[str, Any]) -> tuple[Ids, Ids | None]:
     """Return the ids, and the labels if any, of a record that is already tokenised."""
     refuse_keys(record)
     if found := [name for name in _LOST if record.get(name) is not None]:
         raise ValueError(
-            f"{', '.join(found)} beside input_ids: files of lines keep only ids and labels. Write "
-            "Parquet, or pass a datasets.Dataset or a list of samples, which keep them."
+            f"{', '.join(found)} beside input_ids: lines keep only ids and labels. Write Parquet."
         )
     read = ("input_ids", "labels", "attention_mask")
     sample = check_sample({name: record[name] for name in read if name in record}, "the record", empty=True)
@@ -290,21 +258,13 @@ def _joined(rows: list[Ids]) -> NDArray[Any]:
 def find_kind(chunks: Sequence[Chunk], *, records: Records, text_key: str, on_error: OnError) -> Kind:
     """Return the kind of a source's records, judged by the keys of the first."""
     placed = chain.from_iterable(chunk() for chunk in chunks)
-    first = None
-    for place, record in islice(placed, _LOOK_AT if on_error == "skip" else 1):
-        first = first or (place, record)
-        if records != "auto":
-            return records
-        if not isinstance(record, Bad) and (found := kind_of(record, text_key)) is not None:
-            return found
-    if first is None:
+    first = [record for _, record in islice(placed, _LOOK_AT if on_error == "skip" else 1)]
+    if not first:
         raise ValueError("The source has no record. Give at least one line, file or row.")
-    place, record = first
-    try:
-        text_of(record, text_key)
-    except ValueError as err:
-        raise ValueError(f"{place}: {err}") from err
-    return "text"
+    if records != "auto":
+        return records
+    found = (kind_of(record, text_key) for record in first if not isinstance(record, Bad))
+    return next((kind for kind in found if kind is not None), "text")
 
 
 class _Encoded(TorchDataset[Rows]):

@@ -88,8 +88,7 @@ def is_paths(source: object) -> bool:
     if any(named) and not all(named):
         raise ValueError(
             f"The list has {len(source)} strings, of which {sum(named)} name files, and "
-            f"{str(source[named.index(False)])[:60]!r} is none. Give only paths, or documents as "
-            "{'text': ...}."
+            f"{str(source[named.index(False)])[:60]!r} is none. Give documents as {{'text': ...}}."
         )
     return all(named)
 
@@ -107,8 +106,6 @@ def _looks_like_a_path(text: str) -> bool:
 
 def find_files(source: Paths, *, cache_dir: str | Path | None = None) -> list[SourceFile]:
     """List the files behind a path, glob, folder or address in sorted order, or behind a list in its own."""
-    if not isinstance(source, str | Path | list | tuple):
-        raise TypeError(f"A {type(source).__name__} names no file. Give a path, a glob, or a list of them.")
     entries = [source] if isinstance(source, str | Path) else source
     files = [_local(name, cache_dir) for entry in entries for name in expand(entry)]
     times = Counter(file.path.resolve() for file in files)
@@ -137,19 +134,14 @@ def expand(source: str | Path) -> list[str]:
         return [str(path)]
     found = sorted(name for name in _matches(path) if Path(name).is_file())
     if not found:
-        raise ValueError(
-            f"{text} does not exist, and no file matches it. Give a file, a folder, a glob or a list, of "
-            f"{', '.join(name for name, kind in KINDS.items() if kind not in ('text', 'refused'))} or text."
-        )
+        raise ValueError(f"{text} does not exist, and no file matches it.")
     return found
 
 
 def _in_folder(folder: Path) -> list[Path]:
     """List the data files in a folder, which must be of one kind."""
     if (folder / "dataset_dict.json").is_file() or (folder / "dataset_info.json").is_file():
-        raise ValueError(
-            f"{folder} was saved by datasets. Pass datasets.load_from_disk of it, or of a split."
-        )
+        raise ValueError(f"{folder} was saved by datasets. Pass datasets.load_from_disk of it.")
     kinds: dict[str, list[Path]] = {}
     left_out: list[Path] = []
     for file in sorted(folder.rglob("*")):
@@ -164,52 +156,39 @@ def _in_folder(folder: Path) -> list[Path]:
             left_out.append(file)
         else:
             kinds.setdefault(kind, []).append(file)
-    found = _one_kind(folder, kinds)
     if left_out:
-        names = ", ".join(file.relative_to(folder).as_posix() for file in left_out[:4])
         rank_zero_info(
-            f"{folder}: {len(left_out)} files are left out, because they are hidden, describe the data, or "
-            f"have no suffix of data: {names}{', ...' if len(left_out) > 4 else ''}"
+            f"{folder}: left out, because they hold no data: {', '.join(map(str, left_out[:4]))} ..."
         )
-    return found
+    return _one_kind(folder, kinds)
 
 
 def _one_kind(folder: Path, kinds: dict[str, list[Path]]) -> list[Path]:
     if not kinds:
         wanted = ", ".join(name for name, kind in KINDS.items() if kind != "refused")
-        raise ValueError(
-            f"No text files below {folder}, nor others that are data. Wanted suffixes: {wanted}."
-        )
+        raise ValueError(f"No text files below {folder}, nor others. Wanted suffixes: {wanted}.")
     if len(kinds) > 1:
         (first, some), (second, others), *_ = kinds.items()
         raise ValueError(
-            f"{folder} holds {len(some)} {first} and {len(others)} {second} files, for example "
-            f"{some[0].name} and {others[0].name}. Give a glob or a list of those that are data."
+            f"{folder} holds {len(some)} {first} and {len(others)} {second} files. Give a glob of one kind."
         )
     [(kind, files)] = kinds.items()
     names = [file.relative_to(folder).as_posix() for file in files]
     splits = {match[1].lower() for name in names if (match := _SPLIT.search(name.split(".")[0]))}
     if kind != "text" and len(splits) > 1:
-        raise ValueError(
-            f"{folder} holds several splits: {', '.join(sorted(splits))}. Give a glob of the one you want."
-        )
+        raise ValueError(f"{folder} holds several splits: {', '.join(sorted(splits))}. Give a glob of one.")
     return files
 
 
 def _expand_remote(address: str) -> list[str]:
     fsspec = require("fsspec", feature=f"reading {address}")
-    try:
-        filesystem, path = fsspec.core.url_to_fs(address)
-        if any(sign in path for sign in "*?[") and not filesystem.exists(path):
-            found = sorted(filesystem.glob(path))
-        elif filesystem.isdir(path):
-            found = sorted(name for name in filesystem.find(path) if is_data(name))
-        else:
-            found = [path] if filesystem.exists(path) else []
-    except (OSError, ValueError, ImportError) as err:
-        raise ValueError(
-            f"{address} cannot be listed ({err}). Check the address and the credentials."
-        ) from err
+    filesystem, path = fsspec.core.url_to_fs(address)
+    if any(sign in path for sign in "*?[") and not filesystem.exists(path):
+        found = sorted(filesystem.glob(path))
+    elif filesystem.isdir(path):
+        found = sorted(name for name in filesystem.find(path) if is_data(name))
+    else:
+        found = [path] if filesystem.exists(path) else []
     if not found:
         raise ValueError(f"{address} does not exist, or holds no data. Check the address.")
     return [str(filesystem.unstrip_protocol(name)) for name in found]
@@ -219,23 +198,15 @@ def _local(name: str, cache_dir: str | Path | None) -> SourceFile:
     """Return a file on this machine, downloaded and unpacked if necessary."""
     suffix = suffix_of(name)
     if KINDS.get(suffix) == "refused":
-        raise ValueError(
-            f"{name}: a {suffix} file is not read. Give .jsonl, .csv, .parquet, .arrow or text, or a dataset "
-            "that you have opened."
-        )
+        raise ValueError(f"{name}: a {suffix} file is not read. Give a dataset that you have opened.")
     path = Path(name)
     if "://" in name:
         fsspec = require("fsspec", feature=f"reading {name}")
         filesystem, inside = fsspec.core.url_to_fs(name)
 
         def fetch(out: BinaryIO) -> None:
-            try:
-                with fsspec.open(name, "rb") as file:
-                    shutil.copyfileobj(file, out, 1 << 22)
-            except OSError as err:
-                raise ValueError(
-                    f"{name} cannot be read ({err}). Check the address and the credentials."
-                ) from err
+            with fsspec.open(name, "rb") as file:
+                shutil.copyfileobj(file, out, 1 << 22)
 
         path = _kept({"address": name, "info": filesystem.info(inside)}, name, cache_dir, fetch)
     content = content_of(path)

@@ -1,8 +1,7 @@
 """A conversation whose content has images -> messages of parts, and where each image is: path or bytes.
 
-Images are named in the forms that data has: a part ``{"type": "image"}`` with ``image``, ``path`` or
-``url``, or ``{"type": "image_url", "image_url": {"url": ...}}``. A part without a source, and ``<image>`` in
-text, take the next entry of the record's ``images`` or ``image``.
+A part ``{"type": "image"}`` has ``image``, ``path`` or ``url``, or is ``{"type": "image_url", "image_url":
+{"url": ...}}``. Without a source, and for ``<image>`` in text, the record's next ``images`` entry is taken.
 """
 
 from __future__ import annotations
@@ -20,10 +19,7 @@ from lightning_thd.batch.keys import names
 Message = dict[str, Any]
 _COLUMNS = ("images", "image")
 _SOURCES = ("image", "path", "url", "image_url")
-_ONLY_IMAGES = (
-    "{}, and only text and images are rendered. Give video as images of its frames, or in a dataset of your "
-    "own whose samples carry pixel_values_videos and video_grid_thw; audio cannot be packed."
-)
+_ONLY_IMAGES = "{}, and only text and images are rendered; audio cannot be packed. Give frames of video."
 _PLACE = re.compile(r"\s?<image>\n?")
 _DATA = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
 
@@ -52,17 +48,13 @@ def with_images(messages: list[Message], record: Mapping[str, Any]) -> tuple[lis
             if isinstance(source, Mapping) and "url" in source:
                 source = source["url"]
             if source is None and not waiting:
-                raise ValueError(
-                    f"a message has a place for an image beyond the {given} of the record. Give each image "
-                    "under 'images', or in its part."
-                )
+                raise ValueError(f"a message has a place for an image beyond the {given} of the record.")
             found.append(waiting.pop(0) if source is None else source)
             parts.append({"type": "image"})
         parted.append({**message, "content": parts})
     if waiting:
         raise ValueError(
-            f"the record has {given} images, and its messages have places for {given - len(waiting)}. Put "
-            "{'type': 'image'} into the content, or <image> into the text, where each belongs."
+            f"the record has {given} images, and its messages have places for {given - len(waiting)}."
         )
     return parted, found
 
@@ -79,10 +71,7 @@ def _parts(content: str | list[Any], *, split: bool) -> Iterator[dict[str, Any]]
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
         text = part.get("text") if isinstance(part, dict) else None
         if not isinstance(part, dict) or (part.get("type") == "text" and not isinstance(text, str)):
-            raise ValueError(
-                f"a message holds the part {part!r:.60}; wanted dicts with a 'type', as {{'type': 'text', "
-                "'text': ...}. Mend or remove the conversation."
-            )
+            raise ValueError(f"a message holds the part {part!r:.60}, which has no 'type' or text.")
         if not split or text is None or "<image>" not in text:
             yield part
             continue
@@ -105,10 +94,7 @@ def open_image(source: Any, folder: Path | None) -> Any:
     if isinstance(source, bytes | bytearray | memoryview):
         source = io.BytesIO(bytes(source))
     if not isinstance(source, Path | io.BytesIO):
-        raise ValueError(
-            f"an image is given as {type(source).__name__}; wanted a path, a data URL, bytes or a Pillow "
-            "image."
-        )
+        raise ValueError(f"an image is given as {type(source).__name__}; wanted a path or bytes.")
     try:
         return pillow.open(source)
     except (OSError, ValueError, pillow.DecompressionBombError) as err:
@@ -118,10 +104,7 @@ def open_image(source: Any, folder: Path | None) -> Any:
 
 def _bytes_or_path(text: str, folder: Path | None) -> bytes | Path:
     if match := _DATA.match(text):
-        try:
-            return base64.b64decode(text[match.end() :], validate=True)
-        except ValueError as err:
-            raise ValueError(f"an image is no base64 ({err}). Mend or remove the record.") from err
+        return base64.b64decode(text[match.end() :], validate=True)
     if "://" in text:
         raise ValueError(f"the image {text!r:.60} is an address. Download images, and give their paths.")
     path = Path(text)

@@ -6,8 +6,7 @@ A row is ``input_ids`` (and ``labels``) with one of these beside it:
 - ``cu_seqlens``: offsets from 0, cumulative lengths;
 - ``position_ids``: one a token, counting up from 0 in every sequence.
 
-The slots left at the end of a row are padding, and so are those whose ``attention_mask`` is 0. With
-``position_ids`` and no mask the last slots at position 0 are padding.
+What is left at the end of a row is padding: slots whose ``attention_mask`` is 0, or that stand at position 0.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset as TorchDataset
-from tqdm import tqdm
 
 from lightning_thd._checks import host_ints
 from lightning_thd.batch.keys import IGNORE_INDEX
@@ -30,7 +28,6 @@ from lightning_thd.data.store.tokens import count_targets
 IntArray = NDArray[np.int64]
 
 _VERSION = 3
-_BAR_FROM = 10_000  # rows
 _BOUNDARIES = ("lengths", "seq_lengths", "cu_seqlens", "position_ids")
 _READ = {"input_ids", "labels", "attention_mask", *_BOUNDARIES}
 _PADDING_FROM = 8  # times that one id is repeated at the end of a row
@@ -41,10 +38,7 @@ def holds_packs(dataset: MapDataset, *, sure: bool = False) -> bool:
     row = dataset[0] if len(dataset) else {}
     found = any(row.get(name) is not None and np.ndim(row[name]) == 1 for name in _BOUNDARIES)
     if sure and not found:
-        raise ValueError(
-            f"Rows have the keys {sorted(row)}; wanted one of {', '.join(_BOUNDARIES)} beside input_ids, to "
-            "know where a sequence begins. Give one, or set packed='off'."
-        )
+        raise ValueError(f"Rows have the keys {sorted(row)}; wanted one of {', '.join(_BOUNDARIES)}.")
     return found and "input_ids" in row
 
 
@@ -72,43 +66,34 @@ class PackedRows(TorchDataset[dict[str, NDArray[np.integer]]]):
 
 
 def open_packed(
-    rows: MapDataset,
-    *,
-    progress: bool = False,
-    key: Mapping[str, Any] | None = None,
-    cache_dir: str | Path | None = None,
+    rows: MapDataset, *, key: Mapping[str, Any] | None = None, cache_dir: str | Path | None = None
 ) -> PackedRows:
     """Find the sequences in rows that were packed before; their places are kept under ``key``."""
     found = cached_arrays(
         "packed",
         None if key is None else {**key, "rows": len(rows)},
-        lambda: _find(rows, progress),
+        lambda: _find(rows),
         version=_VERSION,
         cache_dir=cache_dir,
     )
     return PackedRows(rows, **found)
 
 
-def _find(rows: MapDataset, progress: bool) -> dict[str, IntArray]:
+def _find(rows: MapDataset) -> dict[str, IntArray]:
     """Find the row, first slot, length and loss tokens of every sequence."""
     parts = [np.empty((4, 0), np.int64)]
-    numbers = range(len(rows))
-    shown = tqdm(numbers, desc="Finding sequences in packs", disable=not progress or len(rows) < _BAR_FROM)
-    for i in shown:
+    for i in range(len(rows)):
         row = rows[i]
         if other := sorted(set(row) - _READ):
             raise ValueError(
                 f"Row {i} holds several sequences and carries {', '.join(other)}, which is not known to "
-                "belong to one of them. Drop these columns, give single sequences, or set packed='off'."
+                "belong to one of them."
             )
         lengths = _lengths_of(row, i)
         labels, loss_tokens = row.get("labels"), lengths - 1
         if labels is not None:
             if len(labels) != len(row["input_ids"]):
-                raise ValueError(
-                    f"Row {i} has {len(row['input_ids'])} input_ids but {len(labels)} labels. "
-                    "Give one label a token, unshifted, with -100 where it is to be ignored."
-                )
+                raise ValueError(f"Row {i} has {len(row['input_ids'])} input_ids but {len(labels)} labels.")
             loss_tokens = count_targets(np.asarray(labels)[: lengths.sum()], lengths)
         parts.append(np.stack([np.full_like(lengths, i), np.cumsum(lengths) - lengths, lengths, loss_tokens]))
     return dict(zip(("row", "start", "lengths", "loss_tokens"), np.concatenate(parts, axis=1), strict=True))
@@ -119,8 +104,7 @@ def _lengths_of(row: Mapping[str, Any], i: int) -> IntArray:
     found = [name for name in _BOUNDARIES if row.get(name) is not None]
     if len(found) != 1:
         raise ValueError(
-            f"Row {i} carries {' and '.join(found) or 'none'} of {', '.join(_BOUNDARIES)}. Give one of them "
-            "to every row, or set packed='off'."
+            f"Row {i} carries {' and '.join(found) or 'none'} of {', '.join(_BOUNDARIES)} (packed='off')."
         )
     [name] = found
     values = host_ints(row[name], f"Row {i}: {name}")
@@ -133,38 +117,29 @@ def _lengths_of(row: Mapping[str, Any], i: int) -> IntArray:
     slots, end = len(row["input_ids"]), int(values.sum())
     if (values < 0).any() or end > slots:
         raise ValueError(
-            f"Row {i} has {slots} input_ids, but its {name} describe sequences of {values[:8].tolist()} "
-            "tokens. They must lie inside the row."
+            f"Row {i} has {slots} input_ids, but its {name} describe sequences of {values[:8].tolist()}."
         )
     mask = row.get("attention_mask")
     if mask is not None and not np.array_equal(np.flatnonzero(mask), np.arange(end)):
-        raise ValueError(
-            f"Row {i}: attention_mask is not 1 in the {end} slots that {name} describes and 0 behind them. "
-            "Drop the one that is wrong."
-        )
+        raise ValueError(f"Row {i}: attention_mask is not 1 in the {end} slots that {name} describes.")
     return values[values > 0]
 
 
 def _lengths_by_positions(row: Mapping[str, Any], i: int, positions: IntArray) -> IntArray:
     ids, mask = np.asarray(row["input_ids"]), row.get("attention_mask")
     if len(positions) != len(ids):
-        raise ValueError(
-            f"Row {i} has {len(ids)} input_ids but {len(positions)} position_ids. Give one a token."
-        )
+        raise ValueError(f"Row {i} has {len(ids)} input_ids but {len(positions)} position_ids.")
     # Without a mask a last 0 is padding: a sequence of one token has no target.
     positions = np.trim_zeros(positions, "b") if mask is None else positions[: np.count_nonzero(mask)]
     slots, begins = np.arange(len(positions)), positions == 0
     if (positions != slots - np.maximum.accumulate(np.where(begins, slots, 0))).any():
-        raise ValueError(
-            f"Row {i}: position_ids do not count up from 0 in every sequence, so they do not tell where one "
-            "begins. Set packed='off' to give them to the model as they are."
-        )
+        raise ValueError(f"Row {i}: position_ids do not count up from 0. Set packed='off' to keep them.")
     lengths = np.diff(np.flatnonzero(begins), append=len(positions))
     last = slots[-lengths[-1] :] if len(lengths) > 1 else slots[:0]
     learned = np.asarray(row.get("labels", ids))[last] != IGNORE_INDEX
     if mask is None and len(last) >= _PADDING_FROM and (ids[last] == ids[last[0]]).all() and learned.any():
         raise ValueError(
-            f"Row {i} ends with {len(last)} times the id {ids[last[0]]}, by its position_ids a sequence, and "
-            "padding would be learned. Give attention_mask, lengths or cu_seqlens, or labels of -100."
+            f"Row {i} ends with {len(last)} times the id {ids[last[0]]}, by its position_ids a sequence: "
+            "padding would be learned. Give attention_mask, or labels of -100."
         )
     return lengths

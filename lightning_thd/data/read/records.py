@@ -205,9 +205,7 @@ def file_chunks(files: list[SourceFile], *, chunk_bytes: int = CHUNK_BYTES) -> l
         kind = KINDS.get(file.suffix, "text")
         if kind == "text":
             if not file.suffix and holds_lines(file):  # it would become one document
-                raise ValueError(
-                    f"{file.name} holds JSON objects, a line each. Name it .jsonl, or .txt for one document."
-                )
+                raise ValueError(f"{file.name} holds JSON objects, a line each. Name it .jsonl, or .txt.")
             texts.append(file)
         elif kind == "JSONL" or (kind == "JSON" and holds_lines(file)):
             size = file.path.stat().st_size
@@ -222,10 +220,7 @@ def file_chunks(files: list[SourceFile], *, chunk_bytes: int = CHUNK_BYTES) -> l
                 chunks.append(partial(_column_rows, file, part, first))
                 first += size
     if texts and chunks:
-        raise ValueError(
-            f"{texts[0].name} is one document of text, and the other files hold records. Give files of "
-            "one kind."
-        )
+        raise ValueError(f"{texts[0].name} is one document of text, and the other files hold records.")
     return chunks or list(_grouped(texts, chunk_bytes))
 
 

@@ -66,10 +66,7 @@ class Opener:
         if self.max_errors is not None:
             whole_number(self.max_errors, "max_errors", advice="None sets no bound.")
         if self.processor is not None and self.tokenizer is not None:
-            raise ValueError(
-                "Both tokenizer= and processor= were given, and a processor has a tokenizer. Leave "
-                "tokenizer= out."
-            )
+            raise ValueError("Both tokenizer= and processor= were given. Leave tokenizer= out.")
         instance(self.text_key, "text_key", str, advice="Pass the key of the text in a record.")
 
     def open(self, source: Source | Paths) -> Opened:
@@ -81,12 +78,7 @@ class Opener:
         rendered = isinstance(opened.dataset, ChatRows)
         if rendered or self.packed == "off" or not holds_packs(opened.dataset, sure=self.packed != "auto"):
             return opened
-        rows = open_packed(
-            opened.dataset,
-            progress=self.progress,
-            key=opened.key,
-            cache_dir=self.cache_dir,
-        )
+        rows = open_packed(opened.dataset, key=opened.key, cache_dir=self.cache_dir)
         key = None if opened.key is None else {**opened.key, "packed": "sequences"}
         return Opened(dataset=rows, key=key, schedule=rows.row if self.packed == "packs" else None)
 
@@ -96,8 +88,6 @@ class Opener:
             return Opened(dataset=store, key={"store": store.fingerprint})
         files = find_files(source, cache_dir=self.cache_dir)
         if self.processor is not None:
-            if any(KINDS.get(file.suffix) == "table" for file in files):
-                self._chunks(files)  # raises
             key = {"files": [file.content for file in files], "names": [file.name for file in files]}
             if not all(KINDS.get(file.suffix) == "column" for file in files):
                 return self._rendered(RecordsByNumber(files), key)
@@ -105,24 +95,20 @@ class Opener:
             folder = folders.pop() if len(folders) == 1 else None
             return self._rendered(RowsByNumber(load_columns(files, self.cache_dir), folder), key)
         key = {"files": [file.content for file in files], "suffixes": [file.suffix for file in files]}
-        name = str(source) if isinstance(source, str | Path) else f"{len(files)} files"
         if (
             self.records in ("auto", "ids")
             and all(KINDS.get(file.suffix) == "column" for file in files)
             and hold_ids(files, self.text_key)
         ):
             return Opened(dataset=as_rows(load_columns(files, self.cache_dir)), key=key)
-        return self._tokenised(self._chunks(files), key, name)
+        return self._tokenised(self._chunks(files), key)
 
     def _chunks(self, files: list[SourceFile]) -> list[Chunk]:
         tables = [file for file in files if KINDS.get(file.suffix) == "table"]
         if not tables:
             return file_chunks(files)
         if len(tables) < len(files) or self.processor is not None:
-            raise ValueError(
-                f"{tables[0].name} is a table, which is read beside tables only, and without processor=. "
-                "Give .jsonl."
-            )
+            raise ValueError(f"{tables[0].name} is a table, which is read beside tables only. Give .jsonl.")
         return [chunk for file in files for chunk in table_chunks(file, self.text_key, self.cache_dir)]
 
     def _open_dataset(self, dataset: MapDataset) -> Opened:
@@ -138,9 +124,7 @@ class Opener:
             return Opened(dataset=as_rows(dataset), key=key)
         if self.processor is not None:
             return self._rendered(RowsByNumber(dataset), key)
-        if isinstance(sample, dict) and kind_of(sample, self.text_key) is None and self.records == "auto":
-            return Opened(dataset=dataset, key=key)
-        return self._tokenised(row_chunks(dataset), key, f"{len(dataset):,} rows")
+        return self._tokenised(row_chunks(dataset), key)
 
     def _rendered(self, records: Any, key: dict[str, Any] | None) -> Opened:
         """Return conversations with images, which are rendered when they are read."""
@@ -149,7 +133,7 @@ class Opener:
         rows = cast("MapDataset", ChatRows(records, chat))
         return Opened(dataset=rows, key=None if key is None or known is None else {**key, "processor": known})
 
-    def _tokenised(self, chunks: list[Chunk], key: dict[str, Any] | None, name: str) -> Opened:
+    def _tokenised(self, chunks: list[Chunk], key: dict[str, Any] | None) -> Opened:
         tokenizer = load_tokenizer(self.tokenizer)
         known = tokenizer_fingerprint(tokenizer)
         how = {"tokenizer": known, "text_key": self.text_key, "append_eos": self.append_eos}
@@ -164,8 +148,7 @@ class Opener:
                 append_eos=self.append_eos,
                 on_error=self.on_error,
             )
-            by = getattr(tokenizer, "name_or_path", "") or repr(tokenizer)[:60]
-            rank_zero_info(f"Tokenising {name} with {by}: {kind!r} records. Set another kind by records=.")
+            rank_zero_info(f"Tokenising {kind!r} records. Set another kind by records=.")
             return tokenize(
                 chunks[first:],
                 encoder,
@@ -181,15 +164,7 @@ class Opener:
 def as_dataset(source: object) -> MapDataset:
     """Check that a source is a map-style dataset of samples, and say what to pass if it is none."""
     if isinstance(source, Mapping):
-        raise TypeError(
-            f"A dict with the keys {list(source)[:8]} is no dataset. Pass one of its splits, a list of "
-            "samples {'input_ids': ids}, or as train= a mixture {name: (source, weight)}."
-        )
-    if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
-        raise TypeError(
-            f"{type(source).__name__} is no dataset: it has no length, or no [i]. Pass a path, or an object "
-            "with len() and [i] giving {'input_ids': ids}."
-        )
+        raise TypeError(f"A dict with the keys {list(source)[:8]} is no dataset. Pass one of its splits.")
     dataset = cast("MapDataset", source)
     sample: Any = dataset[0] if len(dataset) else {}
     check_row(sample, 0)

@@ -31,9 +31,6 @@ class ByteTokenizer:
     vocab_size = 260
     bos_token_id, eos_token_id, pad_token_id, unk_token_id = 256, 257, 258, 259
 
-    def __repr__(self) -> str:
-        return "ByteTokenizer()"
-
     def __call__(self, text: str, add_special_tokens: bool = True) -> NDArray[np.uint16]:
         """Return uint16 ids ``[bytes + 1]``, or ``[bytes]`` without special tokens.
 
@@ -54,14 +51,12 @@ def read_documents(path: Paths, *, text_key: str = "text") -> Iterator[str]:
     """Yield the documents of files of text, or of records with text under a key.
 
     Args:
-        path: as for ``THDDataModule``: a JSONL, Parquet or text file, a folder of them or a glob. A text
-            file is one document.
+        path: as for ``THDDataModule``; a text file is one document.
         text_key: the key of the text in a record.
 
     Raises:
         TypeError: for what is no path.
-        ValueError: for a path that does not exist, a folder without data, and a record that cannot be read
-            or lacks the key; the message names file and line.
+        ValueError: for a path without data, and a record without text; the message names file and line.
     """
     for chunk in file_chunks(find_files(path)):
         for place, record in chunk():
@@ -77,25 +72,17 @@ def text_of(record: Record, text_key: str) -> str:
         raise ValueError(record.reason)
     text = record.get(text_key) if isinstance(record, dict) else record
     if isinstance(record, dict) and text_key in record and not isinstance(text, str):
-        raise ValueError(
-            f"no string under the key {text_key!r} but a {type(text).__name__}. Mend or remove the record."
-        )
+        raise ValueError(f"no string under the key {text_key!r} but a {type(text).__name__}.")
     if not isinstance(text, str):
         found = sorted(record) if isinstance(record, dict) else type(record).__name__
-        raise ValueError(
-            f"no string under the key {text_key!r}, found {found}. "
-            "Name the right key with text_key (--text-key on the command line)."
-        )
+        raise ValueError(f"no string under the key {text_key!r}, found {found}. Pass text_key=.")
     return text
 
 
 def stdlib_documents(*, max_bytes: int | None = None) -> list[str]:
     """Return every function and class in the top-level modules of Python's standard library.
 
-    Real text that every machine has: about 7,800 documents, median 290 bytes.
-
-    Args:
-        max_bytes: cut every document at this many bytes of UTF-8.
+    Real text that every machine has: about 7,800 documents, median 290 bytes, cut at ``max_bytes`` of UTF-8.
 
     Raises:
         ValueError: for what is no number of bytes.
@@ -147,16 +134,8 @@ def tokenizer_fingerprint(tokenizer: object) -> str | None:
 
 
 class StdlibText(TokenStore):
-    """``stdlib_documents`` as bytes: a data set of real text that every machine has.
-
-    Args:
-        max_bytes: cut every document at this many bytes.
-    """
+    """``stdlib_documents(max_bytes=...)`` as bytes: a data set of real text that every machine has."""
 
     def __init__(self, *, max_bytes: int | None = 2048) -> None:
-        texts = [text.encode() for text in stdlib_documents(max_bytes=max_bytes)]
-        offsets = np.zeros(len(texts) + 1, np.int64)
-        np.cumsum([len(text) + 1 for text in texts], out=offsets[1:])
-        tokens = np.frombuffer(b"\0".join([*texts, b""]), np.uint8).astype(np.uint16)
-        tokens[offsets[1:] - 1] = ByteTokenizer.eos_token_id
-        super().__init__(tokens, offsets)
+        made = TokenStore.from_rows(map(ByteTokenizer(), stdlib_documents(max_bytes=max_bytes)))
+        super().__init__(made.tokens, made.offsets)

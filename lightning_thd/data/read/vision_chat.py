@@ -49,8 +49,7 @@ class VisionChat:
         if not self.has_grids and not any(name in names for name in _ONE_SIZE):
             raise ValueError(
                 f"processor={names[0]} cannot render conversations for packs. Known are "
-                f"{', '.join((*_GRIDS, *_ONE_SIZE))}. Pass one of these, or a dataset of your own whose "
-                "samples carry input_ids, labels and pixel_values."
+                f"{', '.join((*_GRIDS, *_ONE_SIZE))}."
             )
         self.processor, self.images = processor, processor.image_processor
         self.tokenizer = copy.copy(processor.tokenizer)
@@ -70,8 +69,7 @@ class VisionChat:
         kind = kind_of(dict(record), "text")
         if kind not in CONVERSATIONS:
             raise ValueError(
-                f"a record with the keys {sorted(record)[:8]} is no conversation, which processor= renders. "
-                "Give 'messages', or leave processor= out."
+                f"the record ({sorted(record)[:8]}) is no conversation, which processor= renders."
             )
         said = messages_of(dict(record), kind)
         messages, sources = with_images(said.messages, record)
@@ -133,10 +131,7 @@ class VisionChat:
             return found
         seen = self.images(images=images, return_tensors="pt")
         if self.has_grids and not torch.equal(seen["image_grid_thw"], found["image_grid_thw"]):
-            raise ValueError(
-                f"the image processor made grids {seen['image_grid_thw'].tolist()}, and {grids} were counted "
-                "from the sizes of the images. Use a processor whose images are resized by smart_resize."
-            )
+            raise ValueError(f"the processor made grids {seen['image_grid_thw']}, and {grids} were counted.")
         return found | {"pixel_values": as_tensor(np.asarray(seen["pixel_values"]))}
 
 
@@ -179,13 +174,10 @@ class ChatRows(Dataset[dict[str, Any]]):
         return len(self.records)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        return self._rendered(i, pixels=True)
+        return self.measured(i, pixels=True)
 
-    def measured(self, i: int) -> dict[str, Any]:
-        """Return ids, labels and the sizes of the images of a row."""
-        return self._rendered(i, pixels=False)
-
-    def _rendered(self, i: int, *, pixels: bool) -> dict[str, Any]:
+    def measured(self, i: int, *, pixels: bool = False) -> dict[str, Any]:
+        """Return ids, labels and the sizes of the images of a row, and with ``pixels`` the images."""
         place, record, folder = self.records[i]
         try:
             return self.chat.sample(record, folder, pixels=pixels)

@@ -9,13 +9,13 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock, Timeout
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from filelock import FileLock
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
 
 Arrays = dict[str, NDArray[Any]]
@@ -24,8 +24,6 @@ _EDGE_BYTES = 1 << 20  # hashing both ends of a file finds a torn header or tail
 _WHOLE_BYTES = 1 << 26  # larger files are identified by samples of their content and their change time
 _BLOCK_BYTES = 1 << 20
 _SAMPLES = 64  # blocks that are hashed of a file that is too large to hash whole
-_TELL_AFTER_S = 10.0  # seconds of waiting for another process before a line says so
-_WAIT_ENV = "LIGHTNING_THD_CACHE_TIMEOUT"  # seconds
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, a quota or a limit on the size of files is full
 
 
@@ -74,23 +72,11 @@ def build_once(folder: Path, build: Callable[[Path], None], *, resume: bool = Fa
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     path = folder.parent / f".{folder.name}.lock"
-    limit, lock = float(os.environ.get(_WAIT_ENV, 6 * 3600)), FileLock(path)
-    try:
-        with suppress(Timeout):
-            lock.acquire(timeout=min(limit, _TELL_AFTER_S))
-        if not lock.is_locked:
-            rank_zero_info(f"Waiting for {folder}, which another process prepares.")
-            lock.acquire(timeout=max(0.0, limit - _TELL_AFTER_S))
-    except Timeout as err:
-        raise TimeoutError(
-            f"{path} is held by another process for more than {limit:.0f} s ({_WAIT_ENV}). Wait for that "
-            "job; if there is none, delete the file."
-        ) from err
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)  # filelock tries again on a file that was removed while it waited
-        lock.release()
+    with FileLock(path):  # the lock of a process that died is free
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)  # filelock tries again on a file that was removed while it waited
 
 
 @contextmanager
@@ -98,7 +84,7 @@ def cache_errors(folder: Path) -> Iterator[None]:
     """Convert a file-system error at a cache to a ``CacheError`` that names the cache and the remedy."""
     try:
         yield
-    except (TimeoutError, CacheError):
+    except CacheError:
         raise
     except OSError as err:
         place = str(err.filename or "")
@@ -148,9 +134,7 @@ def open_arrays(folder: str | Path, *, version: int) -> Arrays:
                 raise ValueError(f"{name}.npy is not what was written")
         return {name: _mapped(folder / f"{name}.npy") for name in meta["files"]}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
-        raise ValueError(
-            f"The folder {folder} cannot be read ({err}). Delete it; it is built again."
-        ) from err
+        raise ValueError(f"The folder {folder} cannot be read: {err}. Delete it; it is built again.") from err
 
 
 def _mapped(path: Path) -> NDArray[Any]:

@@ -25,9 +25,8 @@ class ColumnRows(Dataset[dict[str, Any]]):
 
     def __init__(self, source: Any, names: list[str]) -> None:
         self._source, self.names = source, names
-        found = arrow_table(source)
-        self.table = source() if found is None else found
-        self._indices = None if found is None else getattr(source, "_indices", None)
+        self.table: Any = arrow_table(source)
+        self._indices = getattr(source, "_indices", None)
         self._order = visible(self, np.arange(self.table.num_rows))
         self._columns = {name: self.table.column(name) for name in names}
 
@@ -49,7 +48,7 @@ def _value(cell: Any) -> Any:
     return np.empty(0, np.int64) if cell.values is None else cell.values.to_numpy(zero_copy_only=False)
 
 
-def arrow_table(dataset: object) -> Any | None:
+def arrow_table(dataset: object) -> Any:
     """Return the Arrow table behind a ``datasets.Dataset`` or ``ColumnRows``; None for anything else."""
     if isinstance(dataset, ColumnRows):
         return dataset.table

@@ -62,8 +62,7 @@ def check_row(sample: Any, i: int) -> Mapping[str, Any]:
     if isinstance(sample, Mapping | str):
         return sample  # type: ignore[return-value]  # text is tokenised before anything else
     raise TypeError(
-        f"Row {i} of the dataset is a {type(sample).__name__}, wanted a dict: {{'input_ids': ids}}, perhaps "
-        "with 'labels', or text, a prompt or messages. Wrap the dataset in one whose [i] gives that."
+        f"Row {i} of the dataset is a {type(sample).__name__}, wanted a dict of input_ids, or text."
     )
 
 
@@ -123,7 +122,7 @@ class SequenceIndex:
         if vocab_size is not None and largest >= vocab_size:
             raise ValueError(
                 f"Sequence {row} of the {name} data has the token id {largest}, but the model's vocabulary "
-                f"has {vocab_size} entries. Use the tokenizer the model was made for, or pass vocab_size=."
+                f"has {vocab_size} entries. Use its tokenizer, or pass vocab_size=."
             )
 
     def sample(
@@ -146,10 +145,7 @@ class SequenceIndex:
             if (sizes := sizes_of(sample)) != counted_sizes:
                 raise _changed(i, "patches and pixels of images", sizes, counted_sizes)
         if "weights" in sample and not len(self.weights):
-            raise ValueError(
-                f"Sequence {i} has weights, but none were counted: the first sequence has none. Give "
-                "every sequence weights, or none."
-            )
+            raise ValueError(f"Sequence {i} has weights, but none were counted: the first sequence has none.")
         if stop - start == found:
             if "labels" in sample or self.loss_tokens[i] != max(0, found - 1):
                 self._check_targets(sample, i)
@@ -164,10 +160,7 @@ class SequenceIndex:
         found = len(sample["input_ids"])
         refuse_cut(sample, i, found)
         if "label" in sample and not _is_truncated(start, continued):
-            raise ValueError(
-                f"Sequence {i} has {found} tokens and a label, so it cannot be split: each piece would have "
-                "the label of the whole. Set oversize='truncate', 'drop' or 'own_pack', or raise capacity."
-            )
+            raise ValueError(f"Sequence {i} has {found} tokens and a label, so it cannot be split.")
         if continued:
             sample["next_label"] = int(sample.get("labels", sample["input_ids"])[stop])
         if not _is_truncated(start, continued):
@@ -257,7 +250,7 @@ def refuse_cut(sample: Mapping[str, Any], i: int, length: int) -> None:
     if names := inputs(sample):
         raise ValueError(
             f"Sequence {i} has {length} tokens, more than fit a pack, and carries {', '.join(names)}, so it "
-            "cannot be cut. Set oversize='drop' or 'own_pack', raise capacity, or shorten it beforehand."
+            "cannot be cut. Set oversize='drop' or 'own_pack', or raise capacity."
         )
 
 
@@ -313,10 +306,7 @@ def build_index(
     is_empty = index.lengths == 0
     is_empty[index.bad] = False
     if empty == "error" and is_empty.any():
-        raise ValueError(
-            f"Sequence {int(np.argmax(is_empty))} has no tokens ({int(is_empty.sum())} of "
-            f"{len(index.lengths)} are empty). Set empty='drop', or remove them."
-        )
+        raise ValueError(f"Sequence {int(np.argmax(is_empty))} has no tokens. Set empty='drop'.")
     _refuse_shifted(dataset, index)
     return index
 
@@ -342,8 +332,7 @@ def _check_bad(dataset: MapDataset, index: SequenceIndex, max_errors: int | None
     first = " | ".join(_why(dataset, int(i)) for i in index.bad[:3])
     if max_errors is not None and len(index.bad) > max_errors:
         raise ValueError(
-            f"{len(index.bad)} rows are bad, more than max_errors={max_errors}; the first: {first} "
-            "Mend the data, or raise max_errors."
+            f"{len(index.bad)} rows are bad, more than max_errors={max_errors}; the first: {first}"
         )
     if len(index.bad) == len(index.lengths):
         raise ValueError(f"All {len(index.bad)} rows are bad; the first: {first} Mend the data.")
@@ -368,10 +357,7 @@ def _known(dataset: MapDataset, on_error: OnError) -> dict[str, NDArray[Any]] | 
     if given is not None and "weights" not in dataset[0]:
         lengths = host_ints(given, "The dataset's `lengths`")
         if len(lengths) != len(dataset):
-            raise ValueError(
-                f"The dataset has {len(dataset)} sequences but {len(lengths)} `lengths`. "
-                "Correct them, or remove them to have the sequences counted."
-            )
+            raise ValueError(f"The dataset has {len(dataset)} sequences but {len(lengths)} `lengths`.")
         loss_tokens = getattr(dataset, "loss_tokens", None)
         if loss_tokens is None and "labels" in dataset[0]:
             return None
@@ -408,9 +394,7 @@ class _Measured(TorchDataset[tuple[float, ...]]):
         except Exception as err:  # whatever the user's dataset raises; _why says it again
             if self._on_error == "raise":
                 if isinstance(err, StopIteration):  # would end the count
-                    raise RuntimeError(
-                        f"Sequence {i}: the dataset raised StopIteration. Mend its [i]."
-                    ) from err
+                    raise RuntimeError(f"Sequence {i}: the dataset raised StopIteration.") from err
                 raise
             return (0, 0, False, 0, 1.0, False, -1, True, *(0,) * COLUMNS)
 

@@ -1,8 +1,7 @@
 """Shards of all ranks -> steps that are planned, exchanged and collated in lockstep on every rank.
 
-Each turn gathers what ranks read since the last (``intake``), orders it, plans it (``schedule``) on the same
-numbers everywhere, and moves what has to move. One source is used in the order in which it came, or in one
-drawn at random. Several take turns by their shares (``packing.mixtures.take_turns``), each in its own order.
+Each turn gathers what ranks read (``intake``), orders it, plans it on the same numbers everywhere
+(``schedule``), and moves what has to move. Sources take turns by their shares, each in its own order.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_thd.batch import THDStep
 from lightning_thd.data.loader import Made
@@ -53,7 +51,6 @@ class Engine:
         if state is not None:
             self._intake.marks = {shard: [mark] for shard, mark in state["marks"].items()}
         self._restore = None if state is None else (state, same)
-        self._before = dict(self.counts)  # when the passes before had ended
         self._given = np.zeros(count, bool)  # sources that gave something in their round
         self._next: Planned | None = None
         self._to_open = list(range(count))
@@ -141,11 +138,6 @@ class Engine:
             ledger.drawn[:], ledger.out[:] = 0, False
             self._intake.held.clear()
         self._to_open = dry.tolist()
-        found = {name: count for name, count in self.counts.items() if count != self._before[name]}
-        if found:
-            counts = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in found.items())
-            rank_zero_info(f"Pass {ledger.number - 1} over the stream: {counts} so far")
-        self._before = dict(self.counts)
 
     def _plan(self) -> Planned | None:
         """Return the next planned step, reading more sequences if needed; None at the end of the pass."""
@@ -190,10 +182,7 @@ class Engine:
         """Begin the next pass over one source of a mixture that ran dry."""
         source, ledger = self._settings.sources[number], self.ledger
         if not self._given[number]:
-            raise ValueError(
-                f"The source {source.name!r} gave no sequence in a whole pass over it, so it cannot have its "
-                "share of the mixture. Leave it out, or look at what its policies drop."
-            )
+            raise ValueError(f"The source {source.name!r} gave no sequence in a whole pass over it.")
         ledger.cursors[source.first : source.stop] = 0
         ledger.rounds[number] += 1
         self._intake.forget(number)

@@ -6,7 +6,6 @@ A rank that cannot go on says so in its message, so that all stop with its reaso
 from __future__ import annotations
 
 import heapq
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,7 +30,6 @@ Dry = Literal["restart", "stop", "rest"]
 
 # Below so many sequences of a rank's round, starting workers again takes longer than reading.
 _WORKERS_FROM = 1000
-_LOOK_S = 5.0  # Seconds between two looks at whether the workers live, as torch's own without a time-out.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +58,7 @@ class Settings:
     window: int  # sequences each rank keeps at hand
     seed: int = 0
     num_workers: int = 0  # processes that read
-    timeout_s: float = 600.0  # seconds until a rank or worker that gives nothing is given up
+    timeout_s: float = 600.0  # seconds until a rank that gives nothing is given up
 
     @cached_property
     def source_of(self) -> IntArray:
@@ -109,7 +107,6 @@ class Intake:
             self._tallies[number],
             skips=source.on_error == "skip",
             num_workers=0 if few else settings.num_workers,
-            timeout_s=settings.timeout_s,
         )
         self.exhausted[number] = False
 
@@ -305,18 +302,14 @@ class Told:
 class Reader:
     """Reads the shards of a rank in order, in this process or in workers, and counts what is left out."""
 
-    def __init__(
-        self, reading: Reading, tally: Tally, *, skips: bool, num_workers: int, timeout_s: float
-    ) -> None:
+    def __init__(self, reading: Reading, tally: Tally, *, skips: bool, num_workers: int) -> None:
         self._reading, self._tally, self._skips = reading, tally, skips
         self.exhausted, self.taken = False, 0
         self.marks: dict[int, list[Mark]] = {}  # that were met since they were asked for last
         self._rows = iter(reading)
         if workers := min(num_workers, len(reading.own)):
-            look = min(_LOOK_S, timeout_s)
-            loader = DataLoader(reading, batch_size=None, num_workers=workers, timeout=look)
             # Workers start here, in the thread that makes the reader.
-            self._rows = _patiently(iter(loader), timeout_s)
+            self._rows = iter(DataLoader(reading, batch_size=None, num_workers=workers))
 
     def take(self, count: int) -> list[Read]:
         """Return up to ``count`` samples; fewer only at the end of the shards."""
@@ -324,7 +317,7 @@ class Reader:
         while len(taken) < count:
             try:
                 read = next(self._rows, None)
-            except RuntimeError as err:  # a worker that died or gave nothing
+            except RuntimeError as err:  # a worker that died
                 names = ", ".join(self._reading.shards[i].name for i in self._reading.own[:4])
                 raise ValueError(f"A worker that reads {names} ended: {err}") from err
             if read is None:
@@ -356,27 +349,9 @@ class Reader:
             if len(reads) != len(rows):
                 raise ValueError(
                     f"Shard {self._reading.shards[number].name} held {len(rows)} sequences when the "
-                    f"checkpoint was written that it gives {len(reads)} of now. Restore it, or start over."
+                    f"checkpoint was written that it gives {len(reads)} of now."
                 )
             for one in reads:
                 self._tally.counts.update(one.counts)
             found += [replace(one, round=of) for one in reads if one.sample for of in rows[one.row]]
         return found
-
-
-def _patiently(items: Iterator[Any], timeout_s: float) -> Iterator[Any]:
-    """Yield items of worker processes, and look every few seconds whether they live."""
-    while True:
-        asked = time.monotonic()
-        while True:
-            try:
-                item = next(items)
-                break
-            except StopIteration:
-                return
-            except RuntimeError as err:
-                if not str(err).startswith("DataLoader timed out"):
-                    raise
-                if time.monotonic() - asked >= timeout_s:
-                    raise RuntimeError(f"it gave nothing for timeout_s={timeout_s:g} seconds.") from err
-        yield item

@@ -60,9 +60,7 @@ def waiting(who: str, timeout_s: float) -> Iterator[None]:
         yield
     except RuntimeError as err:
         raise RuntimeError(
-            f"{who} waited for the others in vain: one ended, or gave nothing for timeout_s={timeout_s:g} "
-            f"seconds. Look for the first error in the logs of the others; raise timeout_s where shards are "
-            f"slow. ({err})"
+            f"{who} waited for the others in vain for timeout_s={timeout_s:g} seconds, or one ended ({err})."
         ) from err
 
 
@@ -90,8 +88,7 @@ class Peers:
         own = [[rank for rank, of in enumerate(found) if of == wanted] for wanted in range(data_ranks)]
         if not all(own):
             raise ValueError(
-                f"The ranks of the job have the data ranks {found}; wanted each of 0 to {data_ranks - 1}. "
-                "Give attach() of every process its own rank, and the same ranks."
+                f"The ranks of the job have the data ranks {found}; wanted 0 to {data_ranks - 1}."
             )
         readers = [ranks[0] for ranks in own]
         peers = cls(readers, own[data_rank], dist.get_rank(), timeout_s=timeout_s)

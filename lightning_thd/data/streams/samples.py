@@ -77,10 +77,7 @@ class Sampler:
         patches, squares = self._patches(record, sample)
         if self.max_patches is not None and patches > self.max_patches and self.oversize != "own_pack":
             if self.oversize != "drop":
-                raise ValueError(
-                    f"the sequence has {patches} image patches but max_patches={self.max_patches}. Raise it, "
-                    "make the images smaller, or set oversize='drop' or 'own_pack'."
-                )
+                raise ValueError(f"{patches} image patches but max_patches={self.max_patches}.")
             self.counts["dropped"] += 1
             return None
         fitted = self._fitted(sample, row)
@@ -104,10 +101,7 @@ class Sampler:
             sizes_of(sample) if self.extras_cost is None else declared(self.extras_cost, record, "the record")
         )
         if self.max_patches is not None and self.patch is None and sizes[2]:
-            raise ValueError(
-                f"max_patches={self.max_patches}, but its images come as pixels, and the model's config has "
-                "no known patch size. Pass extras_cost=, a function from a record to its patches."
-            )
+            raise ValueError(f"max_patches={self.max_patches}, but images come as pixels. Pass extras_cost=.")
         patches, squares = patch_table(np.array([sizes], np.int64), self.patch)[0].tolist()
         return patches, squares
 
@@ -115,19 +109,14 @@ class Sampler:
         if isinstance(record, Mapping) and "input_ids" in record and self.records in ("auto", "ids"):
             return dict(record)
         if not isinstance(record, str | Mapping):
-            raise TypeError(
-                f"a {type(record).__name__} is no sequence. A stream gives dicts with input_ids, or text."
-            )
+            raise TypeError(f"a {type(record).__name__} is no sequence. A stream gives dicts or text.")
         record = dict(record) if isinstance(record, Mapping) else record
         if self.chat is not None:
             return self.chat.sample(record if isinstance(record, dict) else {"text": record}, None)
         kind = self.records if self.records != "auto" else kind_of(record, self.text_key) or "text"
         if kind not in self._encoders:
             self._encoders[kind] = Encoder(
-                kind=kind,
-                tokenizer=self.tokenizer,
-                text_key=self.text_key,
-                append_eos=self.append_eos,
+                kind=kind, tokenizer=self.tokenizer, text_key=self.text_key, append_eos=self.append_eos
             )
         rows = self._encoders[kind].encode([("the record", record)])
         sample = {"input_ids": rows.tokens}
@@ -150,8 +139,7 @@ class Sampler:
                 continue
             if self.vocab_size is not None and int(sample[key].max()) >= self.vocab_size:
                 raise ValueError(
-                    f"it has the {what} {int(sample[key].max())}, but the model's vocabulary has "
-                    f"{self.vocab_size} entries. Use the tokenizer the model was made for."
+                    f"the {what} {int(sample[key].max())}, but the model's vocabulary has {self.vocab_size}."
                 )
             sample[key] = sample[key].astype(np.int32)
         if "labels" in sample:
@@ -164,10 +152,7 @@ class Sampler:
         if length <= self.capacity:
             return sample
         if self.oversize == "error":
-            raise ValueError(
-                f"the sequence has {length} tokens but capacity={self.capacity}. Set oversize='truncate', "
-                "'drop' or 'own_pack', or raise capacity."
-            )
+            raise ValueError(f"the sequence has {length} tokens but capacity={self.capacity}. Set oversize=.")
         if self.oversize == "own_pack":
             self.counts["own_pack"] += 1
             return sample

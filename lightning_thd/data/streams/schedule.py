@@ -196,10 +196,7 @@ class Ledger:
 def begun(state: dict[str, Any]) -> Ledger:
     """Build a ledger from a saved state, without its pending sequences."""
     if state.get("version") != _VERSION:
-        raise ValueError(
-            f"The checkpoint holds version {state.get('version')} of a stream's state, and this release "
-            f"reads version {_VERSION}. Go on with the release that wrote it, or start the stream without it."
-        )
+        raise ValueError(f"The checkpoint holds version {state.get('version')} of a stream, not {_VERSION}.")
     return Ledger(
         cursors=state["cursors"].numpy().copy(),
         rounds=np.array(state["rounds"], np.int64),

@@ -1,7 +1,6 @@
 """Sources of a stream -> shards: numbered records that can be read from any row on.
 
-A source is a path or glob, a Hugging Face or torch ``IterableDataset``, an iterable, or a function that
-begins an iterator. One that splits itself by rank is refused.
+A source is a path or glob, an ``IterableDataset``, an iterable, or a function that begins an iterator.
 """
 
 from __future__ import annotations
@@ -76,8 +75,8 @@ def file_shard(name: str) -> FileShard:
     if kind == "JSONL" or (kind == "column" and not packed):
         return FileShard(name, Path(name).stat().st_size if "://" not in name else 1)
     raise ValueError(
-        f"{name} cannot be streamed. Shards are .jsonl files, which may be compressed ({', '.join(PACKED)}), "
-        ".parquet and .arrow files; pass datasets.load_dataset(..., streaming=True) for others, tars too."
+        f"{name} cannot be streamed. Shards are .jsonl files, perhaps compressed, .parquet and .arrow files; "
+        "pass datasets.load_dataset(..., streaming=True) for others."
     )
 
 
@@ -188,8 +187,7 @@ class IterableShard:
             begun = hasattr(records, "__next__") and records is self.begin()
         if begun:
             raise ValueError(
-                f"A {type(records).__name__} object can be read one time, and it was. Pass the function that "
-                "makes it in its place: THDDataModule(train=make_records, ...)."
+                f"A {type(records).__name__} can be read one time, and it was. Pass its function."
             )
 
 
@@ -200,23 +198,15 @@ def iterable_shards(source: Any, parts: int, *, prefix: str) -> list[IterableSha
     """Split a source that is no path into shards."""
     kind = f"{prefix}{type(source).__name__}"
     if isinstance(source, Mapping):  # a sample of a list; its keys would be read as texts
-        raise ValueError(
-            f"{kind} is no stream. Beside streams give samples as a function that returns an iterator over "
-            "them, not as a list."
-        )
+        raise ValueError(f"{kind} is no stream. Give samples by a function that returns an iterator.")
     if is_hf(source):
         if getattr(source, "_distributed", None) is not None:
-            raise ValueError(
-                f"{kind} was split by rank (split_dataset_by_node), and a stream gives every rank its share. "
-                "Pass the dataset before it was split."
-            )
+            raise ValueError(f"{kind} was split by rank (split_dataset_by_node). Pass the whole dataset.")
         count = int(source.num_shards)
         if count > 1 and (why := _counts_across_shards(source)) is not None:
             rank_zero_warn(
-                f"{kind} has {why}, which counts rows over all its {count} shards: read apart they would "
-                "give other rows than the dataset. One process reads it, front to back. To read shards "
-                "side by side, leave rows out by filter(), and mix with THDDataModule({'name': (dataset, "
-                "weight), ...})."
+                f"{kind} has {why}, which counts rows over all its {count} shards. One process reads it, "
+                "front to back. To read shards side by side, use filter(), and a mixture of THDDataModule."
             )
             count = 1
         begins = [partial(_part, source, i, count) for i in range(count)]
@@ -224,12 +214,9 @@ def iterable_shards(source: Any, parts: int, *, prefix: str) -> list[IterableSha
     if isinstance(source, IterableDataset) or (hasattr(source, "__iter__") and not callable(source)):
         # It goes with the shard into worker processes.
         beginning = Beginning.of(source) if has_state(source) else None
-        return [IterableShard(kind, partial(_itself, source), whole=True, beginning=beginning)]
+        return [IterableShard(kind, partial(_part, source, 0, 1), whole=True, beginning=beginning)]
     if not callable(source):
-        raise ValueError(
-            f"{type(source).__name__} is no stream. Pass paths, an IterableDataset, or a function that "
-            "returns an iterator over {'input_ids': ...}."
-        )
+        raise ValueError(f"{type(source).__name__} is no stream. Pass paths, a dataset, or a function.")
     name = prefix + getattr(source, "__name__", type(source).__name__)
     if len(_positional(source)) == 2:
         return [IterableShard(f"{name} part {i}", partial(source, i, parts)) for i in range(parts)]
@@ -252,12 +239,8 @@ def _counts_across_shards(dataset: Any) -> str | None:
     return None
 
 
-def _itself(source: Any) -> Any:
-    return source
-
-
 def _part(dataset: Any, index: int, count: int) -> Any:
-    """Return one shard of a Hugging Face IterableDataset, in the epoch of the whole."""
+    """Return one shard of a Hugging Face IterableDataset, in the epoch of the whole; of one, any source."""
     if count == 1:
         return dataset
     part = dataset.shard(num_shards=count, index=index)

@@ -47,18 +47,16 @@ class Stream:
 
     Attributes:
         source: a path, folder or glob of ``.jsonl`` (also compressed), ``.parquet``, ``.arrow`` or
-            ``.feather`` files, or a list of them, local or through fsspec; a Hugging Face or torch
-            ``IterableDataset``; a function that begins an iterator, ``make()`` or ``make(part, parts)``. A
-            source that is not in parts is read by one rank for all, and must not split itself by rank.
-        window: sequences that each rank holds in memory to choose from; more of them fill packs and balance
-            work better.
+            ``.feather`` files, or a list of them, local or through fsspec; an ``IterableDataset``; a function
+            that begins an iterator, ``make()`` or ``make(part, parts)``. A source that is not in parts is
+            read by one rank for all, and must not split itself by rank.
+        window: sequences that each rank holds to choose from; more fill packs and balance work better.
         shuffle_buffer: sequences that each rank holds to draw steps from at random; 0 keeps their order.
-        steps_per_epoch: optimizer steps of an epoch; None ends it with the data. Endless streams need one,
-            or a Trainer with ``max_steps``.
+        steps_per_epoch: optimizer steps of an epoch, which endless streams need; None ends it with the data.
         on_error: ``"raise"`` for a record that cannot be used, or ``"skip"`` and count it; None takes
             ``on_error`` and ``max_errors`` of the data module.
         max_errors: most records that are skipped, of the whole job; None for no limit.
-        timeout_s: seconds after which a rank, or a worker, that yields nothing ends the job.
+        timeout_s: seconds after which a rank that yields nothing ends the job.
     """
 
     source: Any = field(kw_only=False)
@@ -93,17 +91,10 @@ class Streams:
     def __post_init__(self) -> None:
         check_weights(self.weights)
         if self.mixing.epoch != "longest" or self.mixing.shares == "tokens":
-            raise ValueError(
-                "Mixing(epoch=) and Mixing(shares='tokens') need sources whose sizes are known, and a "
-                "stream's is not. Give weights, Mixing(dry=) for what happens when a source runs dry, and "
-                "Stream(steps_per_epoch=) for epochs of a given length."
-            )
+            raise ValueError("Mixing(epoch=) and Mixing(shares='tokens') need sources whose sizes are known.")
         lengths = {one.steps_per_epoch for one in self.streams.values()} - {None}
         if len(lengths) > 1:
-            raise ValueError(
-                f"The streams of a mixture ask for epochs of {sorted(map(str, lengths))} steps. Set one "
-                "steps_per_epoch."
-            )
+            raise ValueError(f"The streams of a mixture ask for epochs of {sorted(map(str, lengths))} steps.")
 
     def open(self, opener: Opener, parts: int) -> tuple[list[Shard], list[Source]]:
         """Open the sources as shards; some can be asked for any number of ``parts``."""
@@ -172,7 +163,7 @@ class StreamedSteps:
             if made is None:
                 raise ValueError(
                     "A pass over the stream gave no step: it has too few sequences for one step of "
-                    f"{self._settings.scheduling.step}, or none. Set tail='pad', or ask for fewer to a step."
+                    f"{self._settings.scheduling.step}, or none."
                 )
             (step,) = made.batches
             assert isinstance(step, THDStep)
@@ -236,10 +227,7 @@ class StreamedSteps:
     def load(self, state: Mapping[str, Any]) -> Position:
         """Return the position of a state, for any number of ranks; refuse one of another stream."""
         if "stream" not in state or "names" not in state:
-            raise ValueError(
-                f"The state holds {', '.join(sorted(state)) or 'nothing'}, not that of a stream. Was the "
-                "checkpoint written with a dataset that has a length? Start the stream without it."
-            )
+            raise ValueError(f"The state holds {', '.join(sorted(state))}, which is not that of a stream.")
         if int(state["parts"]) != self._parts:
             self._parts = int(state["parts"])
             shards, sources = self._streams.open(self._opener, self._parts)
@@ -247,14 +235,13 @@ class StreamedSteps:
         if state["names"] != self._names():
             raise ValueError(
                 f"The checkpoint was written with {state['shards']} shards, and the stream has "
-                f"{len(self._settings.shards)}, or others, or in other shares. Restore them in the same "
-                "order, or start the stream without it."
+                f"{len(self._settings.shards)}, or others, or in other shares."
             )
         replays = all(shard.replays for shard in self._settings.shards)
         if not replays and state["stream"] is not None and not state["stream"].get("marks"):
             rank_zero_warn(
-                "The stream is a generator or a dataset without a position: it begins again, and the records "
-                "that were used are passed over. That is exact where it gives the same records again."
+                "The stream is a generator or the like: it begins again, and the records that were used are "
+                "passed over. That is exact where it gives the same records again."
             )
         self._ahead.stop()
         self.engine, self._error, self._pass_open = None, None, True
@@ -282,27 +269,16 @@ class StreamedSteps:
 def _settings(streams: Streams, settings: DataSettings, host: Host) -> Settings:
     """Return how a stream is read and packed; refuse what needs all lengths before the first step."""
     if host.sharing is not None:
-        raise ValueError(
-            "context_parallel_size='dynamic' plans a degree for every microbatch from all lengths, which a "
-            "stream does not know. Set a fixed context_parallel_size, or train on a dataset with a length."
-        )
+        raise ValueError("context_parallel_size='dynamic' plans a degree from all lengths. Pass a dataset.")
     if settings.oversize == "split":
-        raise ValueError(
-            "oversize='split' needs every length before the first step, which a stream does not know. Set "
-            "'truncate', 'drop' or 'own_pack', or cut the sequences while they are read."
-        )
+        raise ValueError("oversize='split' needs every length before the first step, which streams lack.")
     step, opener = settings.step(host), settings.opener
     if isinstance(step, Packs) and step.n % host.ranks:
-        raise ValueError(
-            f"{step} cannot be shared by {host.ranks} data-parallel ranks. Use a multiple of it."
-        )
+        raise ValueError(f"{step} cannot be shared by {host.ranks} data-parallel ranks.")
     if settings.scheduler is not None and isinstance(step, Packs):
         raise ValueError(f"A scheduler cannot serve {step}. Pass global_batch=Sequences(n).")
     if opener.packed in ("sequences", "packs"):
-        raise ValueError(
-            f"packed={opener.packed!r} takes rows of several sequences apart, which a stream cannot. Give "
-            "the sequences one by one, or open the rows as a dataset with a length."
-        )
+        raise ValueError(f"packed={opener.packed!r} takes rows apart, which a stream cannot.")
     slots = make_slots(settings.capacity, host.alignment, settings.max_patches)
     chat = None if opener.processor is None else VisionChat(opener.processor)
     shards, sources = streams.open(opener, host.ranks)
@@ -349,13 +325,11 @@ def _refuse_other_shards(told: list[list[tuple[str, str | None]]]) -> None:
         if [name for name, _ in found] != [name for name, _ in told[0]]:
             raise ValueError(
                 f"The ranks list other shards: rank 0 has {len(told[0])}, rank {rank} has {len(found)}, or "
-                "other names. Give every rank all of them, in the same order: each takes its share."
+                "other names. Give every rank all of them, in the same order."
             )
         for (name, first), (_, other) in zip(told[0], found, strict=True):
             if first != other:
                 raise ValueError(
                     f"{name} has other first records on rank {rank} than on rank 0, so it splits itself by "
-                    "rank, or draws without a seed. One rank reads it for all, and would give only its own "
-                    "part. Pass a function make(part, parts) that begins one part, or give the same records "
-                    "on all ranks."
+                    "rank, or draws without a seed. Pass a function make(part, parts) that begins one part."
                 )

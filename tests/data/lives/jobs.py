@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from tests.data.lives.setups import Setup, Told, loader_of, tell
@@ -153,10 +154,11 @@ class RanksJob:
         return bool(self._answers([self._pipes[-1]])[0])
 
     def kill(self) -> None:
-        pids = [pid for process in self._processes for pid in [*_children(process.pid), process.pid]]
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for process in self._processes:
+            with suppress(psutil.NoSuchProcess):
+                rank = psutil.Process(process.pid)
+                for one in [*rank.children(recursive=True), rank]:
+                    one.kill()
         for process in self._processes:
             process.join(30)
             assert process.exitcode is not None
@@ -208,11 +210,3 @@ def _is_open(pipe: Any) -> bool:
         return not pipe.poll(0)
     except (EOFError, OSError):
         return False
-
-
-def _children(pid: int | None) -> list[int]:
-    found: list[int] = []
-    with suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            found += map(int, (task / "children").read_text().split())
-    return [deeper for child in found for deeper in [*_children(child), child]]

@@ -64,10 +64,12 @@ def read_shards(folder: Path) -> dict[int, dict[str, Any]]:
 def module(
     source: Any, *, capacity: int = 64, n: int = 12, packs: bool = False, **kwargs: Any
 ) -> THDDataModule:
-    """Make a data module, of this rank where there is a job."""
-    stream = {k: kwargs.pop(k) for k in [*kwargs] if k in Stream.__dataclass_fields__}
+    """Make a data module, of this rank where there is a job; a dict of sources and weights is a mixture."""
+    stream = {"window": 16} | {k: kwargs.pop(k) for k in [*kwargs] if k in Stream.__dataclass_fields__}
+    parts = source if isinstance(source, dict) else {"": (source, 1.0)}
+    streams = {name: (Stream(source=one, **stream), weight) for name, (one, weight) in parts.items()}
     data = THDDataModule(
-        Stream(source=source, **({"window": 16} | stream)),
+        streams if isinstance(source, dict) else streams[""][0],
         capacity=capacity,
         global_batch=Packs(n) if packs else Sequences(n),
         **kwargs,

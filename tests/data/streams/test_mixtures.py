@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_thd import Packs, Sequences, THDDataModule
+from lightning_thd import Sequences, THDDataModule
 from lightning_thd.data.streams import Stream
-from lightning_thd.packing.mixtures import Mixing, take_turns, whole_shares
-from tests.data.streams.jobs import counted, describe, write_shards
+from lightning_thd.packing.mixtures import Mixing, take_turns
+from tests.data.streams import jobs
+from tests.data.streams.jobs import counted, write_shards
 from tests.data.support import CAPACITY
 from tests.data.test_mixing import logged_losses, source_losses
 from tests.ranks import run_ranks
@@ -39,58 +39,18 @@ def test_every_prefix_has_the_shares_within_one_turn(shares: list[int]) -> None:
             assert abs(count - Fraction(share * number, sum(shares))) < 1
 
 
-def test_weights_become_whole_numbers() -> None:
-    assert whole_shares([0.3, 0.7]) == [3, 7]
-    assert whole_shares([1_234_567, 7_654_321]) == [1_234_567, 7_654_321]
-    assert whole_shares([1 / 3, 2 / 3]) == [1, 2]
-
-
 def write(folder: Path, sizes: dict[str, list[int]]) -> None:
     for name, shards in sizes.items():
         (folder / name).mkdir()
         write_shards(folder / name, shards, seed=len(name))
 
 
-def loader(
-    folder: str,
-    weights: dict[str, float],
-    *,
-    n: int = 10,
-    packs: bool = False,
-    dry: Any = None,
-    **kwargs: Any,
-) -> Any:
-    stream = {k: kwargs.pop(k) for k in [*kwargs] if k in Stream.__dataclass_fields__}
-    data = THDDataModule(
-        {
-            name: (Stream(f"{folder}/{name}/*.jsonl", **({"window": 16} | stream)), w)
-            for name, w in weights.items()
-        },
-        capacity=64,
-        global_batch=Packs(n) if packs else Sequences(n),
-        mixing=Mixing(dry=dry),
-        **kwargs,
-    )
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    data.attach(rank=dist.get_rank() if ranks > 1 else 0, ranks=ranks, accumulate=n // ranks if packs else 1)
-    return data.train_steps()
+def mixed(folder: str, weights: dict[str, float]) -> dict[str, Any]:
+    return {name: (f"{folder}/{name}/*.jsonl", weight) for name, weight in weights.items()}
 
 
-def run(
-    folder: str,
-    weights: dict[str, float],
-    *,
-    steps: int | None = None,
-    state: Any = None,
-    epochs: int = 1,
-    **kwargs: Any,
-) -> Any:
-    batches = loader(folder, weights, **kwargs)
-    if state is not None:
-        batches.load_state_dict(state)
-    every = (step for _ in range(epochs) for step in batches)
-    seen = [describe(step) for step in itertools.islice(every, steps)]
-    return seen, batches.state_dict()
+def run(folder: str, weights: dict[str, float], *, dry: Any = None, **kwargs: Any) -> Any:
+    return jobs.run(mixed(folder, weights), n=10, mixing=Mixing(dry=dry), **kwargs)
 
 
 def ids_of(ranks: list[Any]) -> list[list[int]]:
@@ -187,21 +147,12 @@ def stream_of_losses(folder: Path) -> THDDataModule:
     return THDDataModule(streams, capacity=CAPACITY, global_batch=Sequences(5), mixing=Mixing(dry="rest"))
 
 
-def losses_of_streams(folder: Path, devices: int) -> None:
-    source_losses(folder / "logs", devices=devices, data=stream_of_losses(folder))
-
-
-@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_loss_of_each_stream_is_that_of_its_sequences_alone(tmp_path: Path, devices: int) -> None:
+def test_the_loss_of_each_stream_is_that_of_its_sequences_alone(tmp_path: Path) -> None:
     rows = {"a": sequences(8), "b": sequences(14, labels=True, seed=1)}
     for name, samples in rows.items():
         lines = [json.dumps({key: list(map(int, row)) for key, row in one.items()}) for one in samples]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    if devices == 1:
-        losses_of_streams(tmp_path, 1)
-    else:
-        run_ranks(losses_of_streams, devices, tmp_path, devices)
-    found = logged_losses(tmp_path / "logs")
+    found = logged_losses(source_losses(tmp_path / "logs", data=stream_of_losses(tmp_path)))
     torch.manual_seed(0)
     model = TinyModule(lr=0.0).model
     alone = {name: [nll(model, row) for row in samples] for name, samples in rows.items()}
@@ -211,8 +162,6 @@ def test_the_loss_of_each_stream_is_that_of_its_sequences_alone(tmp_path: Path, 
         whole = sum(float(loss.detach()) for loss, _ in alone[name]) / sum(count for _, count in alone[name])
         assert len(losses) >= 3
         assert min(losses) - 1e-6 <= whole <= max(losses) + 1e-6
-    if devices > 1:
-        return
     steps = [step for _ in range(2) for step in stream_of_losses(tmp_path).train_steps()]
     used = [[i for batch in step.microbatches for i in batch.sequence_ids] for step in steps]
     for k, name in enumerate(rows):
@@ -235,6 +184,7 @@ def test_what_a_mixture_of_streams_refuses(tmp_path: Path) -> None:
         (dict(zip("ab", longer, strict=True)), None, "ask for epochs of .'3', '4'. steps"),
         ({"code": (stream, 1), "gone": (Stream("nowhere/*.jsonl"), 1)}, None, "The source 'gone' .* no file"),
         ({"code": (stream, 1), "none": (lambda: iter([]), 1)}, None, "'none' gave no sequence in a whole"),
+        ({"code": (stream, 1), "list": ([{"input_ids": [1]}], 1)}, None, "dict is no stream"),
         ({"code": (file, 1)}, Mixing(dry="stop"), r"Mixing\(dry='stop'\) is for streams; no source here is"),
     ]
 
@@ -246,6 +196,6 @@ def test_what_a_mixture_of_streams_refuses(tmp_path: Path) -> None:
     for train, mixing, message in refused:
         with pytest.raises((ValueError, TypeError), match=message):
             begin(train, mixing)
-    state = loader(str(tmp_path), WEIGHTS).state_dict()
+    _, state = run(str(tmp_path), WEIGHTS, steps=1)
     with pytest.raises(ValueError, match="or in other shares"):
-        loader(str(tmp_path), {"code": 0.4, "chat": 0.6}).load_state_dict(state)
+        run(str(tmp_path), {"code": 0.4, "chat": 0.6}, state=state)

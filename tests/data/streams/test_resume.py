@@ -6,12 +6,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
+from tests import chaos
 from tests.data.streams.jobs import check_content, counted, module, read_shards, run, write_shards
 from tests.ranks import run_ranks
+from tests.trust.disasters import JOB
 
 SIZES = [40, 3, 25, 0, 17, 9]
 
@@ -63,28 +64,6 @@ def test_other_numbers_of_ranks_use_what_is_left_once(tmp_path: Path, packs: boo
     assert used == dict.fromkeys(wanted, 1)
 
 
-def parts(part: int, parts: int) -> Any:
-    for row in range(part, 60, parts):
-        yield {"input_ids": np.arange(row % 9 + 2)}
-
-
-def test_a_function_of_parts_keeps_the_parts_of_its_checkpoint() -> None:
-    data = module(parts, n=10)
-    data.attach(rank=0, ranks=1)
-    loader = data.train_steps()
-    loader.source._parts = 1
-    batches = iter(loader)
-    next(batches)
-    state = loader.state_dict()
-    assert state["parts"] == 1
-    other = module(parts, n=10).train_steps()
-    other.source._parts = 4  # as on four ranks
-    with pytest.warns(UserWarning, match="begins again, and the records that were used are passed over"):
-        other.load_state_dict(state)
-    assert other.source._parts == 1
-    assert sum(len(ids) for step in other for ids in [b.sequence_ids for b in step.microbatches]) == 50
-
-
 def test_states_of_other_data_are_refused(tmp_path: Path) -> None:
     write_shards(tmp_path, SIZES)
     loader = module(f"{tmp_path}/*.jsonl").train_steps()
@@ -104,3 +83,23 @@ def test_a_shard_that_lost_rows_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "000.jsonl").write_text("")
     with pytest.raises(ValueError, match="Rank 0: Shard .*000.jsonl held .* sequences when"):
         run(f"{tmp_path}/*.jsonl", state=state, n=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [4, 20])
+def test_every_sequence_counts_once_along_the_surviving_line(tmp_path: Path, kills: int) -> None:
+    write_shards(tmp_path, [90, 20, 60, 5, 65])
+    names = []
+    for number in range(kills + 1):
+        ranks, workers = (4, 2)[number % 2], (0, 2)[number // 2 % 2]
+        names.append(f"run{number}")
+        job = chaos.start(JOB, tmp_path, ranks, names[-1], str(workers))
+        if number < kills:
+            chaos.run_until(job, tmp_path, chaos.lines(tmp_path) + 10 * ranks, timeout_s=150)
+            chaos.kill(job, tmp_path, names[-1])
+        else:
+            assert job.wait(300) == 0, (tmp_path / f"{names[-1]}.log").read_text()[-3000:]
+    steps = chaos.surviving_line(tmp_path, names)
+    used = [i for ids in steps.values() for i in ids]
+    assert sorted(used) == sorted(read_shards(tmp_path))
+    assert [len(steps[k]) for k in sorted(steps)] == [6] * 40

@@ -1,4 +1,4 @@
-"""Streams under a Lightning Trainer: losses of the map-style planner, checkpoints, and peers."""
+"""Streams under a Trainer, on ranks that share a pack, and in Accelerate's loops."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_thd import Packs, Sequences, THDDataModule, THDDDPStrategy
+from lightning_thd import Packs, Sequences, THDDataModule, prepare_thd
 from lightning_thd.data.streams import Stream
 from tests.data.streams.jobs import samples_of, write_samples
-from tests.data.support import make_trainer
+from tests.data.support import CAPACITY, make_trainer
 from tests.ranks import run_ranks
-from tests.tiny import TinyModule, largest_error, train_alone
-
-CAPACITY = 48
+from tests.strategies import jobs
+from tests.strategies.jobs import Job, Layout, family_model, full_parameters, make_optimizer
+from tests.tiny import TinyModule, largest_error, tiny_llama, train_alone
 
 
 class Seen(TinyModule):
@@ -32,29 +33,22 @@ class Seen(TinyModule):
         return super().training_step(batch, batch_idx)
 
 
-def fit(
-    folder: str,
-    *,
-    packs: bool = False,
-    **kwargs: Any,
-) -> dict[str, Any]:
+def fit(folder: str, *, packs: bool = False, **kwargs: Any) -> dict[str, Any]:
     """Train a pass over the shards; return parameters, losses and what each step held."""
     warnings.simplefilter("ignore")
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    cp = kwargs.pop("context_parallel_size", 1)
-    plain = "thd" if ranks == 1 else THDDDPStrategy(context_parallel_size=cp, **kwargs.pop("strategy", {}))
     module = Seen()
     trainer = make_trainer(
         max_epochs=kwargs.pop("max_epochs", 1),
         devices=ranks,
-        strategy=plain,
+        strategy="thd" if ranks == 1 else "thd_ddp",
         accumulate_grad_batches=2 if packs else 1,
         gradient_clip_val=0.5,
     )
     data = THDDataModule(
         Stream(source=f"{folder}/*.jsonl", window=8, **kwargs),
         capacity=CAPACITY,
-        global_batch=Packs(2 * ranks // cp) if packs else Sequences(6),
+        global_batch=Packs(2 * ranks) if packs else Sequences(6),
     )
     trainer.fit(module, data)
     return {
@@ -96,14 +90,6 @@ def test_a_step_is_the_mean_over_its_tokens(tmp_path: Path, packs: bool) -> None
         assert one["losses"] == pytest.approx(losses, rel=1e-12)
 
 
-def test_epochs_of_a_given_length(tmp_path: Path) -> None:
-    write_samples(tmp_path, 60)
-    one = fit(str(tmp_path), max_epochs=5, steps_per_epoch=4)
-    assert (one["global_step"], one["epoch"]) == (20, 5)
-    used = [i for ids in grouped([one]) for i in ids]
-    assert len(set(used[:60])) == len(set(used[60:])) == 60
-
-
 def job(folder: str, kwargs: dict[str, Any]) -> dict[str, Any]:
     return fit(folder, **kwargs)
 
@@ -117,43 +103,122 @@ def test_data_parallel_ranks_train_as_one(tmp_path: Path) -> None:
         assert largest_error(one["parameters"], wanted) < 1e-12
 
 
-def test_ranks_that_share_a_pack_get_it_from_one_reader(tmp_path: Path) -> None:
-    samples = write_samples(tmp_path, 36)
-    runs = run_ranks(job, 2, str(tmp_path), {"context_parallel_size": 2}, timeout_s=150)
-    assert runs[0]["steps"] == runs[1]["steps"]
-    wanted, _ = by_hand(samples, grouped(runs[:1]))
-    assert largest_error(runs[0]["parameters"], wanted) < 1e-12
-
-
-def test_what_a_stream_cannot_do(tmp_path: Path) -> None:
-    write_samples(tmp_path, 6)
-    data = THDDataModule(Stream(source=f"{tmp_path}/*.jsonl"), capacity=CAPACITY, global_batch=Sequences(6))
-    trainer = make_trainer(strategy="thd", overfit_batches=1)
-    with pytest.raises(MisconfigurationException, match="overfit_batches repeats the first batches"):
-        trainer.fit(Seen(), data)
-
-
 @pytest.mark.parametrize(
     ("steps", "options", "batches"),
     [
         (None, {"limit_train_batches": 3}, None),
         (None, {"fast_dev_run": True}, None),
+        (None, {"overfit_batches": 1}, None),
         (4, {"limit_train_batches": 0.4}, None),
         (None, {"limit_train_batches": 4}, 4),
         (4, {"limit_train_batches": 0.5}, 4),
         (4, {"limit_train_batches": 9}, 8),
     ],
 )
-def test_a_limit_inside_a_step_of_a_stream_is_refused(
+def test_a_limit_inside_a_step_of_a_stream_is_refused_and_others_lose_nothing(
     tmp_path: Path, steps: int | None, options: dict[str, Any], batches: int | None
 ) -> None:
     write_samples(tmp_path, 60)
     data = THDDataModule(Stream(source=f"{tmp_path}/*.jsonl", steps_per_epoch=steps), capacity=CAPACITY)
-    trainer = make_trainer(accumulate_grad_batches=2, **options)
+    trainer = make_trainer(accumulate_grad_batches=2, max_epochs=2, **options)
     module = Seen()
     if batches is None:
-        with pytest.raises(MisconfigurationException, match="made whole: .* Take another multiple"):
+        with pytest.raises(MisconfigurationException, match="made whole: |overfit_batches repeats"):
             trainer.fit(module, data)
     else:
         trainer.fit(module, data)
-        assert len(module.steps) == batches
+        assert len(module.steps) == 2 * batches
+        used = [i for _, ids in module.steps for i in ids]
+        assert len(set(used[:60])) == len(used[:60])
+
+
+STEPS = 3
+
+
+class Watched(THDDataModule):
+    """Writes down what the Trainer is handed."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.__dict__.setdefault("seen", []).append([b.sequence_ids for b in batch.microbatches])
+        return super().on_before_batch_transfer(batch, dataloader_idx)
+
+    def train_dataloader(self) -> Any:
+        self.loader = super().train_dataloader()
+        return self.loader
+
+
+def train(folder: str, layout: Layout) -> dict[str, Any]:
+    warnings.simplefilter("ignore")
+    module = Job("qwen3@4" if layout.pp > 1 else "qwen3")
+    data = Watched(Stream(f"{folder}/*.jsonl", window=8), capacity=jobs.CAPACITY, global_batch=Sequences(12))
+    trainer = jobs.make_trainer(layout, max_steps=STEPS)
+    trainer.fit(module, data)
+    return {
+        "params": full_parameters(module.model),
+        "seen": data.seen,
+        "read": data.loader.source.engine is not None,
+        "losses": module.losses,
+    }
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pp=2),
+        pytest.param(Layout(tp=2, dp=2), marks=pytest.mark.slow),
+        pytest.param(Layout(cp=2, dp=2), marks=pytest.mark.slow),
+    ],
+    ids=lambda at: f"tp{at.tp}pp{at.pp}cp{at.cp}dp{at.dp}",
+)
+def test_peers_get_the_batch_of_one_reader(tmp_path: Path, layout: Layout) -> None:
+    samples = write_samples(tmp_path)
+    ranks = run_ranks(train, layout.world, str(tmp_path), layout, timeout_s=200)
+    assert sum(one["read"] for one in ranks) == layout.dp
+    readers = [one["seen"] for one in ranks if one["read"]]
+    assert all(one["seen"] in readers for one in ranks)
+    steps = [[i for seen in readers for batch in seen[k] for i in batch] for k in range(STEPS)]
+    assert [len(set(ids)) for ids in steps] == [12] * STEPS
+    model = family_model("qwen3@4" if layout.pp > 1 else "qwen3")
+    wanted, _ = train_alone(model, samples_of(samples, steps), make_optimizer(model))
+    for one in ranks:
+        for name, value in one["params"].items():
+            assert float((value - wanted[name]).abs().max()) < 1e-9, name
+
+
+def accelerated(folder: str, steps: int, saved: str, resume: bool) -> Any:
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = tiny_llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    data = THDDataModule(Stream(f"{folder}/*.jsonl", window=8), capacity=48, global_batch=Sequences(12))
+    loop = prepare_thd(accelerator, model, data, optimizer, peak=1e9)
+    if resume:
+        accelerator.load_state(saved)
+    seen = []
+    for step in loop.loader:
+        loop.backward(step)
+        torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 0.5)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        seen.append([i for batch in step.microbatches for i in batch.sequence_ids])
+        if len(seen) == steps:
+            break
+    if not resume:
+        accelerator.save_state(saved)
+    inner = getattr(loop.model, "module", loop.model)
+    return {name: p.detach().clone() for name, p in inner.named_parameters()}, seen
+
+
+def test_an_accelerate_loop_streams_and_goes_on(tmp_path: Path) -> None:
+    samples = write_samples(tmp_path)
+    saved = str(tmp_path / "saved")
+    first = run_ranks(accelerated, 2, str(tmp_path), 2, saved, False, timeout_s=150)
+    rest = run_ranks(accelerated, 2, str(tmp_path), 9, saved, True, timeout_s=150)
+    steps = [
+        [i for _, seen in ranks for i in seen[k]] for ranks in (first, rest) for k in range(len(ranks[0][1]))
+    ]
+    assert sorted(i for ids in steps for i in ids) == sorted(s << 40 | r for s in range(3) for r in range(20))
+    model = tiny_llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    wanted, _ = train_alone(model, samples_of(samples, steps), optimizer)
+    for parameters, _ in rest:
+        assert largest_error(parameters, wanted) < 1e-12

@@ -1,0 +1,455 @@
+"""Images beside tokens: rendered, counted, bound in packs, and trained as if each sequence was alone."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from lightning_thd import Packs, Sequences, THDBatch, THDDataModule, causal_lm_loss
+from lightning_thd.batch import THDStep
+from lightning_thd.batch.media import patch_table
+from lightning_thd.data.store.index import build_index
+from lightning_thd.flops import FlopsModel
+from lightning_thd.packing import Cost
+from tests.data.support import batches_of, make_trainer
+from tests.data.vision_chats import FAMILIES, chat, image, model, processor, write_chats
+from tests.models.test_vision import IMAGE, build
+from tests.models.test_vision import sample as make_sample
+
+pytest.importorskip("transformers")
+pytest.importorskip("PIL")
+
+
+def opened(source: Any, family: str = "qwen2_5_vl", **how: Any) -> Any:
+    data = THDDataModule(source, capacity=512, processor=processor(family), **how)
+    data.setup("fit")
+    return data._sets["train"]
+
+
+def oracle(family: str, record: dict[str, Any], folder: Path) -> Any:
+    """The processor's own answer for a conversation."""
+    messages = [
+        {
+            **m,
+            "content": [{"type": "text", "text": m["content"]}]
+            if isinstance(m["content"], str)
+            else m["content"],
+        }
+        for m in record["messages"]
+    ]
+    parts = [part for m in messages for part in m["content"] if part["type"] == "image"]
+    text = processor(family).apply_chat_template(messages, tokenize=False)
+    images = [Image.open(folder / part["path"]).convert("RGB") for part in parts] or None
+    return processor(family)(text=[text], images=images, return_tensors="pt")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_are_the_processors_and_packed_logits_those_of_one_at_a_time(
+    tmp_path: Path, family: str
+) -> None:
+    file = write_chats(tmp_path, 4)
+    data = opened(file, family, cache_dir=tmp_path / "cache")
+    one, packed = model(family, "eager").eval(), model(family, "thd").eval()
+    packed.load_state_dict(one.state_dict())
+    rows, logits = [], []
+    for i, line in enumerate(file.read_text().splitlines()):
+        row, want = data.dataset[i], oracle(family, json.loads(line), tmp_path)
+        rows.append(row)
+        assert row["input_ids"].tolist() == want["input_ids"][0].tolist()
+        assert data.index.lengths[i] == len(row["input_ids"])
+        given = {name: want[name] for name in ("pixel_values", "image_grid_thw") if name in want}
+        for name, value in given.items():
+            assert torch.equal(row[name], value)
+        if "image_grid_thw" in given:
+            positions, _ = one.model.get_rope_index(
+                want["input_ids"], want["mm_token_type_ids"], image_grid_thw=want["image_grid_thw"]
+            )
+            assert row["position_ids"].tolist() == positions[:, 0].tolist()
+            given["mm_token_type_ids"] = want["mm_token_type_ids"]
+        with torch.no_grad():
+            logits.append(one(input_ids=want["input_ids"], use_cache=False, **given).logits[0])
+    with torch.no_grad():
+        batch = THDBatch.collate(rows)
+        found = batch.unpack(packed(**batch.hf_kwargs()).logits)
+    for own, other in zip(found, logits, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
+
+
+def test_the_loss_counts_what_the_assistant_says(tmp_path: Path) -> None:
+    data = opened(write_chats(tmp_path, 4), cache_dir=tmp_path / "cache")
+    said = [
+        processor("qwen2_5_vl").tokenizer.decode(row["input_ids"][row["labels"] != -100]).replace(" ", "")
+        for row in (data.dataset[i] for i in range(4))
+    ]
+    assert said == [
+        "red<|im_end|>",
+        "green<|im_end|>yes<|im_end|>",
+        "blue<|im_end|>",
+        "red<|im_end|>yes<|im_end|>",
+    ]
+
+
+def as_bytes(i: int) -> bytes:
+    out = io.BytesIO()
+    image(i).save(out, "PNG")
+    return out.getvalue()
+
+
+def test_every_way_to_give_an_image_is_the_same(tmp_path: Path) -> None:
+    image(0).save(tmp_path / "a.png")
+    data = as_bytes(0)
+    plain, place = {"type": "text", "text": "what colour?"}, {"type": "image"}
+    address = "data:image/png;base64," + base64.b64encode(data).decode()
+
+    def record(*parts: Any, **more: Any) -> dict[str, Any]:
+        content: Any = parts[0] if isinstance(parts[0], str) else [*parts]
+        answer = {"role": "assistant", "content": "red"}
+        return {"messages": [{"role": "user", "content": content}, answer], **more}
+
+    ways = [
+        record({"type": "image", "image": image(0)}, plain),
+        record({"type": "image", "url": str(tmp_path / "a.png")}, plain),
+        record({"type": "image_url", "image_url": {"url": address}}, plain),
+        record(place, plain, images=[data]),
+        record(place, plain, images=[{"bytes": data, "path": None}]),
+        record("<image>\nwhat colour?", image=str(tmp_path / "a.png")),
+        {
+            "conversations": [
+                {"from": "human", "value": "<image>\nwhat colour?"},
+                {"from": "gpt", "value": "red"},
+            ],
+            "image": str(tmp_path / "a.png"),
+        },
+    ]
+    rows = opened(ways).dataset
+    for i in range(1, len(ways)):
+        for name, value in rows[0].items():
+            np.testing.assert_array_equal(np.asarray(value), np.asarray(rows[i][name]), err_msg=f"{i} {name}")
+    streamed = THDDataModule(lambda: iter(ways), capacity=512, processor=processor("qwen2_5_vl"))  # type: ignore[arg-type]
+    for batch in batches_of(streamed):
+        for ids in batch.unpack(batch.input_ids):
+            assert ids.tolist() == rows[0]["input_ids"].tolist()
+        of_one = torch.cat([rows[0]["pixel_values"]] * len(batch))
+        assert torch.equal(batch.extras["pixel_values"], of_one)
+
+
+def test_bytes_in_columns_of_datasets_are_read(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    records = []
+    for i in range(5):
+        record = chat(i, *["x"] * (i % 3))
+        for part in record["messages"][0]["content"]:
+            part.pop("path", None)
+        for message in record["messages"]:
+            if isinstance(message["content"], str):
+                message["content"] = [{"type": "text", "text": message["content"]}]
+        records.append({**record, "images": [{"bytes": as_bytes(i + k), "path": None} for k in range(i % 3)]})
+    made = datasets.Dataset.from_list(records)
+    made.to_parquet(tmp_path / "chats.parquet")
+    source = made.cast_column("images", datasets.Sequence(datasets.Image()))
+    found = opened(source, cache_dir=tmp_path / "cache").dataset
+    from_file = opened(tmp_path / "chats.parquet", cache_dir=tmp_path / "cache").dataset
+    direct = opened(records).dataset
+    for i in range(5):
+        assert found[i]["input_ids"].tolist() == direct[i]["input_ids"].tolist()
+        if i % 3:
+            for rows in (found, from_file):
+                assert torch.equal(rows[i]["pixel_values"], direct[i]["pixel_values"])
+    image(1).save(tmp_path / "a.png")  # a path is relative to the folder of its file
+    datasets.Dataset.from_list([{**records[1], "images": ["a.png"]}]).to_parquet(tmp_path / "named.parquet")
+    named = opened(tmp_path / "named.parquet").dataset[0]
+    assert torch.equal(named["pixel_values"], direct[1]["pixel_values"])
+
+
+def asked(*content: Any, **more: Any) -> dict[str, Any]:
+    answer = {"role": "assistant", "content": "a"}
+    return {"messages": [{"role": "user", "content": [*content]}, answer], **more}
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (chat(0, "missing.png"), r"row 0: .*missing.png cannot be opened as an image"),
+        (chat(0, b"no image"), "bytes of an image cannot be opened as an image"),
+        (chat(0, "https://x.org/a.png"), "is an address. Download images"),
+        (chat(0) | {"images": [as_bytes(0)]}, "the record has 1 images, and its messages have places for 0"),
+        (asked({"type": "image"}), "a place for an image beyond the 0"),
+        *((asked({"type": kind}), f"of type '{kind}', and only text") for kind in ("video", "input_audio")),
+        (chat(0) | {"videos": ["a.mp4"]}, "the record holds 'videos', and only text and images are rendered"),
+        (chat(0) | {"audio": "a.wav"}, "the record holds 'audio', .* audio cannot be packed"),
+        ({"input_ids": [1, 2, 3]}, "the train data hold ids, and processor= renders conversations"),
+        (asked({"type": "text", "text": "<|image_pad|>"}), r"writes 1 times '<\|image_pad\|>' for 0 images"),
+        ({"text": "no chat"}, "is no conversation, which processor= renders"),
+    ],
+)
+def test_what_cannot_be_rendered_is_refused(record: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        opened([record])
+
+
+def test_processors_that_cannot_are_refused() -> None:
+    with pytest.raises(ValueError, match="processor=object cannot render conversations for packs"):
+        THDDataModule([chat(0)], capacity=512, processor=object()).setup("fit")
+    with pytest.raises(ValueError, match=r"Both tokenizer= and processor= were given"):
+        THDDataModule([chat(0)], capacity=512, processor=processor("llava"), tokenizer=str.encode)
+
+
+COST = Cost(linear=1, quadratic=0, patch=1, patch_pair=0.01)
+
+
+def rows(count: int = 40) -> list[dict[str, Any]]:
+    """Rows of text, of one image, of two, and of a video of two frames, in turns."""
+    found: list[dict[str, Any]] = []
+    for i in range(count):
+        row: dict[str, Any] = {"input_ids": np.arange(5 + i % 7)}
+        size = 2 * (1 + i % 5)
+        grids = [[], [[1, size, 4]], [[1, 4, 4], [1, 2, size]], [[2, 4, size]]][i % 4]
+        if grids:
+            name = "video" if i % 4 == 3 else "image"
+            patches = sum(t * h * w for t, h, w in grids)
+            pixels = "pixel_values" + ("_videos" if name == "video" else "")
+            row |= {f"{name}_grid_thw": np.array(grids), pixels: np.ones((patches, 2), np.float32)}
+        found.append(row)
+    return found
+
+
+def patches_of(row: dict[str, Any]) -> int:
+    return sum(
+        int(np.prod(grid)) for name in ("image_grid_thw", "video_grid_thw") for grid in row.get(name, ())
+    )
+
+
+PATCHES = [patches_of(row) for row in rows()]
+
+
+def squares_of(row: dict[str, Any]) -> int:
+    grids = [grid for name in ("image_grid_thw", "video_grid_thw") for grid in row.get(name, ())]
+    return sum(int(t) * int(h * w) ** 2 for t, h, w in grids)
+
+
+def test_grids_are_counted_with_the_lengths() -> None:
+    sizes = build_index(rows()).sizes
+    assert sizes[:, 0].tolist() == PATCHES
+    assert sizes[:, 1].tolist() == [squares_of(row) for row in rows()]
+    assert not sizes[:, 2:].any()
+    assert build_index([{"input_ids": [1, 2]}] * 3).sizes.shape == (0, 4)
+
+
+def test_images_of_one_size_are_counted_by_the_models_patch() -> None:
+    given = [
+        {"input_ids": [1] * 4, "pixel_values": torch.zeros(n, 3, 28, 56)} if n else {"input_ids": [1]}
+        for n in (0, 1, 3)
+    ]
+    sizes = build_index(given).sizes
+    assert patch_table(sizes, 14).tolist() == [[0, 0], [8, 64], [24, 3 * 64]]
+    with pytest.raises(ValueError, match="max_patches=9, but images of the train data come as pixels"):
+        plan(THDDataModule(given, capacity=8, max_patches=9))
+    stats = THDBatch.collate(given, vision=FlopsModel.from_config(model("llava", "thd").config).vision).stats
+    assert (stats.vision_patches, stats.vision_squares) == (32, 4 * 64)
+
+
+def plan(data: THDDataModule, dp: int = 2) -> list[Any]:
+    data.attach(ranks=dp, accumulate=1)
+    data.setup("fit")
+    planner = data.train_steps().planner
+    assert planner is not None
+    return [planner.step(0, k, dp) for k in range(planner.num_steps(0))]
+
+
+@pytest.mark.parametrize("step", [Packs(2), Sequences(20)])
+def test_the_module_bounds_patches_and_weighs_them(step: Packs | Sequences) -> None:
+    data = THDDataModule(rows(), capacity=64, global_batch=step, max_patches=100, cost=COST)
+    plans = plan(data)
+    assert sorted(i for one in plans for i in one.spans.index) == list(range(40))
+    for one in plans:
+        assert one.microbatch_patches.max() <= 100
+        assert one.patches.tolist() == [PATCHES[i] for i in one.spans.index]
+    squares = np.array([squares_of(row) for row in rows()])
+    at = plans[0].spans.index
+    np.testing.assert_allclose(
+        plans[0].span_work, plans[0].spans.lengths + np.array(PATCHES)[at] + 0.01 * squares[at]
+    )
+    [batches] = [list(data.train_steps())]
+    assert (
+        sum(batch.stats.vision_patches for made in batches for batch in cast("THDStep", made).microbatches)
+        > 0
+    )
+
+
+def test_what_rows_do_not_say_is_declared_by_a_function() -> None:
+    given = [{"input_ids": np.arange(6), "features": np.ones((i + 1, 2))} for i in range(12)]
+    data = THDDataModule(
+        given, capacity=64, max_patches=20, extras_cost=lambda row: 2 * (len(row["features"]) % 6), cost=COST
+    )
+    assert all(one.microbatch_patches.max() <= 20 for one in plan(data, 1))
+    grids = THDDataModule(
+        given, capacity=80, extras_cost=lambda row: [[2, 3, len(row["features"])]], cost=COST
+    )
+    [one] = plan(grids, 1)
+    assert one.patches.tolist() == [6 * (i + 1) for i in one.spans.index]
+    with pytest.raises(ValueError, match=r"Sequence 0: extras_cost\(sample\)"):
+        plan(THDDataModule(given, capacity=64, extras_cost=lambda row: -1))
+    for many in (2**40, [[1, 2**20, 2**20]]):
+        with pytest.raises(
+            ValueError, match=r"extras_cost\(sample\) gives images .* Give patches, not pixels"
+        ):
+            plan(THDDataModule(given, capacity=64, extras_cost=lambda row, many=many: many))
+
+
+def test_images_that_are_dropped_take_no_part_in_a_mixture() -> None:
+    texts = [{"input_ids": np.arange(9)} for _ in range(40)]
+    data = THDDataModule(
+        {"a": (rows(), 0.5), "b": (texts, 0.5)}, capacity=64, max_patches=20, cost=COST, oversize="drop"
+    )
+    drawn = [i for one in plan(data) for i in one.spans.index]
+    assert sum(i < 40 for i in drawn) == sum(i >= 40 for i in drawn) == 40
+    assert all(PATCHES[i] <= 20 for i in drawn if i < 40)
+
+
+iter_rows: Any = lambda: iter(rows())  # noqa: E731
+
+
+def test_a_stream_bounds_and_weighs_patches_too() -> None:
+    data = THDDataModule(iter_rows, capacity=64, global_batch=Sequences(20), max_patches=100, cost=COST)
+    data.attach()
+    steps = list(zip(range(2), data.train_steps(), strict=False))
+    stats = [batch.stats for _, step in steps for batch in cast("THDStep", step).microbatches]
+    assert all(one.vision_patches <= 100 for one in stats)
+    assert sum(one.vision_patches for one in stats) == sum(PATCHES)
+    refused = THDDataModule(iter_rows, capacity=64, global_batch=Sequences(20), max_patches=10)
+    refused.attach()
+    with pytest.raises(ValueError, match=r"row 1: 16 image patches but max_patches=10"):
+        next(iter(refused.train_steps()))
+    dropped = THDDataModule(
+        iter_rows, capacity=64, global_batch=Sequences(9), max_patches=10, oversize="drop"
+    )
+    dropped.attach()
+    assert cast("THDStep", next(iter(dropped.train_steps()))).microbatches[0].stats.vision_patches <= 10
+
+
+class KnowsLengths(list[Any]):
+    lengths: list[int]
+
+
+def test_a_bound_needs_the_patches_of_every_row() -> None:
+    given = KnowsLengths(rows())
+    given.lengths = [len(row["input_ids"]) for row in given]
+    with pytest.raises(ValueError, match="gives its `lengths`, so that no row was read"):
+        plan(THDDataModule(given, capacity=64, max_patches=100))
+    assert plan(THDDataModule(given, capacity=64, max_patches=100, extras_cost=patches_of))
+    with pytest.raises(ValueError, match=r"Sequence 3 has 64 image patches but max_patches=60"):
+        plan(THDDataModule(rows(), capacity=64, max_patches=60))
+
+
+def test_images_that_change_after_they_were_counted_are_refused() -> None:
+    class Changes(list[Any]):
+        pass
+
+    given = Changes(rows(4))
+    data = THDDataModule(given, capacity=64, cost=COST)
+    data.setup("fit")
+    given[1] = {**given[1], "image_grid_thw": np.array([[1, 8, 8]])}
+    with pytest.raises(
+        ValueError, match=r"Sequence 1 has \(64, .*\) patches and pixels of images, but \(16, "
+    ):
+        list(data.train_dataloader())
+
+
+GRIDS: list[list[tuple[int, int, int]]] = [
+    [(1, 4, 4)],
+    [],
+    [(1, 4, 8), (1, 4, 4)],
+    [(2, 4, 4)],
+    [],
+    [(1, 8, 4)],
+]
+
+
+def samples(model: Any) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(3)
+    rows: list[dict[str, Any]] = []
+    for grids in GRIDS:
+        row: dict[str, Any] = make_sample(grids, generator)
+        ids = row["input_ids"][None]
+        row["labels"] = torch.where(ids[0] == IMAGE, -100, ids[0])
+        if grids:  # those of text are the usual ones, so they may be left out
+            kinds = (ids == IMAGE).int()
+            positions, _ = model.model.get_rope_index(ids, kinds, image_grid_thw=row["image_grid_thw"])
+            row["position_ids"] = positions[:, 0]
+        rows.append(row)
+    return rows
+
+
+class Sees(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = build("qwen2_5_vl", "thd").double()
+        self.seen: list[int] = []
+        self.total = 0.0
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
+        self.seen += batch.sequence_ids
+        loss = causal_lm_loss(self.model, batch)
+        self.total += float(loss.detach()) * batch.loss_tokens
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_images_train_as_if_each_sequence_was_alone(num_workers: int) -> None:
+    module = Sees()
+    rows = samples(module.model)
+    for row in rows:
+        row.update({k: v.double() for k, v in row.items() if k == "pixel_values"})
+    data = THDDataModule(rows, capacity=48, num_workers=num_workers)
+    make_trainer().fit(module, data)
+    assert sorted(module.seen) == list(range(len(rows)))
+    eager = build("qwen2_5_vl", "eager").double()
+    expected = 0.0
+    for row in rows:
+        ids, labels = row["input_ids"][None], row["labels"]
+        given = {k: row[k] for k in ("pixel_values", "image_grid_thw") if k in row}
+        if "position_ids" in row:
+            given["position_ids"] = row["position_ids"][:, None]
+        with torch.no_grad():
+            logits = eager(input_ids=ids, use_cache=False, **given).logits[0]
+        expected += float(torch.nn.functional.cross_entropy(logits[:-1], labels[1:], reduction="sum"))
+    # transformers takes softmax and rotary tables of the vision tower in fp32, in blocks of other sizes
+    assert module.total == pytest.approx(expected, rel=1e-7)
+
+
+def image_samples(count: int = 6, long: int = 30) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = [{"input_ids": np.arange(1, 6)} for _ in range(count)]
+    rows[2] = {"input_ids": np.arange(long), "pixel_values": np.ones((4, 2)), "image_grid_thw": [[1, 2, 2]]}
+    rows[2]["image_grid_thw"] = np.array(rows[2]["image_grid_thw"])
+    return rows
+
+
+@pytest.mark.parametrize("oversize", ["truncate", "split"])
+def test_a_sequence_with_images_is_never_cut(oversize: Any) -> None:
+    message = "Sequence 2 has 30 tokens, more than fit a pack, and carries image_grid_thw, pixel_values"
+    with pytest.raises(ValueError, match=message):
+        batches_of(THDDataModule(image_samples(), capacity=8, oversize=oversize))
+    texts = image_samples(long=7)
+    texts[4] = {"input_ids": np.arange(20)}  # text beside them may be cut
+    assert batches_of(THDDataModule(texts, capacity=8, oversize=oversize))
+
+    class KnowsLengths(list[Any]):
+        @property
+        def lengths(self) -> list[int]:
+            return [len(row["input_ids"]) for row in self]
+
+    with pytest.raises(ValueError, match=message):  # never read before: refused when it is
+        batches_of(THDDataModule(KnowsLengths(image_samples()), capacity=8, oversize=oversize))
