@@ -18,7 +18,7 @@ class KnownBad:
     """One combination of installed versions and device that is known to fail, and what to do about it."""
 
     feature: str  # the import name of what it breaks, or "graphs"
-    versions: Mapping[str, str] = field(default_factory=dict)  # ranges by distribution, all of which must be installed
+    versions: Mapping[str, str] = field(default_factory=dict)  # ranges by distribution; all must hold
     without: str = ""  # which must not be installed
     capability: int | None = None  # CUDA compute capability (major) that it needs
     problem: str

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -107,10 +106,6 @@ class StepPlan:
     patches: IntArray  # int64 ``[S]``, the image patches of each piece
     real_tokens: int  # tokens of all pieces
     sequences: int  # sequences in the step, a split one counted once
-    truncated: int = 0  # sequences of the step that lost their end
-    truncated_tokens: int = 0  # tokens they lost
-    split: int = 0  # sequences of the step that were cut in several pieces
-    own_pack: int = 0  # sequences longer than the capacity that got a microbatch of their own
     weigh: Weigh | None = None  # gives the weights of spans; None when the planner was given no loss tokens
 
     @classmethod
@@ -120,7 +115,8 @@ class StepPlan:
         spans: Spans,
         offsets: IntArray,
         span_work: FloatArray,
-        **known: Any,
+        patches: IntArray,
+        weigh: Weigh | None,
     ) -> StepPlan:
         """Describe a step by its pieces and their work, from which its other sums follow."""
         epoch, step, dp = place
@@ -136,7 +132,8 @@ class StepPlan:
             span_work=span_work,
             real_tokens=int(spans.lengths.sum()),
             sequences=int((spans.start == 0).sum()),
-            **known,
+            patches=patches,
+            weigh=weigh,
         )
 
     @cached_property
@@ -170,12 +167,6 @@ class StepPlan:
         return step_scale(tokens, dp=self.dp, num_microbatches=self.num_microbatches)
 
     @property
-    def loss_scale(self) -> float | None:
-        """Return dp x microbatches / loss tokens of the step; None if these are unknown."""
-        scales = self.scales()
-        return None if scales is None else scales[0]
-
-    @property
     def loss_tokens(self) -> float | None:
         """Return the weight of all loss tokens of the step, their number without weights; None if unknown."""
         return None if self.weights is None else float(self.weights[0].sum())
@@ -202,12 +193,6 @@ class StepPlan:
     def indices_by_rank(self) -> list[list[IntArray]]:
         """Return per rank a list of microbatches, each an int64 array of dataset indices."""
         return [[spans.index for spans in self.microbatches(rank)] for rank in range(self.dp)]
-
-    @property
-    def imbalance(self) -> float:
-        """Return the slowest rank's work, summed over microsteps, over an even share: 1.0 is perfect."""
-        total = float(self.work.sum())
-        return float(self.work.max(axis=0).sum()) * self.dp / total if total else 1.0
 
 
 def join_spans(parts: list[Spans]) -> Spans:

@@ -383,16 +383,9 @@ class PackPlanner(Resumable):
         return spans, seated(np.arange(len(spans)), offsets, totals, dp)
 
     def _describe(self, epoch: int, k: int, dp: int, spans: Spans, offsets: IntArray) -> StepPlan:
-        oversize, media = self.entries.oversize, self.entries.media
-        known: dict[str, Any] = {"weigh": self.weigh}
-        known["patches"] = np.zeros(len(spans), np.int64) if media is None else media(spans.index)[:, 0]
-        if oversize in ("truncate", "split", "own_pack"):
-            over = read_lengths(self.entries.lengths, spans.index) - self.entries.limit
-            long = (spans.start == 0) & (over > 0)
-            known["truncated" if oversize == "truncate" else oversize] = int(long.sum())
-            if oversize == "truncate":
-                known["truncated_tokens"] = int(over[long].sum())
-        return StepPlan.of((epoch, k, dp), spans, offsets, self._work(spans), **known)
+        media = self.entries.media
+        patches = np.zeros(len(spans), np.int64) if media is None else media(spans.index)[:, 0]
+        return StepPlan.of((epoch, k, dp), spans, offsets, self._work(spans), patches, self.weigh)
 
     def _check_request(self, epoch: int, k: int, dp: int) -> None:
         if type(dp) is not int or dp != 1:

@@ -185,7 +185,7 @@ class PrefixPlanner(PackPlanner):
             plan = super().step(epoch, k, dp)
             firsts = self.groups.offsets[plan.spans.index]
             stops = self.groups.offsets[plan.spans.index + 1]
-            return self._of_rows((epoch, k, dp), plan.offsets, firsts, stops, own_pack=plan.own_pack)
+            return self._of_rows((epoch, k, dp), plan.offsets, firsts, stops)
         self._check_request(epoch, k, dp)
         firsts, stops = self._slice(epoch, k)
         before = np.concatenate([[0], np.cumsum(self._row_lengths - self.groups.shared)])
@@ -219,12 +219,7 @@ class PrefixPlanner(PackPlanner):
         return np.maximum(before[a:b], low) + at, np.minimum(before[a + 1 : b + 1], high) + at
 
     def _of_rows(
-        self,
-        place: tuple[int, int, int],
-        offsets: IntArray,
-        firsts: IntArray,
-        stops: IntArray,
-        own_pack: int = 0,
+        self, place: tuple[int, int, int], offsets: IntArray, firsts: IntArray, stops: IntArray
     ) -> StepPlan:
         """Return the plan of the rows ``firsts`` to ``stops``, bins of which begin at ``offsets``."""
         counts = stops - firsts
@@ -237,5 +232,4 @@ class PrefixPlanner(PackPlanner):
         zeros = np.zeros(len(places), np.int64)
         index, continued = self.groups.rows[places], zeros.astype(bool)
         spans = Spans(index=index, start=zeros, stop=lengths, continued=continued)
-        known = {"patches": zeros, "own_pack": own_pack, "weigh": self.weigh}
-        return StepPlan.of(place, spans, before[offsets], work, **known)
+        return StepPlan.of(place, spans, before[offsets], work, zeros, self.weigh)

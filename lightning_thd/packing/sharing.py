@@ -32,15 +32,6 @@ class SharedStepPlan(StepPlan):
     # int64 ``[dp, num_microbatches]``, ranks that share the microbatch; a group of c ranks begins at a
     # multiple of c
     degrees: IntArray
-    waits: Waits  # when ranks wait for each other; the ranks of a group always do
-
-    @property
-    def imbalance(self) -> float:
-        """Return the work that ranks wait for, over an even share of all work: 1.0 is perfect."""
-        if self.waits == "microbatch":
-            return super().imbalance
-        total = float(self.work.sum())
-        return float(self.work.sum(axis=1).max()) * self.dp / total if total else 1.0
 
     def leads(self, rank: int) -> list[bool]:
         """Return for each microbatch of a rank whether it is the first rank of its group."""
@@ -113,7 +104,7 @@ class SharedPlanner(PackPlanner):
             span_work=whole.span_work[flat],
             patches=whole.patches[flat],
         )
-        return SharedStepPlan(**counted, degrees=bins.degree[group], waits=self.sharing.waits)
+        return SharedStepPlan(**counted, degrees=bins.degree[group])
 
 
 def _groups_of_ranks(bins: SharedBins, dp: int) -> IntArray:

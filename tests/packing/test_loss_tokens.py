@@ -39,10 +39,9 @@ def test_a_step_holds_the_scale_that_makes_its_mean() -> None:
     assert plan.weights[0].tolist() == targets
     assert plan.weights[1].tolist() == [[len(ids) for ids in rank] for rank in plan.indices_by_rank()]
     assert plan.scales() == (6 / np.sum(targets), 6 / plan.sequences)
-    assert plan.loss_scale == 6 / np.sum(targets)
     first = sum(rank[0] for rank in targets)  # an epoch ends after the first microbatch of each rank
     assert plan.scales(counted=1)[0] == 6 / first
-    assert PackPlanner([1], 8, global_batch=Packs(1), loss_tokens="all").step(0, 0).loss_scale == 0.0
+    assert PackPlanner([1], 8, global_batch=Packs(1), loss_tokens="all").step(0, 0).scales()[0] == 0.0
 
 
 @pytest.mark.parametrize(

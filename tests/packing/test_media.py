@@ -93,7 +93,6 @@ def test_ranks_have_equal_flops_and_packs_no_patch_too_many(
         work = flops(plan)
         np.testing.assert_allclose(plan.work, work, rtol=1e-6)
         slowest = work.max(axis=0).sum() * dp / work.sum()
-        assert plan.imbalance == pytest.approx(slowest)
         largest = plan.span_work.max() * dp / plan.span_work.sum()
         assert slowest <= max(1.05, 1.02 * largest)
         assert plan.microbatch_patches.max() <= MOST

@@ -128,11 +128,6 @@ def test_odd_steps(waits: Waits) -> None:
     sharing = Sharing(max_degree=8, exchange=(9.0, 9.0, 9.0), waits=waits)
     for falls in (lambda n: 1e12 / (1 + n), lambda n: 2.0 + np.sin(n)):
         check_plan(share_out(lengths, 4, ranks=8, sharing=sharing, cost=falls), lengths, 4, 8, sharing)
-    lengths = draw("long", 64, 0) // 300 + 1
-    sharing = Sharing(max_degree=4, waits=waits)
-    step = planner(lengths, 400, sharing=sharing, global_batch=Sequences(64)).step(0, 0, 8)
-    slowest = step.work.max(axis=0).sum() if waits == "microbatch" else step.work.sum(axis=1).max()
-    assert step.imbalance == pytest.approx(slowest * 8 / step.work.sum())
 
 
 def planner(lengths: Any, capacity: int = 16, **options: Any) -> SharedPlanner:
@@ -148,7 +143,6 @@ def test_steps_hold_the_same_sequences_at_any_ranks_and_degrees() -> None:
         steps = [plans.step(0, k, ranks) for k in range(len(plans))]
         for plan in steps:
             assert plan.work.shape == plan.degrees.shape == (ranks, plan.num_microbatches)
-            assert plan.imbalance >= 1.0 - 1e-9
             for rank in range(ranks):  # all ranks of a group hold the same pack
                 for j, spans in enumerate(plan.microbatches(rank)):
                     first = rank - rank % plan.degrees[rank, j]
