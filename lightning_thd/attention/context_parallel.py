@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_thd.attention.kernels.raw import RawKernel
+from lightning_thd.attention.kernels.raw import RawKernel, gathered
 from lightning_thd.attention.merge import KeySource, joined, merged_attention, split
 from lightning_thd.attention.spec import AttentionSpec, Offsets
 from lightning_thd.parallel.context import needs, partition, traffic
@@ -107,12 +107,12 @@ def context_parallel_attention(
     if way == "ulysses":
         traffic.count(sizes.ulysses_bytes(layout.local_slots, layout.cp), way)
         wanted = _wanted_kv_heads(q_NHD.shape[1], k_NGD.shape[1], layout)
-        q = _in_order(rows_to_heads(q_NHD, layout.group), layout.restore)
-        k, v = (_in_order(rows_to_heads(x, layout.group, wanted), layout.restore) for x in (k_NGD, v_NGE))
+        q = gathered(rows_to_heads(q_NHD, layout.group), layout.restore)
+        k, v = (gathered(rows_to_heads(x, layout.group, wanted), layout.restore) for x in (k_NGD, v_NGE))
         longest, offsets = max(layout.padded_lengths), layout.pack_offsets
         own = None if sinks is None else sinks.chunk(layout.cp)[layout.rank]
         out = attend(q, k, v, Offsets(offsets, offsets, longest, longest), sinks=own)
-        return heads_to_rows(_in_order(out, layout.gathered), layout.group)
+        return heads_to_rows(gathered(out, layout.gathered), layout.group)
     if way == "ring":
         steps = needs.ring_steps(layout, causal=spec.causal, left=spec.left)
         traffic.count(sum(step.receive_count for step in steps) * sizes.key_bytes, way)
@@ -153,11 +153,7 @@ def _bring(
             sent = rows.index_select(0, plan.send_rows)
             received = exchange_rows(sent, plan.send_counts, plan.receive_counts, layout.group)
             rows = torch.cat([rows, received])
-    return split(rows if index is None else rows.index_select(0, index), k_NGD, v_NGE)
-
-
-def _in_order(x: Tensor, index: Tensor | None) -> Tensor:
-    return x if index is None else x.index_select(0, index)
+    return split(gathered(rows, index), k_NGD, v_NGE)
 
 
 def _wanted_kv_heads(heads: int, kv_heads: int, layout: ShardLayout) -> Tensor | None:

@@ -25,7 +25,7 @@ from lightning_thd._known_bad import known_problems
 from lightning_thd._patches import layer_classes, patch_forward
 from lightning_thd._static import shapes_are_static
 from lightning_thd.models.pack import Pack, Scope, current_pack, current_scope, model_pack, scoped
-from lightning_thd.models.padded_groups import plan_groups, plan_static_group, run_grouped
+from lightning_thd.models.padded_groups import of_tokens, plan_groups, plan_static_group, run_grouped
 from lightning_thd.models.passing.adopt import adopt_functions, run_on_shard
 from lightning_thd.parallel.context import traffic
 from lightning_thd.parallel.context.layout import ShardLayout
@@ -169,22 +169,11 @@ def run_on_pack(
     scope = current_scope()
     assert scope is not None
 
-    def gather(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(gather, value))
-        if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[:2] != (1, shard.local_slots):
-            return value
+    def gather(value: Tensor) -> Tensor:
         traffic.count(value.nbytes * (shard.cp - 1), "gathered")
-        if value.dtype == torch.bool or not value.is_floating_point():
+        if not value.is_floating_point():
             return gather_pack(value[0].to(torch.int64), shard).to(value.dtype)[None]
         return gather_pack(value[0], shard)[None]
-
-    def cut(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(cut, value))
-        if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[:2] != (1, shard.slots):
-            return value
-        return value.index_select(1, shard.own)
 
     def whole_pack() -> Pack:
         lengths = shard.padded_lengths
@@ -194,4 +183,6 @@ def run_on_pack(
     pack = shard.once("pack", whole_pack)
     whole = Scope(pack, scope.outer, module=scope.module, families=scope.families, masks=scope.masks)
     with scoped(whole):
-        return cut(function(*map(gather, args), **{name: gather(value) for name, value in kwargs.items()}))
+        gathered = of_tokens(gather, shard.local_slots)
+        out = function(*map(gathered, args), **{name: gathered(value) for name, value in kwargs.items()})
+        return of_tokens(lambda x: x.index_select(1, shard.own), shard.slots)(out)

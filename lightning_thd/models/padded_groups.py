@@ -7,6 +7,7 @@ Legend: T slots in a pack, S sequences, N rows of a group, L its longest row.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -101,7 +102,7 @@ def run_grouped(
     """
     outputs = []
     for source in groups.sources:
-        take = _taker(source, slots)
+        take = of_tokens(functools.partial(_rows_of, source), slots)
         outputs.append(function(*map(take, args), **{name: take(value) for name, value in kwargs.items()}))
     if isinstance(outputs[0], tuple):
         parts = list(zip(*outputs, strict=True))
@@ -111,18 +112,22 @@ def run_grouped(
     return _join(outputs, groups.back)
 
 
-def _taker(source: Tensor, slots: int) -> Callable[[Any], Any]:
-    """Return a function that gathers per-token values into the rows of one group, with zeros as padding."""
+def of_tokens(function: Callable[[Tensor], Tensor], slots: int) -> Callable[[Any], Any]:
+    """Let a function take any value, and change the tensors ``[1, slots, ...]`` in it, also in a tuple."""
 
-    def take(value: Any) -> Any:
+    def apply(value: Any) -> Any:
         if isinstance(value, tuple):
-            return tuple(map(take, value))
-        if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[:2] != (1, slots):
-            return value
-        rows = torch.cat([value[0], value.new_zeros(1, *value.shape[2:])])
-        return rows.index_select(0, source.flatten()).view(*source.shape, *value.shape[2:])
+            return tuple(map(apply, value))
+        fits = isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, slots)
+        return function(value) if fits else value
 
-    return take
+    return apply
+
+
+def _rows_of(source: Tensor, value: Tensor) -> Tensor:
+    """Gather per-token values into the rows of one group, with zeros as padding."""
+    rows = torch.cat([value[0], value.new_zeros(1, *value.shape[2:])])
+    return rows.index_select(0, source.flatten()).view(*source.shape, *value.shape[2:])
 
 
 def _join(outputs: Sequence[Tensor], back: Tensor) -> Tensor:

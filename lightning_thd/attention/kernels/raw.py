@@ -80,8 +80,9 @@ def attend(
     return out[..., :value_size]
 
 
-def _gathered(x: Tensor, keys: Tensor | None) -> Tensor:
-    return x if keys is None else x.index_select(0, keys)
+def gathered(x: Tensor, rows: Tensor | None) -> Tensor:
+    """Return these rows of a tensor; None means all."""
+    return x if rows is None else x.index_select(0, rows)
 
 
 def _summed(grad: Tensor, keys: Tensor | None, rows: int) -> Tensor:
@@ -117,7 +118,7 @@ class _Attention(torch.autograd.Function):
         sinks: Tensor | None,
         keys: Tensor | None,
     ) -> Tensor:
-        out, lse = kernel.forward(q, _gathered(k, keys), _gathered(v, keys), at, spec)
+        out, lse = kernel.forward(q, gathered(k, keys), gathered(v, keys), at, spec)
         lse = lse.masked_fill(lse == torch.inf, -torch.inf)  # flash-attn's sign where no key is seen
         if sinks is not None:
             out, lse = apply_sinks(out, lse, sinks)
@@ -132,7 +133,7 @@ class _Attention(torch.autograd.Function):
         grad = grads[0].contiguous()
         at = Offsets(cu_q, cu_kv, *ctx.longest)
         finite = lse.masked_fill(lse == -torch.inf, torch.inf)  # weights of such rows become exp(-inf) = 0
-        saved = Saved(q, _gathered(k, keys), _gathered(v, keys), out, finite)
+        saved = Saved(q, gathered(k, keys), gathered(v, keys), out, finite)
         dq, dk, dv = ctx.kernel.backward(grad, saved, at, ctx.spec)
         dk, dv = (_summed(x, keys, k.shape[0]) for x in (dk, dv))
         dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
