@@ -534,8 +534,6 @@ def imagined_gpu(capability=(9, 0), name="NVIDIA H100 80GB HBM3", poison=True, d
 
     generator = types.SimpleNamespace(
         manual_seed=manual_seed,
-        initial_seed=lambda: 0,
-        seed=lambda: 0,
         get_state=get_rng_state,
         set_state=set_rng_state,
         device=CUDA,

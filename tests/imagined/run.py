@@ -78,10 +78,7 @@ def main() -> None:
     if args.json:
         Path(args.json).write_text(json.dumps(found))
     print(f"\nimagined {NAMES[args.capability]}: {'FAILED' if failed else 'ran'}, {log.step} steps")
-    for what in ("reads", "uploads"):
-        print(f"{what} a step:")
-        for row, number in found[what].items():
-            print(f"  {number:7.2f}  {row}")
+    print(json.dumps({what: found[what] for what in ("reads", "uploads")}, indent=2))
     sys.exit(failed)
 
 

@@ -12,7 +12,7 @@ import torch
 from lightning_thd import Packs, Sequences, THDDataModule
 from lightning_thd.integrations import PackedLoop, prepare_fabric, prepare_thd
 from lightning_thd.packing import PackPlanner
-from tests.tiny import TinyModule, largest_error, sequences, tiny_llama, train_by_hand
+from tests.tiny import TinyModule, largest_error, nll, sequences, tiny_llama, train_by_hand
 
 CAPACITY, STEPS = 48, 5
 
@@ -84,6 +84,16 @@ def check_ranks(ranks: Any, wanted: dict[str, torch.Tensor], losses: list[float]
         assert same(params, wanted, within)
     means = [sum(shares) / len(ranks) for shares in zip(*(rank[1] for rank in ranks), strict=True)]
     assert means == pytest.approx(losses, rel=within)
+
+
+def mean_nll(samples: Any, model: Any = None, params: Any = None) -> tuple[float, int]:
+    """Return the mean loss over the loss tokens of sequences that are never packed, and their number."""
+    model = model or tiny_llama()
+    model.load_state_dict(params or {}, strict=False)
+    with torch.no_grad():
+        results = [nll(model, sample) for sample in samples]
+    tokens = int(sum(count for _, count in results))
+    return float(sum(total for total, _ in results)) / tokens, tokens
 
 
 class RecordsSteps:

@@ -11,9 +11,18 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_thd import Packs, Sequences, THDDataModule
 from lightning_thd.integrations.packed_loop import share_packs
 from lightning_thd.precision import convert_linear
-from tests.integrations.support import CAPACITY, STEPS, by_hand, check_ranks, make_data, make_loop, run
+from tests.integrations.support import (
+    CAPACITY,
+    STEPS,
+    by_hand,
+    check_ranks,
+    make_data,
+    make_loop,
+    mean_nll,
+    run,
+)
 from tests.ranks import pretended_ranks, run_ranks
-from tests.tiny import nll, sequences, tiny_llama
+from tests.tiny import sequences, tiny_llama
 
 
 def trained(engine: str, step: Any, options: dict[str, Any]) -> Any:
@@ -21,16 +30,6 @@ def trained(engine: str, step: Any, options: dict[str, Any]) -> Any:
     params, losses, seen = run(loop, STEPS)
     val = THDDataModule(capacity=CAPACITY, val=sequences(20, labels=True, seed=5))
     return params, losses, seen, loop.evaluate(val)
-
-
-def whole_loss(params: dict[str, torch.Tensor]) -> tuple[float, int]:
-    """Mean loss of the evaluation set without packs."""
-    model = tiny_llama()
-    model.load_state_dict({**model.state_dict(), **params})
-    with torch.no_grad():
-        results = [nll(model, sample) for sample in sequences(20, labels=True, seed=5)]
-    tokens = int(sum(count for _, count in results))
-    return float(sum(total for total, _ in results)) / tokens, tokens
 
 
 @pytest.mark.parametrize(
@@ -48,7 +47,7 @@ def test_ranks_that_share_packs_equal_the_hand_loop(
     ranks = run_ranks(trained, world, engine, step, given)
     check_ranks(ranks, *by_hand(step, world // 2), 1e-12)
     for params, _, _, found in ranks:
-        loss, tokens = whole_loss(params)
+        loss, tokens = mean_nll(sequences(20, labels=True, seed=5), params=params)
         assert found == {"val/loss": pytest.approx(loss, rel=1e-12), "val/loss_tokens": tokens}
     for first, second in zip(ranks[::2], ranks[1::2], strict=True):
         assert first[1:3] == second[1:3]  # the same packs and their loss

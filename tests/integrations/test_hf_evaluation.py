@@ -11,8 +11,9 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from lightning_thd.integrations import packed_trainer
+from tests.integrations.support import mean_nll
 from tests.ranks import run_ranks
-from tests.tiny import nll, sequences, tiny_llama
+from tests.tiny import sequences, tiny_llama
 
 SAMPLES = sequences(23, labels=True, seed=4)
 OTHER = sequences(9, labels=True, seed=6)
@@ -44,12 +45,6 @@ def padded(samples: list[Any]) -> dict[str, torch.Tensor]:
         batch["labels"].append([-100, *list(s["labels"])[1:]] + [-100] * n)
         batch["attention_mask"].append([1] * len(ids) + [0] * n)
     return {name: torch.tensor(rows) for name, rows in batch.items()}
-
-
-def loss_of(samples: list[Any], model: Any = None) -> float:
-    with torch.no_grad():
-        results = [nll(model or tiny_llama(), sample) for sample in samples]
-    return float(sum(total for total, _ in results) / sum(count for _, count in results))
 
 
 def evaluate(out: str) -> dict[str, Any]:
@@ -85,7 +80,7 @@ def test_metrics_equal_those_of_padded_rows(world: int, tmp_path: Path) -> None:
         kept = wanted.label_ids != -100
         np.testing.assert_array_equal(predicted.predictions[kept], wanted.predictions[kept])
         for name, samples in (("first", SAMPLES), ("other", OTHER)):
-            assert metrics[f"eval_{name}_loss"] == pytest.approx(loss_of(samples), rel=1e-12)
+            assert metrics[f"eval_{name}_loss"] == pytest.approx(mean_nll(samples)[0], rel=1e-12)
         runtime = metrics["eval_first_runtime"]
         assert metrics["eval_first_samples_per_second"] == pytest.approx(len(SAMPLES) / runtime, rel=0.05)
         assert metrics["eval_first_steps_per_second"] < metrics["eval_first_samples_per_second"]
@@ -163,8 +158,8 @@ def test_an_optimizer_with_weights_for_evaluation_is_told_of_one(tmp_path: Path)
     trainer = packed_trainer()(model=tiny_llama(), args=arguments(tmp_path), capacity=CAPACITY)
     trainer.optimizer = TwoWeights(trainer.model.parameters(), lr=0.0)
     loss = trainer.evaluate(SAMPLES)["eval_loss"]
-    assert loss == pytest.approx(loss_of(SAMPLES, trainer.model), rel=1e-12)
-    assert loss != pytest.approx(loss_of(SAMPLES), rel=1e-3)
+    assert loss == pytest.approx(mean_nll(SAMPLES, trainer.model)[0], rel=1e-12)
+    assert loss != pytest.approx(mean_nll(SAMPLES)[0], rel=1e-3)
 
 
 def test_a_set_without_loss_tokens_has_no_loss_and_is_read_as_data_kwargs_say(tmp_path: Path) -> None:

@@ -179,17 +179,6 @@ def test_datasets_that_are_none_and_columns_that_would_be_left_out(
         trainer.train()
 
 
-def test_columns_that_say_nothing_more_are_left_out(tmp_path: Path) -> None:
-    plain = [{"input_ids": [5, 6, 7, 8]}, {"input_ids": [9, 5]}]
-    more = [
-        {"attention_mask": [1] * n, "position_ids": list(range(n)), "token_type_ids": [0] * n, "text": "a"}
-        for n in (4, 2)
-    ]
-    rows = [{**row, **others, "inputs_embeds": None} for row, others in zip(plain, more, strict=True)]
-    trainer = make(tmp_path)
-    assert trainer.evaluate(rows)["eval_loss"] == trainer.evaluate(plain)["eval_loss"]
-
-
 def test_what_a_training_set_and_a_loss_refuse(tmp_path: Path) -> None:
     packs = make(tmp_path, args={"gradient_accumulation_steps": 2}, data_kwargs={"global_batch": Packs(3)})
     with pytest.raises(Exception, match="make 2 packs a step"):

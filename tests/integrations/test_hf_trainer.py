@@ -13,9 +13,9 @@ from lightning_thd import Packs, Sequences
 from lightning_thd.flops import FlopsModel
 from lightning_thd.integrations import packed_trainer
 from lightning_thd.stats import SeqStats
-from tests.integrations.support import CAPACITY, RecordsSteps, by_hand, strip
+from tests.integrations.support import CAPACITY, RecordsSteps, by_hand, mean_nll, strip
 from tests.ranks import run_ranks
-from tests.tiny import largest_error, nll, sequences, tiny_llama
+from tests.tiny import largest_error, sequences, tiny_llama
 
 STEPS = 6
 
@@ -73,11 +73,7 @@ def check_training(ranks: list[dict[str, Any]], step: Packs | Sequences) -> None
     for found in ranks:
         assert largest_error(strip(found["params"]), wanted) < 1e-12
     assert ranks[0]["losses"] == pytest.approx(losses, rel=1e-4)  # Trainer rounds what it logs
-    model = tiny_llama()
-    model.load_state_dict(ranks[0]["params"], strict=False)
-    with torch.no_grad():
-        results = [nll(model, sample) for sample in sequences(60, labels=True)[:20]]
-    expected = float(sum(total for total, _ in results) / sum(count for _, count in results))
+    expected, _ = mean_nll(sequences(60, labels=True)[:20], params=ranks[0]["params"])
     assert ranks[0]["eval"] == pytest.approx(expected, rel=1e-9)
 
 

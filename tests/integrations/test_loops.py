@@ -28,13 +28,14 @@ from tests.integrations.support import (
     epochs,
     make_data,
     make_loop,
+    mean_nll,
     run,
     strip,
 )
 from tests.packing.test_prefixes import rows as prefixed
 from tests.ranks import run_ranks
 from tests.strategies.jobs import full_parameters
-from tests.tiny import TinyModule, largest_error, nll, sequences, tiny_llama, train_by_hand
+from tests.tiny import TinyModule, largest_error, sequences, tiny_llama, train_by_hand
 from tests.wide import nothing_narrower
 
 ENGINES = ("accelerate", "fabric")
@@ -240,11 +241,8 @@ def _evaluate(engine: str) -> Any:
 
 
 def test_evaluation_on_packs_is_the_mean_over_all_loss_tokens() -> None:
-    with torch.no_grad():
-        results = [nll(tiny_llama(), sample) for sample in sequences(23, labels=True, seed=4)]
-    tokens = sum(count for _, count in results)
+    loss, tokens = mean_nll(sequences(23, labels=True, seed=4))
     for first, again, logged, training in chain(*run_ranks(in_both, 2, _evaluate)):
-        loss = float(sum(total for total, _ in results)) / tokens
         assert first == {"val/loss": pytest.approx(loss, rel=1e-12), "val/loss_tokens": tokens}
         assert first == again == logged
         assert training

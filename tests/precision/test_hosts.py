@@ -30,25 +30,21 @@ def converted() -> nn.Module:
     return model
 
 
-class Watched(Job):
-    """Remembers the slots of every pack."""
-
-    def __init__(self, make: Any, **settings: Any) -> None:
-        super().__init__(make, DATA, capacity=CAPACITY, step=Packs(2), accumulate=2, steps=STEPS, **settings)
-        self.slots: list[int] = []
+def job_of(make: Any) -> Job:
+    return Job(make, DATA, capacity=CAPACITY, step=Packs(2), accumulate=2, steps=STEPS)
 
 
 def train_in(host: str) -> tuple[dict[str, Tensor], list[float], list[int]]:
-    """Train in one host, and collect what the packs held."""
-    job = Watched(lambda: watched(converted(), job.slots))
-    parameters, losses = job.run(host)
-    return parameters, losses, job.slots
+    """Train in one host, and collect the slots of every pack."""
+    slots: list[int] = []
 
+    def make() -> Any:
+        model: Any = converted()
+        layer = model.model.layers[0].mlp.up_proj
+        layer.register_forward_pre_hook(lambda _, args: slots.append(args[0].shape[:-1].numel()))
+        return model
 
-def watched(model: Any, slots: list[int]) -> Any:
-    layer = model.model.layers[0].mlp.up_proj
-    layer.register_forward_pre_hook(lambda _, args: slots.append(args[0].shape[:-1].numel()))
-    return model
+    return (*job_of(make).run(host), slots)
 
 
 @pytest.mark.filterwarnings("ignore")  # the hosts' own
@@ -63,7 +59,7 @@ def test_the_four_hosts_train_the_same_model_on_aligned_packs() -> None:
         assert largest_error(found[host][0], wanted) < 1e-6, host  # fp32; the hosts divide by two apart
         assert found[host][1] == pytest.approx(losses, rel=1e-6), host
     assert all(count % 16 == 0 for count in slots)
-    other, _ = Watched(llama).run("lightning")
+    other, _ = job_of(llama).run("lightning")
     assert largest_error(other, wanted) > 1e-5
 
 

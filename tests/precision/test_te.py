@@ -17,7 +17,7 @@ from torch.distributed.tensor import distribute_tensor
 from lightning_thd import Sequences, THDDataModule, THDDDPStrategy, THDModelParallelStrategy, causal_lm_loss
 from lightning_thd.callbacks import meter
 from lightning_thd.flops import FlopsModel, SeqStats
-from lightning_thd.precision import FP8Precision, convert_linear, fp8_context, fp8_report
+from lightning_thd.precision import FP8Precision, convert_linear, fp8_report
 from lightning_thd.precision import plugin as plugin_module
 from lightning_thd.precision.convert import check_strategy, in_low_precision
 from lightning_thd.precision.recipes import check_device, resolve
@@ -93,15 +93,6 @@ def test_statistics_are_shared_by_all_ranks_of_a_step_and_by_none_in_evaluation(
         assert [region for region in regions if region[2]] == [("DelayedScaling", True, True)] * 2
         assert {region for region in regions if not region[2]} == {("DelayedScaling", False, False)}
         assert all(calls)
-
-
-def test_an_odd_pack_dies_in_the_engine_but_is_refused_by_us_first(te: State) -> None:
-    model = llama()
-    convert_linear(model, recipe="current")
-    with pytest.raises(ValueError, match="FP8 execution: rows divisible by 8"), fp8_context(model):
-        model(torch.arange(15)[None], use_cache=False)
-    with pytest.raises(ValueError, match="wanted a multiple of"):
-        FP8Precision("current").convert_input({"input_ids": torch.ones(1, 15, dtype=torch.long)})
 
 
 def test_a_converted_model_without_the_plugin_is_told_of(tmp_path: Path, te: State) -> None:
