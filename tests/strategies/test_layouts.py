@@ -100,6 +100,7 @@ REPLICAS = [
     Layout(dp=2, options={"data_parallel_replicas": 2}),
     Layout(dp=2, cp=2, options={"data_parallel_replicas": 2}),
     Layout(dp=2, tp=2, options={"data_parallel_replicas": 2}),
+    Layout(dp=2, options={"reshard_after_forward": False}),
 ]
 EVERY = [replace(at, options=way) for at in MESHES for way in (WAYS if at.cp > 1 else [{}])]
 

@@ -106,19 +106,26 @@ def test_logs_are_reduced_over_the_microbatches_of_a_step() -> None:
     assert float(trainer.callback_metrics["longest"]) == max(lengths)
 
 
+class LogsAfter(TinyModule):
+    """Logs the loss of a step when it is over, which weighs as much as the step."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("after", outputs["loss"].detach() * self.trainer.accumulate_grad_batches, on_epoch=True)
+
+
 @pytest.mark.parametrize(
     ("step", "accumulate"), [(Sequences(20), 1), (Packs(2), 2)], ids=["sequences", "packs"]
 )
 def test_epoch_mean_is_the_mean_over_all_tokens(step: Packs | Sequences, accumulate: int) -> None:
-    module = TinyModule(lr=0.0)
+    module = LogsAfter(lr=0.0)
     trainer = make_trainer("thd", max_epochs=1, max_steps=-1, accumulate_grad_batches=accumulate)
     trainer.fit(module, THDDataModule(sequences(60), capacity=CAPACITY, global_batch=step))
     samples = [sequences(60)[i] for ids in module.seen for i in ids]  # Packs(2) leaves an odd pack out
     assert len(samples) > 50
     whole = PackPlanner([len(s["input_ids"]) for s in samples], 10_000, global_batch=Sequences(len(samples)))
     _, losses = train_by_hand(samples, whole, 1)
-    # Lightning keeps sums in fp32
-    assert float(trainer.callback_metrics["train/loss_epoch"]) == pytest.approx(losses[0], rel=1e-6)
+    for name in ("train/loss_epoch", "after_epoch"):  # Lightning keeps sums in fp32
+        assert float(trainer.callback_metrics[name]) == pytest.approx(losses[0], rel=1e-6)
 
 
 class Keeps(Job):

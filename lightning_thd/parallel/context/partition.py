@@ -79,10 +79,7 @@ def _deal(lengths: tuple[int, ...], short: list[int], held: list[list[Stretch]])
 
 
 Ints: TypeAlias = NDArray[np.int64]
-_WHO_PADS = (
-    "THDBatch.collate(..., align=Alignment.for_(cp=..., layout=...)) pads them; THDDataModule asks the "
-    "strategy for its alignment."
-)
+_WHO_PADS = "THDBatch.collate(..., align=strategy.alignment) pads them, as THDDataModule does."
 
 
 class Pieces(NamedTuple):
