@@ -25,8 +25,17 @@ def read_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
-def read_wandb(folder: Path, *, within_s: float = 60.0) -> list[dict[str, Any]]:
-    """Rows of history of the finished offline run below ``folder``, in order.
+def read_wandb(folder: Path) -> list[dict[str, Any]]:
+    """Rows of history of the finished offline run below ``folder``, in order."""
+    return [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for record in wandb_records(folder)
+        if record.WhichOneof("record_type") == "history"
+    ]
+
+
+def wandb_records(folder: Path, *, within_s: float = 60.0) -> list[Any]:
+    """All records of the finished offline run below ``folder``.
 
     W&B writes by a process of its own, which may be behind ``finish()`` on a loaded machine; its last record
     is that of the exit.
@@ -38,14 +47,9 @@ def read_wandb(folder: Path, *, within_s: float = 60.0) -> list[dict[str, Any]]:
     while True:
         records = [wandb_internal_pb2.Record.FromString(data) for data in _records(file.read_bytes())]
         if any(record.WhichOneof("record_type") == "exit" for record in records):
-            break
+            return records
         assert time.monotonic() < deadline, f"{file} has no record of its exit after {within_s} s"
         time.sleep(0.1)
-    return [
-        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-        for record in records
-        if record.WhichOneof("record_type") == "history"
-    ]
 
 
 def _records(content: bytes) -> Iterator[bytes]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from lightning.fabric.loggers import TensorBoardLogger
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import Logger, WandbLogger
 
 # Loggers get these keys unless all are asked for: the others repeat them in another unit, or are counts.
 _LOGGED = re.compile(
@@ -23,6 +23,8 @@ LAYOUT = {
         "seconds of a step, by part": ["Multiline", ["train/step_time/.*"]],
     }
 }
+# W&B makes no chart of these by itself: MFU, tokens/s and loss are then the first.
+_HIDDEN = ("device/flops_per_sec", "device/items_per_sec", "total_flops", "step_time/*")
 
 
 def for_loggers(metrics: dict[str, float]) -> dict[str, float]:
@@ -31,7 +33,12 @@ def for_loggers(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def lay_out(loggers: Iterable[Logger]) -> None:
-    """Show MFU, tokens/s and loss first in TensorBoard."""
+    """Show MFU, tokens/s and loss first in TensorBoard and W&B."""
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
             logger.experiment.add_custom_scalars(LAYOUT)
+        elif isinstance(logger, WandbLogger):
+            for key in _HIDDEN:
+                logger.experiment.define_metric(
+                    f"train/{key}", step_metric="trainer/global_step", hidden=True
+                )

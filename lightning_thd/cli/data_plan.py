@@ -40,6 +40,7 @@ class Expected:
     imbalance: float  # the slowest rank's work over the mean
     tokens_per_s: float | None  # speed of one device at the assumed MFU
     lost: dict[str, int]
+    documents: int  # documents of the data set
     distinct: int  # tokens that are computed if prefixes are shared, else ``tokens``
     patches: int = 0  # patches of all images
     most_patches: int = 0  # patches of one pack
@@ -85,6 +86,12 @@ def plan(arguments: Sequence[str]) -> None:
         expected, packs, held = plan_data(given)
     except (ValueError, OSError, ModuleNotFoundError) as err:
         parser.error(str(err))
+    split = expected.lost.get("split", 0)
+    if split > expected.documents / 2:
+        sys.stderr.write(
+            f"Warning: --capacity {given.capacity} splits {split:,} of {expected.documents:,} documents: "
+            "most tokens do not see the beginning of their document. Raise it, or pass --oversize truncate.\n"
+        )
     if given.json:
         sys.stdout.write(json.dumps(asdict(expected)) + "\n")
     else:
@@ -148,6 +155,7 @@ def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]], lis
         if model is None or peak is None
         else _speed(packs, held, model, peak, vision=total - text),
         lost=dict(data.counts["train"]),
+        documents=len(data._sets["train"].index.lengths),
         patches=patches,
         most_patches=max(int(plan.microbatch_patches.max()) for plan in plans),
         vision=None if model is None or not total else 1 - text / total,

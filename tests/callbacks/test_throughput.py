@@ -37,7 +37,7 @@ from tests.callbacks.fits import (
 )
 from tests.device_reads import no_waiting
 from tests.tiny import TinyModule, quiet_trainer, sequences
-from tests.trackers import read_tensorboard, read_wandb
+from tests.trackers import read_tensorboard, read_wandb, wandb_records
 
 
 def fit(tmp_path: Path, batches: list[Any], *callbacks: L.Callback, **settings: Any) -> Memory:
@@ -312,6 +312,9 @@ def test_loggers_keep_the_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert {"train/device/batches_per_sec", "train/time"} <= measured.latest.keys() - short
     rows = read_wandb(tmp_path)
     assert [(row["trainer/global_step"], row[MFU]) for row in rows if MFU in row] == wanted
+    hidden = {record.metric.name for record in wandb_records(tmp_path) if record.metric.options.hidden}
+    assert "train/total_flops" in hidden
+    assert MFU not in hidden
 
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -55,6 +55,13 @@ def test_a_plan_says_what_its_steps_hold(here: Path, capsys: Said) -> None:
     assert re.search(r"sequences: dropped +10$", capsys.readouterr().out, re.M)
 
 
+def test_a_capacity_that_splits_most_documents_is_warned_of(here: Path, capsys: Said) -> None:
+    main(["plan", f"{here}/texts.jsonl", "--capacity", "32", "--json"])
+    assert "--capacity 32 splits 70 of 90 documents" in capsys.readouterr().err
+    main(["plan", f"{here}/texts.jsonl", "--capacity", "256"])
+    assert not capsys.readouterr().err
+
+
 def test_shared_prefixes_are_planned_as_distinct_tokens(here: Path, capsys: Said) -> None:
     texts = [f"{prompt:c}" * 40 + f"{answer}" * 8 for prompt in range(97, 117) for answer in range(5)]
     (here / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
