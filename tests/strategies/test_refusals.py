@@ -313,7 +313,7 @@ ON_RANKS = {
         r"torch.compile\(Job\) while 2 ranks share each pack.*self.model.compile\(\)",
         lambda: torch.compile(Job(), backend="eager"),
     ),
-    "dora": Case("is a DoRA layer whose weight tensor parallelism has cut", changed(adapted), CUT),
+    "dora": Case("is a DoRA layer", changed(adapted), CUT),
     "another axis": Case(
         "sharded over 1 ranks in configure_model.., but 2 ranks see different",
         configured(shard_all),
