@@ -176,13 +176,7 @@ def slots_of(lengths: list[int], align: Alignment | None, pad_to: int | None) ->
             "Raise pad_to or pack fewer sequences."
         )
     if align is not None and slots % align.total_multiple:
-        try:
-            align.check(slots)  # names the kernel that would refuse, if the alignment knows it
-        except ValueError as err:
-            raise ValueError(
-                f"pad_to={pad_to} is no multiple of {align.total_multiple}: {err} Use "
-                f"pad_to={align.padded_total(slots)}."
-            ) from err
+        align.check(slots)
     return (padded if slots == total else [*padded, slots - total]), slots
 
 

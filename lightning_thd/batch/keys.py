@@ -82,14 +82,8 @@ def refuse_keys(found: Iterable[str]) -> None:
     """Refuse keys of audio, and of masks, weights and boundaries under names that are not read."""
     if isinstance(found, Mapping):
         found = [name for name, value in found.items() if value is not None]
-    found = list(found)
     for name in found:
         why = _REFUSED.get(KEYS.get(name, ""))
-        if KEYS.get(name) == "mask" and "labels" in found:
-            why = (
-                " beside labels, and only labels say what is learned. Put -100 into them where it hides a "
-                f"token, if they lack it, and drop {name!r}."
-            )
         if why is not None:
             raise ValueError(f"Samples carry {name!r}{why}")
 

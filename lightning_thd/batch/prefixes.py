@@ -305,12 +305,9 @@ def lay_out_shared(
         keys.append(np.arange(len(tree.tokens), slots))
     extras = _extras(samples, plain["extras"], tree, holders, slots)
     targets, token_rows = _rows(plain["targets"].numpy(), tree.slots)
+    indices = (tree.slots, token_rows, *targets, np.concatenate(keys))
     prefixes = Prefixes(
-        token_slots=torch.from_numpy(tree.slots),
-        token_rows=torch.from_numpy(token_rows),
-        slots=torch.from_numpy(targets[0]),
-        targets=torch.from_numpy(targets[1]),
-        keys=torch.from_numpy(np.concatenate(keys)),
+        **{name: torch.from_numpy(x) for name, x in zip(_INDICES, indices, strict=True)},
         cu_seqlens_q=cumulative(query_lengths),
         cu_seqlens_kv=cumulative([len(part) for part in keys]),
         offsets=plain["cu_seqlens"],

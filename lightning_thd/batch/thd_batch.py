@@ -83,9 +83,8 @@ def rows_of_slots(x: Any, slots: int) -> Tensor:
     if not isinstance(x, Tensor):
         raise TypeError(f"unpack() got {described(x)}; wanted a tensor with one row a slot.")
     # With one slot, [1, 1, V] is a model's logits.
-    if x.ndim > 1 and x.shape[0] == 1 and (slots != 1 or (x.ndim > 2 and x.shape[1] == 1)):
-        return x[0]
-    return x
+    row = x.ndim > 1 and x.shape[0] == 1 and (slots != 1 or (x.ndim > 2 and x.shape[1] == 1))
+    return x[0] if row else x
 
 
 class _Pinned(Immutable):

@@ -298,7 +298,7 @@ def test_views_of_datasets_give_what_their_samples_show(name: str) -> None:
         ({"segment_ids": [0, 0, 1]}, "carry 'segment_ids', which is not read"),
         # Other libraries have a name of their own each for where the sequences of a packed row begin.
         ({"any_name": [2, 1]}, "The column 'any_name' holds lists of integers and is not read"),
-        ({"labels": [1, -100, 3], "assistant_masks": [1, 1, 1]}, "beside labels, and only labels say"),
+        ({"labels": [1, -100, 3], "assistant_masks": [1, 1, 1]}, "which is not read"),
         ({"labels": [1, -100, 400]}, "label 400, but the model's vocabulary"),
     ],
 )
