@@ -33,7 +33,6 @@ def _cut(rng: random.Random) -> dict[str, Any]:
         "rank": rng.choice([0, 1]),
         "layout": rng.choice(["dual_chunk", "contiguous"]),
         "communication": rng.choice(["auto", "all_gather"]),
-        "costs": None,
     }
 
 
