@@ -189,6 +189,10 @@ class THDBatch(_Pinned):
             set_name=set_name,
             max_targets=max_targets,
         )
+        if len(self.sequence_ids) != len(self.lengths):
+            raise ValueError(
+                f"{len(lengths)} lengths have {len(self.sequence_ids)} sequence_ids; want one each."
+            )
 
     @classmethod
     def collate(

@@ -34,10 +34,10 @@ from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
 DPOKind = Literal[
     "sigmoid", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
-    "apo_zero", "apo_down", "discopop", "sigmoid_norm",
+    "apo_zero", "apo_down", "discopop", "sigmoid_norm", "aot", "aot_unpaired",
 ]  # fmt: skip
 # The kinds that have label smoothing.
-_SMOOTH = ("sigmoid", "sigmoid_norm", "robust", "exo_pair")
+_SMOOTH = ("sigmoid", "sigmoid_norm", "aot", "aot_unpaired", "robust", "exo_pair")
 # DiscoPOP's temperature, arXiv:2406.08414, equation 5.
 _DISCOPOP_TAU = 0.05
 
@@ -96,6 +96,9 @@ def dpo_loss(
       arXiv:2408.06266, equations 7 and 8.
     - "discopop": a blend of ``-log sigmoid(d)`` and ``e^-d``, arXiv:2406.08414, equation 5.
     - "sigmoid_norm": "sigmoid" of ``c / tokens`` and ``r / tokens``.
+    - "aot_unpaired": "sigmoid" of ``c`` and ``r``, each sorted over the pairs; "aot" sorts
+      ``chosen - rejected`` and the reference's instead, arXiv:2406.05882. Pass all pairs of a step in one
+      call, without ``weights`` and ``scale``.
 
     ``label_smoothing`` is for the kinds built on "sigmoid", "robust" and "exo_pair". "ipo" and "sigmoid_norm"
     need ``chosen_tokens`` and ``rejected_tokens``, ``[P]``, the tokens of each response. Equal
@@ -115,6 +118,12 @@ def dpo_loss(
             raise ValueError(f"{kind=} averages over tokens, wanted chosen_tokens and rejected_tokens.")
         _check_rows(chosen=chosen, chosen_tokens=chosen_tokens, rejected_tokens=rejected_tokens)
         c, r = c / chosen_tokens.clamp_min(1), r / rejected_tokens.clamp_min(1)
+    if kind in ("aot", "aot_unpaired"):
+        if weights is not None or scale is not None:
+            raise ValueError(f"{kind=} sorts the pairs of a step. Leave weights and scale out.")
+        if kind == "aot":
+            c, r = chosen - rejected, reference_chosen - reference_rejected
+        c, r = c.sort().values, r.sort().values
     return _weighted_mean(_DPO[kind](c, r, beta, label_smoothing), weights, scale)
 
 
@@ -146,7 +155,10 @@ def _discopop(c: Tensor, r: Tensor, beta: float, e: float) -> Tensor:
 
 
 _DPO: dict[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
-    **dict.fromkeys(("sigmoid", "sigmoid_norm"), lambda c, r, beta, e: _smoothed(beta * (c - r), e)),
+    **dict.fromkeys(
+        ("sigmoid", "sigmoid_norm", "aot", "aot_unpaired"),
+        lambda c, r, beta, e: _smoothed(beta * (c - r), e),
+    ),
     "robust": _robust,
     "exo_pair": _exo,
     "discopop": _discopop,

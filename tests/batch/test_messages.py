@@ -67,6 +67,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: one(align=BY_FOUR, pad_to=6), "6 slots; wanted a multiple of 4"),
     (lambda: one(pad_to=2**31), "past int32"),
     (lambda: one(sequence_ids=[1, 2]), "1 samples but 2 sequence_ids"),
+    (lambda: one().replace(sequence_ids=[1, 2]), "1 lengths have 2 sequence_ids"),
     (lambda: one(loss_scale=-1.0), "loss_scale=-1.0; wanted a finite number"),
     (lambda: THDBatch.from_padded([[1, 2]], [1, 1]), r"shapes \[\[1, 2\], \[2\]"),
     (lambda: padded([1, 2, 3], [0, 0, 0]), "without a real token"),

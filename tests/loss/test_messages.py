@@ -144,6 +144,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: dpo(kind="dpo"), "kind.*dpo.*wanted one of sigmoid, hinge"),
     (lambda: dpo(beta=0.0), "beta=0.0; wanted a finite number above 0.0"),
     (lambda: dpo(kind="ipo"), "kind='ipo' averages over tokens, wanted chosen_tokens"),
+    (lambda: dpo(kind="aot", scale=0.5), "sorts the pairs of a step"),
     (lambda: dpo(kind="hinge", label_smoothing=0.1), "label_smoothing is 0.1 with kind='hinge'"),
     (lambda: dpo(kind="exo_pair"), "with kind='exo_pair', wanted above 0"),
     (lambda: preference.kto_loss(ONE, ONE, ONE), r"desirable is torch.float32 \[2\], wanted bool"),
