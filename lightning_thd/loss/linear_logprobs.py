@@ -89,6 +89,7 @@ def fused_linear_logprobs(
     Raises:
         ValueError: for shapes, dtypes, devices, targets or settings that do not fit.
     """
+    instance(weight, "weight", Tensor, advice="Pass the head's weight, not logits.")
     logit_map = LogitMap(logit_scale, softcap, temperature, valid_vocab_size)
     call = Call(hidden, weight, targets, bias, logit_map, ignore_index, tp_group, chunk, loss_tokens, rows)
     results: LogProbs = linear_logprobs(call, entropy=entropy)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_thd._checks import choice, real_number
+from lightning_thd._checks import choice, instance, real_number
 from lightning_thd._static import STATIC
 from lightning_thd.loss.linear_logprobs import row_logprobs
 from lightning_thd.loss.prepare import Call, Prepared, plain, prepare, refuse_double_backward, scoring_head
@@ -64,6 +64,7 @@ def fused_linear_cross_entropy(
         fp32 ``[]`` (fp64 for fp64 inputs). Hidden ``[[0.]]``, weight ``[[1.], [2.]]``, target 0 give
         ``0.6931``.
     """
+    instance(weight, "weight", Tensor, advice="Pass the head's weight, not logits.")
     advice = "For a value a token use fused_linear_logprobs(...).logp."
     choice(reduction, "reduction", "sum", "mean", advice=advice)
     logit_map = LogitMap(logit_scale, softcap, temperature, valid_vocab_size)
