@@ -36,7 +36,14 @@ from lightning_thd.strategies.guards import (
 from lightning_thd.strategies.logs import SyncedMetrics, groups_of_sums, refuse_sums, weigh
 from lightning_thd.strategies.loop import StepLoop, local_gradients
 from lightning_thd.strategies.norms import refused_norms_of_a_stage
-from lightning_thd.strategies.pack_cut import DYNAMIC, PackCut, log_traffic, set_data_rank, sharing_of
+from lightning_thd.strategies.pack_cut import (
+    DYNAMIC,
+    BroadcastLoader,
+    PackCut,
+    log_traffic,
+    set_data_rank,
+    sharing_of,
+)
 from lightning_thd.strategies.pipeline import Pipeline, PipelineLoop, cut_before
 from lightning_thd.strategies.shards import WeightShards
 
@@ -76,6 +83,7 @@ class THDStrategyMixin(Strategy):
     sequence_parallel: bool = False
     context_parallel_layout: Layout = "dual_chunk"
     context_parallel_communication: Communication = "auto"
+    broadcast_data: bool = False
     reshard_after_forward: bool | Literal["auto"] = "auto"
     asynchronous_checkpoints: bool = False
     pipeline_parallel_size: int = 1
@@ -228,6 +236,9 @@ class THDStrategyMixin(Strategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Prepare a dataloader so that ranks which share a pack read the same data."""
         assert self._axes is not None
+        meshes, reads = self._axes.meshes, getattr(dataloader, "reads_for_peers", False)
+        if self.broadcast_data and self._axes.sizes.peers > 1 and meshes is not None and not reads:
+            return BroadcastLoader(super().process_dataloader(dataloader), meshes.peers.get_group())
         set_data_rank(dataloader, self._axes.data_rank, self._axes.sizes)
         return super().process_dataloader(dataloader)
 

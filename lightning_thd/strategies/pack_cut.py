@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, get_args
 
 import lightning.pytorch as L
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -18,7 +20,7 @@ from lightning_thd.alignment import Layout
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.flops import FlopsModel
 from lightning_thd.packing.sharing import Sharing, check_tiling
-from lightning_thd.parallel.across_ranks import check_agreement
+from lightning_thd.parallel.across_ranks import broadcast_object, check_agreement, on_host
 from lightning_thd.parallel.context import traffic
 from lightning_thd.parallel.context.costs import BYTES_PER_S, FLOPS_PER_S, LayerSizes
 from lightning_thd.parallel.context.layout import Communication, know_whole_pack
@@ -100,6 +102,33 @@ class PackCut:
         return collection
 
 
+class BroadcastLoader:
+    """Iterates a dataloader on the first rank of a group only, and sends every batch to the others."""
+
+    def __init__(self, dataloader: Any, group: dist.ProcessGroup) -> None:
+        self._dataloader, self._reads = dataloader, group.rank() == 0
+        # On the device batches would wait for the work that is queued there.
+        self._group, self._source = on_host(group), dist.get_global_rank(group, 0)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_dataloader":
+            raise AttributeError(name)
+        return getattr(self._dataloader, name)
+
+    def __len__(self) -> int:
+        return len(self._dataloader)
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._reads:
+            while message := broadcast_object(None, self._group, self._source):
+                yield message[0]
+            return
+        for batch in self._dataloader:
+            broadcast_object((batch,), self._group, self._source)
+            yield batch
+        broadcast_object((), self._group, self._source)  # the end
+
+
 def set_data_rank(dataloader: object, rank: int, sizes: AxisSizes) -> None:
     """Set which part of the data an iterable dataset reads on this rank, or refuse an unknown part."""
     dataset: Any = getattr(dataloader, "dataset", None)
@@ -115,7 +144,8 @@ def set_data_rank(dataloader: object, rank: int, sizes: AxisSizes) -> None:
         return
     raise MisconfigurationException(
         f"{type(dataset).__name__} is iterable and does not say which part of the data it reads, but "
-        f"{sizes.peers} ranks share each pack. Give it attributes data_rank and data_size, set here."
+        f"{sizes.peers} ranks share each pack. Give it attributes data_rank and data_size, which are set "
+        "here, or let one rank read for its peers with broadcast_data=True."
     )
 
 

@@ -34,6 +34,8 @@ class THDSingleDeviceStrategy(THDStrategyMixin, SingleDeviceStrategy):
 
     Args:
         device: the device; the first one the Trainer's ``accelerator`` and ``devices`` choose, by default.
+        broadcast_data: one rank reads for all that share its data, for iterable datasets that do not say
+            which part they read.
         kwargs: those of Lightning's ``SingleDeviceStrategy``.
     """
 
@@ -87,6 +89,7 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
         max_context_parallel_size: int | None = None,
         context_parallel_layout: Layout = "dual_chunk",
         context_parallel_communication: Communication = "auto",
+        broadcast_data: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -96,6 +99,7 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
             max_context_parallel_size=max_context_parallel_size,
             context_parallel_layout=context_parallel_layout,
             context_parallel_communication=context_parallel_communication,
+            broadcast_data=broadcast_data,
         )
 
     def configure_ddp(self) -> None:
@@ -111,7 +115,8 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
 
     Weights are cut over the tensor-parallel ranks by the model's own plan, and sharded by FSDP2 over all
     others. All ranks begin with rank 0's weights. Build the model in ``__init__`` or ``configure_model``;
-    one that is sharded already is left as it is. ``context_parallel_...`` are those of ``THDDDPStrategy``.
+    one that is sharded already is left as it is. ``context_parallel_...`` and ``broadcast_data`` are
+    those of ``THDDDPStrategy``.
 
     Args:
         data_parallel_size: groups that read different data; ``auto`` takes what the others leave.
@@ -147,6 +152,7 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
         sequence_parallel: bool = False,
         context_parallel_layout: Layout = "dual_chunk",
         context_parallel_communication: Communication = "auto",
+        broadcast_data: bool = False,
         reshard_after_forward: bool | Literal["auto"] = "auto",
         asynchronous_checkpoints: bool = False,
         process_group_backend: str | None = None,
@@ -173,6 +179,7 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
             max_context_parallel_size=max_context_parallel_size,
             context_parallel_layout=context_parallel_layout,
             context_parallel_communication=context_parallel_communication,
+            broadcast_data=broadcast_data,
         )
         self.data_parallel_size = data_parallel_size
         self.data_parallel_replicas = data_parallel_replicas
@@ -221,6 +228,7 @@ def register_strategies() -> None:
 def _configure(strategy: Any, **options: Any) -> None:
     """Check and keep how ranks share packs, by the names of the mixin's attributes."""
     check_degrees(options["context_parallel_size"], options["max_context_parallel_size"])
+    flags(broadcast_data=options["broadcast_data"])
     check_ways(options["context_parallel_layout"], options["context_parallel_communication"])
     for name, value in options.items():
         setattr(strategy, name, value)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Any
 
+import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.strategies import (
@@ -15,11 +17,12 @@ from lightning.pytorch.strategies import (
 )
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.utils.data import DataLoader
 
-from lightning_thd import Sequences, THDStrategyMixin
+from lightning_thd import Sequences, THDBatch, THDStrategyMixin
 from tests.ranks import run_ranks
 from tests.strategies.jobs import CLIP, Job, Layout, data, full_parameters, make_trainer, train_by_hand
-from tests.tiny import largest_error
+from tests.tiny import largest_error, sequences
 
 STEP = Sequences(12)
 
@@ -104,3 +107,47 @@ def test_any_host_trains_as_one_process(name: str) -> None:
         # Lightning makes a model under FSDP1 fp32.
         assert largest_error(params, wanted["params"]) < (1e-5 if "fsdp" in name else 1e-10)
         assert place == (rank // (layout.cp * layout.tp), layout.dp)
+
+
+class OneReader(L.LightningDataModule):
+    """A data module that gives data to the first rank of each pair alone, in batches of unequal size."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        if torch.distributed.get_rank() % 2:
+            return DataLoader([0] * 6, collate_fn=self.forbidden)
+        samples = sequences(18, longest=24)
+        samples[7] = {"input_ids": [3] * 20_000}  # a message beyond the first buffer
+        return DataLoader(
+            samples, batch_size=3, collate_fn=partial(THDBatch.collate, align=Layout(cp=2).align)
+        )
+
+    def forbidden(self, _: Any) -> None:
+        raise AssertionError("this rank must not read")
+
+
+class Recorder(Job):
+    def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
+        self.losses.append(float(batch.stats.real_tokens))
+        batch.layout.used = True  # this one has no need of other ranks
+        return self.model.lm_head.weight.sum() * 0.0
+
+
+def one_reader() -> list[float]:
+    options = {"broadcast_data": True, "find_unused_parameters": True}
+    module = Recorder()
+    trainer = make_trainer(
+        Layout(strategy="thd_ddp", cp=2, options=options),
+        gradient_clip_val=None,
+        max_steps=-1,
+        max_epochs=1,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module, OneReader())
+    return module.losses[::2]
+
+
+def test_one_rank_reads_for_its_peers() -> None:
+    first, second = run_ranks(one_reader, 2)
+    samples = sequences(18, longest=24)
+    lengths = [20_000 if i == 7 else len(s["input_ids"]) for i, s in enumerate(samples)]
+    assert first == second == [sum(lengths[i : i + 3]) for i in range(0, 18, 3)]
