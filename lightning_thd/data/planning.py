@@ -1,10 +1,11 @@
-"""A counted set, how to pack it, and the ranks -> its planner."""
+"""A counted set, how to pack it, and the ranks -> its planner, with windows counted once for all runs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Generic, TypeVar, cast, get_args
 
 import numpy as np
@@ -18,17 +19,24 @@ from lightning_thd.batch.thd_batch import THDBatch, collate_checked
 from lightning_thd.data.loader import Planner
 from lightning_thd.data.read.sources import Opener
 from lightning_thd.data.sets import DataSet
+from lightning_thd.data.store.cache import cached_arrays
 from lightning_thd.data.store.index import Empty, MapDataset, refuse_cuts
 from lightning_thd.data.trainer_link import Host, model_cost, model_counts, model_patch
 from lightning_thd.packing import Cost, PackPlanner, Packs, Scheduler, Sequences
 from lightning_thd.packing.entries import Oversize
 from lightning_thd.packing.lengths import make_slots
 from lightning_thd.packing.mixtures import Mixing, MixturePlanner, make_mixture
-from lightning_thd.packing.planner import Tail
+from lightning_thd.packing.planner import Tail, media_digest
 from lightning_thd.packing.prefixes import PrefixPlanner
 from lightning_thd.packing.sharing import SharedPlanner
 
 T = TypeVar("T")
+
+_VERSION = 1  # The version of the counts in the cache.
+# These decide the packs of a window; the rest of a planner's settings may change under the same counts.
+_DECIDES = ("align", "window", "oversize", "seed")
+
+COUNTS_FROM = 100_000  # With fewer sequences, counting windows takes less time than opening a file.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +158,10 @@ def make_planner(
         return PrefixPlanner(data.index.lengths, capacity, ids=partial(prefix_bytes, rows), **plan), rows
     if data.weights is not None:
         return _mixture_planner(data, settings, plan), rows
-    return PackPlanner(data.index.lengths, capacity, **plan), rows
+    whole = partial(PackPlanner, data.index.lengths, capacity, **plan)
+    if data.key is None or len(data.index.lengths) < COUNTS_FROM:
+        return whole(), rows
+    return plan_counted_once(whole, data.key, settings.opener.cache_dir), rows
 
 
 def _mixture_planner(data: DataSet, settings: DataSettings, plan: dict[str, Any]) -> MixturePlanner:
@@ -211,6 +222,31 @@ def counts_of(data: DataSet, planner: Planner) -> dict[str, int]:
     counts = dict(planner.entries.counts)
     counts["empty"] -= len(data.index.bad)  # a bad row has length 0, too
     return {**counts, "skipped": data.skipped} if data.skipped else counts
+
+
+def plan_counted_once(
+    plan: partial[PackPlanner], key: Mapping[str, Any], cache_dir: str | Path | None
+) -> PackPlanner:
+    """Make a planner whose number of packs in each window comes from the cache if counted before."""
+    given = plan.keywords
+    if isinstance(given["global_batch"], Sequences) or given["schedule"] is not None:
+        return plan()
+    made: list[PackPlanner] = []
+
+    def count() -> dict[str, npt.NDArray[np.uint32]]:
+        made.append(plan())
+        counts = made[0].counts
+        assert counts is not None
+        return {"counts": counts}
+
+    of = {"of": dict(key), "capacity": plan.args[1], **{name: repr(given[name]) for name in _DECIDES}}
+    if "max_patches" in given and "patches" in given:
+        table = given["patches"]
+        of["max_patches"] = (
+            f"{given['max_patches']} {media_digest(partial(np.take, table, axis=0), len(table))}"
+        )
+    found = cached_arrays("counts", of, count, version=_VERSION, cache_dir=cache_dir)
+    return made[0] if made else plan(counts=np.asarray(found["counts"]))
 
 
 def announce(data: DataSet, planner: Planner, host: Host) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import pickle
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,26 @@ def test_known_data_is_counted_once(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="It is built again now"):
         again = build_index(first, key=key, cache_dir=tmp_path)
     assert again.lengths.tolist() == expected.lengths.tolist()
+
+
+def test_windows_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "COUNTS_FROM", 1)
+
+    def order() -> list[tuple[int, ...]]:
+        rows = Known(sequences(60))
+        data = THDDataModule(rows, capacity=CAPACITY, window=16, cache_dir=tmp_path, val=sequences(9))
+        return [batch.sequence_ids for batch in batches_of(data)]
+
+    def never(*args: object, **kwargs: object) -> None:
+        raise AssertionError("windows were counted")
+
+    first = order()
+    monkeypatch.setattr("lightning_thd.packing.windows.count_windows", never)
+    assert order() == first
+    [folder] = tmp_path.glob("counts-*")
+    shutil.rmtree(folder)
+    with pytest.raises(AssertionError, match="windows were counted"):
+        order()
 
 
 @pytest.mark.parametrize("mine", [None, Cost(linear=1, quadratic=0)])
