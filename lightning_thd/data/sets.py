@@ -104,6 +104,18 @@ def refuse_unused(processor: object, data: DataSet) -> None:
         raise ValueError(f"the {data.name} data hold ids, and processor= renders conversations.")
 
 
+def refuse_class_names(name: str, source: Any, opener: Opener, classifier: str) -> None:
+    """Refuse names of classes under ``label``, which are left out, beside a model that learns labels."""
+    for part in [given[0] for given in source.values()] if is_mixture(source) else [source]:
+        record = opener.first_record(part)
+        label = record.get("label") if isinstance(record, Mapping) else None
+        if isinstance(label, str):
+            raise ValueError(
+                f"the first record of the {name} data has label={label!r}, and {classifier} learns numbers. "
+                "Map names of classes to numbers, or drop the key."
+            )
+
+
 def is_mixture(source: object) -> bool:
     """Return whether a source is a dict of named sources, not a dataset of columns or splits."""
     if not isinstance(source, Mapping) or not source:

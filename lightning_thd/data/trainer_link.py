@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_thd._find import model_config
+from lightning_thd._find import model_config, models_in
 from lightning_thd.alignment import Alignment
 from lightning_thd.flops import FlopsModel
 from lightning_thd.packing import Cost, Packs, Sequences
@@ -103,6 +103,12 @@ def vocab_size(module: nn.Module | None) -> int | None:
     """Return the size of the model's vocabulary, if its config has it."""
     config = model_config(module)
     return getattr(config.get_text_config(), "vocab_size", None) if config is not None else None
+
+
+def sequence_classifier(module: nn.Module | None) -> str | None:
+    """Return the class of the first model in a module that has one output a sequence, if any."""
+    names = (type(model).__name__ for _, model in models_in(module))
+    return next((name for name in names if name.endswith("ForSequenceClassification")), None)
 
 
 def model_cost(module: nn.Module | None, longest: int) -> Cost | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -324,6 +325,20 @@ def test_labels_reach_the_model_from_every_source(source: str, tmp_path: Path) -
 
     make_trainer().fit(Checks(), THDDataModule(train, capacity=40, cache_dir=tmp_path))
     assert seen == 24
+
+
+@pytest.mark.parametrize("source", ["rows", "jsonl", "columns", "parquet", "mixture"])
+def test_names_of_classes_are_refused_for_a_classifier(source: str, tmp_path: Path) -> None:
+    given = [{"text": "good", "label": "pos"}, {"text": "bad", "label": "neg"}]
+    ids = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3]], "label": ["pos", "neg"]})
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+    ids.to_parquet(tmp_path / "a.parquet")
+    mixture = {"a": (str(tmp_path / "a.jsonl"), 1.0)}
+    made: dict[str, Any] = {"rows": given, "columns": ids, "mixture": mixture}
+    train = made.get(source, str(tmp_path / f"a.{source}"))
+    data = THDDataModule(train, capacity=40, cache_dir=tmp_path, tokenizer=lambda text: [1] * len(text))
+    with pytest.raises(ValueError, match="label='pos'.*wanted one finite|label='pos', and BertForSequence"):
+        make_trainer().fit(Classifies(), data)
 
 
 def test_the_mean_of_an_evaluation_is_that_over_its_sequences() -> None:

@@ -82,6 +82,16 @@ class Opener:
         key = None if opened.key is None else {**opened.key, "packed": "sequences"}
         return Opened(dataset=rows, key=key, schedule=rows.row if self.packed == "packs" else None)
 
+    def first_record(self, source: Source | Paths) -> Any:
+        """Return the first record of a source as it was written; None for a store, which keeps ids."""
+        if not is_paths(source):
+            dataset = as_dataset(source)
+            return dataset[0] if len(dataset) else None
+        if isinstance(source, str | Path) and (Path(source) / "meta.json").is_file():
+            return None
+        files = find_files(cast("Paths", source), cache_dir=self.cache_dir)
+        return next((record for chunk in self._chunks(files) for _, record in chunk()), None)
+
     def _open_paths(self, source: Paths) -> Opened:
         if isinstance(source, str | Path) and (Path(source) / "meta.json").is_file():
             store = TokenStore.open(source)
