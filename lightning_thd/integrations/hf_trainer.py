@@ -99,6 +99,8 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
                 "compute_loss_func is called with logits, which packed_trainer never makes. Define "
                 "compute_loss() in a subclass, or give prepare_thd(loss_fn=...) the loss."
             )
+        for name in {"val", "test", "predict"} & (data_kwargs or {}).keys():
+            raise ValueError(f"data_kwargs has {name!r}, which nothing would read. Pass eval_dataset=.")
         given = kwargs.get("args", args[1] if len(args) > 1 else None)
         if given is not None:
             refuse_options(given)  # before the base class warns about them or acts on them

@@ -115,6 +115,7 @@ def test_what_a_constructor_refuses(tmp_path: Path) -> None:
     for given, message in (
         ({"compute_loss_func": lambda *_, **__: 0}, "compute_loss_func is called with logits, which packed_"),
         ({"data_collator": lambda rows: rows}, "would pad packs"),
+        ({"data_kwargs": {"val": [{"input_ids": [1, 2]}]}}, "'val', which nothing would read. Pass eval_"),
         ({"kind": Images}, "The dataset has images, which TRL prepares batch by batch in its"),
         ({"model": other_attention()}, r"'sdpa'.*Call model.set_attn_implementation\('thd'\)"),
         (
@@ -152,7 +153,7 @@ ROWS = Dataset.from_list([{"input_ids": [5, 6]}])
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [
+        (3.5, r"type .float. has no len"),
         (3.5, "float is no dataset: it has no length"),
         (None, "has no dataset to pack. Pass train_dataset"),
         (DatasetDict(train=ROWS, test=ROWS), r"keys \['train', 'test'\] is no dataset"),
