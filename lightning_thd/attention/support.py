@@ -173,7 +173,7 @@ def choose(backend: Backend, request: Request) -> Kernel:
         asked = backend in ("auto", SUPPORT[kernel].backend)
         if asked and why_not(kernel, request) is None and missing(kernel) is None:
             if backend == "auto" and SUPPORT[kernel].slow and not torch.compiler.is_compiling():
-                _say_slow(kernel)
+                _say_slow(kernel, request)
             return kernel
     lines = [f"backend={backend!r} cannot run this call: {request}."]
     for kernel, row in SUPPORT.items():
@@ -189,14 +189,19 @@ def choose(backend: Backend, request: Request) -> Kernel:
     raise ValueError("\n  ".join(lines))
 
 
-def _say_slow(kernel: Kernel) -> None:
-    """Print once that a kernel is slow, and who says how to get a faster one."""
-    if kernel not in _SAID:
-        _SAID.add(kernel)
-        rank_zero_info(
-            f"Attention runs on backend={kernel!r}: exact, and slower than a flash kernel, which wants half "
-            "precision. `lightning-thd doctor` says why the others do not run here."
-        )
+def _say_slow(kernel: Kernel, request: Request) -> None:
+    """Print once that a kernel is slow, which precision is faster, and who says how to get another kernel."""
+    if kernel in _SAID:
+        return
+    _SAID.add(kernel)
+    advice, capability = "", request.capability or 0
+    if request.device == "cuda" and request.dtype == torch.float32 and capability >= 7:
+        half = "bf16-mixed" if capability >= 8 else "16-mixed"
+        advice = f" This GPU multiplies faster with precision={half!r}."
+    rank_zero_info(
+        f"Attention runs on backend={kernel!r}: exact, and slower than a flash kernel. "
+        f"`lightning-thd doctor` says why the others do not run here.{advice}"
+    )
 
 
 def why_not(kernel: Kernel, request: Request) -> str | None:

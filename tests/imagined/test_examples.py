@@ -52,4 +52,5 @@ def test_readme(capability: str, tmp_path: Path) -> None:
     assert found["steps"] == STEPS
     assert not our_reads(found), found["reads"]
     assert all("batch/upload" in row and "pinned non_blocking" in row for row in found["uploads"])
-    assert "a flash kernel, which wants half precision" in found["printed"]  # fp32 stays, and that is said
+    half = "16-mixed" if capability == "7.5" else "bf16-mixed"
+    assert f"precision='{half}'" in found["printed"]  # fp32 stays, and the faster precision is named
