@@ -6,6 +6,7 @@ import contextlib
 import csv
 import logging
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_thd import THDDataModule, THDThroughputMonitor
 from lightning_thd.batch import THDBatch, THDStep
@@ -135,6 +137,27 @@ def test_compiling_and_capturing_steps_are_left_out(tmp_path: Path, monkeypatch:
     assert first["train/device/flops_per_sec"] == pytest.approx(flops_of(UNEQUAL[2:3]) / 0.5)
     assert second["train/device/flops_per_sec"] == pytest.approx(flops_of(UNEQUAL[5:]) / 0.5)
     assert second["train/total_flops"] == flops_of(UNEQUAL)
+
+
+def test_hooks_on_packs_launch_nothing_but_the_log(tmp_path: Path) -> None:
+    clock = Clock()
+    watched, counts = monitor(clock, every_n_steps=6), list[int]()
+
+    class Spy(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            counts[-1] += 1
+            return func(*args, **(kwargs or {}))
+
+    def spied(hook: Any, *args: Any) -> None:
+        counts.append(0)
+        with Spy():
+            hook(*args)
+
+    for name in ("on_train_batch_start", "on_train_batch_end"):
+        setattr(watched, name, partial(spied, getattr(watched, name)))
+    fit(tmp_path, UNEQUAL, watched, clock=clock)
+    assert counts[:-1] == [0] * 11
+    assert 0 < counts[-1] < 100  # the log of the last step
 
 
 def test_without_a_logger_the_values_are_in_the_bar_and_in_callback_metrics(tmp_path: Path) -> None:

@@ -6,12 +6,17 @@ import multiprocessing as mp
 import os
 import pickle
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import numpy as np
+import psutil
 import pytest
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
@@ -344,3 +349,39 @@ def test_a_copy_and_a_fork_leave_the_thread_behind() -> None:
         right = same(ahead.step(0, 1), plain.step(0, 1)) and same(ahead.step(0, 2), plain.step(0, 2))
         os._exit(0 if right else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+_WORKING = """
+import sys, time
+from lightning_thd import THDDataModule
+kind, folder = sys.argv[1:]
+short = [{"input_ids": [1, 2]}] * 100_000
+source = folder + "/d.jsonl" if kind == "tokenising" else short
+data = THDDataModule(source, capacity=50_000, num_workers=1, cache_dir=folder)
+data.setup("fit")
+print("ready", flush=True)
+for batch in data.train_dataloader():
+    time.sleep(1)
+"""
+
+
+@pytest.mark.parametrize("kind", ["tokenising", pytest.param("loading", marks=pytest.mark.slow)])
+def test_workers_end_with_a_killed_process(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text(f'{{"text": "{"a" * 2000}"}}\n' * 16_000)
+    command = [sys.executable, "-W", "ignore", "-c", _WORKING, kind, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as job:
+        assert job.stdout is not None
+        if kind == "loading":
+            job.stdout.readline()  # the workers that count have ended
+        while not any("pt_data" in x.name() for x in psutil.Process(job.pid).children()):
+            assert job.poll() is None
+            time.sleep(0.01)
+        time.sleep(0.3)
+        job.send_signal(signal.SIGSTOP)  # it reads no more, and the workers' queues fill up
+        workers = psutil.Process(job.pid).children()
+        time.sleep(1.5)
+        job.kill()
+        _, alive = psutil.wait_procs(workers, timeout=20)
+        for worker in alive:
+            worker.kill()
+    assert not alive

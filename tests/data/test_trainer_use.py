@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import csv
+import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import BasePredictionWriter, GradientAccumulationScheduler, ModelCheckpoint
+import torch.distributed as dist
+from lightning.pytorch.callbacks import (
+    BasePredictionWriter,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+)
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_thd import Sequences, THDBatch, THDDataModule
+from lightning_thd import Sequences, THDBatch, THDDataModule, causal_lm_loss
 from lightning_thd.data.streams import Stream
 from lightning_thd.module import CausalLMModule
 from tests.data.support import CAPACITY, Rows, make_trainer
+from tests.ranks import run_ranks
 from tests.scripts import run_python
-from tests.tiny import TinyModule, largest_error, sequences, tiny_llama
+from tests.tiny import TinyModule, largest_error, nll, sequences, tiny_llama
 
 SAMPLES = sequences(40)
 
@@ -395,3 +403,39 @@ for seed in range(int(sys.argv[1])):
 @pytest.mark.parametrize("count", [2, pytest.param(200, marks=pytest.mark.slow)])
 def test_processes_end_whenever_they_leave_a_loop(count: int) -> None:
     run_python("-c", SCRIPT, count, timeout_s=600.0)
+
+
+SETS = {"code": sequences(9, seed=1), "prose": sequences(4, seed=2)}
+
+
+class LogsSets(TinyModule):
+    """Logs by the names that its batches carry; a rate of zero, so that nothing ever improves."""
+
+    def validation_step(self, batch: THDBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        loss = causal_lm_loss(self.model, batch)
+        self.log(f"val/loss/{batch.set_name}", loss, sync_dist=True, add_dataloader_idx=False)
+
+
+def fit_until_stopped(folder: str) -> tuple[dict[str, float], int, str]:
+    warnings.filterwarnings("ignore", ".*(accelerator|num_workers|does not have many workers).*")
+    stop = EarlyStopping("val/loss/code", patience=2, verbose=False)
+    keep = ModelCheckpoint(folder, monitor="val/loss/prose", filename="best-{epoch}")
+    world = {"strategy": "thd_ddp", "devices": dist.get_world_size(), "enable_checkpointing": True}
+    trainer = make_trainer(max_epochs=9, callbacks=[stop, keep], **world)
+    data = THDDataModule(sequences(12), capacity=CAPACITY, val=SETS, global_batch=Sequences(4))
+    trainer.fit(LogsSets(lr=0.0), data)
+    metrics = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
+    return metrics, trainer.current_epoch, Path(keep.best_model_path).name
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_callbacks_stop_and_save_by_the_metric_of_a_named_set(ranks: int, tmp_path: Path) -> None:
+    wanted = {}
+    with torch.no_grad():
+        for name, rows in SETS.items():
+            losses = [nll(TinyModule().model, row) for row in rows]
+            wanted[f"val/loss/{name}"] = float(sum(x for x, _ in losses)) / sum(n for _, n in losses)
+    for metrics, epochs, kept in run_ranks(fit_until_stopped, ranks, str(tmp_path)):
+        assert metrics == pytest.approx(wanted, rel=1e-6)
+        assert epochs == 3  # the first and two that were no better
+        assert kept == "best-epoch=0.ckpt"

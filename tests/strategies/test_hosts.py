@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import (
     DDPStrategy,
     FSDPStrategy,
@@ -19,12 +21,15 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader
 
-from lightning_thd import Sequences, THDBatch, THDStrategyMixin
+from lightning_thd import Packs, Sequences, THDBatch, THDModelParallelStrategy, THDStrategyMixin
 from tests.ranks import run_ranks
 from tests.strategies.jobs import CLIP, Job, Layout, data, full_parameters, make_trainer, train_by_hand
 from tests.tiny import largest_error, sequences
 
 STEP = Sequences(12)
+# What FSDP calls: since torch 2.13 under a new name.
+REDUCE = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 
 class OnDDP(THDStrategyMixin, DDPStrategy):
@@ -107,6 +112,49 @@ def test_any_host_trains_as_one_process(name: str) -> None:
         # Lightning makes a model under FSDP1 fp32.
         assert largest_error(params, wanted["params"]) < (1e-5 if "fsdp" in name else 1e-10)
         assert place == (rank // (layout.cp * layout.tp), layout.dp)
+
+
+# Under FSDP2 a step has three reductions: of two layers, and of the rest of the model.
+SYNCS: dict[str, tuple[Any, int, Packs | Sequences]] = {
+    "fsdp packs": (OnFSDP, 1, Packs(6)),
+    "ours packs": (THDModelParallelStrategy, 3, Packs(6)),
+    "ours": (THDModelParallelStrategy, 3, Sequences(24)),
+    "keeps": (partial(THDModelParallelStrategy, reshard_after_forward=False), 3, Sequences(24)),
+}
+
+
+def collectives() -> dict[str, tuple[int, int, int, dict[str, torch.Tensor]]]:
+    """Count the collectives that reduce gradients and gather weights in two steps, and the microbatches."""
+    calls, found = Counter[str](), {}
+
+    def counted(kind: str, call: Any, *args: Any, **kwargs: Any) -> Any:
+        calls[kind] += 1
+        return call(*args, **kwargs)
+
+    for name, (make, _, step) in SYNCS.items():
+        running = Job()
+        accumulate = step.n // 2 if isinstance(step, Packs) else 1
+        options = {"gradient_clip_val": None, "max_steps": 2, "accumulate_grad_batches": accumulate}
+        trainer = make_trainer(Layout(dp=2), strategy=make(), **options)
+        calls.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            for kind in (REDUCE, GATHER):
+                patch.setattr(dist, kind, partial(counted, kind, getattr(dist, kind)))
+            trainer.fit(running, data(step))
+        counts = calls[REDUCE], calls[GATHER], running.microbatches
+        found[name] = (*counts, {} if name.startswith("fsdp") else full_parameters(running.model))
+    return found
+
+
+def test_gradients_are_reduced_and_kept_weights_gathered_once_a_step() -> None:
+    for found in run_ranks(collectives, 2):
+        for name, (reductions, _, microbatches, _) in found.items():
+            assert reductions == 2 * SYNCS[name][1]
+            assert microbatches >= 2 * 2
+        (_, often, microbatches, wanted), (_, once, _, kept) = found["ours"], found["keeps"]
+        assert once == 2 * 3
+        assert often > microbatches * 3
+        assert largest_error(kept, wanted) == 0.0
 
 
 class OneReader(L.LightningDataModule):
