@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -94,3 +95,36 @@ def test_it_installs_into_an_empty_environment(built: dict[str, Path], tmp_path:
     assert absent == "[]"
     said = run(str(home / "bin" / "lightning-thd"), "--help", cwd=tmp_path, PYTHONPATH=f"{packages}:{shared}")
     assert "doctor" in said
+
+
+# what an extra is for: a module it brings
+BRINGS = {
+    "hf": "transformers",
+    "accelerate": "accelerate",
+    "wandb": "wandb",
+    "cli": "jsonargparse",
+    "plots": "matplotlib",
+    "remote": "fsspec",
+    "fp8": "torchao",
+    "ray": "ray",
+    "docs": "mkdocs",
+    "dev": "pytest",
+}
+
+
+@pytest.mark.slow
+def test_extras_install_one_after_the_other(built: dict[str, Path], tmp_path: Path) -> None:
+    # downloads what the extras name; torch comes first, by its exact version, as the README advises
+    named = re.findall(r"^(\w+) ?=", (ROOT / "setup.cfg").read_text().split("extras_require]")[1], re.M)
+    assert set(BRINGS) == set(named[: named.index("dev") + 1]) - {"te", "flash", "ssm"}  # those need a GPU
+    home = tmp_path / "venv"
+    venv.create(home, with_pip=True, symlinks=True)
+    python = str(home / "bin" / "python")
+    pip = [python, "-m", "pip", "install", "--quiet", "-c", str(ROOT / "constraints.txt")]
+    run(*pip, "torch", cwd=tmp_path)
+    run(*pip, str(built["wheel"]), cwd=tmp_path)
+    assert "absent" not in run(python, "-c", IMPORTS, cwd=tmp_path).split()
+    for extra, module in BRINGS.items():
+        run(*pip, f"{built['wheel']}[{extra}]", cwd=tmp_path)
+        run(python, "-c", f"import lightning_thd, {module}", cwd=tmp_path)
+        assert json.loads(run(str(home / "bin" / "lightning-thd"), "doctor", "--json", cwd=tmp_path))
