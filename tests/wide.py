@@ -16,7 +16,8 @@ from torch import Tensor
 @contextlib.contextmanager
 def nothing_narrower() -> Generator[None]:
     """Let what is fp64 stay so, in this process, where a model asks for fp32."""
-    to, single, softmax = torch.Tensor.to, torch.Tensor.float, torch.nn.functional.softmax
+    tensor: Any = torch.Tensor
+    to, single, kind, softmax = tensor.to, tensor.float, tensor.type, torch.nn.functional.softmax
 
     def wide_to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.dtype == torch.float64:
@@ -25,16 +26,20 @@ def nothing_narrower() -> Generator[None]:
                 kwargs["dtype"] = torch.float64
         return to(self, *args, **kwargs)
 
+    def wide_type(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.dtype == torch.float64:
+            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        return kind(self, *args, **kwargs)
+
     def wide_softmax(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if input.dtype == torch.float64 and kwargs.get("dtype") is torch.float32:
             kwargs["dtype"] = torch.float64
         return softmax(input, *args, **kwargs)
 
-    tensor: Any = torch.Tensor
-    tensor.to, tensor.float = wide_to, lambda self: wide_to(self, torch.float32)
+    tensor.type, tensor.to, tensor.float = wide_type, wide_to, lambda self: wide_to(self, torch.float32)
     torch.nn.functional.softmax = wide_softmax  # type: ignore[assignment]
     try:
         yield
     finally:
-        tensor.to, tensor.float = to, single
+        tensor.to, tensor.float, tensor.type = to, single, kind
         torch.nn.functional.softmax = softmax

@@ -434,12 +434,16 @@ def install_efficient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops.aten, "_efficient_attention_backward", efficient_backward)
 
 
-def install_prebuilt(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Make the package ``kernels`` importable, with flash-attn 2 and 3; return the requests."""
+def install_prebuilt(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None = None
+) -> list[tuple[str, int]]:
+    """Make the package ``kernels`` importable, with flash-attn 2 and 3 or an error; return the requests."""
     asked = []
 
     def get_kernel(repo_id: str, *, version: int) -> Any:
         asked.append((repo_id, version))
+        if error is not None:
+            raise error
         return types.SimpleNamespace(flash_attn_interface=types.SimpleNamespace(**PREBUILT[repo_id]))
 
     module = types.ModuleType("kernels")

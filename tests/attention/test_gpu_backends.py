@@ -194,3 +194,11 @@ def test_prebuilt_flash_kernels_run_where_none_is_installed(
     out = varlen_attention(q, k, v, cu([4, 7]), cu([4, 7]), 7, 7, softcap=2.0, backend="flash")
     expected, _ = dense_attention(q, k, v, [4, 7], [4, 7], left=-1, right=0, softcap=2.0)
     torch.testing.assert_close(out.double(), expected, **TOLERANCE)
+
+
+def test_a_prebuilt_kernel_that_does_not_load_says_so_in_one_line(on_cuda: pytest.MonkeyPatch) -> None:
+    standins.install_prebuilt(on_cuda, OSError("no network\nsecond line"))
+    q, k, v = (normal(4, 2, 16) for _ in range(3))
+    message = r"the prebuilt kernels-community/flash-attn2 did not load \(OSError\)$"
+    with pytest.raises(ValueError, match=f"(?m){message}"):
+        varlen_attention(q, k, v, cu([4]), cu([4]), 4, 4, backend="flash")

@@ -77,6 +77,9 @@ def test_choices(
     standins.install(on_cuda, *installed.split())
     assert [choose(backend, replace(CUDA, **change)) for _ in range(2)] == [kernel, kernel]
     assert [f"backend='{kernel}'" in line for line in said] == [True] * SUPPORT[kernel].slow  # once
+    request = replace(CUDA, **change)
+    faster = request.device == "cuda" and request.dtype == torch.float32
+    assert ["precision=" in line for line in said] == [faster] * SUPPORT[kernel].slow
 
 
 def test_a_backend_that_is_not_installed_is_named(on_cuda: pytest.MonkeyPatch) -> None:

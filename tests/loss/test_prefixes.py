@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from typing import Any
 
@@ -13,17 +12,18 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
+from torch._dynamo.testing import CompileCounterWithBackend
+
 from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd.batch.prefixes import SharedBatch
 from lightning_thd.loss.causal_lm import causal_lm_logprobs, causal_lm_loss_and_stats
 from lightning_thd.loss.preference import sequence_sums
 from lightning_thd.models.mixers import has_mixers
-from tests.models.families import FAMILIES, build
+from tests.models.families import FAMILIES, build, build_in_double
 from tests.models.matrix import checkpoint
 from tests.wide import nothing_narrower
 
-# fp64 rounding of other orders of summation; expert kernels sort tokens, and routers are in fp32.
-TOLERANCE, OF_EXPERTS = 1e-9, 1e-5
+TOLERANCE = 1e-9  # fp64 rounding of other orders of summation
 
 
 def tree(
@@ -79,17 +79,14 @@ def test_loss_and_gradients_of_a_family(name: str) -> None:
     plain, shared = THDBatch.collate(samples), THDBatch.collate(samples, share_prefixes=True)
     assert isinstance(shared, SharedBatch)
     assert shared.input_ids.shape[0] <= distinct(samples) < plain.input_ids.shape[0]
-    model = build(name, "thd")
+    model = build_in_double(name)
     if has_mixers(model):
         pytest.skip("has a layer that is refused by name")
-    experts = FAMILIES[name].experts  # their products have no fp64
-    with contextlib.nullcontext() if experts else nothing_narrower():
-        model = model if experts else model.double()
+    with nothing_narrower():
         loss, gradients = measured(model, plain)
         same, summed = measured(model, shared)
-    tolerance = OF_EXPERTS if experts else TOLERANCE
-    assert abs(float(same - loss)) <= tolerance * float(loss)
-    assert largest_difference(summed, gradients) <= tolerance
+    assert abs(float(same - loss)) <= TOLERANCE * float(loss)
+    assert largest_difference(summed, gradients) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", [name for name in MIXING if name in FAMILIES])
@@ -138,6 +135,25 @@ def test_gradient_checkpointing_gathers_again(reentrant: bool) -> None:
         checkpoint(model, use_reentrant=reentrant)
         _, summed = measured(model, shared)
     assert largest_difference(summed, gradients) <= TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_layers_are_exact_and_their_graphs_bounded() -> None:
+    model = build("gemma3", "thd").double().train()
+    batches = [THDBatch.collate(tree(seed), share_prefixes=True) for seed in range(3, 8)]
+    eager = [measured(model, batch) for batch in batches]
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    for layer in model.model.layers:
+        layer.compile(backend=counter)
+    graphs = []
+    for batch, (loss, gradients) in zip(batches, eager, strict=True):
+        same, summed = measured(model, batch)
+        graphs.append(counter.frame_count)
+        assert abs(float(same - loss)) <= TOLERANCE
+        assert largest_difference(summed, gradients) <= TOLERANCE
+    assert 0 < graphs[-1] == graphs[2]
 
 
 def test_the_trees_hold_all_that_may_meet() -> None:

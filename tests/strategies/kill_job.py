@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_thd import Sequences, THDBatch
+from lightning_thd import Sequences, THDBatch, THDDataModule
 from lightning_thd.strategies import THDModelParallelStrategy
 from tests.strategies.jobs import Job, data, full_parameters
+from tests.strategies.test_prefix_layouts import BATCH, CAPACITY, rows
 from tests.tiny import quiet_trainer
 
 STEPS = 12
@@ -61,7 +62,10 @@ def main() -> None:
         callbacks=[ModelCheckpoint(out / "checkpoints", every_n_train_steps=2, save_last=True)],
     )
     resume = (out / "checkpoints" / "last.ckpt").exists()
-    trainer.fit(module, data(Sequences(12)), ckpt_path="last" if resume else None)
+    given = data(Sequences(12))
+    if "SHARE_PREFIXES" in os.environ:
+        given = THDDataModule(rows(), capacity=CAPACITY, global_batch=BATCH, share_prefixes=True)
+    trainer.fit(module, given, ckpt_path="last" if resume else None)
     parameters = full_parameters(module.model)
     if rank == "0" or pp > 1:
         torch.save(parameters, out / (f"final-{rank}.pt" if pp > 1 else "final.pt"))

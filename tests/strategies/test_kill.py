@@ -67,6 +67,25 @@ def test_one_rank_dies_and_the_job_goes_on(
 
 
 @pytest.mark.slow
+def test_a_job_of_shared_prefixes_dies_and_goes_on_with_the_same_sequences(tmp_path: Path) -> None:
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    for folder in (killed, whole):
+        folder.mkdir()
+    job = start(killed, 2, 1, SHARE_PREFIXES="1")
+    os.kill(wait_for_step(killed / "ledger-1.txt", 5, job), signal.SIGKILL)
+    assert job.wait(120) != 0
+    assert (killed / "checkpoints" / "last.ckpt").exists()
+    for folder in (killed, whole):
+        done = start(folder, 1, 1, SHARE_PREFIXES="1").wait(240)
+        assert done == 0, (folder / "log.txt").read_text()[-4000:]
+    assert largest_error(torch.load(killed / "final.pt"), torch.load(whole / "final.pt")) < 1e-10
+    begun, resumed = sequences_of(killed / "ledger-0.txt")
+    (wanted,) = sequences_of(whole / "ledger-0.txt")
+    assert len(begun) > 4
+    assert resumed == {step: ids for step, ids in wanted.items() if step >= min(resumed)}
+
+
+@pytest.mark.slow
 def test_torchrun_starts_a_job_again_and_it_goes_on_with_the_same_sequences(tmp_path: Path) -> None:
     job = start(tmp_path, 2, 1, "--max-restarts=1", KILL_AT="1:7")
     assert job.wait(280) == 0, (tmp_path / "log.txt").read_text()[-4000:]
