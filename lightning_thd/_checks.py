@@ -54,7 +54,7 @@ def real_number(
 def host_ints(
     values: Any, name: str, *, ndim: int | None = 1, least: int | None = None, advice: str = "Pass integers."
 ) -> npt.NDArray[np.int64]:
-    """Return integers as an int64 array on the host, of any ``ndim`` for None, or raise with the advice."""
+    """Return integers as an int64 array on the host, or raise with the advice; None allows any ``ndim``."""
     found = _as_array(values, name, advice)
     if ndim is not None and found.ndim != ndim:
         wanted = {0: "one number", 1: "one row of integers"}.get(ndim, f"{ndim} dimensions")
@@ -108,7 +108,7 @@ def int_tensor(values: Any, name: str) -> Tensor:
 
 
 def as_tensor(values: Any) -> Tensor:
-    """Return ``torch.as_tensor(values)``, of a copy if it is a read-only array, of which torch warns."""
+    """Return ``torch.as_tensor(values)``; a read-only array, of which torch warns, is copied first."""
     read_only = isinstance(values, np.ndarray) and not values.flags.writeable
     return torch.as_tensor(values.copy() if read_only else values)
 
@@ -141,7 +141,7 @@ def choice(value: Any, name: str, *wanted: str, advice: str = "") -> None:
 
 
 def shaped(value: Tensor, name: str, wanted: Sequence[int], what: str) -> None:
-    """Raise ValueError unless a tensor has the wanted shape; ``what`` says what it holds, and the advice."""
+    """Raise ValueError unless a tensor has the wanted shape; ``what`` ends the message."""
     if tuple(value.shape) != tuple(wanted):
         raise ValueError(f"{name} is {list(value.shape)}, wanted {list(wanted)}, {what}")
 

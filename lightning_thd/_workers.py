@@ -7,7 +7,7 @@ from multiprocessing import util
 
 
 def end_with_parent(worker: int) -> None:
-    """Let a worker end without its queue being read when its parent was killed; a ``worker_init_fn``.
+    """Let a worker end, its queue unread, if its parent was killed; a ``worker_init_fn``.
 
     A process waits at its end until all it sent was read. torch's workers notice a killed parent, and would
     then wait for ever, with all their memory.

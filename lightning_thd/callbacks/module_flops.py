@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_thd._find import outermost_models
-from lightning_thd.callbacks.seen import Rows, Seen, microbatches, resolve
+from lightning_thd.callbacks.seen import Seen, microbatches, resolve
 from lightning_thd.cuda_graph.fingerprint import only_looking
 from lightning_thd.flops.model import FlopsModel, Member, join
 from lightning_thd.flops.terms import Causal, Layer, Recompute, Tokens, matmul
@@ -158,13 +158,14 @@ class ModuleFlops:
     def _take(self, counter: StepCounter, stage: str, step: Sequence[Seen]) -> None:
         name = type(self._module).__name__
         try:
-            layers = counted_layers(counter, combine([stats for stats, _ in resolve(step)]), name=name)
+            seen = [stats for stats, _ in resolve(step)]
+            least = min(stats.slots for stats in seen)
+            layers = counted_layers(counter, combine(seen), least=least, name=name)
         except ValueError as nothing:
             rank_zero_info(f"FLOPs are not logged: {nothing}")
             return
-        # A counted step is scaled by its slots; those of padding are no work of the model's.
-        padded = any(isinstance(lengths, Rows) for _, lengths in step)
-        self._models[stage] = FlopsModel(name=name, layers=layers, tokens="real" if padded else "slots")
+        conventions = {key: each for key, each in self._conventions.items() if key != "recompute"}
+        self._models[stage] = FlopsModel(name=name, layers=layers, **conventions)
 
     def _stop_watch(self, stage: str) -> None:
         for calls in self._calls.pop(stage, {}).values():

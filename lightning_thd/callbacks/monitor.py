@@ -378,7 +378,8 @@ class THDThroughputMonitor(Callback):
         if self._flops is not None:
             self._flops.follow()
         self.latest.update(metrics)
-        if meter.untold and not self._said_untold:
+        all_slots = meter.model is not None and meter.model.tokens == "slots"  # as the user wants it
+        if meter.untold and not all_slots and not self._said_untold:
             self._said_untold = True
             rank_zero_info(
                 "Nothing in a batch of token ids tells which slots are padding. FLOPs and tokens/s are those "

@@ -38,7 +38,7 @@ def join_indices(indices: list[SequenceIndex]) -> SequenceIndex:
     pairs = list(zip(indices, starts, strict=True))
 
     def joined(name: str, without: Callable[[SequenceIndex], NDArray[Any]]) -> NDArray[Any]:
-        """Join a column; an index without it gets other values, unless none has it."""
+        """Join a column; if only some indices have it, ``without`` makes it for the others."""
         columns: list[NDArray[Any]] = [getattr(index, name) for index in indices]
         if not any(map(len, columns)):
             return columns[0]
@@ -68,9 +68,9 @@ class DataSet:
     dataset: MapDataset  # gives ids, sequence by sequence
     index: SequenceIndex  # lengths and loss tokens of the sequences
     key: dict[str, Any] | None  # the fingerprint of its content and policies; None without one
-    schedule: NDArray[np.int64] | None = None  # the ready pack of each sequence
+    schedule: NDArray[np.int64] | None = None  # the pack of each sequence, if packs come ready
     weights: dict[str, float] | None = None  # the share of each source of a mixture, in any unit
-    lengths: dict[str, NDArray[np.integer]] | None = None
+    lengths: dict[str, NDArray[np.integer]] | None = None  # for each source of a mixture
 
     @property
     def skipped(self) -> int:
@@ -98,10 +98,12 @@ def open_mixture(name: str, sources: Mapping[str, Any], opener: Opener, **how: A
 
 
 def refuse_unused(processor: object, data: DataSet) -> None:
-    """Refuse a processor beside data without a conversation that it renders."""
+    """Refuse a processor if no data are conversations, which it renders."""
     rows = data.dataset.datasets if isinstance(data.dataset, MixedRows) else [data.dataset]
     if processor is not None and len(data.dataset) and not any(isinstance(one, ChatRows) for one in rows):
-        raise ValueError(f"the {data.name} data hold ids, and processor= renders conversations.")
+        raise ValueError(
+            f"the {data.name} data hold ids, and processor= renders conversations. Leave processor= out."
+        )
 
 
 def refuse_class_names(name: str, source: Any, opener: Opener, classifier: str) -> None:
@@ -132,7 +134,7 @@ def weighted(name: str, given: object) -> tuple[Any, float]:
         source, weight = given
         if isinstance(weight, int | float) and not isinstance(weight, bool):
             return source, float(weight)
-    raise TypeError(f"train[{name!r}] is a {type(given).__name__}, wanted (source, weight), a number.")
+    raise TypeError(f"train[{name!r}] is a {type(given).__name__}, wanted (source, weight): a number.")
 
 
 def open_set(

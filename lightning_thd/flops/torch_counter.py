@@ -117,8 +117,13 @@ class StepCounter(FlopCounterMode):
         return super()._count_flops(func_packet, out, args, kwargs)  # type: ignore[no-untyped-call]
 
 
-def counted_layers(counter: StepCounter, stats: SeqStats, *, name: str) -> tuple[Layer, ...]:
-    """Convert what ``counter`` saw of one training step to layers that scale with its slots and pairs."""
+def counted_layers(
+    counter: StepCounter, stats: SeqStats, *, name: str, least: int | None = None
+) -> tuple[Layer, ...]:
+    """Convert what ``counter`` saw of one training step to layers that scale with its slots and pairs.
+
+    ``least`` is the number of slots of the smallest microbatch, default those of the step.
+    """
     matmuls = counter.get_total_flops() - sum(counter.attention.values())
     if not matmuls or not stats.slots:
         raise ValueError(
@@ -132,10 +137,12 @@ def counted_layers(counter: StepCounter, stats: SeqStats, *, name: str) -> tuple
         )
     per_pair = 0.0
     for (operator, rows, length), flops in counter.attention.items():
-        whole = "varlen" not in operator and rows * length >= stats.slots
+        whole = "varlen" not in operator and rows * length >= (least or stats.slots)
         # torch counts the scores of a backward pass twice, which the model needs once
         needed = flops * _NEEDED if "backward" in operator else flops
-        per_pair += needed / (rows * length**2 if whole else max(stats.sum_squares, 1))
+        # Attention over all slots of a microbatch sees ``length`` keys from each slot, padding included.
+        pairs = length * max(rows * length, stats.slots) if whole else max(stats.sum_squares, 1)
+        per_pair += needed / pairs
     terms = (
         _third("counted", "linear", "token", matmuls / stats.slots),
         _third("counted_attention", "attention", "pair", per_pair),

@@ -65,7 +65,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
             "orders rows, but packs are planned. Leave it at 'random'",
         ),
         "dataloader_drop_last": (_OFF, "drops a last batch of rows. Use data_kwargs={'tail': 'drop'}"),
-        "dataloader_in_order": ((True, None), "hands out packs of a step in another. Leave it at True"),
+        "dataloader_in_order": ((True, None), "mixes the packs of steps. Leave it at True"),
         "dataloader_multiprocessing_context": ((None,), "starts workers in another way. Leave it at None"),
         "label_names": ((None, ["labels"], []), "names columns that packs do not take. Name labels 'labels'"),
         "eval_do_concat_batches": ((True, None), "wants predictions in batches of rows. Leave it at True"),
@@ -99,7 +99,7 @@ def refuse_options(args: Any) -> None:
                 f"{given}: packed_trainer does not know this option and cannot say what it does to packs. "
                 "Leave it at its default."
             )
-        elif value is not None:  # which TRL makes of its default "auto"
+        elif value is not None:  # TRL turns its default "auto" into None
             rank_zero_info(f"{given} has no effect on packs; capacity= says how many tokens one holds.")
 
 
@@ -109,8 +109,8 @@ def refuse_engines(trainer: Any) -> None:
     if devices > 1:
         raise ValueError(
             f"The Trainer would run on {devices} GPUs from one process (nn.DataParallel), which cuts packs "
-            "and their cu_seqlens in pieces. Start a process a GPU, torchrun "
-            f"--nproc-per-node={devices}, or show it one: CUDA_VISIBLE_DEVICES=0."
+            "and their cu_seqlens in pieces. Start one process for each GPU with torchrun "
+            f"--nproc-per-node={devices}, or show it one GPU with CUDA_VISIBLE_DEVICES=0."
         )
     if getattr(trainer, "is_deepspeed_enabled", False):
         raise ValueError(f"Accelerate's configuration starts DeepSpeed, which {REFUSED['deepspeed'][1]}.")
@@ -123,7 +123,7 @@ def refuse_engines(trainer: Any) -> None:
 
 
 def _is_changed(args: Any, field: dataclasses.Field[Any]) -> bool:
-    """Return whether an option of transformers or TRL differs from its default; a subclass's never counts."""
+    """Return whether an option of transformers or TRL differs from its default; a user's own never does."""
     owners = [base for base in type(args).__mro__ if field.name in inspect.get_annotations(base)]
     theirs = bool(owners) and owners[-1].__module__.partition(".")[0] in ("transformers", "trl")
     default = field.default
@@ -147,7 +147,7 @@ REPLACED = (
 
 
 def refuse_trainer(trainer_class: type, known: tuple[type, ...]) -> None:
-    """Refuse a class with its own loss or data loading, which packs would skip, but ``known`` ones."""
+    """Refuse a class with its own loss or data loading, which packs would skip; ``known`` classes may."""
     for name in REPLACED:
         owner = next((base for base in trainer_class.__mro__ if name in base.__dict__), None)
         if owner is None or any(owner is base for known_class in known for base in known_class.__mro__):

@@ -37,7 +37,7 @@ _NOT_FOR_ROWS = {
     "router_balance": "TRL means its loss over pairs or groups, and adds the model's own balancing loss",
 }
 
-# Option: (whether a value is refused, why). All others mean what TRL says.
+# Option: why it is refused. All others mean what TRL says.
 REFUSED_FOR_ROWS: dict[str, str] = {
     "padding_free": "packs by itself, before packed_trainer does",
     "use_liger_kernel": "replaces parts of the model that run on packs here",

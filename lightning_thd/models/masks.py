@@ -104,7 +104,7 @@ def told_limit(mask: Tensor | None) -> tuple[int | None, int | None]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _equals_plain(mask_function: Callable[..., Any] | None, kind: str) -> tuple[bool, bool, int | None]:
-    """Return whether a composed mask equals a plain one, whether it is wanted for itself, and its window."""
+    """Return whether a composed mask equals a plain one, whether the model reads it, and its window."""
     window: int | None = None
     added = kind == BIDIRECTIONAL
     parts = list(_parts(mask_function))

@@ -32,7 +32,7 @@ class StepLogs:
         self._late = {key: value for key, value in known.items() if several and value.meta.sync.should}
 
     def begin(self, batch: THDBatch) -> str | None:
-        """Prepare Lightning's logging for a microbatch outside its call; return the hook it was in."""
+        """Let Lightning log a microbatch as if ``training_step`` ran; return the name of the running hook."""
         if self._results is not None:
             weigh(self._results, batch)
             for value in self._values().values():
@@ -91,7 +91,7 @@ class StepLogs:
 
 
 def weigh(results: Any, batch: THDBatch) -> None:
-    """Weigh values logged on_epoch by the step's loss tokens per microbatch and rank, without rounding."""
+    """Weigh values logged on_epoch by the loss tokens of the step's mean microbatch, as a float."""
     results.batch = batch
     results.batch_size = 1.0 / batch.loss_scale if batch.loss_scale else 0
 
@@ -107,7 +107,7 @@ def _reduce(values: Tensor, meta: Any) -> Tensor:
 
 
 class SyncedMetrics:
-    """Makes metrics without a group gather from ranks that see different tokens, until it is closed."""
+    """Lets metrics without a group gather only from ranks that see different tokens, until ``close``."""
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
         metrics = [child for child in module.modules() if isinstance(child, Metric)]
@@ -116,13 +116,13 @@ class SyncedMetrics:
             metric.process_group = group
 
     def close(self) -> None:
-        """Take the group from the metrics: it ends with the job, and no copy of a module can hold it."""
+        """Remove the group from the metrics: it ends with the job, and nothing can copy it."""
         for metric in self._metrics:
             metric.process_group = None
 
 
 def refuse_sums(module: nn.Module, *, dynamic: bool) -> None:
-    """Refuse metrics that sum over ranks that share packs, unless their ``process_group`` says of what."""
+    """Refuse sums over ranks that share packs, unless a ``process_group`` says which ranks to sum over."""
     for name, child in module.named_modules():
         if isinstance(child, SumMetric) and child.process_group is None:
             raise MisconfigurationException(
@@ -135,11 +135,11 @@ _MORE = "See docs/reference/messages.md#sums."
 
 
 def groups_of_sums(*, dynamic: bool) -> str:
-    """Return the end of a message: the groups that sums are to be made over."""
-    own = "torch.distributed.group.WORLD for what this rank has counted of its own slots"
+    """Return the end of a message: which group to sum over."""
+    own = "torch.distributed.group.WORLD for a count of each rank's own slots"
     if dynamic:
         return f"{own}; with context_parallel_size='dynamic' no group has every pack once. {_MORE}"
-    return f"self.trainer.strategy.data_parallel_group for what is the pack's, or to {own}. {_MORE}"
+    return f"self.trainer.strategy.data_parallel_group for a value of the whole pack, or to {own}. {_MORE}"
 
 
 def _is_away(value: Any) -> bool:
@@ -164,7 +164,7 @@ class RecordedLogs:
             if args or not isinstance(value, Tensor | float | int):
                 raise MisconfigurationException(
                     f"self.log({name!r}, {type(value).__name__}) in training_step: only the last pipeline "
-                    f"stage has the numbers. Log numbers, options by keyword.\n  {user_line()}"
+                    f"stage has the numbers. Log numbers, and pass options by keyword.\n  {user_line()}"
                 )
             calls[name] = (value.detach() if isinstance(value, Tensor) else value, kwargs)
 

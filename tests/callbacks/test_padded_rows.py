@@ -264,8 +264,37 @@ def test_what_tells_no_lengths_leaves_out_real_tokens_and_says_it_once(
     _, flops = by_hand(CONFIG, [[N] * 3] * 8)
     assert row["train/total_flops"] == flops
     assert row["train/device/hfu"] == pytest.approx(flops / 4.0 / PEAK)
-    slots = fit(tmp_path, batches, CONFIG, tokens="slots").rows[-1][1]
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        slots = fit(tmp_path, batches, CONFIG, tokens="slots").rows[-1][1]
+    assert "tells which slots are padding" not in caplog.text
     assert slots["train/device/mfu"] == pytest.approx(flops / 2 / 2.0 / PEAK)
+
+
+class Attends(Rows):
+    """A module without a config that attends over whole rows, as wide as its embedding."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x = self.model.embed(batch["input_ids"])[:, None]
+        y = torch.nn.functional.scaled_dot_product_attention(x, x, x)[:, 0]
+        return self.model.head(y).square().mean()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+@pytest.mark.parametrize("causal", ["half", "exact", "full"])
+def test_accumulated_rows_of_a_model_without_a_config_count_their_real_pairs(
+    tmp_path: Path, accumulate: int, causal: Any
+) -> None:
+    throughput = monitor(Clock(), causal=causal)
+    batches = [padded(lengths) for lengths in LENGTHS]
+    batches[1] = {name: rows[:2] for name, rows in batches[1].items()}  # fewer slots than its neighbour
+    run = trainer(tmp_path, throughput, accumulate_grad_batches=accumulate)
+    run.fit(Attends(Clock(), config=None), loader(batches))
+    lengths = [5, 3, 8, 1, 8, 4, 4, 7, 8, 8, 8]
+    squares, tokens = sum(length**2 for length in lengths), sum(lengths)
+    pairs = {"half": squares / 2, "exact": (squares + tokens) / 2, "full": squares}[causal]
+    flops = 3 * 2 * 4 * 31 * tokens + 3 * 4 * 4 * pairs
+    assert throughput.latest["train/total_flops"] == pytest.approx(flops, rel=1e-9)
 
 
 def test_a_line_at_the_end_says_what_packing_would_save(

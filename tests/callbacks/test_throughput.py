@@ -249,6 +249,11 @@ def test_without_a_known_config_a_step_is_counted_once_per_shape_and_says_so(
     assert memory.rows[0][1]["train/time"] == pytest.approx(0.5)  # the counted step is no part of the rates
 
 
+def test_padding_of_packs_is_no_work_of_a_model_without_a_config(tmp_path: Path) -> None:
+    memory = fit(tmp_path, [pack(3, 2, pad_to=8)] * 3, config=None)
+    assert memory.rows[-1][1]["train/total_flops"] == 3 * 2 * 4 * 31 * 15
+
+
 def test_batches_that_tell_nothing_warn_and_are_no_error(tmp_path: Path) -> None:
     class Blind(Module):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ Read = Callable[[Sizes], list[Layer]]  # gives the layers between embedding and 
 
 
 def read_config(config: Any) -> tuple[str, tuple[Layer, ...], int, int | None]:
-    """Return the layers of the model that a config describes, patches merged into one, and a patch's edge."""
+    """Return a config's model type and layers, how many patches merge into one, and a patch's edge."""
     if Sizes(config).model_type in _REGISTERED:
         name = Sizes(config).model_type
         layers = _REGISTERED[name](config)
@@ -69,7 +69,7 @@ def _decoder(sizes: Sizes, *, gated: bool = True) -> list[Layer]:
     """Return decoder layers, each a mixer, then an MLP or experts."""
     sparse = expert_layers(sizes)
     dropouts = ("resid_pdrop", "residual_dropout", "hidden_dropout", "hidden_dropout_prob", "dropout")
-    # A norm or dropout behind a layer's last matmul keeps the output of that.
+    # The backward pass of a norm or dropout behind a layer's last matmul needs that matmul's output.
     followed = sizes.model_type in _NORM_AFTER or sizes.get(*dropouts, default=0.0) > 0
     layers = _between_widths(sizes, "project_in")
     for index in range(sizes.num_layers):

@@ -27,7 +27,7 @@ class Divergence:
     """A divergence between two softmaxes, and its gradient in the student's logits."""
 
     # "kl" is ``sum e^t (t - s)``, "reverse_kl" ``sum e^s (s - t)``, "jsd" ``beta`` times the first plus ``1 -
-    # beta`` times the second, both from the mixture ``m = log(beta e^t + (1 - beta) e^s)``
+    # beta`` times the second, both against the mixture ``m = log(beta e^t + (1 - beta) e^s)``
     kind: Kind
     beta: float = 0.5  # the teacher's share of the mixture
 
@@ -50,7 +50,7 @@ class Divergence:
         return self.beta * teachers + inner, inner
 
     def _slope(self, s: Tensor, t: Tensor) -> Tensor:
-        """Return g, whose ``e^s (g - sum e^s g)`` is the gradient of a row's student logits, ``[c, v]``."""
+        """Return g, ``[c, v]``; the gradient in a row's student logits is ``e^s (g - sum e^s g)``."""
         return s - t if self.kind == "reverse_kl" else (1.0 - self.beta) * (s - self._mixture(s, t))
 
     def gradient(self, s: Tensor, t: Tensor, inner: Tensor) -> Tensor:
