@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
@@ -212,6 +213,15 @@ def test_pinning_and_moving_keep_a_batch(share_prefixes: bool, monkeypatch: pyte
     pinned = batch.pin_memory()
     assert [row.tolist() for row in pinned.unpack(pinned.input_ids)] == rows
     assert {x.device.type for x in pinned.to("meta")._tensors().values()} == {"meta"}
+
+
+def test_fabric_converts_inputs_of_a_shared_batch() -> None:
+    batch = THDBatch.collate([{"input_ids": [5, 6]}, {"input_ids": [5, 7]}], share_prefixes=True)
+    model = build("llama", "thd")
+    wanted = float(causal_lm_loss(model.double(), batch).detach())
+    fabric = Fabric(accelerator="cpu", devices=1, precision="64-true")
+    loss = causal_lm_loss(fabric.setup(model), batch).detach()
+    assert float(loss) == pytest.approx(wanted, rel=1e-9)
 
 
 def test_values_of_slots_or_of_tokens_are_not_guessed() -> None:
