@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import linecache
 import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 # Nobody writes a training step in installed packages, the standard library or this package.
 _OTHERS = (
@@ -17,6 +20,7 @@ _OTHERS = (
     str(Path(__file__).parent),
     "<",
 )
+_TYPED = ("<ipython", "<stdin", "<string")  # how Python names code of a prompt or a notebook
 
 
 def is_users(file: str) -> bool:
@@ -42,3 +46,15 @@ def described(file: str, number: int) -> str:
     """Format a line for messages: file, number and text."""
     text = linecache.getline(file, number).strip()
     return f"{Path(file).name}:{number}: {text}" if text else f"{Path(file).name}:{number}"
+
+
+def users_function(function: Any) -> str:
+    """Return name and place of a function, partial or object of the user's code; empty for another."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    if code is None or not (is_users(code.co_filename) or code.co_filename.startswith(_TYPED)):
+        return ""
+    return f"{code.co_name} ({described(code.co_filename, code.co_firstlineno)})"

@@ -332,6 +332,8 @@ def padded_on_host(
     input_ids: Any, attention_mask: Any, other: Tensor, name: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Check padded ids and their mask, read a device once, and return them and the other, ``[B, N]``."""
+    if attention_mask is None:
+        raise TypeError("attention_mask is None; wanted [B, N]. Pass ones if no token is padding.")
     ids, mask = int_tensor(input_ids, "input_ids"), attention_mask
     mask = mask if isinstance(mask, Tensor) else as_tensor(np.asarray(mask))
     shapes = [list(x.shape) for x in (ids, mask, other)]

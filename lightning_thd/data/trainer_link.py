@@ -283,6 +283,7 @@ class Progress:
             return
         shift = start - progress.current.processed
         if shift:
+            progress.is_last_batch = False  # a step that was broken off is run again
             for counter in (progress.current, progress.total):
                 done = counter.processed + shift
                 counter.ready = counter.started = counter.processed = counter.completed = done

@@ -10,7 +10,6 @@ makes, are computed whole, which takes memory for T x V.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -22,7 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_thd._find import text_config, unwrapped
-from lightning_thd._user_code import described, is_users
+from lightning_thd._user_code import users_function
 from lightning_thd.batch import THDBatch
 from lightning_thd.loss.lazy_logits import LazyLogits, Record, carry_values, open_values
 from lightning_thd.loss.prepare import Call, is_dtensor, local_hidden, plain, vocabulary_group
@@ -33,7 +32,6 @@ from lightning_thd.models.refusals import refuse_losing_adapters
 from lightning_thd.parallel.pipeline.stage import STAGE, Stage
 
 _ATTRIBUTE = "_thd_head_call"
-_TYPED = ("<ipython", "<stdin", "<string")  # how Python names code of a prompt or a notebook
 LINEAR_FORWARD = nn.Linear.forward
 
 
@@ -317,7 +315,7 @@ class HeadCall:
         reading += [type(module).__call__ for module in called]
         reading += [type(module).forward for module in called if module is not inner]
         self._hooks = hooks
-        self._whole = next((f"{found} may read them" for found in map(_users, reading) if found), "")
+        self._whole = next((f"{found} may read them" for found in map(users_function, reading) if found), "")
 
     def _warn_of_memory(self, why: str) -> None:
         if not self._warned:
@@ -345,18 +343,6 @@ def _check_slots(job: _Job, rows: Tensor) -> None:
             f"The head got or gave {list(rows.shape)} for {job.slots} targets, wanted one row a slot. Do not "
             "pass logits_to_keep, or inputs that add tokens."
         )
-
-
-def _users(function: Any) -> str:
-    """Return name and place of a function, partial or object of the user's code; empty for another."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    function = inspect.unwrap(function)
-    function = getattr(function, "__func__", function)
-    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
-    if code is None or not (is_users(code.co_filename) or code.co_filename.startswith(_TYPED)):
-        return ""
-    return f"{code.co_name} ({described(code.co_filename, code.co_firstlineno)})"
 
 
 @functools.cache

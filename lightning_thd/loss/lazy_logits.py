@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_thd._user_code import users_function
 from lightning_thd.loss.tiles.logits import LogitMap
 
 
@@ -90,7 +91,8 @@ class LazyLogits(Tensor):
                 first.record = found
                 return first
         asked = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
-        if asked in _HARMLESS or asked.startswith(("is_", "_is_", "_has_")):
+        hooked = asked == "register_hook" and any(map(users_function, (*args[1:], *kwargs.values())))
+        if not hooked and (asked in _HARMLESS or asked.startswith(("is_", "_is_", "_has_"))):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         for logits in tree_leaves((args, kwargs)):

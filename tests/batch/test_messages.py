@@ -70,6 +70,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: one().replace(sequence_ids=[1, 2]), "1 lengths have 2 sequence_ids"),
     (lambda: one(loss_scale=-1.0), "loss_scale=-1.0; wanted a finite number"),
     (lambda: THDBatch.from_padded([[1, 2]], [1, 1]), r"shapes \[\[1, 2\], \[2\]"),
+    (lambda: THDBatch.from_padded([[1, 2]], None), "attention_mask is None; wanted .*Pass ones if"),
     (lambda: padded([1, 2, 3], [0, 0, 0]), "without a real token"),
     (lambda: padded([1, 2, 3], [1, 1, 2]), "values other than 0 and 1"),
     (lambda: padded([1, -2, 3], [1, 1, 1]), "ids below 0"),

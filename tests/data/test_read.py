@@ -58,7 +58,7 @@ TEXTS: dict[str, tuple[str, str | bytes, list[str]]] = {
     **{suffix: (f"a.jsonl.{suffix}", packed, ["a"] * 99) for suffix, packed in PACKED.items()},
     "array": ("a.json", '[{"text": "a"},\n {"text": "b"}]', ["a", "b"]),
     "strings": ("a.json", '["a", "b"]', ["a", "b"]),
-    "lines in .json": ("a.json", A + B, ["a", "b"]),
+    "lines in .json": ("a.json", b"\n \n" + A + B, ["a", "b"]),
     "byte-order mark of text": ("a.txt", b"\xef\xbb\xbfhello", ["hello"]),
     "byte-order mark of lines": ("a.jsonl", b"\xef\xbb\xbf" + A, ["a"]),
     "capital suffix": ("A.JSONL", A, ["a"]),

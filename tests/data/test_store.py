@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lightning_thd import THDDataModule
+from lightning_thd.data.store.cache import CacheError, build_once
 from lightning_thd.data.store.index import build_index
 from lightning_thd.data.store.tokens import Rows, TokenStore, cached_store
 from lightning_thd.packing import PackPlanner, Packs
@@ -60,6 +62,16 @@ def test_corrupt_store_names_the_folder_and_a_cache_is_built_anew(tmp_path: Path
     with pytest.warns(UserWarning, match="built again"):
         assert cached_store({"a": 1}, build, cache_dir=tmp_path)[0]["input_ids"].tolist() == [1, 2]
     assert len(built) == 2
+
+
+def test_a_cache_that_outgrows_a_limit_on_files_is_named(tmp_path: Path) -> None:
+    def full(place: Path) -> None:
+        raise OSError(errno.EFBIG, "File too large")
+
+    with pytest.raises(
+        CacheError, match=r"The cache .*x cannot be written .*File too large.*Pass cache_dir="
+    ):
+        build_once(tmp_path / "x", full)
 
 
 TOKENS, OFFSETS = np.array([5, 6, 7], np.uint16), np.array([0, 1, 3])

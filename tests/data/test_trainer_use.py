@@ -343,7 +343,8 @@ def test_a_resumed_fit_trains_on_what_is_left(kind: str, accumulate: int, limit:
         ("map", 3, "not a multiple", ("batch7", "batched8", "epoch10", "begin11", "batched15", "finished23")),
         ("mixture", 2, "none", ("batched25",)),
         ("stream", 2, "above", ("batched16", "epoch17", "batched20", "finished37")),
-        ("stream", 2, "none", ("batch7", "validated17", "begin19")),
+        ("stream", 2, "none", ("batch7", "batch15", "validated17", "begin19")),
+        ("map", 2, "below", ("batch3",)),
     ],
 )
 def test_a_sample_of_the_matrix(kind: str, accumulate: int, limit: str, only: Any, tmp_path: Path) -> None:

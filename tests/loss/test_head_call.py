@@ -228,6 +228,11 @@ def all_doubled(module: nn.Module, args: Any, output: Any) -> Any:
         ("lm_head", lambda m, i, o: o.detach() + m.weight.sum(), "the model applies detach to them"),
         ("lm_head", lambda m, i, o: i[0] @ m.weight.T * 3.0, "the model returns others than those of its"),
         ("lm_head", lambda m, i, o: o.argmax() and None, "the model applies argmax to them"),
+        (
+            "lm_head",
+            lambda m, i, o: o.register_hook(lambda g: g * 2) and None,
+            "the model applies register_hook to",
+        ),
     ],
 )
 def test_logits_that_a_hook_reads_or_changes_are_computed_whole(

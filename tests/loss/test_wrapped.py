@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_thd.loss import causal_lm_logprobs, causal_lm_loss, head_call
+from lightning_thd import _user_code
+from lightning_thd.loss import causal_lm_logprobs, causal_lm_loss
 from tests.loss.families import VOCAB, build
 from tests.loss.support import gradients, make_batch, oracle
 from tests.ranks import run_ranks
@@ -225,7 +226,7 @@ class RoundsOutputs(nn.Module):
 def test_a_loss_is_not_rounded_by_an_output_dtype_nor_positions_by_narrow_buffers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(head_call, "is_users", lambda file: False)  # FSDP2 is no user's code
+    monkeypatch.setattr(_user_code, "is_users", lambda file: False)  # FSDP2 is no user's code
     model, batch = build("Llama").train(), make_batch(lengths=LENGTHS[1])
     loss = causal_lm_loss(model, batch)
     wanted = gradients(model, loss)

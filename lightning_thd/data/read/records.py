@@ -225,9 +225,10 @@ def file_chunks(files: list[SourceFile], *, chunk_bytes: int = CHUNK_BYTES) -> l
 
 
 def holds_lines(file: SourceFile) -> bool:
-    """Return whether the first line of a file is a JSON object."""
+    """Return whether the first line of a file that is not blank is a JSON object."""
     with file.path.open("rb") as opened:
-        return isinstance(parse_line(opened.readline(1 << 20)), dict)
+        lines = iter(partial(opened.readline, 1 << 20), b"")
+        return isinstance(parse_line(next((line for line in lines if line.strip()), b"")), dict)
 
 
 def _grouped(files: list[SourceFile], chunk_bytes: int) -> Iterator[Chunk]:
