@@ -89,6 +89,7 @@ def prepare_thd(
     )
     accumulate = accelerator.gradient_accumulation_steps
     loader = as_loader(data, model, shared, accumulate=accumulate, device=accelerator.device)
+    accelerator.sync_gradients = True  # an error inside accumulate() leaves False to every later Accelerator
     model, *prepared = accelerator.prepare(model, *optimizers)
     optimizer = prepared if several else prepared[0]
     if scheduler is not None:

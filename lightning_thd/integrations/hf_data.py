@@ -114,7 +114,8 @@ def streamed_dataset(dataset: Any, trainer: type) -> Any:
 
 def _with_listed_labels(record: Mapping[str, Any]) -> Mapping[str, Any]:
     found = with_labels(record)
-    return found if found is record else {**found, "labels": found["labels"].tolist()}
+    labels = found.get("labels")  # those that TRL made are a list already
+    return {**found, "labels": labels.tolist()} if isinstance(labels, np.ndarray) else found
 
 
 class PositionMixin(TrainerBase):  # type: ignore[misc]

@@ -214,6 +214,10 @@ class PackedLoop:
             attach(data, self.model, self._engine.shared, device=self._engine.device)
             data.setup("validate")
             batches = data.val_dataloader()
+            if isinstance(batches, list):
+                raise ValueError(
+                    "evaluate() runs one set, but val= names several. Pass them one by one, with name=."
+                )
         running, shared = self._meter.pause(), self._engine.shared
         where: Any = {"device": self._engine.device, "group": shared.data_group, "cut": shared.cut}
         loss, tokens = mean_loss(self._loss_fn, self.model, batches, **where)

@@ -82,6 +82,9 @@ def test_what_a_trainer_streams_and_its_masks_of_learned_tokens() -> None:
     found = streamed_dataset(given, trl_like)
     (record,) = list(found)
     assert list(record["labels"]) == [-100, 6, 7]
+    for row in ({"input_ids": [5, 6], "labels": [-100, 6]}, {"input_ids": [5, 6]}):  # without masks
+        (record,) = list(streamed_dataset(Dataset.from_list([row]).to_iterable_dataset(), trl_like))
+        assert record == row
     with pytest.raises(ValueError, match=r"cannot prepare a Stream. Give it a datasets.IterableDataset"):
         streamed_dataset(Stream("x"), trl_like)
     assert is_streamed({"a": (Stream("x"), 1), "b": ([], 2)})
