@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_thd._find import model_config, models_in
+from lightning_thd._find import model_config, models_in, outermost_models, text_config
 from lightning_thd.alignment import Alignment
 from lightning_thd.flops import FlopsModel
 from lightning_thd.packing import Cost, Packs, Sequences
@@ -109,6 +109,20 @@ def sequence_classifier(module: nn.Module | None) -> str | None:
     """Return the class of the first model in a module that has one output a sequence, if any."""
     names = (type(model).__name__ for _, model in models_in(module))
     return next((name for name in names if name.endswith("ForSequenceClassification")), None)
+
+
+def warn_other_attention(module: nn.Module | None) -> None:
+    """Warn of a language model or encoder that trains on packs whose boundaries its attention may not see."""
+    for model in outermost_models(module).values():
+        text = text_config(model.config)
+        attention = getattr(text, "_attn_implementation", None)
+        known = attention in ("eager", "sdpa", "flex_attention") and hasattr(text, "vocab_size")
+        if known and any(parameter.requires_grad for parameter in model.parameters()):
+            rank_zero_warn(
+                f"{type(model).__name__} runs attn_implementation={attention!r}, under which sequences of a "
+                "pack may see each other. Build it with attn_implementation='thd', and give each model a "
+                "copy of the config. See docs/reference/messages.md#attention."
+            )
 
 
 def model_cost(module: nn.Module | None, longest: int) -> Cost | None:

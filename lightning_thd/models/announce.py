@@ -212,7 +212,8 @@ def enter(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Find the pack in a model's arguments, check it, and push it on the stack of running models."""
     config = model.config
-    if config._attn_implementation != NAME:  # switched away by set_attn_implementation
+    if config._attn_implementation != NAME:  # switched away by set_attn_implementation, or by another model
+        _refuse_pack(model, kwargs.get("cu_seq_lens_q"))
         return None
     outer: Scope | None = getattr(STATE, "scope", None)
     if outer is None and getattr(model, "_thd_packs_rows", False):
@@ -320,6 +321,18 @@ def _other_attention(model: Any, attention: str | None) -> str:
         "set_attn_implementation('thd') on the whole model. "
         "See docs/reference/messages.md#attention."
     )
+
+
+def _refuse_pack(model: Any, offsets: Any) -> None:
+    """Refuse sequences that a model gets after it has lost "thd", unless its kernels read their offsets."""
+    attention = model.config._attn_implementation
+    if offsets is not None and offsets.shape[0] > 2 and attention in ("eager", "sdpa", "flex_attention"):
+        raise ValueError(
+            f"{type(model).__name__} was given 'thd', got a pack and runs attn_implementation={attention!r}, "
+            "under which sequences of a pack may see each other: it was switched, or another model was built "
+            "from its config object. Call model.set_attn_implementation('thd'), and give each model a copy "
+            "of the config. See docs/reference/messages.md#attention."
+        )
 
 
 def _refuse_wrong_layers(model: Any) -> None:

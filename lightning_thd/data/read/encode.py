@@ -75,7 +75,10 @@ def _label_of(record: Record) -> Number | None:
     if value is None and is_scalar(beside.get("labels")):
         value = beside["labels"]
     if _is_row(value):
-        raise ValueError("several numbers under 'label', of which files of text keep one. Rename the key.")
+        raise ValueError(
+            "several numbers under 'label', of which files keep one. Rename the key, or pass a list of "
+            "samples with input_ids and label."
+        )
     return cast("Number", value) if is_scalar(value) and np.isfinite(value) else None
 
 
