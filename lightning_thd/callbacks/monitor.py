@@ -99,8 +99,7 @@ class THDThroughputMonitor(Callback):
         clock: Callable[[], float] | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(peak, str) or peak not in ("auto", "measure"):
-            check_peak(peak)
+        check_peak(peak, named=True)
         check_conventions(causal=causal, tokens=tokens)
         if recompute != "auto":
             check_conventions(recompute=recompute)

@@ -106,8 +106,10 @@ def packing(stats: SeqStats, flops: FlopsBreakdown | None) -> dict[str, float]:
     return ratios
 
 
-def check_peak(peak: object) -> None:
-    """Refuse a peak that is neither None nor a positive, finite number of FLOP/s."""
+def check_peak(peak: object, *, named: bool = False) -> None:
+    """Refuse a peak that is neither None nor a positive, finite number of FLOP/s, nor ``named``."""
+    if named and isinstance(peak, str) and peak in ("auto", "measure"):
+        return
     number = isinstance(peak, (int, float)) and not isinstance(peak, bool)
     if peak is not None and not (number and 0 < peak < math.inf):  # type: ignore[operator]
         raise ValueError(

@@ -20,6 +20,7 @@ from lightning_thd.callbacks.experts import expert_load
 from lightning_thd.callbacks.loggers import for_loggers
 from lightning_thd.callbacks.meter import Hardware, Meter
 from lightning_thd.callbacks.module_flops import ModuleFlops
+from lightning_thd.flops.rates import check_peak
 from lightning_thd.integrations.hf_data import (
     PositionMixin,
     TrainerPacks,
@@ -108,6 +109,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         # TRL multiplies the balancing loss itself; causal_lm_loss takes the factor from the model.
         if (coefficient := getattr(self, "router_aux_loss_coef", None)) is not None:
             unwrapped(self.model).router_aux_loss_coef = coefficient
+        check_peak(peak, named=True)
         choice(router_balance, "router_balance", *get_args(RouterBalance))
         self._router_balance: RouterBalance = router_balance
         self._capacity, self._peak, self._data_kwargs = capacity, peak, dict(data_kwargs or {})

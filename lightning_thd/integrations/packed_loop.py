@@ -159,8 +159,7 @@ class PackedLoop:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         whole_number(log_every_n_steps, "log_every_n_steps", least=1, advice="Log every 1 or more steps.")
-        if not isinstance(peak, str) or peak not in ("auto", "measure"):
-            check_peak(peak)
+        check_peak(peak, named=True)
         self.model, self.loader, self.optimizer, self.scheduler = model, loader, optimizer, scheduler
         self.global_step = 0
         self.latest: dict[str, float] = {}

@@ -68,6 +68,8 @@ def test_options_are_refused_by_name(tmp_path: Path) -> None:
         setattr(args, name, VALUES.get(name, True))
         with pytest.raises(ValueError, match=rf"SFTConfig\({name}=.*\) .+\. (Set|Leave|Use|Lower|Name) "):
             packed_trainer()(model=tiny_llama(), args=args, train_dataset=sequences(4), capacity=64)
+    with pytest.raises(ValueError, match="peak='mesure' is not a device's dense FLOP/s"):
+        make(tmp_path, peak="mesure")
     bases, namespace = (TrainingArguments,), {"__module__": "transformers.x"}
     fields: Any = [("new_loss", str, "none")]
     later: Any = dataclasses.make_dataclass("Later", fields, bases=bases, namespace=namespace)
