@@ -187,6 +187,7 @@ def test_a_capture_that_breaks_at_its_end_leaves_allocator_and_generator_usable(
     assert after.stats.replays == 1
 
 
+@pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="this torch has no NCCL")
 def test_ddp_keeps_the_nodes_of_parameters_and_capture_does_not_meet_them(tmp_path: Path) -> None:
     """One rank is enough: DDP makes the nodes that accumulate gradients where it is built."""
     torch.distributed.init_process_group(
