@@ -344,7 +344,8 @@ class THDDataModule(LogsSources):
         (planner, rows), host, settings = self._planner(name), self._host, self._settings
         index, vocab_size = self._sets[name].index, self.vocab_size or link.vocab_size(host.model)
         index.check_vocabulary(vocab_size, name)
-        link.warn_other_attention(host.model)
+        if name == "train":
+            link.say_other_attention(host.model)
         classifier, predicts = link.sequence_classifier(host.model), name.partition("/")[0] == "predict"
         if classifier is not None and not predicts:
             sets.refuse_class_names(name, self._sources[name], settings.opener, classifier)

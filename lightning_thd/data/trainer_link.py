@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_thd._find import model_config, models_in, outermost_models, text_config
@@ -111,14 +111,14 @@ def sequence_classifier(module: nn.Module | None) -> str | None:
     return next((name for name in names if name.endswith("ForSequenceClassification")), None)
 
 
-def warn_other_attention(module: nn.Module | None) -> None:
-    """Warn of a language model or encoder that trains on packs whose boundaries its attention may not see."""
+def say_other_attention(module: nn.Module | None) -> None:
+    """Say once which model trains on packs whose boundaries its attention may not see."""
     for model in outermost_models(module).values():
         text = text_config(model.config)
         attention = getattr(text, "_attn_implementation", None)
         known = attention in ("eager", "sdpa", "flex_attention") and hasattr(text, "vocab_size")
         if known and any(parameter.requires_grad for parameter in model.parameters()):
-            rank_zero_warn(
+            rank_zero_info(
                 f"{type(model).__name__} runs attn_implementation={attention!r}, under which sequences of a "
                 "pack may see each other. Build it with attn_implementation='thd', and give each model a "
                 "copy of the config. See docs/reference/messages.md#attention."

@@ -387,7 +387,9 @@ def test_pooled_rows_are_those_of_every_sequence(how: Any, options: dict[str, An
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
-def test_a_model_that_another_takes_the_attention_of_is_warned_of_and_refused(family: str) -> None:
+def test_a_model_that_another_takes_the_attention_of_is_named_and_refused(
+    family: str, caplog: pytest.LogCaptureFixture
+) -> None:
     module, data = Classifies(), THDDataModule(rows(12), capacity=40)
     module.model = classifier(family, 2).float().train()
     batch = THDBatch.collate(samples([0, 1, 0]))
@@ -395,10 +397,11 @@ def test_a_model_that_another_takes_the_attention_of_is_warned_of_and_refused(fa
     AutoModelForSequenceClassification.from_config(module.model.config, attn_implementation="eager")
     module.model.config._attn_implementation = "eager"  # a later transformers copies the config
     with (
-        pytest.warns(UserWarning, match="Classification runs attn_implementation='eager', under which"),
+        caplog.at_level("INFO"),
         pytest.raises(ValueError, match="was given 'thd', got a pack and runs attn_implementation='eager'"),
     ):
         make_trainer().fit(module, data)
+    assert "Classification runs attn_implementation='eager', under which" in caplog.text
     module.model(input_ids=batch.input_ids[None, :3])  # a row by itself is none
     module.model.set_attn_implementation("thd")
     assert module.model(**batch.hf_kwargs()).logits.shape == (3, 2)
