@@ -188,15 +188,17 @@ def _few(cu_q: tuple[int, ...], cu_kv: tuple[int, ...], spec: AttentionSpec) -> 
 
 def _attend_few(q: Tensor, k: Tensor, v: Tensor, few: _Few, scale: float) -> Tensor:
     """Attend to ``[1, H, T, D]`` by a kernel call a sequence; ``[1, T, H, E]``, contiguous for ``view``."""
-    q, k, v = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)]
+    if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     if len(few.rows) == 1:
         whole: Tensor = cpu_tiles.flash(q, k, v, 0.0, few.causal[0], scale=scale)[0]
         return whole.transpose(1, 2)
     # torch.split does the same in three Python frames.
-    parts = (x.split_with_sizes(n, 2) for x, n in zip((q, k, v), (few.rows, few.keys, few.keys), strict=True))
-    each = zip(*parts, few.causal, strict=True)
-    found = [cpu_tiles.flash(q, k, v, 0.0, causal, scale=scale)[0] for q, k, v, causal in each]
-    return torch.cat([out.transpose(1, 2) for out in found], 1)
+    parts = q.split_with_sizes(few.rows, 2), k.split_with_sizes(few.keys, 2), v.split_with_sizes(few.keys, 2)
+    found = []
+    for q, k, v, causal in zip(*parts, few.causal, strict=True):
+        found.append(cpu_tiles.flash(q, k, v, 0.0, causal, scale=scale)[0].transpose(1, 2))
+    return torch.cat(found, 1)
 
 
 def _few_forward(few: _Few, q: Tensor, k: Tensor, v: Tensor, scale: float) -> OutLse:
