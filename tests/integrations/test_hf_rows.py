@@ -186,7 +186,7 @@ def test_losses_metrics_and_weights_are_those_of_padded_rows(kind: str, tmp_path
         ("dpo", {}),
         *(
             pytest.param(kind, {"max_steps": 10, "world": world}, marks=pytest.mark.slow)
-            for kind, world in (("grpo", 1), ("reward", 1), ("dpo", 2))
+            for kind, world in (("dpo", 1), ("grpo", 1), ("reward", 1), ("dpo", 2))
         ),
     ],
 )
