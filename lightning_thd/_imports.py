@@ -43,6 +43,8 @@ def trouble(name: str, install: str = "") -> str | None:
         importlib.import_module(name)
     except Exception as err:  # a build for another ABI raises many kinds
         line = f"{err}".partition("\n")[0]
+        if isinstance(err, ModuleNotFoundError):  # a part, or another package that it needs
+            return f"{name} does not import here ({line}): {install}"
         return (
             f"{name} is installed and does not import here ({line}). Was it built for another torch or CUDA? "
             f"Install it again with --force-reinstall --no-deps: {install}"

@@ -107,6 +107,8 @@ class THDLoader:
         self.source, self._progress, self.capacity = source, progress, capacity
         self.planner: Planner | None = source.planner if isinstance(source, PlannedSteps) else None
         self.per_step = source.per_step
+        # Ranks that share packs get them from the rank that reads, without a strategy.
+        self.reads_for_peers = source.goes_on
         self.waited_s = 0.0  # spent so far on reading and collating, or on waiting for workers that do
         self.tokens: deque[npt.NDArray[np.int64]] = deque(maxlen=_REMEMBERED)
         self._given: deque[tuple[int, Position, Made]] = deque()  # not finished, as in _states

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_thd import Packs, Sequences, THDDataModule, prepare_thd
+from lightning_thd import Packs, Sequences, THDDataModule, THDDDPStrategy, prepare_thd
 from lightning_thd.data.streams import Stream
 from tests.data.streams.jobs import samples_of, write_samples
 from tests.data.support import CAPACITY, make_trainer
@@ -37,18 +37,20 @@ def fit(folder: str, *, packs: bool = False, **kwargs: Any) -> dict[str, Any]:
     """Train a pass over the shards; return parameters, losses and what each step held."""
     warnings.simplefilter("ignore")
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    cp = kwargs.pop("context_parallel_size", 1)
+    shared = THDDDPStrategy(context_parallel_size=cp, broadcast_data=kwargs.pop("broadcast_data", False))
     module = Seen()
     trainer = make_trainer(
         max_epochs=kwargs.pop("max_epochs", 1),
         devices=ranks,
-        strategy="thd" if ranks == 1 else "thd_ddp",
+        strategy="thd" if ranks == 1 else shared,
         accumulate_grad_batches=2 if packs else 1,
         gradient_clip_val=0.5,
     )
     data = THDDataModule(
         Stream(source=f"{folder}/*.jsonl", window=8, **kwargs),
         capacity=CAPACITY,
-        global_batch=Packs(2 * ranks) if packs else Sequences(6),
+        global_batch=Packs(2 * ranks // cp) if packs else Sequences(6),
     )
     trainer.fit(module, data)
     return {
@@ -101,6 +103,16 @@ def test_data_parallel_ranks_train_as_one(tmp_path: Path) -> None:
     assert len(grouped(runs)) == 10
     for one in runs:
         assert largest_error(one["parameters"], wanted) < 1e-12
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_ranks_that_share_a_pack_get_it_from_one_reader(tmp_path: Path, broadcast: bool) -> None:
+    samples = write_samples(tmp_path, 36)
+    options = {"context_parallel_size": 2, "broadcast_data": broadcast}
+    runs = run_ranks(job, 2, str(tmp_path), options, timeout_s=60)
+    assert runs[0]["steps"] == runs[1]["steps"]
+    wanted, _ = by_hand(samples, grouped(runs[:1]))
+    assert largest_error(runs[0]["parameters"], wanted) < 1e-12
 
 
 @pytest.mark.parametrize(
