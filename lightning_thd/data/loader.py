@@ -423,7 +423,7 @@ class BatchMaker:
         if self.vocab_size is not None and largest >= self.vocab_size:
             raise ValueError(
                 f"One of the sequences {list(batch.sequence_ids)} has the token id or label {largest}, but "
-                f"the model's vocabulary has {self.vocab_size} entries."
+                f"the model's vocabulary has {self.vocab_size} entries. Use the tokenizer it was made for."
             )
         return batch
 
@@ -503,7 +503,8 @@ class PlannedSteps:
         epoch, step = self.planner.resume(state)
         if None not in (before := state.get("content"), self._content) and before != self._content:
             raise ValueError(
-                "The checkpoint was written with other data of the same lengths and other tokens or labels."
+                "The checkpoint was written with other data of the same lengths and other tokens or labels. "
+                "Restore the data, or start without the loader's state."
             )
         if step and step == self._num_steps(epoch):
             return Position(epoch=epoch + 1, ended=True)

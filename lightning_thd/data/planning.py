@@ -190,13 +190,15 @@ def _images(data: DataSet, settings: DataSettings, host: Host) -> dict[str, Any]
     found = {} if settings.max_patches is None else {"max_patches": settings.max_patches}
     if settings.max_patches is not None and not data.index.seen and settings.extras_cost is None:
         raise ValueError(
-            f"max_patches= needs rows, and {data.name} gives its `lengths`, so that no row was read."
+            f"max_patches= needs rows, and {data.name} gives its `lengths`, so that no row was read. "
+            "Pass extras_cost=, or remove the `lengths`."
         )
     if not len(sizes):
         return found
     if settings.max_patches is not None and patch is None and sizes[:, 2].any():
         raise ValueError(
-            f"max_patches={settings.max_patches}, but images of the {data.name} data come as pixels."
+            f"max_patches={settings.max_patches}, but images of the {data.name} data come as pixels. "
+            "Pass extras_cost=, a function from a row to its patches."
         )
     return {**found, "patches": patch_table(np.asarray(sizes, np.int64), patch)}
 
@@ -259,6 +261,9 @@ def announce(data: DataSet, planner: Planner, host: Host) -> None:
     )
     learned = data.index.weights if len(data.index.weights) else data.index.loss_tokens
     if name == "train" and lengths.max(initial=0) > 1 and not learned.any():
-        rank_zero_warn("train: no token is learned, because all labels are -100, or all weights 0.")
+        rank_zero_warn(
+            "train: no token is learned, because all labels are -100, or all weights 0. "
+            "Give labels that are ids where a token is to be learned."
+        )
     for logger in host.loggers if changed else ():
         logger.log_metrics({f"data/{name}_{key}": count for key, count in changed.items()}, step=0)

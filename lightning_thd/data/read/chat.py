@@ -36,7 +36,10 @@ class Places:
         pieces = text.split(self.token)
         wanted = sum(part.get("type") == "image" for message in messages for part in _parts(message))
         if len(pieces) != wanted + 1:
-            raise ValueError(f"it writes {len(pieces) - 1} times {self.token!r} for {wanted} images.")
+            raise ValueError(
+                f"it writes {len(pieces) - 1} times {self.token!r} for {wanted} images. "
+                "Take the words out of the text."
+            )
         filled = zip(pieces[1:], self.counts, strict=False)
         return pieces[0] + "".join(self.token * count + piece for piece, count in filled)
 
@@ -68,7 +71,9 @@ class _Writer:
                 **self.options,
             )
         except Exception as err:  # templates refuse orders of roles in their own words, in jinja's exceptions
-            raise ValueError(f"the template refuses {[m['role'] for m in messages]} ({err}).") from err
+            raise ValueError(
+                f"the template refuses {[m['role'] for m in messages]} ({err}). Mend the conversation."
+            ) from err
         return text if self.places is None else self.places.fill(text, messages)
 
 
@@ -87,7 +92,9 @@ def encode_chat(
     template = str(tokenizer.get_chat_template(tools=tools))
     marked = _GENERATION.search(template) is not None
     if marked and not getattr(tokenizer, "is_fast", False):
-        raise ValueError("the template marks {% generation %}, which only a fast tokenizer can follow.")
+        raise ValueError(
+            "the template marks {% generation %}, which only a fast tokenizer can follow. Use the fast one."
+        )
     messages = list(messages)
     text = writer.write(messages)
     read = [calls_read(message, text) for message in messages]
@@ -129,16 +136,25 @@ def _words(value: Any) -> Iterator[str]:
 def _refuse_unread(template: str, options: Mapping[str, Any], messages: Sequence[Message], text: str) -> None:
     """Refuse variables and thoughts that the template leaves out because it does not know their names."""
     if unread := [name for name in options if name not in template]:
-        raise ValueError(f"chat_template_kwargs holds {unread[0]!r}, which the chat template does not read.")
+        raise ValueError(
+            f"chat_template_kwargs holds {unread[0]!r}, which the chat template does not read. "
+            "Correct its name, or drop it."
+        )
     for i, message in enumerate(messages):
         for name in _THOUGHTS:
             if name not in template and any(words not in text for words in _words(message.get(name))):
-                raise ValueError(f"message {i} has {name!r}, which the chat template does not write.")
+                raise ValueError(
+                    f"message {i} has {name!r}, which the chat template does not write. "
+                    "Put it into the content, or drop the key."
+                )
 
 
 def _check(tokenizer: Any, messages: object, skip: int, *, images: bool = False) -> None:
     if not getattr(tokenizer, "chat_template", None):
-        raise ValueError("conversations need a tokenizer with a chat template, and this one has none.")
+        raise ValueError(
+            "conversations need a tokenizer with a chat template, and this one has none. "
+            "Pass that of an instruction-tuned model, or set its chat_template."
+        )
     if not isinstance(messages, list | tuple) or not all(
         isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
     ):
@@ -146,7 +162,10 @@ def _check(tokenizer: Any, messages: object, skip: int, *, images: bool = False)
     for message in messages:
         _check_content(message, images)
     if not _answers(messages, skip):
-        raise ValueError(f"no learned message of the role 'assistant' among {[m['role'] for m in messages]}.")
+        raise ValueError(
+            f"no learned message of the role 'assistant' among {[m['role'] for m in messages]}. "
+            "Remove the conversation."
+        )
 
 
 def _check_content(message: Message, images: bool) -> None:
@@ -163,7 +182,10 @@ def _check_content(message: Message, images: bool) -> None:
     for part in _parts(message):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind != "text" and not (images and kind == "image"):
-            raise ValueError(f"a message holds a part of type {kind!r}, and only text is tokenised here.")
+            raise ValueError(
+                f"a message holds a part of type {kind!r}, and only text is tokenised here. "
+                "Pass processor= for images."
+            )
         if kind == "text" and not isinstance(part.get("text"), str):
             raise ValueError("a part of type 'text' holds no string under 'text'. Mend or remove it.")
 
@@ -191,12 +213,16 @@ def _refuse_unwritten(writer: _Writer, messages: list[Message], text: str) -> No
             entry and str(entry) in text
             for entry in [*parts, *([] if isinstance(content, str) else [content])]
         ):
-            raise ValueError(f"the chat template writes the content of message {i} as Python does.")
+            raise ValueError(
+                f"the chat template writes the content of message {i} as Python does: "
+                "it takes only strings. Give the content as one string."
+            )
         calls = list(other_calls(message))
         for name, changed in calls:
             if _writes_alike(writer, messages, i, changed, text):
                 raise ValueError(
                     f"the chat template leaves out the call of {name!r:.40} in message {i}. "
+                    "Take a template that writes tool_calls. "
                     "See docs/reference/messages.md#chat-templates."
                 )
         said = [part.get("text") for part in parts] if parts else [content]
@@ -229,7 +255,8 @@ def _marked(
     if learned != said:
         if len(spans) != len(said):
             raise ValueError(
-                f"{{% generation %}} marks {len(spans)} parts, and the assistant has {len(said)} messages."
+                f"{{% generation %}} marks {len(spans)} parts, and the assistant has {len(said)} messages. "
+                "Mark each message once."
             )
         spans = [span for i, span in zip(said, spans, strict=True) if i in learned]
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -242,7 +269,10 @@ def _marked(
         if inside.size and start < stop:
             mask[inside[0] : inside[-1] + 1] = True
     if not mask.any():
-        raise ValueError("the chat template marked nothing of the conversation with {% generation %}.")
+        raise ValueError(
+            "the chat template marked nothing of the conversation with {% generation %}. "
+            "Put the markers around what the assistant says."
+        )
     return ids, mask
 
 
@@ -266,7 +296,10 @@ def _generated(writer: _Writer, messages: list[Message], text: str, template: st
         else:
             plain += part
     if plain != text:
-        raise ValueError("the chat template writes something else inside of {% generation %} than without.")
+        raise ValueError(
+            "the chat template writes something else inside of {% generation %} than without. "
+            "Put the markers around text that it writes at once."
+        )
     return spans
 
 
@@ -281,7 +314,8 @@ def _turn(writer: _Writer, messages: list[Message], i: int, text: str) -> tuple[
         )
     if not after.startswith(before):
         raise ValueError(
-            f"the chat template asks for message {i} with {before[-24:]!r} and begins the answer otherwise."
+            f"the chat template asks for message {i} with {before[-24:]!r} and begins the answer otherwise. "
+            "Mark answers with {% generation %}."
         )
     return len(before), len(after)
 
@@ -315,6 +349,9 @@ def _cut(tokenizer: Any, text: str, edges: list[int]) -> tuple[list[int], dict[i
     for edge in edges:
         start = ids if edge == len(text) else encode(text[:edge])
         if ids[: len(start)] != start:
-            raise ValueError(f"a token reaches over the edge of {text[max(0, edge - 12) :][:24]!r}.")
+            raise ValueError(
+                "a token reaches over the edge of the assistant's words, near "
+                f"{text[max(0, edge - 12) :][:24]!r}. Let the template put a special token there."
+            )
         cuts[edge] = len(start)
     return ids, cuts

@@ -115,7 +115,10 @@ def table_chunks(file: SourceFile, text_key: str, cache_dir: str | Path | None) 
         table = {"sep": separator, "features": features, "keep_default_na": False}
         rows = _load("csv", [file], cache_dir, **table)
     except (UnicodeDecodeError, csv.Error, datasets.exceptions.DatasetGenerationError) as err:
-        raise ValueError(f"{file.name} is no table ({err.__cause__ or err}).") from err
+        raise ValueError(
+            f"{file.name} is no table ({err.__cause__ or err}). "
+            "Quote cells that hold a separator, or give .jsonl."
+        ) from err
     if len(set(names)) < len(names):
         raise ValueError(f"{file.name}: its first line names a column twice: {names}. Rename one.")
     parts = [range(len(rows))[at : at + CHUNK_ROWS] for at in range(0, len(rows), CHUNK_ROWS)]

@@ -198,7 +198,10 @@ def _local(name: str, cache_dir: str | Path | None) -> SourceFile:
     """Return a file on this machine, downloaded and unpacked if necessary."""
     suffix = suffix_of(name)
     if KINDS.get(suffix) == "refused":
-        raise ValueError(f"{name}: a {suffix} file is not read. Give a dataset that you have opened.")
+        raise ValueError(
+            f"{name}: a {suffix} file is not read. Give .jsonl, .csv, .parquet, .arrow or text, "
+            "or a dataset that you have opened."
+        )
     path = Path(name)
     if "://" in name:
         fsspec = require("fsspec", feature=f"reading {name}")
