@@ -1,7 +1,7 @@
 """The imagined GPU of device.py and README.md as a module.
 
 The code is compiled under a path inside of torch, so that errors of captures take it for torch's own. A torch
-that knows real GPUs would end the process at a second set of hooks, so tests that import this are skipped there.
+that knows real GPUs would end the process at a second set of hooks, so tests are skipped there.
 """
 
 import unittest

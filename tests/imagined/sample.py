@@ -12,15 +12,14 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 from lightning_thd import Sequences, THDBatch, THDDataModule, THDThroughputMonitor, causal_lm_loss
 from lightning_thd.batch.upload import host_offsets, uploaded
 from lightning_thd.precision import fastest_precision
 from tests.imagined.gpu import data, imagined_gpu
+from tests.loss.cases import CONFIG
 
-SIZES = {"vocab_size": 260, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-CONFIG = Qwen3Config(**SIZES, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
 DATASET = [{"input_ids": list(f"document {i} ".encode()) * (1 + i % 9)} for i in range(200)]
 LENGTHS = (200, 1, 100, 57)
 STEPS = 4

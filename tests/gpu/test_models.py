@@ -1,0 +1,65 @@
+"""Every loss, and every family in fp32, on a CUDA device: the CPU's numbers, and the second step waits for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_thd.models import register_thd
+from tests.device_reads import no_waiting
+from tests.loss.cases import cases, run
+from tests.models import matrix
+from tests.models.families import FAMILIES
+from tests.models.matrix import thd_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+RELATIVE, ABSOLUTE = 2e-4, 1e-6
+register_thd()
+
+
+@pytest.fixture(autouse=True)
+def full_precision() -> Generator[None]:
+    """TF32 would round fp32 products and convolutions to 10 bits."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.set_float32_matmul_precision(before[0])
+    torch.backends.cudnn.allow_tf32 = before[1]
+
+
+@pytest.mark.parametrize(("make", "loss", "given"), [pytest.param(*rest, id=name) for name, *rest in cases()])
+def test_loss(make: Callable[[], Any], loss: Callable[[Any, Any], Tensor], given: Any) -> None:
+    here, there = make(), make().cuda()
+    wanted, gradients = run(here, loss, given)
+    moved = given.to("cuda")
+    run(there, loss, moved)
+    again = given.to("cuda")
+    torch.cuda.synchronize()
+    with no_waiting():
+        value, found = run(there, loss, again)
+    torch.testing.assert_close(value.cpu(), wanted, rtol=RELATIVE, atol=ABSOLUTE)
+    assert found.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        near = {"rtol": RELATIVE, "atol": ABSOLUTE + RELATIVE * float(gradient.abs().max())}
+        torch.testing.assert_close(found[name].cpu(), gradient, **near)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family(name: str) -> None:
+    model = thd_model(name).eval().to("cuda")
+    logits, targets = [], []
+    for batch in (pack.to("cuda") for pack in matrix.packs()):
+        logits += batch.unpack(model(**batch.hf_kwargs()).logits.float())
+        targets += batch.unpack(batch.targets)
+    found = matrix.result_of(model, logits, targets)
+    gradients = {key: value.cpu() for key, value in found.gradients.items()}
+    here = matrix.Result([x.cpu() for x in found.logits], found.loss.cpu(), gradients)
+    matrix.assert_same(here, matrix.oracle(name)[1], tolerance=1e-5)
