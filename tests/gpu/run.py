@@ -2,9 +2,9 @@
 
 ``python -m tests.gpu.run [--json FILE] script.py ARGUMENTS``
 
-torch warns of every read and blocking copy of a CUDA device when it is asked to; each is kept with the lines of
-lightning_thd and of the script it was called from. Steps before the third fill caches and are left out, and so
-is what follows the last step.
+torch warns of every read and blocking copy when it is asked to; each is kept with the innermost line of
+lightning_thd or of the script. Steps before the third fill caches and are left out, and so is what follows
+the last step.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main() -> None:
         found = waits.found()
         if args.json:
             Path(args.json).write_text(json.dumps(found))
-        print(json.dumps(found, indent=1))
+        sys.stdout.write(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ pytestmark = [
 STEPS = 6
 # fp8.py rounds to FP8 on a CPU by default. ray_train.py trains in processes of Ray.
 NOT_ONE_GPU = {"fp8.py", "ray_train.py"}
-# Functions of ours that wait: tokens sampled on the GPU, to pack them; below a vision tower transformers reads.
+# Functions of ours that wait: tokens sampled on the GPU, to pack them, and a vision tower of transformers.
 WAITS = {"grpo.py": ("padded_on_host",), "vision_language.py": ("forward_of_tower",)}
 # GradScaler, transformers' Trainer, vision towers, experts, and a peak measured once.
 LIBRARIES = ("optimizer_step", "hf_data.py", "announce.py", "experts_forward", "peaks.py")

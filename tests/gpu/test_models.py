@@ -1,4 +1,4 @@
-"""Every loss, and every family in fp32, on a CUDA device: the CPU's numbers, and the second step waits for nothing."""
+"""Every loss, and every family in fp32, on a CUDA device: the CPU's numbers, and no waiting."""
 
 from __future__ import annotations
 
