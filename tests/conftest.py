@@ -18,6 +18,8 @@ gc.disable()
 settings.register_profile("repository", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("repository")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# Whether there is a GPU is asked without starting CUDA: a process that is forked afterwards could not use it.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 _LOGGERS = ("lightning", "lightning.pytorch", "lightning.fabric", "torch.distributed", "transformers", "trl")
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.scripts import EXAMPLES, finished
+from tests.scripts import EXAMPLES
 from tests.test_examples import ARGUMENTS
 
 pytestmark = [
@@ -27,8 +30,16 @@ LIBRARIES = ("optimizer_step", "hf_data.py", "announce.py", "experts_forward", "
 
 
 def run(script: Path, *arguments: str, out: Path) -> dict[str, Any]:
-    done = finished(
-        "-m", "tests.gpu.run", "--json", out / "waits.json", script, *arguments, cwd=out, timeout_s=300
+    command = [sys.executable, "-m", "tests.gpu.run", "--json", str(out / "waits.json"), str(script)]
+    environment = {**os.environ, "PYTHONPATH": f"{EXAMPLES.parent}:{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(
+        [*command, *arguments],
+        cwd=out,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return {**json.loads((out / "waits.json").read_text()), "printed": done.stdout + done.stderr}
