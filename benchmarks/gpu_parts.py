@@ -9,7 +9,7 @@ import torch
 
 MODULES = (
     *("benchmarks.gpu_tests", "benchmarks.gpu_attention", "benchmarks.gpu_cuda_graph"),
-    *("benchmarks.gpu_end_to_end", "benchmarks.gpu_loss", "benchmarks.gpu_fp8"),
+    *("benchmarks.gpu_lightning", "benchmarks.gpu_end_to_end", "benchmarks.gpu_loss", "benchmarks.gpu_fp8"),
 )
 
 
