@@ -133,7 +133,7 @@ def compare(documents: int, length: int) -> Iterator[Row]:
 @part(
     "attention_speed",
     shows="our call costs no more than the kernel called directly",
-    seconds=40,
+    seconds=15,
     rank=34,
 )
 def speed() -> Iterator[Row]:

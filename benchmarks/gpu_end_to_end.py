@@ -97,7 +97,7 @@ def rates(name: str, sizes: tuple[int, int, int, int, int], slots: int, document
 
 
 @part(
-    "train_125m", shows="125M, 8k packs of 8 documents: tokens/s and MFU, AdamW included", seconds=35, rank=30
+    "train_125m", shows="125M, 8k packs of 8 documents: tokens/s and MFU, AdamW included", seconds=20, rank=30
 )
 def train_small() -> Iterator[Row]:
     """The case others have published."""

@@ -26,7 +26,7 @@ from lightning_thd.flops import SeqStats, peak_flops
 
 VOCABULARY, WARM, STEPS = 32_000, 8, 24
 # name -> layers, hidden, heads, key-value heads, intermediate, tokens a step, median length of a document
-CASES = {"1B": (20, 2048, 16, 8, 6144, 16_384, 600.0), "0.1B": (12, 640, 10, 5, 2048, 4_096, 200.0)}
+CASES = {"1B": (20, 2048, 16, 8, 6144, 8_192, 400.0), "0.1B": (12, 640, 10, 5, 2048, 4_096, 200.0)}
 PADDED, FLATTENED = "padded rows, sdpa", "flattened rows, flash-attn 2"
 
 
@@ -209,7 +209,7 @@ def _quiet() -> None:
 
 
 @part(
-    "lightning_1b", shows="1B under Lightning, AdamW: padded, flattened, packs, graphs", seconds=75, rank=28
+    "lightning_1b", shows="1B under Lightning, AdamW: padded, flattened, packs, graphs", seconds=30, rank=28
 )
 def one_billion() -> Iterator[Row]:
     """A model large enough that the device is busy."""
@@ -218,7 +218,7 @@ def one_billion() -> Iterator[Row]:
 
 
 @part(
-    "lightning_small", shows="0.1B on 4k tokens under Lightning, where the host counts", seconds=45, rank=29
+    "lightning_small", shows="0.1B on 4k tokens under Lightning, where the host counts", seconds=35, rank=29
 )
 def small() -> Iterator[Row]:
     """A model small enough that the host's time shows."""

@@ -2,10 +2,11 @@
 
 import gc
 import importlib
+from unittest import mock
 
 from lightning_thd.data import stdlib_documents
 
-for _name in (
+_NAMES = (
     "torch.distributed.tensor",
     "lightning.pytorch",
     "lightning_thd",
@@ -15,8 +16,15 @@ for _name in (
     "tests.models.families",
     "accelerate",
     "pytest",
+)
+
+# torchao, which transformers imports, asks for the GPU, and no process forked after CUDA began can use it.
+with (
+    mock.patch("torch.utils._triton.has_triton", return_value=False),
+    mock.patch("torch.cuda.get_device_capability", return_value=(0, 0)),
 ):
-    importlib.import_module(_name)
+    for _name in _NAMES:
+        importlib.import_module(_name)
 
 stdlib_documents()  # the examples read it, and it is parsed once
 

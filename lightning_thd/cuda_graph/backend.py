@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import statistics
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
+
+from lightning_thd.cuda_graph.recording import RefuseReads
 
 R = TypeVar("R")
 
@@ -59,7 +60,7 @@ class CudaBackend:
         """Run the function on the side stream; in the last run, a step that waits for the device raises."""
         stream = self._side()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), _no_waiting() if last else contextlib.nullcontext():
+        with torch.cuda.stream(stream), RefuseReads() if last else contextlib.nullcontext():  # type: ignore[no-untyped-call]
             result = function()
         torch.cuda.current_stream().wait_stream(stream)
         return result
@@ -124,19 +125,6 @@ class CudaBackend:
         self._failed.append(graph)  # the allocator of page-locked memory may still ask it what is its own
         generator = torch.cuda.default_generators[device]
         generator.graphsafe_set_state(generator.clone_state())
-
-
-@contextlib.contextmanager
-def _no_waiting() -> Iterator[None]:
-    """Make every call that would wait for the device raise inside this context."""
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 @contextlib.contextmanager

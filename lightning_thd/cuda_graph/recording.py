@@ -159,6 +159,18 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return _finished(result) if func.namespace == "c10d" else result
 
 
+class RefuseReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raise where this thread waits for the device; torch's sync debug mode would raise in all threads."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        problem = operator_problem(func, args, kwargs or {})
+        if problem is not None:
+            raise CaptureError(problem, calling_line())
+        return func(*args, **(kwargs or {}))
+
+
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> _Call | None:
     """Return the record of an operator for replays, or None for a view, which needs none."""
     given = {s for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) for s in _storages(x)}

@@ -25,8 +25,8 @@ STEPS = 6
 NOT_ONE_GPU = {"fp8.py", "ray_train.py"}
 # Functions of ours that wait: tokens sampled on the GPU, to pack them, and a vision tower of transformers.
 WAITS = {"grpo.py": ("padded_on_host",), "vision_language.py": ("forward_of_tower",)}
-# GradScaler, transformers' Trainer, vision towers, experts, and a peak measured once.
-LIBRARIES = ("optimizer_step", "hf_data.py", "announce.py", "experts_forward", "peaks.py")
+# GradScaler, transformers' Trainer, vision towers, experts; a peak and a model's FLOPs, found once.
+LIBRARIES = ("optimizer_step", "hf_data.py", "announce.py", "experts_forward", "peaks.py", "torch_counter.py")
 
 
 def run(script: Path, *arguments: str, out: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -193,7 +194,10 @@ def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> Non
 def test_half_weights_and_no_gpu_are_refused_before_the_first_step(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"q_proj.weight is torch.float16: FP8 takes weights in"):
         convert_linear(llama().half(), engine="torchao", emulate=True)
-    with pytest.raises(Exception, match=r"needs a CUDA device of compute capability 8.9.*emulate=True"):
+    with (
+        mock.patch("torch.cuda.is_available", return_value=False),
+        pytest.raises(Exception, match=r"needs a CUDA device of compute capability 8.9.*emulate=True"),
+    ):
         convert_linear(llama(), engine="torchao")
     for model, plugin, message in (
         (llama().half(), emulated(), r"is torch.float16: FP8 takes weights in .* a cast from float16"),

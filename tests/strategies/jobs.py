@@ -190,6 +190,7 @@ def strict_warnings() -> None:
     # As in setup.cfg: Lightning's advice about tiny runs, and what it calls that torch deprecates.
     advice = (
         ".*does not have many workers|.*no `val_dataloader`|.*isinstance.treespec|.*exists and is not empty"
+        "|GPU available but not used"
     )
     warnings.filterwarnings("ignore", message=advice)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch|lightning\\.fabric")
