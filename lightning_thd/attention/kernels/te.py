@@ -31,7 +31,12 @@ def attend(
     how |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_q_padded"), at.cu_q)
     how |= dict.fromkeys(("cu_seqlens_kv", "cu_seqlens_kv_padded"), at.cu_kv)
     how |= {"max_seqlen_q": at.max_q, "max_seqlen_kv": at.max_kv, "window_size": (left, right)}
-    out: Tensor = attention(q.contiguous(), k.contiguous(), v.contiguous(), **how)
+    # It refuses tensors that begin inside a larger memory, even where they are contiguous.
+    own = [
+        x.clone(memory_format=torch.contiguous_format) if x.storage_offset() else x.contiguous()
+        for x in (q, k, v)
+    ]
+    out: Tensor = attention(*own, **how)
     return out.view(q.shape[0], q.shape[1], v.shape[2])
 
 
