@@ -35,7 +35,6 @@ from lightning_thd.seqlens import cu_seqlens_from_lengths
 # The packages with which a layer's own kernels keep sequences apart; None for layers whose kernels cannot.
 _SSD: Final = ("mamba_ssm", "causal_conv1d")
 _DELTA: Final = ("fla", "causal_conv1d")
-_CONV: Final = ("causal_conv1d",)
 MIXERS: Final[dict[str, tuple[str, ...] | None]] = {
     **dict.fromkeys(("MambaMixer", "FalconMambaMixer", "JambaMambaMixer", "ZambaMambaMixer")),
     **dict.fromkeys(("RecurrentGemmaRecurrentBlock", "MiniMaxLightningAttention", "xLSTMLayer")),
@@ -46,7 +45,8 @@ MIXERS: Final[dict[str, tuple[str, ...] | None]] = {
     **dict.fromkeys(("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"), _DELTA),
     **dict.fromkeys(("OlmoHybridGatedDeltaNet", "KimiLinearDeltaAttention"), _DELTA),
     "BailingHybridDeltaAttention": _DELTA,
-    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"), _CONV),
+    # causal-conv1d 1.7.0 takes sequence ids only for channels last, which these layers do not give it.
+    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")),
 }
 # Layers that return several values a token: queries, keys and values.
 _SEVERAL: Final = frozenset({"ZayaCCAProjection"})
