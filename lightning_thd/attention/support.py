@@ -105,7 +105,7 @@ SUPPORT: dict[Kernel, Support] = {
         sizes_text="multiples of 8 up to 256",
         sinks=None,
         lse=False,
-        capability=(8, 9, 10, 11, 12),
+        capability=(8, 9, 10, 12),
         probe="transformer_engine.pytorch",
         install="pip install --no-build-isolation 'transformer-engine[pytorch]'",
     ),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any
 
 import torch
@@ -131,7 +132,7 @@ def fp8_context(model: nn.Module, *, group: Any = None) -> AbstractContextManage
     """Return the context in which a converted model runs forward; an empty one for torchao.
 
     ``model`` may wrap the converted one. ``group`` are the ranks that share the statistics of delayed
-    scaling; None keeps them on this rank.
+    scaling; None is all ranks, unless the recipe is ``DelayedScaling(reduce_amax=False)``.
     """
     recipe = recipe_of(model)
     return autocast(recipe, group) if recipe is not None and recipe.engine == "te" else nullcontext()
@@ -166,7 +167,7 @@ def _make_linear(child: nn.Linear, recipe: Recipe) -> nn.Module:
         made = module.Float8Linear.from_float(child, config=recipe.config)
         return made
     engine = require("transformer_engine.pytorch", feature="engine='te'")
-    made = engine.Linear(
+    made = _without_extra_state(engine.Linear)(
         child.in_features,
         child.out_features,
         bias=child.bias is not None,
@@ -177,6 +178,17 @@ def _make_linear(child: nn.Linear, recipe: Recipe) -> nn.Module:
     if child.bias is not None:
         made.bias = child.bias
     return made
+
+
+@cache
+def _without_extra_state(linear: type[nn.Module]) -> type[nn.Module]:
+    """Return the engine's layer with the state of ``nn.Linear``, so that checkpoints load both ways.
+
+    Its extra state is empty, or for delayed scaling a pickle that it refuses to load: ``FP8Precision``
+    keeps those statistics as tensors.
+    """
+    plain = {name: getattr(nn.Module, name) for name in ("get_extra_state", "set_extra_state")}
+    return type(linear.__name__, (linear,), {"__module__": linear.__module__, **plain})
 
 
 def is_converted(module: nn.Module) -> bool:

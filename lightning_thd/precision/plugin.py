@@ -75,6 +75,7 @@ class FP8Precision(Precision):
         self._group: Any = None  # the ranks that share statistics
         self._device_type = "cuda"
         self._recomputes = False
+        self._module: nn.Module | None = None  # whose layers hold the statistics of delayed scaling
 
     def alignment(
         self,
@@ -91,6 +92,7 @@ class FP8Precision(Precision):
         """Convert layers to FP8 in place, once, and cast the module to its dtype."""
         strategy = getattr(getattr(module, "_trainer", None), "strategy", None)
         check_strategy(strategy, self.recipe)
+        self._module = module
         if self._is_converted(module):
             return module
         self._rules = alignment_of(strategy, self)
@@ -147,6 +149,23 @@ class FP8Precision(Precision):
         return apply_to_collection(
             data, function=_convert_fp_tensor, dtype=Tensor, dst_type=torch.get_default_dtype()
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return scales and amax histories of delayed scaling by layer; other recipes keep nothing."""
+        states = {name: layer.get_fp8_meta_tensors() for name, layer in self._layers_with_history()}
+        return {name: state for name, state in states.items() if state is not None}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the statistics of delayed scaling into the layers that have the saved names."""
+        for name, layer in self._layers_with_history():
+            if name in state_dict:
+                layer.fp8_meta["num_gemms"] = 1  # the size of what the next line allocates
+                layer.init_fp8_meta_tensors(self.recipe.config)
+                layer.reset_fp8_meta_tensors(state_dict[name])
+
+    def _layers_with_history(self) -> Iterator[tuple[str, Any]]:
+        if self.recipe.has_history and self._module is not None:
+            yield from ((name, child) for name, child in self._module.named_modules() if is_converted(child))
 
     def _region(self, group: Any) -> AbstractContextManager[Any]:
         stack = ExitStack()

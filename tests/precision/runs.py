@@ -59,9 +59,10 @@ class Module(L.LightningModule):
 
 
 def fit(tmp_path: Path, module: Module, plugin: Any, *, steps: int = 4, **settings: Any) -> L.Trainer:
+    ckpt_path = settings.pop("ckpt_path", None)
     data = settings.pop("data", None) or THDDataModule(DATA, capacity=250, **settings.pop("given", {}))
     trainer = quiet_trainer(
         **{"max_steps": steps, "plugins": plugin, "default_root_dir": tmp_path, **settings}
     )
-    trainer.fit(module, data)
+    trainer.fit(module, data, ckpt_path=ckpt_path)
     return trainer

@@ -7,13 +7,14 @@ one call of a module in a region whose statistics are reduced.
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from math import prod
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -91,6 +92,35 @@ def install(monkeypatch: Any) -> State:
             if bias:
                 del self.bias
                 self.bias = nn.Parameter(torch.empty(out_features, **like))  # type: ignore[arg-type]
+            self.fp8_meta: dict[str, Any] = {}
+
+        def get_extra_state(self) -> Tensor:
+            if "scaling_fwd" not in self.fp8_meta:
+                return torch.empty(0, dtype=torch.uint8)
+            return torch.frombuffer(bytearray(pickle.dumps(self.get_fp8_meta_tensors())), dtype=torch.uint8)
+
+        def set_extra_state(self, state: Tensor) -> None:
+            if state.numel():
+                raise RuntimeError("Refusing to load pickled Transformer Engine extra state for Linear.")
+
+        def init_fp8_meta_tensors(self, recipe: Any) -> None:
+            assert type(recipe).__name__ == "DelayedScaling", "no other recipe has statistics"
+            gemms = self.fp8_meta["num_gemms"]
+            for key, tensors in (("scaling_fwd", 3 * gemms), ("scaling_bwd", 2 * gemms)):
+                history = torch.zeros(1024, tensors, dtype=torch.float32)
+                made = SimpleNamespace(scale=torch.ones_like(history[0]), amax_history=history)
+                self.fp8_meta.setdefault(key, made)
+
+        def get_fp8_meta_tensors(self) -> dict[str, list[Tensor]] | None:
+            if "scaling_fwd" not in self.fp8_meta:
+                return None
+            states = {key: self.fp8_meta[key] for key in ("scaling_fwd", "scaling_bwd")}
+            return {key: [s.scale.clone(), s.amax_history.clone()] for key, s in states.items()}
+
+        def reset_fp8_meta_tensors(self, fp8_meta_tensors: dict[str, list[Tensor]]) -> None:
+            for key in ("scaling_fwd", "scaling_bwd"):
+                self.fp8_meta[key].scale.copy_(fp8_meta_tensors[key][0])
+                self.fp8_meta[key].amax_history.copy_(fp8_meta_tensors[key][1])
 
         def forward(self, inp: Tensor) -> Tensor:
             state.calls.append(state.recipe is not None)
@@ -108,6 +138,11 @@ def install(monkeypatch: Any) -> State:
                 if kind == "DelayedScaling":
                     assert id(self) not in state.called, "a module twice in a region that reduces statistics"
                     state.called.add(id(self))
+                    self.fp8_meta["num_gemms"] = 1
+                    self.init_fp8_meta_tensors(state.recipe)
+                    if torch.is_grad_enabled():
+                        history = self.fp8_meta["scaling_fwd"].amax_history
+                        history.copy_(history.roll(1, 0))[0, 0] = inp.detach().abs().max()
                 state.rows.append(prod(inp.shape[:-1]))
                 out = _Product.apply(inp, weight, ROWS[kind])
             return out + self.bias.to(out.dtype) if self.bias.numel() else out

@@ -75,6 +75,26 @@ def test_every_recipe_trains_aligned_packs_in_its_region_and_evaluates_without_t
     assert module.losses == sorted(module.losses, reverse=True)
 
 
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_a_resumed_run_goes_on_exactly_and_weights_load_both_ways(
+    tmp_path: Path, te: State, recipe: str
+) -> None:
+    whole, first, second = Module(llama()), Module(llama()), Module(llama(seed=1))
+    plain, plugin, resumed = list(first.state_dict()), FP8Precision(recipe), FP8Precision(recipe)
+    fit(tmp_path, whole, plugin, steps=4)
+    fit(tmp_path, first, FP8Precision(recipe), steps=2).save_checkpoint(tmp_path / "two.ckpt")
+    fit(tmp_path, second, resumed, steps=4, ckpt_path=tmp_path / "two.ckpt")
+    assert first.losses + second.losses == whole.losses
+    assert list(second.state_dict()) == plain
+    llama().load_state_dict(second.model.state_dict())
+    second.model.load_state_dict(llama().state_dict())
+    histories, expected = resumed.state_dict(), plugin.state_dict()
+    assert len(histories) == len(expected) == (14 if recipe == "delayed" else 0)
+    for name, state in expected.items():
+        assert state["scaling_fwd"][1].count_nonzero() == 4
+        torch.testing.assert_close(histories[name], state, rtol=0, atol=0)
+
+
 def regions_of_a_rank() -> tuple[list[tuple[str, bool, bool]], list[bool]]:
     """Fit under the double on the ranks there are; whether each region shared its statistics with all."""
     with pytest.MonkeyPatch.context() as monkeypatch, tempfile.TemporaryDirectory() as folder:
