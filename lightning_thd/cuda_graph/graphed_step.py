@@ -275,6 +275,8 @@ def _restore_forward(module: Any, before: Any) -> None:
 def _compare(subject: Subject, step: CapturedStep, example: Example) -> tuple[float, float] | None:
     """Return seconds of forward and backward, eager and replayed; None if the times mean nothing."""
     backend, bucket, layout = subject.backend, step.inputs.bucket, Layout.of_batch(example.batch)
+    slots = example.batch.input_ids.numel()  # with the trailing pad, which FP8 needs
+    layout = Layout(slots, layout.sequences, max(layout.max_seqlen, -(-slots // max(1, layout.sequences))))
     if bucket.misfit(layout) is not None:  # the bucket would not serve the example
         layout = Layout(bucket.slots, bucket.sequences, bucket.max_seqlen)
     batch = step.inputs.dummy(layout)

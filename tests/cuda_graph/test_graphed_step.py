@@ -281,6 +281,20 @@ class Timed(RecordingBackend):
         return self.times[(self.calls - 1) % 2]
 
 
+def test_times_are_taken_on_as_many_slots_as_the_batch_has() -> None:
+    """FP8 kernels refuse the slots of its sequences alone."""
+    model, slots = tiny_llama(torch.float64), []
+
+    def loss_of(module: Any, batch: THDBatch) -> Tensor:
+        slots.append(batch.input_ids.numel())
+        return causal_lm_loss(module, batch)
+
+    buckets = make_buckets((8,), slots=64)
+    step = GraphedStep(loss_of, model, buckets=buckets, backend=Timed(0.5))
+    step(THDBatch.collate([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}], pad_to=16))
+    assert all(count % 16 == 0 for count in slots), slots
+
+
 @pytest.mark.parametrize(("replay_s", "replays"), [(0.5, 1), (0.99, 0)])
 def test_a_replay_that_is_no_faster_is_switched_off(replay_s: float, replays: int) -> None:
     model = tiny_llama(torch.float64)

@@ -99,7 +99,7 @@ def test_a_captured_step_equals_an_eager_one_bit_for_bit(
         with fp8_context(module):
             return causal_lm_loss(module, batch)
 
-    buckets = make_buckets((12,), slots=8192, max_seqlen=1024)
+    buckets = make_buckets((12,), slots=8192)
     step = GraphedStep(loss_of, model, buckets=buckets, require=True)
     for batch in packs(model, 4):
         with static_shapes():  # on the very slots of the graph, whose padding takes part in every scale
