@@ -114,7 +114,7 @@ def report(runs: list[Run], *, loaded: bool) -> str:
         "# Results",
         "",
         f"Written by `python -m benchmarks{' --loaded' if loaded else ''}` on {datetime.now(UTC):%Y-%m-%d} "
-        f"in {seconds / 60:.0f} minutes. Others kept {others:.2f} cores busy meanwhile. "
+        f"in {seconds / 60:.0f} minutes. Other processes used {others:.2f} cores. "
         f"{len(rows) - len(missed)} of {len(rows)} goals are met.",
         "",
     ]
@@ -127,9 +127,9 @@ def report(runs: list[Run], *, loaded: bool) -> str:
     lines += [
         *results.table(rows),
         "",
-        "A ratio says how many times better ours is than the peer's; where two ways took turns it is the "
-        "median of the rounds' own. Spread is half the distance between the quartiles of our rounds. "
-        f'Precision is that of the products measured, "{results.HOST}" where there are none.',
+        "A ratio above 1 means that ours is better. If ours and the peer took turns, it is the median of the "
+        "rounds' ratios. Spread is half the distance between the quartiles of our rounds. Precision is the "
+        f'dtype of the matrix products; "{results.HOST}" means that there are none.',
         "",
         "| benchmark | seconds | cores busy with others | ended (UTC) | on |",
         "| --- | ---: | ---: | --- | --- |",
@@ -144,7 +144,7 @@ def report(runs: list[Run], *, loaded: bool) -> str:
     if gpu.exists():
         lines += gpu_lines(json.loads(gpu.read_text()))
     else:
-        lines += ["Not run yet: `python -m benchmarks.gpu --json benchmarks/gpu.json`."]
+        lines += ["`benchmarks/GPU.md` has the results on a real GPU. `make gpu` measures again."]
     return "\n".join(lines) + "\n"
 
 

@@ -47,10 +47,10 @@ def main() -> None:
         draw_work(naive, planned, theme=theme).savefig(
             HERE / f"work-{theme}.png", dpi=110
         )
-        draw_speed(theme).savefig(HERE / f"speed-{theme}.png", dpi=110)
+        draw_speed(theme).savefig(HERE / f"speed-{theme}.png", dpi=140)
         for name in GALLERY:
             draw_example(name, theme).savefig(
-                HERE / f"example-{name}-{theme}.png", dpi=80
+                HERE / f"example-{name}-{theme}.png", dpi=105
             )
 
 
@@ -62,7 +62,7 @@ def work(lengths: np.ndarray) -> float:
 def draw_speed(theme: Theme) -> object:
     """Draw the seconds of attention and of planning, ours and the fastest peer's."""
     found = {one["name"]: one["results"] for one in json.loads(RESULTS.read_text())}
-    figure = new_figure(8, 3, theme)
+    figure = new_figure(6.2, 2.6, theme)
     both = zip(
         figure.subplots(1, 2),
         (
@@ -150,7 +150,7 @@ def draw_example(name: str, theme: Theme) -> object:
     roles = list(
         dict.fromkeys(role for lane in lanes for _, role in lane if role != EMPTY)
     )
-    figure = new_figure(6, 0.9 + 0.4 * len(lanes), theme)
+    figure = new_figure(4.6, 0.7 + 0.35 * len(lanes), theme)
     axes = figure.add_subplot()
     for row, lane in enumerate(lanes):
         at = 0

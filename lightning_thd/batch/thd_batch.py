@@ -229,8 +229,8 @@ class THDBatch(_Pinned):
             vision: of the model's vision tower, ``FlopsModel.vision``, by which ``stats`` counts images.
 
         Returns:
-            The batch on the CPU. ``[{"input_ids": [5, 6]}, {"input_ids": [7]}]`` gives ``input_ids``
-            ``[5, 6, 7]``, ``targets`` ``[6, -100, -100]``, ``cu_seqlens`` ``[0, 2, 3]``.
+            The batch on the CPU. Samples with the ids ``[5, 6]`` and ``[7]`` give ``input_ids``
+            ``[5, 6, 7]``, ``targets`` ``[6, -100, -100]`` and ``cu_seqlens`` ``[0, 2, 3]``.
 
         Raises:
             TypeError: for samples that are no dicts, and values that are no numbers.

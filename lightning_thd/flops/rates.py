@@ -37,7 +37,7 @@ def throughput(
         peak: dense FLOP/s of one device; None leaves MFU and HFU out.
 
     Returns:
-        Values by key: ``device/flops_per_sec``, ``device/tflops_per_gpu``, ``device/mfu``, ``device/hfu``,
+        The values of ``device/flops_per_sec``, ``device/tflops_per_gpu``, ``device/mfu``, ``device/hfu``,
         ``device/items_per_sec`` (slots), ``device/real_items_per_sec``, ``device/samples_per_sec``
         (sequences), ``device/batches_per_sec`` (microbatches); with several devices the sums over them
         without ``device/``; and ``packing/fill`` and ``packing/attention_fraction``.

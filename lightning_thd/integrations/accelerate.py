@@ -66,8 +66,8 @@ def prepare_thd(
         context_parallel_communication: ``auto``, ``all_gather``, ``ulysses``, ``needed`` or ``ring``.
 
     Returns:
-        The loop. ``for step in loop.loader: loss = loop.backward(step); loop.optimizer.step();
-        loop.optimizer.zero_grad()``.
+        The loop. For every step of ``loop.loader``, call ``loop.backward(step)``, ``loop.optimizer.step()``
+        and ``loop.optimizer.zero_grad()``.
 
     Raises:
         ValueError: for Accelerate's own context or sequence parallelism, and data of another kind.

@@ -60,8 +60,8 @@ def prepare_fabric(
         context_parallel_communication: as for ``prepare_thd``.
 
     Returns:
-        The loop. Save ``{"model": loop.model, "optimizer": loop.optimizer, "loader": loop.loader,
-        "loop": loop}`` with ``fabric.save`` and give the same to ``fabric.load`` to resume.
+        The loop. To save, pass a dict with ``loop.model``, ``loop.optimizer``, ``loop.loader`` and ``loop``
+        to ``fabric.save``. To resume, pass the same dict to ``fabric.load``.
 
     Raises:
         ValueError: for data of another kind, an optimizer of parameters that were replaced, and a strategy

@@ -183,8 +183,8 @@ class PackedLoop:
             step: what the loader gave, on any device.
 
         Returns:
-            fp32 ``[]``, this rank's share of the step's loss: its mean over the data-parallel ranks is the
-            sum over all loss tokens of the step divided by their number. Detached.
+            fp32 ``[]``, detached, this rank's share of the step's loss. The mean of the shares over the
+            data-parallel ranks is the sum over all loss tokens of the step divided by their number.
         """
         if self._flops.outdated:  # weights were frozen or thawed since the last step
             self._meter.model = self._flops.model("train")
