@@ -1,6 +1,6 @@
-"""The one table of a sample's keys. Readers, collators and integrations ask it what becomes of a key.
+"""The only table of a sample's keys. Readers, collators and integrations look up here how to treat a key.
 
-A key that is not in the table and holds a tensor or an array is a further input of the model.
+A key that is not in the table and holds a tensor or an array is passed to the model as an extra input.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from typing import Any, Literal
 IGNORE_INDEX = -100
 
 Role = Literal[
-    "token",  # one value a token; the collator reads it
-    "type",  # one value a token, padded with the ids and passed to the model as [1, T]
+    "token",  # one value per token; the collator reads it
+    "type",  # one value per token, padded with the ids and passed to the model as [1, T]
     "weight",  # the loss weight of the tokens or of the sequence
-    "label",  # one value or list a sequence, for heads with one output a sequence
-    "sequence",  # written by readers that cut a sequence, for the collator
+    "label",  # one value or list per sequence, for heads with one output per sequence
+    "sequence",  # readers that cut a sequence write it for the collator
     "media",  # images and video as inputs of the model
     "raw",  # images and video before the model's processor
-    "boundary",  # where the sequences of a row begin; read from rows that were packed before
-    # All others are refused:
+    "boundary",  # marks where sequences begin, in rows that are already packed
+    # The roles below are refused:
     "audio",
     "mask",  # hides tokens from the loss under a name that is not read
     "other_weight",
     "other_boundary",
-    "made",  # an argument that THDBatch.hf_kwargs makes
+    "made",  # an argument that THDBatch.hf_kwargs computes
 ]
 
 _NAMES: dict[Role, str] = {
@@ -51,12 +51,12 @@ _NAMES: dict[Role, str] = {
 KEYS: dict[str, Role] = {name: role for role, row in _NAMES.items() for name in row.split()}
 
 _REFUSED: dict[str, str] = {
-    "mask": ", which is not read, so that what it hides would be trained on. Give labels, unshifted, with "
-    "-100 where a token is not to be learned, in its place.",
-    "other_weight": ", which is not read. Give weights under 'weights', one a token or one a sequence; "
-    "rename it, or drop it.",
+    "mask": ", which is not read, so the tokens that it hides would be trained on. Give unshifted labels "
+    "instead, with -100 for each token that must not be learned.",
+    "other_weight": ", which is not read. Rename it to 'weights' (one value per token or one per "
+    "sequence), or drop it.",
     "other_boundary": ", which is not read, so that sequences of one row would see each other. Give "
-    "lengths, cu_seqlens or position_ids in its place, or one sequence a row.",
+    "lengths, cu_seqlens or position_ids instead, or one sequence per row.",
     "audio": ": audio inputs cannot be packed, only tokens, images and video. Remove the key or use a "
     "padded batch.",
 }
@@ -67,19 +67,19 @@ def names(*roles: Role) -> tuple[str, ...]:
     return tuple(name for name, role in KEYS.items() if role in roles)
 
 
-# One value a token, so that a truncated sequence can be cut with its tokens.
+# Keys with one value per token. They are cut together with the tokens of a truncated sequence.
 PER_TOKEN = names("token", "type")
 TYPES = names("type")
 COLLATED = frozenset(names("token", "type", "weight", "label", "sequence"))
 
 
 def inputs(sample: Iterable[str]) -> list[str]:
-    """Return the sorted names of what a sample carries beside its tokens and weights, such as images."""
+    """Return the sorted names of a sample's other inputs, which are no tokens, weights or labels: images."""
     return sorted(name for name in sample if name not in COLLATED)
 
 
 def refuse_keys(found: Iterable[str]) -> None:
-    """Refuse keys of audio, and of masks, weights and boundaries under names that are not read."""
+    """Refuse audio, and refuse masks, weights and boundaries under names that are not read."""
     if isinstance(found, Mapping):
         found = [name for name, value in found.items() if value is not None]
     for name in found:
@@ -89,9 +89,9 @@ def refuse_keys(found: Iterable[str]) -> None:
 
 
 def refuse_boundaries(sample: Mapping[str, Any], name: str) -> None:
-    """Refuse the boundaries of several sequences in one sample, whose sequences would see each other."""
+    """Refuse a sample with boundaries of several sequences, because these would see each other."""
     if found := [key for key, value in sample.items() if KEYS.get(key) == "boundary" and value is not None]:
         raise ValueError(
             f"{name} carries {', '.join(found)}, as a row of several sequences does, and a sample is one: "
-            "give the sequences one by one, or drop the key. THDDataModule takes such rows of a dataset."
+            "give the sequences one by one, or drop the key. THDDataModule accepts such rows in a dataset."
         )

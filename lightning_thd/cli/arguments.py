@@ -1,4 +1,4 @@
-"""Text of the command line -> numbers in their bounds and paths that can be written, or a line of advice."""
+"""Command-line text -> checked numbers and writable paths, or an error of one line."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any, NoReturn
 from lightning_thd._checks import refuse_missing
 from lightning_thd._imports import available
 
-_HUB_S = 10.0  # within which a hub answers
+_HUB_S = 10.0  # seconds to wait for a hub to answer
 PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, and name the nearest option for one that does not exist."""
+    """A parser whose errors are one line; for an unknown option they name the most similar one."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse arguments after all options in them are known."""
+        """Refuse unknown options, then parse the arguments."""
         args = sys.argv[1:] if args is None else list(args)
         known = [option for action in self._actions for option in action.option_strings]
         for given in (text.partition("=")[0] for text in args if text.startswith("--") and text != "--"):
@@ -40,7 +40,7 @@ def nearest(given: str, known: Iterable[str]) -> str:
 
 
 def refuse_unreachable(name: str) -> None:
-    """Raise ValueError for a model that is neither here nor in the cache, if the hub does not answer."""
+    """Raise ValueError if a model is neither on disk nor in the cache, and the hub does not answer."""
     advice = "Pass a config.json, a folder with one, or a model's name."
     refuse_missing(name, advice)
     if Path(name).exists() or not available("huggingface_hub"):
@@ -51,16 +51,16 @@ def refuse_unreachable(name: str) -> None:
         return
     try:
         hub.HfApi().model_info(name, timeout=_HUB_S)
-    except hub.errors.HfHubHTTPError:  # it answers; transformers words what it says
+    except hub.errors.HfHubHTTPError:  # the hub answers; transformers explains its errors later
         return
-    except Exception as err:  # releases of huggingface_hub have other HTTP clients
+    except Exception as err:  # releases of huggingface_hub use different HTTP clients
         raise ValueError(
             f"{name} is no folder, nor a model in the cache, and the hub does not answer ({err}). {advice}"
         ) from err
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """Return a type of argparse for whole numbers from ``least`` on: ``whole(1)("8")`` is 8."""
+    """Return an argparse type for whole numbers of at least ``least``: ``whole(1)("8")`` is 8."""
 
     def whole_number(text: str) -> int:
         number = int(text)
@@ -80,7 +80,7 @@ def share(text: str) -> float:
 
 
 def picture(text: str) -> Path:
-    """Return the path of a picture that can be written; it is checked before the work for it is done."""
+    """Return the path of a picture to write; the path is checked before the picture is computed."""
     path = Path(text)
     if path.suffix.lower() not in PICTURES:
         raise argparse.ArgumentTypeError(f"{text!r} is no picture; wanted one of {', '.join(PICTURES)}")

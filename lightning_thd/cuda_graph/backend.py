@@ -1,4 +1,4 @@
-"""A function over fixed tensors -> something that does the same work again, such as a CUDA graph."""
+"""A function over fixed tensors -> a recording that repeats its work, such as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ class Backend(Protocol):
         """Return why nothing can be captured on a device, or None."""
 
     def warm_up(self, function: Callable[[], R], *, last: bool) -> R:
-        """Run the function once before its capture; the last such run may refuse what a capture would."""
+        """Run the function once before its capture; the last run may raise the errors of a capture."""
 
     def capture(self, function: Callable[[], R]) -> tuple[Any, R]:
-        """Run the function once and record its work; ``replay()`` of it refills the result's tensors."""
+        """Run the function once and record it; ``replay()`` of the recording refills the result's tensors."""
 
     def time_s(self, function: Callable[[], object]) -> float | None:
-        """Measure the seconds of a run, or return None where times mean nothing."""
+        """Measure the seconds of a run, or return None if the backend's times are meaningless."""
 
     def release(self) -> None:
         """Free the memory that graphs shared, once all of them have been dropped."""
 
 
 class CudaBackend:
-    """``torch.cuda.CUDAGraph``: graphs share one side stream and, as they take turns, one memory pool."""
+    """``torch.cuda.CUDAGraph``; graphs never run at once, so they share a side stream and a memory pool."""
 
     name = "cuda"
-    # cuBLAS, autotuners and lazily built tables settle within two runs; the third is what is captured.
+    # cuBLAS, autotuners and lazily built tables settle within two runs. The third run is captured.
     warm_ups = 2
 
     def __init__(self) -> None:
@@ -66,17 +66,17 @@ class CudaBackend:
         return result
 
     def capture(self, function: Callable[[], R]) -> tuple[Any, R]:
-        """Capture with the garbage collector off, which could free earlier graphs' memory meanwhile."""
+        """Capture a run; garbage collection is off, because it could free memory of earlier graphs."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # "thread_local": loader threads that page-lock memory and NCCL's watchdog go on meanwhile.
+        # "thread_local" lets other threads continue: NCCL's watchdog, and loaders that page-lock memory.
         context = torch.cuda.graph(
             graph, pool=self._pool, stream=self._side(), capture_error_mode="thread_local"
         )
         raised: Exception | None = None
         try:
-            # torch.cuda.graph does not give the stream back when the end of a capture raises.
+            # torch.cuda.graph does not restore the stream if the end of a capture raises.
             with torch.cuda.stream(torch.cuda.current_stream()), _no_collection(), context:
                 try:
                     result = function()
@@ -88,11 +88,11 @@ class CudaBackend:
                 self._recover(graph)
             raise (raised or error) from None
         finally:
-            del raised  # else this frame and the error keep each other, and with them the batch
+            del raised  # break the cycle of frame and error, which would keep the batch alive
         return graph, result
 
     def time_s(self, function: Callable[[], object], *, runs: int = 5) -> float:
-        """Return the median seconds of some runs, by events on the device."""
+        """Return the median seconds of several runs, measured by CUDA events."""
         times: list[float] = []
         for _ in range(runs):
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -118,11 +118,11 @@ class CudaBackend:
     def _recover(self, graph: torch.cuda.CUDAGraph) -> None:
         """Reset state that torch (up to 2.13) leaves behind when the end of a capture raises."""
         device, pool = torch.cuda.current_device(), self._pool
-        with contextlib.suppress(RuntimeError):  # it is not recording: torch has ended the pool itself
+        with contextlib.suppress(RuntimeError):  # raised if torch has already ended the pool
             torch._C._cuda_endAllocateToPool(device, pool)
             torch._C._cuda_releasePool(device, pool)
         self._pool = None
-        self._failed.append(graph)  # the allocator of page-locked memory may still ask it what is its own
+        self._failed.append(graph)  # keep it alive: the allocator of page-locked memory may query it
         generator = torch.cuda.default_generators[device]
         generator.graphsafe_set_state(generator.clone_state())
 

@@ -48,22 +48,22 @@ from lightning_thd.precision.convert import in_low_precision
 def packed_trainer(trainer_class: type | None = None) -> type:
     """Make a Hugging Face Trainer class train on packs.
 
-    ``packed_trainer()(model=model, args=args, train_dataset=dataset, capacity=8192)``, and the same around
-    TRL's ``SFTTrainer`` with ``packing=False``. ``per_device_train_batch_size`` is unused: a batch is a pack.
-    TRL's ``DPOTrainer``, ``RewardTrainer`` and ``GRPOTrainer`` keep their arguments: all rows of a batch are
-    one pack. With ``share_prefixes=True`` a prompt runs through the model once for all its answers in the
-    batch, and with ``peak=`` they log throughput and MFU.
+    Call ``packed_trainer()(model=model, args=args, train_dataset=dataset, capacity=8192)``. TRL's
+    ``SFTTrainer`` works too, with ``packing=False``. ``per_device_train_batch_size`` is unused: a batch is a
+    pack. TRL's ``DPOTrainer``, ``RewardTrainer`` and ``GRPOTrainer`` keep their arguments and pack all rows
+    of a batch. They also take ``share_prefixes=True``, to run a prompt through the model once for all its
+    answers in the batch, and ``peak=``, to log throughput and MFU.
 
     Args:
         trainer_class: ``transformers.Trainer`` by default, or a subclass.
 
     Returns:
-        A subclass that takes, beside the arguments of its base, ``capacity`` (most tokens of a pack),
-        ``peak`` (see ``THDThroughputMonitor``), ``router_balance`` (of ``causal_lm_loss``, over which tokens
-        experts are balanced) and ``data_kwargs``, further arguments of ``THDDataModule``;
-        ``data_kwargs={"global_batch": Sequences(n)}`` makes every optimizer step exactly n sequences.
+        A subclass that takes four more arguments than its base: ``capacity`` (most tokens of a pack),
+        ``peak`` (see ``THDThroughputMonitor``), ``router_balance`` (see ``causal_lm_loss``) and
+        ``data_kwargs`` (more arguments of ``THDDataModule``). With ``data_kwargs={"global_batch":
+        Sequences(n)}``, every optimizer step has exactly n sequences.
         ``train_dataset`` may be a stream: an iterable dataset, a ``data.streams.Stream``, or a mixture.
-        All else works as in its base; the loss of a step is the mean over its loss tokens.
+        All else works as in the base. The loss of a step is the mean over its loss tokens.
     """
     transformers = require("transformers", feature="packed_trainer")
     base = transformers.Trainer if trainer_class is None else trainer_class
@@ -115,14 +115,14 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         self._capacity, self._peak, self._data_kwargs = capacity, peak, dict(data_kwargs or {})
         self._meter = Meter("train", "training", time.perf_counter)
         self._meter.capacity = capacity
-        self._metered, self._followed = False, -1  # and the step before which weights were looked at
+        self._metered, self._followed = False, -1  # _followed: the last step with a check of the weights
         self._trained_sequences, self._trained_tokens = 0, 0
-        self._token_sums: dict[str, Tensor] = {}  # training's and evaluation's, until they are logged
+        self._token_sums: dict[str, Tensor] = {}  # by mode, until they are logged
         self._refuse_settings()
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as the base class does, with counts, clock and model of this call only."""
-        self._trained_sequences, self._metered = 0, False  # a model_init has made another model
+        """Train as the base class does; counters, clock and FLOPs model start again with each call."""
+        self._trained_sequences, self._metered = 0, False  # model_init may have made a new model
         try:
             return super().train(*args, **kwargs)
         finally:
@@ -166,15 +166,15 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         return loss
 
     def _token_metrics(self, mode: str) -> dict[str, float]:
-        """Return entropy and accuracy of the loss tokens since they were last asked for; a collective."""
+        """Return the entropy and accuracy of the loss tokens since the last call; this is a collective."""
         sums = self._token_sums.pop(mode, torch.zeros(3, dtype=torch.float64, device=self.args.device))
         entropy, correct, tokens = self.accelerator.reduce(sums, reduction="sum").tolist()
         return {"entropy": entropy / max(tokens, 1.0), "mean_token_accuracy": correct / max(tokens, 1.0)}
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Train on a pack, or on all of a step, and add their tokens to the throughput counters."""
+        """Train on one pack or all packs of a step, and add their tokens to the throughput counters."""
         meter = self._ready
-        if self._followed != self.state.global_step and self._flops.outdated:  # callbacks thawed weights
+        if self._followed != self.state.global_step and self._flops.outdated:  # a callback unfroze weights
             meter.reduce()
             self._flops.follow()
             meter.model = self._flops.model("train")
@@ -198,7 +198,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         return loss
 
     def floating_point_ops(self, inputs: dict[str, THDBatch | THDStep]) -> int:
-        """Return the FLOPs of a pack from the lengths of its sequences; 0 if the model's are unknown."""
+        """Return a pack's FLOPs from the lengths of its sequences; 0 for a model with unknown FLOPs."""
         flops_model = self._ready.model
         if flops_model is None:
             return 0
@@ -217,7 +217,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         if "loss" in logs and self._metered:
             ours = for_loggers(self._meter.close())  # reporters put "train/" before every key themselves
             logs = {**logs, **{key.removeprefix("train/"): value for key, value in ours.items()}}
-            theirs = getattr(self, "_metrics", None)  # TRL's, which its compute_loss would fill
+            theirs = getattr(self, "_metrics", None)  # for TRL, whose own compute_loss would fill them
             if theirs is not None:
                 theirs["train"]["num_tokens"] = [self._sum_over_ranks(self._trained_tokens)]
                 theirs["train"].update({key: [value] for key, value in self._token_metrics("train").items()})
@@ -240,7 +240,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         return wanted.n if wanted is not None else int(args.gradient_accumulation_steps * args.world_size)
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
-        # Its own count is packs. Newer Trainers multiply by the part of all steps that this call ran.
+        # Trainer would count packs. Newer ones multiply by the share of all steps that this call ran.
         samples = self._sum_over_ranks(self._trained_sequences)
         before = getattr(self, "_initial_global_step", None)
         if before is not None:

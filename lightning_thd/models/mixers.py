@@ -1,8 +1,8 @@
 """State-space, linear-attention and short-convolution layers -> the same layers, reset at boundaries.
 
-The forward of their class is patched once. Inside a pack, it passes seq_idx and cu_seqlens to the fused
-kernels if those are installed, and else runs on padded groups of sequences. On a context-parallel shard it
-passes states between ranks (``passing``); a layer whose kernels give no state runs on the gathered pack.
+The forward method of each class is patched once. Inside a pack, it passes seq_idx and cu_seqlens to the fused
+kernels. Without usable kernels it runs on padded groups of sequences. On a context-parallel shard it passes
+states between ranks (``passing``). A layer whose kernels return no state runs on the gathered pack.
 
 Legend: T slots in a pack, N = T / cp slots of a shard.
 """
@@ -32,7 +32,7 @@ from lightning_thd.parallel.context.layout import ShardLayout
 from lightning_thd.parallel.shard import gather_pack
 from lightning_thd.seqlens import cu_seqlens_from_lengths
 
-# The packages with which a layer's own kernels keep sequences apart; None for layers whose kernels cannot.
+# Packages whose kernels keep the sequences of a pack apart in a layer; None if a layer has no such kernels.
 _SSD: Final = ("mamba_ssm", "causal_conv1d")
 _DELTA: Final = ("fla", "causal_conv1d")
 MIXERS: Final[dict[str, tuple[str, ...] | None]] = {
@@ -45,10 +45,10 @@ MIXERS: Final[dict[str, tuple[str, ...] | None]] = {
     **dict.fromkeys(("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"), _DELTA),
     **dict.fromkeys(("OlmoHybridGatedDeltaNet", "KimiLinearDeltaAttention"), _DELTA),
     "BailingHybridDeltaAttention": _DELTA,
-    # causal-conv1d 1.7.0 takes sequence ids only for channels last, which these layers do not give it.
+    # causal-conv1d 1.7.0 takes sequence ids only with channels-last inputs, which these layers do not pass.
     **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")),
 }
-# Layers that return several values a token: queries, keys and values.
+# Layers that return several values per token: queries, keys and values.
 _SEVERAL: Final = frozenset({"ZayaCCAProjection"})
 _CACHES = ("cache_params", "past_key_values", "past_key_value", "state")
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -74,7 +74,7 @@ def _pack_aware(cls: type, forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def pack_aware_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        pack = current_pack() and model_pack()  # the first raises in a recomputation that lost its pack
+        pack = current_pack() and model_pack()  # current_pack raises if a recomputation lost its pack
         if pack is None:
             return forward(self, *args, **kwargs)
         tokens = args[0] if args else kwargs[tokens_name]
@@ -109,8 +109,8 @@ def _grouped(
 def _refuse(module: nn.Module, tokens: Tensor, pack: Pack, kwargs: dict[str, Any]) -> None:
     if tokens.shape[0] != 1 or tokens.shape[1] != pack.slots:
         raise ValueError(
-            f"{type(module).__name__} got {tuple(tokens.shape)} while the model works on a pack of "
-            f"{pack.slots} slots. Rows of other lengths do not go into a pack."
+            f"{type(module).__name__} got {tuple(tokens.shape)} while the model runs on a pack of "
+            f"{pack.slots} slots; wanted [1, {pack.slots}, ...]. Pass this layer the tokens of the pack only."
         )
     pack.refuse_prefixes(module, "carries a state or a convolution along each of them")
     for name in (*_CACHES, "attention_mask"):
@@ -123,7 +123,7 @@ def _refuse(module: nn.Module, tokens: Tensor, pack: Pack, kwargs: dict[str, Any
 def can_run(kernels: tuple[str, ...] | None, tokens: Tensor) -> bool:
     """Return whether a layer's own kernels run on the device of its input, and keep sequences apart."""
     if kernels is None or not _on_gpu(tokens) or ("fla" in kernels and shapes_are_static()):
-        return False  # fla's kernels read the device, which a recorded step cannot
+        return False  # fla's kernels copy values from the device, which a recorded step cannot do
     return bool(_usable(kernels, tokens.device.index or 0))
 
 
@@ -131,7 +131,7 @@ def boundaries(kernels: tuple[str, ...], pack: Pack, layer: type) -> dict[str, A
     """Return the boundaries of sequences as keywords that transformers passes on to the kernels."""
     found: dict[str, Any] = {"seq_idx": pack.seq_idx, "cu_seq_lens_q": pack.cu_seqlens_q}
     rule = getattr(sys.modules.get(layer.__module__), "torch_chunk_gated_delta_rule", None)
-    # Since 5.20 transformers passes a layer's kernel only the keywords it takes.
+    # Since 5.20, transformers passes a kernel only the keywords that the kernel takes.
     if "fla" in kernels and hasattr(rule, "__wrapped__"):
         if "cu_seqlens_cpu" not in pack.cache:
             pack.cache["cu_seqlens_cpu"] = cu_seqlens_from_lengths(pack.lengths)
@@ -148,7 +148,7 @@ def _usable(kernels: tuple[str, ...], device: int) -> bool:
 def _is_sound(kernel: str, capability: int | None) -> bool:
     found = known_problems(kernel, capability=capability)
     for entry in found:
-        rank_zero_warn(f"{entry.problem}: {entry.instead}. Layers run on padded groups meanwhile.")
+        rank_zero_warn(f"{entry.problem}: {entry.instead}. Until then, layers run on padded groups.")
     return not found
 
 

@@ -1,7 +1,7 @@
 """Sequence lengths -> packs of at most ``capacity`` slots, as two flat index arrays.
 
-Best-fit decreasing over the length histogram costs O(n + distinct lengths), because it moves whole classes of
-equal packs at a time, and yields the very number of packs that placing one sequence after the other would.
+Best-fit decreasing runs on the histogram of lengths and moves whole classes of equal packs at a time. It
+costs O(n + distinct lengths). It gives the same number of packs as placing one sequence after the other.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from lightning_thd.packing.lengths import UNBOUNDED, Slots, check_capacity
 Algorithm = Literal["bfd", "next_fit"]
 IntArray = npt.NDArray[np.int64]
 
-# (first, packs, each, held): packs first to first + packs get `each` more sequences, after the `held` they
-# have.
+# (first, packs, each, held): packs first to first + packs already hold `held` sequences and get `each` more.
 _Placement = tuple[int, int, int, int]
 
 
@@ -50,12 +49,12 @@ class Packing:
         return (self[pack] for pack in range(len(self)))
 
     def totals(self, values: npt.ArrayLike) -> IntArray:
-        """Return the sum of ``values`` (one a sequence) over every pack."""
+        """Return the sum of ``values`` (one per sequence) over every pack."""
         running = np.concatenate([[0], np.cumsum(host_ints(values, "values")[self.indices])])
         return np.asarray(running[self.offsets[1:]] - running[self.offsets[:-1]], dtype=np.int64)
 
     def fill(self, lengths: npt.ArrayLike, capacity: int) -> float:
-        """Return real tokens divided by slots, if every pack takes ``capacity`` slots: 1.0 wastes nothing."""
+        """Return real tokens divided by slots, with ``capacity`` slots per pack; 1.0 means no padding."""
         check_capacity(capacity)
         real = host_ints(lengths, "lengths")[self.indices].sum()
         return float(real / (len(self) * capacity)) if len(self) else 1.0
@@ -107,7 +106,7 @@ def pack_lengths(
 
 
 def best_fit(padded: IntArray, slots: Slots, patches: IntArray | None = None) -> Packing:
-    """Pack by best-fit decreasing; a sequence above what a pack holds gets a pack of its own."""
+    """Pack by best-fit decreasing; a sequence that is too long for a pack gets a pack of its own."""
     fits = padded <= slots.usable
     if patches is not None and slots.patches < UNBOUNDED:
         packs = best_fit(padded, replace(slots, patches=UNBOUNDED))
@@ -124,11 +123,11 @@ def best_fit(padded: IntArray, slots: Slots, patches: IntArray | None = None) ->
 
 
 def _fit_both(padded: IntArray, patches: IntArray, slots: Slots) -> Packing:
-    """Pack by best fit in slots and patches, the sequence that takes the largest share of either first."""
+    """Pack by best fit in slots and patches; the sequence with the largest share of either comes first."""
     whole = 1 / slots.usable, 1 / slots.patches
     order = np.argsort(-np.maximum(padded * whole[0], patches * whole[1]), kind="stable")
-    room, views = np.empty_like(padded), np.empty_like(padded)  # left in each pack
-    share = np.empty(len(padded))  # free slots and free patches, each as a share of a pack, added
+    room, views = np.empty_like(padded), np.empty_like(padded)  # free slots and patches of each pack
+    share = np.empty(len(padded))  # the free share of slots plus the free share of patches
     owner, count = np.empty(len(padded), np.int64), 0
     for i, size, seen in zip(order.tolist(), padded[order].tolist(), patches[order].tolist(), strict=True):
         fits = (room[:count] >= size) & (views[:count] >= seen)
@@ -146,7 +145,7 @@ def _fit_both(padded: IntArray, patches: IntArray, slots: Slots) -> Packing:
 
 
 def regrouped(offsets: IntArray, order: IntArray) -> tuple[IntArray, IntArray]:
-    """Lay groups of an array out in another order: ``([0, 2, 3], [1, 0])`` is ``[2, 0, 1], [0, 1, 3]``."""
+    """Return reordered groups as indices, offsets: ``([0, 2, 3], [1, 0])`` is ``[2, 0, 1], [0, 1, 3]``."""
     sizes = np.diff(offsets)[order]
     ends = np.concatenate([[0], np.cumsum(sizes)])
     within = np.arange(ends[-1]) - np.repeat(ends[:-1], sizes)

@@ -1,4 +1,4 @@
-"""The most ranks that may share a sequence -> degrees, and the slots and work of sequences at each.
+"""The most ranks that may share a sequence -> the degrees, and each sequence's slots and work at each degree.
 
 The degree of a sequence is the number of ranks that share it.
 Legend: S sequences, C degrees (1, 2, 4, ...), R ranks.
@@ -22,8 +22,8 @@ FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 Waits = Literal["microbatch", "step"]
 
-# A token's exchange with one other rank costs this share of its linear work, by default: keys of 8 heads of
-# 128 in 32 layers of a model of 7e9 weights, at 100 GB/s.
+# Default cost of sending a token's keys to one other rank, as a share of the token's linear work. It holds
+# for 8 key heads of 128 in 32 layers, in a model of 7e9 weights, at 100 GB/s.
 _EXCHANGE = 0.02
 
 
@@ -33,11 +33,11 @@ class Sharing:
 
     max_degree: int  # most ranks of a group, a power of two
     layout: Layout = "dual_chunk"  # how a group cuts its pack
-    tp: int = 1  # tensor-parallel ranks, each set of which counts as one rank here
-    sequence_parallel: bool = False  # whether tensor-parallel ranks share slots between their products
-    # cost of a rank's exchange for each of its slots, in units of a token's linear work: one number for
-    # groups of 2, one for groups of 4, and so on. None is 0.02 for each other rank of the group, whose keys
-    # it receives.
+    tp: int = 1  # tensor-parallel ranks; each tensor-parallel group counts as one rank here
+    sequence_parallel: bool = False  # whether tensor-parallel ranks also cut slots (sequence parallelism)
+    # cost of a rank's exchange per slot, in units of a token's linear work: one number for groups of 2, one
+    # for groups of 4, and so on. None means 0.02 for each other rank of the group, whose keys the rank
+    # receives.
     exchange: tuple[float, ...] | None = None
     # when all ranks wait for the slowest. FSDP gathers weights in every microbatch, so its ranks wait at the
     # end of each; the ranks of DDP wait only at the end of the step.
@@ -52,7 +52,7 @@ class Sharing:
             )
         choice(self.layout, "context_parallel_layout", *get_args(Layout))
         choice(self.waits, "waits", *get_args(Waits))
-        whole_number(self.tp, "tensor_parallel_size", least=1, advice="1 means not at all.")
+        whole_number(self.tp, "tensor_parallel_size", least=1, advice="1 means no tensor parallelism.")
         flags(sequence_parallel=self.sequence_parallel)
         if self.exchange is not None and len(self.exchange) != len(self.degrees) - 1:
             raise ValueError(f"exchange={self.exchange}: wanted one number for each of {self.degrees[1:]}.")
@@ -64,7 +64,7 @@ class Sharing:
 
     @property
     def exchanges(self) -> list[float]:
-        """Return the cost of the exchange for each slot of a rank, at every degree."""
+        """Return the cost of the exchange per slot of a rank, at every degree."""
         if self.exchange is None:
             return [_EXCHANGE * (degree - 1) for degree in self.degrees]
         return [0.0, *self.exchange]
@@ -78,7 +78,7 @@ class Sharing:
         )
 
     def room(self, capacity: int, degree: int) -> tuple[int, int]:
-        """Return all slots of a group, and the multiple that lengths are padded to in it."""
+        """Return the number of slots of a group, and the multiple to which it pads lengths."""
         align = self.align(degree)
         if align is None:
             return capacity * degree, 1
@@ -86,14 +86,14 @@ class Sharing:
 
 
 def check_tiling(ranks: int, max_degree: int) -> None:
-    """Refuse a number of ranks that groups of the largest degree do not divide."""
+    """Refuse a number of ranks that is not a multiple of the largest degree."""
     whole_number(ranks, "ranks", least=1, most=MOST_RANKS, advice="It is the number of data-parallel ranks.")
-    whole_number(max_degree, "max_degree", least=1, advice="Most ranks of a sequence.")
+    whole_number(max_degree, "max_degree", least=1, advice="It is the most ranks of a sequence.")
     if ranks % max_degree:
         fits = max(d for d in (1 << i for i in range(max_degree.bit_length())) if ranks % d == 0)
         raise ValueError(
             f"max_context_parallel_size={max_degree} does not divide the {ranks} ranks that read data, so "
-            f"that groups cannot tile them. Use max_context_parallel_size={fits}, or a multiple of "
+            f"they cannot form groups of that size. Use max_context_parallel_size={fits}, or a multiple of "
             f"{max_degree} ranks."
         )
 
@@ -118,7 +118,7 @@ class Tables:
         slots = np.stack([-(-lengths // multiple) * multiple for multiple in multiples])
         ranks = np.array(degrees, dtype=np.float64)[:, None]
         own = _work(cost, lengths)
-        token = float(_work(cost, np.array([1024]))[0]) / 1024  # about a token's linear work
+        token = float(_work(cost, np.array([1024]))[0]) / 1024  # approximately the linear work of one token
         exchanged = np.array(sharing.exchanges)[:, None] * token * slots
         load = (own + exchanged) / ranks
         fits = slots <= np.array(rooms)[:, None]
@@ -139,12 +139,12 @@ class Tables:
 
     @property
     def total_work(self) -> FloatArray:
-        """Return the work of all ranks at each degree, infinite if a sequence does not fit, ``[C, S]``."""
+        """Return each sequence's work over all ranks, ``[C, S]``; infinite at degrees that do not hold it."""
         return np.where(self.possible, self.load * np.array(self.degrees)[:, None], np.inf)
 
     @property
     def cheapest(self) -> FloatArray:
-        """Return the work of all ranks of each sequence at its cheapest degree, float64 ``[S]``."""
+        """Return each sequence's work over all ranks at its cheapest degree, float64 ``[S]``."""
         return np.asarray(self.total_work.min(axis=0))
 
     def even_time(self, ranks: int) -> float:

@@ -1,7 +1,8 @@
-"""A conversation whose content has images -> messages of parts, and where each image is: path or bytes.
+"""A conversation with images -> messages made of parts, and the source of each image: a path or bytes.
 
-A part ``{"type": "image"}`` has ``image``, ``path`` or ``url``, or is ``{"type": "image_url", "image_url":
-{"url": ...}}``. Without a source, and for ``<image>`` in text, the record's next ``images`` entry is taken.
+A part ``{"type": "image"}`` gives its source as ``image``, ``path`` or ``url``. The form ``{"type":
+"image_url", "image_url": {"url": ...}}`` is read too. A part without a source, and each ``<image>`` in a
+text, takes the next entry of the record's ``images``.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from lightning_thd.batch.keys import names
 Message = dict[str, Any]
 _COLUMNS = ("images", "image")
 _SOURCES = ("image", "path", "url", "image_url")
-_ONLY_IMAGES = "{}, and only text and images are rendered; audio cannot be packed. Give frames of video."
+_ONLY_IMAGES = "{}, and only text and images are rendered; audio cannot be packed. Give video as images."
 _PLACE = re.compile(r"\s?<image>\n?")
 _DATA = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
 
 
 def with_images(messages: list[Message], record: Mapping[str, Any]) -> tuple[list[Message], list[Any]]:
-    """Return messages whose content is a list of parts, and the source of each image in their order."""
+    """Return messages whose content is a list of parts, and the source of each image, in order."""
     for name in names("raw", "audio"):
         if name not in _COLUMNS and record.get(name) is not None and record[name] != []:
             raise ValueError(_ONLY_IMAGES.format(f"the record holds {name!r}"))
@@ -54,7 +55,8 @@ def with_images(messages: list[Message], record: Mapping[str, Any]) -> tuple[lis
         parted.append({**message, "content": parts})
     if waiting:
         raise ValueError(
-            f"the record has {given} images, and its messages have places for {given - len(waiting)}."
+            f"the record has {given} images, and its messages have places for {given - len(waiting)}. "
+            "Add <image> for each."
         )
     return parted, found
 
@@ -67,11 +69,11 @@ def _of_record(record: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _parts(content: str | list[Any], *, split: bool) -> Iterator[dict[str, Any]]:
-    """Yield the parts of a content; with ``split`` a text is cut at ``<image>``."""
+    """Yield the parts of a message's content; with ``split``, texts are cut at ``<image>``."""
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
         text = part.get("text") if isinstance(part, dict) else None
         if not isinstance(part, dict) or (part.get("type") == "text" and not isinstance(text, str)):
-            raise ValueError(f"a message holds the part {part!r:.60}, which has no 'type' or text.")
+            raise ValueError(f"a message holds the part {part!r:.60}, which has no 'type' or text. Add it.")
         if not split or text is None or "<image>" not in text:
             yield part
             continue
@@ -83,7 +85,7 @@ def _parts(content: str | list[Any], *, split: bool) -> Iterator[dict[str, Any]]
 
 
 def open_image(source: Any, folder: Path | None) -> Any:
-    """Open an image with Pillow without decoding its pixels; relative paths begin in ``folder``."""
+    """Open an image with Pillow without decoding its pixels; relative paths start at ``folder``."""
     pillow = require("PIL.Image", feature="images in conversations")
     if isinstance(source, Mapping):
         source = source.get("bytes") if source.get("bytes") is not None else source.get("path")
@@ -99,34 +101,34 @@ def open_image(source: Any, folder: Path | None) -> Any:
         return pillow.open(source)
     except (OSError, ValueError, pillow.DecompressionBombError) as err:
         name = source if isinstance(source, Path) else "the bytes of an image"
-        raise ValueError(f"{name} cannot be opened as an image ({err}). Mend or remove the record.") from err
+        raise ValueError(f"{name} cannot be opened as an image ({err}). Fix or remove the record.") from err
 
 
 def _bytes_or_path(text: str, folder: Path | None) -> bytes | Path:
     if match := _DATA.match(text):
         return base64.b64decode(text[match.end() :], validate=True)
     if "://" in text:
-        raise ValueError(f"the image {text!r:.60} is an address. Download images, and give their paths.")
+        raise ValueError(f"the image {text!r:.60} is an address. Download images and give their paths.")
     path = Path(text)
     return path if path.is_absolute() or folder is None else folder / path
 
 
 def size_of(image: Any) -> tuple[int, int]:
-    """Return the height and width of an opened image, turned as its EXIF says, from its header."""
+    """Return the height and width of an opened image from its header, rotated as its EXIF data asks."""
     width, height = image.size
-    turned = _has_exif(image) and image.getexif().get(0x0112, 1) >= 5  # these lay it on its side
+    turned = _has_exif(image) and image.getexif().get(0x0112, 1) >= 5  # 5 to 8 swap the sides
     return (width, height) if turned else (height, width)
 
 
 def _has_exif(image: Any) -> bool:
-    """Return whether the orientation is known without decoding; PNG may have it behind the pixels."""
+    """Return whether EXIF data can be read without decoding; a PNG may store it after the pixels."""
     return image.format != "PNG" or "exif" in image.info
 
 
 def decode(image: Any) -> Any:
-    """Decode an opened image to RGB, turned as its EXIF says."""
+    """Decode an opened image to RGB, rotated as its EXIF data asks."""
     ops = require("PIL.ImageOps", feature="images in conversations")
     try:
         return (ops.exif_transpose(image) if _has_exif(image) else image).convert("RGB")
     except OSError as err:
-        raise ValueError(f"an image cannot be decoded ({err}). Mend or remove the record.") from err
+        raise ValueError(f"an image cannot be decoded ({err}). Fix or remove the record.") from err
