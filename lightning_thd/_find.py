@@ -1,4 +1,4 @@
-"""The one place that looks for transformers models inside other modules, and for their configs."""
+"""A module -> the transformers models inside it and their configs; no other file searches for them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def unwrapped(model: Any, *, on_peft: Callable[[Any], None] | None = None) -> An
 
 
 def models_in(module: nn.Module | None) -> Iterator[tuple[str, Any]]:
-    """Yield the modules with a transformers config, and their paths, outer ones first."""
+    """Yield path and module for every module with a transformers config, outer ones first."""
     for name, child in module.named_modules() if module is not None else ():
         if hasattr(getattr(child, "config", None), "get_text_config"):
             yield name, child
@@ -46,7 +46,7 @@ def outermost_models(module: nn.Module | None) -> dict[str, Any]:
 def model_with_head(module: nn.Module) -> Any | None:
     """Return the outermost model that owns a language model's head, or None."""
     for _, child in models_in(module):
-        # PEFT's wrappers lend the attributes of what they hold, but not its class's.
+        # PEFT's wrappers pass on the attributes of the model inside, but not those of its class.
         if hasattr(type(child), "get_output_embeddings") and isinstance(
             child.get_output_embeddings(), nn.Module
         ):
@@ -60,11 +60,11 @@ def model_config(module: nn.Module | None) -> Any | None:
 
 
 def text_config(config: Any) -> Any:
-    """Return the config of the language model, which in a multimodal model's config is its text part."""
+    """Return the config of the language model; in a multimodal config that is the text part."""
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
-# Where transformers configs hold the one of their language model. ``get_text_config`` looks for the same
+# Attributes that hold the language model's config in other configs. ``get_text_config`` tries the same
 # names, but reads some twenty attributes and copies the config of an encoder-decoder.
 TEXT_CONFIGS = frozenset(("decoder", "generator", "text_config"))
 

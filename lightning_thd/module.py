@@ -30,21 +30,21 @@ def adamw(
     lr: float,
     betas: tuple[float, float],
 ) -> torch.optim.AdamW:
-    """Build AdamW, fused into one kernel a step where parameters are neither sharded nor of odd devices."""
+    """Build AdamW; it is fused if all parameters are unsharded floats on a CPU or CUDA device."""
     given: list[Any] = list(groups)
     parameters = [p for g in given for p in (g["params"] if isinstance(g, dict) else [g])]
     fused = bool(parameters) and all(_may_fuse(p) for p in parameters)
     optimizer = torch.optim.AdamW(given, lr=lr, betas=betas, fused=fused or None)
     if fused:
-        # Lightning refuses to clip in mixed precision where the optimizer unscales gradients itself; told
-        # that it does not, GradScaler and Lightning unscale before the step, as for any other optimizer.
+        # Lightning refuses to clip in mixed precision if the optimizer unscales gradients itself. With this
+        # flag off, GradScaler and Lightning unscale before the step, as for any other optimizer.
         optimizer._step_supports_amp_scaling = False
     return optimizer
 
 
 def warmup_and_cosine(step: int, *, steps: int, warmup_fraction: float, final: float) -> float:
-    """Return the part of the peak rate in a step: a straight rise, then half a cosine down to ``final``."""
-    # It depends only on the step: a schedule that remembers its length would rise again in a longer run.
+    """Return a step's share of the peak rate: a linear rise, then half a cosine down to ``final``."""
+    # This function keeps no state: a schedule that stores its length would rise again in a longer run.
     warmup = min(steps - 1, max(1, round(warmup_fraction * steps)))
     if step < warmup:
         return (step + 1) / (warmup + 1)
@@ -52,7 +52,7 @@ def warmup_and_cosine(step: int, *, steps: int, warmup_fraction: float, final: f
     return final + (1 - final) * (1 + math.cos(math.pi * passed)) / 2
 
 
-_MISSPELT = 0.93  # likeness of two names from which one is taken for the other
+_MISSPELT = 0.93  # similarity of two names from which one counts as a misspelling of the other
 
 
 def _may_fuse(parameter: Tensor) -> bool:
@@ -61,7 +61,7 @@ def _may_fuse(parameter: Tensor) -> bool:
 
 
 def _refuse_misspelt(arguments: Iterable[str], make: Callable[[], Any]) -> None:
-    """Refuse arguments of a config, which takes any name, that resemble one it reads."""
+    """Refuse unknown config arguments with names like known ones, because a config accepts any name."""
     try:
         default = make()
     except Exception:  # a few configs cannot be made without arguments
@@ -77,32 +77,32 @@ def _refuse_misspelt(arguments: Iterable[str], make: Callable[[], Any]) -> None:
 
 
 class CausalLMModule(L.LightningModule):
-    """Trains any Hugging Face causal language model on ``THDBatch`` es with AdamW, warm-up and cosine decay.
+    """Trains any Hugging Face causal language model on packs with AdamW, warm-up and cosine decay.
 
-    A module of your own needs no more than ``loss = causal_lm_loss(self.model, batch)``. Checkpoints hold the
-    arguments: ``CausalLMModule.load_from_checkpoint(path)``, with ``model=`` where that was a module or a
+    Your own module needs only ``loss = causal_lm_loss(self.model, batch)``. Checkpoints hold the arguments:
+    call ``CausalLMModule.load_from_checkpoint(path)``, and pass ``model=`` again if it was a module or a
     function.
 
     Args:
-        model: a model built with ``attn_implementation="thd"``, a function that makes one (called in
-            ``configure_model``, on the right device and dtype), or the path or name of a saved model, read in
-            the dtype of the Trainer's precision: fp32 for ``"32-true"`` and ``"bf16-mixed"``, whatever it was
-            saved in.
-        config: in place of ``model``: arguments of a Hugging Face config, ``model_type`` among them; weights
-            are drawn in the same dtype.
+        model: a model built with ``attn_implementation="thd"``, a function that makes one, or the path or
+            name of a saved model. The function is called in ``configure_model``, on the right device and
+            dtype. A saved model is loaded in the dtype of the Trainer's precision (fp32 for ``"32-true"`` and
+            ``"bf16-mixed"``), whatever dtype it was saved in.
+        config: arguments of a Hugging Face config, with ``model_type``, instead of ``model``; weights are
+            initialised in the same dtype.
         lr: peak learning rate.
-        weight_decay: of AdamW, for matrices; vectors are not decayed.
-        betas: of AdamW.
-        warmup_fraction: part of all steps over which the rate rises from 0.
-        final_lr_fraction: part of ``lr`` that is left at the last step.
-        compile: ``layers`` compiles the model's layers with torch.compile: one graph for all layers and for
-            packs of any size, made in the first step in some ten seconds of a CPU, or read from torch's cache
-            on disk if a run before it made the same; ``off`` runs eagerly.
-        router_balance: over which tokens a mixture of experts is balanced: see ``causal_lm_loss``. Losses of
-            evaluations leave "sequence" and "step" out.
+        weight_decay: weight decay of AdamW for matrices; vectors are not decayed.
+        betas: betas of AdamW.
+        warmup_fraction: share of all steps in which the rate rises from 0.
+        final_lr_fraction: share of ``lr`` that is left at the last step.
+        compile: ``layers`` compiles the model's layers with torch.compile; ``off`` runs eagerly. One graph
+            serves all layers and packs of any size. The first step compiles it in some ten seconds on a CPU,
+            or reads it from torch's cache on disk if an earlier run compiled it.
+        router_balance: the tokens over which experts are balanced, see ``causal_lm_loss``. Evaluation losses
+            leave out the balancing losses "sequence" and "step".
 
     Raises:
-        ValueError: when not exactly one of ``model`` and ``config`` is given, or for one that cannot be used.
+        ValueError: if not exactly one of ``model`` and ``config`` is given, or an argument is invalid.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class CausalLMModule(L.LightningModule):
         self.warmup_fraction, self.final_lr_fraction = warmup_fraction, final_lr_fraction
         rates = {"lr": lr, "weight_decay": weight_decay, "betas": betas}
         rates |= {"warmup_fraction": warmup_fraction, "final_lr_fraction": final_lr_fraction}
-        plain = {"model": model, "config": config}  # a module or a function is no value to keep
+        plain = {"model": model, "config": config}  # modules and functions are not saved
         named = {name: value for name, value in plain.items() if isinstance(value, str | dict)}
         options = {"compile": compile, "router_balance": router_balance}
         self.save_hyperparameters({**named, **rates, **options}, logger=False)
@@ -167,11 +167,11 @@ class CausalLMModule(L.LightningModule):
         return loss
 
     def validation_step(self, batch: THDBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Log the mean loss over all loss tokens of the evaluation set, and of each named one."""
+        """Log the mean loss over all loss tokens of the evaluation set, or of each named set."""
         self._log_loss("val", batch, batch_idx, dataloader_idx)
 
     def test_step(self, batch: THDBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Log the mean loss over all loss tokens of the evaluation set, and of each named one."""
+        """Log the mean loss over all loss tokens of the evaluation set, or of each named set."""
         self._log_loss("test", batch, batch_idx, dataloader_idx)
 
     def on_validation_epoch_end(self) -> None:
@@ -184,7 +184,7 @@ class CausalLMModule(L.LightningModule):
 
     def _log_loss(self, stage: str, batch: THDBatch, batch_idx: int, dataloader_idx: int) -> None:
         if batch_idx == dataloader_idx == 0:
-            self._losses.clear()  # an interrupted evaluation leaves some
+            self._losses.clear()  # an interrupted evaluation leaves losses behind
         without = batch.replace(token_scale=0.0) if self.router_balance != "microbatch" else batch
         loss = causal_lm_loss(self._built, without, router_balance=self.router_balance)
         names = getattr(getattr(self.trainer, "datamodule", None), "set_names", {}).get(stage)
@@ -193,17 +193,17 @@ class CausalLMModule(L.LightningModule):
             return
         name = f"{stage}/loss/{names[dataloader_idx]}"
         self.log(name, loss, on_epoch=True, sync_dist=True, add_dataloader_idx=False)
-        weight = 1.0 / batch.loss_scale if batch.loss_scale else 0.0  # loss tokens, by their weights
+        weight = 1.0 / batch.loss_scale if batch.loss_scale else 0.0  # the weighted number of loss tokens
         self._losses.append((loss.detach() * weight, weight))
 
     def _log_mean(self, stage: str) -> None:
-        """Log one mean over several loaders and all ranks, which Lightning cannot."""
+        """Log one mean over several loaders and all ranks, because Lightning has no such mean."""
         if not self._losses:
             return
         total = sum(weight for _, weight in self._losses)
         mean = torch.stack([loss for loss, _ in self._losses]).sum() / (total or 1.0)
         self._losses.clear()
-        # Lightning's mean over ranks of whole weights would be rounded down; of a float it is exact.
+        # Lightning's mean over ranks is rounded down if the weights are integers. With floats it is exact.
         weight: Any = total
         self.log(f"{stage}/loss", mean, prog_bar=stage == "val", batch_size=weight, sync_dist=True)
 
@@ -225,7 +225,7 @@ class CausalLMModule(L.LightningModule):
         steps = self.trainer.estimated_stepping_batches
         if math.isinf(steps):
             raise MisconfigurationException(
-                "CausalLMModule lets its rate fall over all steps, and neither max_steps nor max_epochs of "
+                "CausalLMModule lets its rate fall over all steps, but neither max_steps nor max_epochs of "
                 "the Trainer says how many there are (a stream has no length). Set max_steps=, or override "
                 "configure_optimizers."
             )
@@ -251,7 +251,7 @@ class CausalLMModule(L.LightningModule):
             return self._make()
         transformers = require("transformers", feature="CausalLMModule with a config or a path")
         auto = transformers.AutoModelForCausalLM
-        # The Trainer's precision, not the file's: "32-true" would update weights saved in bf16 in bf16.
+        # Load in the Trainer's precision: else "32-true" would train weights saved in bf16 in bf16.
         options = {"attn_implementation": ATTENTION, "dtype": torch.get_default_dtype()}
         if isinstance(self._make, str):
             return cast("nn.Module", auto.from_pretrained(self._make, **options))

@@ -14,20 +14,20 @@ from lightning_thd import __version__
 from lightning_thd._imports import require
 from lightning_thd.cli.arguments import Parser, nearest
 
-# command -> the module whose function runs it, imported when it runs; what it does
+# command -> (the module with its function, which is imported when the command runs; what the command does)
 TOOLS = {
-    "plan": ("data_plan", "packs, balance and speed to expect of a data set"),
-    "check": ("check", "whether a model keeps the sequences of a pack apart"),
-    "doctor": ("doctor", "what is installed, which kernels run here, known-bad versions"),
+    "plan": ("data_plan", "estimate packs, balance and speed for a data set"),
+    "check": ("check", "check whether a model keeps the sequences of a pack apart"),
+    "doctor": ("doctor", "list what is installed, which kernels run here, known-bad versions"),
     "report": ("main", "print the table of a run and draw its page"),
-    "peaks": ("peaks", "dense peaks of devices, which MFU is held against"),
-    "graph-plan": ("data_plan", "buckets for CUDA graphs, and what they should bring"),
+    "peaks": ("peaks", "list the dense peaks of devices, from which MFU is computed"),
+    "graph-plan": ("data_plan", "plan buckets for CUDA graphs and estimate the gain"),
 }
 TRAINING = {
     "fit": "train a module on a data module",
     "validate": "run the validation set",
     "test": "run the test set",
-    "predict": "predict, a result for every sequence",
+    "predict": "predict one result per sequence",
 }
 
 
@@ -36,9 +36,9 @@ def _help() -> str:
     training = "\n".join(f"  {name:<10}  {what}" for name, what in TRAINING.items())
     return (
         "usage: lightning-thd COMMAND [arguments]\n\n"
-        "Training; every constructor argument is an option, or from YAML (--config):\n"
+        "Training; every constructor argument is an option and a key of YAML (--config):\n"
         f"{training}\n\nTools:\n{tools}\n\n"
-        "`lightning-thd COMMAND --help` tells more; --version, which release this is."
+        "`lightning-thd COMMAND --help` explains a command; --version prints the release."
     )
 
 
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif given[0] in TOOLS:
         _tool(given[0], given[1:])
     elif given[0] in TRAINING:
-        sys.argv[1:] = given  # where LightningCLI looks
+        sys.argv[1:] = given  # LightningCLI reads these
         _lightning(given[0])
     else:
         known = [*TRAINING, *TOOLS]
@@ -67,7 +67,7 @@ def _tool(name: str, arguments: list[str]) -> None:
     try:
         getattr(module, name.replace("-", "_"))(arguments)
         sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has read enough; Python would fail again when it flushes at the end
+    except BrokenPipeError:  # `| head` closed the pipe; Python would fail again in its last flush
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 
@@ -89,13 +89,13 @@ def _lightning(command: str) -> None:
         _name_nearest(parsers)
         return parsers[-1]
 
-    # Lightning's messages name the class.
+    # The class keeps Lightning's name, because Lightning's messages show it.
     training: Any = type("LightningCLI", (LightningCLI,), {"init_parser": init_parser})
     training(CausalLMModule, THDDataModule, subclass_mode_model=True, save_config_kwargs={"overwrite": True})
 
 
 def _name_nearest(parsers: list[Any]) -> None:
-    """Let the newest of some parsers name the nearest option of all for one that does not exist."""
+    """Make the newest parser suggest the most similar option of all parsers for an unknown option."""
     error = parsers[-1].error
 
     def one_line(message: str, *args: Any, **kwargs: Any) -> Any:
@@ -103,8 +103,8 @@ def _name_nearest(parsers: list[Any]) -> None:
         given = [
             text.partition("=")[0] for text in sys.argv[2:] if text.startswith(("--trainer.", "--data."))
         ]
-        given += [f"--{name}" for name in re.findall(r"does not accept option '([\w.]+)'", message)]  # a file
-        # Further dots lead into classes, whose options no parser lists.
+        given += [f"--{name}" for name in re.findall(r"does not accept option '([\w.]+)'", message)]  # YAML
+        # A second dot leads into a class, whose options no parser lists.
         given = [text for text in given if text.count(".") == 1]
         unknown = [text for text in given if not any(option.startswith(text) for option in known)]
         if unknown:
@@ -125,9 +125,9 @@ def report(arguments: Sequence[str]) -> None:
         description="Print the table of a run, and draw report.png and report.html beside its logs.",
         epilog="example: lightning-thd report runs/quickstart",
     )
-    parser.add_argument("folder", help="where CSVLogger wrote")
+    parser.add_argument("folder", help="the folder in which CSVLogger wrote")
     themes = ("auto", "light", "dark")
-    parser.add_argument("--theme", choices=themes, default="auto", help="colours of the page (the reader's)")
+    parser.add_argument("--theme", choices=themes, default="auto", help="colours (auto: the browser's)")
     parser.add_argument("--json", action="store_true", help="print every metric's steps and values")
     given = parser.parse_args(list(arguments))
     try:

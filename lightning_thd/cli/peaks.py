@@ -15,7 +15,7 @@ _DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp8", "fp4")
 
 
 def peaks_table(rows: Sequence[Peak]) -> Table:
-    """Build a table of dense TFLOP/s by dtype, with numbers of the sources that stand below it."""
+    """Build a table of dense TFLOP/s by dtype; sources are numbered and listed below it."""
     sources = list(dict.fromkeys(row.source for row in rows))
     return Table(
         columns=("device", *_DTYPES, "printed", "source"),
@@ -42,10 +42,10 @@ def peaks(arguments: Sequence[str]) -> None:
     """Run ``lightning-thd peaks [DEVICE] [--json]``."""
     parser = Parser(
         prog="lightning-thd peaks",
-        description="Dense peaks that MFU is held against, in TFLOP/s of one device, with their sources.",
+        description="List the dense peaks from which MFU is computed, in TFLOP/s, and their sources.",
         epilog='example: lightning-thd peaks "NVIDIA H200"',
     )
-    parser.add_argument("device", nargs="?", help="a device name, as torch.cuda.get_device_name gives it")
+    parser.add_argument("device", nargs="?", help="a device name, as torch.cuda.get_device_name returns it")
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(arguments)
     rows: Sequence[Peak] = PEAKS

@@ -50,12 +50,12 @@ Batch = THDBatch | THDStep
 # A batch is one ``THDBatch`` of a step ("pack"), a ``THDStep`` with all of them ("step"), or a ``THDBatch``
 # whose loss is its own mean ("eval").
 Kind = Literal["pack", "step", "eval"]
-# (epoch, step, microbatch of the rank, microbatches a rank will run of this step)
+# (epoch, step, microbatch of the rank, number of microbatches that a rank runs in this step)
 Key = tuple[int, int, int, int]
 # The loss scale, sequence scale and token scale of a step; None for the mean over the batch.
 Scales = tuple[float | None, float | None, float | None]
 
-_REMEMBERED = 10_000  # A log interval has fewer steps whose tokens by source wait to be logged.
+_REMEMBERED = 10_000  # Steps whose tokens per source wait to be logged; a log interval has fewer.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +65,7 @@ class Position:
     epoch: int = 0
     step: int = 0
     ended: bool = False
-    stream: dict[str, Any] | None = None  # what a stream has read and not used
+    stream: dict[str, Any] | None = None  # the state of a stream: what it has read but not used
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,19 +73,19 @@ class Made:
     """One step of this rank: its batches, and the position of its source after it."""
 
     batches: Iterable[Batch]
-    last: bool  # The epoch, or the pass over a stream, ends with it.
+    last: bool  # whether the epoch, or the pass over a stream, ends with this step
     stream: dict[str, Any] | None = None
     tokens: npt.NDArray[np.int64] | None = None  # real tokens of each source of a stream, over all ranks
 
 
 class _Steps(Protocol):
-    """The interface of what makes a loader's steps: ``PlannedSteps``, or ``StreamedSteps`` for a stream."""
+    """The interface of a loader's source of steps: ``PlannedSteps``, or ``StreamedSteps`` for a stream."""
 
     kind: Kind
-    per_step: int  # batches of a rank to a step
-    steps_per_epoch: int | None  # None ends an epoch with its last step
-    goes_on: bool  # An iteration that was broken off goes on with the next step, it does not begin again.
-    names: Sequence[str]  # the sources of a mixture
+    per_step: int  # batches of a rank per step
+    steps_per_epoch: int | None  # with None, an epoch ends at the step that is marked ``last``
+    goes_on: bool  # whether the iteration after a broken-off one continues with the next step
+    names: Sequence[str]  # names of the sources of a mixture
 
     def source_of(self, ids: npt.ArrayLike) -> npt.NDArray[np.int64]: ...
 
@@ -99,7 +99,7 @@ class _Steps(Protocol):
 
 
 class THDLoader:
-    """Batches of one rank, epoch after epoch, with a position that is the same number on every rank."""
+    """Iterates over the batches of one rank, epoch by epoch; its position is the same on every rank."""
 
     def __init__(
         self, source: _Steps, *, progress: Progress | None = None, capacity: int = 0, predicts: bool = False
@@ -107,14 +107,14 @@ class THDLoader:
         self.source, self._progress, self.capacity = source, progress, capacity
         self.planner: Planner | None = source.planner if isinstance(source, PlannedSteps) else None
         self.per_step = source.per_step
-        # Ranks that share packs get them from the rank that reads, without a strategy.
+        # Without a strategy, ranks that share the packs of a stream get them from the rank that reads.
         self.reads_for_peers = source.goes_on
-        self.waited_s = 0.0  # spent so far on reading and collating, or on waiting for workers that do
+        self.waited_s = 0.0  # seconds spent so far on reading and collating, or on waiting for workers
         self.tokens: deque[npt.NDArray[np.int64]] = deque(maxlen=_REMEMBERED)
-        self._given: deque[tuple[int, Position, Made]] = deque()  # not finished, as in _states
-        self._again: deque[Made] = deque()  # steps that were handed out and not run
+        self._given: deque[tuple[int, Position, Made]] = deque()  # unfinished; int as in _states
+        self._again: deque[Made] = deque()  # steps that were handed out but not run
         self._predicts = predicts
-        self._indices: list[list[int]] = []  # each batch's sequences in a set to predict
+        self._indices: list[list[int]] = []  # the sequences of each batch, for predictions
         self._place(Position())
 
     def _place(self, at: Position) -> None:
@@ -126,17 +126,17 @@ class THDLoader:
 
     @property
     def batch_sampler(self) -> _SamplerForLightning:
-        """Return what Lightning takes for the sampler of the batches."""
+        """Return the object that Lightning treats as the sampler of the batches."""
         return _SamplerForLightning(self, self._indices)
 
     @property
     def counts(self) -> dict[str, int]:
-        """Return how many records of a stream were unusable, and how many policies changed or dropped."""
+        """Return how many records of a stream were unusable, changed by a policy, or dropped by one."""
         return getattr(self.source, "counts", {})
 
     @property
     def epoch(self) -> int:
-        """Return the number of the epoch that is under way, or comes next."""
+        """Return the number of the current epoch, or of the next one between two epochs."""
         return self._at.epoch
 
     def __len__(self) -> int:
@@ -146,16 +146,16 @@ class THDLoader:
         return length
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch from its start, unless it is the one under way; a stream goes on where it is."""
+        """Begin an epoch from its start, unless it is the current one; a stream continues where it is."""
         if self._progress is None and self.source.kind != "eval":
             raise MisconfigurationException(
-                "A training loader of THDDataModule was given to a Trainer by itself, so it knows no ranks. "
+                "A training loader was given to a Trainer without its THDDataModule, so it knows no ranks. "
                 "Pass the data module: trainer.fit(module, datamodule=data)."
             )
         self.begin_epoch(epoch)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Begin an epoch from its start, unless it is the one under way; a stream goes on where it is."""
+        """Begin an epoch from its start, unless it is the current one; a stream continues where it is."""
         if self.source.goes_on:
             return
         if epoch != self._at.epoch:
@@ -164,14 +164,14 @@ class THDLoader:
             self._progress.resize(len(self))
 
     def tokens_of(self, epoch: int, step: int) -> npt.NDArray[np.int64]:
-        """Return the real tokens of each source in a step; those of a stream come once, in order."""
+        """Return the real tokens of each source in a step; a stream returns them once, step after step."""
         if isinstance(self.source, PlannedSteps):
             return self.source.tokens_of(epoch, step)
         return self.tokens.popleft() if self.tokens else np.zeros(len(self.source.names), np.int64)
 
     def __iter__(self) -> Iterator[Batch]:
         # A generator starts at the first next(), which Lightning calls after set_epoch. Until then the
-        # position is that of the iteration before.
+        # position is that of the previous iteration.
         self._take_back()
         at = self._base = replace(self._at, ended=False)
         self._states.clear()
@@ -240,12 +240,12 @@ class THDLoader:
                 self._given.popleft()
 
     def _take_back(self) -> None:
-        """Queue again a stream's steps that the Trainer has dropped; warn if planned steps come twice."""
+        """Queue the steps of a stream that the Trainer has dropped; warn if planned steps are repeated."""
         repeats = self.source.goes_on or getattr(self.source, "fixed_order", False)
         if self._open and self._progress is None and self._handed_out > 1 and not repeats:
             rank_zero_warn(
                 f"A loader of {len(self)} batches is iterated again after {self._handed_out} of epoch "
-                f"{self.epoch}, and gives them again. To go on with the rest, keep one iterator over it."
+                f"{self.epoch}, and repeats them. To continue with the rest, keep one iterator."
             )
         done = self._done()
         dropped = [(before, made) for handed, before, made in self._given if handed > done]
@@ -253,7 +253,7 @@ class THDLoader:
         if dropped:
             self._at = dropped[0][0]
             self._again.extendleft(reversed([made for _, made in dropped]))
-            for _ in dropped[: len(self.tokens)]:  # They are counted again when they are handed out again.
+            for _ in dropped[: len(self.tokens)]:  # A step's tokens are counted again when it is handed out.
                 self.tokens.pop()
 
     def state_dict(self) -> dict[str, Any]:
@@ -281,19 +281,19 @@ class THDLoader:
 
 
 class _SamplerForLightning(_IndexBatchSamplerWrapper):
-    """Holds the loader and the indices of its batches where Lightning and ``BasePredictionWriter`` look."""
+    """Holds the loader and its batches' indices for Lightning and ``BasePredictionWriter`` to read."""
 
     def __init__(self, loader: THDLoader, indices: list[list[int]]) -> None:
         self.sampler, self.seen_batch_indices = loader, indices
 
 
-_STOP_S = 30.0  # A process that ends waits so many seconds for calls that other ranks take part in.
+_STOP_S = 30.0  # seconds that an ending process waits for calls in which other ranks take part
 _Calls = SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None]
 _THREADS: WeakKeyDictionary[Thread, _Calls] = WeakKeyDictionary()
 
 
 class Ahead:
-    """Calls functions one after the other in a thread, ahead of the use of their results."""
+    """Calls functions one after the other in a thread, before their results are needed."""
 
     def __init__(self, name: str) -> None:
         self._name, self.process = name, os.getpid()
@@ -319,7 +319,7 @@ class Ahead:
             try:
                 wait([future])
             except RuntimeError as err:  # torch interrupts this thread when a worker dies
-                # The thread that reads will say which shards the worker had, on every rank.
+                # The reading thread will raise an error that names the worker's files, on every rank.
                 if "DataLoader worker" not in str(err):
                     raise
         return future.result()
@@ -340,7 +340,7 @@ def _serve(calls: _Calls) -> None:
             future.set_result(call(*args))
         except BaseException as err:
             future.set_exception(err)
-        del asked, future, call, args  # A waiting thread keeps nothing alive.
+        del asked, future, call, args  # so that a waiting thread keeps nothing alive
 
 
 @atexit.register
@@ -354,7 +354,7 @@ def _join_threads() -> None:
 
 
 class PlansAhead:
-    """Plans steps, each one ahead of its use in a thread, as soon as the step before it is asked for."""
+    """Plans steps in a thread: a request for one step starts the planning of the next."""
 
     def __init__(self, planner: Planner, dp: int) -> None:
         self._planner, self._dp = planner, dp
@@ -363,7 +363,7 @@ class PlansAhead:
         self._ahead = Ahead("plans_ahead")
 
     def step(self, epoch: int, k: int) -> StepPlan:
-        """Return the plan of a step; raises whatever the planner raised for it."""
+        """Return the plan of a step, or raise the planner's error for it."""
         if self._last is None or self._last[0] != (epoch, k):
             self._last = (epoch, k), self._made(epoch, k)
             if get_worker_info() is None and k + 1 < self._planner.num_steps(epoch):
@@ -373,18 +373,18 @@ class PlansAhead:
 
     def _made(self, epoch: int, k: int) -> StepPlan:
         wanted, self._next = self._next == (epoch, k), None
-        if self._ahead.process != os.getpid():  # a copy in a forked process, into which no thread comes along
+        if self._ahead.process != os.getpid():  # a copy in a forked process, which has no such thread
             self._ahead = Ahead("plans_ahead")
         if not self._ahead.taken:
             return self._planner.step(epoch, k, self._dp)
-        try:  # The plan of another step is waited for too: one plan at a time is made.
+        try:  # Wait for the plan of any step, so that only one plan is made at a time.
             plan: StepPlan = self._ahead.take()
-        except Exception:  # this thread plans the step again, and raises it
+        except Exception:  # this thread plans the step again and raises the error
             wanted = False
         return plan if wanted else self._planner.step(epoch, k, self._dp)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the thread and its plan out of a pickle: a worker is a process of its own."""
+        """Leave the thread and its plan out of a pickle, because a worker is another process."""
         return self.__dict__ | {"_ahead": Ahead("plans_ahead"), "_next": None}
 
 
@@ -407,8 +407,8 @@ class BatchMaker:
                 samples.append(self.index.sample(self.dataset, i, start, stop, goes_on, keeps))
                 if self.one_each and "position_ids" in samples[-1]:
                     refuse_second_sequence(samples[-1], i)
-        except StopIteration as err:  # would end the epoch
-            raise RuntimeError(f"Sequence {i}: the dataset raised StopIteration. Mend its [i].") from err
+        except StopIteration as err:  # which would silently end the epoch
+            raise RuntimeError(f"Sequence {i}: the dataset raised StopIteration. Fix its [i].") from err
         batch = self.collate(
             samples,
             sequence_ids=spans.index.tolist(),
@@ -470,7 +470,7 @@ class PlannedSteps:
         return self.planner.num_steps(0 if self.fixed_order else epoch)
 
     def length(self, epoch: int) -> int:
-        """Return the batches of an epoch."""
+        """Return the number of batches of an epoch."""
         return self._num_steps(epoch) * self.per_step
 
     def steps(self, at: Position, limit: int | None) -> Iterator[Made]:
@@ -495,11 +495,11 @@ class PlannedSteps:
         return tokens
 
     def state(self, at: Position) -> dict[str, Any]:
-        """Return the position, the settings of the plan, and what the data is known by."""
+        """Return the position, the settings of the plan, and the fingerprint of the data."""
         return {**self.planner.state(at.epoch, at.step), "ended": at.ended, "content": self._content}
 
     def load(self, state: Mapping[str, Any]) -> Position:
-        """Return the position of a state; refuse one of other data or settings."""
+        """Return the position in a state; refuse a state of other data or settings."""
         epoch, step = self.planner.resume(state)
         if None not in (before := state.get("content"), self._content) and before != self._content:
             raise ValueError(
@@ -512,14 +512,14 @@ class PlannedSteps:
 
 
 def _keys(epoch: int, first: int, stop: int, per_step: int) -> Iterator[Key]:
-    """Yield the keys of an epoch's batches from a step on, without holding the loader: it has workers."""
+    """Yield an epoch's keys from a step on; a plain function keeps no loader and its workers alive."""
     for batch in range(first * per_step, stop):
         step, micro = divmod(batch, per_step)
         yield epoch, step, micro, min(per_step, stop - step * per_step)
 
 
 class _Keys(Sampler[Key]):
-    """Gives a DataLoader the keys of the batches that are left of an epoch."""
+    """Gives a DataLoader the keys of the remaining batches of an epoch."""
 
     def __init__(self) -> None:
         self.left: Iterator[Key] = iter(())
@@ -540,7 +540,7 @@ class Batches(TorchDataset[Batch]):
         plan = self._plans.step(epoch, step)
         if self._kind == "eval":
             return self._maker.batch(plan.microbatches(self._rank)[micro])
-        # Lightning divides by accumulate_grad_batches even where an epoch ends inside a step.
+        # Lightning divides by accumulate_grad_batches even if an epoch ends inside a step.
         run = None if self._kind == "step" else counted
         known = plan.scales(run)
         assert known is not None, "a planner of training data knows its loss tokens"

@@ -1,4 +1,4 @@
-"""The sequences of a step -> per rank as many microbatches of equal work, none above the capacity.
+"""The sequences of a step -> equally many microbatches per rank, of equal work and within the capacity.
 
 A microstep is the microbatches that all ranks run at the same time. A step waits for the heaviest microbatch
 of every microstep. So microbatches need not be equal across microsteps, only within one: the longest
@@ -32,7 +32,7 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 MOST_MICROBATCHES = 2**24  # A step of more microbatches, over all ranks, is a mistake.
-_UNEVEN = 1.05  # A plan whose ranks wait for 5 % more than an even share is tried with one more microbatch.
+_UNEVEN = 1.05  # If ranks wait for 5 % more than an even share, one more microbatch is tried.
 _EVEN_ENOUGH = 1.01  # A plan whose ranks wait for at most 1 % more than an even share is not improved.
 
 
@@ -42,7 +42,7 @@ class Scheduler(Protocol):
     def __call__(
         self, lengths: IntArray, capacity: int, *, dp: int, cost: Cost
     ) -> Sequence[Sequence[npt.ArrayLike]]:
-        """Return per rank a list of microbatches, each the positions of its sequences in ``lengths``."""
+        """Return a list of microbatches per rank; each holds its sequences' positions in ``lengths``."""
         ...
 
 
@@ -56,7 +56,7 @@ def balance(
     patches: npt.ArrayLike | None = None,
     max_patches: int | None = None,
 ) -> list[list[IntArray]]:
-    """Share sequences out so that all ranks have equal work and no microbatch is above the capacity.
+    """Distribute sequences so that all ranks have equal work and no microbatch is above the capacity.
 
     Args:
         lengths: ints ``[S]``, slots of each sequence.
@@ -64,17 +64,17 @@ def balance(
         dp: data-parallel ranks.
         cost: work of a sequence; the default is that of a model with hidden size 4096.
         num_microbatches: microbatches of each rank; None takes the fewest that hold everything.
-        patches: image patches of each sequence, ints ``[S]`` or, with the sum of their squares over frames,
-            ``[S, 2]``; None for text.
+        patches: image patches of each sequence, ints ``[S]``, or ``[S, 2]`` with the sum of their squares
+            over frames; None for text.
         max_patches: most patches of a microbatch; None sets no bound.
 
     Returns:
-        Per rank a list of as many microbatches, each an int64 array of positions in ``lengths``, the longest
-        sequence first.
+        A list of microbatches per rank, equally many on all. Each is an int64 array of positions in
+        ``lengths``, the longest sequence first.
 
     Raises:
-        ValueError: when a sequence is above the capacity or ``max_patches``, or they do not fit the
-            microbatches asked for.
+        ValueError: if a sequence is above the capacity or ``max_patches``, or ``num_microbatches`` cannot
+            hold all sequences.
     """
     check_capacity(capacity)
     whole_number(dp, "dp", least=1, most=MOST_RANKS, advice="Pass the number of data-parallel ranks.")
@@ -109,13 +109,13 @@ def balanced_bins(
     *,
     dp: int,
     num_microbatches: int | None = None,  # None takes the fewest that best fit needs
-    given: Packing | None = None,  # packs that are known to be few enough, to fall back to
+    given: Packing | None = None,  # a fallback: packs that are known to be few enough
     patches: IntArray | None = None,
 ) -> tuple[IntArray, IntArray]:
-    """Share sequences out over bins of equal work, by rank and microbatch: positions ``[S]``, offsets."""
+    """Put sequences in bins of equal work; return positions ``[S]`` by rank and microbatch, and offsets."""
     sizes, seen = lengths, bounded(patches, slots)
     over = lengths > slots.usable if seen is None else (lengths > slots.usable) | (seen.patches > seen.most)
-    if over.any():  # fills a bin, so that nothing joins it
+    if over.any():  # each of these fills a bin, so that nothing joins it
         sizes = np.where(over, slots.usable, lengths)
         seen = None if seen is None else Seen(np.where(over, 0, seen.patches), seen.most)
     step = _Step(sizes, work, slots.usable, dp, seen)
@@ -153,13 +153,13 @@ class Seen:
 
 
 def bounded(patches: IntArray | None, slots: Slots) -> Seen | None:
-    """Return the patches and their bound; None where there is no bound."""
+    """Return the patches and their bound, or None if there is no bound."""
     return None if patches is None or slots.patches == UNBOUNDED else Seen(patches, slots.patches)
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The sequences of a step: their slots and work, what a bin holds, and ranks."""
+    """The slots and work of a step's sequences, what a bin holds, and the number of ranks."""
 
     lengths: IntArray
     work: FloatArray
@@ -169,11 +169,11 @@ class _Step:
 
     @property
     def least(self) -> float:
-        """Return the work that any plan waits for: an even share, or the largest sequence."""
+        """Return the least work that any plan waits for: an even share or the largest sequence."""
         return max(float(self.work.sum()) / self.dp, float(self.work.max(initial=0.0)))
 
     def fewest(self) -> int:
-        """Return the microbatches of a rank that full packs would make."""
+        """Return the number of microbatches per rank if every pack were full."""
         full = -(-int(self.lengths.sum()) // self.capacity)
         if self.seen is not None:
             full = max(full, -(-int(self.seen.patches.sum()) // self.seen.most))
@@ -186,7 +186,7 @@ class _Step:
         return waiting(self.bin_work(owner, count), self.dp)
 
     def spread(self, count: int) -> tuple[IntArray | None, bool]:
-        """Place the most work first; return the bins, None if a sequence fits nowhere, and if it is even."""
+        """Place the most work first; return the bins (None if one fits nowhere) and whether they are even."""
         items = _items(self.lengths, self.work, self.seen)
         room = self.capacity, UNBOUNDED if self.seen is None else self.seen.most
         best, least = None, np.inf
@@ -203,7 +203,7 @@ class _Step:
     def best(
         self, count: int, packs: Packing, spread: tuple[IntArray | None, bool] | None = None
     ) -> IntArray:
-        """Choose the bins that wait least: filled by work, by best fit, or microstep after microstep."""
+        """Choose the plan that waits least: filled by work, by best fit, or microstep by microstep."""
         filled, even = spread or self.spread(count)
         if filled is not None and even:
             return filled
@@ -223,7 +223,7 @@ class _Step:
 
 
 def _levels(items: list[_Item], dp: int, num_microbatches: int) -> FloatArray:
-    """Return how far below the heaviest bin each is to be filled, float64 ``[bins]``."""
+    """Return how far each bin should stay below the heaviest bin, float64 ``[bins]``."""
     # The largest sequences set the levels of the first microsteps. The rest of the work is shared equally.
     below, left, highest = np.zeros(dp * num_microbatches), sum(item[0] for item in items), 0.0
     for step in range(num_microbatches):
@@ -281,7 +281,7 @@ def scheduled_bins(
 
 
 def _most_work_first(items: list[_Item], room: tuple[int, int], below: FloatArray) -> IntArray | None:
-    """Put each item in the bin with the least work, counted from ``below``; None if one fits nowhere."""
+    """Put each item in the bin with the least work; bins start at ``below``. None if an item fits nowhere."""
     heap = [(load, i) for i, load in enumerate(below.tolist())]
     heapq.heapify(heap)
     slots, views = [room[0]] * len(heap), [room[1]] * len(heap)
@@ -316,8 +316,8 @@ def deal(totals: FloatArray, dp: int) -> IntArray:
     return assigned.reshape(-1)
 
 
-# Levels tried for the groups whose level does not follow from the longest sequence, in units of the mean work
-# left. A higher level leaves the last group fewer and shorter sequences. More levels gain less than 0.2 %.
+# Levels to try for groups (microsteps) whose level is not fixed by the longest sequence, in units of the mean
+# remaining work. A higher level leaves fewer and shorter sequences to the last group. More gain below 0.2 %.
 _LEVELS = (1.0, 1.04, 1.08, 1.12, 1.16, 1.2, 1.24, 1.32)
 _HIGHEST = 1.2  # The last group is not tried above 1.2 times an even level.
 _PRECISION = 0.003  # The last group's level is found to 0.3 %.
@@ -380,16 +380,16 @@ def exchange(
     num_microbatches: int,
     seen: Seen | None = None,
 ) -> None:
-    """Exchange sequences of heaviest bins for lighter ones, or for none; ``owner`` is changed in place."""
-    # Each exchange takes work off the heaviest bin of a microstep, the one that is furthest above its mean
-    # first, and gives it to the bin that it leaves furthest below the heaviest of its own microstep.
+    """Exchange sequences of the heaviest bins for others with less work, or for none; change ``owner``."""
+    # Each exchange takes work off the heaviest bin of a microstep; the bin furthest above its mean comes
+    # first. The work goes to the bin that then stays furthest below the heaviest of its own microstep.
     bins = dp * num_microbatches
     loads = np.bincount(owner, weights=work, minlength=bins).astype(np.float64)
     bounds = [(lengths, capacity)] if seen is None else [(lengths, capacity), (seen.patches, seen.most)]
     held = [np.bincount(owner, weights=each, minlength=bins).astype(np.int64) for each, _ in bounds]
     steps = loads.reshape(num_microbatches, dp)  # a view: follows loads
     heaviest, mean = steps.max(1), steps.mean(1)
-    # Every sequence may come in exchange, or nothing from any bin.
+    # What may come in exchange: every sequence, and (for each bin) nothing.
     given_work = np.append(work, np.zeros(bins))
     given = [np.append(each, np.zeros(bins, np.int64)) for each, _ in bounds]
     place = np.append(owner, np.arange(bins))
@@ -400,7 +400,7 @@ def exchange(
         mine = np.flatnonzero(place[: len(owner)] == heavy)
         moved = work[mine][:, None] - given_work
         grown = [each[mine][:, None] - other for (each, _), other in zip(bounds, given, strict=True)]
-        # After the exchange: excess of the heavier of the two bins over its microstep's maximum.
+        # After the exchange, each of the two bins exceeds its microstep's maximum by this; the larger value.
         above = np.maximum(
             (loads[heavy] - heaviest[at]) - moved, (loads - np.repeat(heaviest, dp))[place] + moved
         )
@@ -430,7 +430,7 @@ def exchange(
 
 
 def waiting(totals: FloatArray, dp: int) -> float:
-    """Return the work of the heaviest bin of every microstep, summed, when bins of like work run together."""
+    """Sum the work of the heaviest bin of every microstep, if bins of like work run together."""
     return float(np.sort(totals)[::-1][::dp].sum())
 
 
@@ -452,7 +452,7 @@ class _Search:
     groups: int
 
     def fill_forced(self, plan: _Partial) -> _Partial:
-        """Fill the groups whose level follows from their longest sequence, for any level tried."""
+        """Fill the groups whose level is fixed by their longest sequence, at every level tried."""
         while (
             plan.group < self.groups - 1 and plan.left and plan.left[0][0] >= self._mean(plan) * _LEVELS[-1]
         ):
@@ -496,7 +496,7 @@ def _fill(
     items: list[_Item], level: float, room_of_bin: tuple[int, int], owner: list[int], numbers: range
 ) -> tuple[list[_Item], float, float]:
     """Put items, heaviest first, in the bin they fill closest to the level, and note the bin in ``owner``."""
-    level *= 1 + 1e-12  # the rounding of sums
+    level *= 1 + 1e-12  # room for the rounding of sums
     least = items[-1][0]
     bins: list[_Bin] = []
     left: list[_Item] = []

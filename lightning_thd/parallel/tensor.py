@@ -1,9 +1,9 @@
 """A transformers model -> its tensor-parallel plan, and the model with its weights cut by that plan.
 
-Weights become DTensors, and activations stay plain tensors, so that what a model does between its products
-works unchanged. A plan maps names of modules (``*`` is any number) to styles, in transformers' own words.
+Weights become DTensors and activations stay plain tensors, so all other operations of a model run unchanged.
+A plan maps names of modules (``*`` is any number) to styles; the names of styles are those of transformers.
 
-Legend: T slots, V vocabulary, E experts.
+Legend: T slots, K chosen experts per token.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from lightning_thd.parallel.exchange import (
     sum_ranks,
 )
 
-# Products of feed-forward blocks, whose columns are no heads.
+# Linear layers of feed-forward blocks, whose columns are not heads.
 _FEED_FORWARD = frozenset({"gate_proj", "up_proj", "w1", "w3", "proj_up_gate", "proj_up"})
 _HEAD_NORM = re.compile(r"([qk])(?:uery|ey)?_(?:layer)?norm")
 
 
 def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
-    """Cut the weights that a plan names over the tensor-parallel ranks, in place; no collective."""
+    """Cut the weights that a plan names over the tensor-parallel ranks, in place and without a collective."""
     matched = _match(model, plan)
     if not any(style != "replicated_with_grad_allreduce" for _, _, style in matched):
         raise ValueError(
             f"No module of {type(model).__name__} matches the tensor-parallel plan {sorted(plan)}. Name "
-            "modules as named_modules() does, '*' for a layer number."
+            "modules as named_modules() does, with '*' for a layer number."
         )
     for name, module, style in matched:
         if style in _CHECKS:
@@ -57,7 +57,7 @@ def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], mesh: Devic
             if shards.was_cut(parameter):
                 raise ValueError(
                     f"{name}.{own} is tied to a weight that the tensor-parallel plan cuts. Add {name!r} to "
-                    "it: an embedding as 'embedding_rowwise', a head as 'colwise_gather_output'."
+                    "the plan: an embedding as 'embedding_rowwise', a head as 'colwise_gather_output'."
                 )
 
 
@@ -80,12 +80,12 @@ def _match(model: nn.Module, plan: Mapping[str, str]) -> list[tuple[str, nn.Modu
 
 
 def _pattern(entry: str) -> re.Pattern[str]:
-    """Return the names of modules that an entry of a plan means, in which ``*`` is any number."""
+    """Return a pattern for the module names that a plan's entry means; ``*`` is any number."""
     return re.compile(re.escape(entry).replace(r"\*", r"\d+") + "$")
 
 
 def _between_products(model: nn.Module, matched: list[tuple[str, nn.Module, str]]) -> list[nn.Module]:
-    """Return activations and norms of heads that plans leave out; refuse blocks that compare cut columns."""
+    """Return activations and head norms that a plan leaves out; refuse blocks that compare cut columns."""
     known = {id(module) for _, module, _ in matched}
     whole = {id(module) for _, module, style in matched if style == "colwise_gather_output"}
     found = []
@@ -133,7 +133,7 @@ class _Shards:
         if id(parameter) not in self._made:
             shard = distribute_tensor(parameter.detach(), self.mesh, [Shard(dim)], src_data_rank=None)
             cut = nn.Parameter(shard, requires_grad=parameter.requires_grad)
-            self._made[id(parameter)] = (parameter, cut)  # keeps the old one, so that its id stays its own
+            self._made[id(parameter)] = (parameter, cut)  # keeps the old one, so that its id is not reused
         module._parameters[name] = self._made[id(parameter)][1]
 
 
@@ -186,7 +186,7 @@ def _rowwise(module: Any, shards: _Shards) -> None:
 
 
 def _rowwise_split_input(module: Any, shards: _Shards) -> None:
-    """Cut a product by input features, of whose whole input each rank takes its part."""
+    """Cut a layer by input features; each rank takes its part of the whole input."""
     _rowwise(module, shards)
     forward, group = module.forward, shards.group
 
@@ -201,7 +201,7 @@ def _embedding(module: Any, shards: _Shards) -> None:
     rows = module.num_embeddings // shards.group.size()
     first = shards.group.rank() * rows
     shards.cut(module, "weight", 0)
-    if module.padding_idx is not None:  # the row without a gradient, wherever it lies
+    if module.padding_idx is not None:  # this row gets no gradient, on whichever rank it is
         inside = first <= module.padding_idx < first + rows
         module.padding_idx = module.padding_idx - first if inside else None
     forward, group = module.forward, shards.group
@@ -217,7 +217,7 @@ def _embedding(module: Any, shards: _Shards) -> None:
 
 
 def sum_own_gradients(module: Any, group: dist.ProcessGroup) -> None:
-    """Sum the gradients of replicated parameters that each rank uses for heads or slots of its own."""
+    """Sum the gradients of replicated parameters that each rank uses for its own heads or slots."""
     forward = module.forward
 
     def summing_forward(*args: Any, **kwargs: Any) -> Any:
@@ -234,7 +234,7 @@ def _experts(module: nn.Module, shards: _Shards) -> None:
     first = shards.group.rank() * count
     for name in list(module._parameters):
         shards.cut(module, name, 0)
-    # transformers' own words for "an index of num_experts means an expert of another rank".
+    # With these attributes, transformers takes the index num_experts for an expert of another rank.
     experts.num_experts, experts._is_expert_parallel = count, True
     forward, group = module.forward, shards.group
     passes_over = _passes_over_others(experts)
@@ -249,8 +249,8 @@ def _experts(module: nn.Module, shards: _Shards) -> None:
                 out: Tensor = forward(hidden, own.masked_fill(missing, count), masked)
             else:
                 out = _choices_alone(forward, hidden, own, weights, ~missing)
-            # No token may have chosen an expert of this rank, whose output is then a constant; FSDP2 wants
-            # gradients of the same parameters on every rank.
+            # If no token chose an expert of this rank, the output is a constant without a gradient. But FSDP2
+            # needs gradients of the same parameters on every rank.
             unused = () if out.requires_grad else tuple(module.parameters(recurse=False))
             out = keep_path(out, hidden, weights, *unused)
         return sum_ranks(out, group)
@@ -285,7 +285,7 @@ def _require_divided(what: str, number: int, ranks: int, advice: str) -> None:
 
 
 def _is_product(module: nn.Module) -> bool:
-    """Return whether a module multiplies by its weight and adds its bias, perhaps in FP8, and no more."""
+    """Return whether a module only multiplies by its weight and adds its bias, perhaps in FP8."""
     kind = type(module)
     own = isinstance(module, nn.Linear) and isinstance(module._parameters.get("weight"), Tensor)
     plain = kind.forward is nn.Linear.forward or kind.__name__ == "Float8Linear"
@@ -331,7 +331,7 @@ def _check_experts(name: str, module: nn.Module, ranks: int) -> None:
     if len(inspect.signature(type(module).forward).parameters) < 4:
         raise ValueError(
             f"{name} ({type(module).__name__}) is not told which experts each token has chosen, so ranks "
-            "cannot have experts of their own. Take it out of the tensor-parallel plan."
+            "cannot hold different experts. Take it out of the tensor-parallel plan."
         )
     advice = "Lower tensor_parallel_size, or take the experts out of the plan."
     _require_divided(f"{name} has {count} experts", count, ranks, advice)
@@ -357,7 +357,7 @@ _CHECKS: dict[str, Callable[[str, nn.Module, int], None]] = {
 
 
 def model_plan(model: nn.Module, ranks: int = 1) -> dict[str, str]:
-    """Return the tensor-parallel plan of a model or of the one inside a wrapper: names to styles."""
+    """Return the tensor-parallel plan (names to styles) of a model, or of the model inside a wrapper."""
     if (inner := model_with_head(model)) is not None and inner is not model:
         return _in_wrapper(model, inner, model_plan(inner, ranks))
     theirs: dict[str, str] = {**_experts_of(model, ranks), **(getattr(model, "_tp_plan", None) or {})}
@@ -379,7 +379,7 @@ def model_plan(model: nn.Module, ranks: int = 1) -> dict[str, str]:
 
 
 def _in_wrapper(model: nn.Module, inner: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Return a plan of the model inside a wrapper; beside adapters, products are cut and joined again."""
+    """Return the plan of a model inside a wrapper; layers beside adapters get and return whole tensors."""
     path = next(name for name, module in model.named_modules() if module is inner)
     if not any(hasattr(module, "base_layer") for module in inner.modules()):
         return {f"{path}.{name}": style for name, style in plan.items()}
@@ -392,7 +392,7 @@ def _in_wrapper(model: nn.Module, inner: nn.Module, plan: Mapping[str, str]) -> 
 
 
 def _without_other_styles(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Leave out blocks in which a plan asks for a style that is not ours: they run whole on every rank."""
+    """Leave out blocks for which a plan asks for an unsupported style; they run whole on every rank."""
     others = {name for name, style in plan.items() if style not in _STYLES}
     blocks = set()
     for name, module in model.named_modules():
@@ -406,7 +406,7 @@ def _without_other_styles(model: nn.Module, plan: Mapping[str, str]) -> dict[str
 
 
 def _experts_of(model: nn.Module, ranks: int) -> dict[str, str]:
-    """Return a plan for a model's experts, if ranks divide the number of experts of every layer."""
+    """Return a plan for a model's experts, if ``ranks`` divides the number of experts of every layer."""
     plan: dict[str, str] = {}
     for name, style in (getattr(model, "_ep_plan", None) or {}).items():
         pattern = _pattern(name)
@@ -423,7 +423,7 @@ def _experts_of(model: nn.Module, ranks: int) -> dict[str, str]:
 
 
 def check_heads(model: nn.Module, ranks: int, plan: Mapping[str, str]) -> None:
-    """Refuse head counts that the tensor-parallel ranks do not divide, where a plan cuts heads."""
+    """Refuse head counts that the tensor-parallel ranks do not divide, if the plan cuts heads."""
     config: Any = getattr(model, "config", None)
     cut = [
         name

@@ -1,13 +1,13 @@
 """Two tiles -> their product in full precision, whatever the inputs are stored in.
 
-c rows of a tile, v columns, k summed. A product rounded to bf16 is off by 0.06 at a logit of 20. Products
-that become results therefore leave the multiplier in fp32: from the tensor cores directly (CUDA), as two
-rounded halves (a CPU that multiplies bf16 natively), else by widening the tiles first. Products that become
-gradients are rounded as the model's own would be.
+Legend: c rows of a tile, v columns, k summed. A product rounded to bf16 is off by 0.06 at a logit of 20.
+Products that become results are therefore computed in fp32. CUDA's tensor cores return fp32; a CPU that
+multiplies bf16 natively adds two rounded parts; other devices widen the tiles first. Products that become
+gradients are rounded as the model's own products are.
 
-In fp32 on a CPU torch.mm calls MKL, which keeps to AVX2 on processors that Intel did not make; oneDNN uses
+In fp32 on a CPU torch.mm calls MKL, which uses only AVX2 on processors not made by Intel; oneDNN uses
 AVX-512 on all of them. Measured on an AMD EPYC (Zen 5), one thread, 1024 x 1024 x 2048: 95 and 195 GFLOP/s.
-torch.exp is MKL's too: 0.69 ns a number, against 0.24 ns for a factor and exp2.
+torch.exp calls MKL too: it takes 0.69 ns per number, while a multiplication and exp2 take 0.24 ns.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Gradients of logits are scaled to at most this before they are rounded to fp16, which ends at 65,504 above
-# and 6e-8 below. No loss scale then overflows, and probabilities down to 1e-11 survive.
+# Gradients of logits are scaled to at most this before they are rounded to fp16, which holds 6e-8 to 65,504.
+# No loss scale then overflows, and probabilities down to 1e-11 survive.
 _HALF_TOP = 8192.0
-# Numbers that are widened at a time: 256 KiB in fp32 are a quarter of a core's second-level cache.
+# Numbers widened at a time: 256 KiB in fp32, which is a quarter of a core's second-level cache.
 _PIECE = 2**16
-# Numbers of a gradient that are made at a time: 4 MiB in fp32 beside it.
+# Numbers of a gradient computed at a time: they need an extra buffer of 4 MiB in fp32.
 _SUMMED = 2**20
-# Multiplications below which a product takes less than oneDNN needs to make a kernel for a shape (0.5 ms).
+# With fewer multiplications, a product takes less time than oneDNN needs to build its kernel (0.5 ms).
 _WORTH_A_KERNEL = 2**26
 _LOG2_E = math.log2(math.e)
 
@@ -39,7 +39,7 @@ def has_autocast(device: torch.device) -> bool:
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Switch autocast off in this context, as tiles are cast by hand and their sums must stay wide."""
+    """Switch autocast off in this context: tiles are cast explicitly, and their sums must stay wide."""
     if not torch.amp.is_autocast_available(device.type):
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
@@ -58,7 +58,7 @@ def is_native(compute: torch.dtype, device: torch.device) -> bool:
 
 
 def operand(tile: Tensor, compute: torch.dtype, accumulator: torch.dtype) -> Tensor:
-    """Cast a tile to the dtype it is multiplied in, rounded to ``compute`` first."""
+    """Round a tile to ``compute``, then cast it to the dtype in which it is multiplied."""
     tile = tile.to(compute)
     if compute == accumulator or tile.is_cuda or is_native(compute, tile.device):
         return tile
@@ -76,7 +76,7 @@ def _one_dnn() -> Callable[..., Tensor] | None:
 
 
 def one_dnn_product(a: Tensor, b: Tensor) -> Tensor | None:
-    """Compute ``a @ b`` with oneDNN; None if torch.mm should, as under a mode that counts operators."""
+    """Compute ``a @ b`` with oneDNN; None if torch.mm should do it, as under a dispatch mode."""
     if a.device.type != "cpu" or a.dtype != torch.float32 or b.dtype != torch.float32:
         return None
     if a.shape[0] * a.shape[1] * b.shape[1] < _WORTH_A_KERNEL or torch._C._len_torch_dispatch_stack():
@@ -107,14 +107,14 @@ def product(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
         return torch.mm(a, b.t(), out=out) if found is None else out.copy_(found)
     if a.is_cuda:
         return torch.mm(a, b.t(), out_dtype=out.dtype, out=out)
-    # oneDNN sums in fp32 and rounds once: first the product, then what its rounding lost, 2^-17 together
+    # oneDNN sums in fp32 and rounds once. The product plus its rounding error is exact to 2^-17.
     high = torch.mm(a, b.t())
     low = torch.addmm(high, a, b.t(), beta=-1)
     return out.copy_(high).add_(low)
 
 
 def accumulate(total: Tensor, a: Tensor, b: Tensor, compute: torch.dtype, *, first: bool) -> None:
-    """Add ``a @ b``, a gradient's product rounded to ``compute`` before it is multiplied, to ``total``.
+    """Add a gradient's product ``a @ b`` to ``total``; ``a`` and ``b`` are rounded to ``compute`` first.
 
     ``total`` ``[c, k]`` and ``a`` ``[c, v]`` have the accumulator's dtype, ``b`` ``[v, k]`` any. The
     ``first`` product overwrites ``total``.
@@ -123,10 +123,10 @@ def accumulate(total: Tensor, a: Tensor, b: Tensor, compute: torch.dtype, *, fir
     if compute == total.dtype or (compute != torch.float16 and not a.is_cuda and not native):
         a, b = a.to(compute).to(total.dtype), b.to(compute).to(total.dtype)
         rows = max(1, _SUMMED // max(1, b.shape[1]) if a.device.type == "cpu" else a.shape[0])
-        for start in range(0, a.shape[0], rows):  # oneDNN's product is a tensor of its own
+        for start in range(0, a.shape[0], rows):  # in parts: oneDNN returns a new tensor
             part, large = total[start : start + rows], a.numel() * b.shape[1] >= _WORTH_A_KERNEL
             found = one_dnn_product(a[start : start + rows], b) if large else None
-            if found is None:  # not in place: torch counts no FLOPs there
+            if found is None:  # not addmm_: torch counts no FLOPs in it
                 torch.addmm(part, a[start : start + rows], b, beta=0 if first else 1, out=part)
             elif first:
                 part.copy_(found)
@@ -147,7 +147,7 @@ def accumulate(total: Tensor, a: Tensor, b: Tensor, compute: torch.dtype, *, fir
         total.copy_(part)
     elif total.device.type != "cpu" or part.dtype == total.dtype:
         total.add_(part)
-    else:  # in pieces, whose widened copies stay in the cache
+    else:  # in pieces, so that widened copies stay in the cache
         rows = max(1, _PIECE // max(1, part.shape[1]))
         for start in range(0, total.shape[0], rows):
             total[start : start + rows].add_(part[start : start + rows])
