@@ -1,4 +1,4 @@
-"""``python -m lightning_thd``: the command ``lightning-thd``, where its script is not on the path."""
+"""``python -m lightning_thd``: runs the command ``lightning-thd`` if its script is not on the PATH."""
 
 from lightning_thd.cli import main
 

@@ -1,4 +1,4 @@
-"""``lightning-thd check``: a model or its config -> whether the sequences of a pack see each other in it."""
+"""``lightning-thd check``: a model or its config -> whether the sequences of a pack see each other."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from lightning_thd.models.probe import check_packing
 
 
 def check(arguments: Sequence[str]) -> None:
-    """Print the leak probe's report; exit with 1 where sequences of a pack see each other."""
+    """Print the leak probe's report; exit with 1 if sequences of a pack see each other."""
     parser = Parser(
         "lightning-thd check",
-        description="Run packs through a model and see whether any sequence sees another. A config.json is "
-        "enough: the layers are built with random weights.",
+        description="Run packs through a model and test whether any sequence sees another. A config.json is "
+        "enough: the layers then get random weights.",
         epilog="example: lightning-thd check config.json --layers 2",
     )
     parser.add_argument("model", help="a config.json, a folder with one, or a model's name")
-    parser.add_argument("--attention", default="thd", help="attn_implementation to look at (default: thd)")
-    parser.add_argument("--layers", type=whole(1), help="build this many layers of a config in place of all")
+    parser.add_argument("--attention", default="thd", help="attn_implementation to check (default: thd)")
+    parser.add_argument("--layers", type=whole(1), help="build this many layers of a config, not all")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(list(arguments))
     try:

@@ -1,7 +1,7 @@
-"""A module under capture -> its logged values, and errors for what a replay would not do as the step does.
+"""A module under capture -> its logged values, and errors for work that a replay would not repeat.
 
-``torch.utils.checkpoint`` reads and sets the generator's state on the host. Without a random operator in the
-step that changes nothing and is left out; with one, the recomputed mask would differ from the first.
+``torch.utils.checkpoint`` reads and sets the state of the random generator on the host. We skip this in steps
+without random operators, and refuse other steps: a recomputed dropout mask would differ from the first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_thd.cuda_graph.errors import CaptureError, refuse
 from lightning_thd.cuda_graph.fingerprint import ABSENT, PLAIN
 from lightning_thd.models.positions import keep_frequencies
 
-# What changes while training goes on; asking for the rest (devices, world size, precision) is fine.
+# Attributes of the Trainer that change during training. All others (devices, precision) may be read.
 _CHANGING = frozenset(
     (
         *("global_step", "current_epoch", "fit_loop", "strategy", "optimizers", "lr_scheduler_configs"),
@@ -36,13 +36,13 @@ _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", 
 
 def _refuse_value(name: str) -> None:
     refuse(
-        f"the step uses {name}, which changes from batch to batch; a captured step would go on with the "
-        "value it was captured with. Move it to a hook, or keep it in a tensor that a hook updates in place."
+        f"the step uses {name}, which changes from batch to batch; a captured step would keep the "
+        "value of its capture. Move it to a hook, or keep it in a tensor that a hook updates in place."
     )
 
 
 class HostValue:
-    """Stands in for a number such as ``batch_idx``: passing it on is allowed, any other use is refused."""
+    """Replaces a number such as ``batch_idx``: passing it on is allowed, any other use is refused."""
 
     def __init__(self, name: str, value: Any = 0) -> None:
         self._name, self._value = name, value
@@ -61,7 +61,7 @@ for _name in (*_UNARY, *_COMPARED, *_ARITHMETIC, *(f"r{name}" for name in _ARITH
 
 
 class _TrainerGuard:
-    """Stands in for the Trainer and refuses reads of attributes that change from step to step."""
+    """Replaces the Trainer and refuses reads of attributes that change from step to step."""
 
     def __init__(self, trainer: Any) -> None:
         self.__dict__["_guarded"] = trainer
@@ -134,7 +134,7 @@ def check_numbers(runs: list[list[LoggedValue]], sizes: set[int]) -> None:
         if numbers and (len(set(numbers)) > 1 or numbers[0] in sizes):
             raise CaptureError(
                 f"the step logs {values[0].name!r} as the Python number {numbers[0]}, which depends on the "
-                "batch or changes by itself; a replay would log the same number always. Log a tensor, or log "
+                "batch or changes by itself; every replay would log the same number. Log a tensor, or log "
                 "it in on_train_batch_end."
             )
 
@@ -158,7 +158,7 @@ def host_state(module: nn.Module) -> dict[tuple[int, str], Any]:
 
 
 def refuse_host_changes(module: nn.Module, before: dict[tuple[int, str], Any]) -> None:
-    """Raise for a step that changes Python state, which a replay would not change again."""
+    """Raise if a step changes Python state, because a replay would not change it again."""
     after = host_state(module)
     for key in (*before, *after):
         if before.get(key, ABSENT) == after.get(key, ABSENT):
@@ -167,7 +167,7 @@ def refuse_host_changes(module: nn.Module, before: dict[tuple[int, str], Any]) -
         owner = type(list(module.modules())[index]).__name__
         raise CaptureError(
             f"the step changes {owner}.{name}, which a replay does not run again, or, if it is a buffer, "
-            "would count the dummy tokens of the tail into. Move counters, lists, metrics and running "
+            "updates with the dummy tokens of the tail too. Move counters, lists, metrics and running "
             "statistics to on_train_batch_end."
         )
 
@@ -175,7 +175,7 @@ def refuse_host_changes(module: nn.Module, before: dict[tuple[int, str], Any]) -
 @contextlib.contextmanager
 def restored(module: nn.Module) -> Iterator[None]:
     """Restore random states and the values of buffers when this context ends."""
-    keep_frequencies(module)  # else the step's own buffers of these would be freed here, under its graph
+    keep_frequencies(module)  # else a graph would use buffers that this context frees at its end
     buffers = [
         (child._buffers, name, x, None if x is None else x.clone())
         for child in module.modules()
@@ -204,7 +204,7 @@ def refuse_sums_over_slots(module: nn.Module) -> None:
 
 
 def refuse_fp8(module: nn.Module) -> None:
-    """Refuse Transformer Engine's low precision: warm-up on dummy tokens would enter its scaling history."""
+    """Refuse Transformer Engine's FP8 with a scaling history, which warm-up on dummy tokens would change."""
     layers = [
         child
         for child in module.modules()
@@ -216,7 +216,7 @@ def refuse_fp8(module: nn.Module) -> None:
     recipes = [recipe for child in module.modules() if (recipe := child.__dict__.get("_thd_fp8")) is not None]
     history = any(recipe.has_history for recipe in recipes)
     if recipes and not history:
-        return  # scales are made of the numbers at hand, inside the graph
+        return  # scales are computed from the current values, inside the graph
     if history or about_to or any(getattr(layer, "fp8", False) for layer in layers):
         raise CaptureError(
             f"Transformer Engine runs {len(layers)} layers in fp8: their scales follow a history kept beside "
@@ -226,7 +226,7 @@ def refuse_fp8(module: nn.Module) -> None:
 
 
 def sharded_by(module: nn.Module) -> str | None:
-    """Return the name of what shards the module's parameters, or None."""
+    """Return the name of the class that shards the module's parameters, or None."""
     names = (cls.__name__ for child in module.modules() for cls in type(child).__mro__)
     return next((name for name in names if name in _SHARDED), None)
 
@@ -247,7 +247,7 @@ class RandomUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def refuse(self) -> None:
-        """Raise where checkpointing would have to restore a random state."""
+        """Raise if checkpointing would have to restore a random state."""
         if self.draws and self.saves:
             raise CaptureError(
                 "activation checkpointing saves random states (preserve_rng_state=True) in a step with "
@@ -256,7 +256,7 @@ class RandomUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether an operator has a probability of dropout, which is 0."""
+    """Return whether an operator drops nothing, because its probability of dropout is 0."""
     if func is torch.ops.aten.native_dropout.default:
         return not (args[1] and args[2])
     named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}

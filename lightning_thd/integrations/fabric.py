@@ -43,16 +43,16 @@ def prepare_fabric(
     """Prepare a model, packed data and an optimizer for a Fabric loop.
 
     Args:
-        fabric: launched, on one device or several. Under its ``ModelParallelStrategy`` the ranks along the
-            mesh's ``data_parallel`` axis read different packs; its ``parallelize_fn`` cuts the weights.
-        model: built with ``attn_implementation="thd"``, not set up yet, or what ``fabric.setup_module`` gave.
+        fabric: a launched Fabric on one or several devices. Under its ``ModelParallelStrategy`` the ranks
+            along the mesh's ``data_parallel`` axis read different packs; ``parallelize_fn`` cuts the weights.
+        model: a model built with ``attn_implementation="thd"``, before or after ``fabric.setup_module``.
         data: a ``THDDataModule``, or a loader that its ``train_steps`` returned.
-        optimizer: over the model's parameters, set up or not; several as a list, which ``loop.optimizer`` is
-            then too; or a function from the prepared model to one or a list, for strategies that replace
-            parameters.
-        accumulate: packs a rank runs in a step of ``Packs``; 1 with ``Sequences(n)``.
-        loss_fn: ``(model, batch) -> loss``, with ``batch.loss_scale`` in it.
-        router_balance: over which tokens ``causal_lm_loss`` balances experts.
+        optimizer: an optimizer of the model's parameters, set up or not, or a list of several; then
+            ``loop.optimizer`` is a list. For strategies that replace parameters, pass a function that makes
+            the optimizers of the prepared model.
+        accumulate: packs per rank in a step of ``Packs``; 1 with ``Sequences(n)``.
+        loss_fn: ``(model, batch) -> loss``, which applies ``batch.loss_scale``.
+        router_balance: the tokens over which ``causal_lm_loss`` balances experts.
         peak: dense FLOP/s of a device, for MFU: see ``THDThroughputMonitor``.
         log_every_n_steps: steps between two calls of ``fabric.log_dict``.
         context_parallel_size: neighbouring ranks that share the slots of a pack, as for ``prepare_thd``.
@@ -64,8 +64,8 @@ def prepare_fabric(
         to ``fabric.save``. To resume, pass the same dict to ``fabric.load``.
 
     Raises:
-        ValueError: for data of another kind, an optimizer of parameters that were replaced, and a strategy
-            that runs steps or cuts batches by itself.
+        ValueError: if the data is of another kind, the optimizer's parameters were replaced, or the strategy
+            runs steps or cuts batches by itself.
     """
     if (found := refused_engine(type(fabric.strategy))) is not None:
         raise ValueError(

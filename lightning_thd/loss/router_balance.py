@@ -1,7 +1,7 @@
 """A model's router logits and a ``THDBatch`` -> the balancing loss of its experts, over sequences or a step.
 
-transformers balances experts over all slots of a microbatch, so that its loss depends on the packing. The
-formulas are in docs/guides/experts.md. T slots, S sequences, E experts, K experts a token.
+transformers balances experts over all slots of a microbatch, so its loss depends on the packing. The formulas
+are in docs/guides/experts.md. Legend: T slots, S sequences, E experts, K chosen experts per token.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 class Experts(NamedTuple):
-    """What a model's config and classes say of its experts."""
+    """The experts of a model, read from its config and classes."""
 
     number: int
     top_k: int
@@ -50,20 +50,20 @@ class Experts(NamedTuple):
 
 @dataclass(slots=True)
 class Routers:
-    """Computes the loss of the routers of one call of a model, in place of the model."""
+    """Computes the routers' loss of one model call, instead of the model's own code."""
 
-    balance: RouterBalance | None  # over which tokens; None computes the z-loss only
+    balance: RouterBalance | None  # the tokens to balance over; None computes the z-loss only
     coefficient: float  # factor of the balancing loss
-    z_loss: float  # factor of the mean squared lse
+    z_loss: float  # factor of the mean squared logsumexp
     experts: Experts  # those of the model
     batch: THDBatch  # the microbatch
     stage: Stage | None  # the stage of a pipeline that this rank holds
-    before: Tensor | None  # choices ``[E]`` of the step's microbatches before this one, over all ranks
-    seen: Tensor | None = None  # the same with this microbatch
+    before: Tensor | None  # choices ``[E]`` in the step's earlier microbatches, over all ranks
+    seen: Tensor | None = None  # choices ``[E]`` including this microbatch
 
     @contextlib.contextmanager
     def asked(self, inner: Any, kwargs: dict[str, Any]) -> Generator[None]:
-        """Ask for router logits, and spare the model's own balancing loss inside this context."""
+        """Request router logits, and switch off the model's own balancing loss, inside this context."""
         kwargs["output_router_logits"] = True
         module = module_of_loss(inner)
         before = getattr(module, FUNCTION, None)
@@ -76,7 +76,7 @@ class Routers:
                 setattr(module, FUNCTION, before)
 
     def loss(self, inner: Any, outputs: Any) -> Tensor:
-        """Compute the loss ``[]`` of a model's outputs; a NaN that leads back on stages without the head."""
+        """Compute the loss ``[]`` of a model's outputs; stages without the head return a NaN for backward."""
         logits: tuple[Tensor, ...] = getattr(outputs, "router_logits", None) or ()
         given = [layer.reshape(-1, layer.shape[-1]) for layer in logits]
         (groups, of_tokens), (count, top_k, scores, routers) = self._groups(), self.experts
@@ -106,7 +106,7 @@ class Routers:
         return loss
 
     def _groups(self) -> tuple[Tensor, Tensor | None]:
-        """Return the sequence of each slot, int64 ``[T]``, S for padding; or of each token, and its slot."""
+        """Return each slot's sequence, int64 ``[T]``, S for padding; or each token's sequence and slot."""
         batch = self.batch
         if isinstance(batch, SharedBatch):
             return batch.token_sequences(), batch.prefixes.token_slots
@@ -147,7 +147,7 @@ class Routers:
 def routers_for(
     call: HeadCall, batch: THDBatch, balance: RouterBalance, z_loss: float | None = None
 ) -> Routers | None:
-    """Return the routers' loss that a call of a model computes itself; None leaves it to the model."""
+    """Return the object that computes a call's router loss; None leaves this loss to the model."""
     choice(balance, "router_balance", *get_args(RouterBalance))
     if z_loss is None:
         z_loss = getattr(call.config, "router_z_loss_coef", None) or 0.0
@@ -168,11 +168,11 @@ def routers_for(
             f"{what} needs batch.token_scale, the weight of the step's input tokens. Use THDDataModule, or "
             "pass token_scale to THDBatch.collate. See docs/reference/messages.md#experts."
         )
-    if balance != "microbatch" and not batch.token_scale:  # an evaluation, whose ranks may run other numbers
+    if balance != "microbatch" and not batch.token_scale:  # an evaluation: ranks may run different numbers
         wanted = None
     if wanted == "microbatch" and isinstance(batch, SharedBatch):
         raise ValueError(
-            f"{what} beside the model's own balancing loss, over slots that sequences share. Set "
+            f"{what} cannot run beside the model's own balancing loss, which counts shared slots once. Set "
             "router_balance='sequence' or share_prefixes=False."
         )
     coefficient = call.balance_coefficient
@@ -211,6 +211,6 @@ def _first(names: tuple[str, ...], *places: Any) -> int | None:
 
 
 def _no_balance(logits: Any, *_: Any, **__: Any) -> Tensor:
-    """Replace a model's balancing loss, which ``Routers`` computes from the logits."""
+    """Return 0 in place of a model's balancing loss, because ``Routers`` computes it from the logits."""
     first = logits[0] if isinstance(logits, tuple) and logits else None
     return torch.zeros((), device=None if first is None else first.device)

@@ -1,4 +1,4 @@
-"""The masks that models ask for under "thd" -> None, a stand-in that carries a window, or an error."""
+"""A mask that a model asks for under "thd" -> None, a placeholder that encodes a window, or an error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UNDERSTOOD = (
     "sliding_window_overlay",
     "blockwise_overlay",
 )
-# Families whose layers hand the mask to the attention unchanged, so that its shape can encode a window.
+# Families whose layers pass the mask to the attention unchanged, so that its shape can encode a window.
 HANDS_MASKS_ON = ("llama4_text", "phimoe")
 
 
@@ -39,7 +39,7 @@ def thd_mask(
     device: torch.device | None = None,
     **_: Any,
 ) -> Tensor | None:
-    """Return no mask for "thd", or a stand-in that carries a window; the arguments are transformers'."""
+    """Return None, or a placeholder that encodes a window; transformers defines the arguments."""
     scope: Scope | None = getattr(STATE, "scope", None)
     kind = CAUSAL if allow_is_bidirectional_skip is None else BIDIRECTIONAL
     if scope is not None and kind not in scope.masks:
@@ -47,10 +47,10 @@ def thd_mask(
     if attention_mask is not None and not bool(attention_mask.all()):
         raise ValueError(
             f"attn_implementation='thd' got an attention_mask {tuple(attention_mask.shape)} hiding tokens. "
-            "Pack the rows instead, THDBatch.from_padded(input_ids, attention_mask). To generate from "
-            "left-padded rows, take rows of equal length, or model.set_attn_implementation('eager')."
+            "Pack the rows instead: THDBatch.from_padded(input_ids, attention_mask). To generate from "
+            "left-padded rows, use rows of equal length, or model.set_attn_implementation('eager')."
         )
-    # A skip that is not allowed asks for a mask that is more than causal or bidirectional.
+    # If transformers does not allow a skip, the mask is more than causal or bidirectional.
     plain = allow_is_causal_skip if allow_is_bidirectional_skip is None else allow_is_bidirectional_skip
     if not plain:
         plain, wanted, window = _equals_plain(mask_function, kind)
@@ -79,7 +79,7 @@ def thd_mask(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def shows_all(mask: Tensor, pack: Pack | None) -> bool:
-    """Return whether a model's padding mask ``[B, 1, 1, T]`` hides no token; reads the device once a pack."""
+    """Return whether a padding mask ``[B, 1, 1, T]`` hides no token; this reads the device once per pack."""
     if mask.ndim != 4 or mask.shape[1:3] != (1, 1):
         return False
     if pack is not None and pack.cache.get("shows all") is mask:
@@ -96,7 +96,7 @@ def tell_limit(size: int, *, chunk: bool, device: torch.device | None) -> Tensor
 
 
 def told_limit(mask: Tensor | None) -> tuple[int | None, int | None]:
-    """Decode window and chunk from a mask's shape: ``[0, 8]`` is a window of 8; another shape is neither."""
+    """Decode window and chunk from a mask's shape: ``[0, 8]`` is a window of 8; other shapes hold neither."""
     if mask is None or mask.ndim not in (2, 3) or mask.shape[0] != 0:
         return None, None
     return (mask.shape[1], None) if mask.ndim == 2 else (None, mask.shape[2])
@@ -121,7 +121,7 @@ def _equals_plain(mask_function: Callable[..., Any] | None, kind: str) -> tuple[
 
 
 def _parts(mask_function: Callable[..., Any] | None) -> Iterator[Callable[..., Any]]:
-    """Yield the functions that ``and_masks`` and ``or_masks`` have combined."""
+    """Yield the functions that ``and_masks`` or ``or_masks`` has combined."""
     if mask_function is None:
         return
     inner = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions")
@@ -131,7 +131,7 @@ def _parts(mask_function: Callable[..., Any] | None) -> Iterator[Callable[..., A
         yield from _parts(part)
 
 
-# Whether the attention call of a model is given the window that a mask would carry, by its config class.
+# Config class of a model -> whether the model passes its window to the attention call, beside the mask.
 _PASSES_WINDOW: dict[type, bool] = {}
 
 
@@ -142,12 +142,12 @@ def learn_window(config: Any) -> None:
         source = inspect.getsource(sys.modules[name])
     except (KeyError, OSError, TypeError):  # a class of a notebook or of ``python -c`` has no file
         source = ""
-    # Layers pass it as an argument, or hold it as an attribute, which thd_attention reads too.
+    # Layers pass the window as an argument, or hold it as an attribute that thd_attention reads.
     _PASSES_WINDOW[type(config)] = re.search(r"\bsliding_window=|self\.sliding_window =", source) is not None
 
 
 def skip_position_scan(masking_utils: ModuleType) -> None:
-    """Skip transformers' search for packs in position_ids under "thd", which reads the device."""
+    """Under "thd", skip transformers' search for packs in position_ids, because it reads the device."""
     namespace: Any = masking_utils
     original: Callable[..., Any] = namespace._preprocess_mask_arguments
     expected = ["config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids"]

@@ -1,7 +1,7 @@
 """A model that pools a row of tokens to one output -> one output for every sequence of a pack.
 
-Heads of classifiers and reward models look at single tokens of a row, or at its mean. The layers below run on
-the pack, and the head's own code on their outputs, as padded rows in groups of similar length.
+Heads of classifiers and reward models read single tokens of a row, or its mean. The layers below the head run
+on the pack. Then the head's own code runs on their outputs, as padded rows in groups of similar length.
 
 Legend: T slots in a pack, S sequences, N rows of a group, L its longest row, C labels.
 """
@@ -25,16 +25,16 @@ from lightning_thd.batch.upload import uploaded
 from lightning_thd.models.pack import Pack, Scope, current_scope, scoped
 from lightning_thd.models.padded_groups import padded_rows
 
-# Parts of the names of outputs that may be pooled: one row for all sequences of a pack.
+# Parts of the names of outputs that may be pooled, so that one row is made of all sequences of a pack.
 _POOLED_OUTPUTS = ("logit", "pool", "embeds", "score", "reward")
-# Names of classes that return one row a token.
+# Names of classes that return one row per token.
 _TOKEN_LEVEL = re.compile(
     r"CausalLM|LMHead|MaskedLM|ForConditionalGeneration|TokenClassification|QuestionAnswering|Model$"
 )
 
 
 def adopt_classifier(model_class: Any) -> None:
-    """Patch a sequence classifier or reward model to give one output a sequence of a pack."""
+    """Patch a sequence classifier or reward model to return one output per sequence of a pack."""
     forward = model_class.forward
     if "ForSequenceClassification" in model_class.__name__ and not hasattr(forward, "_thd_pooled"):
         # The patch goes below the guard of announce, which must run first because it announces the pack.
@@ -43,7 +43,7 @@ def adopt_classifier(model_class: Any) -> None:
 
 
 def class_pools(model_class: Any) -> bool:
-    """Return whether models of a class may pool a pack: it has no token-level name, or pooled outputs."""
+    """Return whether a class may pool a pack: its name is not token-level, or its outputs are pooled."""
     if not _TOKEN_LEVEL.search(model_class.__name__):
         return True
     if not model_class.__name__.endswith("Model"):
@@ -56,7 +56,7 @@ def class_pools(model_class: Any) -> bool:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def pool_each_sequence(model: Any, pack: Pack, output: Any, *, outermost: bool) -> Any:
-    """Replace an encoder's ``pooler_output`` ``[1, D]`` of a pack by one row a sequence, or return None."""
+    """Replace an encoder's ``pooler_output`` ``[1, D]`` by one row per sequence; None if it has none."""
     pooled = _pool(model, pack, output)
     if outermost:
         refuse_pooled_pack(model, pack, output)
@@ -67,7 +67,7 @@ def _pool(model: Any, pack: Pack, output: Any) -> Any:
     num_sequences = pack.cu_seqlens_q.shape[0] - 1
     logits = getattr(output, "logits", None)
     shape = logits.shape if isinstance(logits, Tensor) and logits.ndim == 2 else (0, 0)
-    if num_sequences > 1 and shape[0] == 1 and shape[1] != pack.slots:  # T logits are one score a slot
+    if num_sequences > 1 and shape[0] == 1 and shape[1] != pack.slots:  # T logits are one score per slot
         raise ValueError(
             f"{type(model).__name__} returns one row of logits for a pack of {num_sequences} sequences. "
             "Feed it padded rows, or pool the hidden states of its base model by batch.unpack()."
@@ -129,7 +129,7 @@ def _classify_each_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _classify(forward: Callable[..., Any], model: Any, given: dict[str, Any], pack: Pack) -> Any:
-    """Run the base model on the pack and the head once a sequence."""
+    """Run the base model on the pack, and the head on every sequence."""
     base = model.base_model
     if base is model or pack.shard is not None or shapes_are_static() or 0 in pack.lengths:
         raise ValueError(
@@ -148,7 +148,7 @@ def _classify(forward: Callable[..., Any], model: Any, given: dict[str, Any], pa
     lengths = pack.real_lengths if shared is None else shared.lengths
     padded = pack.lengths if shared is None else shared.lengths
     filler, ids = _filler(model), given.get("input_ids")
-    if ids is None:  # the caller gave embeddings, so any token that is no padding will do
+    if ids is None:  # the caller gave embeddings, so any id but padding will do
         ids = torch.full((1, pack.slots), filler + 1, device=logits.device)
     rows = torch.empty(len(padded), logits.shape[-1], dtype=logits.dtype, device=logits.device)
     for members, places in uploaded(list(padded_rows(lengths, padded)), logits.device):
@@ -163,14 +163,14 @@ def _classify(forward: Callable[..., Any], model: Any, given: dict[str, Any], pa
 
 
 def _filler(model: Any) -> int:
-    """Return the token id that marks padding in rows made of a pack: the model's, or one that is no token."""
+    """Return the token id of padding in rows made from a pack: the model's own, or -1 if it has none."""
     pad = model.config.get_text_config().pad_token_id
     return -1 if pad is None else int(pad)
 
 
 @contextmanager
 def _base_returns(model: Any, output: Any) -> Generator[None]:
-    """Make the base model return ``output`` inside this context, and the head look for our filler."""
+    """Make the base model return ``output``, and the head expect our padding id, inside this context."""
     scope, base, text = current_scope(), model.base_model, model.config.get_text_config()
     assert scope is not None
     pad, text.pad_token_id = text.pad_token_id, _filler(model)
@@ -184,7 +184,7 @@ def _base_returns(model: Any, output: Any) -> Generator[None]:
 
 
 def _padded_output(base: Any, output: Any, source: Tensor, pack: Pack) -> Any:
-    """Arrange the base model's output as padded rows, and pool them again."""
+    """Arrange the base model's output as padded rows, and run its pooler on them."""
 
     def rows(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.shape[:2] != (1, pack.slots):
@@ -199,12 +199,13 @@ def _padded_output(base: Any, output: Any, source: Tensor, pack: Pack) -> Any:
 
 
 def _loss(model: Any, rows: Tensor, labels: Tensor) -> Tensor:
-    """Compute the class's own loss over the first sequences of the pack, those that have a label."""
+    """Compute transformers' classification loss over sequences with a label, the first of the pack."""
     from transformers.loss.loss_utils import ForSequenceClassificationLoss
 
     if labels.shape[0] > rows.shape[0]:
         raise ValueError(
-            f"{type(model).__name__} got {labels.shape[0]} labels for a pack of {rows.shape[0]} sequences."
+            f"{type(model).__name__} got {labels.shape[0]} labels for a pack of {rows.shape[0]} sequences. "
+            "Pass at most one per sequence."
         )
     if not labels.shape[0]:  # an empty microbatch, whose mean over nothing would be NaN
         return rows.sum() * 0.0

@@ -15,18 +15,18 @@ class PackingReport:
     Attributes:
         model: class of the model.
         attention: its attention implementation, if it has a transformers config.
-        layers: its number of layers, likewise.
-        lengths: of the sequences in the pack.
-        leak: largest change of a logit by changing another sequence.
+        layers: its number of layers, if it has a transformers config.
+        lengths: lengths of the sequences in the pack.
+        leak: largest change of a logit when another sequence changes.
         gradient_leak: largest gradient that reaches an input of another sequence, if asked for.
         error: largest difference of a logit between the pack and the sequence in a pack of its own.
-        gradient_error: the same of the gradient of the inputs, if asked for.
-        leak_tolerance: what ``leak`` and ``gradient_leak`` may be.
-        tolerance: what ``error`` and ``gradient_error`` may be.
-        reference_error: largest difference of a logit to the sequence under stock eager attention, if any.
+        gradient_error: the same difference for gradients of the inputs, if asked for.
+        leak_tolerance: largest ``leak`` and ``gradient_leak`` that pass.
+        tolerance: largest ``error`` and ``gradient_error`` that pass.
+        reference_error: largest difference of a logit from stock eager attention, if that was run.
         pad_error: largest difference that a trailing pad makes to the gradient of a parameter, if asked for.
         batch_norms: names of the batch norms that would average over a pack in training.
-        skipped: what was not looked at, and why.
+        skipped: the checks that were skipped, and why.
         module: first module whose inputs are clean and whose outputs are not; None when all is well.
     """
 
@@ -54,7 +54,7 @@ class PackingReport:
 
     @property
     def same(self) -> bool:
-        """Return whether sequences give the same logits and gradients in the pack as in one of their own."""
+        """Return whether logits and gradients in the pack equal those of each sequence in its own pack."""
         return self.error <= self.tolerance and (self.gradient_error or 0.0) <= self.tolerance
 
     @property
@@ -103,7 +103,7 @@ class PackingReport:
 
 
 class PackingLeakError(RuntimeError):
-    """Raised when a pack gives other results than its sequences give alone; ``report`` has the numbers."""
+    """Raised if a pack gives other results than its sequences one by one; ``report`` has the numbers."""
 
     def __init__(self, report: PackingReport) -> None:
         self.report = report
@@ -118,7 +118,7 @@ class PackingLeakError(RuntimeError):
         else:
             what = "has other gradients, or none that are finite, with a trailing pad"
         remedy = "Build the model with attn_implementation='thd' and call it with model(**batch.hf_kwargs())"
-        if report.attention is None:  # no model of transformers
+        if report.attention is None:  # not a transformers model
             remedy = "Let every layer stop at batch.cu_seqlens: call varlen_attention, read position_ids"
         super().__init__(
             f"{report.model} {what}; the first module that does is "

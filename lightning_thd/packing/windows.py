@@ -1,7 +1,7 @@
-"""The entries of a data set, by windows or by a given schedule -> the packs of an epoch, from any pack on.
+"""The entries of a data set, and windows or a given schedule -> the packs of an epoch, from any pack on.
 
-Which sequences share a window depends only on the seed, so that the packs of a window need counting only
-once. An epoch shuffles the windows, the packs inside each, and sequences of equal length among each other.
+The seed decides which sequences share a window, so the packs of each window are counted only once. Every
+epoch shuffles the windows, the packs inside each window, and the sequences of equal length.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_thd.packing.plan import Spans, join_spans
 
 IntArray = npt.NDArray[np.int64]
 
-# Purposes of keys, so that no two shuffles share one.
+# Each shuffle has its own purpose, so that no two shuffles share a key.
 _MEMBERS, _WINDOWS, _TIES, _PACKS = range(4)
 
 _BLOCK = 1 << 18  # sequences counted at a time: 2 MiB of each array
@@ -82,7 +82,7 @@ class WindowedPacks:
             if len(packs) != self.counts[window]:
                 raise ValueError(
                     f"Window {window} has {len(packs)} packs, but {self.counts[window]} were counted. The "
-                    "lengths changed, or the counts belong to others. Make a planner without them."
+                    "lengths changed, or the counts are of other data. Make a planner without counts."
                 )
             order = shuffled(len(packs), key=derive_key(self.seed, _PACKS, epoch, window))
             members, offsets = regrouped(packs.offsets, order)
@@ -122,7 +122,7 @@ def count_windows(
     *,
     num_workers: int = 0,
 ) -> npt.NDArray[np.uint32]:
-    """Count the packs of every window, ``[W]``, in forked processes that touch only numpy, or here for 0."""
+    """Count the packs of every window, ``[W]``, in forked processes that use only numpy (0: in this one)."""
     total = -(-entries.total // window)
     step = max(1, _BLOCK // window)
     blocks = [(first, min(first + step, total)) for first in range(0, total, step)]
@@ -159,7 +159,7 @@ def _count(entries: Entries, spans: Spans, slots: Slots) -> int:
 
 
 _Count = Callable[[tuple[int, int]], npt.NDArray[np.uint32]]
-_kept: list[_Count] = []  # in a forked worker: what it calls, handed over by the fork and not pickled
+_kept: list[_Count] = []  # in a forked worker, the function to call; a fork copies it, unpickled
 
 
 def _keep(count: _Count) -> None:
@@ -172,11 +172,11 @@ def _call_kept(block: tuple[int, int]) -> npt.NDArray[np.uint32]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScheduledPacks:
-    """Packs given from outside, in the order of their numbers, the same in every epoch."""
+    """The packs of a user's schedule, in the order of their numbers, the same in every epoch."""
 
     entries: Entries  # the sequences that take part
     indices: IntArray  # int64 ``[S]``, dataset indices, microbatch after microbatch
-    offsets: IntArray  # int64 ``[P + 1]`` of each microbatch in them
+    offsets: IntArray  # int64 ``[P + 1]`` of each microbatch in ``indices``
 
     @property
     def total(self) -> int:
@@ -199,7 +199,7 @@ class ScheduledPacks:
 def open_schedule(
     schedule: npt.ArrayLike | Sequence[int], entries: Entries, count: int, slots: Slots
 ) -> ScheduledPacks:
-    """Sort sequences by microbatch after a checked schedule ``[N]`` (gaps allowed); empty ones stay out."""
+    """Check a schedule ``[N]`` (gaps allowed), and sort sequences by microbatch, without those left out."""
     numbers = np.asarray(schedule)
     if numbers.shape != (count,) or numbers.dtype.kind not in "iu" or (count and numbers.min() < 0):
         raise ValueError(
@@ -207,7 +207,7 @@ def open_schedule(
         )
     if entries.oversize in ("truncate", "split"):
         raise ValueError(
-            f"oversize={entries.oversize!r} changes sequences that the schedule has placed. Cut them before."
+            f"oversize={entries.oversize!r} changes sequences that the schedule has placed. Cut them first."
         )
     indices = np.argsort(numbers, kind="stable")
     indices = indices[~np.isin(indices, entries.left_out)]

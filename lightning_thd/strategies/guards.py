@@ -1,4 +1,4 @@
-"""A module and its surroundings -> an error where a parallel layout would change the numbers or hang."""
+"""A module, strategy and callbacks -> an error if a parallel layout would change the numbers or hang."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from lightning_thd.parallel.shard import THDShard
 
 _TORCH_CP = "torch.distributed.tensor.experimental._context_parallel._attention"
 
-# Part of the names of Lightning's strategies, and of Accelerate's types -> why our steps cannot run in them.
-# An import of the classes would need their packages.
+# Part of a name, of Lightning's strategies or Accelerate's types -> why our steps cannot run in that engine.
+# Names are compared, because an import of the classes would need their packages.
 _REFUSED_ENGINES = {
     "deepspeed": "whose engine accumulates, clips and steps by itself",
     "megatron": "which runs the model and its steps by itself",
@@ -49,7 +49,7 @@ def refuse_engine(strategy: type) -> None:
     if (found := refused_engine(strategy)) is not None:
         raise TypeError(
             f"{strategy.__name__} puts THDStrategyMixin on {found[0]}, {found[1]}. Put it on SingleDevice-, "
-            f"DDP-, FSDP- or ModelParallelStrategy, or use Packs(n) under {found[0]} without it."
+            f"DDP-, FSDP- or ModelParallelStrategy, or use Packs(n) under {found[0]} without the mixin."
         )
 
 
@@ -78,8 +78,8 @@ def refuse_unused_layout(batch: object) -> None:
 def refuse_second_context_parallelism(module: nn.Module | None, cp: int) -> None:
     """Refuse Accelerate's or torch's context parallelism beside ours, which would cut packs twice."""
     torch_cp: Any = sys.modules.get(_TORCH_CP)
-    # torch replaces attention by a wrapper, which stays in its list of wrappers for ever, or lets DTensor
-    # handle attention's operators.
+    # torch either replaces attention by a wrapper, which stays in its list of wrappers for ever, or lets
+    # DTensor handle the operators of attention.
     wrapped = nn.functional.scaled_dot_product_attention in getattr(torch_cp, "_replaced_functions", {})
     operators = getattr(torch_cp, "custom_ops", {}).keys()
     if wrapped or operators & DTensor._op_dispatcher._custom_op_handlers.keys():
@@ -108,7 +108,7 @@ def refuse_compiled_module(module: object, sizes: AxisSizes) -> None:
     if sizes.peers > 1 and getattr(module, "_compiler_ctx", None) is not None:
         raise MisconfigurationException(
             f"torch.compile({type(module).__name__}) while {sizes.peers} ranks share each pack: compiled "
-            "collectives can wait for each other for ever. Compile the model in it, self.model.compile()."
+            "collectives can wait for each other for ever. Compile only its model: self.model.compile()."
         )
 
 
@@ -122,26 +122,26 @@ def refuse_static_graph(model: object) -> None:
 
 
 def refuse_lbfgs(optimizers: list[Any], sizes: AxisSizes) -> None:
-    """Refuse torch's LBFGS if ranks hold different weights: it decides by products over all of them."""
+    """Refuse torch's LBFGS if ranks hold different weights, because its steps need products over all."""
     if sizes.tensor * sizes.pipeline == 1:
         return
     for optimizer in optimizers:
         if isinstance(getattr(optimizer, "optimizer", optimizer), LBFGS):
             raise MisconfigurationException(
                 f"LBFGS with tensor_parallel_size={sizes.tensor}, pipeline_parallel_size={sizes.pipeline}: "
-                "it decides by products over all weights, of which a rank has a part. Set both sizes to 1."
+                "it decides by products over all weights, but a rank has only a part. Set both sizes to 1."
             )
 
 
 def refuse_callbacks(callbacks: Iterable[Any], strategy: Any) -> None:
-    """Refuse Lightning's callbacks that copy or unfreeze weights which ranks share out or average."""
+    """Refuse callbacks that copy weights cut over ranks, or unfreeze weights that ranks never average."""
     shards = isinstance(strategy, ModelParallelStrategy)
     refused = (WeightAveraging, StochasticWeightAveraging, BaseFinetuning) if shards else (BaseFinetuning,)
     for callback in callbacks:
         if isinstance(callback, refused) and (shards or isinstance(strategy, DDPStrategy)):
             raise MisconfigurationException(
-                f"{type(callback).__name__} under {type(strategy).__name__}: it copies weights that ranks "
-                "share out, or unfreezes weights whose gradients ranks would not average. Leave it out."
+                f"{type(callback).__name__} under {type(strategy).__name__}: it copies weights that are cut "
+                "over ranks, or unfreezes weights whose gradients ranks would not average. Leave it out."
             )
 
 

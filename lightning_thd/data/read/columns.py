@@ -31,7 +31,7 @@ from lightning_thd.data.store.index import MapDataset
 
 _READ = tuple(name for name in names("token", "weight", "boundary", "type") if name != "mm_token_type_ids")
 _NUMBERS = frozenset(("input_ids", "labels", *names("weight", "label")))
-_MEDIA = (*names("media"), "mm_token_type_ids")  # read from a dataset, whose samples hold tensors
+_MEDIA = (*names("media"), "mm_token_type_ids")  # read through the dataset, whose samples hold tensors
 
 
 def as_rows(dataset: MapDataset) -> MapDataset:
@@ -50,7 +50,7 @@ def as_rows(dataset: MapDataset) -> MapDataset:
     refuse_keys(columns)
     if other := [name for name in columns if name not in (*known, *_MEDIA)]:
         lists = [name for name in other if is_list(table, name) and name != "special_tokens_mask"]
-        if lists:  # they may say where sequences begin
+        if lists:  # they may mark where sequences begin
             raise ValueError(
                 f"The column {lists[0]!r} holds lists of integers and is not read. Drop or rename it."
             )
@@ -61,7 +61,7 @@ def as_rows(dataset: MapDataset) -> MapDataset:
 
 
 def hold_ids(files: list[SourceFile], text_key: str) -> bool:
-    """Return whether Parquet or Arrow files have a column of ids; raise if they have no text either."""
+    """Return whether Parquet or Arrow files have a column of ids; raise if they have no text instead."""
     schemas = [
         open_parquet(file).schema_arrow if file.suffix == ".parquet" else map_arrow(file).schema
         for file in files
@@ -72,14 +72,14 @@ def hold_ids(files: list[SourceFile], text_key: str) -> bool:
             if kind_of(dict.fromkeys(found, ""), text_key) is not None:
                 return False
             raise ValueError(f"{file.name} has the columns {list(found)} but no 'input_ids', nor text.")
-        if found != columns[0]:  # datasets would fill in what a file lacks
+        if found != columns[0]:  # datasets would fill in missing columns
             raise ValueError(f"{file.name} and others have different columns: {found}, and {columns[0]}.")
     return True
 
 
 def load_columns(files: list[SourceFile], cache_dir: str | Path | None) -> Any:
     """Open Parquet or Arrow files as one Hugging Face dataset, mapped into memory from the cache."""
-    full = [file for file in files if sum(part_sizes(file))]  # datasets fails at one without rows
+    full = [file for file in files if sum(part_sizes(file))]  # datasets fails on a file without rows
     if not full:
         raise ValueError(f"{files[0].name} has no row. Give at least one sequence.")
     return _load("parquet" if files[0].suffix == ".parquet" else "arrow", full, cache_dir)
@@ -87,7 +87,7 @@ def load_columns(files: list[SourceFile], cache_dir: str | Path | None) -> Any:
 
 def _load(kind: str, files: list[SourceFile], cache_dir: str | Path | None, **options: Any) -> Any:
     datasets = require("datasets", feature=f"reading {files[0].suffix} files")
-    # datasets knows files by name and time; the folder is named by their content.
+    # datasets identifies files by name and time. We name its folder by their content.
     folder = cached_folder("columns", {"files": [file.content for file in files]}, cache_dir)
     paths = [glob.escape(str(file.path.resolve())) for file in files]
     return datasets.load_dataset(kind, data_files=paths, split="train", cache_dir=str(folder), **options)
@@ -96,18 +96,18 @@ def _load(kind: str, files: list[SourceFile], cache_dir: str | Path | None, **op
 def table_chunks(file: SourceFile, text_key: str, cache_dir: str | Path | None) -> list[Chunk]:
     """Cut a ``.csv`` or ``.tsv`` file with column names in its first line into chunks of rows.
 
-    Cells are text, an empty one the empty string, but for numbers under keys of numbers.
+    Cells become text (an empty cell is the empty string), except numbers under keys that hold numbers.
     """
     datasets = require("datasets", feature=f"reading {file.suffix} files")
     separator = "\t" if file.suffix == ".tsv" else ","
     try:
-        csv.field_size_limit(2**31 - 1)  # documents are longer than the module's 128 KiB
+        csv.field_size_limit(2**31 - 1)  # documents may exceed the default of 128 KiB
         with file.path.open(encoding="utf-8-sig", newline="") as opened:
             reader, empty = csv.reader(opened, delimiter=separator, strict=True), True
             names = [name or f"Unnamed: {i}" for i, name in enumerate(next(reader, []))]  # as pandas does
             for row in filter(None, reader):
                 empty = False
-                if len(row) != len(names):  # pandas would shift the cells, or fill up the row
+                if len(row) != len(names):  # pandas would shift the cells, or pad the row
                     raise csv.Error(f"line {reader.line_num}: {len(row)} cells, but {len(names)} columns")
         if empty:
             return []
@@ -132,6 +132,6 @@ def _table_rows(name: str, rows: Any, which: range, numbers: frozenset[str]) -> 
 
 
 def _number(cell: str) -> Any:
-    """Read a cell of numbers, such as ``1`` or ``[1, 0]``; one of text stays as it is."""
+    """Parse a cell of numbers, such as ``1`` or ``[1, 0]``; return a cell of text unchanged."""
     found = parse_json(cell)
     return found if isinstance(found, int | float | list) else cell

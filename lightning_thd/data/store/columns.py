@@ -1,4 +1,4 @@
-"""Arrow columns of lists -> rows as views of them, and counts, with no Python object a token."""
+"""Arrow columns of lists -> rows as views of them, and counts, without a Python object per token."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Facts = tuple[IntArray, IntArray, NDArray[np.bool_], IntArray]
 
 
 class ColumnRows(Dataset[dict[str, Any]]):
-    """Rows of an Arrow table: lists of numbers as views of the column's values, and numbers."""
+    """Rows of an Arrow table: lists become views of the column's values, and numbers stay numbers."""
 
-    keeps_rows = True  # Rows stay as they are when others are read.
+    keeps_rows = True  # A row stays valid when other rows are read.
 
     def __init__(self, source: Any, names: list[str]) -> None:
         self._source, self.names = source, names
@@ -42,7 +42,7 @@ class ColumnRows(Dataset[dict[str, Any]]):
 
 
 def _value(cell: Any) -> Any:
-    """Return a cell of Arrow; a null inside a list becomes NaN, which is no id."""
+    """Return a cell of Arrow; a null inside a list becomes NaN, which is not a valid id."""
     if not hasattr(cell, "values"):
         return cell.as_py()
     return np.empty(0, np.int64) if cell.values is None else cell.values.to_numpy(zero_copy_only=False)
@@ -61,13 +61,13 @@ def arrow_table(dataset: object) -> Any:
 
 
 def is_hugging_face(dataset: object) -> bool:
-    """Return whether a dataset's samples are those of ``datasets.Dataset``."""
+    """Return whether a dataset gets its samples from a class of the package ``datasets``."""
     giver = next((kind for kind in type(dataset).__mro__ if "__getitem__" in vars(kind)), object)
     return giver.__module__.partition(".")[0] == "datasets"
 
 
 def visible_columns(dataset: object, table: Any) -> list[str]:
-    """Return the columns that samples show; a dataset's ``with_format(columns=...)`` hides others."""
+    """Return the columns that samples have; a dataset's ``with_format(columns=...)`` hides others."""
     if isinstance(dataset, ColumnRows):
         return dataset.names
     how = getattr(dataset, "format", None) or {}
@@ -94,7 +94,7 @@ def is_list(table: Any, name: str, *, floats: bool = False) -> bool:
 
 
 def is_label(table: Any, name: str) -> bool:
-    """Return whether a column holds labels of whole sequences: a number a row, or a list under ``label``."""
+    """Return whether a column labels whole sequences: one number per row, or a list under ``label``."""
     if name not in ("label", "labels") or name not in table.column_names:
         return False
     pt = require("pyarrow", feature="reading Arrow columns").types
@@ -105,7 +105,7 @@ def is_label(table: Any, name: str) -> bool:
 
 
 def count_columns(dataset: object) -> dict[str, NDArray[Any]] | None:
-    """Count the tokens and loss tokens of every sequence by its columns; bad rows count as empty."""
+    """Count the tokens and loss tokens of every sequence from columns; bad rows count as empty."""
     table = arrow_table(dataset)
     if table is None:
         return None
@@ -140,7 +140,7 @@ def count_columns(dataset: object) -> dict[str, NDArray[Any]] | None:
 
 
 def without_pixels(dataset: Any) -> Any:
-    """Return a Hugging Face dataset without those columns of pixels whose patches a column of grids gives."""
+    """Drop the pixel columns of a Hugging Face dataset whose numbers of patches are in a grid column."""
     if arrow_table(dataset) is None or isinstance(dataset, ColumnRows):
         return dataset
     pairs = zip(GRIDS, PIXELS, strict=True)

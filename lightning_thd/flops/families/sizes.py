@@ -1,6 +1,7 @@
-"""A transformers config or the content of a config.json -> the sizes in it, whatever the family calls them.
+"""A transformers config or the content of a config.json -> its sizes, under the names of any family.
 
-Files of many families leave the kind of each layer to their class; ``completed`` lets transformers add it.
+Files of many families do not list the kind of each layer. Their config class computes it, and ``completed``
+lets transformers do so.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Sizes:
         if not isinstance(value, int) or value < 0:
             raise ValueError(
                 f"The config of model_type={self.model_type!r} has {names[0]}={value!r}. A size is wanted as "
-                f"{' or '.join(names)}: set it, or FlopsModel.register({self.model_type!r}, builder)."
+                f"{' or '.join(names)}: set it, or call FlopsModel.register({self.model_type!r}, builder)."
             )
         return value
 
@@ -105,7 +106,7 @@ def completed(config: Any, known: Collection[str]) -> Any:
     if not isinstance(config, Mapping):
         return config
     family = config.get("model_type")
-    if family not in known:  # text, images or sound under one config: sub-configs leave out their defaults
+    if family not in known:  # a multimodal config, whose sub-configs leave out their defaults
         made = _made(config)
         return config if made is None else made
     missing = _missing(config)
@@ -122,7 +123,7 @@ def completed(config: Any, known: Collection[str]) -> Any:
 
 
 def _missing(config: Mapping[str, Any]) -> str:
-    """Return the name under which a config should say the kinds of its layers and does not, else ''."""
+    """Return the missing key that should list the kinds of a config's layers, or '' if none is missing."""
     family = config.get("model_type")
     windowed = config.get("use_sliding_window") and config.get("max_window_layers") is not None
     if (family in _MIXED.split() or windowed) and not any(config.get(name) for name in _KINDS):
@@ -143,7 +144,7 @@ def _made(config: Mapping[str, Any]) -> Any:
         return None
     try:
         return CONFIG_MAPPING[family].from_dict(_read_floats(dict(config)))
-    except Exception as err:  # validation raises several kinds
+    except Exception as err:  # validation raises several kinds of errors
         raise ValueError(
             f"transformers cannot read the config of model_type={family!r}: {err}. Pass the content of a "
             "config.json, or a config of its class."
