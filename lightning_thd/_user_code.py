@@ -25,7 +25,7 @@ _TYPED = ("<ipython", "<stdin", "<string")  # how Python names code of a prompt 
 
 def is_users(file: str) -> bool:
     """Return whether a file of code is the user's, and not of an installed package or this one."""
-    return not file.startswith(_OTHERS)
+    return not (file.startswith(_OTHERS) or "site-packages" in file or "dist-packages" in file)
 
 
 def calling_frame(wanted: Callable[[str], bool] = is_users) -> FrameType | None:

@@ -178,6 +178,8 @@ def _rank_main(
 
     threading.Thread(target=_end_with, args=(asking,), daemon=True).start()
     os.environ.update(environment_of(rank, world_size))
+    if not imagined:  # several ranks of gloo have no GPU each
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     try:
         if imagined:

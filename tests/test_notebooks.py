@@ -18,8 +18,7 @@ FAST = "see_a_pack.ipynb"
 
 
 def test_notebooks_hold_no_outputs() -> None:
-    import nbformat
-
+    nbformat = pytest.importorskip("nbformat")
     assert [file.stem for file in NOTEBOOKS] == ["colab", "fine_tune", "measure_your_data", "see_a_pack"]
     for file in NOTEBOOKS:
         book = nbformat.read(file, as_version=4)
@@ -29,6 +28,7 @@ def test_notebooks_hold_no_outputs() -> None:
 
 
 def test_the_cells_of_one_run_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("IPython")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (file,) = (file for file in NOTEBOOKS if file.name == FAST)
     cells = [cell["source"] for cell in json.loads(file.read_text())["cells"] if cell["cell_type"] == "code"]
@@ -55,7 +55,7 @@ def installed_wheel(folder: Path) -> Path:
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning", "ignore::ResourceWarning")
 def test_notebook_runs(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import nbformat
+    nbformat = pytest.importorskip("nbformat")
     from nbclient import NotebookClient
 
     source = installed_wheel(tmp_path) if file.stem == "colab" else file.parents[2]

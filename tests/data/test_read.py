@@ -17,7 +17,6 @@ import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet
 import pytest
-import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,6 +28,8 @@ from lightning_thd.data.read.records import file_chunks
 from lightning_thd.data.store.tokens import cached_store
 from lightning_thd.data.streams import Stream
 from tests.data.support import batches_of, open_source, read
+
+zstandard = pytest.importorskip("zstandard")
 
 
 def texts(source: Any, **how: Any) -> list[str]:

@@ -70,9 +70,10 @@ def test_options_are_refused_by_name(tmp_path: Path) -> None:
             packed_trainer()(model=tiny_llama(), args=args, train_dataset=sequences(4), capacity=64)
     with pytest.raises(ValueError, match="peak='mesure' is not a device's dense FLOP/s"):
         make(tmp_path, peak="mesure")
-    bases, namespace = (TrainingArguments,), {"__module__": "transformers.x"}
+    bases = (TrainingArguments,)
     fields: Any = [("new_loss", str, "none")]
-    later: Any = dataclasses.make_dataclass("Later", fields, bases=bases, namespace=namespace)
+    later: Any = dataclasses.make_dataclass("Later", fields, bases=bases)
+    later.__module__ = "transformers.x"  # Python 3.12 sets it to the caller's
     refuse_options(later(output_dir=str(tmp_path), use_cpu=True))
     with pytest.raises(ValueError, match=r"Later\(new_loss='focal'\): packed_trainer does not know"):
         refuse_options(later(output_dir=str(tmp_path), use_cpu=True, new_loss="focal"))

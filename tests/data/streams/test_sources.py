@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch.distributed as dist
-import zstandard
 from pyarrow import parquet
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -57,7 +56,7 @@ SOURCES: dict[str, Any] = {
     "jsonl": lambda folder: written(folder, "x.jsonl", LINES),
     "folder": lambda folder: str(Path(written(folder, "x.jsonl", LINES)).parent),
     "gz": lambda folder: written(folder, "x.jsonl.gz", gzip.compress(LINES)),
-    "zst": lambda folder: written(folder, "x.jsonl.zst", zstandard.compress(LINES)),
+    "zst": lambda folder: written(folder, "x.jsonl.zst", pytest.importorskip("zstandard").compress(LINES)),
     "fsspec": lambda folder: "file://" + written(folder, "x.jsonl", LINES),
     "fsspec glob": lambda folder: "file://" + written(folder, "x.jsonl", LINES).replace("x.", "*."),
     "parquet": lambda folder: columns(folder, "parquet"),
