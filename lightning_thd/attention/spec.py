@@ -1,4 +1,4 @@
-"""The options and offsets of a call -> one frozen description that every kernel understands, checked."""
+"""The options and offsets of a call -> one checked, frozen description that every kernel understands."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class AttentionSpec:
 
     left: int = -1  # all keys before its own position
     right: int = -1  # all keys after its own position; 0 is causal
-    scale: float  # what scores are multiplied with before softcap and softmax
-    softcap: float = 0.0  # no cap; else scores become softcap * tanh(scores / softcap)
+    scale: float  # factor of scores before softcap and softmax
+    softcap: float = 0.0  # 0 means no cap; else scores become softcap * tanh(scores / softcap)
 
     @property
     def causal(self) -> bool:
@@ -31,7 +31,7 @@ class AttentionSpec:
 
     @property
     def windowed(self) -> bool:
-        """Return whether keys are hidden beyond those that causality hides."""
+        """Return whether a window hides keys that a causal mask would show."""
         return self.left >= 0 or self.right > 0
 
 
@@ -60,7 +60,7 @@ def make_spec(
     return AttentionSpec(left=left, right=right, scale=float(scale), softcap=float(softcap or 0.0))
 
 
-# Layers of a model call with the same few options.
+# The layers of a model call this with few different options.
 known_spec = lru_cache(maxsize=256, typed=True)(make_spec)
 
 
@@ -83,7 +83,7 @@ def _window_sides(window: Window, *, causal: bool) -> tuple[int, int]:
 
 
 class Offsets(NamedTuple):
-    """Offsets of sequences, int32 ``[S + 1]`` on the device of q, and the longest lengths, on the host."""
+    """Offsets of sequences, int32 ``[S + 1]`` on the device of q, and max_seqlens as ints on the host."""
 
     cu_q: Tensor
     cu_kv: Tensor
@@ -91,7 +91,7 @@ class Offsets(NamedTuple):
     max_kv: int
 
     def checked(self, rows: int, keys: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Read offsets on the CPU as ints and check that they cover every row of q and every one of k."""
+        """Return offsets on the CPU as ints, after a check that they cover every row of q and of k."""
         cu_q = _checked(self.cu_q, rows, self.max_q, "q")
         if self.cu_kv is self.cu_q and (rows, self.max_q) == (keys, self.max_kv):
             return cu_q, cu_q
@@ -118,7 +118,7 @@ def _checked(cu_seqlens: Tensor, total: int, max_seqlen: int, side: str) -> tupl
 
 
 def read_offsets(cu_seqlens: Tensor) -> tuple[tuple[int, ...], int, int | None]:
-    """Return offsets on the CPU as ints, the longest sequence, and where the offsets fall, if they do."""
+    """Return offsets on the CPU as ints, the longest length, and the index at which offsets fall, or None."""
     array = cu_seqlens.numpy()
     return _parse(array.tobytes(), array.dtype.str)
 

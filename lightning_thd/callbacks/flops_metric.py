@@ -19,13 +19,13 @@ from lightning_thd.stats import SeqStats
 class THDFlops(Metric):
     """FLOPs of the sequences seen since the last reset, over all data-parallel ranks.
 
-    The state is int64 counts of tokens and pairs: FLOPs themselves would overflow int64 within hours on one
-    GPU. As other metrics, it is in no checkpoint: ``THDThroughputMonitor`` logs the FLOPs of a whole run.
+    The state is int64 counts of tokens and pairs, because FLOPs would overflow int64 within hours on one GPU.
+    Like other metrics, it is not saved in checkpoints. ``THDThroughputMonitor`` logs FLOPs of a whole run.
 
     Args:
-        model: counts the FLOPs.
+        model: the model that counts the FLOPs.
         work: a training step, or a forward pass only.
-        process_group: the data-parallel ranks; peers with the same sequences must not be in it.
+        process_group: the data-parallel ranks, without other ranks that hold the same sequences.
     """
 
     full_state_update = False
@@ -43,7 +43,7 @@ class THDFlops(Metric):
 
     def update(self, stats: SeqStats) -> None:
         """Count one microbatch, or the sum of several, given as ``SeqStats`` with ``model.windows``."""
-        count(self.model, stats, work=self.work)  # refuses stats of another model before they are mixed in
+        count(self.model, stats, work=self.work)  # refuses stats of another model before they are added
         self.counts += uploaded(np.array(to_ints(stats, self.model), np.int64), self.counts.device)
 
     def compute(self) -> Tensor:

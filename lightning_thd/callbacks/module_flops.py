@@ -1,7 +1,7 @@
 """A module and its first steps -> the FlopsModel of every stage, from configs or torch's counter.
 
-The first step of a stage is watched for how often its tokens go through each model, with gradients and
-without. Nothing is read from the device: shapes and the grad mode are enough.
+In the first step of a stage, hooks count how often its tokens go through each model, with and without
+gradients. Nothing is read from the device: shapes and the grad mode are enough.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAX_WATCHED = 3  # After this many steps without a call, the calls of a stage s
 _INPUTS = ("input_ids", "inputs_embeds", "hidden_states")
 _HEADS = ("score", "classifier", "classification_head", "v_head", "value_head")
 _TOWER = re.compile(r"(?:^|\.)(vision_tower|vision_model|visual|audio_tower|vision_backbone)\.")
-_UNCOUNTED = 0.05  # A larger share of the weights outside every known model is worth a warning.
+_UNCOUNTED = 0.05  # We warn if a larger share of the weights is outside every known model.
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Passes:
 
 
 class ModuleFlops:
-    """Finds the ``FlopsModel`` of each stage: the user's own, from configs, or by counting its first step."""
+    """Finds each stage's ``FlopsModel``: the user's, one built from configs, or a count of the first step."""
 
     def __init__(
         self,
@@ -55,14 +55,14 @@ class ModuleFlops:
         **conventions: Any,
     ) -> None:
         self._module, self._given, self._sharded, self._conventions = module, given, sharded, conventions
-        self._models: dict[str, FlopsModel | None] = {}  # by stage; "" holds the model before a watched step
+        self._models: dict[str, FlopsModel | None] = {}  # by stage; "" is the model before the first step
         self._tries: dict[str, int] = {}
-        self._stage = "train"  # which runs now: an evaluation may lie inside a step
+        self._stage = "train"  # the current one; an evaluation may run inside a step
         self._calls: dict[str, dict[str, _Calls]] = {}  # by stage
         self._counter: StepCounter | None = None
         self._shapes: list[int] = []
         self._slow = False  # operators were counted in the running step
-        self._weights = list(module.parameters())  # those of the models below
+        self._weights = list(module.parameters())  # the weights that the models below know
         self._trained = [weight.requires_grad for weight in self._weights]
         self._models[""] = self._find({}) if given is None else given
 
@@ -73,7 +73,7 @@ class ModuleFlops:
         return self._models.get("train") if self._shapes else self._models[""]
 
     def begin(self, stage: str, batch: Any = None, *, inside: bool = False) -> None:
-        """Watch the calls of known models in this step, or count operators; ``inside`` a step, go on."""
+        """Watch calls of known models in this step, or count operators; ``inside`` a step, start nothing."""
         self._stage = stage
         if stage != "train":
             self._drop_counter()
@@ -114,10 +114,10 @@ class ModuleFlops:
 
     @property
     def outdated(self) -> bool:
-        """Return whether weights were frozen or unfrozen since the models were made, on every rank alike."""
+        """Return whether weights were frozen or unfrozen since the models were made; all ranks agree."""
         if [weight.requires_grad for weight in self._weights] == self._trained:
             return False
-        return not any(True for _ in stages_in(self._module))  # their ranks hold different weights
+        return not any(True for _ in stages_in(self._module))  # ranks of a pipeline would not agree
 
     def follow(self) -> None:
         """Rebuild the FLOPs models if weights were frozen or unfrozen since the last call."""
@@ -129,7 +129,7 @@ class ModuleFlops:
         self._trained = trained
 
     def stop(self) -> None:
-        """Remove all hooks and counters: after an error, and in a step of which a part does not count."""
+        """Remove all hooks and counters, after an error or in a step that is not counted completely."""
         for stage in tuple(self._calls):
             self._stop_watch(stage)
         self._drop_counter()
@@ -180,7 +180,7 @@ class ModuleFlops:
 
 @dataclass(slots=True)
 class _Count:
-    """Calls of one module by grad mode, and their slots as far as the inputs' shapes say."""
+    """The calls of one module by grad mode, and their slots, if the shapes of the inputs show them."""
 
     number: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
     slots: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
@@ -189,7 +189,7 @@ class _Count:
 
     def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count a call; a forward pre-hook."""
-        if torch._C._current_graph_task_id() != -1:  # a checkpoint runs the layer again inside the backward
+        if torch._C._current_graph_task_id() != -1:  # checkpointing runs the layer again in backward
             self.recomputed = True
             return
         grad, slots = torch.is_grad_enabled(), _slots(args, kwargs)
@@ -199,14 +199,14 @@ class _Count:
 
 
 class _Calls:
-    """Counts calls of a model, or of its first layer, by forward hooks, while ``runs()``, until ``stop``."""
+    """Counts calls of a model or of its first layer by forward hooks, while ``runs()`` is true."""
 
     def __init__(self, model: nn.Module, runs: Callable[[], bool]) -> None:
         self.model = model
         layers = [child[0] for child in model.modules() if isinstance(child, nn.ModuleList) and len(child)]
         self._counts = [_Count() for _ in (model, *layers[:1])]
         self._handles: list[RemovableHandle] = []
-        # Hooks of a module that ``compile()`` took over would be traced, and traced again when they go.
+        # torch.compile would trace hooks of a module after ``compile()``, and again when they are removed.
         self.visible = model._compiled_call_impl is None
         for module, count in zip((model, *layers[:1]), self._counts, strict=True):
             if module._compiled_call_impl is None:
@@ -219,7 +219,7 @@ class _Calls:
             handle.remove()
 
     def passes(self, microbatches: int, slots: int) -> Passes | None:
-        """Return how often a token went through; None if calls cannot be seen. ``slots`` is 0 if unknown."""
+        """Return passes per token, or None if hooks cannot see the calls; ``slots`` is 0 if unknown."""
         count = next((one for one in self._counts if any(one.number.values())), None)
         if count is None:
             return Passes(0.0, 0.0) if self.visible else None
@@ -231,7 +231,7 @@ class _Calls:
 
 
 def _passes(watched: dict[str, _Calls], step: Sequence[Seen], *, sharded: bool) -> dict[str, Passes]:
-    """Return how often a token of the step went through each model: its slots over those of the step."""
+    """Return the passes per token of each model: its slots divided by the slots of the step."""
     slots = 0 if sharded else sum(stats.slots for stats, _ in step)
     trained = {
         name: any(p.grad is not None for p in calls.model.parameters()) for name, calls in watched.items()
@@ -254,13 +254,13 @@ def _slots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
 
 
 def _share(calls: int, slots: int, microbatches: int, total: int) -> float:
-    """Return passes per token: calls a microbatch if that is whole, else the share of slots."""
+    """Return passes per token: calls per microbatch if that is a whole number, else the share of slots."""
     if not calls:
         return 0.0
     if not microbatches or not total:
         return float(max(1, round(calls / microbatches))) if microbatches else 1.0
     if calls % microbatches == 0 and slots >= 0.9 * total * calls / microbatches:
-        return calls / microbatches  # padding to the bucket of a graph adds slots and no pass
+        return calls / microbatches  # padding to a graph's bucket adds slots but no passes
     return slots / total
 
 
@@ -272,7 +272,7 @@ def find_model(
     recompute: Policy = "auto",
     passes: Mapping[str, Passes] | None = None,
 ) -> FlopsModel | None:
-    """Count every transformers model in ``module`` by path; None, having said why, if a config is unknown."""
+    """Count every transformers model in ``module`` by path; print why and return None for unknown configs."""
     models = outermost_models(module)
     members, paths = list[Member](), list[str]()
     for path, child in models.items():
@@ -300,7 +300,7 @@ def find_model(
 
 
 def _with_own_head(model: FlopsModel, child: nn.Module, module: nn.Module) -> FlopsModel:
-    """Replace the logits of a model without a language head by its own head: reward, class or value."""
+    """Count a reward, class or value head instead of logits, if a model has no language head."""
     output: Any = getattr(child, "get_output_embeddings", None)
     try:
         if output is None or output() is not None:
@@ -313,7 +313,7 @@ def _with_own_head(model: FlopsModel, child: nn.Module, module: nn.Module) -> Fl
     if not heads and beside:
         return model
     pooled = type(child).__name__.endswith(("ForSequenceClassification", "ForMultipleChoice"))
-    transforms = hasattr(child, "head") and not pooled  # ModernBERT's, for every token
+    transforms = hasattr(child, "head") and not pooled  # ModernBERT has one, for every token
     gone = ("lm_head",) if transforms else ("lm_head", "transform")
     layers = [layer for layer in model.layers if layer.path not in gone]
     for head in heads:
@@ -327,7 +327,7 @@ def _with_own_head(model: FlopsModel, child: nn.Module, module: nn.Module) -> Fl
 def _warn_of_uncounted(
     module: nn.Module, models: Mapping[str, nn.Module], seeing: Sequence[nn.Module]
 ) -> None:
-    """Warn of a tower of unknown cost, or of many weights that belong to no model whose FLOPs are counted."""
+    """Warn of a tower with unknown cost, or of many weights outside the models whose FLOPs are counted."""
     counted = {
         id(parameter)
         for model in models.values()

@@ -1,6 +1,6 @@
-"""Lengths of a pack -> a few padded batches of sequences of similar length, and the way back.
+"""Lengths of a pack -> a few padded batches of sequences of similar length, and indices back to the pack.
 
-Causal layers without a packed kernel run on these exactly: padding behind a sequence cannot reach it.
+Causal layers without a packed kernel run on these exactly: padding behind a sequence cannot change it.
 
 Legend: T slots in a pack, S sequences, N rows of a group, L its longest row.
 """
@@ -24,20 +24,20 @@ from lightning_thd.batch.upload import uploaded
 _SHARE = 2 / 3
 _SMALL = 32
 IntArray = npt.NDArray[np.int64]
-# Slots of a group of fixed size per token of the pack; past it eager groups are the better choice by far.
+# Most slots of a group of fixed size, per token of the pack. Above this, eager groups are far faster.
 _STATIC_WASTE = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Groups:
-    """The slots of a pack arranged as padded groups of sequences, and the way back."""
+    """The slots of a pack arranged as padded groups of sequences, and indices back to the pack."""
 
-    sources: tuple[Tensor, ...]  # one int64 ``[N, L]`` a group, the slot at each place; T marks padding
+    sources: tuple[Tensor, ...]  # int64 ``[N, L]`` per group: the slot at each place; T marks padding
     back: Tensor  # int64 ``[T]``, the place of every slot among the groups laid end to end
 
 
 def plan_groups(lengths: Sequence[int], device: torch.device) -> Groups:
-    """Sort sequences by slots into groups of similar length, to be run as padded rows; zeros are skipped."""
+    """Group sequences of similar length, to run as padded rows; empty sequences are skipped."""
     grids = [grid for _, grid in padded_rows(lengths)]
     *sources, back = uploaded([*grids, places_in(grids, sum(lengths))], device)
     return Groups(sources=tuple(sources), back=back)
@@ -46,7 +46,7 @@ def plan_groups(lengths: Sequence[int], device: torch.device) -> Groups:
 def padded_rows(
     lengths: Sequence[int] | IntArray, padded: Sequence[int] | None = None
 ) -> Iterator[tuple[IntArray, IntArray]]:
-    """Yield groups of like sequences, int64 ``[N]``, and their slots, ``[N, L]``; T marks padding."""
+    """Yield groups of sequences of similar length, int64 ``[N]``, and slots, ``[N, L]``; T marks padding."""
     sizes = np.asarray(lengths, dtype=np.int64)
     starts = np.concatenate([[0], np.cumsum(sizes if padded is None else padded)])
     order = np.argsort(-sizes, kind="stable")
@@ -71,7 +71,7 @@ def places_in(grids: Iterable[IntArray], slots: int) -> IntArray:
 
 
 def plan_static_group(cu_seqlens: Tensor, max_seqlen: int, slots: int) -> Groups:
-    """Put every sequence into one group, whose size depends only on S, T and ``max_seqlen``, for graphs."""
+    """Put all sequences into one group for graphs; its size depends only on S, T and ``max_seqlen``."""
     num_sequences = cu_seqlens.shape[0] - 1
     if num_sequences * max_seqlen > _STATIC_WASTE * slots:
         raise ValueError(
@@ -97,8 +97,8 @@ def run_grouped(
 ) -> Any:
     """Call a causal function on each padded group and put its outputs back in the order of the pack.
 
-    Arguments ``[1, T, ...]``, also in a tuple, are regrouped. Entries of a returned tuple but the first are
-    final states of groups, and become None, unless ``several`` says that they belong to tokens.
+    Arguments ``[1, T, ...]``, also in a tuple, are regrouped. If the function returns a tuple, entries after
+    the first are final states of groups and become None; with ``several`` they belong to tokens too.
     """
     outputs = []
     for source in groups.sources:
@@ -113,7 +113,7 @@ def run_grouped(
 
 
 def of_tokens(function: Callable[[Tensor], Tensor], slots: int) -> Callable[[Any], Any]:
-    """Let a function take any value, and change the tensors ``[1, slots, ...]`` in it, also in a tuple."""
+    """Wrap a function to apply it only to tensors ``[1, slots, ...]``, also in tuples; others pass as is."""
 
     def apply(value: Any) -> Any:
         if isinstance(value, tuple):

@@ -1,7 +1,7 @@
 """A model with ``nn.Linear`` layers -> the same model, in place, whose large layers multiply in FP8.
 
-A replacement takes over the very parameters of the layer it stands for: ties, optimizer groups and
-hooks go on, nothing is copied, and a model on the meta device stays there.
+A replacement layer holds the same parameter objects as the layer before. So ties, optimizer groups and hooks
+stay valid, nothing is copied, and a model on the meta device stays there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KEEP = ("lm_head", "*router*", "*gate", "visual.*", "vision_tower.*", "vision_mo
 _HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"),
     *("_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks"),
-    "_is_full_backward_hook",  # without it, hooks of the backward pass are there and never called
+    "_is_full_backward_hook",  # without it, torch never calls hooks of the backward pass
     *("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
 _MARK = "_thd_fp8"
@@ -39,7 +39,7 @@ _MARK = "_thd_fp8"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Converted:
-    """The names of layers that ``convert_linear`` converted, and of those kept with the reason."""
+    """The names of layers that ``convert_linear`` converted, and the kept layers with the reasons."""
 
     names: tuple[str, ...] = ()
     kept: dict[str, str] = field(default_factory=dict)
@@ -57,24 +57,24 @@ def convert_linear(
 ) -> Converted:
     """Replace the ``nn.Linear`` layers of ``model`` by FP8 ones that share their weights.
 
-    For Accelerate, Fabric and hand-written loops: call it before ``prepare``, and run the model inside
-    ``fp8_context(model)``. ``THDDataModule`` aligns packs for a model that was converted.
+    With Accelerate, Fabric or your own loop, call this before ``prepare``, and run the model inside
+    ``fp8_context(model)``. ``THDDataModule`` aligns packs for a converted model.
 
     Args:
-        model: with weights in bfloat16 or float32, on any device, the meta device too.
+        model: a model with weights in bfloat16 or float32, on any device, including the meta device.
         recipe: a name or an object of the engine, see ``FP8Precision``.
         engine: "te" or "torchao".
-        keep: names of layers that stay, with ``*`` for any part; a name matches at the end too, so
-            ``"lm_head"`` keeps ``"model.lm_head"``.
-        convert: called with name and layer for all others; False keeps one.
-        min_features: layers with fewer inputs or outputs stay: below about 1,024 FP8 gains no time.
-        emulate: torchao rounds to FP8 and multiplies in high precision, on any device.
+        keep: names of layers that are not converted; ``*`` matches any part. A name also matches the end of
+            a path, so ``"lm_head"`` keeps ``"model.lm_head"``.
+        convert: a function of name and layer, called for all other layers; False keeps a layer.
+        min_features: layers with fewer inputs or outputs are kept; below about 1,024 FP8 saves no time.
+        emulate: let torchao round to FP8 but multiply in high precision, on any device.
 
     Raises:
-        MisconfigurationException: for a device that cannot run the recipe, and a model that the engine would
-            run wrongly.
-        ValueError: for a recipe or an engine that does not exist, and weights in float16.
-        ModuleNotFoundError: when the engine is not installed.
+        MisconfigurationException: if the device cannot run the recipe, or the engine would run the model
+            wrongly.
+        ValueError: if the recipe or engine does not exist, or weights are in float16.
+        ModuleNotFoundError: if the engine is not installed.
     """
     keep = (keep,) if isinstance(keep, str) else tuple(keep)
     min_features = whole_number(min_features, "min_features")
@@ -129,10 +129,10 @@ def replace_layers(
 
 
 def fp8_context(model: nn.Module, *, group: Any = None) -> AbstractContextManager[Any]:
-    """Return the context in which a converted model runs forward; an empty one for torchao.
+    """Return the context in which a converted model runs forward; torchao needs none and gets an empty one.
 
-    ``model`` may wrap the converted one. ``group`` are the ranks that share the statistics of delayed
-    scaling; None is all ranks, unless the recipe is ``DelayedScaling(reduce_amax=False)``.
+    ``model`` may wrap the converted model. The ranks of ``group`` share the statistics of delayed scaling;
+    None means all ranks, unless the recipe is ``DelayedScaling(reduce_amax=False)``.
     """
     recipe = recipe_of(model)
     return autocast(recipe, group) if recipe is not None and recipe.engine == "te" else nullcontext()
@@ -141,7 +141,7 @@ def fp8_context(model: nn.Module, *, group: Any = None) -> AbstractContextManage
 def in_low_precision(
     loss_fn: Callable[[nn.Module, Any], torch.Tensor], model: nn.Module, *, group: Any = None
 ) -> Callable[[nn.Module, Any], torch.Tensor]:
-    """Wrap a loss function to run in a converted model's FP8 region; unchanged for other models."""
+    """Wrap a loss function to run in a converted model's FP8 region; leave it unchanged for other models."""
     recipe = recipe_of(model)
     if recipe is None or recipe.engine != "te":
         return loss_fn
@@ -172,7 +172,7 @@ def _make_linear(child: nn.Linear, recipe: Recipe) -> nn.Module:
         child.out_features,
         bias=child.bias is not None,
         params_dtype=child.weight.dtype,
-        device="meta",  # no memory is taken twice
+        device="meta",  # allocates no second weight
     )
     made.weight = child.weight
     if child.bias is not None:
@@ -182,10 +182,10 @@ def _make_linear(child: nn.Linear, recipe: Recipe) -> nn.Module:
 
 @cache
 def _without_extra_state(linear: type[nn.Module]) -> type[nn.Module]:
-    """Return the engine's layer with the state of ``nn.Linear``, so that checkpoints load both ways.
+    """Return the engine's layer with the state of ``nn.Linear``, so that both load each other's checkpoints.
 
-    Its extra state is empty, or for delayed scaling a pickle that it refuses to load: ``FP8Precision``
-    keeps those statistics as tensors.
+    The engine's extra state is empty; for delayed scaling it is a pickle that the engine refuses to load.
+    ``FP8Precision`` keeps those statistics as tensors.
     """
     plain = {name: getattr(nn.Module, name) for name in ("get_extra_state", "set_extra_state")}
     return type(linear.__name__, (linear,), {"__module__": linear.__module__, **plain})
@@ -211,7 +211,7 @@ def autocast(recipe: Recipe, group: Any = None) -> AbstractContextManager[Any]:
 
 def _patch_inductor() -> None:
     """Apply torchao's workaround of a Triton fault, as its own conversion does before compiling."""
-    with suppress(ModuleNotFoundError, AttributeError):  # torchao 0.18 has it, others need not
+    with suppress(ModuleNotFoundError, AttributeError):  # torchao 0.18 has it, others may not
         patch: Any = require("torchao.float8._inductor_patch", feature="engine='torchao'")
         patch._patch_inductor_min_max_codegen()
 
@@ -224,7 +224,7 @@ def _reason(
     convert: Callable[[str, nn.Linear], bool] | None,
     min_features: int,
 ) -> str | None:
-    """Return why a layer is not converted: None if it is, "" for a module that is no product."""
+    """Return why a layer is not converted: None if it is converted, "" if the module is no linear layer."""
     if is_converted(child):
         return "multiplies in FP8 already"
     if not isinstance(child, nn.Linear):
@@ -249,7 +249,7 @@ def _reason(
 
 
 def product_reason(child: nn.Module) -> str:
-    """Return why a product that is no ``nn.Linear`` is not converted; "" for a module that is no product."""
+    """Return why a layer like ``nn.Linear`` of another class is not converted; "" for all other modules."""
     if type(child).__name__ == "Conv1D":
         return "is a transformers Conv1D, no nn.Linear"
     if any(parameter.dim() == 3 for parameter in child.parameters(recurse=False)):
@@ -295,17 +295,17 @@ _WHOLE = "Use engine='torchao', or THDDDPStrategy, which keeps weights whole."
 
 
 def check_weights(module: nn.Module) -> None:
-    """Refuse weights of linear layers in a dtype, such as float16, that a cast to bfloat16 does not keep."""
+    """Refuse weights of linear layers in a dtype other than bfloat16 and float32, such as float16."""
     for name, child in module.named_modules():
         if isinstance(child, nn.Linear) and child.weight.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(
                 f"{name}.weight is {child.weight.dtype}: FP8 takes weights in torch.bfloat16 or torch.float32"
-                ". Load the model in one of them: a cast from float16 would lose digits, or range."
+                ". Load the model in one of them: a cast from float16 loses digits or range."
             )
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Return the GPU of a module, or the one that it will move to, or the CPU without any."""
+    """Return the GPU of a module, or the GPU that it will move to, or the CPU if there is no GPU."""
     parameter = next(iter(module.parameters()), None)
     if parameter is not None and parameter.is_cuda:
         return parameter.device

@@ -30,9 +30,9 @@ def clip_by_norm(
     across: dist.ProcessGroup | None = None,
     counted_elsewhere: Collection[int] = (),
 ) -> Tensor:
-    """Scale gradients to a norm of at most ``max_norm`` over the ranks ``across`` too; a collective.
+    """Scale gradients to a norm of at most ``max_norm``, over all ranks of ``across``; a collective.
 
-    Another rank counts the parameters with the ids ``counted_elsewhere``.
+    The norm leaves out parameters with ids in ``counted_elsewhere``, because another rank counts them.
     """
     own = list(parameters)
     groups = _by_mesh(own)
@@ -46,7 +46,7 @@ def clip_by_norm(
         square = square.to(torch.float64)  # a stage without gradients does not know the dtype of the others
         dist.all_reduce(square, group=across)
     total = square.sqrt()
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # torch's rule, its constant included
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # torch's rule and constant
     for grads in groups.values():
         torch._foreach_mul_(grads, factor.to(grads[0].dtype))
     return total
@@ -71,7 +71,7 @@ def clip_by_value(parameters: Iterable[nn.Parameter], limit: float) -> None:
 
 
 def _by_mesh(parameters: Iterable[nn.Parameter]) -> dict[_Key, list[Tensor]]:
-    """Group the local parts of gradients by mesh, sharded axes and dtype, in one order on every rank."""
+    """Group the local parts of gradients by mesh, sharded axes and dtype, in the same order on every rank."""
     groups: dict[_Key, list[Tensor]] = {}
     for parameter in parameters:
         grad: Any = parameter.grad
@@ -87,24 +87,24 @@ def _by_mesh(parameters: Iterable[nn.Parameter]) -> dict[_Key, list[Tensor]]:
 
 
 def meshes(parameters: Iterable[Tensor]) -> set[Any]:
-    """Return the meshes of parameters, None for a plain one."""
+    """Return the meshes of parameters; None stands for plain tensors."""
     return {p.device_mesh if isinstance(p, DTensor) else None for p in parameters}
 
 
 def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Tensor]:
-    """Compute the p-norm of each parameter's whole gradient and of all; p may be "inf"; a collective.
+    """Compute the p-norm of each parameter's whole gradient, and of all together; a collective.
 
     Returns:
         ``grad_2.0_norm/<name>`` and ``grad_2.0_norm_total``, ``[]`` each; nothing without gradients. Norms 3
-        and 4 make a total of 5. A rank of a pipeline gets the norms of its own layers, and the total of all.
+        and 4 give a total of 5. A rank of a pipeline gets the norms of its own layers, and the total of all.
 
     Raises:
-        ValueError: for p not above 0.
+        ValueError: if p is neither a number above 0 nor "inf".
     """
     try:
         p = float(norm_type)
     except (TypeError, ValueError):
-        p = math.nan  # refused with other numbers that make no norm
+        p = math.nan  # refused below
     if not p > 0:
         raise ValueError(f"norm_type={norm_type!r}; wanted a number above 0, or 'inf'.")
     norms: dict[str, Tensor] = {}
@@ -125,7 +125,7 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
 
 
 def _over_stages(own: Tensor, p: float, stage: Stage) -> Tensor:
-    """Combine the norms of a pipeline's stages; a collective of its ranks."""
+    """Combine the norms of a pipeline's stages; a collective of the pipeline's ranks."""
     found: list[float] = [0.0] * stage.channel.ranks
     dist.all_gather_object(found, float(own), group=stage.channel.down)
     total: Tensor = torch.linalg.vector_norm(torch.tensor(found, dtype=torch.float64), p)
@@ -134,7 +134,7 @@ def _over_stages(own: Tensor, p: float, stage: Stage) -> Tensor:
 
 @contextmanager
 def refused_norms_of_a_stage() -> Generator[None]:
-    """Refuse torch's clipping and norms inside this context: a pipeline stage has its own gradients only."""
+    """Refuse torch's clipping and norms inside this context: they see only the gradients of one stage."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise MisconfigurationException(
@@ -142,7 +142,7 @@ def refused_norms_of_a_stage() -> Generator[None]:
             f"self.clip_gradients(...) or lightning_thd.strategies.norms.grad_norm.\n  {user_line()}"
         )
 
-    # All functions of that module call it, whatever name they were imported by.
+    # All functions of that module call this one, under whatever name the user imported them.
     module: Any = clip_grad
     grouping = module._group_tensors_by_device_and_dtype
     module._group_tensors_by_device_and_dtype = refuse

@@ -1,11 +1,12 @@
 """Inputs of a recurrent layer on one rank's shard -> its output, with states passed from rank to rank.
 
-Every rank runs its stretches at the same time. Those whose state goes on elsewhere run first; their states
-and changes are exchanged at once, and each rank joins what it received along the sequences.
+A stretch is a part of a sequence on one rank. All ranks run their stretches at the same time. Stretches that
+continue on another rank run first. One exchange sends their states and changes, and each rank then computes
+its entering states along the sequences.
 
-The state decays by one number a head and slot (Mamba-2), or is multiplied by a matrix (gated delta rules).
-Both are linear in the state that enters. A stretch may therefore run before that state is known: its output
-is the output without it, plus what it reads of the state once that has come.
+The state decays by one number per head and slot (Mamba-2), or is multiplied by a matrix (gated delta rules).
+Both are linear in the entering state. So a stretch can run before that state is known. Its output is the
+output without the state, plus a term that is read from the state when it arrives.
 
 Legend: N slots of a shard, R rows, L slots of the longest, H heads, K and V sizes of the state.
 """
@@ -32,19 +33,19 @@ Inputs = tuple[Tensor, ...]
 
 
 class Spanned(NamedTuple):
-    """The result of a stretch run before its entering state is known, and how that state changes it."""
+    """The result of a stretch that ran before its entering state was known, and the effect of that state."""
 
-    out: Tensor  # ``[R, L, H, V]``, its output without an entering state
-    state: Tensor  # ``[R, H, K, V]``, the state it leaves without one
-    change: Tensor  # ``[R, H, ...]``, how it changes a state; see ``carry``
-    read: Callable[[Tensor], Tensor]  # gives what the output reads of an entering state ``[R, H, K, V]``
+    out: Tensor  # ``[R, L, H, V]``, the output without an entering state
+    state: Tensor  # ``[R, H, K, V]``, the final state without an entering state
+    change: Tensor  # ``[R, H, ...]``, how the stretch changes an entering state; see ``carry``
+    read: Callable[[Tensor], Tensor]  # entering state ``[R, H, K, V]`` -> the term to add to the output
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateSpace:
     """The recurrence of Mamba 2, of x ``[R, L, H, P]``, dt ``[R, L, H]``, B and C ``[R, L, G, S]``."""
 
-    scan: Callable[..., Any]  # transformers' or mamba-ssm's, for rows
+    scan: Callable[..., Any]  # transformers' or mamba-ssm's function on rows
     decay: Tensor  # ``[H]``, the layer's A, below 0
     skip: Tensor | None  # ``[H]`` D, or None
     chunk_size: int  # slots that the scan takes at once
@@ -52,18 +53,18 @@ class StateSpace:
 
     @property
     def change_shape(self) -> tuple[int, ...]:
-        """Return the sizes of a change: one factor a head."""
+        """Return the sizes of a change: one factor per head."""
         return self.state_shape[:1]
 
     def run(self, inputs: Inputs, entering: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Scan rows of a state-space layer; zero time steps in the padding leave the state as it is."""
+        """Scan rows of a state-space layer; zero time steps in the padding do not change the state."""
         x, dt, b, c = inputs
         how: Any = {"chunk_size": self.chunk_size, "D": self.skip, "initial_states": entering}
         out, state = self.scan(x, dt, self.decay, b, c, **how, return_final_states=True)
         return out, state
 
     def span(self, inputs: Inputs) -> Spanned:
-        """Scan rows whose entering state comes later and has decayed by ``exp(A dt)`` of each slot so far."""
+        """Scan rows before the entering state is known; each slot decays that state by ``exp(A dt)``."""
         out, state = self.run(inputs, None)
         _, dt, _, c = inputs
         fell = (dt * self.decay).cumsum(1).exp()
@@ -84,18 +85,18 @@ class StateSpace:
 class DeltaRule:
     """The gated delta rule of q, k ``[R, L, h, K]``, v ``[R, L, H, V]``, gates and beta of H heads."""
 
-    rule: Callable[..., Any]  # transformers' or flash-linear-attention's, for rows
+    rule: Callable[..., Any]  # transformers' or flash-linear-attention's function on rows
     options: dict[str, Any]  # further arguments, the same for all rows
     state_shape: tuple[int, ...]  # H, K, V
 
     @property
     def change_shape(self) -> tuple[int, ...]:
-        """Return the sizes of a change: one matrix a head."""
+        """Return the sizes of a change: one matrix per head."""
         heads, keys, _ = self.state_shape
         return heads, keys, keys
 
     def run(self, inputs: Inputs, entering: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Run rows of the gated delta rule; zeros in the padding leave the state as it is."""
+        """Run rows of the gated delta rule; zeros in the padding do not change the state."""
         q, k, v, g, beta = inputs
         out, state = self.rule(
             q, k, v, g=g, beta=beta, initial_state=entering, output_final_state=True, **self.options
@@ -103,7 +104,7 @@ class DeltaRule:
         return out, state
 
     def span(self, inputs: Inputs) -> Spanned:
-        """Run rows whose entering state comes later, with an identity state that becomes their change."""
+        """Run rows before the entering state is known, with an identity state that becomes their change."""
         q, k, v, g, beta = inputs
         heads, keys, values = self.state_shape
         wide = torch.cat([v, v.new_zeros(*v.shape[:-1], keys)], dim=-1)
@@ -127,7 +128,7 @@ Recurrence: TypeAlias = StateSpace | DeltaRule
 
 
 class _Rows(NamedTuple):
-    """Rows of stretches of similar length: their numbers and their slots, N where there is padding."""
+    """Stretches of similar length as rows: their indices and their slots; N marks padding."""
 
     members: Tensor
     slots: Tensor
@@ -149,7 +150,7 @@ class _At(NamedTuple):
 
 
 def scan_shard(recurrence: Recurrence, inputs: Inputs, layout: ShardLayout) -> Tensor:
-    """Run a recurrent layer over the sequences of a pack of which this rank holds a shard; a collective."""
+    """Run a recurrent layer on this rank's shard of a pack, with states of the other ranks; a collective."""
     at = layout.once("states", lambda: _plan(layout))
     padded = tuple(torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for x in inputs)
     outputs: list[Tensor] = []
@@ -189,7 +190,7 @@ def _pass(
     layout: ShardLayout,
 ) -> Tensor:
     """Exchange states and changes, and return the states that enter this rank's stretches; a collective."""
-    kept = torch.float64 if some.dtype == torch.float64 else torch.float32  # on ranks without any, too
+    kept = torch.float64 if some.dtype == torch.float64 else torch.float32  # also on ranks without stretches
     none = some.new_zeros(0, dtype=kept)
     left = [*_in_order(opened, at.opening), *_in_order([one.state for one in spanned], at.spanning)]
     states = torch.cat([none.view(0, *recurrence.state_shape), *(x.to(kept) for x in left)])
@@ -229,7 +230,7 @@ def _exchange(
     state, change = math.prod(recurrence.state_shape), math.prod(recurrence.change_shape)
     counted = list(zip(at.plan.receive_states, at.plan.receive_changes, strict=True))
     sizes = [states_of * state + changes_of * change for states_of, changes_of in counted]
-    sent = keep_path(torch.cat(parts), some)  # the way back runs on every rank, or on none
+    sent = keep_path(torch.cat(parts), some)  # backward's exchange then runs on every rank, or on none
     received = exchange_rows(sent, [len(part) for part in parts], sizes, layout.group)
     traffic.count(received.numel() * received.element_size(), "states")
     found: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -252,7 +253,7 @@ def _plan(layout: ShardLayout) -> _At:
 
 
 def _group(kind: Ints, slots: int) -> list[tuple[Ints, Ints]]:
-    """Sort stretches, by first row and length ``[2, P]``, into groups of similar length, on the host."""
+    """Group P stretches of similar length, on the host; ``kind`` is first rows and lengths, ``[2, P]``."""
     first, lengths = kind
     rows = np.append(ranges(first, first + lengths), slots)
     return [(members, rows[grid]) for members, grid in padded_rows(lengths)]

@@ -1,11 +1,12 @@
-"""A layout, a window -> the keys that each rank needs of each other, and the kernel calls on them.
+"""A layout and a window -> the keys that each rank needs from every other, and the kernel calls on them.
 
-The keys that a rank's queries see reach it in one of two ways. ``plan_exchange`` brings all of them in one
-exchange, for one kernel call. ``plan_block`` makes one call for every rank that keys come from, and the
-partial results are merged, so that no rank holds more than one other rank's keys. In the striped layout only
-the second works, because a rank's queries are ``cp`` slots apart.
+A rank gets the keys that its queries see in one of two ways. ``plan_exchange`` brings all of them in one
+exchange, for one kernel call. ``plan_block`` plans one call per source rank, and the partial results are
+merged, so that no rank holds more than one other rank's keys. The striped layout needs the second way,
+because a rank's queries are ``cp`` slots apart.
 
-The plans are pure. ``exchanged`` and what follows it put them on the device, once a batch and kind of layer.
+The plans are pure. ``exchanged`` and the functions after it put them on the device, once per batch and kind
+of layer.
 
 Legend: N slots of a shard, P pieces.
 """
@@ -33,7 +34,7 @@ class Block:
     q_lengths: Ints  # ``[P]``, queries of each sequence of the call
     kv_rows: Ints  # rows of the source's shard, sequence after sequence; some may occur twice
     kv_lengths: Ints  # ``[P]``, keys of each sequence of the call, at least 1
-    left: int  # keys before its own that a query sees, -1 for all; the last key is at the last query
+    left: int  # keys that a query sees before its own, -1 for all; last key and last query are aligned
     right: int  # 0 is causal, -1 is all keys
 
 
@@ -47,10 +48,10 @@ def plan_block(
     causal: bool = True,
     left: int = -1,
 ) -> Block | None:
-    """Plan the call of a rank's queries on the keys that ``source`` holds; None if none is seen."""
+    """Plan the call of a rank's queries on the keys of ``source``; None if the queries see none of them."""
     if layout == "striped":
         return _striped_block(padded_lengths, cp, rank, source, causal=causal, left=left)
-    # The distance of two pieces differs from sequence to sequence, which no single call can express.
+    # The distance of two pieces differs between sequences, and one call cannot express that.
     assert left < 0, "a window needs the striped partition"
     q_lengths, visible, first = _visible(padded_lengths, cp, rank, source, layout, causal=causal)
     right = 0 if causal and rank == source else -1
@@ -68,7 +69,7 @@ def needed_rows(
     causal: bool = True,
     left: int = -1,
 ) -> Ints:
-    """List the rows of ``source``'s shard whose keys a rank's queries see, int64, ascending, none twice."""
+    """List the rows of ``source``'s shard whose keys a rank's queries see: int64, ascending and unique."""
     if layout == "striped" or left < 0:
         how: dict[str, Any] = {"cp": cp, "layout": layout, "causal": causal, "left": left}
         block = plan_block(padded_lengths, rank=rank, source=source, **how)
@@ -85,19 +86,19 @@ def _unique(rows: Ints) -> Ints:
 
 
 class Exchange(NamedTuple):
-    """The rows that one rank sends and receives so that its queries find every key they see."""
+    """The rows that one rank sends and receives, after which it has every key that its queries see."""
 
-    send_rows: Any  # int64 on the host, then the device: rows of its shard, those for rank 0 first
+    send_rows: Any  # int64, first on the host, later on the device: rows of its shard, for rank 0 first
     send_counts: list[int]  # rows for every rank, 0 for itself
     receive_counts: list[int]  # rows from every rank, 0 from itself
-    group_rows: int  # rows that all ranks together receive; 0 if no rank needs a key of another
+    group_rows: int  # rows that all ranks receive in total; 0 if no rank needs a key of another
     where: Ints  # ``[T]``, the row of each slot of the pack among own rows and received ones, or -1
 
 
 def plan_exchange(
     padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout, causal: bool = True, left: int = -1
 ) -> Exchange:
-    """Plan the one exchange after which every rank holds its own keys and all it needs, as ``plan_keys``."""
+    """Plan the exchange after which every rank holds its own keys and all keys that ``plan_keys`` wants."""
     counts = need_counts(padded_lengths, cp=cp, layout=layout, causal=causal, left=left)
     how: dict[str, Any] = {"cp": cp, "layout": layout, "causal": causal, "left": left}
     others = [other for other in range(cp) if other != rank]
@@ -154,7 +155,7 @@ def _seen(
 def _visible(
     padded_lengths: Sequence[int], cp: int, rank: int, source: int, layout: Layout, *, causal: bool
 ) -> tuple[Ints, Ints, Ints]:
-    """Return queries per call, keys of the source they see, and the first such key's row."""
+    """Return the queries of each call, how many keys of the source they see, and the first key's row."""
     held = partition.held_lengths(padded_lengths, cp=cp, rank=source, layout=layout)
     first = partition.firsts_of(held)
     if rank == source:
@@ -163,12 +164,12 @@ def _visible(
         return partition.held_lengths(padded_lengths, cp=cp, rank=rank, layout=layout), held, first
     queries = partition.pieces_of_rank(padded_lengths, cp=cp, rank=rank, layout=layout)
     keys = partition.pieces_of_rank(padded_lengths, cp=cp, rank=source, layout=layout)
-    # Pieces of two ranks never overlap: those of the source that begin earlier are seen whole.
+    # Pieces of two ranks never overlap, so queries see all of each source piece that begins earlier.
     stride = int(max(padded_lengths, default=0)) + 1
     place = np.searchsorted(keys.sequence * stride + keys.start, queries.sequence * stride + queries.start)
     before = np.concatenate([[0], np.cumsum(keys.lengths)])
     visible = before[place] - first[queries.sequence]
-    same = np.zeros(len(visible), dtype=bool)  # as the piece before it: one call for both
+    same = np.zeros(len(visible), dtype=bool)  # same keys as the piece before: one call for both
     same[1:] = (np.diff(queries.sequence) == 0) & (np.diff(visible) == 0)
     call = np.cumsum(~same) - 1
     lengths = np.bincount(call, queries.lengths, minlength=0).astype(np.int64)
@@ -178,12 +179,12 @@ def _visible(
 def _striped_block(
     padded_lengths: Sequence[int], cp: int, rank: int, source: int, *, causal: bool, left: int
 ) -> Block | None:
-    """Return the kernel call of a striped shard's queries on another rank's keys, or None without any."""
+    """Return the kernel call of a striped shard's queries on another rank's keys; None if none is seen."""
     q_first, q_stop = partition.striped_rows(padded_lengths, cp=cp, rank=rank)
     k_first, k_stop = partition.striped_rows(padded_lengths, cp=cp, rank=source)
     own_left, own_right = -1, -1
     if causal:
-        later = int(source > rank)  # its row of the same number is hidden
+        later = int(source > rank)  # then the source's row of the same number is hidden
         k_stop = np.maximum(q_stop - later, k_first)
         own_right = 0
         if left >= 0:
@@ -236,7 +237,7 @@ class RingStep(NamedTuple):
 
 
 def exchanged(layout: ShardLayout, *, causal: bool, left: int) -> Exchange:
-    """Return the exchange that brings every key this rank's queries see, computed once a batch."""
+    """Return the exchange that brings every key this rank's queries see, computed once per batch."""
 
     def make() -> Exchange:
         how: dict[str, Any] = {**layout.cut, "causal": causal, "left": left}
@@ -247,7 +248,7 @@ def exchanged(layout: ShardLayout, *, causal: bool, left: int) -> Exchange:
 
 
 def needed_call(layout: ShardLayout, *, causal: bool, left: int) -> Call:
-    """Return the kernel call on this rank's keys followed by those that ``exchanged`` brings."""
+    """Return the kernel call on this rank's keys, followed by the keys that ``exchanged`` brings."""
 
     def make() -> Call:
         where = exchanged(layout, causal=causal, left=left).where
@@ -257,7 +258,7 @@ def needed_call(layout: ShardLayout, *, causal: bool, left: int) -> Call:
 
 
 def block_calls(layout: ShardLayout, *, causal: bool, left: int, gathered: bool) -> list[BlockCall]:
-    """Return the kernel calls on keys at hand, as an all-gather or ``exchanged`` left them, one a source."""
+    """Return one kernel call per source rank, on keys that an all-gather or ``exchanged`` has brought."""
 
     def make() -> list[BlockCall]:
         calls, slots = [], layout.local_slots
@@ -278,7 +279,7 @@ def block_calls(layout: ShardLayout, *, causal: bool, left: int, gathered: bool)
 
 
 def ring_steps(layout: ShardLayout, *, causal: bool, left: int) -> list[RingStep]:
-    """Return the steps of the ring: this rank's keys first, then those of ranks one, two, ... before it."""
+    """Return the steps of the ring: own keys first, then keys of the rank one before this one, two before."""
 
     def make() -> list[RingStep]:
         steps: list[RingStep] = layout.put([_ring_step(layout, d, causal, left) for d in range(layout.cp)])
