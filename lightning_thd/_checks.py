@@ -1,6 +1,6 @@
-"""What a user passes -> checked numbers, integers on the host and words, or an error that helps.
+"""A user's argument -> a checked number, integers on the host or a known word, or an error with advice.
 
-This is the only family of argument checks: the value comes first, then the name that the user knows it by.
+All argument checks are here. The value comes first, then the name under which the user passed it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def whole_number(
 def real_number(
     value: Any, name: str, *, above: float | None = None, least: float | None = None, advice: str = ""
 ) -> float:
-    """Return one finite number, above a bound or not below another, as a float; raise otherwise."""
+    """Return one finite number as a float; raise if it is not ``above`` a bound, or below ``least``."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(f"{name} is {described(value)}; wanted a number. {advice}".rstrip())
     number = float(value) if not isinstance(value, int) or abs(value) <= INT64_MAX else math.inf
@@ -60,7 +60,7 @@ def host_ints(
         wanted = {0: "one number", 1: "one row of integers"}.get(ndim, f"{ndim} dimensions")
         raise ValueError(f"{name} has shape {found.shape}; wanted {wanted}. {advice}")
     if not found.size:
-        return found.astype(np.int64)  # numpy takes an empty list for floats
+        return found.astype(np.int64)  # numpy makes an empty list a float array
     if found.dtype.kind not in "iu":
         raise ValueError(f"{name} holds {found.dtype} values; wanted whole numbers. {advice}")
     if found.dtype.kind == "u" and found.dtype.itemsize == 8 and int(found.max()) > INT64_MAX:
@@ -83,12 +83,12 @@ def _as_array(values: Any, name: str, advice: str) -> npt.NDArray[Any]:
         try:  # three times as fast as numpy from Python integers
             return np.frombuffer(array("q", values), np.int64)
         except (TypeError, OverflowError):
-            pass  # numpy decides about rows, floats and numbers past int64
+            pass  # leave rows, floats and numbers past int64 to numpy
     if isinstance(values, str | bytes) or not (isinstance(values, Sized) or hasattr(values, "__array__")):
         raise TypeError(f"{name} is {described(values)}; wanted a list, array or tensor of ints. {advice}")
     try:
         found = np.asarray(values)
-    except (ValueError, TypeError, RuntimeError, OverflowError) as err:  # rows of several lengths, say
+    except (ValueError, TypeError, RuntimeError, OverflowError) as err:  # for example rows of several lengths
         raise ValueError(f"{name} is no array of integers ({err}). {advice}") from err
     if found.dtype.kind == "O" or (found.ndim == 0 and not isinstance(values, np.ndarray)):
         raise TypeError(f"{name} is {described(values)}; wanted a list, array or tensor of ints. {advice}")
@@ -96,7 +96,7 @@ def _as_array(values: Any, name: str, advice: str) -> npt.NDArray[Any]:
 
 
 def int_tensor(values: Any, name: str) -> Tensor:
-    """Return a tensor of integers as it is, and integers on the host as an int64 tensor on the CPU."""
+    """Return an integer tensor unchanged, and other integers as an int64 tensor on the CPU."""
     if not isinstance(values, Tensor):
         if torch.compiler.is_compiling():
             return torch.as_tensor(values, dtype=torch.int64)
@@ -108,7 +108,7 @@ def int_tensor(values: Any, name: str) -> Tensor:
 
 
 def as_tensor(values: Any) -> Tensor:
-    """Return ``torch.as_tensor(values)``; a read-only array, of which torch warns, is copied first."""
+    """Return ``torch.as_tensor(values)``; copy a read-only array first, because torch warns about it."""
     read_only = isinstance(values, np.ndarray) and not values.flags.writeable
     return torch.as_tensor(values.copy() if read_only else values)
 
@@ -128,7 +128,7 @@ def instance(value: Any, name: str, *wanted: type, advice: str = "") -> None:
 
 
 def flags(**values: Any) -> None:
-    """Raise TypeError unless every value, given under its name, is True or False."""
+    """Raise TypeError unless every keyword's value is True or False."""
     for name, value in values.items():
         instance(value, name, bool, advice="Pass True or False.")
 

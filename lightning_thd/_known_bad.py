@@ -1,6 +1,6 @@
 """Installed packages and the GPU -> the combinations that are known to fail or to compute wrong numbers.
 
-This is the only table of such versions: ``lightning-thd doctor`` prints it, and kernels are chosen by it.
+This is the only table of such versions. ``lightning-thd doctor`` prints it, and kernels are chosen by it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from packaging.version import Version
 class KnownBad:
     """One combination of installed versions and device that is known to fail, and what to do about it."""
 
-    feature: str  # the import name of what it breaks, or "graphs"
-    versions: Mapping[str, str] = field(default_factory=dict)  # ranges by distribution; all must hold
-    without: str = ""  # which must not be installed
-    capability: int | None = None  # CUDA compute capability (major) that it needs
+    feature: str  # the import name of the package that fails, or "graphs"
+    versions: Mapping[str, str] = field(default_factory=dict)  # ranges by distribution; all must match
+    without: str = ""  # a distribution that fixes the problem if it is installed
+    capability: int | None = None  # the CUDA compute capability (major) with the problem; None is any
     problem: str
     instead: str
 
@@ -31,7 +31,7 @@ TABLE: tuple[KnownBad, ...] = (
         versions={"fla-core": ">=0", "triton": ">=3.4,<3.7.1"},
         without="tilelang",
         capability=9,
-        problem="flash-linear-attention refuses its gated backward, which is wrong there (its issue 640)",
+        problem="flash-linear-attention refuses its gated backward, which is wrong here (its issue 640)",
         instead="install triton>=3.7.1 or tilelang",
     ),
     KnownBad(
@@ -69,5 +69,5 @@ def known_problems(
 
 
 def _within(version: str | None, wanted: str) -> bool:
-    """Return whether a version lies in the given range; pre-releases and local builds count as their base."""
+    """Return whether a version is in the given range; pre-releases and local builds count as their base."""
     return version is not None and Version(Version(version).base_version) in SpecifierSet(wanted)

@@ -1,4 +1,4 @@
-"""Worker processes of loaders: they end when the process that reads from them was killed."""
+"""Worker processes of loaders end if the process that reads from them was killed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from multiprocessing import util
 
 
 def end_with_parent(worker: int) -> None:
-    """Let a worker end, its queue unread, if its parent was killed; a ``worker_init_fn``.
+    """End a worker with an unread queue if its parent was killed; this is a ``worker_init_fn``.
 
-    A process waits at its end until all it sent was read. torch's workers notice a killed parent, and would
-    then wait for ever, with all their memory.
+    A process waits at its end until another has read all that it sent. torch's workers notice a killed
+    parent, but would then wait for ever and keep all their memory.
     """
-    # A queue's own finalizer, which waits, has the priority -5. Those of users, above 0, ran before.
+    # A queue's own finalizer, which waits, has the priority -5. Users' finalizers, above 0, run earlier.
     util.Finalize(None, _end_if_alone, args=(os.getppid(),), exitpriority=-1)
 
 

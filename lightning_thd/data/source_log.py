@@ -1,4 +1,4 @@
-"""The steps of a mixture that were trained -> tokens, share and loss of each source, in the loggers."""
+"""The trained steps of a mixture -> the tokens, share and loss of each source, in the loggers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from lightning_thd.parallel.shard import THDShard
 
 
 class SourceLog:
-    """Logs tokens by source, from the plan, and losses, which are read once a log interval, of all ranks."""
+    """Logs the tokens of each source, from the plan, and its loss over all ranks, once per log interval."""
 
     def __init__(self, loader: THDLoader, tokens: Mapping[str, int]) -> None:
         self.loader, self._names = loader, loader.source.names
-        # (epoch, step) begun since the last log, and its tokens by source, on the first process
+        # Each step begun since the last log: (epoch, step), and on the first process its tokens per source.
         self._steps: list[tuple[tuple[int, int], NDArray[np.int64] | int]] = []
         self.restore(tokens)
         self._own: tuple[tuple[int, ...], ...] = ()
@@ -44,11 +44,11 @@ class SourceLog:
         watch(self)
 
     def wants(self, batch: THDBatch) -> bool:
-        """Return whether a batch is one that ``begin`` has announced."""
+        """Return whether a batch belongs to the step that ``begin`` has announced."""
         return batch.sequence_ids in self._own
 
     def see(self, batch: THDBatch, slots: SlotLosses, scale: float) -> None:
-        """Add the losses of a batch to those of their sources, on the device."""
+        """Add the losses of a batch to the sums of their sources, on the device."""
         if not scale:
             return  # no loss token
         where = self._source_of_slots(batch)
@@ -56,11 +56,11 @@ class SourceLog:
         if self._sums is None:
             self._sums = self._zeros(where.device)
         found = torch.stack([slots.losses.flatten(), slots.weights.flatten()]).to(self._sums.dtype)
-        # A replayed step has more slots than the batch, which comes first.
+        # A replayed step may have more slots than the batch; the batch's slots come first.
         self._sums.index_add_(1, where, found[:, : len(where)] / scale)
 
     def _source_of_slots(self, batch: THDBatch) -> Tensor:
-        """Return the number of each slot's source, int64 ``[T]``; padding has the last number."""
+        """Return the number of each slot's source, int64 ``[T]``; padding gets the number after the last."""
         padding = len(self._names)
         sources = self.loader.source.source_of(np.asarray(batch.sequence_ids, np.int64))
         trailing = np.full(len(batch.padded_lengths) - len(sources), padding)
@@ -87,7 +87,7 @@ class SourceLog:
             logger.log_metrics(logged, step=trainer.global_step)
 
     def state(self, trainer: L.Trainer) -> dict[str, int]:
-        """Return the tokens of each source in the steps that are done; empty but on the first process."""
+        """Return the tokens of each source in finished steps; other ranks than the first return nothing."""
         if not trainer.is_global_zero:
             return {}
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress
@@ -97,7 +97,7 @@ class SourceLog:
         return dict(zip(self._names, total.tolist(), strict=True))
 
     def restore(self, tokens: Mapping[str, int]) -> None:
-        """Set the tokens so far of each source to those of a checkpoint."""
+        """Set the token count of each source to that of a checkpoint."""
         self._tokens = np.array([tokens.get(name, 0) for name in self._names], np.int64)
 
     def _zeros(self, device: torch.device) -> Tensor:
@@ -105,7 +105,7 @@ class SourceLog:
         return torch.zeros((2, len(self._names) + 1), dtype=wide, device=device)
 
     def _losses(self, trainer: L.Trainer) -> list[float | None]:
-        """Sum the losses of all ranks and read each source's mean: one message and one read."""
+        """Sum the losses of all ranks and read each source's mean: one all-reduce and one device read."""
         sums, self._sums = self._sums, None
         if sums is None:  # in a pipeline only the last stage has losses
             sums = self._zeros(trainer.strategy.root_device)
@@ -116,13 +116,13 @@ class SourceLog:
 
 
 class LogsSources(L.LightningDataModule):
-    """The hooks by which a data module logs the sources of its mixture, and saves how far they were used."""
+    """The hooks with which a data module logs the sources of its mixture and saves their token counts."""
 
     _source_log: SourceLog | None = None  # set for a mixture
-    _restored: Mapping[str, int] = MappingProxyType({})  # the tokens of a checkpoint, before there is a log
+    _restored: Mapping[str, int] = MappingProxyType({})  # a checkpoint's token counts, until a log exists
 
     def _log_sources(self, loader: THDLoader) -> None:
-        """Log the sources of a loader's mixture; another loader of the same plan is the same."""
+        """Log the sources of a loader's mixture; loaders of the same plan share one log."""
         before = None if self._source_log is None else self._source_log.loader
         same = before is not None and before.planner is loader.planner is not None
         if loader.source.names and before is not loader and not same:
@@ -140,14 +140,14 @@ class LogsSources(L.LightningDataModule):
             self._source_log.flush(self.trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the tokens so far of each source of a mixture for a checkpoint; nothing without one."""
+        """Return a mixture's token count per source for a checkpoint; an empty dict without a mixture."""
         if self._source_log is None or self.trainer is None:
             return {}
         tokens = self._source_log.state(self.trainer)
         return {"source_tokens": tokens} if tokens else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the tokens so far of each source of a mixture from a checkpoint."""
+        """Restore a mixture's token count per source from a checkpoint."""
         tokens = state_dict.get("source_tokens", {})
         if self._source_log is None:
             self._restored = tokens

@@ -37,26 +37,26 @@ _RUN_AGAIN: dict[str, Callable[[Term], bool]] = {
     "selective": lambda term: term.kind == "attention",
 }
 
-# The columns of kinds that have none of their own.
+# Kinds without their own column in ``FlopsBreakdown``, and the column in which they count.
 _COLUMN: dict[Kind, Kind] = {"router": "linear", "embedding": "linear"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlopsModel:
-    """FLOPs of a model as a list of layers, each a list of terms that multiply a count of the batch.
+    """Counts a model's FLOPs: a list of layers, each a list of terms that multiply a count of the batch.
 
     Attributes:
-        name: the family, for messages.
-        layers: what the model computes.
-        causal: pairs of a causal layer: "half" of the square (Megatron), "exact" (diagonal included), or
-            the "full" square.
-        tokens: multiply "real" tokens or "slots".
-        embedding: count the embedding table as a matmul, as verl does.
-        router: count the routers of expert layers.
+        name: the name of the family, for messages.
+        layers: the layers of the model with their terms.
+        causal: how many query-key pairs of a causal layer count: "half" of the square (Megatron), "exact"
+            (with the diagonal), or the "full" square.
+        tokens: whether terms multiply "real" tokens or "slots".
+        embedding: whether the embedding table counts as a matmul, as in verl.
+        router: whether the routers of expert layers count.
         merge: patches that the vision projector merges into one.
         patch: edge of an image patch in pixels; None without a vision tower.
-        recompute: activation checkpointing: "none"; "full" runs every layer again; "early_stop" the same
-            without its last matmul (torch's non-reentrant checkpoint); "selective" attention only.
+        recompute: what activation checkpointing runs again: "none"; "full", every layer; "early_stop", every
+            layer without its last matmul (torch's non-reentrant checkpoint); "selective", attention only.
     """
 
     name: str
@@ -107,14 +107,14 @@ class FlopsModel:
 
         Args:
             config: ``PretrainedConfig`` or the content of a ``config.json``.
-            causal: how pairs are counted; this and the rest are attributes of the class.
-            tokens: what a token is.
-            embedding: count the embedding table.
-            router: count the routers.
+            causal: how pairs are counted. This and the rest are attributes of the class.
+            tokens: whether "real" tokens or "slots" count.
+            embedding: whether the embedding table counts.
+            router: whether the routers count.
             recompute: activation checkpointing.
 
         Raises:
-            ValueError: for a family that is not known; register it, or use ``from_module``.
+            ValueError: if the family is not known; register it, or use ``from_module``.
         """
         name, layers, merge, patch = read_config(config)
         how: Any = {"causal": causal, "tokens": tokens, "embedding": embedding, "router": router}
@@ -126,8 +126,8 @@ class FlopsModel:
 
         Args:
             module: the model.
-            run: runs a forward and a backward pass.
-            stats: of the batch that ``run`` uses.
+            run: a function that runs a forward and a backward pass.
+            stats: the counts of the batch that ``run`` uses.
         """
         name = type(module).__name__
         with StepCounter() as counter:
@@ -148,7 +148,7 @@ class FlopsModel:
 
     @property
     def vision(self) -> Vision:
-        """Return what a collator needs to count images, for ``THDBatch.collate(vision=...)``."""
+        """Return the sizes that a collator needs to count images, for ``THDBatch.collate(vision=...)``."""
         return Vision(windows=self._vision_windows, patch=self.patch)
 
     @property
@@ -161,7 +161,7 @@ class FlopsModel:
 
         Args:
             stats: the batches, counted with this model's windows.
-            recompute: activation checkpointing; default the model's own.
+            recompute: activation checkpointing; the default is the model's own.
         """
         self._check(stats)
         policy = self.recompute if recompute is None else recompute
@@ -177,7 +177,7 @@ class FlopsModel:
         return FlopsBreakdown(**self._multiply(self._tables["forward"], stats))
 
     def for_module(self, module: nn.Module) -> FlopsModel:
-        """Return a copy with the backward pass and recomputation that ``module`` really has.
+        """Return a copy that counts the backward pass and recomputation which ``module`` really runs.
 
         Args:
             module: the model with its frozen weights, adapters and checkpointing.
@@ -227,7 +227,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def _sum_terms(model: FlopsModel, cost: Callable[[Layer, Term], int]) -> _Table:
-    """Merge terms that multiply the same count, so that counting a batch costs a few products."""
+    """Merge terms that multiply the same count, so that a batch is counted with a few products."""
     counts = {"embedding": model.embedding, "router": model.router}
     table: _Table = {}
     for layer in model.layers:
@@ -253,7 +253,7 @@ def check_conventions(**given: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """One of the models that a step runs, by its path, and how often a token passes through it."""
+    """One of the models that a step runs: its path, and how often a token passes through it."""
 
     name: str
     model: FlopsModel
@@ -262,7 +262,7 @@ class Member:
 
 
 def join(members: Sequence[Member]) -> FlopsModel:
-    """Join FLOPs models of models that run on the same batches into one that counts their sum."""
+    """Join the FLOPs models of several models, which run on the same batches, into one that counts all."""
     instance(members, "members", list, tuple, advice="Pass a list of Member.")
     if not members:
         raise ValueError("No model was given to count. Give one or more members.")
@@ -310,12 +310,12 @@ def _scaled_term(term: Term, member: Member) -> Term:
     )
 
 
-# SeqStats as a list of integers of fixed length: the form in which they cross ranks and fill tensors.
+# SeqStats as a list of integers of fixed length: in this form, ranks exchange them and tensors store them.
 COUNTS = tuple(each.name for each in fields(SeqStats) if not each.name.endswith("window_pairs"))
 
 
 def num_ints(model: FlopsModel | None) -> int:
-    """Return the length of the list for the windows of ``model``."""
+    """Return the length of the list of ``to_ints`` for ``model``."""
     return len(COUNTS) + (len(model.windows) + len(model.vision_windows) if model else 0)
 
 

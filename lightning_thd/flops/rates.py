@@ -1,4 +1,4 @@
-"""Counts, FLOPs and seconds -> rates, under the names of Lightning's ThroughputMonitor and ours beside."""
+"""Counts, FLOPs and seconds -> rates, under the names of Lightning's ThroughputMonitor and a few more."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ def throughput(
     devices: int = 1,
     peak: float | None = None,
 ) -> dict[str, float]:
-    """Return the rates of a piece of work, for any training loop.
+    """Return the throughput, MFU and HFU of some steps, for any training loop.
 
     Args:
-        stats: what all data-parallel ranks together worked on.
-        seconds: how long it took.
-        model: counts FLOPs; None leaves their keys out.
+        stats: the counts of the sequences, over all data-parallel ranks.
+        seconds: how long the work took.
+        model: the model that counts FLOPs; None leaves their keys out.
         work: a training step, or a forward pass only.
-        recompute: activation checkpointing; default the model's own.
-        microbatches: how many there were, over all ranks; None leaves their rate out.
-        devices: devices that worked, with the context-, tensor- and pipeline-parallel ones.
+        recompute: activation checkpointing; the default is the model's own.
+        microbatches: their number over all ranks; None leaves their rate out.
+        devices: the number of devices, including context-, tensor- and pipeline-parallel ones.
         peak: dense FLOP/s of one device; None leaves MFU and HFU out.
 
     Returns:
         The values of ``device/flops_per_sec``, ``device/tflops_per_gpu``, ``device/mfu``, ``device/hfu``,
         ``device/items_per_sec`` (slots), ``device/real_items_per_sec``, ``device/samples_per_sec``
-        (sequences), ``device/batches_per_sec`` (microbatches); with several devices the sums over them
-        without ``device/``; and ``packing/fill`` and ``packing/attention_fraction``.
+        (sequences), ``device/batches_per_sec`` (microbatches), ``packing/fill`` and
+        ``packing/attention_fraction``. With several devices, sums over them have keys without ``device/``.
     """
     passed = "Read the clock before and after: a rate needs time that has passed."
     seconds = real_number(seconds, "seconds", above=0, advice=passed)
@@ -64,7 +64,7 @@ def rates(
     devices: int = 1,
     peak: float | None = None,
 ) -> dict[str, float]:
-    """Return the metrics that depend on time (rates, MFU, HFU) of work whose FLOPs are counted."""
+    """Return the metrics that depend on time (rates, MFU, HFU); FLOPs of None leave their keys out."""
     totals = {
         "items": float(stats.slots),
         "real_items": float(stats.real_tokens + stats.shared_tokens),
@@ -107,7 +107,7 @@ def packing(stats: SeqStats, flops: FlopsBreakdown | None) -> dict[str, float]:
 
 
 def check_peak(peak: object, *, named: bool = False) -> None:
-    """Refuse a peak that is neither None nor a positive, finite number of FLOP/s, nor ``named``."""
+    """Refuse a peak other than None or a positive, finite number; ``named`` allows "auto" and "measure"."""
     if named and isinstance(peak, str) and peak in ("auto", "measure"):
         return
     number = isinstance(peak, (int, float)) and not isinstance(peak, bool)

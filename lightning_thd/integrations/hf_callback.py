@@ -1,4 +1,4 @@
-"""A ``TrainerCallback`` of transformers that measures throughput on padded batches, or on packs."""
+"""A ``TrainerCallback`` of transformers that measures throughput on padded batches or packs."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ else:
 class ThroughputCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed for mypy
     """Adds FLOP/s, MFU, tokens/s and the share of padding to the logs of any transformers ``Trainer``.
 
-    The keys are those of ``THDThroughputMonitor`` without ``train/``, which reporters put in front.
+    The keys are those of ``THDThroughputMonitor`` without ``train/``, because reporters add that prefix.
 
     Args:
         peak: dense FLOP/s of one device; "auto" looks the device up, "measure" times matmuls once.
-        flops_model: counts FLOPs; None reads the transformers config of the model.
-        warmup_steps: optimizer steps at the start that are left out of the rates.
+        flops_model: the model that counts FLOPs; None reads the transformers config of the model.
+        warmup_steps: the first optimizer steps, which are left out of the rates.
 
     Attributes:
-        monitor: measures; ``monitor.latest`` holds the metrics of the last log.
+        monitor: the monitor that measures; ``monitor.latest`` holds the metrics of the last log.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         warmup_steps: int = 1,
     ) -> None:
         self.monitor = THDThroughputMonitor(peak=peak, flops_model=flops_model, warmup_steps=warmup_steps)
-        self.looks = True  # at what the model is called with
+        self.looks = True  # whether the hook counts the inputs of the model
         self._handle: RemovableHandle | None = None
         self._pending: dict[str, float] = {}
 
@@ -52,7 +52,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         trainer.callback_handler.callbacks.insert(0, self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Find the FLOPs model, and watch what the model is called with."""
+        """Find the FLOPs model, and watch the inputs of the model with a hook."""
         model: nn.Module = kwargs["model"]
         self.monitor.watch(model, precision=precision_of(args))
         self._handle = model.register_forward_pre_hook(
@@ -73,7 +73,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             self.monitor._meters["train"].pause()
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop the clock for an evaluation; the next step starts it."""
+        """Stop the clock for an evaluation; the next step starts it again."""
         if "train" in self.monitor._meters:
             self.monitor._meters["train"].pause()
 
@@ -88,19 +88,19 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             state.log_history[-1].update(ours)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Say what padding cost, and leave the model as it was."""
+        """Print the cost of padding, and remove the hook from the model."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
             self.monitor.finish()
 
     def _look(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count the rows of a call; a hook before the model's forward."""
+        """Count the rows of a call; this is a forward pre-hook of the model."""
         if self.looks:
             named = dict(kwargs) if "input_ids" in kwargs or not args else {**kwargs, "input_ids": args[0]}
             self.count(module, named)
 
     def count(self, module: nn.Module, batch: Any) -> None:
-        """Count a batch that a model is called with to train."""
+        """Count a batch if the model trains on it."""
         if module.training and torch.is_grad_enabled():
             self.monitor._add("train", batch)

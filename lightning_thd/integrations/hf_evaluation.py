@@ -1,6 +1,6 @@
-"""An evaluation set of a Trainer -> its packs, their mean loss, and a padded row a sequence for metrics.
+"""An evaluation set of a Trainer -> its packs, their mean loss, and one padded row per sequence for metrics.
 
-S sequences, N tokens of the longest, V vocabulary.
+Legend: S sequences, N tokens of the longest sequence, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from lightning_thd.integrations.hf_data import (
 from lightning_thd.integrations.packed_loop import mean_loss
 from lightning_thd.precision.convert import in_low_precision
 
-_PAD = -100  # what Trainer pads predictions and labels with
+_PAD = -100  # the value with which Trainer pads predictions and labels
 
 
 class EvaluationMixin(TrainerBase):  # type: ignore[misc]
-    """Runs a Trainer's evaluation and prediction on packs; part of what ``packed_trainer`` makes."""
+    """Runs a Trainer's evaluation and prediction on packs; a base of the classes of ``packed_trainer``."""
 
     control: Any
-    _evaluated: tuple[str, int] | None = None  # the prefix of the metrics just made, and their packs
+    _evaluated: tuple[str, int] | None = None  # the last metrics' prefix, and their number of packs
 
     @property
     def _watches(self) -> bool:
-        """Return whether to log entropy and token accuracy, as TRL does and transformers does not."""
+        """Return whether to log entropy and token accuracy; TRL does, transformers does not."""
         return hasattr(self, "_metrics")
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> TrainerPacks:
@@ -74,7 +74,7 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
         return self.get_eval_dataloader(test_dataset)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Predict as the base class does, with a rate of packs."""
+        """Predict as the base class does, but report steps per second in packs."""
         output = super().predict(*args, **kwargs)
         self._count_packs(output.metrics)
         return output
@@ -133,7 +133,7 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
 
     def _prepare_for_evaluation(self) -> None:
-        """Put an untrained model into the dtype and autocast of Trainer's own evaluation."""
+        """Prepare the model as Trainer's own evaluation does: wrappers, dtype, optimizer mode."""
         model = self.model
         if len(self.accelerator._models) == 0:
             self.accelerator.prepare_model(model, evaluation_mode=True)
@@ -145,7 +145,7 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
             evaluate()
 
     def _count_packs(self, metrics: dict[str, float]) -> None:
-        """Correct the rate of steps: Trainer divides rows by a batch size that packs do not have."""
+        """Correct the steps per second: Trainer divides rows by a batch size, and packs have none."""
         prefix, packs = self._evaluated or ("", 0)
         if (rate := f"{prefix}_steps_per_second") in metrics:
             metrics[rate] = round(packs / metrics[f"{prefix}_runtime"], 3)
@@ -160,11 +160,11 @@ class Rows:
         self._rows: list[tuple[int, Any, Any, Any]] = []
 
     def add(self, model: nn.Module, batch: THDBatch) -> None:
-        """Run the model on a pack and store the results of each sequence by itself in CPU memory."""
+        """Run the model on a pack, and store the results of each sequence separately on the host."""
         of_pack = (model(**batch.hf_kwargs()).logits[0], batch.targets, batch.input_ids)
         columns = zip(batch.sequence_ids, *map(batch.unpack, of_pack), strict=True)
         for number, logits, targets, ids in columns:
-            # Nothing predicts a first token.
+            # No logits predict the first token of a sequence.
             labels = torch.nn.functional.pad(targets[:-1], (1, 0), value=_PAD)
             kept = logits[None] if self._preprocess is None else self._preprocess(logits[None], labels[None])
             inputs = _on_host(ids[None]) if self._inputs else None

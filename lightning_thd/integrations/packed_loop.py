@@ -1,4 +1,4 @@
-"""A step of microbatches in a loop of Accelerate or Fabric -> gradients, the step's loss, and its metrics."""
+"""A step of microbatches in an Accelerate or Fabric loop -> gradients, the step's loss, and its metrics."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ LossFn: TypeAlias = Callable[[nn.Module, THDBatch], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shared:
-    """The packs a rank of a loop reads: its place among ranks with different data, and its part of each."""
+    """Which packs a rank reads: its index among ranks with different data, and its shard of each pack."""
 
     rank: int
     ranks: int
@@ -64,11 +64,11 @@ class Shared:
 
     @property
     def alignment(self) -> Alignment | None:
-        """Return what lengths and totals of packs must be multiples of."""
+        """Return the multiples that lengths and totals of packs must have, or None."""
         return None if self.size == 1 else Alignment.for_(cp=self.size, layout=self.layout)
 
     def cut(self, batch: THDBatch) -> THDBatch:
-        """Keep this rank's part of a pack that lies on its device."""
+        """Return this rank's shard of a pack that is on its device."""
         if self.size == 1:
             return batch
         return shard_batch(batch, group=self.group, layout=self.layout, communication=self.communication)
@@ -91,13 +91,13 @@ def share_packs(
     if ranks % size:
         raise ValueError(
             f"context_parallel_size={size} does not divide the {ranks} ranks that read data. Start a "
-            "multiple of it, or lower it."
+            f"multiple of {size} ranks, or lower it."
         )
     if size == 1:
         return Shared(rank=rank, ranks=ranks, data_group=group)
     if ranks != dist.get_world_size():
         raise ValueError(
-            f"context_parallel_size={size} where {ranks} of {dist.get_world_size()} processes read different "
+            f"context_parallel_size={size}, but {ranks} of {dist.get_world_size()} processes read different "
             "data: other axes of the mesh share weights. Use a mesh of data-parallel ranks, or Lightning."
         )
     if model_alignment(model) is not None:
@@ -123,23 +123,23 @@ def share_packs(
 class Engine:
     """The functions and sizes that Accelerate or Fabric provides to a ``PackedLoop``."""
 
-    backward: Callable[[Tensor], None]  # does not divide the loss
-    no_sync: Callable[[nn.Module], AbstractContextManager[Any]]  # leaves gradients to this rank
+    backward: Callable[[Tensor], None]  # must not divide the loss
+    no_sync: Callable[[nn.Module], AbstractContextManager[Any]]  # leaves gradients unreduced
     log: Callable[[dict[str, float], int], None]
     device: torch.device
     devices: int  # devices of the whole job
     shared: Shared
-    precision: str  # under Lightning's name, such as "bf16-mixed"
+    precision: str  # Lightning's name of it, such as "bf16-mixed"
 
 
 class PackedLoop:
     """Holds the prepared model, loader and optimizer, and runs whole steps; ``prepare_thd`` returns it.
 
     Attributes:
-        model: prepared by Accelerate or Fabric.
-        loader: gives ``THDStep`` after ``THDStep``; its position is in the checkpoints.
-        optimizer: prepared; a list if several were given.
-        scheduler: prepared, or None.
+        model: the model, prepared by Accelerate or Fabric.
+        loader: a loader that yields ``THDStep`` objects; checkpoints hold its position.
+        optimizer: the prepared optimizer; a list if several were given.
+        scheduler: the prepared scheduler, or None.
         global_step: steps run so far.
         latest: the metrics of the last interval.
     """
@@ -180,13 +180,13 @@ class PackedLoop:
         """Run every microbatch of a step forward and backward, with gradients synchronised only in the last.
 
         Args:
-            step: what the loader gave, on any device.
+            step: a step from the loader, on any device.
 
         Returns:
             fp32 ``[]``, detached, this rank's share of the step's loss. The mean of the shares over the
             data-parallel ranks is the sum over all loss tokens of the step divided by their number.
         """
-        if self._flops.outdated:  # weights were frozen or thawed since the last step
+        if self._flops.outdated:  # weights were frozen or unfrozen since the last step
             self._meter.model = self._flops.model("train")
             self._meter.reduce(whole=True)
             self._flops.follow()
@@ -205,8 +205,8 @@ class PackedLoop:
         """Return and log the mean loss over all loss tokens of an evaluation set; every rank calls it.
 
         Args:
-            data: a ``THDDataModule(val=...)``, which shares its packs out, or this rank's batches themselves.
-            name: goes before every key: ``val/loss`` and ``val/loss_tokens``, the same on every rank.
+            data: a ``THDDataModule(val=...)``, which gives each rank its packs, or this rank's batches.
+            name: prefix of every key: ``val/loss`` and ``val/loss_tokens``, the same on every rank.
         """
         batches: Any = data
         if isinstance(data, THDDataModule):
@@ -240,14 +240,14 @@ class PackedLoop:
         reasons are logged with the loop's other metrics. The arguments are those of ``CUDAGraphCallback``.
 
         Returns:
-            The graphs, with their ``stats``; None if training goes on eagerly; the reason is printed.
+            The graphs, with their ``stats``; None if training continues eagerly, with the reason printed.
 
         Raises:
-            ValueError: for numbers of sequences below 1, and with ``require`` if there can be no graphs.
+            ValueError: if a number of sequences is below 1, or, with ``require``, if graphs are impossible.
         """
         if (size := self._engine.shared.size) > 1:
             raise ValueError(
-                f"capture() with context_parallel_size={size}: packs that ranks share exchange keys whose "
+                f"capture() with context_parallel_size={size}: ranks that share packs exchange keys whose "
                 "number depends on the lengths. Leave capture() out."
             )
         given, planner = sequence_counts(max_sequences), getattr(self.loader, "planner", None)
@@ -258,7 +258,7 @@ class PackedLoop:
             bare, precision = bare._forward_module, bare._strategy.precision.forward_context
         reason = backend.unavailable(self._engine.device)
         if reason is None and not isinstance(planner, PackPlanner):
-            reason = f"a {type(planner).__name__} plans the loader's steps and knows no packs to come"
+            reason = f"a {type(planner).__name__} plans the loader's steps and cannot list future packs"
         if reason is None and (found := sharded_by(bare)) is not None:
             reason = f"the model is sharded by {found}, whose gathered parameters have no fixed address"
         if reason is None:
@@ -282,7 +282,7 @@ class PackedLoop:
         return self._graphed
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps and the throughput totals; the loader has a state of its own."""
+        """Return the number of steps and the throughput totals; the loader has its own state."""
         return {"global_step": self.global_step, "throughput": self._meter.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -293,7 +293,7 @@ class PackedLoop:
     def _run(self, batch: THDBatch, microbatches: int) -> Tensor:
         batch = self._engine.shared.cut(batch)
         loss = self._loss_fn(self.model, batch) if self._graphed is None else self._graphed(batch)
-        refuse_unused_layout(batch)  # an attention that did not see the other ranks of a shard
+        refuse_unused_layout(batch)  # an attention that did not see the other ranks' slots
         loss = loss / microbatches
         self._engine.backward(loss)
         return loss.detach()
@@ -309,21 +309,21 @@ class PackedLoop:
         if self.global_step % self._every == 0:
             self._meter.model = self._flops.model("train")
             self.latest = self._meter.close()
-            self._flops.follow()  # weights that were added
+            self._flops.follow()  # weights may have been added
             if self._graphed is not None:
                 self.latest |= self._graphed.stats.metrics()
             self._engine.log(for_loggers(self.latest), self.global_step)
 
 
 def attach(data: THDDataModule, model: nn.Module, shared: Shared, **given: Any) -> None:
-    """Attach a data module to this rank's place among those that read data."""
+    """Attach a data module to this rank's index among the ranks that read data."""
     data.attach(rank=shared.rank, ranks=shared.ranks, model=model, alignment=shared.alignment, **given)
 
 
 def as_loader(
     data: object, model: nn.Module, shared: Shared, *, accumulate: int, device: torch.device
 ) -> THDLoader:
-    """Return the loader of training steps of a data module, or the packed loader that was given."""
+    """Return the loader of training steps of a data module; return a given packed loader unchanged."""
     if isinstance(data, THDDataModule):
         attach(data, model, shared, accumulate=accumulate, device=device)
         data.prepare_data()
@@ -332,12 +332,12 @@ def as_loader(
     if not isinstance(data, THDLoader):
         raise ValueError(
             f"prepare_thd got data of type {type(data).__name__}, wanted a THDDataModule, or what its "
-            "train_steps() returns. Write THDDataModule(dataset, capacity=...) in its place."
+            "train_steps() returns. Write THDDataModule(dataset, capacity=...) instead."
         )
     if shared.size > 1:
         raise ValueError(
             f"context_parallel_size={shared.size} with a ready {type(data).__name__}, which was planned "
-            "without it. Give the THDDataModule itself."
+            "without it. Pass the THDDataModule itself."
         )
     return data
 
@@ -357,7 +357,7 @@ def sum_over_packs(
 
 
 def balancing(loss_fn: LossFn, router_balance: RouterBalance) -> LossFn:
-    """Return ``causal_lm_loss`` with a ``router_balance``; refuse the argument beside another loss."""
+    """Return ``causal_lm_loss`` with a ``router_balance``; refuse the argument for another loss."""
     choice(router_balance, "router_balance", *get_args(RouterBalance))
     if router_balance == "microbatch":
         return loss_fn
@@ -370,7 +370,7 @@ def balancing(loss_fn: LossFn, router_balance: RouterBalance) -> LossFn:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Generator[None]:
-    """Switch a model to evaluation without gradients inside this context; each part gets its mode back."""
+    """Evaluate a model without gradients inside this context, then restore the mode of each module."""
     was_training = model.training
     modes = [(child, child.training) for child in model.modules()]
     model.eval()
@@ -378,8 +378,8 @@ def evaluating(model: nn.Module) -> Generator[None]:
         with torch.no_grad():
             yield
     finally:
-        model.train(was_training)  # which some modules do more in than set a flag
-        for child, mode in modes:  # what a user froze with eval() stays so
+        model.train(was_training)  # some modules override train() to do more than set a flag
+        for child, mode in modes:  # keep modules in eval() that the user put there
             child.training = mode
 
 
@@ -403,7 +403,7 @@ def mean_loss(
             seen(moved)
             weights = batch.weights
             weight = batch.loss_tokens if weights is None else float(weights.sum(dtype=torch.float64))
-            # A batch's mean: the balance of experts, which is not scaled, then weighs like the rest.
+            # Compute the batch's mean, so that an unscaled balancing loss of experts gets the same weight.
             scaled = moved.replace(loss_scale=1 / (weight or 1.0), sequence_scale=None, token_scale=0.0)
             total[0] += float(loss_fn(model, cut(scaled))) * weight
             total[1] += weight

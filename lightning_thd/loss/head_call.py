@@ -1,10 +1,10 @@
 """One call of a model with its head replaced -> values computed from hidden states instead of logits.
 
-T slots, H hidden size, V vocabulary. The model's own ``forward`` runs through its ``__call__``, hooks and
-all, so that FSDP2, DDP, PEFT and checkpointing stay in place. The replacements are the same functions at
-every call, so that torch.compile need not compile again. The head returns ``LazyLogits``, which record what
-the model does to them as a ``LogitMap``. Logits that something else happens to, or that no plain linear layer
-makes, are computed whole, which takes memory for T x V.
+Legend: T slots, H hidden size, V vocabulary. The model's own ``forward`` runs through ``__call__`` with all
+hooks, so FSDP2, DDP, PEFT and checkpointing keep working. The replacements are the same functions in every
+call, so torch.compile does not compile again. The head returns ``LazyLogits``, which record the model's
+operations on them as a ``LogitMap``. If an operation cannot be recorded, or the head is not a plain linear
+layer, the full logits are computed, which takes memory for T x V.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LINEAR_FORWARD = nn.Linear.forward
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadOperands:
-    """Hidden states, weight and bias of a head as plain tensors on this rank, or logits without a weight."""
+    """The hidden states, weight and bias of a head as plain tensors on this rank, or finished logits."""
 
     hidden: Tensor  # ``[..., T, H]``; logits ``[..., T, V]`` if ``weight`` is None
     weight: Tensor | None  # ``[V, H]``, or this rank's rows of it
@@ -47,11 +47,11 @@ class HeadOperands:
     vocabulary: int  # V over all ranks
 
     def at(self, slots: Tensor) -> HeadOperands:
-        """Return operands with the hidden states of some slots, int64 ``[R]``, each perhaps several times."""
+        """Return operands with the hidden states of some slots, int64 ``[R]``; slots may repeat."""
         return replace(self, hidden=self.hidden.flatten(0, -2).index_select(0, slots))
 
     def call(self, targets: Tensor, logit_map: LogitMap, loss_tokens: int | None) -> Call:
-        """Build the arguments of a fused loss, with one target a slot; ``loss_tokens`` as in ``Call``."""
+        """Build the arguments of a fused loss, with one target per slot; ``loss_tokens`` as in ``Call``."""
         targets = targets.view(self.hidden.shape[:-1])
         how = {"tp_group": self.tp_group, "loss_tokens": loss_tokens, "partial_hidden": self.partial_hidden}
         return Call(self.hidden, self.weight, targets, self.bias, logit_map, **how)  # type: ignore[arg-type]
@@ -66,18 +66,18 @@ class _Job:
     """One forward pass."""
 
     values: Values  # see ``HeadCall.run``
-    size: int  # how many values a call of the head gives
+    size: int  # how many values a call of the head returns
     slots: int  # T
     head: Any  # the model's head
-    own_head_forward: Any  # a forward that was put on this head object before
-    model_forward: Any  # the model's forward, which is replaced meanwhile
+    own_head_forward: Any  # a forward that others have set on this head object
+    model_forward: Any  # the model's own forward, which this pass replaces
     stage: Stage | None  # the stage of a pipeline that this rank holds
     routers: Routers | None  # computes the routers' loss; None leaves it to the model
-    whole: str  # why the model's own logits are used; empty while they are not
+    whole: str  # why the full logits are computed; empty if they are not
     called: bool = False  # whether the model's forward ran
-    logits: list[Tensor] = field(default_factory=list)  # what the head returned, one entry a call of it
+    logits: list[Tensor] = field(default_factory=list)  # what the head returned, one entry per call
     seen: Record | None = None  # what the model did to the logits that it returned
-    lost: str = ""  # why this pass gives no values
+    lost: str = ""  # why this pass has no values
     found: dict[str, Tensor] = field(default_factory=dict)  # what ``run`` returns, before a wrapper rounds it
 
 
@@ -90,18 +90,18 @@ class HeadCall:
         self._record: Record | None = None  # the operations that made ``logit_map``
         self._job: _Job | None = None
         self.experts: Experts | None = None
-        self._hooks: list[Any] | None = None  # those that ``_whole`` was decided for
-        self._whole = ""  # why logits are computed whole; empty while they are not
+        self._hooks: list[Any] | None = None  # the hooks for which ``_whole`` was decided
+        self._whole = ""  # why the full logits are computed; empty if they are not
         self._warned = False
         self.choices: Tensor | None = None  # router_balance="step" keeps the step's [E] here
-        self._config: Any = None  # the model's, of which ``config`` is the language model's part
+        self._config: Any = None  # the whole model's; ``config`` is its language model's
         self.config: Any = None
 
     @classmethod
     def of(cls, model: nn.Module) -> HeadCall:
         """Return the ``HeadCall`` of the language model inside ``model``, made in the first call."""
         call = getattr(model, "__dict__", {}).get(_ATTRIBUTE)
-        if call is None or call.inner is not model:  # wrapped, new, or a copy that carries the original's
+        if call is None or call.inner is not model:  # wrapped, new, or a copy with the original's call
             inner = language_model(model)
             call = inner.__dict__.get(_ATTRIBUTE)
             if call is None or call.inner is not inner:
@@ -132,7 +132,7 @@ class HeadCall:
     ) -> dict[str, Tensor]:
         """Call the model on a batch with its head replaced, and return what the head computed.
 
-        If the model does something to its logits that its config does not say, it is called a second time.
+        If the model changes its logits in another way than its config describes, it is called a second time.
         ``size`` is n, for stages without a head. Returns ``{"values": [n], "value_1": ..., "aux_loss": []}``.
         """
         inner, stage = self.inner, self.inner.__dict__.get(STAGE)
@@ -183,7 +183,7 @@ class HeadCall:
                     module.__dict__["forward"] = forward
 
     def _followed(self, job: _Job, *, again: bool) -> bool:
-        """Return whether a pass computed its values by the right map; else decide how the next one does."""
+        """Return whether a pass used the right logit map; else choose the map for the next pass."""
         if job.lost:
             if job.stage is not None:
                 raise NotImplementedError(
@@ -275,7 +275,7 @@ class HeadCall:
         _check_slots(job, logits)
         operands = HeadOperands(hidden=logits, weight=None, vocabulary=logits.shape[-1])
         values = job.values(operands, 0, LogitMap())
-        if stage is not None:  # carried, so that all stages make their loss by the same steps
+        if stage is not None:  # carry the values, so that all stages run the same operations
             values = open_values(carry_values(stage.share(values), logits.shape))
         return {"values": values, **self._auxiliary(job, outputs)}
 
@@ -303,7 +303,7 @@ class HeadCall:
         return None
 
     def _look_at_hooks(self, model: nn.Module) -> None:
-        """Compute logits whole if hooks of the user's code, or calls around the forward, may read them."""
+        """Compute the full logits if the user's hooks, or code around the forward, may read them."""
         inner, head = self.inner, self.inner.get_output_embeddings()
         peft = [model.base_model] if hasattr(model, "get_base_model") else []
         called = {id(x): x for x in (model, *peft, inner)}.values()
@@ -340,17 +340,17 @@ def _require_logits(outputs: Any, inner: Any) -> Tensor:
 def _check_slots(job: _Job, rows: Tensor) -> None:
     if rows.shape[:-1].numel() != job.slots:
         raise ValueError(
-            f"The head got or gave {list(rows.shape)} for {job.slots} targets, wanted one row a slot. Do not "
-            "pass logits_to_keep, or inputs that add tokens."
+            f"The head got or gave {list(rows.shape)} for {job.slots} targets, wanted one row per slot. Do "
+            "not pass logits_to_keep, or inputs that add tokens."
         )
 
 
 @functools.cache
 def _warn_of_labels() -> None:
-    """Warn once that the loss of tokens does not use labels of whole sequences."""
+    """Warn once that a loss over tokens does not use labels of whole sequences."""
     rank_zero_warn(
         "Samples carry a label for each sequence: causal_lm_loss does not use the label, but self.log weighs "
-        "batches by their sequences. Drop the key or the column, if it is there by accident."
+        "batches by their sequences. Drop the key or the column if you do not need it."
     )
 
 
@@ -364,7 +364,7 @@ def _outside_compile(function: Callable[..., Any], argument: Any) -> Any:
 
 
 def language_model(model: nn.Module) -> Any:
-    """Unwrap DDP, torch.compile and PEFT down to the model that owns the head, or refuse it."""
+    """Return the model with the head inside DDP, torch.compile and PEFT; refuse a model without one."""
     inner: Any = unwrapped(model, on_peft=refuse_losing_adapters)
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     if not isinstance(head, nn.Module) or not hasattr(inner, "config"):
@@ -376,7 +376,7 @@ def language_model(model: nn.Module) -> Any:
 
 
 def guess_logit_map(inner: Any) -> LogitMap:
-    """Read the usual logit scale and cap from the config; the model's call checks them."""
+    """Read the usual logit scale and cap from the config; a call of the model checks them."""
     config = text_config(inner.config)
     scale = getattr(config, "logit_scale", None) or 1.0
     if getattr(config, "logits_scaling", None):
@@ -386,7 +386,7 @@ def guess_logit_map(inner: Any) -> LogitMap:
 
 
 def plain_linear(head: Any, forward: object) -> nn.Linear | None:
-    """Return the linear layer that a head is, or None if it is more; ``forward`` was put on it by others."""
+    """Return the head if it is a plain linear layer, or None; ``forward`` is one that others set on it."""
     if hasattr(head, "_orig_mod"):  # torch.compile's wrapper, whose forward is its own
         head = head._orig_mod
         forward = head.__dict__.get("forward")
@@ -399,17 +399,17 @@ def plain_linear(head: Any, forward: object) -> nn.Linear | None:
         return None
     weight = head._parameters.get("weight")
     if type(weight) is not nn.Parameter and is_dtensor(weight):
-        linear: nn.Linear = head  # tensor parallelism puts a forward of its own on it
+        linear: nn.Linear = head  # tensor parallelism sets its own forward
         return linear
-    cut = getattr(head, "_hf_device_mesh", None)  # transformers before 5.16 leaves plain shards and hooks
+    cut = getattr(head, "_hf_device_mesh", None)  # before transformers 5.16: plain shards and hooks
     kind = type(weight)
     quantised = weight is not None and kind is not nn.Parameter and not kind.__module__.startswith("torch.")
     return None if forward or quantised or (cut is not None and cut.size() > 1) else head
 
 
 def head_operands(head: nn.Linear, hidden: Tensor) -> HeadOperands:
-    """Return the operands of a head, in its forward call, when FSDP2 has gathered its weight."""
-    weight: Tensor = head.weight  # read once: a parametrization may move with every read
+    """Return the operands of a head; call this in the head's forward, when FSDP2 has gathered the weight."""
+    weight: Tensor = head.weight  # read once: a parametrization may change with every read
     bias: Tensor | None = head.bias
     group, partial = None, False
     if type(weight) is not nn.Parameter and is_dtensor(weight):

@@ -1,7 +1,7 @@
-"""Values of a loss -> a stand-in for logits, which records the factors, the cap and the columns of a model.
+"""Values of a loss -> placeholder logits, which record a model's factors, cap and columns.
 
-T slots, V vocabulary. Any operation but factors, tanh, casts and slices of the vocabulary gets zeros in place
-of logits and is noted, so that the model can be called again with real logits.
+Legend: T slots, V vocabulary. Factors, tanh, casts and slices of the vocabulary are recorded. Any other
+operation gets zeros and is noted, so that the model can be called again with real logits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_thd.loss.tiles.logits import LogitMap
 
 @dataclass(slots=True)
 class Record:
-    """The factors and cap that were applied to logits so far."""
+    """The operations on logits so far: a factor before and after a tanh cap, and the kept columns."""
 
     inner: float = 1.0
     outer: float = 1.0
@@ -30,7 +30,7 @@ class Record:
     columns: int | None = None
 
     def multiply(self, factor: float) -> None:
-        """Record a factor, before or behind the cap."""
+        """Record a factor, before or after the cap."""
         if self.capped:
             self.outer *= factor
         else:
@@ -45,16 +45,16 @@ class Record:
 
 
 class LazyLogits(Tensor):
-    """A stand-in for logits ``[..., T, V]`` that stores a few values and records operations."""
+    """Placeholder logits ``[..., T, V]`` that store a few values and record operations."""
 
     record: Record
     count: int
     learns: bool  # whether gradients were on when the head ran
-    made_from: LazyLogits | None = None  # the result of the head; None if it is this
+    made_from: LazyLogits | None = None  # the result of the head; None if this is the result itself
     lost: str = ""  # the last operation on a head's result that cannot be recorded
-    over: bool = False  # whether the pass that they belong to is over; kept on a head's result
+    over: bool = False  # whether their forward pass is over; set only on a head's result
     aliases: bool = False  # whether they may share memory with other logits
-    placements = ()  # a tensor-parallel head's hook compares these, then calls the two below
+    placements = ()  # a tensor-parallel head's hook compares these, then calls the two methods below
 
     @property
     def source(self) -> LazyLogits:
@@ -62,11 +62,11 @@ class LazyLogits(Tensor):
         return self if self.made_from is None else self.made_from
 
     def redistribute(self, **_: object) -> LazyLogits:
-        """Return itself: the values it carries have no DTensor layout."""
+        """Return the same logits, because their values have no DTensor layout."""
         return self
 
     def to_local(self, **_: object) -> LazyLogits:
-        """Return itself: there is no DTensor to unwrap."""
+        """Return the same logits, because there is no DTensor to unwrap."""
         return self
 
     @classmethod
@@ -78,7 +78,7 @@ class LazyLogits(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Record scalings, caps and slices of the logits; allow questions about them; note the rest."""
+        """Record scalings, caps and slices; allow reads of metadata; note all other operations."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         handler, first = _RECORDED.get(name), args[0] if args else None
@@ -115,14 +115,14 @@ def _zeros(logits: LazyLogits) -> Tensor:
 
 
 def _changed(logits: LazyLogits, record: Record, *, aliases: bool) -> LazyLogits:
-    """Return new logits of another record; ``logits`` stay as they are."""
+    """Return new logits with another record; ``logits`` are unchanged."""
     made: LazyLogits = _Again.apply(logits, record.columns)  # type: ignore[no-untyped-call]
     made.record, made.count, made.learns = record, logits.count, logits.learns
     made.made_from, made.aliases = logits.source, aliases
     return made
 
 
-# ---- What can be recorded: each returns the new record, or NotImplemented
+# ---- Operations that can be recorded: each function returns the new record, or NotImplemented
 
 
 def _multiply(logits: LazyLogits, other: Any, **_: object) -> Any:
@@ -173,7 +173,7 @@ _RECORDED: dict[str, Callable[..., Any]] = {
     ),
     "__getitem__": _getitem,
 }
-# What only reads a tensor; hooks of FSDP2 and torch.compile use these, and names beginning with is_.
+# Operations that read only metadata; hooks of FSDP2 and torch.compile use these and names like is_*.
 _HARMLESS = frozenset(
     {"size", "dim", "ndimension", "numel", "stride", "storage_offset", "untyped_storage"}
     | {"data_ptr", "element_size", "get_device", "register_hook", "__repr__", "__len__", "__hash__"}
@@ -189,7 +189,7 @@ _OTHERS = "the logits' gradient did not come from open_values"
 
 
 def _stored(values: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor of a shape whose storage holds other values; all its entries are the first."""
+    """Return a tensor of a shape whose storage holds ``values``; all its entries show the first value."""
     return values.new_empty(0).set_(values.clone().untyped_storage(), 0, shape, (0,) * len(shape))
 
 
@@ -207,7 +207,7 @@ class _Carry(torch.autograd.Function):
 
 
 class _Again(torch.autograd.Function):
-    """The same logits as another object, so that what a model makes of them has a record of its own."""
+    """Copies logits to a new object without new memory, so that its operations get their own record."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, columns: int | None) -> Tensor:
@@ -234,7 +234,7 @@ class _Open(torch.autograd.Function):
 
 
 def carry_values(values: Tensor, shape: Sequence[int]) -> LazyLogits:
-    """Wrap a head's results ``[n]`` as lazy logits ``(1, T, V)`` that pass gradients on, as hooks expect."""
+    """Wrap a head's results ``[n]`` as lazy logits ``(1, T, V)``, through which gradients flow."""
     logits: LazyLogits = _Carry.apply(values, tuple(shape))  # type: ignore[no-untyped-call]
     logits.record, logits.count, logits.learns = Record(), values.numel(), torch.is_grad_enabled()
     return logits

@@ -1,6 +1,6 @@
-"""The boundaries of the pack that a model runs on, and the stack of running models in which layers find them.
+"""The boundaries of the pack that a model runs on, and the stack of running models where layers find them.
 
-Some families hand no keyword arguments down to their layers. A model therefore pushes a ``Scope`` when it
+Some families pass no keyword arguments down to their layers. A model therefore pushes a ``Scope`` when it
 starts and pops it when it ends (``announce``).
 
 Legend: T slots in a pack, S sequences (a trailing pad included).
@@ -30,9 +30,9 @@ from lightning_thd.seqlens import cu_seqlens_from_lengths, seq_idx_from_cu_seqle
 REAL: Final = "cu_seq_lens_real"
 SHARED: Final = "shared_prefixes"
 PACK_KWARGS: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", REAL)
-# Attributes in which a layer notes the window it was built with, and a model what its layers keep of configs.
+# Attributes for the window with which a layer was built, and for config values that a model's layers keep.
 NOTES: Final = ("_thd_window", "_thd_construction")
-# What a model can ask of a mask.
+# The kinds of mask that a model can ask for.
 CAUSAL: Final = "causal"
 BIDIRECTIONAL: Final = "bidirectional"
 
@@ -40,9 +40,9 @@ BIDIRECTIONAL: Final = "bidirectional"
 class Pack:
     """The boundaries of the sequences in one row of T slots.
 
-    ``cu_seqlens_real`` are cumulative lengths without padding inside sequences, None if there is none. If
-    sequences share ``prefixes``, offsets and ``lengths`` are those of the leaves of their tree, and keys are
-    rows of ``prefixes.keys``. ``cache`` holds what all layers share and is computed once a batch.
+    ``cu_seqlens_real`` holds cumulative lengths without padding, None if no sequence is padded inside. If
+    sequences share ``prefixes``, offsets and ``lengths`` are those of the leaves of the prefix tree, and keys
+    are rows of ``prefixes.keys``. ``cache`` holds values that all layers share, computed once per batch.
     """
 
     __slots__ = (
@@ -74,13 +74,13 @@ class Pack:
         self._lengths = None if lengths is None else tuple(lengths)
         self.cu_seqlens_real = cu_seqlens_real
         self._real_lengths = None if real_lengths is None else tuple(real_lengths)
-        self._sequences: Tensor | None = None  # as many rows as sequences before the padding, if known
+        self._sequences: Tensor | None = None  # one row per sequence without the trailing pad, if known
         self._real: Tensor | None = None
         self.cache: dict[Any, Any] = {}
 
     @classmethod
     def from_batch(cls, batch: THDBatch) -> Pack:
-        """Describe a checked batch, with all lengths on the host, so that no device is read."""
+        """Make the pack of a checked batch; all lengths are on the host, so no device is read."""
         if isinstance(batch, SharedBatch):
             return cls.of_prefixes(batch.prefixes, batch.input_ids.shape[-1])
         padded = batch.lengths != batch.padded_lengths[: len(batch.lengths)]
@@ -97,7 +97,7 @@ class Pack:
 
     @classmethod
     def of_prefixes(cls, prefixes: Prefixes, slots: int) -> Pack:
-        """Describe a batch of sequences that share prefixes."""
+        """Make the pack of sequences that share prefixes."""
         return cls(
             cu_seqlens_q=prefixes.cu_seqlens_q,
             cu_seqlens_k=prefixes.cu_seqlens_kv,
@@ -137,7 +137,7 @@ class Pack:
 
     @property
     def longest(self) -> int:
-        """Return the length of the longest sequence, also where this rank holds only a shard of it."""
+        """Return the length of the longest sequence, even if this rank holds only a shard of it."""
         return self.max_length_k if self.shard is None else max(self.shard.padded_lengths)
 
     @property
@@ -154,14 +154,14 @@ class Pack:
             if offsets[:1] != [0] or offsets[-1] != self.slots or min(lengths, default=0) < 0:
                 raise ValueError(
                     f"cu_seq_lens_q runs from {offsets[:1]} to {offsets[-1:]}, but must run from 0 to "
-                    f"{self.slots}, the slots of the pack, and never decrease."
+                    f"{self.slots}, the slots of the pack, and never decrease. Pass batch.hf_kwargs()."
                 )
             self._lengths = tuple(lengths)
         return self._lengths
 
     @property
     def real_lengths(self) -> tuple[int, ...]:
-        """Return the tokens of every sequence without padding inside; a trailing pad counts as its slots."""
+        """Return the number of real tokens of every sequence; a trailing pad counts with all its slots."""
         if self.cu_seqlens_real is None:
             return self.lengths
         if self._real_lengths is None:
@@ -194,9 +194,9 @@ class Pack:
 class Scope:
     """One entry of the stack of running models: the model, its pack, and the entry below.
 
-    The pack is None for plain rows, and the model for a batch announced before any model runs. ``families``
-    are the types of the configs that mean the language model; an inner model with another config (a vision
-    tower) does not work on the pack. ``masks`` are the kinds of mask that the model has asked for so far.
+    ``pack`` is None for plain rows. ``module`` is None for a batch announced before any model runs.
+    ``families`` holds the config types of the language model; an inner model with another config, such as a
+    vision tower, does not run on the pack. ``masks`` are the kinds of mask that the model has asked for.
     """
 
     pack: Pack | None
@@ -209,21 +209,21 @@ class Scope:
 
 @dataclass(slots=True, eq=False)
 class Caller:
-    """A running model without "thd", the class name of the one given labels, and the pack of one inside."""
+    """A running model without "thd": the class name of the one with labels, and the pack of an inner one."""
 
     labelled: str | None
     pack: Pack | None = None
 
 
-# The top of the stack, one a thread, because backward recomputes checkpoints in threads of its own. It is no
-# subclass with defaults: torch.compile (2.13) loses what a traced hook stores in one.
+# The top of the stack, one per thread, because backward recomputes checkpoints in its own threads. A subclass
+# with defaults would fail: torch.compile (2.13) loses values that a traced hook stores in one.
 STATE = threading.local()
 STATE.scope = None
 STATE.caller = None
 
 
 def real_slots(pack: Pack) -> Tensor | None:
-    """Return which slots hold tokens, bool ``[T]``; None for a pack that does not say where it is padded."""
+    """Return which slots hold tokens, bool ``[T]``; None if the pack does not know where it is padded."""
     if pack._real is None and pack.prefixes is not None:
         blank = torch.zeros(pack.slots, dtype=torch.bool, device=pack.cu_seqlens_q.device)
         pack._real = blank.index_fill(0, pack.prefixes.token_slots, True)
@@ -235,7 +235,7 @@ def real_slots(pack: Pack) -> Tensor | None:
 
 
 def sequence_of_slots(count: int, slots: int, padded: Tensor, real: Tensor | None) -> Tensor:
-    """Return the sequence of each slot, int64 ``[T]``; padding, also inside sequences, is ``count``."""
+    """Return the sequence of each slot, int64 ``[T]``; all padding, also inside sequences, gets ``count``."""
     found = seq_idx_from_cu_seqlens(padded, slots).flatten().long()
     if real is not None:
         place = torch.arange(slots, device=found.device) - padded[found]
@@ -264,7 +264,7 @@ def scoped(scope: Scope) -> Generator[None]:
 def packed(batch: THDBatch) -> Generator[None]:
     """Announce a batch, on the device of the model, to all layers of models called inside this context.
 
-    ``model(**batch.hf_kwargs())`` is right without it; with it, lengths are not read back from the device.
+    ``model(**batch.hf_kwargs())`` is correct without it, but then reads lengths back from the device.
     """
     check_batch(batch)
     with scoped(Scope(Pack.from_batch(batch), None)):
@@ -272,7 +272,7 @@ def packed(batch: THDBatch) -> Generator[None]:
 
 
 def announced(batch: THDBatch, kwargs: dict[str, Any]) -> Scope:
-    """Return the scope under which a loss calls a model with ``kwargs``, made of a checked batch."""
+    """Return the scope in which a loss calls a model on a checked batch with ``kwargs``."""
     if not isinstance(batch, THDShard) and not STATIC.get():
         return Scope(Pack.from_batch(batch), None)
     pack = Pack(
@@ -285,7 +285,7 @@ def announced(batch: THDBatch, kwargs: dict[str, Any]) -> Scope:
 
 
 def current_pack() -> Pack | None:
-    """Return the pack that the running model works on; None outside of one."""
+    """Return the pack that the running model works on; None if no model runs."""
     scope: Scope | None = getattr(STATE, "scope", None)
     if scope is not None:
         return scope.pack
@@ -298,7 +298,7 @@ def current_pack() -> Pack | None:
 
 
 def model_pack() -> Pack | None:
-    """Return the pack that a model with "thd" has announced; None elsewhere, for stock models too."""
+    """Return the pack that a running model with "thd" has announced; None in all other models."""
     scope: Scope | None = getattr(STATE, "scope", None)
     return None if scope is None or scope.module is None else scope.pack
 
@@ -312,7 +312,7 @@ def find_pack(outer: Scope | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     offsets, shared = kwargs.get("cu_seq_lens_q"), kwargs.get(SHARED)
     if shared is not None:
         if offsets is not None or tokens is None or tokens.shape[0] != 1:
-            raise ValueError("Sequences that share prefixes came otherwise than by batch.hf_kwargs().")
+            raise ValueError("Sequences share prefixes: call the model with batch.hf_kwargs() only.")
         same = known is not None and known.prefixes is shared
         return known if same else Pack.of_prefixes(shared, tokens.shape[1])
     if offsets is not None:
@@ -323,7 +323,7 @@ def find_pack(outer: Scope | None, args: tuple[Any, ...], kwargs: dict[str, Any]
         if outer.module is not None:
             return known
         assert known is not None
-        # Another model may be called under an announced batch, with rows of its own.
+        # While a batch is announced, another model may be called on other rows.
         if tokens is None or (tokens.shape[0] == 1 and tokens.shape[1] == known.slots):
             return known
     return pack_from_positions(kwargs.get("position_ids"))
@@ -344,7 +344,7 @@ def _pack_from_kwargs(kwargs: dict[str, Any], tokens: Tensor | None, outer: Pack
     _check_offsets(kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"))
     real = kwargs.get(REAL)
     if real is None and outer is not None and outer.slots == tokens.shape[1]:
-        real = outer.cu_seqlens_real  # only the model that calls this one was given them
+        real = outer.cu_seqlens_real  # only the calling model received them
     return Pack(
         cu_seqlens_q=kwargs["cu_seq_lens_q"],
         max_length_q=kwargs["max_length_q"],
@@ -355,7 +355,7 @@ def _pack_from_kwargs(kwargs: dict[str, Any], tokens: Tensor | None, outer: Pack
 
 
 def _check_offsets(offsets: Any, offsets_k: Any) -> None:
-    """Refuse values that are no offsets, and keys of other sequences than the queries'."""
+    """Refuse values that are not offsets, and offsets of keys that differ from those of queries."""
     for name, value in (("cu_seq_lens_q", offsets), ("cu_seq_lens_k", offsets_k)):
         known = isinstance(value, Tensor)
         if (known and value.ndim == 1 and value.dtype == torch.int32) or value is None:
@@ -369,7 +369,7 @@ def _check_offsets(offsets: Any, offsets_k: Any) -> None:
         raise ValueError(message)
     same = (offsets_k == offsets).all()
     if same.device.type != "cpu" or torch.compiler.is_compiling():
-        torch._assert_async(same, message)  # reading it would wait for the device, or break the graph
+        torch._assert_async(same, message)  # a read would wait for the device, or break the graph
     elif not same:
         raise ValueError(message)
 
@@ -380,7 +380,7 @@ def pack_from_positions(position_ids: Tensor | None) -> Pack | None:
         return None
     steps = position_ids.diff(dim=-1)
     if torch.compiler.is_compiling():
-        # Reading would break the graph, and a pack taken for one sequence would leak.
+        # A read would break the graph. A pack that is treated as one sequence would leak.
         torch._assert_async(
             (steps >= 0).all() if position_ids.ndim == 3 else (steps == 1).all(),
             "positions restart inside a row, but a compiled model cannot see where: pass batch.hf_kwargs().",
@@ -390,7 +390,7 @@ def pack_from_positions(position_ids: Tensor | None) -> Pack | None:
         if bool((steps[0] < 0).any()):
             raise ValueError(
                 f"M-RoPE position_ids of shape {tuple(position_ids.shape)} go back inside a row, so this is "
-                "a pack, and they do not say where it is cut. Pass batch.hf_kwargs()."
+                "a pack, but they do not mark its boundaries. Pass batch.hf_kwargs()."
             )
         return None
     continues = (steps == 1).tolist()

@@ -14,7 +14,7 @@ IntArray = npt.NDArray[np.int64]
 
 MOST_SLOTS = 2**31 - 1  # cu_seqlens are int32
 MOST_RANKS = 2**20  # a plan is a list with an entry for each rank
-UNBOUNDED = 2**62  # patches of a pack where no bound is set
+UNBOUNDED = 2**62  # most patches of a pack if no bound is set
 
 
 def check_capacity(capacity: object) -> None:
@@ -53,7 +53,7 @@ class Slots:
 
 
 def make_slots(capacity: int, align: Alignment | None, max_patches: int | None = None) -> Slots:
-    """Return the slots that an alignment leaves of a capacity: 100 at multiples 8 and 32 leaves 96."""
+    """Return the usable slots of a capacity: 100 slots with multiples 8 and 32 have 96 usable slots."""
     check_capacity(capacity)
     patches = check_patches(max_patches)
     if align is None:

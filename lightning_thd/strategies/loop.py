@@ -1,4 +1,4 @@
-"""A ``THDStep`` -> all its microbatches run inside one Lightning batch, under automatic optimisation.
+"""A ``THDStep`` -> all its microbatches, run inside one Lightning batch under automatic optimisation.
 
 Lightning's closure runs training_step, then zero_grad, then backward. So the first microbatch's forward runs
 in ``training_step`` and the others in ``backward``, between one zero_grad and one step.
@@ -25,7 +25,7 @@ from lightning_thd.strategies.logs import StepLogs
 
 
 class StepLoop:
-    """Runs the microbatches of a ``THDStep``; batches of any other kind are left to the base strategy."""
+    """Runs the microbatches of a ``THDStep``; the base strategy runs batches of any other kind."""
 
     def __init__(self, strategy: Any, run: Callable[..., Any]) -> None:
         self._strategy, self._run = strategy, run
@@ -39,7 +39,7 @@ class StepLoop:
 
     @property
     def is_running(self) -> bool:
-        """Return whether the first microbatch of a step has run and others have not."""
+        """Return whether the first microbatch of a step has run and the step has not ended."""
         return self._step is not None
 
     def first(self, batch: Any, *rest: Any) -> Any:
@@ -60,7 +60,7 @@ class StepLoop:
         return output
 
     def rest(self, first_loss: Tensor, backward: Callable[[Tensor], Tensor]) -> Tensor:
-        """Backpropagate the first microbatch, then run the others, each weighing 1 / their number."""
+        """Backpropagate the first microbatch, then run the others; each loss is divided by their number."""
         assert self._step is not None
         assert self._logs is not None
         step, rest = self._step
@@ -76,14 +76,14 @@ class StepLoop:
         return result
 
     def report(self, result: Any) -> None:
-        """Write the mean loss of the step into what callbacks get; of all ranks, for a rate finder."""
+        """Report the step's mean loss to callbacks; for a learning-rate finder, the mean over all ranks."""
         if self._losses:
             result.loss = sum(self._losses[1:], start=self._losses[0]) / len(self._losses)
         if result.loss is not None and any(isinstance(c, _LRCallback) for c in self._strategy._callbacks):
             result.loss = self._strategy.reduce(result.loss.detach(), reduce_op="mean")
 
     def end(self) -> None:
-        """Forget the step, also one that was broken off."""
+        """Forget the step, also after an error."""
         self._step, self._logs, self._losses = None, None, []
 
     def _forward(self, batch: THDBatch, rest: tuple[Any, ...], *, last: bool) -> Any:
@@ -99,7 +99,7 @@ class StepLoop:
 
     @contextmanager
     def _synchronised(self, *, last: bool) -> Generator[None]:
-        """Leave gradients unreduced, and weights gathered if they may be, before the last microbatch."""
+        """Before the last microbatch, leave gradients unreduced, and weights gathered if settings allow."""
         if last:
             yield
             return
@@ -108,7 +108,7 @@ class StepLoop:
 
 
 def local_gradients(strategy: Any) -> AbstractContextManager[Any] | None:
-    """Return a context in which gradients stay unreduced; None if the base strategy has one or needs none."""
+    """Return a context that leaves gradients unreduced; None if the base strategy has one or needs none."""
     model = getattr(strategy, "model", None)
     if isinstance(strategy, FSDPStrategy) and isinstance(model, FullyShardedDataParallel):
         context: AbstractContextManager[Any] = model.no_sync()
@@ -119,7 +119,7 @@ def local_gradients(strategy: Any) -> AbstractContextManager[Any] | None:
 
 
 def _kept_weights(strategy: Any) -> AbstractContextManager[None]:
-    """Keep gathered weights past a backward pass if they are not freed after forward passes either."""
+    """Keep gathered weights after a backward pass, if the strategy gathers them once per step."""
     model = getattr(strategy, "model", None)
     if gathers_once(strategy) and isinstance(model, nn.Module):
         return _without("set_reshard_after_backward", model)
@@ -151,7 +151,7 @@ def loss_of(output: object) -> Tensor:
 
 
 def warn_of_extras(output: object, microbatches: int) -> None:
-    """Warn that callbacks get what ``training_step`` returns beside the loss for one microbatch only."""
+    """Warn that callbacks get other outputs of ``training_step`` than the loss for one microbatch only."""
     extras = [name for name in output if name != "loss"] if isinstance(output, Mapping) else []
     if extras and microbatches > 1:
         rank_zero_warn(

@@ -1,4 +1,4 @@
-"""A Lightning strategy -> one that runs steps of varying microbatches, and shares packs and weights."""
+"""A Lightning strategy -> a strategy for steps of several microbatches that shares packs and weights."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _NOT_GIVEN: Any = object()
 
 
 def _all_reduced(tensor: Tensor, group: Any, reduce_op: str) -> Tensor:
-    """Reduce over ranks in place, as Lightning does, without the barrier that makes the host wait first."""
+    """Reduce over ranks in place, as Lightning does, but without its barrier, for which the host waits."""
     if dist.get_world_size() == 1:
         return tensor
     mean = reduce_op.lower() in ("mean", "avg")
@@ -62,16 +62,16 @@ def _all_reduced(tensor: Tensor, group: Any, reduce_op: str) -> Tensor:
 
 
 class THDStrategyMixin(Strategy):
-    """Runs steps of any number of microbatches on a Lightning strategy, which comes after it in the bases.
+    """Runs steps of any number of microbatches; the mixin comes before a Lightning strategy in the bases.
 
-    ``class MyStrategy(THDStrategyMixin, DDPStrategy)`` runs ``Sequences(n)``. Batches of any other type are
-    left to the base strategy. Gradients are synchronised in the last microbatch only, ``outputs["loss"]`` is
-    the mean over the microbatches, and ``self.log`` gives one value a step. The attributes below are the
-    arguments of ``THDModelParallelStrategy`` and ``THDDDPStrategy``: set them on your class. Lightning's
-    ``AsyncCheckpointIO`` among the Trainer's plugins sets ``asynchronous_checkpoints`` too.
+    ``class MyStrategy(THDStrategyMixin, DDPStrategy)`` runs ``Sequences(n)``. The base strategy runs batches
+    of any other type. Gradients are synchronised only in the last microbatch, ``outputs["loss"]`` is the mean
+    over the microbatches, and ``self.log`` logs one value per step. The attributes below are the arguments of
+    ``THDModelParallelStrategy`` and ``THDDDPStrategy``: set them on your class. Lightning's plugin
+    ``AsyncCheckpointIO`` sets ``asynchronous_checkpoints`` too.
 
     Raises:
-        TypeError: when a class puts it on a strategy that runs steps by itself: DeepSpeed, XLA.
+        TypeError: if the base strategy runs steps by itself, as DeepSpeed and XLA do.
     """
 
     data_parallel_size: int | Literal["auto"] = "auto"
@@ -99,7 +99,7 @@ class THDStrategyMixin(Strategy):
     _pipeline: Pipeline | None = None
     _loop: StepLoop
     _checkpoints: Checkpoints
-    _frozen: tuple[nn.Parameter, ...] = ()  # when DDP wrapped the module
+    _frozen: tuple[nn.Parameter, ...] = ()  # frozen when DDP wrapped the module
     _synced: SyncedMetrics | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -115,7 +115,7 @@ class THDStrategyMixin(Strategy):
 
     @property
     def alignment(self) -> Alignment | None:
-        """Return what sequence and pack lengths must be multiples of, for the collator."""
+        """Return the multiples to which the collator pads sequences and packs, or None."""
         context = fixed_context(self)
         if context == 1 and not self.sequence_parallel:
             return None
@@ -124,7 +124,7 @@ class THDStrategyMixin(Strategy):
 
     @property
     def sharing(self) -> Sharing | None:
-        """Return how the plan of a step may share sequences over ranks; None if fixed."""
+        """Return how a plan may share sequences over ranks; None if the context-parallel size is fixed."""
         return sharing_of(self) if self.context_parallel_size == DYNAMIC else None
 
     @property
@@ -144,7 +144,7 @@ class THDStrategyMixin(Strategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Return rank and number of replicas for samplers, by different data."""
+        """Return rank and number of replicas for samplers; ranks with the same data count as one."""
         if self.sizes.peers == 1:
             known: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
             return known
@@ -173,7 +173,7 @@ class THDStrategyMixin(Strategy):
     # -- the job
 
     def setup_environment(self) -> None:
-        """Start the process group, build the mesh of the axes, and make the parts."""
+        """Start the process group, build the mesh of the axes, and create the strategy's parts."""
         self._axes, self._checkpoints = None, Checkpoints(self)
         axes = self._axes = start_axes(self, super().setup_environment)
         shares = axes.sizes.peers > 1 or self.context_parallel_size != 1
@@ -220,21 +220,21 @@ class THDStrategyMixin(Strategy):
             self._pipeline.make_optimizers(super().setup_optimizers, trainer)
 
     def teardown(self) -> None:
-        """Wait for this rank's part of the last checkpoint, and end what belongs to the job."""
+        """Wait for this rank's part of the last checkpoint, and release the state of the job."""
         if self._synced is not None:
             self._synced.close()
         self._synced, self._frozen = None, ()
         super().teardown()
-        end_job()  # shards that are still held refuse no other attention from now on
+        end_job()  # from now on, live shards do not make other attention calls fail
         if cuts_weights(self):
-            self.checkpoint_io.teardown()  # Lightning's ModelParallelStrategy leaves that out
+            self.checkpoint_io.teardown()  # Lightning's ModelParallelStrategy does not do this
         if self._axes is not None:
             self._checkpoints.close()
 
     # -- batches
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Prepare a dataloader so that ranks which share a pack read the same data."""
+        """Prepare a dataloader so that the ranks that share a pack read the same data."""
         assert self._axes is not None
         meshes, reads = self._axes.meshes, getattr(dataloader, "reads_for_peers", False)
         if self.broadcast_data and self._axes.sizes.peers > 1 and meshes is not None and not reads:
@@ -243,7 +243,7 @@ class THDStrategyMixin(Strategy):
         return super().process_dataloader(dataloader)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch to the device by the user's transfer hooks, and keep this rank's slice of packs."""
+        """Move a batch to the device with the user's transfer hooks, and keep this rank's shard of packs."""
         if self._cut is None:
             return super().batch_to_device(batch, device, dataloader_idx)
         self._cut.compare(batch)
@@ -252,7 +252,7 @@ class THDStrategyMixin(Strategy):
     # -- steps
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the first microbatch of a step forward, or any other batch as usual."""
+        """Run the forward pass of a step's first microbatch, or of any other batch."""
         if self._loop.takes(args[0]):
             return self._loop.first(*args)
         return self._microbatch(*args, **kwargs)
@@ -292,7 +292,7 @@ class THDStrategyMixin(Strategy):
             yield
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Update the weights as the base strategy does, and report the mean loss of the step to callbacks."""
+        """Update the weights as the base strategy does, and report the step's mean loss to callbacks."""
         with contextlib.nullcontext() if self._pipeline is None else refused_norms_of_a_stage():
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if isinstance(closure, Closure) and closure._result is not None:
@@ -303,7 +303,7 @@ class THDStrategyMixin(Strategy):
         return result
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a batch, and after the last one free what FSDP2 left gathered."""
+        """Run a batch; after the last batch, free the weights that FSDP2 left gathered."""
         output = super().validation_step(*args, **kwargs)
         if self._shards is not None:
             self._shards.free_after_validation(self._trainer)
@@ -312,9 +312,9 @@ class THDStrategyMixin(Strategy):
     def reduce(
         self, tensor: Any, group: Any = _NOT_GIVEN, reduce_op: ReduceOp | str | None = "mean", **kwargs: Any
     ) -> Any:
-        """Reduce as the base does, except for means of integers and sums of logged values."""
+        """Reduce as the base strategy does, except for means of integers and sums of logged values."""
         if group is None and isinstance(reduce_op, str) and reduce_op.lower() == "sum":
-            group = self._group_of_sums()  # self.log always names the group, its default None
+            group = self._group_of_sums()  # self.log always passes group, None by default
         group = None if group is _NOT_GIVEN else group
         mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
         if mean and isinstance(tensor, torch.Tensor) and not tensor.is_floating_point():
@@ -343,11 +343,11 @@ class THDStrategyMixin(Strategy):
         self._checkpoints.save(super().save_checkpoint, checkpoint, filepath, storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint, after the one that is being written."""
+        """Remove a checkpoint, after any checkpoint that is still being written."""
         self._checkpoints.remove(super().remove_checkpoint, filepath)
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until the checkpoint that is being written is whole; a collective."""
+        """Wait until the current checkpoint is completely written; a collective."""
         if self._axes is not None:
             self._checkpoints.wait()
 
@@ -355,9 +355,9 @@ class THDStrategyMixin(Strategy):
         """Read a checkpoint of any layout: one file, or a folder of sharded weights."""
         loaded = self._checkpoints.load(super().load_checkpoint, checkpoint_path, weights_only)
         if self._shards is not None:
-            self._shards.no_foreach_over_meshes()  # the options of another layout's optimizers are loaded now
+            self._shards.no_foreach_over_meshes()  # loading brought options of another layout
         return loaded
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the states of the optimizers, sharded ones too."""
+        """Load the states of the optimizers, including sharded ones."""
         self._checkpoints.load_optimizers(super().load_optimizer_state_dict, checkpoint)

@@ -1,6 +1,6 @@
-"""The shards of a stream and how much each rank is to read -> what all ranks read, known to every rank.
+"""The files of a stream and the number of records per rank -> what all ranks read, known to every rank.
 
-A rank that cannot go on says so in its message, so that all stop with its reason.
+Here a shard is a file or part of a stream. A rank that fails sends its reason, so that all stop with it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_thd.data.streams.shards import Mark, Shard
 
 Dry = Literal["restart", "stop", "rest"]
 
-# Below so many sequences of a rank's round, starting workers again takes longer than reading.
+# For fewer sequences per rank and round, starting workers again takes longer than reading.
 _WORKERS_FROM = 1000
 
 
@@ -36,13 +36,13 @@ _WORKERS_FROM = 1000
 class Source:
     """One source of a stream: its shards, share and policies."""
 
-    name: str = ""  # in a mixture; empty where there is one source
+    name: str = ""  # in a mixture; empty if there is one source
     first: int = 0  # number of its first shard among those of the stream
-    stop: int  # one past the number of its last
-    share: int = 1  # whole number, of all sources' together
-    shuffle_buffer: int = 0  # sequences each rank keeps at hand to draw from at random; 0 keeps their order
+    stop: int  # number of its last shard, plus one
+    share: int = 1  # a whole number; the source gets share / (sum of all shares)
+    shuffle_buffer: int = 0  # sequences that each rank keeps to draw from at random; 0 keeps their order
     on_error: OnError = "raise"
-    max_errors: int | None = None  # most such records of the whole job; None for no limit
+    max_errors: int | None = None  # most bad records in the whole job; None for no limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +55,10 @@ class Settings:
     make_sampler: Callable[[], Sampler]  # makes the policies of one reader
     scheduling: Scheduling
     collate: Callable[..., THDBatch]  # samples of a microbatch, ids and scales -> batch
-    window: int  # sequences each rank keeps at hand
+    window: int  # sequences that each rank keeps ready to plan from
     seed: int = 0
     num_workers: int = 0  # processes that read
-    timeout_s: float = 600.0  # seconds until a rank that gives nothing is given up
+    timeout_s: float = 600.0  # seconds to wait for a rank that sends nothing
 
     @cached_property
     def source_of(self) -> IntArray:
@@ -67,12 +67,12 @@ class Settings:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of a mixture's sources; empty where nothing is mixed."""
+        """Return the names of a mixture's sources; empty if there is no mixture."""
         return tuple(source.name for source in self.sources) if self.sources[0].name else ()
 
 
 class Intake:
-    """Reads the sources of a stream on one rank and sends all ranks what each has read."""
+    """Reads the sources of a stream on one rank, and exchanges with all ranks what each has read."""
 
     def __init__(self, settings: Settings, wire: Wire) -> None:
         self._settings, self._sources, self._wire = settings, settings.sources, wire
@@ -112,16 +112,16 @@ class Intake:
 
     @property
     def dry(self) -> npt.NDArray[np.bool_]:
-        """Return which sources every rank has read to their end, bool ``[N]``."""
+        """Return which of the N sources all ranks have read to their end, bool ``[N]``."""
         return np.asarray(self.exhausted.all(axis=1))
 
     def gather(self, wanted: IntArray) -> Table:
-        """Read this rank's share of ``[N, ranks]`` sequences; a collective."""
+        """Read as many sequences as ``wanted`` ``[N, ranks]`` asks of this rank; a collective."""
         own = wanted[:, self._wire.rank].tolist()
         return self._shared(lambda: self._take(own))
 
     def again(self, pending: dict[int, dict[int, list[int]]]) -> Table:
-        """Read a checkpoint's pending sequences again, each on the rank that has its shard; a collective."""
+        """Read a checkpoint's unused sequences again, each on the rank with its shard; a collective."""
         return self._shared(
             lambda: [one for reader in self._readers.values() for one in reader.again(pending)]
         )
@@ -130,7 +130,7 @@ class Intake:
         return [one for number, reader in self._readers.items() for one in reader.take(counts[number])]
 
     def _shared(self, read: Callable[[], list[Read]]) -> Table:
-        """Read on every rank, and return the ``POOL`` of what all ranks read; a collective."""
+        """Read on every rank, and return a ``POOL`` table of what all ranks read; a collective."""
         failure, reads, marks = self.failure, list[Read](), dict[int, list[Mark]]()
         try:
             reads = read() if failure is None else reads
@@ -162,7 +162,7 @@ class Intake:
             self.marks.pop(shard, None)
 
     def drop_marks(self, pending: Table, cursors: IntArray) -> None:
-        """Drop saved states older than the last one from which all unused records can be read."""
+        """Keep the last saved state from which all unused records can be read; drop older states."""
         for shard, marks in self.marks.items():
             rows = pending["row"][pending["shard"] == shard]
             least = min(int(rows.min()) if len(rows) else int(cursors[shard]), int(cursors[shard]))
@@ -195,7 +195,7 @@ class Intake:
 
 
 def _pooled(tables: list[Table]) -> Table:
-    """Join what each rank read: the first of each rank and shard, then the second of each, and so on."""
+    """Join the tables of all ranks: the first record of each rank and shard, then each second, and so on."""
     joined: npt.NDArray[np.void] = np.zeros(sum(map(len, tables)), POOL)
     for name in META.names or ():
         joined[name] = np.concatenate([table[name] for table in tables])
@@ -215,14 +215,14 @@ class Read:
     shard: int  # number of its shard
     row: int  # its row in the shard
     round: int = 0  # the pass over its source
-    sample: Sample | None  # None where a policy left it out or it is bad
+    sample: Sample | None  # None if a policy left it out, or if it is bad
     bad: str | None = None
     counts: dict[str, int] = field(default_factory=dict)
-    mark: Mark | None = None  # a state from which its shard goes on with the row after it; mostly None
+    mark: Mark | None = None  # a state from which its shard can resume at the next row; mostly None
 
 
 def assign(sizes: Sequence[int], ranks: int, *, first: int = 0) -> list[list[int]]:
-    """Assign shards to ranks, the largest to rank ``first``, each next one to the rank with the least."""
+    """Assign shards to ranks by falling size: rank ``first``, then always the rank with the least."""
     heap = [(0, (rank - first) % ranks, rank) for rank in range(ranks)]
     heapq.heapify(heap)
     own: list[list[int]] = [[] for _ in range(ranks)]
@@ -235,21 +235,21 @@ def assign(sizes: Sequence[int], ranks: int, *, first: int = 0) -> list[list[int
 
 @dataclass(kw_only=True, eq=False)
 class Reading(IterableDataset[Read]):
-    """The shards that a rank reads, their order, and what turns their records into samples."""
+    """The shards that a rank reads, their order, and the sampler that turns records into samples."""
 
-    shards: Sequence[Shard]  # all of the stream
-    own: Sequence[int]  # numbers of those this rank reads, in the order they are read
-    starts: Mapping[int, int]  # the row from which each is read
+    shards: Sequence[Shard]  # all shards of the stream
+    own: Sequence[int]  # numbers of the shards that this rank reads, in reading order
+    starts: Mapping[int, int]  # the first row to read of each shard
     sampler: Sampler
     round: int = 0  # the pass over the source
     marks: Mapping[int, Mark] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Read]:
-        """Read the shards, every n-th in one of n workers."""
+        """Read the shards; each of n workers reads every n-th shard."""
         worker = get_worker_info()
         first, every = (0, 1) if worker is None else (worker.id, worker.num_workers)
         if worker is not None:
-            # A dataset that shares its records out among workers would leave some to those of other shards.
+            # Hide the worker from datasets that divide their records among workers: here one reads a shard.
             worker_module._worker_info = None
         for number in self.own[first::every]:
             yield from self.rows(number, self.starts[number])
@@ -264,7 +264,7 @@ class Reading(IterableDataset[Read]):
                 yield self._read(number, row, record, after)
         except ModuleNotFoundError:
             raise
-        except Exception as err:  # a file system, a decoder or the user's iterator: no record comes after
+        except Exception as err:  # a file system, decoder or user's iterator failed: no records follow
             yield Read(shard=number, row=row + 1, sample=None, bad=f"reading stopped: {err}")
 
     def _read(self, number: int, row: int, record: Any, mark: Mark | None) -> Read:
@@ -281,10 +281,10 @@ class Reading(IterableDataset[Read]):
 
 @dataclass(slots=True)
 class Tally:
-    """What a rank has left out or changed of one source so far."""
+    """How many records of one source a rank has left out or changed so far."""
 
     bad: int = 0
-    last: deque[str] = field(default_factory=lambda: deque(maxlen=3))  # the places and faults of bad records
+    last: deque[str] = field(default_factory=lambda: deque(maxlen=3))  # places and faults of bad records
     counts: Counter[str] = field(default_factory=Counter)  # by policy
 
 
@@ -292,20 +292,20 @@ class Tally:
 class Told:
     """The message of a rank to the others after it has read."""
 
-    table: Table  # the ``META`` of what it read
-    failure: str | None  # why it cannot go on
+    table: Table  # the ``META`` of the records it read
+    failure: str | None  # why it failed, if it did
     exhausted: list[bool]  # by source
     tallies: list[Tally]  # by source
     marks: dict[int, list[Mark]]  # new states of its shards
 
 
 class Reader:
-    """Reads the shards of a rank in order, in this process or in workers, and counts what is left out."""
+    """Reads the shards of a rank in order, in this process or in workers, and counts records left out."""
 
     def __init__(self, reading: Reading, tally: Tally, *, skips: bool, num_workers: int) -> None:
         self._reading, self._tally, self._skips = reading, tally, skips
         self.exhausted, self.taken = False, 0
-        self.marks: dict[int, list[Mark]] = {}  # that were met since they were asked for last
+        self.marks: dict[int, list[Mark]] = {}  # found since the last exchange
         self._rows = iter(reading)
         if workers := min(num_workers, len(reading.own)):
             # Workers start here, in the thread that makes the reader.
@@ -317,7 +317,7 @@ class Reader:
         while len(taken) < count:
             try:
                 read = next(self._rows, None)
-            except RuntimeError as err:  # a worker that died
+            except RuntimeError as err:  # a worker died
                 names = ", ".join(self._reading.shards[i].name for i in self._reading.own[:4])
                 raise ValueError(f"A worker that reads {names} ended: {err}") from err
             if read is None:
@@ -338,7 +338,7 @@ class Reader:
         return taken
 
     def again(self, pending: dict[int, dict[int, list[int]]]) -> list[Read]:
-        """Read records again, by shard, row and pass, that were read but not used at a checkpoint."""
+        """Read again the records, by shard, row and pass, that were read but unused at a checkpoint."""
         found = []
         for number in self._reading.own:
             rows = pending.get(number)
@@ -348,8 +348,8 @@ class Reader:
             reads = list(islice((one for one in read if one.row in rows and one.bad is None), len(rows)))
             if len(reads) != len(rows):
                 raise ValueError(
-                    f"Shard {self._reading.shards[number].name} held {len(rows)} sequences when the "
-                    f"checkpoint was written that it gives {len(reads)} of now."
+                    f"Shard {self._reading.shards[number].name} gives {len(reads)} of {len(rows)} sequences "
+                    "that the checkpoint needs. Restore it, or start without the loader's state."
                 )
             for one in reads:
                 self._tally.counts.update(one.counts)

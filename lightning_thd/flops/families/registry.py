@@ -1,7 +1,7 @@
-"""A transformers config -> the layers of its model; one line a family, by ``model_type``.
+"""A transformers config -> the layers of its model, by ``model_type``.
 
-Most families are one decoder: what differs is read off the config (windows, experts, latent attention,
-state-space layers). ``register`` adds families that are not here.
+Most families are one decoder. Its variants (windows, experts, latent attention, state-space layers) are read
+from the config. ``register`` adds families that are not here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Read = Callable[[Sizes], list[Layer]]  # gives the layers between embedding and 
 
 
 def read_config(config: Any) -> tuple[str, tuple[Layer, ...], int, int | None]:
-    """Return a config's model type and layers, how many patches merge into one, and a patch's edge."""
+    """Return a config's model type, its layers, how many patches merge into one, and a patch's edge."""
     if Sizes(config).model_type in _REGISTERED:
         name = Sizes(config).model_type
         layers = _REGISTERED[name](config)
@@ -49,11 +49,11 @@ def read_config(config: Any) -> tuple[str, tuple[Layer, ...], int, int | None]:
 
 
 def register(model_type: str, builder: Callable[[Any], Sequence[Layer]]) -> None:
-    """Register how ``FlopsModel.from_config`` reads a further model family.
+    """Register a function with which ``FlopsModel.from_config`` reads another model family.
 
     Args:
         model_type: ``config.model_type``.
-        builder: from a config to its layers, made with ``flops.terms`` and ``flops.families.parts``.
+        builder: a function from a config to its layers; use ``flops.terms`` and ``flops.families.parts``.
     """
     if not model_type or not callable(builder):
         raise ValueError(
@@ -69,7 +69,7 @@ def _decoder(sizes: Sizes, *, gated: bool = True) -> list[Layer]:
     """Return decoder layers, each a mixer, then an MLP or experts."""
     sparse = expert_layers(sizes)
     dropouts = ("resid_pdrop", "residual_dropout", "hidden_dropout", "hidden_dropout_prob", "dropout")
-    # The backward pass of a norm or dropout behind a layer's last matmul needs that matmul's output.
+    # The backward pass of a norm or dropout after a layer's last matmul needs that matmul's output.
     followed = sizes.model_type in _NORM_AFTER or sizes.get(*dropouts, default=0.0) > 0
     layers = _between_widths(sizes, "project_in")
     for index in range(sizes.num_layers):
@@ -93,7 +93,7 @@ def _mixers_only(sizes: Sizes) -> list[Layer]:
 
 
 def _one_part_a_layer(sizes: Sizes) -> list[Layer]:
-    """Return Nemotron-H's layers, each a state space, an attention, an MLP or experts."""
+    """Return Nemotron-H's layers; each is a state-space layer, an attention, an MLP or experts."""
     layers = []
     for index, kind in enumerate(sizes.get("layers_block_type", "layer_types", default=())):
         if kind == "mlp":
@@ -107,7 +107,7 @@ def _one_part_a_layer(sizes: Sizes) -> list[Layer]:
 
 
 def _zamba2(sizes: Sizes) -> list[Layer]:
-    """Return Zamba 2's layers: Mamba 2, and in hybrid layers a shared transformer before it."""
+    """Return Zamba 2's layers: each is a Mamba 2, and hybrid layers run a shared transformer before it."""
     hidden, inner, rank = sizes.hidden, sizes.inner, sizes.size("adapter_rank", default=0)
     layers = []
     for index, kind in enumerate(sizes.get("layers_block_type", "layer_types", default=())):
@@ -117,7 +117,7 @@ def _zamba2(sizes: Sizes) -> list[Layer]:
             shared = parts.attention(hidden, sizes.heads, sizes.kv_heads, head_dim, input_size=2 * hidden)
             adapter = matmul("mlp_adapter", hidden * rank + rank * 2 * inner)
             joint = matmul("joint", hidden * hidden)
-            # The adapter of q, k and v maps twice the hidden size to itself.
+            # The adapters of q, k and v each map from twice the hidden size to twice the hidden size.
             if sizes.get("use_shared_attention_adapter"):
                 shared.append(matmul("qkv_adapter", 3 * 2 * 2 * hidden * rank))
             terms = (*shared, *parts.mlp(hidden, inner, last=False), adapter, joint, *terms)
@@ -138,7 +138,7 @@ def _mllama(sizes: Sizes) -> list[Layer]:
 
 
 def _encoder(sizes: Sizes) -> list[Layer]:
-    """Return BERT with its masked-language head: every token sees every other of its sequence."""
+    """Return BERT with its masked-language head; every token sees all others of its sequence."""
     attends = parts.attention(sizes.hidden, sizes.heads, sizes.heads, sizes.head_dim, both_ways=True)
     terms = (*attends, *parts.mlp(sizes.hidden, sizes.inner, gated=False, last=False))
     layers = [Layer(path=f"layers.{index}", terms=terms) for index in range(sizes.num_layers)]
@@ -146,7 +146,7 @@ def _encoder(sizes: Sizes) -> list[Layer]:
 
 
 def _modernbert(sizes: Sizes) -> list[Layer]:
-    """Return ModernBERT's layers, gated and mostly with a window, and the dense layer of its head."""
+    """Return ModernBERT's layers (gated, most with a window) and the dense layer of its head."""
     head = matmul("transform", sizes.hidden * sizes.hidden, kind="logits")
     return [*_decoder(sizes), lone("transform", head)]
 
@@ -157,7 +157,7 @@ def _ends(terms: list[Term]) -> tuple[Term, ...]:
 
 
 def _dense_inner(sizes: Sizes) -> int:
-    """Return the intermediate size of a dense layer; LFM2 derives its own."""
+    """Return the intermediate size of a dense layer; LFM2 computes it from other settings."""
     if sizes.model_type == "llama4_text":
         return sizes.size("intermediate_size_mlp")
     inner = sizes.inner
@@ -169,13 +169,13 @@ def _dense_inner(sizes: Sizes) -> int:
 
 
 def _between_widths(sizes: Sizes, path: str) -> list[Layer]:
-    """Return the projection between an embedding of another width and the layers (OPT-350m), if any."""
+    """Return the projection between the layers and an embedding of another width (OPT-350m), if any."""
     if sizes.token_width == sizes.hidden:
         return []
     return [lone(path, matmul(path, sizes.token_width * sizes.hidden))]
 
 
-_NORM_AFTER = ("gemma2", "gemma3_text", "olmo2", "olmo3", "glm4", "exaone4")  # a norm behind the MLP
+_NORM_AFTER = ("gemma2", "gemma3_text", "olmo2", "olmo3", "glm4", "exaone4")  # a norm after the MLP
 _DENSE = (
     "llama mistral ministral ministral3 qwen2 qwen3 gemma gemma2 gemma3_text phi3 phi4_multimodal olmo olmo2 "
     "olmo3 granite stablelm cohere cohere2 smollm3 glm glm4 ernie4_5 seed_oss hunyuan_v1_dense exaone4 "

@@ -7,11 +7,11 @@ from typing import Literal
 import torch
 
 # Bytes of the two scratch tiles. CPU: two 8 MiB tiles stay in a last-level cache and keep the multiplier
-# at full speed (measured: 1024 x 2048 within 3 % of one large product). Accelerators: 256 MiB are 1/75 of
-# the fp32 logits of 32k tokens x 152k vocabulary, and large enough to fill the device.
+# at full speed (measured: 1024 x 2048 is within 3 % of one large product). Accelerators: fp32 logits of 32k
+# tokens x 152k vocabulary are 75 times 256 MiB, which is large enough to fill the device.
 CPU_BYTES = 16 * 2**20
 _ACCELERATOR_BYTES = 256 * 2**20
-# Columns of a tile at most.
+# Most columns of a tile.
 _WIDEST = {"cpu": 2048}
 _WIDEST_ACCELERATOR = 8192
 
@@ -19,7 +19,7 @@ _WIDEST_ACCELERATOR = 8192
 def tile_shape(
     rows: int, columns: int, *, device: torch.device, itemsize: int, chunk: int | Literal["auto"]
 ) -> tuple[int, int]:
-    """Choose rows and columns of a tile so that two of them fit the budget of their device."""
+    """Choose the rows and columns of a tile so that two tiles fit the budget of their device."""
     budget = CPU_BYTES if device.type == "cpu" else _ACCELERATOR_BYTES
     elements = budget // (2 * itemsize)
     widest = _WIDEST.get(device.type, _WIDEST_ACCELERATOR)

@@ -1,4 +1,4 @@
-"""Sizes of a layer and the needs of a batch -> the way of communicating that takes the least time.
+"""Sizes of a layer and needed rows of a batch -> the context-parallel communication that is fastest.
 
 Legend: N slots of a shard, H query heads, G key-value heads, D head size, E value head size.
 """
@@ -23,7 +23,7 @@ class LayerSizes:
     kv_heads: int  # G
     head_size: int  # D
     value_size: int  # E
-    element_bytes: int  # what one number takes
+    element_bytes: int  # bytes of one number
 
     @property
     def key_bytes(self) -> int:
@@ -36,13 +36,13 @@ class LayerSizes:
         return 2 * self.heads * (self.head_size + self.value_size)
 
     def gather_bytes(self, slots: int, cp: int) -> int:
-        """Return the bytes a rank receives in an all-gather of N slots a rank."""
+        """Return the bytes that a rank receives in an all-gather of N slots per rank."""
         return (cp - 1) * slots * self.key_bytes
 
     def ulysses_bytes(self, slots: int, cp: int) -> int:
-        """Return the bytes a rank receives when rows are traded for heads; cp must divide H."""
+        """Return the bytes that a rank receives when Ulysses exchanges rows for heads; cp must divide H."""
         kv_heads = self.kv_heads
-        if kv_heads % cp:  # every rank is sent the key-value heads that its query heads need
+        if kv_heads % cp:  # every rank receives the key-value heads that its query heads need
             share, own = self.heads // kv_heads, self.heads // cp
             kv_heads = self.heads if share % own else cp
         return (
@@ -57,7 +57,7 @@ class LayerSizes:
 def cheapest_way(
     sizes: LayerSizes, *, cp: int, slots: int, needed_rows: int, pairs: float, most_pairs: float
 ) -> Literal["ulysses", "needed"]:
-    """Return the fastest way; ``pairs`` are those of all ranks, ``most_pairs`` those of the busiest one."""
+    """Return the faster of two exchanges; ``pairs`` counts all ranks, ``most_pairs`` the busiest rank."""
     if sizes.heads % cp:
         return "needed"
     kernel_s = (most_pairs - pairs / cp) * sizes.pair_flops / FLOPS_PER_S

@@ -1,8 +1,8 @@
-"""How one pack is cut over context-parallel ranks -> indices on the device, looked up by a shard's offsets.
+"""The cut of a pack over context-parallel ranks -> indices on the device, looked up by a shard's offsets.
 
-Attention gets ``cu_seqlens`` and nothing else that identifies a batch. So a layout is found by the offsets of
-its shard, wherever a kernel is called: through a transformers model, a hand-written one, or a checkpoint that
-the backward pass recomputes in a thread.
+Attention gets ``cu_seqlens`` and nothing else that identifies a batch. So the offsets of a shard are the key
+to its layout, wherever a kernel is called: in a transformers model, in your own model, or in a checkpoint
+that the backward pass recomputes in a thread.
 
 Legend: T slots in a pack, S sequences, N = T / cp slots of a shard.
 """
@@ -40,11 +40,11 @@ class Call(NamedTuple):
 
 
 class ShardLayout:
-    """The slots of one pack that each context-parallel rank holds."""
+    """Which slots of one pack each context-parallel rank holds."""
 
     def __init__(
         self,
-        padded_lengths: Sequence[int],  # a trailing pad included
+        padded_lengths: Sequence[int],  # with a trailing pad
         *,
         cp: int,
         rank: int,
@@ -68,7 +68,7 @@ class ShardLayout:
         self.own: Tensor
         self.cu_seqlens: Tensor
         self.own, self.cu_seqlens = self.put((own, offsets_of(self.held)))
-        self.used = False  # whether any attention has asked for it
+        self.used = False  # whether any attention has looked it up
         self.over = False  # whether the job that cut it has ended
         self.cache: dict[Any, Any] = {}
         _remember(self)
@@ -105,7 +105,7 @@ class ShardLayout:
         return found
 
     def call(self, *, causal: bool, left: int) -> Call:
-        """Return the kernel call of this rank's queries on gathered keys, computed once a batch."""
+        """Return the kernel call of this rank's queries on gathered keys, computed once per batch."""
 
         def make() -> Call:
             where = partition.restore_indices(self.padded_lengths, **self.cut)
@@ -127,7 +127,7 @@ class ShardLayout:
         )
 
     def once(self, key: Any, make: Callable[[], _T]) -> _T:
-        """Return what ``make`` gives, computed once a batch: all layers of a kind share it."""
+        """Return the result of ``make``, computed once per batch; all layers of a kind share it."""
         if key not in self.cache:
             self.cache[key] = make()
         found: _T = self.cache[key]
@@ -166,7 +166,7 @@ def _remember(layout: ShardLayout) -> None:
 
 def _forget() -> None:
     global in_use
-    in_use = any(True for _ in _BY_OFFSETS.values())  # those alive: entries may be removed after this
+    in_use = any(True for _ in _BY_OFFSETS.values())  # live ones: dead entries may still be listed
 
 
 def layout_of(cu_seqlens: Tensor) -> ShardLayout | None:
@@ -180,7 +180,7 @@ def layout_of(cu_seqlens: Tensor) -> ShardLayout | None:
 
 
 def end_job() -> None:
-    """Mark all layouts as those of a job that has ended: its shards no longer make other attention fail."""
+    """Mark all layouts as those of an ended job, so that live shards do not make other attention fail."""
     for layout in list(_BY_OFFSETS.values()):
         layout.over = True
 
@@ -200,7 +200,7 @@ def refuse_unknown_offsets(cu_seqlens: Tensor, slots: int) -> None:
         return
     if _in_use_over(slots, cu_seqlens.device) is None:
         return
-    gc.collect()  # frees shards that only a cycle keeps, as in an error's traceback
+    gc.collect()  # frees shards that only a reference cycle keeps alive, such as a traceback
     layout = _in_use_over(slots, cu_seqlens.device)
     if layout is not None:
         raise ValueError(

@@ -1,7 +1,7 @@
 """A whole model -> this rank's part of it, in place, before any weight is materialised or moved.
 
-The embedding stays on the first stage. The head, and modules that run after the layers, stay on the last. The
-other ranks get stand-ins without parameters. What stays keeps its name.
+The embedding stays on the first stage. The head and the modules after the layers stay on the last stage. The
+other ranks get placeholders without parameters. Modules that stay keep their names.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lightning_thd.parallel.routers import (
     wants_balance,
 )
 
-# Lengths that stages are balanced for: those of a pack of mixed documents (tokens).
+# The sequence lengths (tokens) for which stages are balanced: a pack of mixed documents.
 _LENGTHS = (4096, 2048, 1024, 512, 512)
 
 
@@ -48,7 +48,10 @@ def cut_model(
     balance: Callable[[], Channel] | None = None,
     peers: dist.ProcessGroup | None = None,
 ) -> Stage:
-    """Replace other ranks' layers in place; ``balance`` makes a channel for routers, ``peers`` share them."""
+    """Replace the layers of other ranks in place.
+
+    ``balance`` makes the channel for router sums; the ranks of ``peers`` add their sums.
+    """
     inner = language_model_of(model)
     if (known := stage_of(inner)) is not None:
         return known
@@ -87,7 +90,7 @@ def cut_model(
 
 
 def language_model_of(model: nn.Module) -> Any:
-    """Return the Hugging Face model with a head that wrappers such as PEFT's hold."""
+    """Return the Hugging Face model with a head inside wrappers such as PEFT's."""
     found = model_with_head(model)
     if found is not None:
         return found
@@ -136,7 +139,7 @@ def _around(
     if left:
         raise ValueError(
             f"{type(inner).__name__} has parameters outside its embedding, layers, final norm and head: "
-            f"{left[:4]}. A pipeline stage for them is not known: set pipeline_parallel_size=1."
+            f"{left[:4]}. Their pipeline stage is not known. Set pipeline_parallel_size=1."
         )
     return before, behind
 
@@ -174,13 +177,13 @@ def plan_split(
     split: Literal["auto"] | Sequence[int] = "auto",
     lengths: Sequence[int] = _LENGTHS,
 ) -> Split:
-    """Choose which stage holds which layers, by FLOPs first and parameters second."""
+    """Choose the layers of each stage; balance FLOPs first and parameters second."""
     layers = decoder_stack(inner)[2]
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     head, embedding = inner.get_output_embeddings(), inner.get_input_embeddings()
     around = [sum(p.numel() for p in module.parameters()) for module in (embedding, head)]
     counted = layer_flops(inner.config, len(layers), lengths)
-    if counted is None:  # a matrix parameter costs 6 FLOPs a token, and an embedding none
+    if counted is None:  # 6 FLOPs per parameter of a matrix and token; embeddings cost none
         flops = [6.0 * sum(lengths) * size for size in sizes]
         counted = flops, 0.0, 6.0 * sum(lengths) * around[1]
     return split_layers(
@@ -194,7 +197,7 @@ def plan_split(
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Map the head's name of a tied weight to the embedding's; empty if none is tied. Call before the cut."""
+    """Map a tied weight's name in the head to its name in the embedding; call this before the cut."""
     inner = language_model_of(model)
     ends = (inner.get_output_embeddings(), inner.get_input_embeddings())
     weights = [getattr(end, "weight", None) for end in ends]
@@ -207,14 +210,14 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def stages_in(model: nn.Module) -> Iterator[Stage]:
-    """Yield the ``Stage`` of every model in a LightningModule that was cut by depth."""
+    """Yield the ``Stage`` of every model in ``model`` that was cut into pipeline stages."""
     for module in model.modules():
         if (stage := stage_of(module)) is not None:
             yield stage
 
 
 def _on_meta(inner: nn.Module) -> nn.Module:
-    """Copy a model to the meta device, for counting the FLOPs and parameters of all stages."""
+    """Copy a model to the meta device, to count the FLOPs and parameters of all stages later."""
     memo: dict[int, Any] = {}
     for tensor in [*inner.parameters(), *inner.buffers()]:
         empty: Any = torch.empty_like(tensor.detach(), device="meta")
@@ -224,13 +227,13 @@ def _on_meta(inner: nn.Module) -> nn.Module:
 
 
 def _run_only_where(module: Any, here: Any, instead: nn.Module) -> None:
-    """Replace a module's forward by that of ``instead`` in passes of stages that lack the module."""
+    """Run ``instead`` in place of a module if the running stage of this rank does not have the module."""
     forward = module.forward
     module.forward = lambda *args, **kwargs: forward(*args, **kwargs) if here() else instead(*args, **kwargs)
 
 
 def _require_behind(name: str, owner: nn.Module, stage: Stage) -> None:
-    """Make a module that should run after the layers raise, on every stage, if it runs before them."""
+    """Make a module raise, on every stage, if it runs before the layers instead of after them."""
     module: Any = owner._modules[name]
 
     def check(module: nn.Module, args: Any) -> None:
