@@ -149,7 +149,7 @@ class THDLoader:
         """Begin an epoch from its start, unless it is the current one; a stream continues where it is."""
         if self._progress is None and self.source.kind != "eval":
             raise MisconfigurationException(
-                "A training loader was given to a Trainer without its THDDataModule, so it knows no ranks. "
+                "A training loader of THDDataModule was given to a Trainer by itself, so it knows no ranks. "
                 "Pass the data module: trainer.fit(module, datamodule=data)."
             )
         self.begin_epoch(epoch)
