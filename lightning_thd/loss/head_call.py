@@ -401,10 +401,9 @@ def plain_linear(head: Any, forward: object) -> nn.Linear | None:
     if type(weight) is not nn.Parameter and is_dtensor(weight):
         linear: nn.Linear = head  # tensor parallelism sets its own forward
         return linear
-    cut = getattr(head, "_hf_device_mesh", None)  # before transformers 5.16: plain shards and hooks
     kind = type(weight)
     quantised = weight is not None and kind is not nn.Parameter and not kind.__module__.startswith("torch.")
-    return None if forward or quantised or (cut is not None and cut.size() > 1) else head
+    return None if forward or quantised else head
 
 
 def head_operands(head: nn.Linear, hidden: Tensor) -> HeadOperands:

@@ -68,9 +68,7 @@ def has_mixers(model: nn.Module) -> bool:
 
 def _pack_aware(cls: type, forward: Callable[..., Any]) -> Callable[..., Any]:
     kernels, carried, several = MIXERS[cls.__name__], adopt_functions(cls), cls.__name__ in _SEVERAL
-    first = list(inspect.signature(forward).parameters.values())[1]
-    # Decorators of transformers 5.15 hide the name of the first argument.
-    tokens_name = "hidden_states" if first.kind is inspect.Parameter.VAR_POSITIONAL else first.name
+    tokens_name = list(inspect.signature(forward).parameters)[1]
 
     @functools.wraps(forward)
     def pack_aware_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

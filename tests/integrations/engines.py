@@ -10,9 +10,7 @@ import accelerate
 import lightning as L
 import torch
 import torch.distributed as dist
-import transformers
 from lightning.pytorch.callbacks import ModelCheckpoint
-from packaging.version import Version
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
@@ -29,14 +27,6 @@ def optimizer_of(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
     """Return AdamW, with an eps far above rounding noise, and a decaying learning rate."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), eps=1e-5)
     return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
-
-
-def know_indexed_cpus() -> None:
-    """Let transformers before 5.18 resume on several CPU ranks: it restores to cpu:0, which torch refuses."""
-    if Version(transformers.__version__) < Version("5.18"):
-        torch.serialization.register_package(
-            9, lambda storage: None, lambda storage, place: storage if place.startswith("cpu:") else None
-        )
 
 
 class Job:
@@ -180,7 +170,6 @@ class Job:
             peak=1e9,
         )
         last = self._last("trainer", "trainer_state.json")
-        know_indexed_cpus()
         trainer.train(resume_from_checkpoint=None if last is None else str(last))
         return model, losses
 

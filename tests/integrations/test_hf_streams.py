@@ -16,7 +16,6 @@ from lightning_thd.data.streams import Stream
 from lightning_thd.integrations import packed_trainer
 from lightning_thd.integrations.hf_data import is_streamed, streamed_dataset
 from tests.data.streams.jobs import samples_of, write_samples
-from tests.integrations.engines import know_indexed_cpus
 from tests.integrations.support import RecordsSteps
 from tests.ranks import run_ranks
 from tests.tiny import largest_error, sequences, tiny_llama, train_alone
@@ -48,7 +47,6 @@ def train(folder: str, accumulate: int, steps: int, resume: bool = False, callba
     if callback is not None:
         callback.trainer = trainer
         trainer.add_callback(callback)
-    know_indexed_cpus()
     trainer.train(resume_from_checkpoint=resume or None)
     return {name: p.detach() for name, p in model.named_parameters()}, trainer.seen
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.util
 import io
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +18,6 @@ from tests.loss.families import VOCAB, build
 from tests.loss.support import gradients, make_batch, oracle
 from tests.ranks import run_ranks
 
-# How transformers cuts a head over ranks: since 5.16 into DTensors, before into plain weights and hooks.
-DTENSORS = importlib.util.find_spec("transformers.distributed.tensor_parallel") is not None
 LENGTHS = [(5, 9, 1, 13), (3, 17, 8)]
 
 
@@ -87,8 +85,7 @@ def test_ddp() -> None:
 
 
 def run_tensor_parallel_styles() -> list[tuple[float, float]]:
-    styles = ("replicated output", "sharded output", *(["transformers"] if DTENSORS else []))
-    return [run_tensor_parallel(style) for style in styles]
+    return [run_tensor_parallel(style) for style in ("replicated output", "sharded output", "transformers")]
 
 
 def run_tensor_parallel(style: str) -> tuple[float, float]:
@@ -110,10 +107,9 @@ def run_tensor_parallel(style: str) -> tuple[float, float]:
         )
     else:  # transformers' own, over the whole model
         from transformers.distributed.configuration_utils import DistributedConfig
-        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-        plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=2))  # type: ignore[operator]
-        apply_tensor_parallelism(model, mesh, plan)
+        meshes: Any = SimpleNamespace(get_mesh=lambda name: mesh)
+        model.maybe_distribute_model(model, DistributedConfig(tp_size=2), meshes)  # type: ignore[operator]
     loss = causal_lm_loss(model, batch)
     loss.backward()
     assert isinstance(model.lm_head.weight, DTensor)

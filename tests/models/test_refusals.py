@@ -60,11 +60,11 @@ def test_a_tower_with_a_config_of_its_own_is_none_of_its_business() -> None:
 
 def test_families_that_an_early_release_computes_otherwise() -> None:
     with pytest.raises(
-        ValueError, match=r"moshi differs between a pack .* transformers 5.15.0; it is exact from 5.23"
+        ValueError, match=r"moshi differs between a pack .* transformers 5.19.0; it is exact from 5.23"
     ):
-        refuse_early_release("moshi", "5.15.0")
+        refuse_early_release("moshi", "5.19.0")
     refuse_early_release("moshi", "5.23.0")
-    refuse_early_release("llama", "5.15.0")
+    refuse_early_release("llama", "5.19.0")
 
 
 # ---- Labels

@@ -84,11 +84,7 @@ def shared_size(sizes: Sizes) -> int:
 _SHARED_GATE = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text")
 
 
-# transformers 5.15 names DeepSeek's indexed attention after the family
-_ATTENTION = (
-    *("full_attention", "attention", "sliding_attention", "chunked_attention", "indexed_attention"),
-    "deepseek_sparse_attention",
-)
+_ATTENTION = ("full_attention", "attention", "sliding_attention", "chunked_attention", "indexed_attention")
 
 
 # Families whose window is off unless use_sliding_window is set.
