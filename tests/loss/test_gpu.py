@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -35,10 +36,15 @@ def on_device(case: Case) -> tuple[list[Tensor], Tensor]:
     return [leaf.detach().cuda().requires_grad_() for leaf in leaves], targets.cuda()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "softcap"), [("nll", None), *((kind, 20.0) for kind in KINDS)])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_values_and_gradients(dtype: torch.dtype, kind: str) -> None:
-    case = Case(tokens=300, width=128, vocabulary=1000, dtype=dtype, bias=True, ignored=0.3, softcap=20.0)
+def test_values_and_gradients(dtype: torch.dtype, kind: str, softcap: float | None) -> None:
+    size: Any = {
+        "tokens": 300,
+        "width": 128,
+        "vocabulary": 9000 if kind == "nll" else 1000,
+    }  # two tiles, or one
+    case = Case(**size, dtype=dtype, bias=True, ignored=0.3, softcap=softcap)
     (leaves, targets), taught = on_device(case), tuple(x.cuda() for x in case.teacher())
     loss, leaves64 = fused(kind, leaves, targets, taught, **case.kwargs(leaves)), wide(leaves)
     wanted = whole(kind, case, leaves64, targets, tuple(x.double() for x in taught))

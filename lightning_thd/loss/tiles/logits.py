@@ -177,7 +177,7 @@ class GradientSums:
         """Add the contribution of a tile, whose raw products have the gradient ``dx`` ``[c, v]``."""
         head, compute = self.head, self.head.how.compute
         if self.bias is not None:
-            self.bias[columns] += dx.sum(0)
+            self.bias[columns] += dx.sum(0, dtype=self.bias.dtype)
         if head.how.native:  # once for all products
             dx = dx.to(compute)
         if self.hidden is not None:

@@ -21,6 +21,7 @@ from lightning_thd.loss.tiles.softmax import (
     RowGradients,
     blank_statistics,
     logit_gradient,
+    targets_here,
     update_statistics,
 )
 
@@ -72,7 +73,8 @@ def nll_and_gradients(
     """Return the sum of ``weights * loss`` over the rows, and the gradients; ``seen`` gets rows' losses."""
     loss = head.hidden.new_zeros((), dtype=head.how.accumulator)
     sums = GradientSums(head, needs=needs, rows_outside=True)
-    stash = Stash(head)
+    whole = head.hidden.device.type != "cpu" and head.how.logit_map.softcap is None
+    stash = WholeRows(head) if whole else Stash(head)
     for rows in head.row_tiles:
         stats = stash.fill(rows, targets[rows], total=penalties.label_smoothing > 0)
         log_sum = stats[SUM].log()
@@ -91,6 +93,46 @@ def nll_and_gradients(
         sums.close(rows)
     del stash  # before the weight's gradient is rounded
     return loss, sums.result()
+
+
+class WholeRows:
+    """The softmax of a few rows over all columns, by few and large kernels, as accelerators want."""
+
+    def __init__(self, head: Head) -> None:
+        self.head, self.columns = head, slice(0, head.how.columns)
+        rows = min(head.tile[0], head.hidden.shape[0])
+        self.kept = head.hidden.new_empty(rows * head.how.columns, dtype=head.how.accumulator)
+        self.weight = head.weights(self.columns)
+        self.softmax = self.kept
+
+    def fill(self, rows: slice, targets: Tensor, *, total: bool) -> Tensor:
+        """Compute the softmax of ``rows`` and return the statistics of their logits, ``[5, c]``."""
+        head = self.head
+        z = head.logits(head.inputs(rows), self.weight, self.columns, self.kept)
+        stats = blank_statistics(head.hidden, z.shape[0], z.dtype)
+        here, index = targets_here(targets, z.shape[1])
+        stats[TARGET] = torch.where(here, z.gather(1, index).squeeze(1), 0.0)
+        if total:
+            stats[TOTAL] = z.sum(1)
+        stats[MAX], top = z.max(1)
+        self.softmax = torch.softmax(z, 1, out=z)
+        stats[SUM] = self.softmax.gather(1, top[:, None]).squeeze(1).reciprocal()
+        return stats
+
+    def gradient(self, columns: slice, targets: Tensor, lse: Tensor, wanted: RowGradients) -> Tensor:
+        """Return the gradient of a tile's raw products, ``[c, v]``, in the dtype of their inputs."""
+        how, p = self.head.how, self.softmax[:, columns]
+        factor = how.logit_map.scale / how.logit_map.temperature
+        here, index = targets_here(targets - columns.start, p.shape[1])
+        direct = (wanted.direct * factor)[:, None]
+        extra = torch.where(here, wanted.target * factor, 0.0)[:, None]
+        at_target = p.gather(1, index) * direct + extra
+        if wanted.flat is None:
+            dx = torch.mul(p, direct, out=p.new_empty(p.shape, dtype=how.compute))
+        else:
+            flat = (wanted.flat * factor)[:, None]
+            dx, at_target = (p * direct + flat).to(how.compute), at_target + flat
+        return dx.scatter_(1, index, at_target.to(how.compute))
 
 
 class Stash:

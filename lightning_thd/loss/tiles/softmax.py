@@ -36,7 +36,7 @@ def update_statistics(
     stats: Tensor, z: Tensor, e: Tensor, targets: Tensor, *, entropy: bool, total: bool
 ) -> None:
     """Update the statistics ``[5, c]`` with logits ``z`` ``[c, v]``, which ``entropy`` destroys."""
-    here, index = _targets_here(targets, z.shape[1])
+    here, index = targets_here(targets, z.shape[1])
     stats[TARGET] += torch.where(here, z.gather(1, index).squeeze(1), 0.0)
     if total:
         stats[TOTAL] += z.sum(1)
@@ -53,7 +53,7 @@ def update_statistics(
     stats[MAX] = largest
 
 
-def _targets_here(targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+def targets_here(targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """Return which rows have their target in a tile, ``[c]``, and an index safe for all, ``[c, 1]``."""
     here = (targets >= 0) & (targets < columns)
     return here, targets.clamp(0, columns - 1)[:, None]
@@ -94,7 +94,7 @@ def logit_gradient(
         dz.mul_((wanted.slope * factor)[:, None]).add_(direct).mul_(p)
     if wanted.flat is not None:
         dz.add_((wanted.flat * factor)[:, None])
-    here, index = _targets_here(targets, dz.shape[1])
+    here, index = targets_here(targets, dz.shape[1])
     extra = torch.where(here, wanted.target * factor, 0.0)[:, None]
     dz.scatter_(1, index, dz.gather(1, index) + extra)
     if logit_map.softcap is not None:  # 1 - tanh^2, with tanh = z * temperature / cap
