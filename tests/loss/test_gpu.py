@@ -39,11 +39,7 @@ def on_device(case: Case) -> tuple[list[Tensor], Tensor]:
 @pytest.mark.parametrize(("kind", "softcap"), [("nll", None), *((kind, 20.0) for kind in KINDS)])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_values_and_gradients(dtype: torch.dtype, kind: str, softcap: float | None) -> None:
-    size: Any = {
-        "tokens": 300,
-        "width": 128,
-        "vocabulary": 9000 if kind == "nll" else 1000,
-    }  # two tiles, or one
+    size: Any = {"tokens": 300, "width": 128, "vocabulary": 9000 if kind == "nll" else 1000}
     case = Case(**size, dtype=dtype, bias=True, ignored=0.3, softcap=softcap)
     (leaves, targets), taught = on_device(case), tuple(x.cuda() for x in case.teacher())
     loss, leaves64 = fused(kind, leaves, targets, taught, **case.kwargs(leaves)), wide(leaves)
