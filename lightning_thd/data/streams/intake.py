@@ -348,8 +348,8 @@ class Reader:
             reads = list(islice((one for one in read if one.row in rows and one.bad is None), len(rows)))
             if len(reads) != len(rows):
                 raise ValueError(
-                    f"Shard {self._reading.shards[number].name} gives {len(reads)} of {len(rows)} sequences "
-                    "that the checkpoint needs. Restore it, or start without the loader's state."
+                    f"Shard {self._reading.shards[number].name} held {len(rows)} sequences when the "
+                    f"checkpoint was written, but gives {len(reads)} of them now. Restore the file."
                 )
             for one in reads:
                 self._tally.counts.update(one.counts)
