@@ -97,7 +97,7 @@ def share_packs(
         return Shared(rank=rank, ranks=ranks, data_group=group)
     if ranks != dist.get_world_size():
         raise ValueError(
-            f"context_parallel_size={size}, but {ranks} of {dist.get_world_size()} processes read different "
+            f"context_parallel_size={size} where {ranks} of {dist.get_world_size()} processes read different "
             "data: other axes of the mesh share weights. Use a mesh of data-parallel ranks, or Lightning."
         )
     if model_alignment(model) is not None:
