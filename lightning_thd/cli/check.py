@@ -57,7 +57,7 @@ def load_model(name: str, attention: str, layers: int | None) -> Any:
                 f"--layers {layers}, but {name} has {text.num_hidden_layers}. Pass at most as many."
             )
         text.num_hidden_layers = layers
-        if getattr(text, "layer_types", None):
+        if vars(text).get("layer_types"):  # a property of some configs
             text.layer_types = text.layer_types[:layers]
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()

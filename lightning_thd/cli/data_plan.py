@@ -170,7 +170,10 @@ def load_config(path: str) -> Any:
     if not file.exists():
         auto = require("transformers", feature=f"--model {path}, which is no file here,").AutoConfig
         return auto.from_pretrained(path)
-    return json.loads(file.read_text())
+    try:
+        return json.loads(file.read_text())
+    except ValueError as err:
+        raise ValueError(f"{file} is not JSON ({err}). Pass a config.json, or a folder with one.") from err
 
 
 def _padded_fill(packs: Sequence[Sequence[int]], rows: int = 8) -> float:

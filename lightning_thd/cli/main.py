@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import linecache
 import os
 import re
 import sys
-from collections.abc import Sequence
-from typing import Any
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 from lightning_thd import __version__
 from lightning_thd._imports import require
@@ -29,6 +32,10 @@ TRAINING = {
     "test": "run the test set",
     "predict": "predict one result per sequence",
 }
+# Errors of these packages tell a user what to do, unless code of others, perhaps the user's, called them.
+_KNOWN = {"lightning_thd", "lightning", "jsonargparse", "transformers", "huggingface_hub"}
+_BETWEEN = {"torch", "tqdm"}  # They iterate our data.
+_DEBUG = "JSONARGPARSE_DEBUG"  # the variable by which jsonargparse shows tracebacks
 
 
 def _help() -> str:
@@ -50,16 +57,48 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif given == ["--version"]:
         print(f"lightning-thd {__version__}")
     elif given[0] in TOOLS:
-        _tool(given[0], given[1:])
+        with _lines_for_refusals(given[0]):
+            _tool(given[0], given[1:])
     elif given[0] in TRAINING:
         sys.argv[1:] = given  # LightningCLI reads these
-        _lightning(given[0])
+        with _lines_for_refusals(given[0]):
+            _lightning(given[0])
     else:
         known = [*TRAINING, *TOOLS]
         meant = nearest(given[0], known).removeprefix("; ").capitalize().removeprefix(".")
         sys.exit(
             f"lightning-thd: no command {given[0]!r}. {meant}{' ' * bool(meant)}Commands: {', '.join(known)}."
         )
+
+
+@contextmanager
+def _lines_for_refusals(command: str) -> Iterator[None]:
+    """Turn errors that tell the user what to do into one line; all others keep their traceback."""
+    try:
+        yield
+    except Exception as err:
+        found = None if os.environ.get(_DEBUG) == "true" else _refusal_in(err)
+        if found is None:
+            raise
+        _fail(command, found)
+
+
+def _refusal_in(err: BaseException) -> BaseException | None:
+    """Return what a package of ``_KNOWN``, called by these packages only, raised on purpose, if it did."""
+    frames = list(traceback.walk_tb(err.__traceback__))
+    owners = [str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in frames]
+    if owners[-1] == "jsonargparse" and err.__cause__ is not None:  # the error of a constructor, retold
+        return _refusal_in(err.__cause__)
+    callers = _KNOWN | sys.stdlib_module_names | (_BETWEEN if owners[-1] == "lightning_thd" else set())
+    last = linecache.getline(frames[-1][0].f_code.co_filename, frames[-1][1])
+    on_purpose = last.lstrip().startswith("raise ") or isinstance(err, OSError)
+    return err if on_purpose and callers.issuperset(owners) else None
+
+
+def _fail(command: str, message: object) -> NoReturn:
+    """Exit with status 2 and one line."""
+    sys.stderr.write(f"lightning-thd {command}: error: {' '.join(str(message).split())}\n")
+    sys.exit(2)
 
 
 def _tool(name: str, arguments: list[str]) -> None:
@@ -108,10 +147,10 @@ def _name_nearest(parsers: list[Any]) -> None:
         given = [text for text in given if text.count(".") == 1]
         unknown = [text for text in given if not any(option.startswith(text) for option in known)]
         if unknown:
-            sys.exit(
-                f"lightning-thd {sys.argv[1]}: there is no option {unknown[0]}{nearest(unknown[0], known)}"
-            )
-        return error(message, *args, **kwargs)
+            message = f"there is no option {unknown[0]}{nearest(unknown[0], known)}"
+        if os.environ.get(_DEBUG) == "true":
+            return error(message, *args, **kwargs)
+        _fail(sys.argv[1], message)  # Theirs prints all options before the message.
 
     parsers[-1].error = one_line
 

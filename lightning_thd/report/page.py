@@ -102,12 +102,15 @@ def read_metrics(folder: str | Path) -> Series:
         )
     found: dict[str, dict[int, float]] = {}
     for file in files:
-        with file.open(newline="") as lines:
-            for row in csv.DictReader(lines):
-                step = int(float(row.pop("step")))
-                for name, text in row.items():
-                    if text and name != "epoch":
-                        found.setdefault(name, {})[step] = float(text)
+        try:
+            with file.open(newline="") as lines:
+                for row in csv.DictReader(lines):
+                    step = int(float(row.pop("step")))
+                    for name, text in row.items():
+                        if text and name != "epoch":
+                            found.setdefault(name, {})[step] = float(text)
+        except (ValueError, KeyError, TypeError) as err:  # text, no column of steps, or a torn row
+            raise ValueError(f"{file} is no table of CSVLogger ({err!r}). Mend or remove it.") from err
     return {name: sorted(values.items()) for name, values in found.items()}
 
 

@@ -16,6 +16,7 @@ from lightning_thd.cli import main
 from lightning_thd.cli.main import TOOLS
 from lightning_thd.module import CausalLMModule
 from lightning_thd.report import read_metrics
+from tests.cli.test_tools import SIZES, Said
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "guides" / "yaml.md"
@@ -115,9 +116,65 @@ def test_help_and_the_nearest_name_of_what_does_not_exist(
         assert "--json" in capsys.readouterr().out, name
     with pytest.raises(SystemExit, match="no command 'pln'. Did you mean plan?"):
         main(["pln"])
+
+
+FIT = {
+    "trainer": {"max_steps": 1, "accelerator": "cpu", "logger": False, "enable_checkpointing": False},
+    "model": {"class_path": "lightning_thd.module.CausalLMModule", "init_args": {"config": SIZES}},
+    "data": {"train": "texts.jsonl", "capacity": 8},
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            "--trainer.max_stpes 3",
+            "there is no option --trainer.max_stpes; did you mean --trainer.max_steps?",
+        ),
+        ("--config typo.yaml", "there is no option --data.capcity; did you mean --data.capacity?"),
+        ("--config none.yaml", "File does not exist: '.*none.yaml'"),
+        ("--data.capacity much", 'Parser key "data.capacity": Expected a'),
+        ("--data.capacity -3", "capacity=-3; wanted 1 or more. Pass the tokens of a pack"),
+        ("--trainer.accelerator abacus", "invalid accelerator name: `accelerator='abacus'`. Available"),
+        ("--model.config {}", "config=.*: it names no model_type, for example"),
+        ("--data.train none.jsonl", "none.jsonl does not exist, and no file matches it. Pass a file, folder"),
+        ("--data.train bad.jsonl", "bad.jsonl, line 1: not JSON"),  # torch's DataLoader lies in between
+    ],
+)
+def test_a_mistake_in_the_words_of_a_fit_is_one_line(
+    options: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("sys.argv", ["lightning-thd"])
-    with pytest.raises(SystemExit, match="no option --trainer.max_stpes; did you mean --trainer.max_steps?"):
-        main(["fit", "--trainer.max_stpes", "3", "--data.capacity", "8"])
-    (tmp_path / "typo.yaml").write_text("data:\n  capcity: 8\n")
-    with pytest.raises(SystemExit, match="no option --data.capcity; did you mean --data.capacity?"):
-        main(["fit", "--config", str(tmp_path / "typo.yaml")])
+    for name, text in {
+        "fit.yaml": yaml.safe_dump(FIT),
+        "typo.yaml": "data:\n  capcity: 8\n",
+        "bad.jsonl": "{",
+    }.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        main(["fit", "--config", "fit.yaml", "--seed_everything", "1", *options.split()])
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lightning-thd")]
+    assert len(said) == 1
+    assert re.match(f"lightning-thd fit: error: .*{message}", said[0]), said
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_an_error_in_code_of_the_user_keeps_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fit.yaml").write_text(yaml.safe_dump({**FIT, "model": {"class_path": f"{__name__}.Theirs"}}))
+    monkeypatch.setattr("sys.argv", ["lightning-thd"])
+    with pytest.raises(ValueError, match="mine"):
+        main(["fit", "--config", "fit.yaml", "--seed_everything", "1"])
+
+
+class Theirs(CausalLMModule):
+    """Raises like a module with a bug."""
+
+    def __init__(self) -> None:
+        raise ValueError("mine")

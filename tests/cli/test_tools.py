@@ -139,7 +139,10 @@ def test_a_report_is_of_all_runs_and_later_ones_continue_the_series(tmp_path: Pa
         (f"{PLAN} --tokenizer /none", r"/none does not exist. Pass a folder that save_pretrained\(\) wrote"),
         (f"{PLAN} --model ./none", "./none does not exist. Pass a config.json, a folder"),
         (f"{PLAN} --model {{here}}/none.json", "none.json does not exist. Pass a config.json"),
-        (f"{PLAN} --model {{here}}/texts.jsonl", "Extra data: line 2"),
+        (
+            f"{PLAN} --model {{here}}/texts.jsonl",
+            "texts.jsonl is not JSON .Extra data: line 2.*Pass a config.json",
+        ),
         (f"{PLAN} --model {{here}}/empty.json", "No FLOP count is known for model_type"),
         (f"{PLAN} --device H100", "--device H100 asks for a speed, .* Pass --model too"),
         (f"{PLAN} --device Abacus --model {{here}}/config.json", "No peak FLOP/s is known for 'Abacus'"),
@@ -148,12 +151,15 @@ def test_a_report_is_of_all_runs_and_later_ones_continue_the_series(tmp_path: Pa
         ("plan x", "the following arguments are required: --capacity"),
         ("check {here}/config.json --layers 3", "--layers 3, but .*config.json has 2. Pass at most as many"),
         ("peaks H1000", "no peak is known for 'H1000'; did you mean h100?"),
-        ("report {here}", "No metrics.csv below .*CSVLogger"),
+        ("report {here}/torn", "metrics.csv is no table of CSVLogger .* Mend or remove it"),
+        ("report {here}/none", "No metrics.csv below .*CSVLogger"),
         ("graph-plan {here}/texts.jsonl --max-sequences 0", "--max-sequences: 0; wanted at least 1"),
     ],
 )
 def test_arguments_that_cannot_be_meant(line: str, message: str, here: Path, capsys: Said) -> None:
     (here / "empty.json").write_text("{}")
+    (here / "torn").mkdir()
+    (here / "torn" / "metrics.csv").write_text("a,b\n1,2\n")
     with pytest.raises(SystemExit, match="2"):
         main(line.format(here=here).split())
     said = capsys.readouterr().err

@@ -134,7 +134,7 @@ def expand(source: str | Path) -> list[str]:
         return [str(path)]
     found = sorted(name for name in _matches(path) if Path(name).is_file())
     if not found:
-        raise ValueError(f"{text} does not exist, and no file matches it.")
+        raise ValueError(f"{text} does not exist, and no file matches it. Pass a file, folder or glob.")
     return found
 
 
