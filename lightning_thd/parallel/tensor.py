@@ -392,12 +392,14 @@ def _in_wrapper(model: nn.Module, inner: nn.Module, plan: Mapping[str, str]) -> 
 
 
 def _without_other_styles(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Leave out blocks for which a plan asks for an unsupported style; they run whole on every rank."""
+    """Leave out blocks of which a plan cuts single parameters, or by unsupported styles; they stay whole."""
     others = {name for name, style in plan.items() if style not in _STYLES}
     blocks = set()
     for name, module in model.named_modules():
         if (entry := re.sub(r"\.\d+(?=\.|$)", ".*", name)) in others:
             blocks.add(entry if [*module.children()] else entry.rpartition(".")[0])
+        elif entry not in plan and any(f"{entry}.{own}" in plan for own in module._parameters):
+            blocks.add(entry)
     return {
         name: style
         for name, style in plan.items()
