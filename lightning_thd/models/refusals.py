@@ -65,9 +65,6 @@ def _source(name: str) -> str:
 # ---- At a model's first pack
 
 _POSITION_TABLE = re.compile(r"Position\w*Embedding")
-# benchmarks.families found these with 5.15.0 (2026-11-22): moshi's logits differ by 1.1, longcat_flash's
-# experts get no gradients. Both are exact with 5.23; releases between were not measured.
-_EXACT_FROM: Final = {"moshi": (5, 23), "longcat_flash": (5, 23)}
 # What `_asks_for_attention` has found; torch.compile warns of a functools.cache that it traces.
 _ASKS: dict[str, bool] = {}
 
@@ -82,8 +79,6 @@ class _Found(NamedTuple):
 
 def refuse_unknown_layers(model: nn.Module) -> None:
     """Refuse layers that would silently mix sequences or count positions across them."""
-    installed = str(getattr(sys.modules.get("transformers"), "__version__", ""))
-    refuse_early_release(getattr(getattr(model, "config", None), "model_type", ""), installed)
     aware = False
     for found in _language_modules(model):
         if hasattr(type(found.module).forward, "_thd_mixer"):
@@ -98,16 +93,6 @@ def refuse_unknown_layers(model: nn.Module) -> None:
             f"{type(model).__name__} has no layer that knows about packs: no attention that asks for its "
             "implementation, and no layer from lightning_thd.models.mixers.MIXERS. Feed it padded rows."
         )
-
-
-def refuse_early_release(model_type: str, installed: str) -> None:
-    """Refuse a model family that an early release of transformers computes differently."""
-    needed = _EXACT_FROM.get(model_type)
-    numbers = tuple(int(part) for part in installed.split(".")[:2] if part.isdigit())
-    if needed is not None and len(numbers) == 2 and numbers < needed:
-        exact = f"it is exact from {'.'.join(map(str, needed))} on"
-        what = f"{model_type} differs between a pack and its sequences alone with transformers {installed}"
-        raise ValueError(f"{what}; {exact}. Install that, or feed it padded rows.")
 
 
 def _refuse_layer(found: _Found) -> None:
