@@ -194,6 +194,10 @@ def _images(data: DataSet, settings: DataSettings, host: Host) -> dict[str, Any]
             "Pass extras_cost=, or remove the `lengths`."
         )
     if not len(sizes):
+        if found and data.name == "train":
+            rank_zero_info(
+                f"max_patches={settings.max_patches} has no effect: the train data have no images."
+            )
         return found
     if settings.max_patches is not None and patch is None and sizes[:, 2].any():
         raise ValueError(

@@ -258,6 +258,16 @@ def test_images_of_one_size_are_counted_by_the_models_patch() -> None:
     assert (stats.vision_patches, stats.vision_squares) == (32, 4 * 64)
 
 
+def test_a_bound_on_patches_without_images_is_named_as_without_effect(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level("INFO"):
+        plan(THDDataModule(rows(), capacity=64, max_patches=100, cost=COST))
+        assert "no effect" not in caplog.text
+        plan(THDDataModule([{"input_ids": [1, 2]}] * 3, capacity=8, max_patches=9))
+    assert "max_patches=9 has no effect: the train data have no images." in caplog.text
+
+
 def plan(data: THDDataModule, dp: int = 2) -> list[Any]:
     data.attach(ranks=dp, accumulate=1)
     data.setup("fit")
