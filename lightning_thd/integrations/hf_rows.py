@@ -13,6 +13,7 @@ from types import MethodType
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_thd._checks import flags
@@ -91,6 +92,8 @@ class PackedRowsMixin(TrainerBase):  # type: ignore[misc]
             if value := getattr(self.args, name, None):
                 given = f"{type(self.args).__name__}({name}={value!r})"
                 raise ValueError(f"{given} {why}. Leave it at its default.")
+        if multiple := getattr(self.args, "pad_to_multiple_of", None):
+            rank_zero_info(f"pad_to_multiple_of={multiple!r} has no effect on packs, which hold no padding.")
 
 
 def pack_rows(model: Any, *, share_prefixes: bool = False) -> None:

@@ -233,6 +233,17 @@ def test_what_would_change_the_numbers_is_refused() -> None:
         model(input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=ids)
 
 
+def test_a_multiple_for_padding_is_named_as_without_effect(caplog: pytest.LogCaptureFixture) -> None:
+    trainer: Any = object.__new__(packed_trainer(trl.DPOTrainer))
+    trainer.args = SimpleNamespace(pad_to_multiple_of=None)
+    with caplog.at_level("INFO"):
+        trainer._refuse_what_rows_cannot()
+        assert caplog.text == ""
+        trainer.args.pad_to_multiple_of = 8
+        trainer._refuse_what_rows_cannot()
+    assert "pad_to_multiple_of=8 has no effect on packs, which hold no padding" in caplog.text
+
+
 def test_a_call_with_shared_prefixes_keeps_its_divisor_and_balances_no_experts() -> None:
     from trl.trainer.utils import add_fused_lm_head
 
