@@ -83,8 +83,9 @@ class SourceLog:
             logged[f"data/{name}/share"] = float(self._tokens[k]) / max(1, int(self._tokens.sum()))
             if losses[k] is not None:
                 logged[f"data/{name}/loss"] = losses[k]
+        last = trainer.fit_loop.epoch_loop._batches_that_stepped - 1  # where Lightning logs its train/loss
         for logger in trainer.loggers:
-            logger.log_metrics(logged, step=trainer.global_step)
+            logger.log_metrics(logged, step=max(0, last))
 
     def state(self, trainer: L.Trainer) -> dict[str, int]:
         """Return the tokens of each source in finished steps; other ranks than the first return nothing."""

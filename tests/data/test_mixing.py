@@ -144,7 +144,11 @@ def logged_losses(folder: Path) -> dict[str, list[float]]:
     reader = EventAccumulator(str(folder))
     reader.Reload()
     names = ("data/a/loss", "data/b/loss", "data/a/tokens", "data/b/tokens")
-    return {name: [event.value for event in reader.Scalars(name)] for name in names}
+    every = {name: reader.Scalars(name) for name in names}
+    last = every[names[0]][-1].step
+    for events in every.values():  # the steps after which Lightning logs every third loss, and the last step
+        assert [event.step for event in events] == [*range(2, last, 3), last][: len(events)]
+    return {name: [event.value for event in events] for name, events in every.items()}
 
 
 def losses_by_hand(*, weigh_sequences: bool = False, epochs: int = 2) -> dict[str, list[float]]:
