@@ -240,6 +240,9 @@ class THDDataModule(LogsSources):
         stages = _STAGES.get(stage, (stage,))
         if "train" in stages:
             link.check_trainer(self.trainer, self.global_batch)
+        loop = getattr(self.trainer, f"{stage}_loop", None)
+        if loop is not None and not loop._data_source.is_defined():
+            self._evaluation(stages[0])  # raises
         for name in self._sources:
             if name.partition("/")[0] in stages:
                 self._open(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import MethodType
+from functools import partial
 from typing import Any, cast
 
 import lightning.pytorch as L
@@ -156,7 +156,9 @@ def hide_hooks(module: L.LightningDataModule, own: type, hooks: Iterable[str]) -
     """Make Lightning take hooks of a data module for absent, except those that a subclass has written."""
     for hook in hooks:
         if getattr(type(module), hook) is getattr(own, hook):
-            setattr(module, hook, MethodType(getattr(L.LightningDataModule, hook), module))
+            hidden = partial(getattr(own, hook), module)  # which says what is missing
+            hidden.__wrapped__ = getattr(L.LightningDataModule, hook)  # type: ignore[attr-defined]  # is_overridden
+            setattr(module, hook, hidden)
 
 
 def hook_of_module(trainer: L.Trainer | None, batch: Any, dataloader_idx: int) -> Any:

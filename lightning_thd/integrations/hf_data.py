@@ -34,7 +34,9 @@ _MASKS = ("completion_mask", "assistant_masks")  # TRL's columns: 1 for tokens t
 def packed_dataset(dataset: Any, taken: frozenset[str] = frozenset()) -> MapDataset:
     """Return a dataset whose rows hold only ids and labels."""
     if dataset is None:
-        raise ValueError("The Trainer has no dataset to pack. Pass train_dataset (and eval_dataset).")
+        raise ValueError(
+            "The Trainer has no dataset to pack. Pass train_dataset=, or eval_dataset= to evaluate."
+        )
     return cast("MapDataset", WithLabels(as_dataset(dataset), taken))
 
 

@@ -440,3 +440,18 @@ def test_callbacks_stop_and_save_by_the_metric_of_a_named_set(ranks: int, tmp_pa
         assert metrics == pytest.approx(wanted, rel=1e-6)
         assert epochs == 3  # the first and two that were no better
         assert kept == "best-epoch=0.ckpt"
+
+
+@pytest.mark.parametrize(("run", "name"), [("validate", "val"), ("test", "test"), ("predict", "predict")])
+def test_an_evaluation_without_data_asks_for_its_argument(run: str, name: str) -> None:
+    data = THDDataModule(SAMPLES, capacity=CAPACITY)
+    with pytest.raises(MisconfigurationException, match=rf"no data for '{name}'. Pass .*, {name}="):
+        getattr(data, f"{name}_dataloader")()
+    with pytest.raises(MisconfigurationException, match=rf"no data for '{name}'. Pass .*, {name}="):
+        getattr(make_trainer(), run)(Indexed(), datamodule=data)
+
+
+class Indexed(TinyModule):
+    """Tests like it validates."""
+
+    test_step = TinyModule.validation_step
