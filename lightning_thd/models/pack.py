@@ -378,7 +378,7 @@ def pack_from_positions(position_ids: Tensor | None) -> Pack | None:
     """Build a pack from positions that restart, ``[B, T]`` or (M-RoPE) ``[3, B, T]``; reads the device."""
     if position_ids is None or position_ids.shape[-1] < 2:
         return None
-    steps = position_ids.diff(dim=-1)
+    steps = position_ids.long().diff(dim=-1)  # torch subtracts no uint16, and uint8 never goes below 0
     if torch.compiler.is_compiling():
         # A read would break the graph. A pack that is treated as one sequence would leak.
         torch._assert_async(

@@ -163,6 +163,17 @@ def columns(folder: Path, name: str, **given: Any) -> Path:
     return file
 
 
+@pytest.mark.parametrize("column", ["text", "input_ids"])
+def test_a_file_with_a_damaged_page_is_named(column: str, tmp_path: Path) -> None:
+    values = ["some text"] * 50 if column == "text" else [[1, 2, 3]] * 50
+    for name in "ab":
+        columns(tmp_path, f"{name}.parquet", **{column: pa.array(values)})
+    file = tmp_path / "b.parquet"
+    file.write_bytes(b"PAR1" + bytes(40) + file.read_bytes()[44:])
+    with pytest.raises(ValueError, match=r"(?s)b.parquet is damaged from row 0 on \(.*\). Write it again."):
+        THDDataModule(str(tmp_path), capacity=64, cache_dir=tmp_path / "cache").setup("fit")
+
+
 @pytest.mark.parametrize("suffix", ["parquet", "arrow", "feather"])
 def test_columns_of_ids_and_of_text(suffix: str, tmp_path: Path) -> None:
     for at, rows in enumerate(([[1, 2], [3]], pa.array([], pa.list_(pa.int64())), [[4]])):

@@ -191,6 +191,7 @@ def test_arguments_given_by_position_are_looked_at_too() -> None:
     got = model(ids, None, positions, None, None, labels, **given)
     torch.testing.assert_close(got.loss, loss_alone(stock), rtol=2e-5, atol=0)
     assert torch.equal(model(ids, None, positions).logits, got.logits)  # a pack by its positions
+    assert torch.equal(model(ids, None, positions.to(torch.uint16)).logits, got.logits)
     with pytest.raises(ValueError, match=r"got a pack and an attention_mask"):
         model(ids, torch.ones_like(ids), positions, **given)
     with pytest.raises(TypeError, match="multiple values"):

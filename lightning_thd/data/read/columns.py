@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import glob
+from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from lightning_thd.data.read.records import (
     CHUNK_ROWS,
     Chunk,
     Placed,
+    file_chunks,
     map_arrow,
     open_parquet,
     parse_json,
@@ -82,7 +84,12 @@ def load_columns(files: list[SourceFile], cache_dir: str | Path | None) -> Any:
     full = [file for file in files if sum(part_sizes(file))]  # datasets fails on a file without rows
     if not full:
         raise ValueError(f"{files[0].name} has no row. Give at least one sequence.")
-    return _load("parquet" if files[0].suffix == ".parquet" else "arrow", full, cache_dir)
+    try:
+        return _load("parquet" if files[0].suffix == ".parquet" else "arrow", full, cache_dir)
+    except Exception:  # datasets names no file
+        for chunk in file_chunks(full):
+            deque(chunk(), maxlen=0)  # raises at what is damaged
+        raise
 
 
 def _load(kind: str, files: list[SourceFile], cache_dir: str | Path | None, **options: Any) -> Any:

@@ -119,8 +119,11 @@ def _documents(files: list[SourceFile]) -> Iterator[Placed]:
 def _column_rows(file: SourceFile, part: int, first_row: int) -> Iterator[Placed]:
     """Read a row group of Parquet, or a record batch of Arrow, as dicts; what is null is left out."""
     rows = (row for batch in read_part(file, part) for row in batch.to_pylist())
-    for i, row in enumerate(rows, first_row):
-        yield f"{file.name}, row {i}", without_nulls(row)
+    try:
+        for i, row in enumerate(rows, first_row):
+            yield f"{file.name}, row {i}", without_nulls(row)
+    except Exception as err:  # for damaged bytes pyarrow has many
+        raise ValueError(f"{file.name} is damaged from row {first_row} on ({err}). Write it again.") from err
 
 
 def _dataset_rows(dataset: MapDataset, start: int, stop: int) -> Iterator[Placed]:
