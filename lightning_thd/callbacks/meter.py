@@ -35,7 +35,6 @@ _Known: TypeAlias = tuple[SeqStats, tuple[int, ...] | None]
 _BASE = attrgetter(*COUNTS)
 _CPU = torch.device("cpu")
 _OF_REAL_TOKENS = ("packing/fill", "packing/attention_fraction", "device/real_items_per_sec")
-_UNKNOWN = -(1 << 60)  # outweighs the slots that other ranks know
 # An interval's steps are joined into at most this many sums of work, which keeps the gather short.
 _BINS = 32
 
@@ -102,7 +101,7 @@ class Interval:
     untold: int = 0  # slots of rows whose padding nothing shows, counted as if they were full
     padded_real: int = 0  # real tokens of the rows that show it
     padded_slots: int = 0  # slots of these rows
-    room: int = 0  # the capacity of the packs, and the slots of padded rows; below 0 where unknown
+    room: int = 0  # the capacity of the packs, and the slots of padded rows
 
     def __add__(self, other: Interval) -> Interval:
         names = [each.name for each in fields(self) if each.name != "peak"]
@@ -126,7 +125,7 @@ class Meter:
         self.model = model
         self.pad_id: int | None = None
         self.experts: ExpertChoices | None = None
-        self.capacity = 0  # slots of a pack, which fill is a share of; 0 where unknown
+        self.capacity = 0  # slots of a pack, which fill is a share of; 0 takes those of the batch
         self.untold = False
         self.padded = [0, 0]  # real tokens and slots of padded rows since this meter was made, over all ranks
         self.steps: list[list[Seen]] = [[]]
@@ -201,10 +200,8 @@ class Meter:
         if found is None or everything is None or not everything.microbatches:
             return {}
         metrics = packing(everything.stats, everything.flops)
-        if found.room > 0:
+        if found.room:
             metrics["packing/fill"] = everything.stats.real_tokens / found.room
-        else:
-            metrics.pop("packing/fill", None)
         metrics["packing/imbalance"] = found.heaviest / found.mean if found.mean else 1.0
         rated, seconds = found.measured, found.seconds
         if last and not self._rated and not rated.microbatches:
@@ -259,19 +256,15 @@ class Meter:
             untold,
             sum(stats.real_tokens for stats in padded),
             sum(stats.slots for stats in padded),
-            self._room(seen),
+            sum(
+                stats.slots if isinstance(lengths, Rows | Dense) else max(self.capacity, stats.slots)
+                for stats, lengths in seen
+            ),
             # The FLOPs of some steps can pass int64, so a sum crosses ranks as the 64 bits of a float.
             *np.array(works + [0.0] * (_BINS - len(works))).view(np.int64).tolist(),
         ]
         self.steps, self._left_out = [running], []
         return vector
-
-    def _room(self, seen: list[Seen]) -> int:
-        """Return the slots that batches could fill, below 0 for packs without padding of unknown capacity."""
-        packs = [stats for stats, lengths in seen if not isinstance(lengths, Rows | Dense | None)]
-        if packs and not self.capacity and all(stats.slots == stats.real_tokens for stats in packs):
-            return _UNKNOWN
-        return sum(stats.slots for stats, _ in seen) + sum(max(self.capacity - x.slots, 0) for x in packs)
 
     def state(self) -> dict[str, Any]:
         """Return the totals for a checkpoint."""

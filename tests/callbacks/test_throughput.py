@@ -63,7 +63,6 @@ def test_every_interval_holds_its_own_batches(tmp_path: Path) -> None:
         batches = UNEQUAL[start : start + 2]
         stats = batches[0].stats + batches[1].stats
         expected = throughput(stats, seconds=1.0, model=FLOPS, microbatches=2, peak=PEAK)
-        del expected["packing/fill"]  # of an unknown capacity
         for key, value in expected.items():
             assert row[f"train/{key}"] == pytest.approx(value, rel=1e-12), key
     assert memory.rows[-1][1]["train/total_flops"] == flops_of(UNEQUAL)
@@ -306,25 +305,9 @@ def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> Non
 def test_fill_is_the_share_of_the_capacity(tmp_path: Path) -> None:
     clock, rows = Clock(), [{"input_ids": [1] * length} for length in (5, 3, 7, 2)]
     measured = monitor(clock)
-    data = THDDataModule(rows, capacity=10)
-    trainer(tmp_path, measured).fit(Module(clock), data)
+    trainer(tmp_path, measured).fit(Module(clock), THDDataModule(rows, capacity=10))
     assert measured.latest["train/packing/fill"] == pytest.approx(17 / 20)
     assert measured.latest["train/lengths"] == 17
-    measured = monitor(clock)
-    trainer(tmp_path, measured).fit(Module(clock), data.train_dataloader())
-    assert measured.latest["train/packing/fill"] == pytest.approx(17 / 20)
-
-
-def test_fill_of_packs_in_a_loop_takes_their_capacity(caplog: pytest.LogCaptureFixture) -> None:
-    for capacity, wanted in ((10, pytest.approx(17 / 20)), (None, None)):
-        measured = monitor(Clock())
-        measured.watch(TinyModule().model, capacity=capacity)
-        with caplog.at_level("INFO"):
-            for lengths in ((5, 3, 2), (7,)):
-                with measured.step(THDBatch.collate([{"input_ids": [1] * length} for length in lengths])):
-                    pass
-            assert measured.finish().get("train/packing/fill") == wanted
-        assert ("Pass watch(capacity=...)" in caplog.text) is (capacity is None)
 
 
 MFU = "train/device/mfu"
@@ -353,7 +336,7 @@ def test_loggers_keep_the_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         rows = list(csv.DictReader(text))
     assert [(int(row["step"]), float(row[MFU])) for row in rows if row[MFU]] == wanted
     short = {key for _, row in memory.rows for key in row}
-    assert {MFU, "train/device/real_items_per_sec", "train/packing/imbalance", "train/total_flops"} < short
+    assert {MFU, "train/device/real_items_per_sec", "train/packing/fill", "train/total_flops"} < short
     assert {"train/device/batches_per_sec", "train/time"} <= measured.latest.keys() - short
     rows = read_wandb(tmp_path)
     assert [(row["trainer/global_step"], row[MFU]) for row in rows if MFU in row] == wanted

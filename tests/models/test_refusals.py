@@ -20,7 +20,7 @@ from benchmarks.families import samples
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch
 from lightning_thd.models import register_thd
-from lightning_thd.models.refusals import refuse_unknown_layers
+from lightning_thd.models.refusals import refuse_early_release, refuse_unknown_layers
 from lightning_thd.parallel import shard_batch
 from lightning_thd.parallel.context import layout
 from tests.models import matrix
@@ -56,6 +56,15 @@ def test_a_tower_with_a_config_of_its_own_is_none_of_its_business() -> None:
     model.model = nn.Identity()
     with pytest.raises(ValueError, match=r"LlamaForCausalLM has no layer that knows about packs"):
         refuse_unknown_layers(model)
+
+
+def test_families_that_an_early_release_computes_otherwise() -> None:
+    with pytest.raises(
+        ValueError, match=r"moshi differs between a pack .* transformers 5.17.0; it is exact from 5.18"
+    ):
+        refuse_early_release("moshi", "5.17.0")
+    refuse_early_release("moshi", "5.18.0")
+    refuse_early_release("llama", "5.17.0")
 
 
 # ---- Labels
