@@ -7,8 +7,8 @@ import importlib.util
 from functools import cache
 from types import ModuleType
 
-_KERNELS = "pip install --no-build-isolation "  # these are built against the torch that is installed
-# Packages to import, and what installs them where that is not ``pip install`` and the same name.
+_KERNELS = "pip install --no-build-isolation "  # builds such a package against the installed torch
+# Import names -> how to install them, if that is not ``pip install`` with the same name.
 _HINTS = {
     "transformers": "pip install 'lightning_thd[hf]'",
     "datasets": "pip install 'lightning_thd[hf]'",
@@ -29,7 +29,7 @@ _HINTS = {
 
 @cache
 def available(name: str) -> bool:
-    """Return whether a module of a dotted name imports; a build for another ABI counts as absent."""
+    """Return whether the module with this dotted name imports; a build for another ABI counts as absent."""
     return trouble(name) is None
 
 
@@ -43,7 +43,7 @@ def trouble(name: str, install: str = "") -> str | None:
         importlib.import_module(name)
     except Exception as err:  # a build for another ABI raises many kinds
         line = f"{err}".partition("\n")[0]
-        if isinstance(err, ModuleNotFoundError):  # a part, or another package that it needs
+        if isinstance(err, ModuleNotFoundError):  # a submodule or a dependency is missing
             return f"{name} does not import here ({line}): {install}"
         return (
             f"{name} is installed and does not import here ({line}). Was it built for another torch or CUDA? "

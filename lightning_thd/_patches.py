@@ -1,7 +1,7 @@
 """Every place where this package replaces a function of Lightning, torch or transformers.
 
-``patch`` makes the lasting ones and refuses a row that is not listed. Rows marked "for a while" are undone by
-the code that makes them, at the end of a ``with`` block or a run.
+``patch`` makes the permanent replacements; each needs a row in ``PATCHES``. The code that makes a replacement
+marked "for a while" also undoes it, at the end of a ``with`` block or a run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Patch(NamedTuple):
     """One replacement."""
 
     what: str  # the names that are replaced
-    where: str  # the module that does it and says why, or the folder of several
+    where: str  # the module that replaces them and explains why, or the folder of several such modules
 
 
 PATCHES: Final[dict[str, Patch]] = {
@@ -100,12 +100,12 @@ PATCHES: Final[dict[str, Patch]] = {
     ),
     "worker info": Patch("torch.utils.data._utils.worker._worker_info, for a while", "data"),
 }
-# What ``patch`` has replaced in this process: (row, "module.Class.name").
+# All that ``patch`` has replaced in this process: (row, "module.Class.name").
 APPLIED: Final[set[tuple[str, str]]] = set()
 
 
 def patch(row: str, owner: Any, name: str, value: Any) -> None:
-    """Replace ``owner.name``, a lasting patch that ``PATCHES`` lists under ``row``."""
+    """Replace ``owner.name`` permanently, under a ``row`` of ``PATCHES``."""
     assert row in PATCHES, row
     path = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
     APPLIED.add((row, f"{path}.{name}"))
@@ -113,7 +113,7 @@ def patch(row: str, owner: Any, name: str, value: Any) -> None:
 
 
 def layer_classes(model_class: type) -> Iterator[Any]:
-    """Yield the classes of layers in the files of a model class and its bases."""
+    """Yield the layer classes in the files that define a model class and its bases."""
     for name in dict.fromkeys(base.__module__ for base in model_class.__mro__):
         for cls in list(vars(sys.modules[name]).values()) if name in sys.modules else ():
             if inspect.isclass(cls) and issubclass(cls, nn.Module):
@@ -123,7 +123,7 @@ def layer_classes(model_class: type) -> Iterator[Any]:
 def patch_forward(
     row: str, cls: Any, mark: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> None:
-    """Replace the forward of a class by what ``make`` makes of it, once; ``mark`` is set on the new one."""
+    """Replace a class's forward by ``make(forward)``; do nothing if the forward already has ``mark``."""
     if not hasattr(cls.forward, mark):
         made = make(cls.forward)
         setattr(made, mark, True)

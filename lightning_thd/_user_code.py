@@ -1,4 +1,4 @@
-"""The running call -> the line of the user's own code that made it, for messages."""
+"""The running call -> the line of the user's own code that made the call, for messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-# Nobody writes a training step in installed packages, the standard library or this package.
+# Code in installed packages, in the standard library and in this package is not the user's.
 _OTHERS = (
     sysconfig.get_path("purelib"),
     sysconfig.get_path("platlib"),
@@ -20,16 +20,16 @@ _OTHERS = (
     str(Path(__file__).parent),
     "<",
 )
-_TYPED = ("<ipython", "<stdin", "<string")  # how Python names code of a prompt or a notebook
+_TYPED = ("<ipython", "<stdin", "<string")  # Python's file names for code from a prompt or a notebook
 
 
 def is_users(file: str) -> bool:
-    """Return whether a file of code is the user's, and not of an installed package or this one."""
+    """Return whether a source file is the user's, not one of an installed package or of this one."""
     return not (file.startswith(_OTHERS) or "site-packages" in file or "dist-packages" in file)
 
 
 def calling_frame(wanted: Callable[[str], bool] = is_users) -> FrameType | None:
-    """Return the innermost running frame whose file is wanted."""
+    """Return the innermost running frame for whose file ``wanted`` returns True."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not wanted(frame.f_code.co_filename):
         frame = frame.f_back
@@ -49,7 +49,7 @@ def described(file: str, number: int) -> str:
 
 
 def users_function(function: Any) -> str:
-    """Return name and place of a function, partial or object of the user's code; empty for another."""
+    """Return the name and line of a callable from the user's code; "" if it comes from elsewhere."""
     while isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(function)

@@ -1,10 +1,10 @@
-"""A parallel layout and an fp8 recipe -> what lengths and totals must be multiples of, and padded numbers.
+"""A parallel layout and an FP8 recipe -> the multiples for lengths and totals, and the padded numbers.
 
-Kernels assert on what one rank holds, not on the pack: on T / (cp x tp) slots before sequence parallel
-gathers them ("local") and on T / cp after ("gathered"). If every sequence is padded for all of these, a pack
-of chats wastes up to ten per cent. So sequences are padded only for context parallelism, and the pack once
-for everything else, which wastes one to three (python -m benchmarks.segments prints both). The pad at the end
-of a pack is a sequence of its own: nothing attends to it.
+Kernels check the slots of one rank, not those of the pack. Before sequence parallelism gathers the slots,
+a rank has T / (cp x tp) of them; afterwards it has T / cp. Padding every sequence for all these checks wastes
+up to 10 % of a pack of chats. So sequences are padded only for context parallelism, and the whole pack is
+padded once for everything else. This wastes 1 to 3 % (python -m benchmarks.segments prints both). The
+padding at the end of a pack is a sequence of its own, so no token attends to it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Recipe = Literal["tensorwise", "blockwise", "mxfp8", "nvfp4"]
 Layout = Literal["dual_chunk", "contiguous", "striped", "mixed"]
 
 
-# The slots of one rank must be a multiple of these, whatever cp and tp are. Transformer Engine (main, 2026)
-# and torch 2.13 assert them on the rows of an input, before sequence parallel gathers them, and on the inner
-# dimension of a weight gradient. The model decides whether its features meet rules of their own.
+# The slots of one rank must be a multiple of these numbers, for any cp and tp. Transformer Engine (main,
+# 2026) and torch 2.13 check them on the rows of an input, before sequence parallelism gathers them, and on
+# the inner dimension of a weight gradient. The model's sizes decide about the rules for feature dimensions.
 TOKEN_MULTIPLE: dict[Recipe, int] = {
     "tensorwise": 16,  # CanonicalizeGemmInput, for delayed and current scaling; torch._scaled_mm for torchao
     "blockwise": 128,  # one scale for 128 slots: Float8BlockQuantizer.is_quantizable
@@ -36,10 +36,10 @@ TOKEN_MULTIPLE: dict[Recipe, int] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alignment:
-    """The numbers that lengths and totals of a pack must be multiples of."""
+    """The multiples to which the lengths of sequences and the slots of a pack are padded."""
 
-    sequence_multiple: int = 1  # every padded length, in slots
-    total_multiple: int = 1  # the slots of the pack; a multiple of the other, so that the trailing pad fits
+    sequence_multiple: int = 1  # for every padded length, in slots
+    total_multiple: int = 1  # for the slots of the pack; itself a multiple of sequence_multiple
 
     def __post_init__(self) -> None:
         for name in ("sequence_multiple", "total_multiple"):
@@ -78,7 +78,7 @@ class Alignment:
         )
 
     def joined_with(self, other: Alignment) -> Alignment:
-        """Return the alignment that meets both: multiples of 16 and of 24 together are multiples of 48."""
+        """Return the alignment that satisfies both: 16 and 24 give 48."""
         sequence = math.lcm(self.sequence_multiple, other.sequence_multiple)
         return Alignment(
             sequence_multiple=sequence,
@@ -98,7 +98,7 @@ class Alignment:
         return -(-whole_number(total, "total") // self.total_multiple) * self.total_multiple
 
     def check(self, slots: int) -> None:
-        """Raise ValueError for slots of a pack that are no multiple."""
+        """Raise ValueError if a pack's number of slots is not a multiple of ``total_multiple``."""
         slots = whole_number(slots, "slots")
         if slots % self.total_multiple:
             raise ValueError(

@@ -1,11 +1,11 @@
-"""Queries, keys and values of one rank's shard -> its attention output, around any kernel for whole packs.
+"""Queries, keys and values of one rank's shard -> its attention output, with any kernel for whole packs.
 
-There are four ways by which keys reach other ranks:
+Keys reach other ranks in one of four ways:
 
-- ``all_gather``: keys and values of all ranks come here. The backward pass reduce-scatters.
-- ``needed``: only keys that some query here sees are sent, in one exchange whose sizes the host knows.
-- ``ring``: needed keys come from one rank after the other, and partial results are merged (``merge``).
-- ``ulysses``: rows are traded for heads, and back: the kernel sees the whole pack with H / cp heads.
+- ``all_gather``: every rank gathers all keys and values. The backward pass reduce-scatters their gradients.
+- ``needed``: a rank receives only the keys that its queries see, in one exchange. The host knows its sizes.
+- ``ring``: the needed keys arrive from one rank after the other, and ``merge`` combines the partial results.
+- ``ulysses``: an all-to-all gives each rank the whole pack for H / cp heads; a second one reverses it.
 
 ``auto`` compares ``needed`` and ``ulysses`` for each batch and kind of layer (``parallel.context.costs``).
 
@@ -33,7 +33,7 @@ Way = Literal["all_gather", "ulysses", "needed", "ring"]
 
 
 def choose_way(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> Way:
-    """Choose how a layer's keys reach other context-parallel ranks; all ranks of the group choose alike."""
+    """Choose how a layer's keys reach other context-parallel ranks; all ranks make the same choice."""
     ahead = not spec.causal and spec.windowed
     divides = sizes.heads % layout.cp == 0
     asked = layout.communication
@@ -53,7 +53,7 @@ def choose_way(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> W
         return asked
     if asked == "auto":
         return _cheapest(layout, sizes, spec)
-    # A window has few keys at distances that differ from sequence to sequence: one exchange brings them.
+    # With a window, a rank needs few keys, from a number of ranks that varies: one exchange is enough.
     return "needed" if asked == "ring" and layout.layout != "striped" and spec.left >= 0 else asked
 
 
@@ -70,7 +70,7 @@ def _cheapest(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> Wa
 
 
 def _pairs(layout: ShardLayout, spec: AttentionSpec) -> tuple[float, float]:
-    """Count the query-key pairs of the busiest rank and of all ranks; for windows an upper bound."""
+    """Count the query-key pairs of the busiest rank and of all ranks; with a window, return upper bounds."""
     lengths = np.asarray(layout.padded_lengths, dtype=np.float64)
     if not spec.causal:
         held = [partition.held_lengths(layout.padded_lengths, **layout.cut, rank=r) for r in range(layout.cp)]
@@ -94,7 +94,7 @@ def context_parallel_attention(
     spec: AttentionSpec,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend over the sequences of a pack of which this rank holds a shard; a collective."""
+    """Return the attention output of this rank's shard of a pack; all ranks must call this together."""
     sizes = LayerSizes(
         heads=q_NHD.shape[1],
         kv_heads=k_NGD.shape[1],
@@ -140,7 +140,7 @@ def _bring(
     sizes: LayerSizes,
     index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Bring other ranks' keys and values here, after this rank's own, and select the rows of ``index``."""
+    """Fetch other ranks' keys and values, append them to this rank's, and select the rows ``index``."""
     assert layout.group is not None
     rows = joined(k_NGD, v_NGE)
     if way == "all_gather":
@@ -161,7 +161,7 @@ def _wanted_kv_heads(heads: int, kv_heads: int, layout: ShardLayout) -> Tensor |
     cp, share = layout.cp, heads // kv_heads
     if kv_heads % cp == 0:
         return None
-    # One key-value head for each rank's query heads if they share it, else one for every query head.
+    # Send one key-value head per rank if all its query heads share that head, else one per query head.
     step = heads // cp if share % (heads // cp) == 0 else 1
     key = ("kv_heads", heads, kv_heads)
     wanted: Tensor = layout.once(key, lambda: layout.put(np.arange(0, heads, step) // share))

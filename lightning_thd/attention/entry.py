@@ -1,6 +1,6 @@
 """varlen_attention: packed q, k, v and offsets -> packed output, on the fastest kernel that supports a call.
 
-Values of cu_seqlens are checked only on the CPU, because reading them from a device would wait for it.
+The values of cu_seqlens are checked only on the CPU, because reading them from a GPU would wait for the GPU.
 
 Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E value head size.
 """
@@ -58,13 +58,13 @@ def varlen_attention(
         cu_seqlens_kv: int32 ``[S + 1]``, first entry 0, last Tkv.
         max_seqlen_q: longest query sequence or more, an int known on the host.
         max_seqlen_kv: longest key sequence or more.
-        causal: hide later keys; query i of Lq stands at key ``i + Lkv - Lq`` (bottom-right, as flash-attn).
-        window: None; or with ``causal`` an int W: a query sees the last W keys, its own included; or
-            ``(left, right)`` keys before and after its own, -1 for all: W is ``(W - 1, 0)``.
-        scale: of the scores; None is ``D ** -0.5``.
-        softcap: scores become ``softcap * tanh(scores / softcap)``; None is none.
-        sinks: ``[H]`` logits of one more key, without a value, that every query sees; or None.
-        backend: one of ``support_table()``, or "auto": the fastest that runs exactly this.
+        causal: hide later keys; query i of Lq is at key ``i + Lkv - Lq`` (bottom-right, as in flash-attn).
+        window: None for no window. With ``causal``, an int W lets a query see the last W keys, its own
+            included. ``(left, right)`` counts keys before and after its own, -1 for all; W is ``(W - 1, 0)``.
+        scale: factor of the scores; None means ``D ** -0.5``.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; None leaves them unchanged.
+        sinks: ``[H]`` logits of one extra key, with a value of zero, that every query sees; or None.
+        backend: a backend of ``support_table()``, or "auto" for the fastest that supports this call.
 
     Returns:
         ``[Tq, H, E]`` in the dtype of q; 0 for a query that sees no key. One sequence of one token returns v.
@@ -76,7 +76,7 @@ def varlen_attention(
     spec = make_spec(q_THD.shape[2], causal=causal, window=window, scale=scale, softcap=softcap)
     longest_q, longest_kv = _host_int(max_seqlen_q, "max_seqlen_q"), _host_int(max_seqlen_kv, "max_seqlen_kv")
     at = Offsets(cu_seqlens_q, cu_seqlens_kv, longest_q, longest_kv)
-    if layout.in_use:  # some batch of this process is cut for context parallelism
+    if layout.in_use:  # a batch of this process is split for context parallelism
         out: Tensor = _attend_shard(q_THD, k_THD, v_THD, at, spec, sinks, backend)
         return out
     return run(choose(backend, describe(q_THD, v_THD, spec, sinks)), q_THD, k_THD, v_THD, at, spec, sinks)
@@ -102,7 +102,7 @@ def bind(
     sinks: Tensor | None = None,
     keys: Tensor | None = None,
 ) -> Bound:
-    """Check ``varlen_attention`` and choose its kernel, for tensors alike; ``keys`` are rows of k and v."""
+    """Check a call and choose its kernel, for all calls of these shapes; ``keys`` are rows of k and v."""
     cast = _autocast(q, k, v)
     dtype = None if cast[0] is q and cast[1] is k and cast[2] is v else cast[0].dtype
     q, k, v = cast
@@ -127,7 +127,7 @@ def _bind(
     sinks: Tensor | None,
     keys: Tensor | None,
 ) -> Bound:
-    if keys is not None:  # gathered again in backward; "auto" never takes Transformer Engine before torch
+    if keys is not None:  # the backward gathers again; "auto" never prefers Transformer Engine to torch
         kernel = _RAW[choose("auto", describe(q, v, spec, sinks))]
         return _heads_first(lambda q, k, v, sinks: raw.attend(kernel, q, k, v, at, spec, sinks, keys))
     if layout.in_use:
@@ -145,7 +145,7 @@ def _bind(
 
 
 def _heads_first(attend: Bound) -> Bound:
-    """Let a function of THD tensors take and give what transformers has."""
+    """Wrap a function of THD tensors for transformers: take ``[1, H, T, D]``, return ``[1, T, H, E]``."""
 
     def attend_heads_first(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
@@ -168,7 +168,7 @@ def _attend_shard(
         layout.refuse_unknown_offsets(at.cu_q, q.shape[0])
         return attend(q, k, v, at, sinks=sinks)
 
-    def merging() -> raw.RawKernel:  # its results are merged by the log-sum-exp
+    def merging() -> raw.RawKernel:  # results are merged by their log-sum-exp
         return _RAW[choose(backend, describe(q, v, spec, sinks, needs_lse=True))]
 
     return context_parallel_attention(attend, merging, q, k, v, layout=shard, spec=spec, sinks=sinks)
@@ -206,7 +206,7 @@ def run(
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast q, k and v under autocast as torch's attention does: rotary embeddings leave q and k in fp32."""
+    """Cast q, k and v to autocast's dtype, as torch's attention does; rotary embeddings make them fp32."""
     device = q.device.type
     if device == "meta" or not torch.is_autocast_enabled(device) or q.dtype == torch.float64:
         return q, k, v
@@ -215,7 +215,7 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _device_type(x: Tensor) -> str:
-    """Return the device type whose kernel is chosen: meta tensors use the CPU kernel, which infers shapes."""
+    """Return the device type by which a kernel is chosen; meta tensors use the CPU kernel for shapes."""
     return "cpu" if x.is_meta else x.device.type
 
 
@@ -247,7 +247,9 @@ def _check_tensors(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"q has head size {q.shape[2]} and k {k.shape[2]}; want the same.")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
-        raise ValueError(f"{q.shape[1]} query heads are not divisible by {k.shape[1]} key-value heads.")
+        raise ValueError(
+            f"{q.shape[1]} query heads are not divisible by {k.shape[1]} key-value heads; want a multiple."
+        )
     _check_offsets(cu_seqlens_q, q.device, "q")
     if cu_seqlens_kv is not cu_seqlens_q:
         _check_offsets(cu_seqlens_kv, q.device, "kv")
@@ -274,7 +276,7 @@ def _check_offsets(cu_seqlens: Any, device: torch.device, side: str) -> None:
 
 
 def _host_int(max_seqlen: int, name: str) -> int:
-    """Return a longest sequence as a Python integer; refuse a tensor, which kernels would read."""
+    """Return max_seqlen as a Python integer; raise for a tensor, which a kernel would have to read."""
     if type(max_seqlen) is int and max_seqlen >= 0:
         return max_seqlen
     return whole_number(max_seqlen, name, advice="Pass an int known on the host: batch.max_seqlen.")

@@ -1,7 +1,7 @@
-"""Partial results of one rank's queries on different keys -> their attention over all, by the log-sum-exp.
+"""Attention of one rank's queries to parts of the keys -> their attention to all keys, by the log-sum-exp.
 
-Softmax over keys in parts is the sum of the parts' results, each weighted by exp(lse of the part - lse of
-all). With the lse of all keys, a backward returns the right gradients for any part of them (``kernels.raw``).
+The result over all keys is the sum of the parts' results, each weighted by exp(lse of the part - lse of all).
+With the lse of all keys, a kernel's backward is exact for any part of the keys (``kernels.raw``).
 
 Legend: N slots of a shard, H query heads, G key-value heads, D head size, E value head size.
 """
@@ -22,7 +22,7 @@ from lightning_thd.parallel.context.needs import BlockCall, RingStep
 
 
 class KeySource:
-    """The keys of merged attention: this rank's rows, then one rank's after the other around a ring."""
+    """The keys of merged attention: first this rank's, then those of each other rank around a ring."""
 
     _own: Any
     _at_hand: Any
@@ -39,7 +39,7 @@ class KeySource:
         self.release()
 
     def begin(self, rows: Tensor) -> None:
-        """Store this rank's rows and start sending the first neighbour the keys it needs."""
+        """Store this rank's rows and start to send the first neighbour the keys that it needs."""
         if self.group is not None:
             _meet(self.group, rows.device)
         self.release()
@@ -47,7 +47,7 @@ class KeySource:
         self._send(1)
 
     def rows(self, step: int) -> Tensor:
-        """Wait for the keys of a step and start the transfer of those of the next step."""
+        """Wait for a step's keys and start the transfer of the next step's keys."""
         if step:
             received, works, _ = self._arriving.pop(step)
             _wait(works)
@@ -59,7 +59,7 @@ class KeySource:
         return rows
 
     def gradient(self, step: int, dtype: torch.dtype) -> Tensor:
-        """Return a zero tensor that takes the gradient of the keys of this step."""
+        """Return a zero tensor in which the gradient of this step's keys is summed."""
         self._partial = torch.zeros_like(self._at_hand, dtype=dtype)
         if step == 0:
             self._grad = self._partial
@@ -67,16 +67,16 @@ class KeySource:
         return partial
 
     def give(self, step: int) -> None:
-        """Send the gradient of another rank's keys back, and start to receive that of this rank's keys."""
+        """Send the gradient of another rank's keys back, and start to receive one of this rank's keys."""
         if step:
             at, own = self.steps[step], self._own
-            sent = self._partial.to(own.dtype)  # as many bytes as the keys took
+            sent = self._partial.to(own.dtype)  # the keys' dtype: as many bytes as the keys
             coming = sent.new_empty((len(at.send_rows), sent.shape[1]))
             works = self._transfer(sent, at.source, coming, at.to)
             self._returning.append((coming, works, sent, at.send_rows))
 
     def total(self) -> Tensor:
-        """Wait for the gradients that other ranks computed, and add them up in the order of the steps."""
+        """Wait for the gradients from other ranks, and add them up in the order of the steps."""
         total: Tensor = self._grad
         for coming, works, _, at in self._returning:
             _wait(works)
@@ -97,7 +97,7 @@ class KeySource:
             self._arriving[step] = received, self._transfer(sent, at.to, received, at.source), sent
 
     def _transfer(self, sent: Tensor, to: int, received: Tensor, source: int) -> list[dist.Work]:
-        """Post one message each way; both ends know the sizes, so an empty one is never posted."""
+        """Post a send and a receive; both ranks know the sizes, so empty messages are left out."""
         posts = []
         if len(sent):
             posts.append(dist.P2POp(dist.isend, sent, group=self.group, group_peer=to))
@@ -115,7 +115,7 @@ _met: set[str] = set()
 
 
 def _meet(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Run one collective over all ranks of a group, which NCCL needs before messages between two."""
+    """Run one collective over all ranks of a group; NCCL needs it before point-to-point messages."""
     if group.group_name not in _met:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
         _met.add(group.group_name)
@@ -131,7 +131,7 @@ def merged_attention(
     spec: AttentionSpec,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend to keys that come in parts; a collective if they come from other ranks."""
+    """Attend to keys that arrive in parts; all ranks call this together if keys come from other ranks."""
     value_size = v_NGE.shape[2]
     q, k, v = widen_heads(kernel, q_NHD, k_NGD, v_NGE)
     out: Tensor = _Merged.apply(kernel, source, q, k, v, spec, sinks)  # type: ignore[no-untyped-call]
@@ -172,7 +172,7 @@ class _Merged(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
         grad, source, spec = grads[0].contiguous(), ctx.source, ctx.spec
-        finite = lse.masked_fill(lse == -torch.inf, torch.inf)  # weights of such rows become exp(-inf) = 0
+        finite = lse.masked_fill(lse == -torch.inf, torch.inf)  # such rows get the weights exp(-inf) = 0
         dq = torch.zeros_like(q, dtype=lse.dtype)
         source.begin(joined(k, v))
         for step, calls in enumerate(source.calls):
@@ -192,11 +192,11 @@ class _Merged(torch.autograd.Function):
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, call: BlockCall) -> None:
-    """Merge the result of a further part of the keys into out and lse, in place."""
+    """Merge the result for another part of the keys into out and lse, in place."""
     part_lse = part_lse.masked_fill(part_lse == torch.inf, -torch.inf).to(lse.dtype)
     old_out, old_lse = _take(out, call), _take(lse, call)
     new_lse = torch.logaddexp(old_lse, part_lse)
-    # -inf minus -inf is no number: such a query has neither old nor new weight.
+    # Avoid NaN from -inf - -inf: a query that has seen no key yet gets the weight 0 for both.
     floor = new_lse.masked_fill(new_lse == -torch.inf, 0.0)
     old, new = (torch.exp(x - floor).unsqueeze(-1) for x in (old_lse, part_lse))
     merged = old_out * old + part.to(out.dtype) * new
@@ -228,11 +228,11 @@ def _sides(spec: AttentionSpec, call: BlockCall) -> AttentionSpec:
 
 
 def joined(k: Tensor, v: Tensor) -> Tensor:
-    """Lay keys and values side by side, as rows that travel together."""
+    """Concatenate keys and values as rows ``[N, G * (D + E)]``, to send them together."""
     return torch.cat([k.flatten(1), v.flatten(1)], dim=1)
 
 
 def split(rows: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Take apart what ``joined`` laid side by side, for keys and values like these."""
+    """Undo ``joined``: split rows into keys and values with the heads and head sizes of ``k`` and ``v``."""
     width = k.shape[1] * k.shape[2]
     return rows[:, :width].reshape(-1, *k.shape[1:]), rows[:, width:].reshape(-1, *v.shape[1:])

@@ -1,4 +1,4 @@
-"""A call's features -> the backend of ``SUPPORT`` that runs exactly this, or an error that lists them."""
+"""The features of a call -> the first kernel that supports all of them, or an error with each reason."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ _ANY = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Support:
-    """One kernel and the features of a call it can run: dtypes, head sizes, softcap, sinks, devices."""
+    """One kernel and the features that it supports: dtypes, head sizes, softcap, sinks, devices."""
 
-    backend: Backend  # the name that asks for it
+    backend: Backend  # the name with which a user selects it
     device: str = "cuda"  # or "any"
     dtypes: tuple[torch.dtype, ...] = _HALF
-    bf16_from: int = 0  # the first compute capability (major) that takes bf16
-    sizes: Callable[[int, int], tuple[int, int] | None]  # (head size, value size) -> what it runs
+    bf16_from: int = 0  # the lowest compute capability (major) with bf16
+    sizes: Callable[[int, int], tuple[int, int] | None]  # (head size, value size) -> padded sizes, or None
     sizes_text: str
     softcap: bool = False
-    softcap_to: tuple[tuple[int, ...], int] | None = None  # capabilities, largest head size of a backward
-    ahead: bool = True  # a window may hide keys of a call that is not causal
+    softcap_to: tuple[tuple[int, ...], int] | None = None  # capabilities with a limit, and largest head size
+    ahead: bool = True  # it supports windows without a causal mask
     sinks: str | None = "through lse"
     lse: bool = True  # partial results can be merged (context parallelism)
     deterministic: str = "with torch.use_deterministic_algorithms(True)"
-    deterministic_to: int | None = None  # largest head size with such a backward
+    deterministic_to: int | None = None  # largest head size with a deterministic backward
     capability: tuple[int, ...] | None = None  # compute capabilities (major), None for any
-    probe: str | None = None  # module that must import, None if torch is enough
+    probe: str | None = None  # a module that must import; None if torch is enough
     install: str = ""
-    slow: bool = False  # a faster kernel exists for most calls, so that its choice is printed once
+    slow: bool = False  # most calls have a faster kernel, so a notice is printed once if this one is chosen
 
 
 def _te_sizes(head_size: int, value_size: int) -> tuple[int, int] | None:
@@ -131,8 +131,8 @@ SUPPORT: dict[Kernel, Support] = {
 }
 
 
-# Kernels in the order in which "auto" tries them, by compute capability, by published speed: flash-attn 3 is
-# 1.5 to 2.0 times flash-attn 2, which torch has, on Hopper (Shah et al. 2024, arXiv:2407.08608).
+# The order in which "auto" tries kernels, per compute capability, from published speeds. On Hopper,
+# flash-attn 3 is 1.5 to 2.0 times as fast as flash-attn 2, torch's own (Shah et al. 2024, arXiv:2407.08608).
 _USUAL: tuple[Kernel, ...] = ("cpu", "torch", "flash2", "te", "flash3", "flash4", "efficient", "portable")
 _FASTEST: dict[int, tuple[Kernel, ...]] = {
     9: ("flash3", "flash4", "torch", "flash2", "te", "efficient", "portable"),
@@ -160,12 +160,12 @@ class Request:
 
 @lru_cache(maxsize=256)
 def known_choice(request: Request) -> Kernel:
-    """Return what "auto" chooses for a request, from a cache."""
+    """Return the kernel that "auto" chooses for a request; results are cached."""
     return choose("auto", request)
 
 
 def choose(backend: Backend, request: Request) -> Kernel:
-    """Pick the first kernel of a backend ("auto": of any, the device's fastest first) that runs a request."""
+    """Return the first kernel of a backend that runs a request; "auto" tries all, the fastest first."""
     names = ("auto", *dict.fromkeys(row.backend for row in SUPPORT.values()))
     if backend not in names:
         raise ValueError(f"backend={backend!r} is not known; choose one of {', '.join(names)}.")
@@ -190,7 +190,7 @@ def choose(backend: Backend, request: Request) -> Kernel:
 
 
 def _say_slow(kernel: Kernel, request: Request) -> None:
-    """Print once that a kernel is slow, which precision is faster, and who says how to get another kernel."""
+    """Print once that a kernel is slow, which precision is faster, and how to find the faster kernels."""
     if kernel in _SAID:
         return
     _SAID.add(kernel)
@@ -205,7 +205,7 @@ def _say_slow(kernel: Kernel, request: Request) -> None:
 
 
 def why_not(kernel: Kernel, request: Request) -> str | None:
-    """Return what a kernel lacks for a call and what to change, or None if it can run the call."""
+    """Return why a kernel cannot run a call and what to change, or None if it can."""
     row = SUPPORT[kernel]
     if request.device != row.device and row.device != "any":
         return f"runs on {row.device} tensors, these are on {request.device}; move them .to({row.device!r})"
@@ -255,7 +255,7 @@ def support_table() -> str:
     """Write ``SUPPORT`` as a Markdown table.
 
     Returns:
-        One row a kernel, and "yes" where it imports here.
+        One row per kernel; the column "here" is "yes" if the kernel's package imports.
     """
     head = (
         "backend", "kernel", "device", "dtypes", "head size", "GQA", "window", "softcap", "sinks",

@@ -1,4 +1,4 @@
-"""Checked samples, or a padded batch and its mask -> the fields of a ``THDBatch``.
+"""Checked samples, or a padded batch with its mask -> the fields of a ``THDBatch``.
 
 T slots in a pack, S sequences.
 """
@@ -36,7 +36,7 @@ _PLAIN = {"input_ids", "labels"}
 
 
 def check_samples(samples: object) -> list[dict[str, Any]]:
-    """Check samples one by one, and their labels together; return them with rows as arrays."""
+    """Check each sample, and all labels together; return the samples with rows as arrays."""
     if not isinstance(samples, Sequence) or isinstance(samples, str | bytes):
         raise TypeError(f"samples is {described(samples)}; wanted a list of dicts. Pass [sample, ...].")
     plain = _plain_rows(samples)
@@ -49,7 +49,7 @@ def check_samples(samples: object) -> list[dict[str, Any]]:
 
 
 def _plain_rows(samples: Sequence[Any]) -> list[tuple[NDArray[Any], NDArray[Any]]] | None:
-    """Return ids and labels of samples that hold only these, all right and in arrays; None for others."""
+    """Return ids and labels if samples have only valid arrays of these; else None, for a full check."""
     rows = []
     for one in samples:
         if type(one) is not dict or not one.keys() <= _PLAIN or "input_ids" not in one:
@@ -82,7 +82,7 @@ def lay_out(
     windows: Sequence[Window] = (),
     vision: Vision | None = None,
 ) -> dict[str, Any]:
-    """Lay checked samples end to end; arguments and fields are those of ``THDBatch.collate``."""
+    """Return the fields of a ``THDBatch`` from checked samples; the arguments are those of ``collate``."""
     ids = [np.asarray(sample["input_ids"]) for sample in samples]
     lengths = [len(row) for row in ids]
     if sequence_ids is not None and len(sequence_ids) != len(ids):
@@ -103,7 +103,7 @@ def lay_out(
             targets[start + length - 1] = sample["next_label"]
             loss_tokens += 1
             masked |= sample["next_label"] == IGNORE_INDEX
-    if masked:  # else every token with a next one has a target
+    if masked:  # otherwise every token but a sequence's last has a target
         loss_tokens = int(np.count_nonzero(targets != IGNORE_INDEX))
 
     weights = pack_weights(samples, targets, starts, lengths, masked=masked)
@@ -115,7 +115,7 @@ def lay_out(
         loss_scale, sequence_scale = mean_scale(weights.total), mean_scale(weights.sequences)
         token_scale = mean_scale(sum(lengths)) if token_scale is None else token_scale
     cu_seqlens_padded = cumulative(padded)
-    # A trailing pad counts as a sequence of its own in both, so its real length is its slots.
+    # Both offsets have the trailing padding as a sequence, so its real length equals its slots.
     cu_seqlens = cu_seqlens_padded if dense else cumulative([*lengths, *padded[len(lengths) :]])
     named = set().union(*samples)
     extras = {key: joined(samples, key) for key in ([] if named <= COLLATED else inputs(named))}
@@ -151,17 +151,17 @@ def lay_out(
 
 
 def mean_scale(weight: float) -> float:
-    """Return the scale that makes a sum of this weight a mean: 4 gives 0.25, and 0 gives 0."""
+    """Return the factor that turns a sum of this total weight into a mean: 4 gives 0.25, 0 gives 0."""
     return 1.0 / weight if weight else 0.0
 
 
 def cumulative(lengths: Sequence[int]) -> Tensor:
-    """Sum lengths to int32 offsets on the CPU: ``[3, 2]`` becomes ``[0, 3, 5]``."""
+    """Return int32 offsets on the CPU from lengths: ``[3, 2]`` becomes ``[0, 3, 5]``."""
     return torch.from_numpy(np.array([0, *accumulate(lengths)], np.int32))
 
 
 def slots_of(lengths: list[int], align: Alignment | None, pad_to: int | None) -> tuple[list[int], int]:
-    """Return the slots of every sequence, a trailing dummy included, and their sum."""
+    """Return the slots of every sequence and of a trailing padding sequence, and their sum."""
     if pad_to is not None:
         pad_to = whole_number(pad_to, "pad_to", least=1, advice="It is the number of slots of the batch.")
     padded = lengths if align is None else [align.padded_length(n) for n in lengths]
@@ -197,7 +197,7 @@ def _end_to_end(
 
 
 def _shift(source: NDArray[np.int64], starts: list[int], lengths: list[int]) -> NDArray[np.int64]:
-    """Return the next token of the same sequence for every slot; the last of each gets -100."""
+    """Return each slot's next token in the same sequence; the last token of a sequence gets -100."""
     targets = np.append(source[1:], IGNORE_INDEX)
     ends = np.asarray(starts, np.int64) + np.asarray(lengths, np.int64)
     targets[ends - 1] = IGNORE_INDEX
@@ -217,14 +217,14 @@ def _count_up(size: int) -> NDArray[np.int64]:
 def _positions(
     samples: Sequence[Sample], padded: list[int], starts: list[int], lengths: list[int], slots: int
 ) -> Tensor:
-    # One copy of each beginning of 0, 1, 2, ... takes a third of the time of arange - repeat.
+    # Copies of the first part of 0, 1, 2, ... take a third of the time of arange - repeat.
     from_zero = _count_up(1 << max(padded, default=1).bit_length())
     counted = np.concatenate([from_zero[:n] for n in padded])
     given = [np.asarray(s["position_ids"]) if "position_ids" in s else None for s in samples]
     leading = next((row.shape[:-1] for row in given if row is not None), None)
     if leading is None:
         return torch.from_numpy(counted)
-    # A sample without positions keeps what is counted, in all three rows, as M-RoPE does for text.
+    # A sample without positions keeps the counted ones, in all three rows, as text does in M-RoPE.
     out = np.broadcast_to(counted, (*leading, slots)).copy()
     for i, (start, row, length) in enumerate(zip(starts, given, lengths, strict=True)):
         if row is None:
@@ -239,7 +239,7 @@ def _positions(
 
 
 def sequence_labels(samples: Sequence[Sample]) -> Tensor:
-    """Stack the labels of whole sequences, ``[S]`` or ``[S, C]``: fp32 if one of them is."""
+    """Stack the labels of whole sequences to ``[S]`` or ``[S, C]``; the result is fp32 if one label is."""
     labels = [sequence_label(sample, f"Sample {i}").get("label") for i, sample in enumerate(samples)]
     if len(shapes := {None if label is None else label.shape for label in labels}) > 1:
         raise ValueError(
@@ -250,7 +250,7 @@ def sequence_labels(samples: Sequence[Sample]) -> Tensor:
 
 
 def _types(samples: Sequence[Sample], key: str, starts: list[int], lengths: list[int], slots: int) -> Tensor:
-    """Lay out the token types of all samples, int64 ``[1, T]``; 0 for a sample without."""
+    """Return the token types of all samples, int64 ``[1, T]``; a sample without them gets 0."""
     row = np.zeros((1, slots), np.int64)
     for sample, start, length in zip(samples, starts, lengths, strict=True):
         if key in sample:
@@ -259,7 +259,7 @@ def _types(samples: Sequence[Sample], key: str, starts: list[int], lengths: list
 
 
 def joined(samples: Sequence[Sample], key: str) -> Tensor:
-    """Concatenate a further model input of all samples that have it, along its first axis."""
+    """Concatenate the values of an extra model input along its first axis, over all samples that have it."""
     parts = [as_tensor(sample[key]) for sample in samples if key in sample]
     try:
         return torch.cat(parts)
@@ -270,12 +270,12 @@ def joined(samples: Sequence[Sample], key: str) -> Tensor:
 class PackWeights(NamedTuple):
     """The loss weights of a pack."""
 
-    # fp32 ``[T]``, the weight of each slot's target, 0 without one; None if no sample has weights
+    # fp32 ``[T]``, the weight of each slot's target, 0 without a target; None if no sample has weights
     slots: NDArray[np.float32] | None
     total: float  # their sum; the number of targets if no sample has weights
-    # ``[S]``, each sequence's weight over the sum of its loss tokens' weights, 0 without any
+    # ``[S]``, each sequence's weight divided by the sum of its loss tokens' weights; 0 without loss tokens
     shares: list[float]
-    sequences: float  # the sum of the sequences' weights, of which a cut one counts in part
+    sequences: float  # the sum of the sequences' weights; a part of a cut sequence counts in proportion
 
 
 def pack_weights(
@@ -286,7 +286,7 @@ def pack_weights(
     *,
     masked: bool,
 ) -> PackWeights:
-    """Lay the weights of samples end to end, one for each slot's target."""
+    """Return the loss weights of a pack from the weights of its samples."""
     weighted = any("weights" in sample for sample in samples)
     sequence, slots = [1.0] * len(samples), None
     if not weighted and not masked:
@@ -313,7 +313,7 @@ def pack_weights(
 
 
 def padded_fields(input_ids: Any, attention_mask: Any, labels: Any) -> dict[str, Any]:
-    """Build the fields of ``THDBatch.from_padded`` on the host; the arguments are described there."""
+    """Build the fields of a ``THDBatch`` on the host; see ``THDBatch.from_padded`` for the arguments."""
     if getattr(labels, "dtype", None) in (torch.uint8, torch.uint16, np.uint8, np.uint16):
         refuse_wrapped(np.asarray(as_tensor(labels).cpu()), "from_padded")
     source = int_tensor(input_ids, "input_ids") if labels is None else int_tensor(labels, "labels")
@@ -331,7 +331,7 @@ def padded_fields(input_ids: Any, attention_mask: Any, labels: Any) -> dict[str,
 def padded_on_host(
     input_ids: Any, attention_mask: Any, other: Tensor, name: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Check padded ids and their mask, read a device once, and return them and the other, ``[B, N]``."""
+    """Check padded ids and their mask, copy all to the host at once, and return them as ``[B, N]``."""
     if attention_mask is None:
         raise TypeError("attention_mask is None; wanted [B, N]. Pass ones if no token is padding.")
     ids, mask = int_tensor(input_ids, "input_ids"), attention_mask

@@ -1,7 +1,7 @@
-"""Images and videos of a sample, as inputs of a model -> their patches, by grids or by the sizes of pixels.
+"""A sample's images and videos, as model inputs -> their numbers of patches, from grids or pixel sizes.
 
-Grids are frames, rows and columns of patches, as Qwen-VL's processors give them. Other processors give pixels
-of one size, ``[images, channels, height, width]``, whose patches only the model's config knows.
+A grid is the number of frames, rows and columns of patches, as Qwen-VL's processors return it. Other
+processors return ``[images, channels, height, width]`` pixels. Their patch size is in the model's config.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from lightning_thd.stats import Vision
 IntArray = NDArray[np.int64]
 GRIDS = ("image_grid_thw", "video_grid_thw")
 PIXELS = ("pixel_values", "pixel_values_videos")
-# Columns of the table of sizes: patches, and the sum of a frame's squared patches; pixels, and their squares,
-# where a sample has no grid.
+# Columns of the table of sizes: patches, squared patches of each frame, pixels and squared pixels. The last
+# two are for samples without a grid.
 COLUMNS = 4
-_MOST_SQUARES = 2**62  # summed in int64
+_MOST_SQUARES = 2**62  # these sums are int64
 
-# A sample -> the number of its image patches, or frames, rows and columns of patches of its images, [N, 3].
+# A sample -> the number of its image patches, or the grids of its images: frames, rows and columns, [N, 3].
 ExtrasCost = Callable[[Any], Any]
 
 
 def of_grids(grids: IntArray, name: str) -> tuple[int, int]:
-    """Return the patches of grids ``[N, 3]``, and the sum of the squares of each frame's patches."""
+    """Return the patches of grids ``[N, 3]``, and the sum over frames of their squared patches."""
     frames, rows, columns = grids.astype(np.float64).T
     if (squares := float((frames * (rows * columns) ** 2).sum())) > _MOST_SQUARES:
         raise ValueError(
@@ -41,7 +41,7 @@ def of_grids(grids: IntArray, name: str) -> tuple[int, int]:
 
 
 def sizes_of(sample: Mapping[str, Any]) -> tuple[int, int, int, int]:
-    """Return patches and pixels of a sample's images with their squares, zeros for text."""
+    """Return the patches, squared patches, pixels and squared pixels of a sample; zeros for text."""
     found = [name for name in GRIDS if sample.get(name) is not None]
     if grids := [_grid(sample[name], name) for name in found]:
         return (*of_grids(np.concatenate(grids), " and ".join(found)), 0, 0)
@@ -55,7 +55,7 @@ def sizes_of(sample: Mapping[str, Any]) -> tuple[int, int, int, int]:
 
 
 def declared(cost: ExtrasCost, sample: Any, name: str) -> tuple[int, int, int, int]:
-    """Return the sizes that a user's function gives for a sample: patches of one frame, or grids."""
+    """Return a sample's sizes from a user's function, which returns a number of patches or grids."""
     given = f"{name}: extras_cost(sample)"
     found = host_ints(
         np.asarray(cost(sample)),
@@ -69,7 +69,7 @@ def declared(cost: ExtrasCost, sample: Any, name: str) -> tuple[int, int, int, i
 
 
 def patch_table(sizes: IntArray, patch: int | None) -> IntArray:
-    """Return patches and their squares ``[N, 2]`` of a table of sizes; ``patch`` is an edge in pixels."""
+    """Return patches and squared patches ``[N, 2]`` from a table of sizes; ``patch`` is in pixels."""
     table: IntArray = sizes[:, :2].copy()
     if patch is not None:
         table += sizes[:, 2:] // np.array([patch**2, patch**4])
@@ -77,7 +77,7 @@ def patch_table(sizes: IntArray, patch: int | None) -> IntArray:
 
 
 def counted(extras: Mapping[str, Any], vision: Vision | None) -> dict[str, Any]:
-    """Return by what ``SeqStats.from_lengths`` counts the images of a batch: grids and windows."""
+    """Return the arguments of ``SeqStats.from_lengths`` for a batch's images: grids and windows."""
     grids = {name: extras[name] for name in GRIDS if name in extras}
     patch = None if vision is None else vision.patch
     if not grids and patch is not None:

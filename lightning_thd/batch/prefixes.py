@@ -1,9 +1,9 @@
-"""Sequences that begin alike -> a batch that holds every distinct prefix once, and the index to read it by.
+"""Sequences with common prefixes -> a batch with every distinct prefix once, and the indices to read it.
 
-The sequences of a batch form a tree over their tokens. Each leaf keeps, next to each other in memory, the
-tokens that no leaf before it has. Its queries attend, causal from the bottom right, to the keys of the whole
-path from the root, which an index gathers. A token that several sequences share may predict several next
-tokens, so that the batch holds rows of (slot, target, weight) in place of one target a slot.
+The sequences of a batch form a tree over their tokens. Each leaf stores the tokens that no earlier leaf has,
+in adjacent slots. Its queries attend, causal from the bottom right, to the keys of the whole path from the
+root, which an index gathers. A token that several sequences share may predict several next tokens. So the
+batch has rows of (slot, target, weight) instead of one target per slot.
 
 T slots of the pack, N tokens of all sequences laid end to end, R rows of predictions, S sequences.
 """
@@ -34,9 +34,9 @@ _Ints = NDArray[np.int64]
 
 
 class Predictions(NamedTuple):
-    """What the slots of a batch predict, a row for each different pair of slot and target, ``[R]`` each.
+    """The predictions of a batch's slots: one row per distinct pair of slot and target, ``[R]`` each.
 
-    ``slots`` ascend; ``weights`` are sums over all tokens that a row stands for.
+    ``slots`` are in ascending order; ``weights`` are sums over all tokens of a row.
     """
 
     slots: Tensor
@@ -49,21 +49,21 @@ _OF_SEQUENCES = ("cu_seqlens_q", "cu_seqlens_kv", "offsets")
 
 
 class Prefixes(Immutable):
-    """How the sequences of a batch share its slots; tensors are on the device of the batch.
+    """The mapping from sequences to the slots that they share; tensors are on the device of the batch.
 
-    A model of your own attends with ``varlen_attention(q, k[keys], v[keys], cu_seqlens_q, cu_seqlens_kv,
+    In your own model, call ``varlen_attention(q, k[keys], v[keys], cu_seqlens_q, cu_seqlens_kv,
     max_seqlen_q, max_seqlen_kv)``.
 
     Attributes:
         token_slots: int64 ``[N]``, the slot of each token of the sequences laid end to end.
         token_rows: int64 ``[N]``, the row of ``targets`` that each token predicts; R if it predicts none.
         slots: int64 ``[R]``, the slot of each row.
-        targets: int64 ``[R]``, the token that the slot predicts there.
+        targets: int64 ``[R]``, the target token of each row.
         keys: int64 ``[K]``, the slots of the keys of every leaf, root first.
-        cu_seqlens_q: int32 ``[leaves + 1]``, offsets of the leaves' own slots; ``cu_seqlens_kv`` in ``keys``.
+        cu_seqlens_q: int32 ``[leaves + 1]``, offsets of the leaves' slots; ``cu_seqlens_kv``: of their keys.
         offsets: int32 ``[S + 1]``, offsets of the sequences among the N tokens.
-        lengths: tokens of each sequence; ``prefix_lengths`` of them a leaf before it holds. On the host.
-        query_lengths: slots of each leaf, a trailing pad included; ``key_lengths`` its keys. On the host.
+        lengths: tokens of each sequence, on the host; earlier leaves store ``prefix_lengths`` of them.
+        query_lengths: slots of each leaf and of a trailing pad, on the host; ``key_lengths``: their keys.
     """
 
     __slots__ = (*_INDICES, *_OF_SEQUENCES, "lengths", "query_lengths", "key_lengths", "prefix_lengths")
@@ -86,12 +86,12 @@ class Prefixes(Immutable):
 
     @property
     def max_seqlen_q(self) -> int:
-        """Return the most slots of a leaf."""
+        """Return the largest number of slots of a leaf."""
         return max(self.query_lengths)
 
     @property
     def max_seqlen_kv(self) -> int:
-        """Return the most keys of a leaf, the tokens of the longest sequence."""
+        """Return the largest number of keys of a leaf: the tokens of the longest sequence."""
         return max(self.key_lengths)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -99,16 +99,16 @@ class Prefixes(Immutable):
         return {name: getattr(self, name) for name in (*_INDICES, *_OF_SEQUENCES)}
 
     def slots_of(self, tokens: Tensor, pad: int) -> Tensor:
-        """Return the slots of tokens, int64 of any shape; ``pad`` for N and above, which are no tokens."""
+        """Return the slots of token numbers, int64 of any shape; numbers from N on give ``pad``."""
         known = torch.cat([self.token_slots, self.token_slots.new_full((1,), pad)])
         return known[tokens.clamp(max=len(known) - 1)]
 
     def of_tokens(self, rows: Tensor, fill: float = 0.0) -> Tensor:
-        """Give every token its row of ``[R, ...]``, or ``fill`` if it predicts nothing: ``[N, ...]``."""
+        """Return each token's row of ``[R, ...]`` as ``[N, ...]``; ``fill`` for tokens without prediction."""
         return torch.cat([rows, rows.new_full((1, *rows.shape[1:]), fill)]).index_select(0, self.token_rows)
 
     def of_rows(self, tokens: Tensor) -> Tensor:
-        """Sum the values ``[N]`` of all tokens that a row stands for, ``[R]``."""
+        """Sum the tokens' values ``[N]`` per row of predictions, ``[R]``."""
         blank = tokens.new_zeros(self.targets.shape[0] + 1)
         return blank.index_add(0, self.token_rows, tokens)[:-1]
 
@@ -132,7 +132,7 @@ class SharedBatch(THDBatch):
     """A batch whose sequences share the slots of their common prefixes: ``collate(share_prefixes=True)``.
 
     ``input_ids`` and ``position_ids`` have T slots, one for each distinct prefix of a sequence; ``weights``
-    are ``[N]``. ``stats`` count what is computed, and ``stats.shared_tokens`` what is not.
+    are ``[N]``. ``stats`` count the computed tokens, and ``stats.shared_tokens`` counts the others.
     """
 
     __slots__ = ("prefixes",)
@@ -167,7 +167,7 @@ class SharedBatch(THDBatch):
 
     @property
     def predictions(self) -> Predictions:
-        """Return the rows of (slot, target, weight): the loss is the sum of weight times that of the row."""
+        """Return the rows of (slot, target, weight); the loss is the sum of weight times the row's loss."""
         ones = torch.ones_like(self.prefixes.token_rows, dtype=torch.float32)
         weights = self.prefixes.of_rows(ones if self.weights is None else self.weights)
         return Predictions(self.prefixes.slots, self.prefixes.targets, weights)
@@ -201,9 +201,9 @@ class SharedBatch(THDBatch):
     def unpack(self, x: Tensor) -> list[Tensor]:
         """Split values of slots or of tokens into tensors ``[length, ...]``, in order of ``sequence_ids``.
 
-        ``x`` is ``[T, ...]`` or ``[1, T, ...]``, a value a slot, as a model returns them; or ``[N, ...]``,
-        one for each token of the sequences laid end to end, as ``causal_lm_logprobs`` returns them. If T is
-        N, because of padding, only ``[1, T, ...]`` says which.
+        ``x`` has one value per slot, ``[T, ...]`` or ``[1, T, ...]``, as a model returns them. Or it has one
+        value per token of the sequences laid end to end, ``[N, ...]``, as ``causal_lm_logprobs`` returns
+        them. If padding makes T equal to N, only ``[1, T, ...]`` is accepted, for values of slots.
         """
         slots, tokens = self.input_ids.shape[-1], sum(self.lengths)
         given, x = x, rows_of_slots(x, slots)
@@ -231,16 +231,16 @@ class SharedBatch(THDBatch):
 class _Tree(NamedTuple):
     """The prefix tree of some sequences."""
 
-    leaves: list[int]  # sequences that have tokens of their own, in the order of their slots
-    shared: list[int]  # how many first tokens of each sequence a leaf before it holds
+    leaves: list[int]  # sequences with tokens that no earlier leaf has, in the order of their slots
+    shared: list[int]  # the number of first tokens of each sequence that an earlier leaf stores
     slots: _Ints  # int64 ``[N]``, the slot of each token
-    tokens: _Ints  # int64 ``[T]``, the token that each slot holds
+    tokens: _Ints  # int64 ``[T]``, the token in each slot
 
 
 def prefix_tree(keys: _Ints, lengths: Sequence[int]) -> _Tree | None:
-    """Find what sequences share, from keys ``[N]`` or ``[N, C]`` of their tokens; None if it is nothing."""
-    # Sorted by their bytes, longer ones first among those that begin alike, a sequence shares with all before
-    # it what it shares with the one before it.
+    """Build the tree of shared prefixes from the tokens' keys ``[N]`` or ``[N, C]``; None without any."""
+    # In the order of their bytes, with longer ones first if one is a prefix of the other, a sequence has its
+    # longest common prefix with the sequence right before it.
     starts = [0, *accumulate(lengths)]
     raw, width = keys.tobytes(), keys.strides[0]
     rows = [raw[a * width : b * width] for a, b in pairwise(starts)]
@@ -267,7 +267,7 @@ def prefix_tree(keys: _Ints, lengths: Sequence[int]) -> _Tree | None:
 
 
 def _common(keys: _Ints, a: int, b: int, most: int) -> int:
-    """Count the tokens from ``a`` and from ``b`` on that are equal, at most ``most``."""
+    """Count the leading tokens that are equal from ``a`` and from ``b`` on, up to ``most``."""
     differ = keys[a : a + most] != keys[b : b + most]
     differ = differ if differ.ndim == 1 else differ.any(1)
     first = int(differ.argmax())
@@ -283,7 +283,7 @@ def lay_out_shared(
     microbatch: int = 0,
     **how: Any,
 ) -> THDBatch:
-    """Lay checked samples out with every distinct prefix once; a plain batch if they share nothing."""
+    """Collate checked samples with every distinct prefix once; return a plain batch if none is shared."""
     plain = lay_out(samples, **how)
     lengths: list[int] = plain["lengths"]
     tree, holders = _tree_of(samples, plain)
@@ -346,7 +346,7 @@ def _padded(row: NDArray[Any], pad: int) -> Tensor:
 
 
 def _rows(targets: _Ints, slots: _Ints) -> tuple[tuple[_Ints, _Ints], _Ints]:
-    """Return slot and target ``[R]`` of every different prediction, and the row of each token ``[N]``."""
+    """Return the slot and target ``[R]`` of every distinct prediction, and each token's row ``[N]``."""
     learned = np.flatnonzero(targets != IGNORE_INDEX)
     if not learned.size:  # one row, whose target is ignored
         return (np.zeros(1, np.int64), np.full(1, IGNORE_INDEX)), np.ones(len(targets), np.int64)
@@ -357,7 +357,7 @@ def _rows(targets: _Ints, slots: _Ints) -> tuple[tuple[_Ints, _Ints], _Ints]:
 
 
 def _tree_of(samples: Sequence[Mapping[str, Any]], plain: dict[str, Any]) -> tuple[_Tree | None, list[int]]:
-    """Return the tree over ids, types, given positions and images, and the leaves whose images are kept."""
+    """Return the tree over ids, types, given positions and images, and the leaves that keep their images."""
     lengths: list[int] = plain["lengths"]
     columns = [plain["input_ids"].numpy()]
     columns += [plain["extras"][key][0].numpy() for key in TYPES if key in plain["extras"]]
@@ -375,7 +375,7 @@ def _tree_of(samples: Sequence[Mapping[str, Any]], plain: dict[str, Any]) -> tup
         tree = prefix_tree(keys, lengths)
         if tree is None:
             return None, []
-        # A leaf whose prefix holds some of its images, but not all, keeps a path of its own.
+        # A leaf that shares some of its images with its prefix, but not all, shares nothing.
         held = [int(seen[a + n] - seen[a]) for a, n in zip(starts, tree.shared, strict=False)]
         whole = [int(seen[b] - seen[a]) for a, b in pairwise(starts)]
         split = [i for i in tree.leaves if 0 < held[i] < whole[i]]
@@ -386,7 +386,7 @@ def _tree_of(samples: Sequence[Mapping[str, Any]], plain: dict[str, Any]) -> tup
 
 
 def _same_media(samples: Sequence[Mapping[str, Any]]) -> list[int] | None:
-    """Number samples by their further inputs, equal ones alike; None if no sample has any."""
+    """Give samples with equal extra inputs the same number; return None if no sample has extra inputs."""
     if not any(inputs(sample) for sample in samples):
         return None
     known: dict[bytes, int] = {}
@@ -414,7 +414,7 @@ def _extras(
     holders: list[int],
     slots: int,
 ) -> dict[str, Tensor]:
-    """Return the extras of the slots: types of tokens, images once, labels of all sequences."""
+    """Return the extras of a shared batch: types per slot, shared images once, labels of all sequences."""
     kept = [samples[i] for i in holders]
     extras = {}
     for key, value in plain.items():

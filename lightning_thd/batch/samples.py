@@ -1,4 +1,4 @@
-"""One sample as users give it -> its checked arrays, or an error that names the sample and the key."""
+"""A user's sample -> its checked arrays, or an error that names the sample and the key."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 from lightning_thd._checks import INT64_MAX, as_tensor, described, host_ints, whole_number
 from lightning_thd.batch.keys import IGNORE_INDEX, KEYS, TYPES, inputs, refuse_boundaries, refuse_keys
 
-MOST_ID = 2**31 - 1  # a larger id belongs to no vocabulary
-_SHIFTED_FROM = 8  # fewer labels may equal the next id and not their own by chance
+MOST_ID = 2**31 - 1  # no vocabulary has a larger id
+_SHIFTED_FROM = 8  # fewer labels may equal the next id, and not their own, by chance
 
 
 def check_sample(sample: Any, name: str, *, empty: bool = False) -> dict[str, Any]:
-    """Check all of one sample and return it with its rows as arrays; errors begin with ``name``."""
+    """Check one sample and return it with its rows as arrays; errors begin with ``name``."""
     if not isinstance(sample, Mapping):
         raise TypeError(f"{name} is {described(sample)}; wanted a dict. Pass {{'input_ids': [5, 6, 7]}}.")
     if made := sorted(key for key in sample if KEYS.get(key) == "made"):
@@ -73,12 +73,12 @@ def token_row(
         raise ValueError(
             f"{name}: {key} is a masked array, whose mask would be lost. Give its compressed() values."
         )
-    if isinstance(value, list | tuple) and bool in set(map(type, value)):  # numpy makes 0 and 1 of them
+    if isinstance(value, list | tuple) and bool in set(map(type, value)):  # numpy would make them 0 and 1
         raise ValueError(f"{name}: {key} holds True or False among its numbers. Give integers.")
     if isinstance(value, Tensor) and value.dtype in (torch.uint8, torch.uint16) and not value.is_meta:
-        value = value.cpu().numpy()  # keeps the type, in which -100 becomes another number
+        value = value.cpu().numpy()  # keep the dtype, because a wrapped -100 is recognised by it
     kind = (value.dtype.kind, value.dtype.itemsize) if isinstance(value, np.ndarray) else ("", 0)
-    if kind[0] not in ("i", "u") or kind == ("u", 8):  # uint64 may pass int64
+    if kind[0] not in ("i", "u") or kind == ("u", 8):  # uint64 may exceed int64
         value = host_ints(value, f"{name}: {key}", ndim=None, advice="Give one row of integers.")
     row: NDArray[np.integer[Any]] = value
     if row.ndim != 1:
@@ -89,7 +89,7 @@ def token_row(
 
 
 def per_token_row(sample: Mapping[str, Any], key: str, length: int, name: str) -> NDArray[np.integer[Any]]:
-    """Read one row of integers of a sample that must have one value a token."""
+    """Read a sample's row of integers, which must have one value per token."""
     row = token_row(sample, key, name)
     if len(row) != length:
         advice = "unshifted, with -100 where it is to be ignored" if key == "labels" else "or drop the key"
@@ -117,7 +117,7 @@ def _check_ids(row: NDArray[np.integer[Any]], name: str, what: str, *, least: in
 
 
 def refuse_wrapped(labels: NDArray[np.integer[Any]], name: str) -> None:
-    """Refuse unsigned labels that hold what -100 becomes without a sign: 156 in 8 bits, 65436 in 16."""
+    """Raise for unsigned labels that contain a wrapped -100: 156 in 8 bits, 65436 in 16 bits."""
     if wrapped(labels).any():
         kind = labels.dtype
         raise ValueError(
@@ -127,7 +127,7 @@ def refuse_wrapped(labels: NDArray[np.integer[Any]], name: str) -> None:
 
 
 def wrapped(labels: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
-    """Return which labels are -100 in a type without a sign."""
+    """Return which labels are a -100 that an unsigned type has wrapped."""
     kind = labels.dtype
     if kind.kind != "u":
         return np.zeros(labels.shape, bool)
@@ -135,7 +135,7 @@ def wrapped(labels: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
 
 
 def check_attention_mask(sample: Mapping[str, Any], length: int, name: str) -> None:
-    """Refuse an attention mask that hides tokens, which packing would train on."""
+    """Raise for an attention mask that hides tokens, because packing would train on them."""
     try:
         mask = np.asarray(sample["attention_mask"])
     except (TypeError, ValueError, RuntimeError) as err:
@@ -159,7 +159,7 @@ def position_row(sample: Mapping[str, Any], length: int, name: str) -> NDArray[n
 
 
 def sequence_label(sample: Mapping[str, Any], name: str) -> dict[str, NDArray[Any]]:
-    """Read the label of a whole sequence: int64 or fp32, ``[]``, or fp32 ``[C]`` as losses want several."""
+    """Read a sequence's label: int64 or fp32 ``[]``, or fp32 ``[C]`` for several labels; {} without one."""
     key = next((key for key in ("label", "labels") if sample.get(key) is not None), None)
     if key is None or (key == "labels" and not is_scalar(sample[key])):
         return {}
@@ -193,7 +193,7 @@ def is_scalar(value: object) -> bool:
 
 
 def with_label(sample: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a sample with the label of its sequence, if it has one, under ``label`` and not ``labels``."""
+    """Return a sample with its sequence label, if it has one, under ``label`` instead of ``labels``."""
     if "label" not in sample and not is_scalar(sample.get("labels")):
         return sample
     rest = {key: value for key, value in sample.items() if key != "label"}
@@ -203,7 +203,7 @@ def with_label(sample: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def sample_weights(sample: Mapping[str, Any], length: int, name: str) -> tuple[NDArray[np.float32], float]:
-    """Read the loss weights of a sample: fp32 ``[n]``, one for each token as a target, and the sequence's."""
+    """Read a sample's loss weights: fp32 ``[n]``, one per token as a target, and the sequence's weight."""
     given = sample.get("weights", 1.0)
     row = _floats(given)
     if row.dtype.kind not in "iufb" or row.shape not in ((), (length,)):
@@ -221,14 +221,14 @@ def sample_weights(sample: Mapping[str, Any], length: int, name: str) -> tuple[N
 
 
 def whole_weight(sample: Mapping[str, Any], name: str) -> tuple[float, float]:
-    """Add up the weights of a sequence's loss tokens; return the sum and the weight of the sequence."""
+    """Return the sum of the weights of a sequence's loss tokens, and the weight of the sequence."""
     labels = np.asarray(sample.get("labels", sample["input_ids"]))
     tokens, sequence = sample_weights(sample, len(labels), name)
     return float(tokens[1:][labels[1:] != IGNORE_INDEX].sum(dtype=np.float64)), sequence
 
 
 def refuse_shifted(rows: Iterable[tuple[NDArray[Any], NDArray[Any]]], name: str) -> None:
-    """Refuse labels that are the next tokens already, unless fewer than 8 of them show it."""
+    """Raise if labels are already shifted: all equal the next token, and at least 8 differ from their own."""
     others = 0
     for ids, labels in rows:
         own, following, labels = ids[:-1], ids[1:], labels[:-1]
@@ -244,7 +244,7 @@ def refuse_shifted(rows: Iterable[tuple[NDArray[Any], NDArray[Any]]], name: str)
 
 
 def refuse_restart(sample: Mapping[str, Any], name: str, advice: str) -> None:
-    """Refuse position_ids that begin again inside a sample, whose sequences would see each other."""
+    """Raise if position_ids restart inside a sample: it has several sequences, which would see each other."""
     positions = np.asarray(sample.get("position_ids", ()))
     if positions.ndim == 1 and (positions[1:] == 0).any():
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Samples of varying length -> one ``THDBatch``: rows laid end to end, with what the host knows beside them.
+"""Samples of varying length -> one ``THDBatch``: rows laid end to end, and their lengths on the host.
 
-T slots in a pack, S sequences. Nothing here reads a device: every integer a kernel or a counter asks for is
-kept on the host from the moment of collation.
+T slots in a pack, S sequences. No code here reads from a device: collation keeps every integer that a kernel
+or a counter needs on the host.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _TENSORS = ("input_ids", "targets", "position_ids", "cu_seqlens", "cu_seqlens_pa
 _HOST = ("lengths", "padded_lengths", "max_seqlen", "stats", "sequence_ids", "loss_scale", "extras")
 _SCALES = ("sequence_scale", "token_scale", "microbatch")
 _FURTHER = ("weights", "sequence_shares", *_SCALES, "set_name", "max_targets")
-_ROUNDING = 1e-9  # relative distance below which a weight counts as a whole number of tokens
+_ROUNDING = 1e-9  # a weight this close to a whole number of tokens (relative) is rounded to it
 
 
 class Immutable:
-    """Base of classes with slots that are set once; Lightning would rewrite a dataclass or a list."""
+    """Base of classes with slots that are set once; not a dataclass, whose fields Lightning would replace."""
 
     __slots__ = ()
 
@@ -50,17 +50,17 @@ class Immutable:
 
 
 class _Rows(Tensor):
-    """A meta tensor that gives a weight for its number of rows."""
+    """A meta tensor whose ``size(0)`` is a weight, which need not be whole."""
 
     weight: float
 
     def size(self, dim: int | None = None) -> Any:
-        """Return the weight as the rows, which a shape would round to a whole number."""
+        """Return the weight as the number of rows; a real shape could only be a whole number."""
         return super().size() if dim is None else self.weight
 
 
 def weighing_rows(weight: float) -> Tensor:
-    """Return a meta tensor whose ``size(0)``, for Lightning the weight of a batch, need not be whole."""
+    """Return a meta tensor whose ``size(0)`` is the weight; Lightning takes it as the batch size."""
     whole = round(weight)
     rows: Any = torch.empty(whole, device="meta").as_subclass(_Rows)
     rows.weight = float(whole) if abs(weight - whole) <= _ROUNDING * weight else weight
@@ -69,7 +69,7 @@ def weighing_rows(weight: float) -> Tensor:
 
 
 def checked_device(device: torch.device | str) -> torch.device:
-    """Return a device, or raise ValueError or TypeError for a value that names none."""
+    """Return a torch device; raise ValueError or TypeError for any other value."""
     try:
         return torch.device(device)
     except RuntimeError as err:
@@ -77,7 +77,7 @@ def checked_device(device: torch.device | str) -> torch.device:
 
 
 def rows_of_slots(x: Any, slots: int) -> Tensor:
-    """Return a tensor with a row a slot from ``[T, ...]`` or ``[1, T, ...]``, if the shape is unambiguous."""
+    """Return ``[T, ...]`` from ``[T, ...]`` or ``[1, T, ...]``; the caller checks the number of rows."""
     if isinstance(x, np.ndarray) and x.dtype.kind in "biufc":
         x = as_tensor(x)
     if not isinstance(x, Tensor):
@@ -88,7 +88,7 @@ def rows_of_slots(x: Any, slots: int) -> Tensor:
 
 
 class _Pinned(Immutable):
-    """Base of batches that may have a copy of their tensors in page-locked memory."""
+    """Base of batches that may have a second copy of their tensors in page-locked memory."""
 
     __slots__ = ("_pinned",)
 
@@ -108,19 +108,19 @@ class THDBatch(_Pinned):
         lengths: real length of every sequence, on the host, without a trailing pad.
         padded_lengths: slots of every entry of ``cu_seqlens_padded``, on the host, a trailing pad included.
         max_seqlen: longest entry of ``padded_lengths``, at least 1.
-        stats: what the batch contains, in host integers.
+        stats: counts of the batch's tokens, slots and sequences, as integers on the host.
         sequence_ids: dataset index of every sequence in ``lengths``.
-        loss_scale: data-parallel ranks x microbatches / loss tokens of the whole step, or their weight. For a
-            batch collated by itself it is 1 / its loss tokens, so that ``sum * loss_scale`` is the mean.
-        extras: further model inputs, ``pixel_values`` and the like.
-        weights: fp32 ``[T]``, what each slot's target counts; None if no sample has weights.
-        sequence_shares: of every sequence in ``lengths``, its weight / the weight of all its loss tokens,
-            also those in other packs.
-        sequence_scale: like ``loss_scale``, for the weight of the step's sequences; None if it is unknown.
-        token_scale: the same for the input tokens of the step. 0 leaves ``router_balance`` out of the loss.
-        microbatch: its place among this rank's microbatches of the step, from 0.
-        set_name: the set that the batch comes from, ``"code"`` for example; empty if there is only one.
-        max_targets: no more slots than this have a target; None if ``targets`` were replaced.
+        loss_scale: data-parallel ranks x microbatches / loss tokens (or their weight) of the whole step. For
+            a separately collated batch it is 1 / its loss tokens, so ``sum * loss_scale`` is the mean.
+        extras: extra model inputs, such as ``pixel_values``.
+        weights: fp32 ``[T]``, the loss weight of each slot's target; None if no sample has weights.
+        sequence_shares: for every sequence in ``lengths``, its weight / the summed weight of its loss tokens,
+            those in other packs included.
+        sequence_scale: like ``loss_scale``, for the weight of the step's sequences; None if unknown.
+        token_scale: like ``loss_scale``, for the step's input tokens. 0 turns ``router_balance`` off.
+        microbatch: the batch's index among this rank's microbatches of the step, from 0.
+        set_name: the name of the batch's data set, such as ``"code"``; empty if there is only one set.
+        max_targets: an upper bound of the slots with a target; None if ``targets`` were replaced.
     """
 
     __slots__ = (*_TENSORS, *_HOST, *_FURTHER)
@@ -212,29 +212,29 @@ class THDBatch(_Pinned):
         """Lay samples end to end and shift the targets inside every sequence.
 
         Args:
-            samples: dicts with ``input_ids`` (ints ``[n]``) and, if wanted, ``labels`` (ints ``[n]``,
+            samples: dicts with ``input_ids`` (ints ``[n]``) and, optionally, ``labels`` (ints ``[n]``,
                 unshifted, -100 where ignored), ``next_label`` (int, the target of the last token of a piece
-                that goes on elsewhere), ``weights`` (one number for the sequence, or one a token, aligned
-                with labels), ``position_ids``, ``label`` (a number or list for the whole sequence), and
-                further tensors, concatenated into ``extras``. Without samples there is one dummy slot.
-            align: an ``alignment.Alignment``; pads every sequence, and the total by a trailing sequence.
-            pad_to: slots of the batch; a trailing sequence of token 0 without targets fills the rest.
-            sequence_ids: dataset index of every sample; 0, 1, 2, ... when absent.
-            loss_scale: see the class; 1 / loss tokens of this batch, or their weight, when absent.
-            sequence_scale: see the class; set by the batch itself where ``loss_scale`` is.
-            token_scale: likewise.
-            windows: attention windows of the model, whose pairs ``stats`` is to count.
-            share_prefixes: give every distinct prefix of a sequence one slot, so that it is computed once.
-                If samples begin alike the batch is a ``SharedBatch``, of equal loss and gradient.
-            vision: of the model's vision tower, ``FlopsModel.vision``, by which ``stats`` counts images.
+                of a sequence), ``weights`` (one number for the sequence, or one per token, aligned with
+                labels), ``position_ids``, ``label`` (a number or list for the whole sequence), and other
+                tensors, concatenated into ``extras``. A batch without samples has one dummy slot.
+            align: an ``alignment.Alignment`` that pads every sequence, and the pack by a trailing sequence.
+            pad_to: slots of the batch; a trailing sequence of token 0, without targets, fills the rest.
+            sequence_ids: dataset index of every sample; 0, 1, 2, ... by default.
+            loss_scale: see the class; by default 1 / loss tokens of this batch, or their weight.
+            sequence_scale: see the class; computed from this batch if ``loss_scale`` is not given.
+            token_scale: see the class; computed as ``sequence_scale`` is.
+            windows: the attention windows of the model for which ``stats`` counts query-key pairs.
+            share_prefixes: store and compute tokens of common prefixes only once. If samples have common
+                prefixes, the batch is a ``SharedBatch`` with the same loss and gradient.
+            vision: ``FlopsModel.vision`` of the model, with which ``stats`` counts the work on images.
 
         Returns:
             The batch on the CPU. Samples with the ids ``[5, 6]`` and ``[7]`` give ``input_ids``
             ``[5, 6, 7]``, ``targets`` ``[6, -100, -100]`` and ``cu_seqlens`` ``[0, 2, 3]``.
 
         Raises:
-            TypeError: for samples that are no dicts, and values that are no numbers.
-            ValueError: for samples that do not fit, and for more tokens than ``pad_to``.
+            TypeError: if a sample is not a dict, or a value is not a number.
+            ValueError: if a sample is not valid, or there are more tokens than ``pad_to``.
         """
         if share_prefixes is not False:
             flags(share_prefixes=share_prefixes)
@@ -255,26 +255,26 @@ class THDBatch(_Pinned):
 
     @classmethod
     def from_padded(cls, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> THDBatch:
-        """Pack a padded batch by its mask, never by its pad id; reads a device once.
+        """Pack a padded batch by its mask, never by its pad id; this reads from the device once.
 
         Args:
             input_ids: ints ``[B, N]``: a tensor, list or array.
             attention_mask: ``[B, N]``, 1 where a token is real, else 0; left, right or ragged padding.
-            labels: ints ``[B, N]``, unshifted, -100 where ignored; ``input_ids`` when absent.
+            labels: ints ``[B, N]``, unshifted, -100 where ignored; ``input_ids`` by default.
 
         Returns:
-            The batch on the device of ``input_ids``. Rows without a token keep their place with length 0.
+            The batch on the device of ``input_ids``. A row without a token becomes a sequence of length 0.
             ``ids [[0, 5, 6]]`` with mask ``[[0, 1, 1]]`` gives ``input_ids [5, 6]``, ``targets [6, -100]``.
 
         Raises:
-            ValueError: when shapes differ, the mask is all zero or not 0 and 1, or an id is below 0.
+            ValueError: if shapes differ, the mask is all 0 or has other values than 0 and 1, or an id is < 0.
         """
         batch = cls(**padded_fields(input_ids, attention_mask, labels))
         return batch.to(input_ids.device) if isinstance(input_ids, Tensor) else batch
 
     @property
     def token_targets(self) -> Tensor:
-        """Return ``targets``; of a batch with shared prefixes, the target of each token of its sequences."""
+        """Return ``targets``; for a batch with shared prefixes, the target of each token of its sequences."""
         return self.targets
 
     @property
@@ -289,7 +289,7 @@ class THDBatch(_Pinned):
         return THDBatch(**{**self.__getstate__(), **changes})
 
     def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> THDBatch:
-        """Move the tensors to a device, to a CUDA device as one pinned buffer and without blocking."""
+        """Move the tensors to a device; copies to CUDA use one pinned buffer and do not block."""
         if not isinstance(device, torch.device):
             device = checked_device(device)
         tensors = self._tensors()
@@ -305,7 +305,7 @@ class THDBatch(_Pinned):
         return self._with({name: x.to(device, non_blocking=non_blocking) for name, x in tensors.items()})
 
     def pin_memory(self) -> THDBatch:
-        """Return a copy that has its tensors in page-locked memory, too, ready for one upload."""
+        """Return a copy that also has its tensors in one page-locked buffer, ready for upload."""
         copy = self._with(self._tensors())
         copy._set(_pinned=self._pin())
         return copy
@@ -314,7 +314,7 @@ class THDBatch(_Pinned):
         return PinnedBatch(self._tensors(), self.padded_lengths)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return all tensors by name, those of extras as ``extras.<key>``; equal offsets once."""
+        """Return all tensors by name, extras as ``extras.<key>``; identical offsets appear only once."""
         names = _TENSORS[:-1] if self.cu_seqlens_padded is self.cu_seqlens else _TENSORS
         found: dict[str, Tensor] = {name: getattr(self, name) for name in names}
         if self.weights is not None:
@@ -322,7 +322,7 @@ class THDBatch(_Pinned):
         return found | {f"extras.{key}": value for key, value in self.extras.items()}
 
     def _with(self, tensors: dict[str, Tensor]) -> THDBatch:
-        """Return a copy with other tensors, named as in ``_tensors``."""
+        """Return a copy with the given tensors, named as in ``_tensors``."""
         fields: dict[str, Any] = {k: x for k, x in tensors.items() if not k.startswith("extras.")}
         fields.setdefault("cu_seqlens_padded", fields["cu_seqlens"])
         extras = {key: tensors[f"extras.{key}"] for key in self.extras}
@@ -335,9 +335,9 @@ class THDBatch(_Pinned):
             ``input_ids`` ``[1, T]``, ``position_ids`` ``[1, T]`` or ``[3, 1, T]``, ``cu_seq_lens_q/k`` (the
             offsets in memory), ``max_length_q/k`` (Python ints), ``attention_mask`` None, ``use_cache``
             False (the default True makes transformers ignore the boundaries), and the extras, with
-            ``labels``, one a sequence, if the samples had a ``label``. If sequences are padded one by one,
-            ``cu_seq_lens_real`` too, cumulative lengths without padding. With shared prefixes
-            ``shared_prefixes`` stands in place of offsets, which models with another attention refuse.
+            ``labels``, one per sequence, if the samples had a ``label``. If each sequence is padded,
+            ``cu_seq_lens_real`` has the cumulative lengths without padding. With shared prefixes,
+            ``shared_prefixes`` replaces the offsets; models without thd attention raise an error for it.
         """
         position_ids = self.position_ids
         return {
@@ -350,18 +350,18 @@ class THDBatch(_Pinned):
         }
 
     def _boundaries(self) -> dict[str, Any]:
-        """Return the arguments of a transformers model that say where sequences begin."""
+        """Return the arguments of a transformers model that mark where each sequence begins."""
         offsets, longest, real = self.cu_seqlens_padded, self.max_seqlen, self._real_offsets()
         found: dict[str, Any] = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
         found |= {"max_length_q": longest, "max_length_k": longest}
         return found if real is None else {**found, "cu_seq_lens_real": real}
 
     def _real_offsets(self) -> Tensor | None:
-        """Return the offsets of real tokens if sequences are padded one by one, else None."""
+        """Return the offsets of real tokens if each sequence is padded, else None."""
         return None if self.lengths == self.padded_lengths[: len(self.lengths)] else self.cu_seqlens
 
     def unpack(self, x: Tensor) -> list[Tensor]:
-        """Split a per-token tensor into one view a sequence, pads left out.
+        """Split a per-token tensor into one view per sequence, without padding.
 
         ``x`` is ``[T, ...]``, or ``[1, T, ...]`` as a transformers model returns it. The tensors
         ``[length, ...]`` are in the order of ``sequence_ids``.
@@ -379,10 +379,10 @@ class THDBatch(_Pinned):
         return [row[:length] for row, length in zip(rows, self.lengths, strict=False)]
 
     def pool(self, x: Tensor, how: Literal["last", "mean", "first"] = "last") -> Tensor:
-        """Reduce a per-token tensor to one row a sequence, without a device read.
+        """Reduce a per-token tensor to one row per sequence, without reading from the device.
 
-        ``x`` is that of ``unpack``; ``how`` takes the last or the first token of every sequence, or the mean
-        over its tokens, in fp32 at least. The rows ``[S, ...]`` have the dtype of ``x`` and the order of
+        ``x`` is as for ``unpack``; ``how`` selects each sequence's last or first token, or the mean over its
+        tokens, computed in fp32 or fp64. The rows ``[S, ...]`` have the dtype of ``x`` and the order of
         ``sequence_ids``. Lengths 2 and 1 with ``x`` ``[1, 3, 7]`` give ``[3, 7]``, ``[2, 7]`` or ``[1, 7]``.
         """
         choice(how, "how", "last", "mean", "first")
@@ -406,9 +406,9 @@ class THDBatch(_Pinned):
         return len(self.lengths)
 
     def __iter__(self) -> Iterator[Tensor]:
-        # Lightning takes the rows of the first tensor it finds as the batch size of self.log. 1 / loss_scale
-        # is the weight that makes its epoch mean of causal_lm_loss the exact mean over all loss tokens. The
-        # loss of a batch with labels is a mean over its sequences.
+        # For self.log, Lightning takes the rows of the first tensor in a batch as the batch size. With
+        # 1 / loss_scale, its epoch mean of causal_lm_loss is the exact mean over all loss tokens. The loss of
+        # a batch with labels is a mean over its sequences.
         tokens = 1 / self.loss_scale if self.loss_scale else 0.0
         yield weighing_rows(float(len(self.lengths)) if "labels" in self.extras else tokens)
 
@@ -427,7 +427,7 @@ def collate_checked(
     share_prefixes: bool = False,
     **how: Any,
 ) -> THDBatch:
-    """Collate samples that were checked when they were counted or read; ``how`` is that of ``collate``."""
+    """Collate samples that have already been checked; ``how`` has the other arguments of ``collate``."""
     if share_prefixes:
         from lightning_thd.batch.prefixes import lay_out_shared
 
@@ -436,7 +436,7 @@ def collate_checked(
 
 
 class THDStep(Immutable):
-    """All ``microbatches`` of one rank between two optimizer updates, the same number on every rank."""
+    """All ``microbatches`` of one rank between two optimizer updates; every rank has equally many."""
 
     __slots__ = ("microbatches",)
 
@@ -467,13 +467,13 @@ class THDStep(Immutable):
         return len(self.microbatches)
 
     def __iter__(self) -> Iterator[Tensor]:
-        # The rank's share of the step's loss tokens, as Lightning's weight: see THDBatch.__iter__.
+        # Lightning's weight for the step is this rank's share of its loss tokens; see THDBatch.__iter__.
         scale = self.microbatches[0].loss_scale
         yield weighing_rows(len(self) / scale if scale else 0.0)
 
 
 def check_batch(batch: object) -> None:
-    """Raise TypeError for anything but a ``THDBatch``, with advice for a ``THDStep``."""
+    """Raise TypeError if ``batch`` is not a ``THDBatch``, with advice for a ``THDStep``."""
     if isinstance(batch, THDStep):
         raise TypeError(
             f"batch is a THDStep of {len(batch)} microbatches; wanted one THDBatch. strategy='thd', "

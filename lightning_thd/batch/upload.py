@@ -1,7 +1,7 @@
-"""The tensors of a batch -> one pinned buffer -> the same tensors on a GPU, by one copy that need not block.
+"""The tensors of a batch -> one pinned buffer -> the same tensors on a GPU, by one non-blocking copy.
 
-Integers of 8 bytes travel in 4 if their values fit. Positions that count from 0 in every sequence are made on
-the GPU. What offsets on a device hold is remembered, so that no kernel reads it back.
+Int64 tensors are sent as int32 if their values fit. Positions that count from 0 in every sequence are
+computed on the GPU. The host remembers the values of uploaded offsets, so that no kernel reads them back.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_thd.seqlens import position_ids_from_cu_seqlens
 
-_ALIGNED = 16  # bytes, more than any dtype needs
+_ALIGNED = 16  # bytes; enough for every dtype
 _INT32 = np.iinfo(np.int32)
 _MADE = "position_ids"
-# What offsets on a device hold: each one's version, and its lengths or values on the host.
+# Offsets on a device -> the tensor's version, and its lengths or values on the host.
 _KNOWN: Any = WeakTensorKeyDictionary()
 
 
 class _Part(NamedTuple):
-    """A place in the buffer: its first byte, the dtype and shape there, and the dtype wanted."""
+    """A tensor in the buffer: its first byte, its dtype and shape there, and its dtype on the device."""
 
     start: int
     travels: torch.dtype
@@ -36,10 +36,10 @@ class _Part(NamedTuple):
 
 
 class PinnedBatch:
-    """Tensors of the CPU by name, copied into one page-locked buffer."""
+    """CPU tensors by name, copied into one page-locked buffer."""
 
     def __init__(self, tensors: dict[str, Tensor], padded_lengths: Sequence[int]) -> None:
-        self._single = dict[str, Tensor]()  # that a buffer of bytes cannot hold, or that are on the device
+        self._single = dict[str, Tensor]()  # copied one by one: sparse, quantized or already on a device
         self._slots = sum(padded_lengths)
         positions = tensors[_MADE]
         self._makes_positions = positions.dtype == torch.int64 and _counts_up(positions, padded_lengths)
@@ -52,7 +52,7 @@ class PinnedBatch:
         self._parts, self._buffer = _pinned(sent, shrink=True)
 
     def to(self, device: torch.device, *, non_blocking: bool) -> dict[str, Tensor]:
-        """Return the tensors on a CUDA device, named and typed as they came."""
+        """Return the tensors on a CUDA device, with their original names and dtypes."""
         buffer = self._buffer.to(device, non_blocking=non_blocking)
         found = {name: _view(buffer, part).to(part.wanted) for name, part in self._parts.items()}
         if self._makes_positions:
@@ -64,7 +64,7 @@ class PinnedBatch:
 
 
 def uploaded(found: Any, device: torch.device) -> Any:
-    """Copy the numpy arrays in nested tuples and lists to a device; vectors of int32 are offsets."""
+    """Copy the arrays in nested tuples and lists to a device, and remember int32 vectors as offsets."""
     leaves, structure = tree_flatten(found)
     arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)}
     tensors = {i: torch.from_numpy(array) for i, array in arrays.items()}
@@ -80,16 +80,16 @@ def uploaded(found: Any, device: torch.device) -> Any:
 
 
 def know_offsets(cu_seqlens: Tensor, lengths: Sequence[int] | npt.NDArray[np.int32]) -> None:
-    """Remember the lengths, or as an array the values, of offsets on a device, so that nothing reads them."""
+    """Remember the lengths (or, as an array, the values) of offsets on a device, to avoid reading them."""
     _KNOWN[cu_seqlens] = _version(cu_seqlens), lengths
 
 
 def host_offsets(cu_seqlens: Tensor) -> tuple[int, ...]:
-    """Return offsets as ints; what the host does not know of a device is read once while unchanged."""
+    """Return offsets as ints; offsets unknown on the host are read once, and again only if they change."""
     version, found = _KNOWN.get(cu_seqlens, (None, None))
     if found is None or version != _version(cu_seqlens):
         read = tuple(cu_seqlens.tolist())
-        if not cu_seqlens.is_inference():  # those do not tell when they change
+        if not cu_seqlens.is_inference():  # inference tensors have no version that shows changes
             know_offsets(cu_seqlens, np.asarray(read, np.int32))
         return read
     return tuple(found.tolist() if isinstance(found, np.ndarray) else accumulate(found, initial=0))
@@ -100,7 +100,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _pinned(tensors: Mapping[Any, Tensor], *, shrink: bool) -> tuple[dict[Any, _Part], Tensor]:
-    """Copy tensors into one page-locked buffer; with ``shrink`` integers of 8 bytes take 4 if they fit."""
+    """Copy tensors into one page-locked buffer; with ``shrink``, int64 becomes int32 if its values fit."""
     parts, size = dict[Any, _Part](), 0
     for name, tensor in tensors.items():
         travels = torch.int32 if shrink and _fits(tensor) else tensor.dtype
@@ -118,7 +118,7 @@ def _view(buffer: Tensor, part: _Part) -> Tensor:
 
 
 def _fits(tensor: Tensor) -> bool:
-    """Return whether a tensor is int64 with values of int32."""
+    """Return whether a tensor is int64 with values that fit into int32."""
     if tensor.dtype != torch.int64 or not tensor.numel():
         return False
     least, most = tensor.aminmax()

@@ -1,4 +1,4 @@
-"""``CUDAGraphCallback``: ``training_step`` replayed from CUDA graphs, with nothing else changed."""
+"""``CUDAGraphCallback`` replays ``training_step`` from CUDA graphs and changes nothing else."""
 
 from __future__ import annotations
 
@@ -48,31 +48,31 @@ __all__ = [
     "make_buckets",
 ]
 
-# Without a planner, this many batches are looked at before buckets are chosen.
+# Without a planner, buckets are chosen from this many observed batches.
 _OBSERVED = 32
 # Observed slots are rounded up to a multiple of this, so that later batches fit too.
 _ROUND = 128
 
 
 class CUDAGraphCallback(L.Callback):
-    """Replays forward and backward of ``training_step`` from CUDA graphs wherever a batch fits one.
+    """Replays forward and backward of ``training_step`` from a CUDA graph if the batch fits one.
 
-    Losses, gradients, hooks and logs are unchanged. A batch that fits no graph, and a step that cannot be
-    captured, run eagerly, as do replays that are measured to be no faster. Logged are
+    Losses, gradients, hooks and logs are unchanged. A batch runs eagerly if it fits no graph, if its step
+    cannot be captured, or if its replay is measured to be no faster. The callback logs
     ``cuda_graph/hit_rate``, ``cuda_graph/fallback_<reason>`` and ``cuda_graph/capture_time_s``.
     ``lint_capture(module, batch)`` lists, without a GPU, what prevents a capture.
 
     Args:
-        max_sequences: sequences of each captured shape, one number or several; ``"auto"`` chooses one to
-            three from the packs that the data module's planner will make (from the first 32 batches if
-            there is none) and prints the table of :class:`GraphPlan` once.
-        costs: the times that ``"auto"`` uses; by default those of a launch-bound step.
+        max_sequences: the number of sequences of each captured shape, one or several. ``"auto"`` chooses one
+            to three from the packs that the data module's planner will make, or from the first 32 batches if
+            there is no planner. It prints the table of :class:`GraphPlan` once.
+        costs: the step times that ``"auto"`` assumes; by default those of a launch-bound step.
         require: raise an error if graphs are not possible, instead of training without them.
         backend: ``"cuda"``, or ``"recording"`` for tests on a CPU.
 
     Raises:
-        ValueError: for numbers of sequences below 1.
-        MisconfigurationException: with ``require=True``, for a Trainer that graphs cannot serve.
+        ValueError: if a number of sequences is below 1.
+        MisconfigurationException: with ``require=True``, if this Trainer cannot use CUDA graphs.
     """
 
     def __init__(
@@ -99,11 +99,11 @@ class CUDAGraphCallback(L.Callback):
 
     @property
     def stats(self) -> GraphStats:
-        """Return the counts of replayed and eager batches so far."""
+        """Return the numbers of replayed and eager batches so far."""
         return GraphStats() if self.step is None else self.step.stats
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Replace ``training_step`` by one that replays graphs, or print why none are possible."""
+        """Replace ``training_step`` by one that replays graphs, or print why graphs are not possible."""
         self._remove()
         self.step, self.plan, self._seen, self._idle = None, None, [], False
         chosen = self._backend_choice
@@ -122,7 +122,7 @@ class CUDAGraphCallback(L.Callback):
             if self._idle or kwargs:
                 return original(*args, **kwargs)
             if self.step is None and self._choose(trainer, batch):
-                # ``GraphedStep`` passes the module first, which a bound method holds already.
+                # ``GraphedStep`` passes the module as the first argument; a bound method has it already.
                 function = lambda module, *given: original(*given)  # noqa: E731
                 assert self.plan is not None
                 self.step = GraphedStep(
@@ -142,7 +142,7 @@ class CUDAGraphCallback(L.Callback):
         pl_module.__dict__["training_step"] = training_step
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        """Log hit rate and fallbacks at the steps at which the Trainer logs."""
+        """Log the hit rate and the fallbacks on the steps on which the Trainer logs."""
         if self._installed is not None and trainer._logger_connector.should_update_logs:
             self._log(trainer)
 
@@ -159,7 +159,7 @@ class CUDAGraphCallback(L.Callback):
         self._remove()
 
     def _choose(self, trainer: L.Trainer, batch: Any) -> bool:
-        """Choose buckets once enough batches are known, and return whether there are graphs to capture."""
+        """Choose buckets once enough batches are known; return whether there are graphs to capture."""
         if not isinstance(batch, THDBatch):
             if not self._seen:
                 self._stay_idle(f"the batches are {type(batch).__name__}, and graphs are for THDBatch")
@@ -167,7 +167,7 @@ class CUDAGraphCallback(L.Callback):
         planner = getattr(trainer.train_dataloader, "planner", None)
         if isinstance(planner, PackPlanner):
             sampler: Any = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
-            ranks = int(sampler.get("num_replicas", 1))  # those that read different data
+            ranks = int(sampler.get("num_replicas", 1))  # the number of ranks with different data
             self.plan = plan_for(planner, dp=ranks, costs=self.costs, given=self.given)
         else:
             self._seen.append(Layout.of_batch(batch))
@@ -180,7 +180,7 @@ class CUDAGraphCallback(L.Callback):
             )
         rank_zero_info(self.plan.table())
         problem = self.plan.problem()
-        # Without a planner ranks have seen different batches, and capture is for all or none.
+        # Without a planner, ranks have seen different batches; they must all capture, or none.
         if not all_agree(problem is None, batch.input_ids.device):
             self._stay_idle(problem or "another rank has no use for graphs, and says why")
             return False
@@ -212,7 +212,7 @@ class CUDAGraphCallback(L.Callback):
 
 
 def _unsupported(trainer: L.Trainer, module: L.LightningModule, backend: Backend) -> str | None:
-    """Return why a fit can have no CUDA graphs, or None."""
+    """Return why this fit cannot use CUDA graphs, or None if it can."""
     missing = backend.unavailable(trainer.strategy.root_device)
     if missing is not None:
         return missing

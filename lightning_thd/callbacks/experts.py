@@ -1,6 +1,6 @@
-"""The choices of a mixture's routers -> the load of its experts in metrics, and biases that even it out.
+"""The experts that MoE routers choose -> metrics of the experts' load, and biases that balance the load.
 
-Legend: L layers with experts, E experts, K experts a token.
+Legend: L layers with experts, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _BIAS = "e_score_correction_bias"
 
 
 class ExpertChoices:
-    """Counts on the device how often real tokens choose each expert of each layer, by hooks of routers."""
+    """Counts, by hooks on the routers, how many real tokens choose each expert; counts stay on the device."""
 
-    # Only forward passes in training count. Compiled layers and CUDA graphs run no hooks, and count nothing.
+    # Only forward passes in training are counted. Compiled layers and CUDA graphs run no hooks: no counts.
 
     def __init__(self, module: nn.Module, group: Any = None) -> None:
         kinds = tuple(kind for kind, _ in routers_of(module))
@@ -45,7 +45,7 @@ class ExpertChoices:
         ]
 
     def _see(self, layer: int, router: nn.Module, args: Any, output: Any) -> None:
-        # A recomputation in the backward pass is no second choice.
+        # Skip recomputation in the backward pass, which would count the same choices twice.
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
             return
         if not router.training or shapes_are_static() or not isinstance(output, tuple):
@@ -65,7 +65,7 @@ class ExpertChoices:
         return self._counts
 
     def take(self) -> Tensor:
-        """Return the choices since the last call, int64 ``[L, E]``, of all ranks; a collective, no read."""
+        """Return all ranks' choices since the last call, int64 ``[L, E]``; a collective, no device read."""
         counts = self._tensor(self.device)
         found = counts.to(communication_device(self.group, counts.device), copy=True)
         counts.zero_()
@@ -74,7 +74,7 @@ class ExpertChoices:
         return found
 
     def close(self) -> dict[str, float]:
-        """Return the metrics of the choices since the last call; a collective and a read."""
+        """Return the metrics of the choices since the last call; a collective and a device read."""
         counts = self.take().cpu().numpy()
         if not counts.any():
             return {}
@@ -88,24 +88,24 @@ class ExpertChoices:
 
 
 def expert_load(module: nn.Module, group: Any = None) -> ExpertChoices | None:
-    """Begin to count, or return None for a model without routers that transformers records."""
+    """Start to count; return None if transformers records no routers of the model."""
     choices = ExpertChoices(module, group)
     return choices if choices.names else None
 
 
 class ExpertBias(Callback):
-    """Balances experts without a loss: moves the routers' ``e_score_correction_bias`` after every step.
+    """Balances experts without a loss by moving the routers' ``e_score_correction_bias`` after every step.
 
-    An expert that the step's tokens chose more often than the mean, over all ranks, loses ``rate``, and one
-    that they chose less often gains it (arXiv:2408.15664; DeepSeek-V3 has 0.001). It logs
-    ``train/experts/bias``, the largest absolute bias.
+    If an expert is chosen more often than the mean in a step, over all ranks, its bias falls by ``rate``. If
+    it is chosen less often, its bias rises by ``rate`` (arXiv:2408.15664; DeepSeek-V3 has 0.001). The
+    callback logs ``train/experts/bias``, the largest absolute bias.
 
     Args:
-        rate: of one step.
+        rate: the change of a bias per step.
 
     Raises:
-        MisconfigurationException: when training starts without such a bias, or with one in half precision,
-            and after a first step in which no choice could be counted.
+        MisconfigurationException: when training starts, if a bias is missing or in half precision; and after
+            the first step, if no choice was counted.
     """
 
     def __init__(self, rate: float = 1e-3) -> None:
@@ -116,7 +116,7 @@ class ExpertBias(Callback):
         self._counted = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the biases, and begin to count."""
+        """Find the biases and start to count."""
         self._choices = ExpertChoices(pl_module, stage_group(trainer.strategy))
         named = [*pl_module.named_buffers(), *pl_module.named_parameters()]
         biases = {name: value for name, value in named if name.rpartition(".")[2] == _BIAS}
@@ -133,7 +133,7 @@ class ExpertBias(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Move the biases by the choices of the step."""
+        """Move the biases according to the choices of the step."""
         if self._choices is None or not self._biases:
             return
         counts = self._choices.take()
@@ -173,7 +173,7 @@ class ExpertBias(Callback):
 
 
 def _bias_of(router: str, biases: dict[str, Tensor]) -> Tensor:
-    """Return the bias in a router, or beside it in its block."""
+    """Return the bias of a router, which is in the router or in its block."""
     block = router.rpartition(".")[0]
     for place in (router, block):
         for name, bias in biases.items():

@@ -1,4 +1,4 @@
-"""All metrics -> those that loggers get, and the charts that they show first."""
+"""All metrics -> the metrics that loggers get, and the charts that loggers show first."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from lightning.fabric.loggers import TensorBoardLogger
 from lightning.pytorch.loggers import Logger, WandbLogger
 
-# Loggers get these keys unless all are asked for: the others repeat them in another unit, or are counts.
+# Loggers get only these keys by default; the others are counts, or repeat these in other units.
 _LOGGED = re.compile(
     r".*?(device/(mfu|hfu|tflops_per_gpu|flops_per_sec|(real_)?items_per_sec)|packing/\w+|experts/\w+|total_flops"
     r"|step_time/\w+|cuda_graph/\w+)"
 )
-# TensorBoard shows these charts, in this order, under CUSTOM SCALARS. Keys are regular expressions.
+# TensorBoard shows these charts under CUSTOM SCALARS, in this order. The keys are regular expressions.
 LAYOUT = {
     "Training": {
         "MFU": ["Multiline", ["train/device/mfu"]],
@@ -23,7 +23,7 @@ LAYOUT = {
         "seconds of a step, by part": ["Multiline", ["train/step_time/.*"]],
     }
 }
-# W&B makes no chart of these by itself: MFU, tokens/s and loss are then the first.
+# W&B makes no charts of these by default, so that MFU, tokens/s and loss come first.
 _HIDDEN = ("device/flops_per_sec", "device/items_per_sec", "total_flops", "step_time/*")
 
 

@@ -1,7 +1,7 @@
-"""Batches and clock readings of a stage (train, validate, ...) -> metrics by key, once an interval.
+"""Batches and clock readings of a stage (train, validate, ...) -> metrics by key, once per interval.
 
-Of a pack only host integers are kept: a microbatch costs an append, and all else happens once an interval, in
-one collective. The lengths of padded rows stay on the device until then.
+A microbatch costs one append of the pack's integers on the host. All other work, with one collective, happens
+once per interval. Until then, the lengths of padded rows stay on the device.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ from lightning_thd.parallel.across_ranks import communication_device, gather_int
 from lightning_thd.precision.report import fp8_share
 from lightning_thd.stats import IntArray, SeqStats, Window, window_pairs
 
-# A microbatch with its lengths on the host.
+# The counts of a microbatch, and its lengths on the host.
 _Known: TypeAlias = tuple[SeqStats, tuple[int, ...] | None]
 
 _BASE = attrgetter(*COUNTS)
 _CPU = torch.device("cpu")
 _OF_REAL_TOKENS = ("packing/fill", "packing/attention_fraction", "device/real_items_per_sec")
-# An interval's steps are joined into at most this many sums of work, which keeps the gather short.
+# An interval's steps are combined into at most this many sums of work, so that ranks gather few numbers.
 _BINS = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LowPrecision:
-    """The share of the linear FLOPs in FP8 or FP4, and the ratio of its peak to the bf16 peak."""
+    """The share of linear FLOPs in FP8 or FP4, and the ratio of the FP8 or FP4 peak to the bf16 peak."""
 
     share: float
     ratio: float
 
     def peak(self, peak: float, flops: FlopsBreakdown) -> float:
-        """Return the peak of mixed precision: all FLOPs over the least time of both parts."""
+        """Return the peak of mixed precision: all FLOPs divided by the sum of both parts' least times."""
         low = self.share * flops.linear
         return peak * flops.model / (low / self.ratio + flops.model - low) if flops.model else peak
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """The devices that a run is measured on: this rank's, and the number of ranks and devices of the job."""
+    """The hardware of a measured run: this rank's device, and the numbers of ranks and devices of the job."""
 
     device: torch.device = _CPU
-    peak: float | None = None  # dense FLOP/s of this rank's device, in bf16 where ``low`` is given
+    peak: float | None = None  # dense FLOP/s of this rank's device, in bf16 if ``low`` is given
     low: LowPrecision | None = None  # the share that runs in FP8 or FP4
-    group: Any = None  # the ranks with different sequences; None is the world
+    group: Any = None  # the process group of ranks with different sequences; None means all ranks
     ranks: int = 1
     devices: int = 1
 
@@ -67,7 +67,7 @@ class Hardware:
     def of(
         cls, module: nn.Module, device: torch.device, peak: str | float, precision: str, **job: Any
     ) -> Hardware:
-        """Look up the peak for a module and a precision; ``job`` holds the group and number of devices."""
+        """Look up the peak for a module and a precision; ``job`` has the group and the number of devices."""
         low = low_precision(module, device, peak)
         found = resolve_peak(peak, device, torch.bfloat16 if low else compute_dtype(precision, module))
         return cls(device=device, peak=found, low=low, ranks=group_size(job.get("group")), **job)
@@ -75,7 +75,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """The counts of some microbatches of all ranks, and their FLOPs, None if unknown."""
+    """The counts of some microbatches over all ranks, and their FLOPs (None if unknown)."""
 
     stats: SeqStats
     microbatches: int
@@ -90,18 +90,18 @@ class Counted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """The counts of all ranks between two reductions; what is left out of the rates is counted apart."""
+    """The counts of all ranks between two reductions, separately for steps left out of the rates."""
 
     measured: Counted
     left_out: Counted
     seconds: float
-    peak: float | None  # mean dense FLOP/s of a device, None when a rank does not know its own
+    peak: float | None  # mean dense FLOP/s of a device; None if it is unknown on a rank
     heaviest: float  # work of the most loaded rank, summed over the steps
-    mean: float  # work of a mean rank, likewise
-    untold: int = 0  # slots of rows whose padding nothing shows, counted as if they were full
-    padded_real: int = 0  # real tokens of the rows that show it
+    mean: float  # mean work of the ranks, summed over the steps
+    untold: int = 0  # slots of rows whose padding is unknown, counted as real tokens
+    padded_real: int = 0  # real tokens of the rows whose padding is known
     padded_slots: int = 0  # slots of these rows
-    room: int = 0  # the capacity of the packs, and the slots of padded rows
+    room: int = 0  # the capacity of the packs, plus the slots of padded rows
 
     def __add__(self, other: Interval) -> Interval:
         names = [each.name for each in fields(self) if each.name != "peak"]
@@ -110,7 +110,7 @@ class Interval:
 
 
 class Meter:
-    """Counts the microbatches and the time of one stage, and closes an interval with one reduction."""
+    """Counts the microbatches and the time of one stage, and reduces them over the ranks per interval."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Meter:
         self.model = model
         self.pad_id: int | None = None
         self.experts: ExpertChoices | None = None
-        self.capacity = 0  # slots of a pack, which fill is a share of; 0 takes those of the batch
+        self.capacity = 0  # the slots of a pack by which fill divides; 0 means the slots of the batch
         self.untold = False
         self.padded = [0, 0]  # real tokens and slots of padded rows since this meter was made, over all ranks
         self.steps: list[list[Seen]] = [[]]
@@ -133,8 +133,8 @@ class Meter:
         self._total_flops: dict[str, float] | None = None
         self._left_out: list[Seen] = []
         self._left_out_seconds = 0.0
-        self._seconds = 0.0  # counted before the clock was last started
-        self._whole_seconds = 0.0  # the part of the counted seconds that steps took which have ended
+        self._seconds = 0.0  # seconds counted before the clock was last started
+        self._whole_seconds = 0.0  # the part of the counted seconds that belongs to ended steps
         self._since: float | None = None
         self._interval: Interval | None = None
         self._rated = False
@@ -154,13 +154,13 @@ class Meter:
         return True
 
     def add(self, batch: Any) -> int:
-        """Count a batch's microbatches in the running step and return how many it held."""
+        """Count a batch's microbatches in the running step and return their number."""
         found = microbatches(batch, self.pad_id)
         self.steps[-1].extend(found)
         return len(found)
 
     def end_step(self) -> None:
-        """Begin the next step after the optimizer's update."""
+        """End the running step after the optimizer's update, and begin the next."""
         self.steps.append([])
         self._whole_seconds = self._elapsed()
 
@@ -172,12 +172,12 @@ class Meter:
         self._left_out_seconds += self._lap()
 
     def reduce(self, *, whole: bool = False) -> None:
-        """Add up the counts of all ranks since the last reduction: one collective, one read."""
+        """Add up all ranks' counts since the last reduction, with one collective and one device read."""
         vector, hardware = self.flush(whole=whole), self.hardware
         wire = communication_device(hardware.group, hardware.device)
         rows = gather_ints(vector, group=hardware.group, device=wire)
         if hardware.ranks == 1:
-            synchronize(hardware.device)  # with several ranks the read has waited already
+            synchronize(hardware.device)  # with several ranks, the read has already waited for the device
         found = interval(rows, self.model, self.work, self._lap(whole=whole))
         everything = found.measured + found.left_out
         self.totals["time"] += found.seconds
@@ -226,7 +226,7 @@ class Meter:
         return {f"{self.name}/{key}": value for key, value in metrics.items()}
 
     def flush(self, *, whole: bool = False) -> list[int]:
-        """Return this rank's counts as integers, equally many on all ranks, and reset them."""
+        """Return this rank's counts as integers, of the same number on all ranks, and reset them."""
         running = self.steps.pop() if whole else []
         steps = [step for step in self.steps if step]
         measured = list(chain.from_iterable(steps))
@@ -260,7 +260,7 @@ class Meter:
                 stats.slots if isinstance(lengths, Rows | Dense) else max(self.capacity, stats.slots)
                 for stats, lengths in seen
             ),
-            # The FLOPs of some steps can pass int64, so a sum crosses ranks as the 64 bits of a float.
+            # The FLOPs of some steps can exceed int64, so a sum is sent as the 64 bits of a float.
             *np.array(works + [0.0] * (_BINS - len(works))).view(np.int64).tolist(),
         ]
         self.steps, self._left_out = [running], []
@@ -280,7 +280,7 @@ class Meter:
         return self._seconds + (self.clock() - self._since if self._since is not None else 0.0)
 
     def _lap(self, *, whole: bool = False) -> float:
-        """Return the seconds since the last lap, of ended steps only if ``whole``, and start a new one."""
+        """Return the seconds since the last call, or with ``whole`` those of ended steps; reset them."""
         elapsed = self._elapsed()
         seconds = self._whole_seconds if whole else elapsed
         self._seconds, self._whole_seconds = elapsed - seconds, 0.0
@@ -290,9 +290,9 @@ class Meter:
 
 
 def interval(rows: list[list[int]], model: FlopsModel | None, work: Work, seconds: float) -> Interval:
-    """Sum the integers that ``Meter.flush`` returned on all ranks; ``seconds`` is this rank's time."""
+    """Sum the integers of ``Meter.flush`` from all ranks; ``seconds`` is this rank's time."""
     counts = num_ints(model)
-    # Python integers do not overflow: a sum over a thousand ranks may pass int64.
+    # Python integers do not overflow; a sum over a thousand ranks may exceed int64.
     totals = rows[0] if len(rows) == 1 else [sum(column) for column in zip(*rows, strict=True)]
     number, left_out_number = totals[2 * counts : 2 * counts + 2]
     peaks = [row[2 * counts + 2] for row in rows]
@@ -328,20 +328,20 @@ def _flops(model: FlopsModel | None, stats: SeqStats, work: Work) -> FlopsBreakd
 
 
 def _work(stats: SeqStats, model: FlopsModel | None, work: Work) -> float:
-    """Return the hardware FLOPs of ``stats``, or its slots when FLOPs are unknown."""
+    """Return the hardware FLOPs of ``stats``, or its slots if FLOPs are unknown."""
     flops = _flops(model, stats, work)
     return float(stats.slots if flops is None else flops.hardware)
 
 
 def count_table(seen: list[_Known], model: FlopsModel | None) -> IntArray:
-    """Return the counts of each microbatch, ``[microbatches, counts]``, with those of the model's windows."""
+    """Return each microbatch's counts ``[microbatches, counts]``, those of the model's windows included."""
     if not seen:
         return np.zeros((0, num_ints(model)), dtype=np.int64)
     columns = [np.array([_BASE(stats) for stats, _ in seen], dtype=np.int64)]
     if model is not None and (windows := model.windows):
         columns.append(_window_columns(seen, windows))
     for edge in model.vision_windows if model is not None else ():
-        # A batch collated by hand without vision= has no windows: whole ones are the most that they can hold.
+        # A batch collated by hand without vision= has no window counts; use their upper bound, full windows.
         areas = [
             dict(stats.vision_window_pairs).get(
                 edge, min(stats.vision_patches * edge**2, stats.vision_squares)
@@ -376,7 +376,7 @@ _BY_PRECISION = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float6
 
 
 def compute_dtype(precision: str, module: nn.Module) -> torch.dtype | str:
-    """Return the dtype of the training matmuls: torch's, "tf32", "fp8" or "fp4"."""
+    """Return the dtype of the training matmuls: a torch dtype, "tf32", "fp8" or "fp4"."""
     if precision.startswith("fp8-") or "transformer-engine" in precision:
         return "fp4" if precision.endswith("nvfp4") else "fp8"
     dtype = _BY_PRECISION.get(precision.partition("-")[0])
@@ -391,7 +391,7 @@ def compute_dtype(precision: str, module: nn.Module) -> torch.dtype | str:
 
 
 def low_precision(module: nn.Module, device: torch.device, peak: str | float) -> LowPrecision | None:
-    """Return which share of a model's FLOPs runs in low precision; None if none does."""
+    """Return the share of a model's FLOPs in low precision, and the ratio of peaks; None without any."""
     recipe = recipe_of(module)
     if recipe is None or recipe.emulate or not isinstance(peak, str):
         return None
@@ -401,13 +401,13 @@ def low_precision(module: nn.Module, device: torch.device, peak: str | float) ->
 
 
 def resolve_peak(peak: str | float, device: torch.device, dtype: torch.dtype | str) -> float | None:
-    """Return a device's dense FLOP/s: given, looked up or measured; None, with a warning, if unknown."""
+    """Return a device's dense FLOP/s (given, looked up or measured); warn and return None if unknown."""
     if not isinstance(peak, str):
         return float(peak)
     name = device_name(device)
     if peak == "measure":
         kind = dtype
-        if isinstance(kind, str):  # torch.mm multiplies no float8, and tf32 is a mode of float32
+        if isinstance(kind, str):  # torch.mm does not support float8, and tf32 is a mode of float32
             kind = torch.bfloat16 if kind == "fp8" else torch.float32
         found = measure_flops(device, dtype=kind)
         rank_zero_info(f"Measured a peak of {found / 1e12:.3f} TFLOP/s on {name!r} for {dtype}, in {kind}.")

@@ -1,7 +1,7 @@
-"""q, k, v in THD and offsets -> attention on the CPU, in memory linear in T, as a torch operator or directly.
+"""THD tensors and offsets -> attention on the CPU with memory linear in T, as a torch operator or directly.
 
-Runs on torch's own flash kernel for CPUs, which is top-left causal, wants E == D, and kills the process on an
-empty sequence. Softcap runs on matrix products.
+The calls run on torch's flash kernel for CPUs. Its causal mask is top-left, it needs E == D, and an empty
+sequence crashes the process. With a softcap, matrix products are used instead.
 
 Legend: T slots, H query heads, G key-value heads, D head size, E value head size, B tiles in a call.
 """
@@ -32,17 +32,18 @@ from lightning_thd.attention.kernels.raw import (
 )
 from lightning_thd.attention.spec import AttentionSpec, Offsets, read_offsets
 
-# Scores one softcap call may hold: 8 MiB in fp32.
+# The largest number of scores in one call with a softcap: 8 MiB in fp32.
 _SCORES = 1 << 21
-# Elements a call may return per tensor before its heads are taken a few at a time: 8 MiB in fp32.
+# If a call would return more elements than this per tensor, its heads are split: 8 MiB in fp32.
 _CALL_ELEMENTS = 1 << 21
-# A kernel call for each of up to 24 short sequences takes 0.6 to 1.1 of the time of copies to a padded call.
-# It also does for more, if they have 4096 elements (tokens x heads x head size) on average and are not equal.
+# Up to 24 short sequences get one kernel call each: 0.6 to 1.1 times the time of copies to one padded call.
+# More sequences do too, if their lengths differ and they have 4096 elements (tokens x heads x head size) on
+# average.
 _FEW, _LARGE = 24, 4096
 
 
 class CpuAttention:
-    """The CPU kernel with the offsets of one batch checked and its calls planned, for layers of one kind."""
+    """The CPU kernel for one batch and kind of layer; it checks offsets and plans its calls only once."""
 
     __slots__ = ("_at", "_spec", "_work")
 
@@ -52,7 +53,7 @@ class CpuAttention:
         self._work = _work(cu_q, cu_kv, spec, q.shape[1:], k.shape[1], v.shape[2], q.dtype)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        """Attend to THD tensors of the shapes and dtype that were bound; ``[Tq, H, E]``."""
+        """Attend to THD tensors of the shapes and dtype given at construction; return ``[Tq, H, E]``."""
         if not is_plain(q, k, v):
             return operator(q, k, v, self._at, self._spec, sinks)
         if self._work.few is not None and sinks is None:
@@ -62,7 +63,7 @@ class CpuAttention:
         return out
 
     def heads_first(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        """Attend to ``[1, H, T, D]``; returns ``[1, T, H, E]``."""
+        """Attend to ``[1, H, T, D]``; return ``[1, T, H, E]``."""
         if self._work.few is not None and sinks is None and is_plain(q, k, v):
             return _attend_few(q, k, v, self._work.few, self._spec.scale)
         q, k, v = q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1)
@@ -70,7 +71,7 @@ class CpuAttention:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
-    """Attend on the CPU: directly if nothing watches the call, else through the torch operator."""
+    """Attend on the CPU: directly if the call is plain eager code, else through the torch operator."""
     if is_plain(q, k, v):
         return CpuAttention(q, k, v, at, spec)(q, k, v, sinks)
     return operator(q, k, v, at, spec, sinks)
@@ -79,7 +80,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, si
 def operator(
     q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None
 ) -> Tensor:
-    """Call the torch operator: opaque to torch.compile and dispatch modes, known to meta tensors."""
+    """Call the torch operator, which torch.compile and dispatch modes do not trace; it takes meta tensors."""
     _refuse_forward_mode(q, k, v, sinks)
     offsets = (at.cu_q, at.cu_kv)
     out: Tensor = varlen_attention_cpu(q, k, v, *offsets, sinks, at.max_q, at.max_kv, *_options(spec))[0]
@@ -91,7 +92,7 @@ def _options(spec: AttentionSpec) -> tuple[int, int, float, float]:
 
 
 def is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether a call need not be an operator: no compiler, mode, transform or subclass sees it."""
+    """Return whether a call is plain eager code: no compiler, dispatch mode, transform or tensor subclass."""
     return (
         type(q) is type(k) is type(v) is Tensor
         and q.is_cpu
@@ -103,7 +104,7 @@ def is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _refuse_forward_mode(*tensors: Tensor | None) -> None:
-    """Refuse dual tensors: torch finds no tangent in a custom operator and takes it for 0."""
+    """Refuse forward-mode tensors, whose tangent torch would silently set to 0 in a custom operator."""
     if torch.compiler.is_compiling() or getattr(forward_ad, "_current_level", 0) < 0:
         return
     tangent_of: Any = forward_ad.unpack_dual
@@ -114,7 +115,7 @@ def _refuse_forward_mode(*tensors: Tensor | None) -> None:
 
 
 class _Few(NamedTuple):
-    """Lengths of queries and keys of a few sequences, and which of them are causal."""
+    """The numbers of queries and keys of a few sequences, and which of them are causal."""
 
     rows: list[int]
     keys: list[int]
@@ -122,7 +123,7 @@ class _Few(NamedTuple):
 
 
 class _Work:
-    """The kernel calls of one batch's offsets for layers of one kind, forward and backward."""
+    """The kernel calls for one batch's offsets and one kind of layer, forward and backward."""
 
     def __init__(
         self, cu_q: tuple[int, ...], cu_kv: tuple[int, ...], spec: AttentionSpec, width: tuple[int, int]
@@ -132,10 +133,10 @@ class _Work:
         self._plans: dict[bool, Plan] = {}
 
     def plan(self, *, by_keys: bool) -> Plan:
-        """Return the calls of the forward, or of the backward, which is cut by keys."""
+        """Return the calls of the forward, or with ``by_keys`` those of the backward, which splits keys."""
         if by_keys not in self._plans:
             (heads, size), spec = self.width, self.spec
-            # A call of one sequence feeds as many threads as there are heads.
+            # A call on one sequence keeps as many threads busy as there are heads.
             longest = GROUPED_ELEMENTS // (heads * size) if torch.get_num_threads() <= heads else SHORT
             self._plans[by_keys] = make_plan(
                 self.cu_q,
@@ -164,7 +165,7 @@ def _work(
     shares = width[0] == kv_heads or cpu_tiles.kernel_shares_heads()
     exact = dtype in (torch.float32, torch.float64)  # torch's own backward in half precision is slow
     large = cu_q[-1] * width[0] * width[1] >= _LARGE * (len(cu_q) - 1)
-    equal = len({b - a for a, b in pairwise(cu_q)}) == 1  # one call takes them all
+    equal = len({b - a for a, b in pairwise(cu_q)}) == 1  # one call can run them all
     many = len(cu_q) > _FEW + 1 and (equal or not large or torch.get_num_threads() > width[0])
     if not many and not spec.softcap and value_size == width[1] and shares and exact:
         work.few = _few(cu_q, cu_kv, spec)
@@ -172,7 +173,7 @@ def _work(
 
 
 def _few(cu_q: tuple[int, ...], cu_kv: tuple[int, ...], spec: AttentionSpec) -> _Few | None:
-    """Return the sequences if each is short and one kernel call without a mask, else None."""
+    """Return the sequences if each is short and needs one kernel call without a mask, else None."""
     rows, keys = ([b - a for a, b in pairwise(cu)] for cu in (cu_q, cu_kv))
     if min(*rows, *keys) == 0 or max(*rows, *keys) > SHORT:
         return None
@@ -187,13 +188,13 @@ def _few(cu_q: tuple[int, ...], cu_kv: tuple[int, ...], spec: AttentionSpec) -> 
 
 
 def _attend_few(q: Tensor, k: Tensor, v: Tensor, few: _Few, scale: float) -> Tensor:
-    """Attend to ``[1, H, T, D]`` by a kernel call a sequence; ``[1, T, H, E]``, contiguous for ``view``."""
+    """Attend to ``[1, H, T, D]`` with one kernel call per sequence; return contiguous ``[1, T, H, E]``."""
     if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     if len(few.rows) == 1:
         whole: Tensor = cpu_tiles.flash(q, k, v, 0.0, few.causal[0], scale=scale)[0]
         return whole.transpose(1, 2)
-    # torch.split does the same in three Python frames.
+    # torch.split does the same with the overhead of three Python frames.
     parts = q.split_with_sizes(few.rows, 2), k.split_with_sizes(few.keys, 2), v.split_with_sizes(few.keys, 2)
     found = []
     for q, k, v, causal in zip(*parts, few.causal, strict=True):
@@ -202,7 +203,7 @@ def _attend_few(q: Tensor, k: Tensor, v: Tensor, few: _Few, scale: float) -> Ten
 
 
 def _few_forward(few: _Few, q: Tensor, k: Tensor, v: Tensor, scale: float) -> OutLse:
-    """Return out and lse of the calls of ``_attend_few``, which are the same to the bit."""
+    """Return out and lse; out equals that of ``_attend_few`` bit for bit."""
     parts = _heads_first(q, few.rows), _heads_first(k, few.keys), _heads_first(v, few.keys)
     each = zip(*parts, few.causal, strict=True)
     found = [cpu_tiles.flash(q, k, v, 0.0, causal, scale=scale) for q, k, v, causal in each]
@@ -221,7 +222,7 @@ def _few_backward(few: _Few, by_q: tuple[Tensor, ...], by_k: tuple[Tensor, ...],
 
 
 def _heads_first(x: Tensor, lengths: list[int]) -> tuple[Tensor, ...]:
-    """Split ``[T, H, ...]`` into ``[1, H, length, ...]`` a sequence."""
+    """Split ``[T, H, ...]`` into one ``[1, H, length, ...]`` per sequence."""
     return x.transpose(0, 1).unsqueeze(0).split_with_sizes(lengths, 2)
 
 
@@ -237,7 +238,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
         work: _Work = ctx.work
-        if torch.is_grad_enabled():  # create_graph=True: the operator refuses a second derivative
+        if torch.is_grad_enabled():  # with create_graph=True, the operator raises for a second derivative
             cu_q, cu_kv = (torch.tensor(cu, dtype=torch.int32) for cu in (work.cu_q, work.cu_kv))
             dq, dk, dv = _backward_op(grads[0], q, k, v, out, lse, cu_q, cu_kv, *_options(work.spec))
         else:
@@ -261,7 +262,7 @@ def varlen_attention_cpu(
     scale: float,
     softcap: float,
 ) -> OutLse:
-    """Run ``forward`` as a torch operator: lengths are data, so other lengths never compile again."""
+    """Run ``forward`` as a torch operator; lengths are tensor data, so new lengths do not recompile."""
     spec = AttentionSpec(left=left, right=right, scale=scale, softcap=softcap)
     at = Offsets(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
     cu_q, cu_kv = at.checked(q.shape[0], k.shape[0])
@@ -326,16 +327,16 @@ _backward_op.register_autograd(_second_derivative)
 
 
 class CpuKernel:
-    """The CPU kernel as a ``RawKernel``, for results that are merged with those on other keys."""
+    """The CPU kernel as a ``RawKernel``, for results that are merged with those for other keys."""
 
     sizes = staticmethod(any_size)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> OutLse:
-        """Return attention output and log-sum-exp of packed sequences, the latter in fp64 for fp64 inputs."""
+        """Return attention output and log-sum-exp of packed sequences; lse is fp64 for fp64 inputs."""
         return forward(q, k, v, at.cu_q.tolist(), at.cu_kv.tolist(), spec=spec)
 
     def backward(self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec) -> Gradients:
-        """Return dq, dk and dv from the output's gradient and what the forward pass saved."""
+        """Return dq, dk and dv from the output's gradient and the saved tensors of the forward."""
         return backward(grad, *saved, at.cu_q.tolist(), at.cu_kv.tolist(), spec=spec)
 
 
@@ -349,7 +350,7 @@ def forward(
     spec: AttentionSpec,
     sinks: Tensor | None = None,
 ) -> OutLse:
-    """Return out ``[Tq, H, E]`` and lse ``[Tq, H]`` in fp32 or fp64, 0 and -inf where nothing is seen."""
+    """Return out ``[Tq, H, E]`` and lse ``[Tq, H]`` (fp32 or fp64); 0 and -inf for queries without keys."""
     return _forward(_work_of(q_THD, k_THD, v_THE, cu_q, cu_kv, spec), q_THD, k_THD, v_THE, sinks)
 
 
@@ -366,7 +367,7 @@ def _forward(work: _Work, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None)
         return (out, lse) if sinks is None else apply_sinks(out, lse, sinks)
     plan, spec = work.plan(by_keys=False), work.spec
     if plan.at_once is not None and q.shape[2] == v.shape[2] and q.dtype != torch.float16:
-        (call,) = plan.at_once.calls  # on views: no row is copied
+        (call,) = plan.at_once.calls  # the call runs on views, so no row is copied
         given = (call.q.view(q), call.k.view(k), call.k.view(v))
         causal = call.is_top_left(spec.left, spec.right)
         parts = cpu_tiles.flash_forward(*given, causal=causal, mask=None, scale=spec.scale)
@@ -432,7 +433,7 @@ def _backward(
 def _piece_forward(
     piece: Piece, kernel: _Kernel, inputs: tuple[Tensor, ...], results: tuple[Tensor, Tensor]
 ) -> None:
-    """Run the forward of a piece and write its rows of out and lse."""
+    """Run the forward calls of a piece and write its rows of out and lse."""
     q, k, v = piece.q.take(inputs[0]), *(kernel.widen(piece.k.take(x)) for x in inputs[1:])
     for call in piece.calls:
         for heads, kv_heads in _head_slices(call.q.count * call.rows, q, k, at_least=1):
@@ -446,10 +447,10 @@ def _piece_forward(
 def _piece_backward(
     piece: Piece, kernel: _Kernel, by_q: list[Tensor], by_k: list[Tensor], grads: tuple[Tensor, ...]
 ) -> None:
-    """Run the backward of a piece and write its rows of dq, dk and dv."""
+    """Run the backward calls of a piece and write its rows of dq, dk and dv."""
     wide = by_q[3].dtype
     by_q, by_k = [piece.q.take(x).to(wide) for x in by_q], [piece.k.take(x).to(wide) for x in by_k]
-    if piece.q.lengths is not None:  # padded queries weigh nothing and pass nothing on
+    if piece.q.lengths is not None:  # padded queries get weights of 0 and gradients of 0
         piece.q.fill_padding(by_q[0], 0.0)
         piece.q.fill_padding(by_q[3], torch.inf)
     if piece.once:
@@ -474,11 +475,11 @@ def _piece_backward(
 def _backward_once(
     piece: Piece, kernel: _Kernel, by_q: list[Tensor], by_k: list[Tensor], grads: tuple[Tensor, ...]
 ) -> None:
-    """Run the backward of a piece where every key is in one tile, so that only dq adds up."""
+    """Run the backward of a piece that has every key in exactly one tile, so that only dq is summed."""
     dq = None
     for call in piece.calls:
         parts = kernel.backward([call.q.view(x) for x in by_q], [call.k.view(x) for x in by_k], call)
-        if dq is None:  # the first call has every query
+        if dq is None:  # the first call contains every query
             dq = parts[0].flatten(0, 1)
         else:
             call.q.add(dq, parts[0])
@@ -491,7 +492,7 @@ def _backward_once(
 
 @dataclass(frozen=True, slots=True)
 class _Kernel:
-    """Runs a tile's forward or backward by the flash kernel or, with a softcap, by matrix products."""
+    """Runs tiles with the flash kernel or, if there is a softcap, with matrix products."""
 
     spec: AttentionSpec
     masks: Masks
@@ -522,13 +523,13 @@ class _Kernel:
         return dq[..., : self.head_size], dk[..., : self.head_size], dv[..., : self.value_size]
 
     def widen(self, x: Tensor) -> Tensor:
-        """Append zeros to the heads: they change neither scores nor the columns that are kept."""
+        """Append zeros to the heads; this changes neither the scores nor the columns that are kept."""
         missing = max(self.head_size, self.value_size) - x.shape[-1]
         return x if missing == 0 or self.spec.softcap else pad(x, (0, missing))
 
 
 def _dense_rows(x: Tensor) -> Tensor:
-    """Return a copy where the last stride is not 1, which the kernels need; other strides may be anything."""
+    """Return a contiguous copy if the last stride is not 1; the kernels accept any other strides."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -539,9 +540,9 @@ def _heads(x: Tensor, heads: slice | None) -> Tensor:
 def _head_slices(
     rows_: int, q: Tensor, k: Tensor, *, at_least: int
 ) -> Iterator[tuple[slice | None, slice | None]]:
-    """Yield slices of the heads of q and k, so that results for some rows take little memory; None is all."""
+    """Yield slices of q's and k's heads that bound the memory of a call's results; None means all heads."""
     kv_heads, groups = k.shape[1], q.shape[1] // k.shape[1]
-    elements = rows_ * groups * q.shape[2]  # those of one key-value head's queries
+    elements = rows_ * groups * q.shape[2]  # the query elements per key-value head
     step = max(1, _CALL_ELEMENTS // elements, -(-at_least // groups))
     if step >= kv_heads:
         yield None, None

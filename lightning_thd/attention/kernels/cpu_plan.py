@@ -1,9 +1,9 @@
-"""Host offsets and a window -> kernel calls: which rows of q meet which of k, and where the diagonal runs.
+"""Host offsets and a window -> kernel calls: the rows of q and k in each, and the position of its diagonal.
 
-The flash kernel's causal flag skips keys only 512 at a time, so sequences are cut. Forward: rows of queries,
-each with all the keys it sees, so that nothing is merged. Backward: columns of keys, each with all queries
-that see it, so that only dq is summed. Short sequences of one length that lie side by side are read in place,
-others are padded to a common length and copied.
+The flash kernel's causal flag skips keys only 512 at a time, so sequences are cut into tiles. The forward
+cuts queries: a tile has all the keys that its queries see, so no results are merged. The backward cuts keys:
+a tile has all queries that see its keys, so only dq is summed. Adjacent short sequences of equal length are
+read in place; others are copied and padded to a common length.
 
 Legend: T slots, N rows of a piece, B tiles of a call, H heads.
 """
@@ -20,28 +20,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Causal sequences up to SHORT tokens share calls: at 8 heads of 64 a call's overhead (about 20 us) equals the
-# arithmetic of 40 tokens. A padded call may cost PADDING times its real pairs plus FREE_PAIRS, which stand
-# for the overhead.
+# Causal sequences up to SHORT tokens share calls: with 8 heads of 64, a call's overhead (about 20 us) equals
+# the arithmetic of 40 tokens. A padded call may compute up to PADDING times its real query-key pairs plus
+# FREE_PAIRS, which account for the overhead.
 SHORT = 128
 PADDING = 1.25
 FREE_PAIRS = 1500
-# Elements (rows x heads x head size) of a sequence up to which it shares a padded call with others of like
-# length: copying more than these takes longer than a call's overhead, so longer ones are read in place.
+# A sequence with at most this many elements (rows x heads x head size) may share a padded call. Copying more
+# takes longer than a call's overhead, so larger sequences are read in place.
 GROUPED_ELEMENTS = 72 * 8 * 64
-# Rows in one call of short sequences: with 8 heads of 64 in fp32, 1 MiB a tensor, so copies stay in cache.
+# Rows in one call of short sequences: 1 MiB per tensor with 8 heads of 64 in fp32, so copies stay in cache.
 CALL_ROWS = 512
-# A forward call costs as much beside its arithmetic as this many rows x keys x heads x head size: 25 us, when
-# a score of a head of 64 takes 4.5 ns (a core of a Zen 4 server).
+# A forward call's overhead equals this much arithmetic (rows x keys x heads x head size): 25 us, if one score
+# for a head of 64 takes 4.5 ns (one core of a Zen 4 server).
 CALL_PRODUCTS = 350_000
-# Keys per step of the kernel's forward, 16 fp32 values of AVX-512. Leftover keys each need their own exp.
+# Keys per step of the kernel's forward: 16 fp32 values of AVX-512. The exp of leftover keys runs one by one.
 KEYS = 16
-# Causal sequences longer than this are not cut in the forward; cutting costs more than it saves.
+# Causal sequences longer than this are not cut in the forward, because cutting costs more than it saves.
 WHOLE_FORWARD = 1280
-# Each row: most keys or queries in reach, tile height in the forward, tile width in the backward. Measured on
-# two cores of a Zen 4 server.
+# Rows of (limit of visible keys or queries, tile height in the forward, tile width in the backward), measured
+# on two cores of a Zen 4 server.
 TILES = ((96, 32, 32), (128, 32, 64), (256, 64, 64), (512, 128, 64), (1280, 128, 128), (1 << 62, 128, 256))
-# A column of a backward is cut into stretches of this many queries: 1 MiB of dq a head of 64 in fp32.
+# The backward cuts a column of keys into blocks of this many queries: 1 MiB of dq per head of 64 in fp32.
 COLUMN_ROWS = 4096
 # Masks stay below this many entries: 4 MiB in fp32.
 MASK_CELLS = 1 << 20
@@ -49,7 +49,7 @@ MASK_CELLS = 1 << 20
 
 @dataclass(frozen=True)
 class Rows:
-    """Blocks of ``length`` rows of a packed tensor; beyond its ``lengths`` a block's first row repeats."""
+    """Blocks of ``length`` rows of a packed tensor; shorter ones are padded with their first row."""
 
     starts: tuple[int, ...]
     length: int
@@ -57,33 +57,33 @@ class Rows:
 
     @property
     def total(self) -> int:
-        """N, padding included."""
+        """The number of rows N, padding included."""
         return len(self.starts) * self.length
 
     @cached_property
     def span(self) -> tuple[int, int] | None:
-        """First row and one past the last where the blocks lie side by side, else None."""
+        """The (start, stop) rows if the blocks are adjacent and unpadded, else None."""
         adjoining = all(b - a == self.length for a, b in pairwise(self.starts))
         if self.lengths is not None or not adjoining:
             return None
         return self.starts[0], self.starts[0] + self.total
 
     def take(self, x: Tensor) -> Tensor:
-        """Return rows of ``[T, ...]`` as ``[N, ...]``: a view where there is a span, else a copy."""
+        """Return rows of ``[T, ...]`` as ``[N, ...]``: a view if there is a span, else a copy."""
         if self.span is None:
             return x.index_select(0, self._indices)
         start, stop = self.span
         return x if (start, stop) == (0, x.shape[0]) else x[start:stop]
 
     def put(self, x: Tensor, part: Tensor) -> None:
-        """Write ``[N, ...]`` to x ``[T, ...]``; padded rows are dropped."""
+        """Write ``[N, ...]`` to x ``[T, ...]`` without the padded rows."""
         if self.span is not None:
             x[slice(*self.span)].copy_(part)
         else:
             self.put_tiles(x, part.view(len(self.starts), self.length, *part.shape[1:]), self._blocks)
 
     def put_tiles(self, x: Tensor, part: Tensor, tiles: Spaced) -> None:
-        """Write ``[B, length, ...]``, a run of every block, to x ``[T, ...]``; padded rows are dropped."""
+        """Write ``[B, length, ...]``, one run per block, to x ``[T, ...]`` without the padded rows."""
         if self.span is not None:
             tiles.view(self.take(x)).copy_(part)
             return
@@ -96,7 +96,7 @@ class Rows:
         part.index_fill_(0, self._padded, value)
 
     def prepare(self, tiles: Iterable[Spaced]) -> None:
-        """Make all index tensors now; small lasting ones made between large ones would fragment the heap."""
+        """Make all index tensors now; made later, between large temporary tensors, they fragment the heap."""
         if self.span is None:
             _ = self._indices, self._padded
             for each in (*tiles, self._blocks):
@@ -120,7 +120,7 @@ class Rows:
         return {}
 
     def _targets(self, tiles: Spaced) -> tuple[Tensor | None, Tensor]:
-        """Return which rows of the tiles are real, None for all, and where they lie in the packed tensor."""
+        """Return the real rows of the tiles (None means all) and their rows in the packed tensor."""
         if tiles not in self._known_targets:
             inside = slice(tiles.start, tiles.start + tiles.length)
             real = self._real[:, inside]
@@ -140,7 +140,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Spaced:
-    """Equal, evenly spaced runs of a piece's rows, one a tile; they may overlap."""
+    """Runs of a piece's rows, one per tile, of equal length and spacing; they may overlap."""
 
     start: int
     step: int
@@ -148,7 +148,7 @@ class Spaced:
     length: int
 
     def view(self, x: Tensor) -> Tensor:
-        """Return the runs of ``[N, ...]`` as a view ``[B, length, ...]``, to read where they overlap."""
+        """Return the runs of ``[N, ...]`` as a view ``[B, length, ...]``; overlapping runs are read-only."""
         stride = x.stride()
         return x.as_strided(
             (self.count, self.length, *x.shape[1:]),
@@ -157,7 +157,7 @@ class Spaced:
         )
 
     def add(self, x: Tensor, part: Tensor) -> None:
-        """Add ``[B, length, ...]`` to the runs of x, in a fixed order where they overlap."""
+        """Add ``[B, length, ...]`` to the runs of x; overlapping runs are added in a fixed order."""
         step = self.length if self.count == 1 else self.step
         for low in range(0, self.length, step):
             width = min(step, self.length - low)
@@ -167,7 +167,7 @@ class Spaced:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Equal tiles for one kernel call, counted from a piece's first rows; query i is at key ``i + shift``."""
+    """Equal tiles for one kernel call, with rows relative to a piece; query i is at key ``i + shift``."""
 
     q: Spaced
     k: Spaced
@@ -175,12 +175,12 @@ class Tiles:
 
     @property
     def rows(self) -> int:
-        """Queries of a tile."""
+        """The number of queries of a tile."""
         return self.q.length
 
     @property
     def keys(self) -> int:
-        """Keys of a tile."""
+        """The number of keys of a tile."""
         return self.k.length
 
     def sees_all(self, left: int, right: int) -> bool:
@@ -190,13 +190,13 @@ class Tiles:
         return below and above
 
     def is_top_left(self, left: int, right: int) -> bool:
-        """Return whether query i sees exactly the keys up to i: what the kernel's causal flag means."""
+        """Return whether query i sees exactly the keys up to i, as with the kernel's causal flag."""
         return self.shift == 0 and right == 0 and (left < 0 or left >= self.rows - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Calls on rows of their own; ``once``: every key is in one tile, and the first call has every query."""
+    """Calls that share rows; with ``once``, each key is in one tile and the first call has all queries."""
 
     q: Rows
     k: Rows
@@ -206,7 +206,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All calls of a pack, the rows that get zeros, and one call that does the same, if there is one."""
+    """All calls of a pack, the rows to fill with zeros, and one call that replaces all others, or None."""
 
     pieces: tuple[Piece, ...]
     blank_q: tuple[tuple[int, int], ...]
@@ -222,11 +222,11 @@ def make_plan(
     left: int,
     right: int,
     by_keys: bool = False,
-    max_cells: int | None = None,  # rows x keys of a call that holds its scores
-    grouped: int = SHORT,  # longest sequence that may share a padded call
-    width: int = 512,  # query heads x head size
+    max_cells: int | None = None,  # the largest rows x keys of a call that stores its scores
+    grouped: int = SHORT,  # the longest sequence that may share a padded call
+    width: int = 512,  # the number of query heads x head size
 ) -> Plan:
-    """Cut the sequences of a pack into kernel calls; all layers of a step get one plan from the cache."""
+    """Cut the sequences of a pack into kernel calls; the cache gives all layers of a step the same plan."""
     singles: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
     triangles: list[tuple[int, int]] = []
     pieces: list[Piece] = []
@@ -265,12 +265,12 @@ def make_plan(
 
 
 def whole_tile(rows: int, keys: int, shift: int, *, step: int = 0, count: int = 1) -> Tiles:
-    """Return the tile of a whole sequence, or of ``count`` equal ones."""
+    """Return the tile of a whole sequence, or those of ``count`` sequences of equal length."""
     return Tiles(Spaced(0, step or rows, count, rows), Spaced(0, step or keys, count, keys), shift)
 
 
 def _one_call(cu_q: tuple[int, ...], cu_kv: tuple[int, ...]) -> Piece | None:
-    """Return a single kernel call for sequences of equal length; None where they differ or are empty."""
+    """Return one kernel call for sequences of equal length; None if lengths differ or are 0."""
     count = len(cu_q) - 1
     rows, keys = cu_q[-1] // max(1, count), cu_kv[-1] // max(1, count)
     if not rows or not keys or len(cu_kv) != len(cu_q):
@@ -282,7 +282,7 @@ def _one_call(cu_q: tuple[int, ...], cu_kv: tuple[int, ...]) -> Piece | None:
 
 
 def _block(q_starts: tuple[int, ...], k_starts: tuple[int, ...], rows: int, keys: int, shift: int) -> Piece:
-    """Return sequences of one shape as a piece of one call."""
+    """Return a piece with one call for sequences of equal shape."""
     tiles = whole_tile(rows, keys, shift, count=len(q_starts))
     return Piece(Rows(q_starts, rows), Rows(k_starts, keys), (tiles,), once=True)
 
@@ -296,13 +296,13 @@ class _Cutter:
     width: int
 
     def blind_rows(self, rows: int, keys: int) -> int:
-        """Count the first queries that see no key: all without keys, or those too far before the first."""
+        """Count the first queries that see no key: all if there are none, else those before the first."""
         if keys == 0:
             return rows
         return min(rows, max(0, rows - keys - self.right)) if self.right >= 0 else 0
 
     def takes_whole(self, whole: Tiles) -> bool:
-        """Return whether a sequence is computed as one tile, uncut."""
+        """Return whether a sequence is computed as one tile."""
         if self.max_cells is not None:
             return whole.rows * whole.keys <= min(self.max_cells, SHORT * SHORT)
         if self.right == 0 and whole.is_top_left(self.left, self.right):
@@ -322,7 +322,7 @@ class _Cutter:
         return tuple(calls), (low, high)
 
     def cut_triangles(self, rows: int, keys: int, count: int) -> tuple[Tiles, ...]:
-        """Cut causal sequences of one length together; a backward's tiles would cost more than they save."""
+        """Cut causal sequences of equal length together; in the backward, cuts cost more than they save."""
         tiles = []
         for start, stop in pairwise([0, rows] if self.by_keys else self._cheapest_edges(rows, count)):
             q = Spaced(start, rows, count, stop - start)
@@ -330,7 +330,7 @@ class _Cutter:
         return tuple(tiles)
 
     def _cheapest_edges(self, rows: int, count: int) -> list[int]:
-        """Cut one short sequence where that saves more arithmetic than the further calls take."""
+        """Return the cheapest edges for a short sequence: cuts save arithmetic, but add calls."""
         options = [[0, rows]]
         for _, height, _ in TILES:
             edges = [*range(0, rows, height), rows]
@@ -357,8 +357,7 @@ class _Cutter:
     def _columns(self, rows: int, keys: int) -> list[Tiles]:
         shift, width, tiles = keys - rows, self._tile_size(rows, forward=False), []
         edges = list(range(max(0, shift), keys, width))  # a column that starts on the diagonal needs no mask
-        # All queries see the keys before the first query's position, so wide columns need no mask and waste
-        # nothing.
+        # All queries see the keys before the first query's position, so wide columns need no mask here.
         wide = width if self.left >= 0 or self.max_cells is not None else COLUMN_ROWS
         edges = [*range(0, max(0, shift), wide), *edges, keys]
         for start, stop in pairwise(edges):
@@ -371,7 +370,7 @@ class _Cutter:
         return tiles
 
     def _tile_size(self, across: int, *, forward: bool) -> int:
-        """Choose how many rows or keys a tile has: few waste less at the diagonal, many run faster."""
+        """Choose rows or keys per tile: small tiles waste less at the diagonal, large tiles run faster."""
         reach = across
         if self.left >= 0 and self.right >= 0:
             reach = min(across, self.left + self.right + 1)
@@ -384,7 +383,7 @@ class _Cutter:
 
 
 def _extend(group: Tiles, tile: Tiles) -> Tiles | None:
-    """Return the group with one more tile where it has the shape and spacing and the call is not full."""
+    """Return the group with one more tile; None if shape or spacing differ or the call is full."""
     same = (group.rows, group.keys, group.shift) == (tile.rows, tile.keys, tile.shift)
     if not same or (group.q.count + 1) * max(group.keys, group.rows) > CALL_ROWS:
         return None
@@ -416,7 +415,7 @@ def _equal_groups(
 
 
 def _triangles(triangles: list[tuple[int, int]], grouped: int, cutter: _Cutter) -> list[Piece]:
-    """Share calls among short causal sequences: in place where neighbours are equal, else padded copies."""
+    """Group short causal sequences into calls: in place if neighbours have equal lengths, else as copies."""
     blocks: list[Rows] = []
     others: list[tuple[int, int]] = []
     for run in _runs(triangles):
@@ -434,14 +433,14 @@ def _triangles(triangles: list[tuple[int, int]], grouped: int, cutter: _Cutter) 
 
 
 def _whole_vectors(rows: Rows) -> Rows:
-    """Pad copied keys to a multiple of KEYS; the kernel's forward takes leftover keys one by one."""
+    """Pad copied keys to a multiple of KEYS; the kernel's forward computes leftover keys one by one."""
     length = -(-rows.length // KEYS) * KEYS
     lengths = rows.lengths or (rows.length,) * len(rows.starts)
     return rows if length == rows.length else Rows(rows.starts, length, lengths)
 
 
 def _runs(triangles: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Split causal sequences into runs of equal neighbours that fit a call."""
+    """Split causal sequences into runs of adjacent sequences of equal length that fit one call."""
     runs: list[list[tuple[int, int]]] = []
     for length, start in triangles:
         last = runs[-1] if runs else []
@@ -454,7 +453,7 @@ def _runs(triangles: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 
 
 def _padded_groups(triangles: list[tuple[int, int]]) -> list[Rows]:
-    """Group causal tiles of similar length into one padded call while that costs less than another call."""
+    """Group causal sequences of similar length into padded calls while padding costs less than a call."""
     blocks = []
     group: list[tuple[int, int]] = []
     spent = real = 0

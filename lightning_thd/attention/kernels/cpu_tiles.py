@@ -1,4 +1,4 @@
-"""Batches of tiles -> out and log-sum-exp, and back: torch's flash kernel for CPUs, or products for softcap.
+"""Batches of tiles -> out, log-sum-exp and gradients, by torch's flash kernel for CPUs or matrix products.
 
 Legend: B tiles, R rows of queries, K keys, H query heads, G key-value heads, D head size, E value head size.
 """
@@ -14,10 +14,10 @@ from torch import Tensor
 from lightning_thd.attention.kernels.cpu_plan import Tiles
 from lightning_thd.attention.spec import AttentionSpec
 
-# torch.ops' way to the same operator takes a microsecond more, twice a layer.
+# The same operator through torch.ops takes 1 us longer, twice per layer.
 flash: Any = torch._scaled_dot_product_flash_attention_for_cpu
 flash_backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-# The causal mask that is kept has this many rows and keys, 256 KiB in fp32.
+# The cached causal mask has this many rows and keys: 256 KiB in fp32.
 _SMALL = 256
 
 
@@ -36,7 +36,7 @@ class Masks:
         self._diagonal: Tensor | None = None
 
     def of(self, tiles: Tiles) -> Tensor | None:
-        """Return ``[rows, keys]`` with 0 where seen and -inf where hidden, or None when all is seen."""
+        """Return ``[rows, keys]`` with 0 for visible and -inf for hidden keys; None if all are visible."""
         left, right = self._spec.left, self._spec.right
         if tiles.sees_all(left, right):
             return None
@@ -62,7 +62,7 @@ class Masks:
 
 
 def hidden_pairs(rows: int, keys: int, shift: int, *, left: int, right: int) -> Tensor:
-    """Return bool ``[rows, keys]``: the keys that each query of a tile, at key i + shift, may not see."""
+    """Return bool ``[rows, keys]``, True for keys hidden from query i, which is at key i + shift."""
     distance = torch.arange(keys) - torch.arange(rows)[:, None] - shift
     hidden = torch.zeros_like(distance, dtype=torch.bool)
     if left >= 0:
@@ -75,10 +75,10 @@ def hidden_pairs(rows: int, keys: int, shift: int, *, left: int, right: int) -> 
 def flash_forward(
     q_BRHD: Tensor, k_BKGD: Tensor, v_BKGD: Tensor, *, causal: bool, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend inside every tile by torch's flash kernel: out ``[B, R, H, D]`` and lse ``[B, R, H]``."""
+    """Attend within every tile by torch's flash kernel; return out ``[B, R, H, D]`` and lse ``[B, R, H]``."""
     dtype = q_BRHD.dtype
     k, v = (_share_heads(x, q_BRHD.shape[2]) for x in (k_BKGD, v_BKGD))
-    # CPUs multiply fp16 slowly: in fp32 the forward takes 0.45 of the time (benchmarks/attention_kernels.py)
+    # CPUs multiply fp16 slowly; in fp32 the forward takes 0.45 of the time (benchmarks/attention_kernels.py).
     wide = torch.float32 if dtype == torch.float16 else dtype
     heads_first = (x.to(wide).transpose(1, 2) for x in (q_BRHD, k, v))
     out, lse = flash(*heads_first, 0.0, causal, attn_mask=_expand(mask), scale=scale)
@@ -97,7 +97,7 @@ def flash_backward(
     mask: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of ``flash_forward`` to q, k and v, in their shapes and dtype."""
+    """Return the gradients of ``flash_forward`` for q, k and v, in their shapes and dtype."""
     narrow, wide = q_BRHD.dtype, torch.promote_types(q_BRHD.dtype, torch.float32)
     k, v = (_share_heads(x, q_BRHD.shape[2]) for x in (k_BKGD, v_BKGD))
     heads_first = (x.to(wide).transpose(1, 2) for x in (grad, q_BRHD, k, v, out))
@@ -110,7 +110,7 @@ def flash_backward(
 
 @cache
 def kernel_shares_heads() -> bool:
-    """Return whether torch's kernel takes fewer key-value than query heads, forward and backward."""
+    """Return whether torch's kernel supports fewer key-value than query heads, forward and backward."""
     q, kv = torch.ones(1, 2, 1, 8), torch.ones(1, 1, 1, 8)
     try:
         out, lse = flash(q, kv, kv, 0.0, False)
@@ -137,9 +137,9 @@ def _expand(mask: Tensor | None) -> Tensor | None:
 def product_forward(
     q_BRHD: Tensor, k_BKGD: Tensor, v_BKGE: Tensor, *, mask: Tensor | None, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend inside every tile by products in fp32 or fp64: out ``[B, R, H, E]`` and lse ``[B, R, H]``.
+    """Attend within every tile by matrix products; return out ``[B, R, H, E]`` and lse ``[B, R, H]``.
 
-    The mask is additive, ``[R, K]`` or ``[B, 1, 1, R, K]``; softcap 0 caps nothing.
+    They run in fp32 or fp64. The additive mask is ``[R, K]`` or ``[B, 1, 1, R, K]``; softcap 0 means none.
     """
     weights = _scores(q_BRHD, k_BKGD, scale / (softcap or 1.0))
     if softcap:
@@ -164,7 +164,7 @@ def product_backward(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of ``product_forward``; those to k and v stay in the dtype of lse."""
+    """Return the gradients of ``product_forward``; those for k and v keep the dtype of lse."""
     groups, wide = q_BRHD.shape[2] // k_BKGD.shape[2], lse_BRH.dtype
     scores = _scores(q_BRHD, k_BKGD, scale / (softcap or 1.0))
     tanh = scores.tanh_() if softcap else None

@@ -1,7 +1,8 @@
-"""CUDA tensors -> the flash-attn package: version 2 anywhere, 3 on Hopper, 4 (CuTe) on Hopper and Blackwell.
+"""CUDA tensors -> attention by flash-attn: version 2 on all GPUs, 3 on Hopper, 4 on Hopper and Blackwell.
 
-Signatures: flash-attn 2.8, hopper/flash_attn_interface.py of its 2.8.3 tag and of main, and flash-attn-4
-4.0.0b36. Imports inside functions are followed by torch.compile; ``support`` has checked that they succeed.
+The calls follow the signatures of flash-attn 2.8, of hopper/flash_attn_interface.py (tag 2.8.3 and main) and
+of flash-attn-4 4.0.0b36. torch.compile can trace imports inside functions. ``support`` has checked that the
+imports work.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from lightning_thd._imports import installed, require
 from lightning_thd.attention.kernels.raw import Gradients, OutLse, Saved, empty_gradients, one_size
 from lightning_thd.attention.spec import AttentionSpec, Offsets
 
-# Repositories of prebuilt kernels on the Hugging Face hub with their versions, as transformers 5 pins them.
+# Prebuilt kernels on the Hugging Face hub, at the versions that transformers 5 pins.
 PREBUILT: Final = {2: ("kernels-community/flash-attn2", 4), 3: ("kernels-community/flash-attn3", 1)}
 _INTERFACES: dict[int, Any] = {}
 
 
 @cache
 def prebuilt_trouble(version: int) -> str | None:
-    """Load a prebuilt flash-attn, once a process; return what is missing, or None."""
+    """Load a prebuilt flash-attn once per process; return None, or the text on what is missing."""
     if version not in PREBUILT or not _sees_gpu():
         return ""
     if not installed("kernels"):
@@ -68,7 +69,7 @@ class Flash2:
         return out, lse.t()
 
     def backward(self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec) -> Gradients:
-        """Call ``_flash_attn_varlen_backward``, which writes into the gradients it is given."""
+        """Call ``_flash_attn_varlen_backward``, which writes into the given gradients."""
         run = _interface(2)._wrapped_flash_attn_varlen_backward
         dq, dk, dv = empty_gradients(saved)
         given = grad, *saved[:4], saved.lse.t().contiguous(), dq, dk, dv
@@ -89,7 +90,7 @@ class Flash3:
         return out, lse.t()
 
     def backward(self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec) -> Gradients:
-        """Call ``_flash_attn_backward``, which writes into the gradients it is given."""
+        """Call ``_flash_attn_backward``, which writes into the given gradients."""
         run = _interface(3)._flash_attn_backward
         dq, dk, dv = empty_gradients(saved)
         options = _flash3_options(run, at, spec)
@@ -100,7 +101,7 @@ class Flash3:
 
 
 def _offsets(at: Offsets, spec: AttentionSpec) -> dict[str, Any]:
-    """Return what flash-attn 3 and 4 call alike."""
+    """Return the keywords that have the same names in flash-attn 3 and 4."""
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale")
     return dict(zip(names, (*at, spec.scale), strict=True))
 
@@ -122,20 +123,20 @@ def _flash3_signature(function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 @cache
 def _names_of(function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """List a function's parameters, and those without a default that callers here leave out."""
+    """List a function's parameters, and those without a default for which this module has no value."""
     parameters = inspect.signature(getattr(function, "_init_fn", function)).parameters
     ours = {"q", "k", "v", "out", "dout", "softmax_lse", "dq", "dk", "dv"}
-    if "dout" not in parameters:  # out is the tensor that a forward writes to, if one is passed
+    if "dout" not in parameters:  # in a forward, out is an optional tensor to write to
         ours.remove("out")
     required = [n for n, p in parameters.items() if p.default is inspect.Parameter.empty and n not in ours]
     return tuple(parameters), tuple(required)
 
 
 class Flash4:
-    """The raw kernel of flash-attn 4 (``flash_attn.cute``), which names an open window side None."""
+    """The raw kernel of flash-attn 4 (``flash_attn.cute``), in which None means an unlimited window side."""
 
     def sizes(self, head_size: int, value_size: int) -> tuple[int, int] | None:
-        """Return the kernel's head sizes: two up to 128, (192, 128) or (256, 256); None if larger."""
+        """Return the padded head sizes: any up to 128, (192, 128) or (256, 256); None if larger."""
         if max(head_size, value_size) <= 128:
             return -(-head_size // 8) * 8, -(-value_size // 8) * 8
         if head_size <= 192 and value_size <= 128:

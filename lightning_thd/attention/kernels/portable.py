@@ -1,6 +1,6 @@
-"""Tensors of any device and dtype -> attention by matrix products, in groups of like lengths.
+"""THD tensors of any device and dtype -> attention by matrix products, on groups of similar lengths.
 
-Padding repeats rows of the own sequence. Offsets that the host does not know are read once a batch.
+A padded row is a copy of its sequence's first row. Offsets unknown on the host are read once per batch.
 
 Legend: T slots, B sequences of a group, R rows of queries, K keys.
 """
@@ -21,14 +21,14 @@ from lightning_thd.attention.kernels.raw import Gradients, OutLse, Saved, any_si
 from lightning_thd.attention.spec import AttentionSpec, Offsets
 from lightning_thd.batch.upload import host_offsets, uploaded
 
-# Padding may lengthen a group's shortest sequence by this factor and so many rows.
+# Padding may lengthen a group's shortest sequence to this factor of its length, plus this many rows.
 _PADDING, _FREE = 1.25, 8
-# A group holds at most this many scores of a head, 4 MiB in fp32.
+# A group has at most this many scores per head: 4 MiB in fp32.
 _SCORES = 1 << 20
 
 
 class Rows(NamedTuple):
-    """Rows ``taken`` of the pack as padded rows; those that are ``real`` belong to ``target``."""
+    """The pack's rows ``taken`` as padded rows; the ``real`` ones among them are written to ``target``."""
 
     taken: Tensor
     real: Tensor
@@ -40,12 +40,12 @@ class Rows(NamedTuple):
         return x.index_select(0, self.taken).view(-1, self.length, *x.shape[1:])
 
     def write(self, whole: Tensor, part: Tensor) -> None:
-        """Write the rows of ``[B, length, ...]`` that count to ``[T, ...]``."""
+        """Write the real rows of ``[B, length, ...]`` to ``[T, ...]``."""
         whole.index_copy_(0, self.target, part.flatten(0, 1).index_select(0, self.real).to(whole.dtype))
 
 
 class Group(NamedTuple):
-    """Sequences of like length as one batch, and their numbers of queries and keys, int64 ``[B]``."""
+    """Sequences of similar length as one batch, with their numbers of queries and keys, int64 ``[B]``."""
 
     q: Rows
     k: Rows
@@ -54,13 +54,13 @@ class Group(NamedTuple):
 
 
 class PortableKernel:
-    """Attention by matrix products as a raw kernel: any head sizes, softcap, and the log-sum-exp."""
+    """Attention by matrix products as a raw kernel, for all head sizes, with softcap and log-sum-exp."""
 
     sizes = staticmethod(any_size)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> OutLse:
-        """Return out in the dtype of q and lse in fp32 (fp64 for fp64)."""
+        """Return out in the dtype of q and lse in fp32 (fp64 for fp64 inputs)."""
         out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
         lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
         for group, mask in _masked_groups(at, spec, lse):
@@ -72,11 +72,11 @@ class PortableKernel:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def backward(self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec) -> Gradients:
-        """Return dq, dk and dv, recomputed from lse."""
+        """Return dq, dk and dv from weights that are recomputed with lse."""
         q, k, v, out, lse = saved
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
         for group, mask in _masked_groups(at, spec, lse):
-            weighs = lse.new_full((len(group.q.taken), lse.shape[1]), torch.inf)  # padding weighs nothing
+            weighs = lse.new_full((len(group.q.taken), lse.shape[1]), torch.inf)  # padding gets weights of 0
             weighs.index_copy_(0, group.q.real, lse.index_select(0, group.q.target))
             rows = [group.q.batch(x) for x in (grad, q, out)]
             given = rows[0], rows[1], group.k.batch(k), group.k.batch(v), rows[2]
@@ -109,7 +109,7 @@ def _masked_groups(at: Offsets, spec: AttentionSpec, like: Tensor) -> Iterator[t
 def _make_groups(
     cu_q: tuple[int, ...], cu_kv: tuple[int, ...], right: int, device: torch.device
 ) -> tuple[Group, ...]:
-    """Group sequences of like length, shortest first; sequences without queries or keys are left out."""
+    """Group sequences of similar length, shortest first; leave out sequences without queries or keys."""
     found = [(b - a, d - c, a, c) for (a, b), (c, d) in zip(pairwise(cu_q), pairwise(cu_kv), strict=True)]
     waiting = sorted(x for x in found if x[0] and x[1])
     groups: list[list[tuple[int, int, int, int]]] = []
@@ -126,13 +126,13 @@ def _make_groups(
 
 
 def _make_group(members: list[tuple[int, int, int, int]], right: int) -> Group:
-    """Return a group with arrays in place of tensors, for one upload of all groups."""
+    """Return a group of numpy arrays, so that all groups are uploaded to the device together."""
     lengths, key_lengths, starts, key_starts = np.array(members, dtype=np.int64).T
     row, key = np.arange(int(lengths.max())), np.arange(int(key_lengths.max()))
     real, real_k = row < lengths[:, None], key < key_lengths[:, None]
     q = starts[:, None] + np.where(real, row, 0)
     k = key_starts[:, None] + np.where(real_k, key, 0)
-    if right >= 0:  # the first queries may see nothing
+    if right >= 0:  # the first queries may see no key
         real &= row + (key_lengths - lengths)[:, None] + right >= 0
     return Group(_rows(q, real), _rows(k, real_k), lengths, key_lengths)
 

@@ -1,9 +1,9 @@
-"""Raw flash kernels and sinks -> one differentiable call; context parallelism builds on the same parts.
+"""A raw kernel and sinks -> a differentiable attention call; context parallelism uses the same functions.
 
-A raw kernel is a forward that returns out and the log-sum-exp, and a backward that recomputes its weights
-from them. Where these hold more than the keys at hand, a sink or other ranks' keys, the gradients are those
-of the whole. A sink is one more key of every query, with a learned logit and no value (gpt_oss). It only
-rescales: ``lse' = log(exp(lse) + exp(sink))`` and ``out' = out * exp(lse - lse')``.
+A raw kernel has a forward that returns out and the log-sum-exp, and a backward that recomputes the weights
+from them. If out and lse include more than the given keys (a sink or other ranks' keys), the gradients are
+those of the complete attention. A sink is an extra key of every query, with a learned logit and a value of
+zero (gpt_oss). It only rescales: ``lse' = log(exp(lse) + exp(sink))``, ``out' = out * exp(lse - lse')``.
 
 Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E value head size.
 """
@@ -24,7 +24,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk and dv
 
 
 class Saved(NamedTuple):
-    """Tensors that a forward call saves for its backward; a row of lse that saw no key holds +inf."""
+    """Tensors that a forward saves for its backward; lse is +inf for a query that sees no key."""
 
     q: Tensor
     k: Tensor
@@ -34,20 +34,20 @@ class Saved(NamedTuple):
 
 
 class RawKernel(Protocol):
-    """The interface of a backend: forward with log-sum-exp, and backward, at head sizes it supports."""
+    """The interface of a kernel: a forward with log-sum-exp and a backward, for certain head sizes."""
 
     def sizes(self, head_size: int, value_size: int) -> tuple[int, int] | None:
-        """Return the head sizes, at least as large as given, that the kernel runs; None without any."""
+        """Return supported head sizes that are at least the given ones, or None if there are none."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> OutLse:
-        """Return out ``[Tq, H, E]`` and lse ``[Tq, H]``; without keys out is 0 and lse either infinity."""
+        """Return out ``[Tq, H, E]`` and lse ``[Tq, H]``; for queries without keys 0 and inf or -inf."""
 
     def backward(self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec) -> Gradients:
         """Return the gradients dq, dk and dv."""
 
 
 def any_size(head_size: int, value_size: int) -> tuple[int, int] | None:
-    """Return both head sizes unchanged, for kernels that run any."""
+    """Return both head sizes unchanged, for kernels that support any."""
     return head_size, value_size
 
 
@@ -58,7 +58,7 @@ def one_size(head_size: int, value_size: int) -> tuple[int, int] | None:
 
 
 def empty_gradients(saved: Saved) -> Gradients:
-    """Allocate contiguous gradients for a backward that writes into what it is given."""
+    """Allocate contiguous dq, dk and dv for a backward that writes into given tensors."""
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in saved[:3])
     return dq, dk, dv
 
@@ -73,7 +73,7 @@ def attend(
     sinks: Tensor | None,
     keys: Tensor | None = None,
 ) -> Tensor:
-    """Run a raw kernel with gradients and sinks; rows ``keys`` of k and v are gathered again in backward."""
+    """Run a raw kernel with gradients and sinks; the backward gathers the rows ``keys`` of k and v again."""
     value_size = v.shape[2]
     q, k, v = widen(kernel, q, k, v)
     out: Tensor = _Attention.apply(kernel, q, k, v, at, spec, sinks, keys)  # type: ignore[no-untyped-call]
@@ -81,12 +81,12 @@ def attend(
 
 
 def gathered(x: Tensor, rows: Tensor | None) -> Tensor:
-    """Return these rows of a tensor; None means all."""
+    """Return the given rows of a tensor; None means all."""
     return x if rows is None else x.index_select(0, rows)
 
 
 def _summed(grad: Tensor, keys: Tensor | None, rows: int) -> Tensor:
-    """Sum the gradients of gathered rows for each row that they were gathered from, in fp32 at least."""
+    """Sum the gradients of gathered rows per original row, in fp32 or fp64."""
     if keys is None:
         return grad
     wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
@@ -94,7 +94,7 @@ def _summed(grad: Tensor, keys: Tensor | None, rows: int) -> Tensor:
 
 
 def widen(kernel: RawKernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Append zeros to the heads up to sizes the kernel runs, which changes no result."""
+    """Append zeros to the heads up to sizes that the kernel supports; this changes no result."""
     sizes = kernel.sizes(q.shape[2], v.shape[2])
     assert sizes is not None
     return _pad(q, sizes[0]), _pad(k, sizes[0]), _pad(v, sizes[1])
@@ -119,7 +119,7 @@ class _Attention(torch.autograd.Function):
         keys: Tensor | None,
     ) -> Tensor:
         out, lse = kernel.forward(q, gathered(k, keys), gathered(v, keys), at, spec)
-        lse = lse.masked_fill(lse == torch.inf, -torch.inf)  # flash-attn's sign where no key is seen
+        lse = lse.masked_fill(lse == torch.inf, -torch.inf)  # flash-attn has +inf for queries without keys
         if sinks is not None:
             out, lse = apply_sinks(out, lse, sinks)
         ctx.save_for_backward(q, k, v, out, lse, at.cu_q, at.cu_kv, sinks, keys)
@@ -132,7 +132,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse, cu_q, cu_kv, sinks, keys = ctx.saved_tensors
         grad = grads[0].contiguous()
         at = Offsets(cu_q, cu_kv, *ctx.longest)
-        finite = lse.masked_fill(lse == -torch.inf, torch.inf)  # weights of such rows become exp(-inf) = 0
+        finite = lse.masked_fill(lse == -torch.inf, torch.inf)  # such rows get the weights exp(-inf) = 0
         saved = Saved(q, gathered(k, keys), gathered(v, keys), out, finite)
         dq, dk, dv = ctx.kernel.backward(grad, saved, at, ctx.spec)
         dk, dv = (_summed(x, keys, k.shape[0]) for x in (dk, dv))
@@ -141,13 +141,13 @@ class _Attention(torch.autograd.Function):
 
 
 def apply_sinks(out_THE: Tensor, lse_TH: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Rescale out and lse as if every query saw one more key, of logit ``sinks[h]`` and value zero."""
+    """Rescale out and lse as if every query saw an extra key with the logit ``sinks[h]`` and a zero value."""
     total = torch.logaddexp(lse_TH, sinks.to(lse_TH.dtype))
     return out_THE * (lse_TH - total).exp().unsqueeze(-1).to(out_THE.dtype), total
 
 
 def sinks_gradient(grad_out: Tensor, out_THE: Tensor, lse_TH: Tensor, sinks: Tensor) -> Tensor:
-    """Return the gradient ``[H]`` to ``sinks``: minus their weight times ``grad_out . out`` of all rows."""
+    """Return the gradient ``[H]`` of the sinks: the sum over rows of ``-weight * (grad_out . out)``."""
     delta = torch.linalg.vecdot(grad_out.to(lse_TH.dtype), out_THE.to(lse_TH.dtype))
     weight = (sinks.to(lse_TH.dtype) - lse_TH).exp()
     gradient: Tensor = -(weight * delta).sum(0)

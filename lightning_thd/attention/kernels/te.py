@@ -1,4 +1,4 @@
-"""CUDA tensors -> Transformer Engine's DotProductAttention in THD: cuDNN's kernels, or flash-attn.
+"""CUDA tensors -> Transformer Engine's DotProductAttention in THD, which runs cuDNN's kernels or flash-attn.
 
 Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E value head size.
 """
@@ -20,15 +20,15 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, *, self_attention: bool = True
 ) -> Tensor:
     """Attend from queries ``[Tq, H, D]`` to ``[Tkv, G, D]`` and ``[Tkv, G, E]``; return ``[Tq, H, E]``."""
-    if spec.windowed and not self_attention:  # off by 0.04 on an H200 where keys are fewer than queries
+    if spec.windowed and not self_attention:  # errors of 0.04 on an H200 with fewer keys than queries
         raise ValueError(
-            "backend='te' cannot run this call: its windows are not exact where queries and keys have "
+            "backend='te' cannot run this call: its windows are not exact if queries and keys have "
             "different lengths. Use backend='auto', which chooses another kernel."
         )
     deterministic = torch.are_deterministic_algorithms_enabled()
     attention = _module(*q.shape[1:], k.shape[1], v.shape[2], spec.scale, self_attention, deterministic)
-    mask, left, right = "padding", spec.left, spec.right  # in THD every mask's name begins with "padding"
-    if not spec.causal and max(left, right) >= 0:  # both sides open, or both bounded
+    mask, left, right = "padding", spec.left, spec.right  # in THD all mask names begin with "padding"
+    if not spec.causal and max(left, right) >= 0:  # it accepts windows only if both sides are bounded
         left, right = (at.max_kv if left < 0 else left), (at.max_q if right < 0 else right)
     if spec.causal:
         mask = "padding_causal" if self_attention else "padding_causal_bottom_right"
@@ -36,7 +36,7 @@ def attend(
     how |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_q_padded"), at.cu_q)
     how |= dict.fromkeys(("cu_seqlens_kv", "cu_seqlens_kv_padded"), at.cu_kv)
     how |= {"max_seqlen_q": at.max_q, "max_seqlen_kv": at.max_kv, "window_size": (left, right)}
-    # It refuses tensors that begin inside a larger memory, even where they are contiguous.
+    # It raises for tensors that start at an offset in their storage, even if they are contiguous.
     own = [
         x.clone(memory_format=torch.contiguous_format) if x.storage_offset() else x.contiguous()
         for x in (q, k, v)
@@ -55,7 +55,7 @@ def _module(
     self_attention: bool,
     deterministic: bool,
 ) -> Any:
-    """Build Transformer Engine's attention module once a shape; it holds no parameters."""
+    """Build Transformer Engine's attention module once per shape; it has no parameters."""
     te = require("transformer_engine.pytorch", feature="backend='te'")
     return te.DotProductAttention(
         heads,

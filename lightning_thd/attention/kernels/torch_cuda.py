@@ -1,9 +1,11 @@
-"""CUDA tensors -> the two attention kernels that come with torch: flash-attn 2, and the memory-efficient one.
+"""CUDA tensors -> attention by one of torch's own two kernels: flash-attn 2 or the memory-efficient kernel.
 
-Flash runs by the aten operators under ``torch.nn.attention.varlen``, whose function costs 120 us of Python.
+The flash kernel is called through aten operators, because the function in ``torch.nn.attention.varlen`` costs
+120 us of Python.
 
-Memory-efficient takes fp32 and older devices too. It wants as many key-value as query heads, no window that
-looks ahead and no softcap. Its results for rows and keys that see nothing are undefined, and set here.
+The memory-efficient kernel also supports fp32 and older devices. It needs as many key-value heads as query
+heads, and has neither softcap nor windows that look ahead. Its results for queries without keys and keys
+without queries are undefined, so this module sets them.
 
 Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E value head size.
 """
@@ -28,22 +30,22 @@ class AtenFlash:
     sizes = staticmethod(raw.one_size)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> OutLse:
-        """Run the forward operator; lse comes ``[Tq, H]``."""
+        """Run the forward operator; return lse as ``[Tq, H]``."""
         out, lse, *_ = _flash_forward(q, k, v, at, spec)
         return out, lse.t()
 
     def backward(self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec) -> Gradients:
-        """Run the backward operator; the state of a dropout that is 0 may be any tensor."""
+        """Run the backward operator; dropout is 0, so its random state may be any tensor."""
         state = (torch.zeros(2, dtype=torch.uint64, device=grad.device), torch.empty(0, device=grad.device))
         tensors = (grad, *saved[:4], saved.lse.t().contiguous())
         return _flash_backward(tensors, at, spec, state)
 
 
 class _Flash(torch.autograd.Function):
-    """Flash attention without sinks: its backward gets lse just as the forward wrote it.
+    """Flash attention without sinks; its backward gets lse exactly as the forward returned it.
 
-    ``heads_first`` takes ``[1, H, T, D]`` and gives ``[1, T, H, D]``; to turn them here costs no nodes of the
-    graph.
+    With ``heads_first`` it takes ``[1, H, T, D]`` and returns ``[1, T, H, D]``. A transposition in here adds
+    no nodes to the autograd graph.
     """
 
     @staticmethod
@@ -72,7 +74,7 @@ class _Flash(torch.autograd.Function):
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> tuple[Tensor, ...]:
-    """Return out ``[Tq, H, D]``, lse ``[H, Tq]``, and the state and seed of a dropout that is 0."""
+    """Return out ``[Tq, H, D]``, lse ``[H, Tq]``, and the random state and seed of a dropout of 0."""
     sides = {"window_size_left": spec.left, "window_size_right": spec.right}
     given = (q, k, v, *at, 0.0, is_plain_causal(spec), False)
     results: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(*given, scale=spec.scale, **sides)
@@ -82,7 +84,7 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: Attention
 def _flash_backward(
     tensors: Sequence[Tensor], at: Offsets, spec: AttentionSpec, state: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv of ``tensors``: the gradient, q, k, v, out and lse ``[H, Tq]``."""
+    """Return dq, dk and dv; ``tensors`` are the output's gradient, q, k, v, out and lse ``[H, Tq]``."""
     sides = {"window_size_left": spec.left, "window_size_right": spec.right}
     given = (*tensors, *at, 0.0, is_plain_causal(spec), *state)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(*given, scale=spec.scale, **sides)
@@ -90,17 +92,17 @@ def _flash_backward(
 
 
 def is_plain_causal(spec: AttentionSpec) -> bool:
-    """Return whether the mask is causal without a window; windows are given by their two sides instead."""
+    """Return whether the mask is causal without a window; the kernel gets windows as two sides instead."""
     return spec.left < 0 and spec.right == 0
 
 
 def bind(at: Offsets, spec: AttentionSpec) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
-    """Return attention to ``[1, H, T, D]`` for heads of one size that the kernel takes, without sinks."""
+    """Return a function of ``[1, H, T, D]``, without sinks, for q, k and v of one supported head size."""
     return lambda q, k, v, sinks: _Flash.apply(q, k, v, at, spec, True)  # type: ignore[no-untyped-call]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
-    """Attend by the flash kernel, at any head size up to its largest; ``[Tq, H, E]``."""
+    """Attend by the flash kernel, with padding to a head size that it supports; return ``[Tq, H, E]``."""
     if sinks is not None:
         return raw.attend(AtenFlash(), q, k, v, at, spec, sinks)
     value_size = v.shape[2]
@@ -112,7 +114,7 @@ class AtenEfficient:
     """The raw kernel ``aten::_efficient_attention_forward`` and its backward."""
 
     def sizes(self, head_size: int, value_size: int) -> tuple[int, int] | None:
-        """Return multiples of 8, which every dtype's aligned kernels take."""
+        """Return the next multiples of 8, which the aligned kernels of every dtype support."""
         return -(-head_size // 8) * 8, -(-value_size // 8) * 8
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> OutLse:
@@ -130,7 +132,7 @@ class AtenEfficient:
         return out, lse
 
     def backward(self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec) -> Gradients:
-        """Call the backward operator; one split of the keys adds gradients up in a fixed order."""
+        """Call the backward operator; with one split of the keys, the order of its sums is fixed."""
         q, k, v, out, lse = saved
         heads, kv_heads = q.shape[1], k.shape[1]
         sequence, place = _places(at.cu_q, q.shape[0])
@@ -155,12 +157,12 @@ class AtenEfficient:
 
 
 def _mask(spec: AttentionSpec) -> int:
-    """Return the kernel's name of a mask: none, or causal from the bottom right."""
+    """Return the kernel's number for a mask: 0 for none, 2 for causal from the bottom right."""
     return 2 if spec.causal else 0
 
 
 def _scores(spec: AttentionSpec) -> dict[str, Any]:
-    """Return the scale and how many keys a query sees, its own included."""
+    """Return the scale, and the number of keys that a query's window has, its own included."""
     return {"scale": spec.scale, "window_size": spec.left + 1 if spec.left >= 0 else None}
 
 
@@ -173,20 +175,20 @@ def _sum_heads(x: Tensor, kv_heads: int) -> Tensor:
 
 
 def _places(cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the sequence of every row and the row's place in it, without reading the device."""
+    """Return each row's sequence and its position in the sequence, without reading the device."""
     row = torch.arange(rows, device=cu_seqlens.device, dtype=torch.int32)
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)
     return sequence, (row - cu_seqlens[sequence]).long()
 
 
 def _blind_rows(at: Offsets, sequence: Tensor, place: Tensor, spec: AttentionSpec) -> Tensor:
-    """Return which queries see no key: all of a sequence without keys, or those before the first key."""
+    """Return which queries see no key: those of sequences without keys, and those before the first key."""
     keys, rows = at.cu_kv.diff()[sequence], at.cu_q.diff()[sequence]
     return (keys == 0) | (place + keys < rows) if spec.causal else keys == 0
 
 
 def _unseen_keys(at: Offsets, total: int, spec: AttentionSpec) -> Tensor:
-    """Return which keys no query sees: all of a sequence without queries, or those before every window."""
+    """Return which keys no query sees: those of sequences without queries, and those before all windows."""
     sequence, place = _places(at.cu_kv, total)
     keys, rows = at.cu_kv.diff()[sequence], at.cu_q.diff()[sequence]
     unseen = rows == 0
