@@ -50,8 +50,8 @@ def draw_packs(
         for length, shared in zip(lengths, before, strict=True):
             tree += not shared
             colour = CYCLE[tree % len(CYCLE)]
-            tone = _LIGHTER if shared else None
-            axes.barh(lane, length, left=start, height=0.72, color=colour, alpha=tone)
+            style = {"color": colour, "alpha": _LIGHTER if shared else None}
+            axes.barh(lane, length, left=start, height=0.72, edgecolor=look.paper, linewidth=0.6, **style)
             start += length
     used, shared = sum(map(sum, own)), sum(map(sum, held))
     filled = used / (capacity * len(packs)) if packs else 0.0
