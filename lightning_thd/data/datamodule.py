@@ -46,53 +46,54 @@ class THDDataModule(LogsSources):
             also ``.gz``, ``.zst``, ``.bz2`` or ``.xz``, text files, a folder of such, or one that
             ``TokenStore.save`` wrote. In place of ids, records may hold text, ``prompt`` and ``completion``,
             or a conversation, of which only the completion or the assistant's turns have a loss. A dict
-            ``{name: (source, weight)}`` is a mixture. An ``IterableDataset``, a function that begins an
-            iterator, or a ``data.streams.Stream`` is read once, front to back; if one source of a mixture is
-            such a stream, all are.
+            ``{name: (source, weight)}`` is a mixture. An ``IterableDataset``, a function that returns
+            an iterator, or a ``data.streams.Stream`` is read once, front to back; if one source of a mixture
+            is such a stream, all are read as streams.
         capacity: most tokens of a pack.
-        global_batch: ``Packs(n)``, n packs to an optimizer step, or ``Sequences(n)``, exactly n sequences
-            to a step in as many microbatches as they need (needs one of our strategies). Default: one pack
-            for each rank and batch, ``Packs(ranks * accumulate_grad_batches)``.
+        global_batch: ``Packs(n)``, n packs per optimizer step, or ``Sequences(n)``, exactly n sequences per
+            step, in as many microbatches as they need (needs one of our strategies). Default: one pack for
+            each rank and batch, ``Packs(ranks * accumulate_grad_batches)``.
         val: as ``train``; every sequence is used once, in packs of the dataset's own order. A dict
             ``{name: source}`` makes one loader for each set, whose batches carry its name in ``set_name``.
         test: as ``val``.
-        predict: as ``val``; ``batch.unpack(output)`` and ``batch.sequence_ids`` give each sequence's own.
+        predict: as ``val``; ``batch.unpack(output)`` splits outputs by sequence, as ``batch.sequence_ids``.
         tokenizer: ``str -> ids`` for text, or the name of a Hugging Face tokenizer; UTF-8 bytes by default.
             Conversations need a Hugging Face tokenizer with a chat template.
-        processor: that of Qwen2-VL, Qwen2.5-VL, Qwen3-VL or Llava, or the folder it was saved in, for
-            conversations with images: paths beside the file, bytes or columns.
+        processor: the processor of Qwen2-VL, Qwen2.5-VL, Qwen3-VL or Llava, or its folder, for conversations
+            with images. These are paths beside the file, bytes or columns.
         text_key: the key of the text in a record.
         append_eos: end documents and completions with the tokenizer's EOS if it does not do so itself.
         records: the kind of the records, if their keys do not show it: ``"text"``, ``"ids"``, ``"prompt"``,
             ``"messages"``, ``"sharegpt"`` or ``"alpaca"``.
         packed: how to read rows that were packed before and carry ``lengths``, ``cu_seqlens`` or
             ``position_ids``. ``"sequences"`` takes them apart and plans the sequences again. ``"packs"``
-            keeps each row as a ready pack, in the order given, for ``Packs(n)``. ``"off"`` takes a row for
-            one sequence. ``"auto"`` is ``"sequences"`` if the first row carries such a key, else ``"off"``.
-        oversize: what becomes of a training sequence longer than ``capacity``: ``error``, ``drop``,
+            keeps each row as a ready pack, in the order given, for ``Packs(n)``. ``"off"`` makes a row one
+            sequence. ``"auto"`` is ``"sequences"`` if the first row carries such a key, else ``"off"``.
+        oversize: what to do with a training sequence longer than ``capacity``: ``error``, ``drop``,
             ``truncate``, ``split`` or ``own_pack``. Evaluation uses ``own_pack`` in place of ``error``.
-        empty: what becomes of a sequence without tokens: ``error`` or ``drop``.
-        on_error: what becomes of a record that cannot be read or tokenised, and of a row with nulls,
-            negative ids or labels that do not fit: ``raise``, or ``skip``; those are counted, and listed in
-            ``skipped.jsonl`` beside the tokens in the cache. ``Stream`` has its own.
+        empty: what to do with a sequence without tokens: ``error`` or ``drop``.
+        on_error: what to do with a record that cannot be read or tokenised, and a row with nulls, negative
+            ids or labels that do not fit: ``raise`` or ``skip``. Skipped records are counted, and listed in
+            ``skipped.jsonl`` beside the tokens in the cache. ``Stream`` has its own setting.
         max_errors: most records of a source that may be skipped; None sets no bound.
-        tail: the last, incomplete step of an epoch: ``pad`` with emptier packs, or ``drop``.
-        window: sequences that are packed together; larger packs better, smaller shuffles better.
+        tail: what to do with the last, incomplete step of an epoch: ``pad`` it with emptier packs, or
+            ``drop`` it.
+        window: sequences packed together; a larger window fills packs better, a smaller shuffles better.
         seed: decides the order of every epoch.
         schedule: a ready-made plan for training with ``Packs(n)``: each sequence's microbatch, ints ``[N]``.
-        scheduler: a function in place of ``packing.balance``, for ``Sequences(n)``.
-        cost: the work of a sequence, by its length and its images, of which ranks get equal shares; by
-            default that of the model and its vision tower if its transformers config is found.
+        scheduler: a function that replaces ``packing.balance``, for ``Sequences(n)``.
+        cost: the work of a sequence by its length and images; ranks get equal work. By default it is that of
+            the model and its vision tower, if its transformers config is found.
         extras_cost: a function from a row to the patches of its images (an int, or frames, rows and columns
             of patches of each, ``[N, 3]``), for rows whose grids or ``pixel_values`` do not give them.
-        max_patches: most image patches of a pack. A sequence above it is refused, or treated as ``oversize``
-            says: it is never cut.
+        max_patches: most image patches of a pack. A sequence above it is dropped or gets its own pack if
+            ``oversize`` says so, and is an error otherwise; it is never cut.
         pad_to: fill every pack to this many slots; by default packs differ in size.
         mixing: how the sources of a mixture make an epoch, see ``packing.mixtures.Mixing``.
-        share_prefixes: compute the common beginning of sequences in a pack once. Sequences that begin alike
-            are planned into one pack, which holds at most ``capacity`` distinct tokens; a group above it is
-            cut, and its prefix computed again. Reads all ids at setup.
-        vocab_size: ids are checked against it; found in the model's config when absent.
+        share_prefixes: compute the common prefix of sequences in a pack once. Such sequences are planned into
+            one pack, which holds at most ``capacity`` distinct tokens. A larger group is cut, and its prefix
+            is computed again. All ids are read at setup.
+        vocab_size: ids must be below it; by default it comes from the model's config.
         num_workers: processes that read and collate; as many tokenise and count.
         prefetch_factor: batches prepared ahead by each worker.
         pin_memory: page-lock batches; by default when training on a GPU.
@@ -168,7 +169,7 @@ class THDDataModule(LogsSources):
         self._sources = sets.named_sources(
             {"train": None if self._streams is not None else train, **evaluated}
         )
-        # A loader that is there makes Lightning ask for its step; a hook hides that of the module.
+        # If a loader exists, Lightning wants a step for it; if a hook exists, it hides that of the module.
         unused = [f"{stage}_dataloader" for stage, source in evaluated.items() if source is None]
         if not sets.is_mixture(train):
             unused.append("on_before_batch_transfer")
@@ -199,9 +200,9 @@ class THDDataModule(LogsSources):
         Args:
             rank: data-parallel rank of this process.
             ranks: number of data-parallel ranks.
-            accumulate: batches a rank runs to an optimizer step; 1 with ``Sequences(n)``.
+            accumulate: batches that a rank runs per optimizer step; 1 with ``Sequences(n)``.
             model: the module that is trained: its FLOPs balance the ranks, its vocabulary checks the ids.
-            alignment: what lengths and totals must be multiples of; by default what the model asks for.
+            alignment: the multiples of lengths and totals; by default those that the model needs.
             device: where batches go; on a CUDA device they are page-locked. By default that of the model.
 
         Raises:
@@ -228,7 +229,7 @@ class THDDataModule(LogsSources):
         return None if self.trainer is None else link.Progress(self.trainer)
 
     def prepare_data(self) -> None:
-        """Tokenise, count and cache what can be cached; Lightning calls this on one process a node."""
+        """Tokenise, count and cache what can be cached; Lightning calls this on one process per node."""
         for name, source in self._sources.items():
             mixed = sets.is_mixture(source)
             parts = [sets.weighted(*item)[0] for item in source.items()] if mixed else [source]
@@ -291,7 +292,7 @@ class THDDataModule(LogsSources):
         return self._loader("train", kind="step", fixed_order=False)
 
     def val_dataloader(self) -> THDLoader | list[THDLoader]:
-        """Return this rank's validation batches; a loader for each source where ``val`` names several."""
+        """Return this rank's validation batches; a list of loaders if ``val`` names several sources."""
         return self._evaluation("val")
 
     def test_dataloader(self) -> THDLoader | list[THDLoader]:
@@ -312,7 +313,7 @@ class THDDataModule(LogsSources):
         return THDLoader(steps, progress=self._progress, capacity=self.capacity)
 
     def _stream_of_fit(self, streams: Streams, kind: Kind, states: Sequence[Any]) -> THDLoader:
-        """Return the stream loader that a fit iterates already, or make one that goes on where it should."""
+        """Return the stream loader that a running fit uses, or make one that resumes at the right step."""
         (before, of, last), now = self._streamed_with, (self._settings, self._host.accumulate)
         combined = None if self.trainer is None else self.trainer.fit_loop._combined_loader
         given = [] if combined is None else combined.flattened

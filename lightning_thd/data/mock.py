@@ -1,7 +1,7 @@
 """A table or a distribution of lengths -> a map-style data set of random tokens with exactly those lengths.
 
-For measuring and testing without data. The settings are those of the Megatron-LM mock fine-tuning data set,
-as a mapping, as JSON text or as a JSON file::
+It serves to measure and test without data. The settings are those of the Megatron-LM mock fine-tuning data
+set, as a mapping, as JSON text or as a JSON file::
 
     {"mode": "file", "path": "lengths.csv"}
     {"mode": "distribution", "type": "lognormal", "min_seq_len": 1024, "max_seq_len": 8192,
@@ -36,10 +36,10 @@ class MockDataset:
 
     Args:
         config: the settings above as a mapping, JSON text, or the path of a ``.json`` file. A file of lengths
-            has one on each line, under a name or not.
-        num_sequences: by default 10,000, or the rows of a file, which begins again if more are asked for.
+            has one per line, with or without a heading.
+        num_sequences: by default 10,000, or the rows of a file; a larger number repeats the rows.
         vocab_size: token ids are drawn from ``[0, vocab_size)``.
-        seed: of the lengths and the tokens.
+        seed: the seed of the lengths and the tokens.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class MockDataset:
 
     def __getitem__(self, index: int) -> dict[str, npt.NDArray[np.int64]]:
         if not -len(self) <= index < len(self):
-            raise IndexError(f"Sequence {index} was asked of {len(self)}. Ask for one below that.")
+            raise IndexError(f"There is no sequence {index} in a set of {len(self)}. Ask for one below that.")
         index %= len(self)
         positions = np.arange(self._lengths[index], dtype=np.uint64)
         hashes = keyed_hashes(positions, derive_key(self.seed, _TOKENS, index))
@@ -104,14 +104,14 @@ def _draw(low: int, high: int, mean: float, sigma: float, *, count: int, seed: i
             "lengths must be at least 1 and ascend, and sigma must be above 0."
         )
     hashes = keyed_hashes(np.arange(count, dtype=np.uint64), derive_key(seed, _LENGTHS))
-    # The middles of 2**52 equal steps of (0, 1), so never 0 or 1.
+    # These are the middles of 2**52 equal steps of (0, 1), so never 0 or 1.
     uniform = torch.from_numpy(((hashes >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52)
     drawn = torch.exp(math.log(mean) - sigma**2 / 2 + sigma * torch.special.ndtri(uniform))
     return drawn.clamp(low, high).long().numpy()
 
 
 def read_lengths(path: str | Path) -> IntArray:
-    """Read lengths, int64 ``[N]``, one on each line, under a name or not."""
+    """Read lengths, int64 ``[N]``, from a file with one per line, with or without a heading."""
     lengths: list[int] = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").splitlines(), 1):
         cell = line.strip()

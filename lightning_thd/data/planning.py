@@ -1,4 +1,4 @@
-"""A counted set, how to pack it, and the ranks -> its planner, with windows counted once for all runs."""
+"""A counted set, its settings and the ranks -> its planner; windows are counted once for all runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from lightning_thd.packing.sharing import SharedPlanner
 T = TypeVar("T")
 
 _VERSION = 1  # The version of the counts in the cache.
-# These decide the packs of a window; the rest of a planner's settings may change under the same counts.
+# These settings decide the packs of a window; others may change without a new count.
 _DECIDES = ("align", "window", "oversize", "seed")
 
 COUNTS_FROM = 100_000  # With fewer sequences, counting windows takes less time than opening a file.
@@ -41,7 +41,7 @@ COUNTS_FROM = 100_000  # With fewer sequences, counting windows takes less time 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSettings:
-    """The settings of a ``THDDataModule``, whose arguments describe them, for datasets and streams."""
+    """The settings of a ``THDDataModule`` for datasets and streams; its arguments document them."""
 
     capacity: int
     global_batch: Packs | Sequences | None = None
@@ -80,15 +80,15 @@ class DataSettings:
         if self.pin_memory is not None:
             flags(pin_memory=self.pin_memory)
         if self.pad_to is not None and self.pad_to < self.capacity:
-            raise ValueError(f"pad_to={self.pad_to} is less than capacity={self.capacity}. Raise or drop it.")
+            raise ValueError(f"pad_to={self.pad_to} is less than capacity={self.capacity}. Raise or omit it.")
 
     def step(self, host: Host) -> Packs | Sequences:
-        """Return what one optimizer step takes: by default one pack a rank (or largest group) a batch."""
+        """Return the size of an optimizer step; by default one pack per rank (or largest group) and batch."""
         groups = host.ranks if host.sharing is None else max(1, host.ranks // host.sharing.max_degree)
         return self.global_batch or Packs(groups * host.accumulate)
 
     def collator(self, host: Host) -> partial[THDBatch]:
-        """Return the function that collates checked samples for the model of a host."""
+        """Return the function that collates checked samples for the model."""
         return partial(collate_checked, align=host.alignment, pad_to=self.pad_to, **model_counts(host.model))
 
     def pins(self, host: Host) -> bool:
@@ -97,7 +97,7 @@ class DataSettings:
 
 
 class Setting(Generic[T]):
-    """A data module's attribute in its ``DataSettings``; a value that is set holds for later loaders."""
+    """An attribute of a data module, kept in its ``DataSettings``; a new value applies to later loaders."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -112,7 +112,7 @@ class Setting(Generic[T]):
 def make_planner(
     data: DataSet, settings: DataSettings, host: Host, *, training: bool
 ) -> tuple[Planner, MapDataset]:
-    """Make the planner of a set, and the dataset that gives its rows; evaluation takes one pack a rank."""
+    """Make a set's planner, and the dataset of its rows; a step of evaluation is one pack per rank."""
     sharing = host.sharing if training else None
     capacity, oversize = settings.capacity, settings.oversize
     if sharing is not None:
@@ -126,7 +126,7 @@ def make_planner(
         }
         _refuse("context_parallel_size='dynamic'", clashes)
     if not training and oversize == "error":
-        oversize = "own_pack"  # so that nothing is lost
+        oversize = "own_pack"  # evaluation uses every token
     largest = capacity if sharing is None else capacity * sharing.max_degree
     if oversize in ("truncate", "split"):
         refuse_cuts(data.index, data.dataset, largest)
@@ -185,7 +185,7 @@ def _mixture_planner(data: DataSet, settings: DataSettings, plan: dict[str, Any]
 
 
 def _images(data: DataSet, settings: DataSettings, host: Host) -> dict[str, Any]:
-    """Return the bound on patches, and the patches of all sequences if there are images."""
+    """Return the planner's options for images: the bound on patches, and the patches of all sequences."""
     sizes, patch = data.index.sizes, model_patch(host.model)
     found = {} if settings.max_patches is None else {"max_patches": settings.max_patches}
     if settings.max_patches is not None and not data.index.seen and settings.extras_cost is None:
@@ -208,7 +208,7 @@ def _images(data: DataSet, settings: DataSettings, host: Host) -> dict[str, Any]
 
 
 def prefix_bytes(rows: MapDataset, i: int) -> bytes:
-    """Return the ids of a row, 4 bytes each; if it has images or positions, which share nothing, others."""
+    """Return the ids of a row, 4 bytes each; a row with images or positions gets ids of its own instead."""
     sample = rows[i]
     ids = np.asarray(sample["input_ids"])
     if inputs(sample) or any(key in sample for key in ("position_ids", *TYPES)):
@@ -217,23 +217,23 @@ def prefix_bytes(rows: MapDataset, i: int) -> bytes:
 
 
 def _refuse(option: str, clashes: Mapping[str, bool]) -> None:
-    """Refuse an option beside the first of the others that clashes with it."""
+    """Refuse an option together with another that clashes with it; the error names the first such one."""
     for other, clashing in clashes.items():
         if clashing:
             raise ValueError(f"{option} cannot be used with {other}. Leave one of them out.")
 
 
 def counts_of(data: DataSet, planner: Planner) -> dict[str, int]:
-    """Return how many sequences the policies left out or changed, bad records as ``skipped``."""
+    """Return how many sequences the policies left out or changed; bad records count as ``skipped``."""
     counts = dict(planner.entries.counts)
-    counts["empty"] -= len(data.index.bad)  # a bad row has length 0, too
+    counts["empty"] -= len(data.index.bad)  # a bad row also has length 0
     return {**counts, "skipped": data.skipped} if data.skipped else counts
 
 
 def plan_counted_once(
     plan: partial[PackPlanner], key: Mapping[str, Any], cache_dir: str | Path | None
 ) -> PackPlanner:
-    """Make a planner whose number of packs in each window comes from the cache if counted before."""
+    """Make a planner; read its number of packs per window from the cache if they were counted before."""
     given = plan.keywords
     if isinstance(given["global_batch"], Sequences) or given["schedule"] is not None:
         return plan()
@@ -267,7 +267,7 @@ def announce(data: DataSet, planner: Planner, host: Host) -> None:
     if name == "train" and lengths.max(initial=0) > 1 and not learned.any():
         rank_zero_warn(
             "train: no token is learned, because all labels are -100, or all weights 0. "
-            "Give labels that are ids where a token is to be learned."
+            "Label each token that is to be learned with its id."
         )
     for logger in host.loggers if changed else ():
         logger.log_metrics({f"data/{name}_{key}": count for key, count in changed.items()}, step=0)

@@ -27,7 +27,7 @@ class MixedRows(ConcatDataset[dict[str, Any]]):
 
     @property
     def keeps_rows(self) -> bool:
-        """Return whether rows of all its datasets stay as they are when others are read."""
+        """Return whether rows of all its datasets stay unchanged when others are read."""
         return all(map(keeps_rows, self.datasets))
 
 
@@ -64,11 +64,11 @@ def join_indices(indices: list[SequenceIndex]) -> SequenceIndex:
 class DataSet:
     """The data of one stage, opened and counted."""
 
-    name: str  # ``"train"``, ``"val"``, ..., or ``"val/code"`` where a stage has several
+    name: str  # ``"train"``, ``"val"``, ..., or ``"val/code"`` if a stage has several
     dataset: MapDataset  # gives ids, sequence by sequence
     index: SequenceIndex  # lengths and loss tokens of the sequences
     key: dict[str, Any] | None  # the fingerprint of its content and policies; None without one
-    schedule: NDArray[np.int64] | None = None  # the pack of each sequence, if packs come ready
+    schedule: NDArray[np.int64] | None = None  # the pack of each sequence, if rows are ready packs
     weights: dict[str, float] | None = None  # the share of each source of a mixture, in any unit
     lengths: dict[str, NDArray[np.integer]] | None = None  # for each source of a mixture
 
@@ -107,7 +107,7 @@ def refuse_unused(processor: object, data: DataSet) -> None:
 
 
 def refuse_class_names(name: str, source: Any, opener: Opener, classifier: str) -> None:
-    """Refuse names of classes under ``label``, which are left out, beside a model that learns labels."""
+    """Refuse class names as ``label`` for a model that learns labels, because names are left out."""
     for part in [given[0] for given in source.values()] if is_mixture(source) else [source]:
         record = opener.first_record(part)
         label = record.get("label") if isinstance(record, Mapping) else None

@@ -1,4 +1,4 @@
-"""A Trainer and its model -> what a data module needs of them: ranks, steps, sizes and progress."""
+"""A Trainer and its model -> the ranks, steps, sizes and progress that a data module needs."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from lightning_thd.packing.sharing import Sharing
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
-    """The ranks, devices, model and loggers of what runs the loaders: a Trainer, or the user's own loop."""
+    """The ranks, devices, model and loggers of the Trainer or loop that runs the loaders."""
 
     rank: int = 0  # data-parallel rank of this process
     ranks: int = 1  # number of data-parallel ranks
-    accumulate: int = 1  # batches a rank runs between two optimizer steps
-    is_first: bool = True  # this process writes messages and shows bars
-    on_gpu: bool = False  # batches are moved to a CUDA device
+    accumulate: int = 1  # batches that each rank runs between two optimizer steps
+    is_first: bool = True  # whether this process writes messages and shows bars
+    on_gpu: bool = False  # whether batches are moved to a CUDA device
     alignment: Alignment | None = None
-    sharing: Sharing | None = None  # how many ranks may share a sequence, where the plan decides
+    sharing: Sharing | None = None  # how many ranks may share a sequence, if the plan decides that
     model: nn.Module | None = None  # the module that is trained
     loggers: tuple[Logger, ...] = ()
-    whole_steps: bool = False  # A batch of Packs(n) is all packs of this rank's step.
+    whole_steps: bool = False  # With Packs(n), one batch holds all packs of this rank's step.
 
 
 def host_of(trainer: L.Trainer) -> Host:
@@ -68,7 +68,7 @@ def on_gpu(model: nn.Module | None, device: torch.device | str | None) -> bool:
 
 
 def alignment_of(strategy: Any, precision: Any, module: nn.Module | None = None) -> Alignment | None:
-    """Return the multiples of lengths and totals that strategy and precision together ask for."""
+    """Return the multiples of lengths and totals that the strategy and the precision together need."""
     asked: Alignment | None = getattr(strategy, "alignment", None)
     rule = getattr(precision, "alignment", None)
     if not callable(rule):
@@ -106,13 +106,13 @@ def vocab_size(module: nn.Module | None) -> int | None:
 
 
 def sequence_classifier(module: nn.Module | None) -> str | None:
-    """Return the class of the first model in a module that has one output a sequence, if any."""
+    """Return the class of the first model in a module that has one output per sequence, if any."""
     names = (type(model).__name__ for _, model in models_in(module))
     return next((name for name in names if name.endswith("ForSequenceClassification")), None)
 
 
 def say_other_attention(module: nn.Module | None) -> None:
-    """Say once which model trains on packs whose boundaries its attention may not see."""
+    """Print a notice for each trained model whose attention may cross the sequences of a pack."""
     for model in outermost_models(module).values():
         text = text_config(model.config)
         attention = getattr(text, "_attn_implementation", None)
@@ -126,13 +126,13 @@ def say_other_attention(module: nn.Module | None) -> None:
 
 
 def model_cost(module: nn.Module | None, longest: int) -> Cost | None:
-    """Return the cost of a sequence by the model's FLOPs, exact at ``longest``; None where unknown."""
+    """Return the cost of a sequence by the model's FLOPs, exact at ``longest``; None if unknown."""
     model = _flops_model(module)
     return None if model is None else Cost.from_flops(model, longest=longest)
 
 
 def model_counts(module: nn.Module | None) -> dict[str, Any]:
-    """Return the model's attention windows and vision tower, by which the collator counts a batch."""
+    """Return the model's attention windows and vision tower, which the collator needs to count a batch."""
     model = _flops_model(module)
     return {} if model is None else {"windows": model.windows, "vision": model.vision}
 
@@ -153,7 +153,7 @@ def _flops_model(module: nn.Module | None) -> FlopsModel | None:
 
 
 def hide_hooks(module: L.LightningDataModule, own: type, hooks: Iterable[str]) -> None:
-    """Make Lightning take hooks of a data module for absent, except those that a subclass has written."""
+    """Make hooks of a data module look absent to Lightning, except those that a subclass overrides."""
     for hook in hooks:
         if getattr(type(module), hook) is getattr(own, hook):
             hidden = partial(getattr(own, hook), module)  # which says what is missing
@@ -162,7 +162,7 @@ def hide_hooks(module: L.LightningDataModule, own: type, hooks: Iterable[str]) -
 
 
 def hook_of_module(trainer: L.Trainer | None, batch: Any, dataloader_idx: int) -> Any:
-    """Run a module's own ``on_before_batch_transfer``, which Lightning leaves to the data module."""
+    """Run a module's own ``on_before_batch_transfer``; Lightning calls only the data module's."""
     module = None if trainer is None else trainer.lightning_module
     if module is None or not is_overridden("on_before_batch_transfer", module):
         return batch
@@ -195,9 +195,9 @@ def check_trainer(trainer: L.Trainer | None, step: Packs | Sequences | None) -> 
             "The model was converted to Transformer Engine's FP8, and this Trainer has no FP8Precision: its "
             "layers multiply in high precision outside fp8_context(model). Pass plugins=FP8Precision(...)."
         )
-    # A module that runs its optimizers decides how many batches make a step.
+    # A module that runs its optimizers itself decides how many batches make a step.
     own = module is not None and not module.automatic_optimization and isinstance(step, Packs)
-    ranks = 1 if host.sharing is not None else host.ranks  # a plan of degrees needs no whole packs
+    ranks = 1 if host.sharing is not None else host.ranks  # with degrees, packs need not divide by the ranks
     check_step(step, ranks=ranks, accumulate=host.accumulate, whole=host.whole_steps or own)
 
 
@@ -206,7 +206,7 @@ def check_step(step: Packs | Sequences | None, *, ranks: int, accumulate: int, w
     if accumulate != 1 and (whole or isinstance(step, Sequences)):
         raise MisconfigurationException(
             f"accumulate_grad_batches={accumulate}, but a pipeline, context_parallel_size='dynamic' and "
-            "Sequences(n) make a step of a batch. Set gradient accumulation to 1. "
+            "Sequences(n) make each batch a step. Set gradient accumulation to 1. "
             "See docs/reference/messages.md#steps."
         )
     if isinstance(step, Packs) and (step.n % ranks if whole else step.n != ranks * accumulate):
@@ -219,22 +219,22 @@ def check_step(step: Packs | Sequences | None, *, ranks: int, accumulate: int, w
 
 def settle_epoch(trainer: L.Trainer) -> list[Any]:
     """Fix the resumed Trainer's epoch and batch counters before its training loader is restored."""
-    # Lightning ends an epoch that max_steps, max_time or an early stop broke off, and would begin the next,
-    # so that the rest was lost. With max_steps it also runs one more batch of an epoch that was complete.
+    # Lightning ends an epoch that max_steps, max_time or an early stop interrupted, and would begin the next,
+    # so the rest would be lost. After max_steps it also runs one more batch of a complete epoch.
     loop = trainer.fit_loop
     epochs: Any = loop.epoch_progress
     batches: Any = loop.epoch_loop.batch_progress
     states = loop._combined_loader_states_to_load
     over = any(isinstance(state, Mapping) and state.get("ended") is True for state in states)
     if over and epochs.total.processed < epochs.total.ready == epochs.total.started:
-        for count in (epochs.total, epochs.current):  # saved in the hooks of the epoch's last batch
+        for count in (epochs.total, epochs.current):  # it was saved in a hook of the epoch's last batch
             count.processed += 1
             count.completed = count.processed
     ended = 0 < epochs.total.ready == epochs.total.started == epochs.total.processed
     if not (ended and states):
         return []
     if batches.is_last_batch or over:
-        _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]  # its own asks for max_steps
+        _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]  # the loop's own setter checks max_steps
         loop._combined_loader_states_to_load = []
         return states  # Lightning does not restore the states of loaders whose epoch was complete.
     if batches.current.processed:
@@ -246,7 +246,7 @@ def settle_epoch(trainer: L.Trainer) -> list[Any]:
 
 
 class Progress:
-    """A Trainer's position in its epoch, for a loader that saves its own."""
+    """A Trainer's position in its epoch, for a loader that saves its own position."""
 
     def __init__(self, trainer: L.Trainer) -> None:
         self._trainer = trainer
@@ -258,7 +258,7 @@ class Progress:
         return bool(epochs.started < epochs.ready)
 
     def refuse_other_accumulation(self) -> None:
-        """Refuse accumulation that was changed while the Trainer runs: the packs of a step are planned."""
+        """Refuse a change of accumulation while the Trainer runs, because all steps are planned."""
         now = self._trainer.accumulate_grad_batches
         if now != self._accumulate:
             raise MisconfigurationException(
@@ -271,14 +271,14 @@ class Progress:
         return int(self._batches.total.processed)
 
     def limit(self, length: int | None) -> int | None:
-        """Return how many batches the Trainer takes of an epoch of a length; None where nobody knows."""
+        """Return how many batches of an epoch of ``length`` the Trainer runs; None if that is unknown."""
         limited = self._trainer.limit_train_batches
         if isinstance(limited, int):
             return limited if length is None else min(length, limited)
         return length if length is None or limited is None else int(length * limited)
 
     def resize(self, length: int) -> None:
-        """Set the Trainer's number of batches for this epoch: a mixture's epochs differ by a few."""
+        """Set the Trainer's number of batches for this epoch, because a mixture's epochs differ a little."""
         trainer, batches = self._trainer, self.limit(length) or 0
         loop = trainer.fit_loop
         if loop.max_batches == batches or getattr(trainer, "overfit_batches", 0) > 0:
@@ -293,13 +293,13 @@ class Progress:
     def match(self, start: int) -> None:
         """Set Lightning's batch counter to the loader's position, after a change of ranks or mid-step."""
         progress = self._batches
-        if self.begins_epoch() and not start:  # still the counts of the epoch before
+        if self.begins_epoch() and not start:  # the counts are still those of the epoch before
             progress.current.reset()
             progress.is_last_batch = False
             return
         shift = start - progress.current.processed
         if shift:
-            progress.is_last_batch = False  # a step that was broken off is run again
+            progress.is_last_batch = False  # an interrupted step is run again
             for counter in (progress.current, progress.total):
                 done = counter.processed + shift
                 counter.ready = counter.started = counter.processed = counter.completed = done

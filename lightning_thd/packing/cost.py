@@ -17,16 +17,16 @@ IntArray = npt.NDArray[np.int64]
 # Positions of sequences -> int64 [S, 2]: their image patches, and the sum of a frame's squared patches.
 Media = Callable[[IntArray], IntArray]
 
-_EDGE = 64  # patches of the probed image's edge, at least: as many as an image of 1,000 pixels has
+_EDGE = 64  # least patches along an edge of the probed image, as many as 1,000 pixels have
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """Work of a sequence of ``s`` tokens and frames of ``p`` patches, in any unit.
+    """Computes the work of a sequence of ``s`` tokens and frames of ``p`` patches, in any unit.
 
-    It is ``linear * s + quadratic * s**2``, and for each frame ``patch * p + patch_pair * p**2``. The default
-    is a dense transformer of hidden size 4096 (12 h^2 weights a layer, causal attention): 12 h tokens of
-    linear work for each s of attention, so that attention is a fifth of the work at 12k tokens.
+    It is ``linear * s + quadratic * s**2``, plus ``patch * p + patch_pair * p**2`` for each frame. The
+    default fits a dense transformer with hidden size h = 4096, 12 h^2 weights per layer and causal attention.
+    Its work grows as ``12 h s + s**2``, so attention is a fifth of the work at 12k tokens.
     """
 
     linear: float = 12 * 4096  # work of a token
@@ -66,8 +66,8 @@ class Cost:
 
         Args:
             lengths: tokens of each sequence, ``[S]``.
-            media: image patches of each sequence, ints ``[S]`` of one frame each, or with the sum of their
-                squares over frames ``[S, 2]``; None for text.
+            media: image patches of each sequence: ints ``[S]`` if each has one frame, or ``[S, 2]`` with the
+                sum of the frames' squared patches; None for text.
         """
         given = np.asarray(lengths)
         if given.size and (given.dtype.kind not in "iuf" or not np.isfinite(given).all()):
@@ -82,17 +82,17 @@ class Cost:
 
 
 def _fitted(stats: Callable[[int], SeqStats], one: int, other: int, model: FlopsModel) -> tuple[float, float]:
-    """Return linear and quadratic work, exact at ``one`` and ``other`` units, its double."""
+    """Return linear and quadratic work that are exact at ``one`` and at ``other = 2 * one`` units."""
     short, long = (float(model.training_flops(stats(n)).hardware) for n in (one, other))
     quadratic = max(0.0, (long - 2 * short) / (2 * one**2))
     return long / other - quadratic * other, quadratic
 
 
 def media_table(patches: npt.ArrayLike, sequences: int) -> IntArray:
-    """Check patches, ``[S]`` of one frame each or ``[S, 2]`` with their squares; return int64 ``[S, 2]``."""
+    """Check patches, ``[S]`` (one frame each) or ``[S, 2]`` (with squares); return int64 ``[S, 2]``."""
     values = host_ints(patches, "patches", least=0, ndim=None, advice="Pass 0 for text.")
     if values.shape not in ((sequences,), (sequences, 2)):
         raise ValueError(
-            f"patches has the shape {values.shape} for {sequences} sequences; wanted one number each, or two."
+            f"patches has the shape {values.shape} for {sequences} sequences; wanted one or two each."
         )
     return values if values.ndim == 2 else np.stack([values, values * values], axis=1)

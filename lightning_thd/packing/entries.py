@@ -1,6 +1,6 @@
-"""Lengths of any size and the oversize policy -> the sequences in an epoch, and the spans of each.
+"""Lengths, however many, and the oversize policy -> the sequences in an epoch, and the spans of each.
 
-The lengths may lie in a memory map or be computed on demand; they are read once, in blocks, and never held.
+The lengths may be in a memory map or computed on demand. They are read once, in blocks, and never kept.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BLOCK = 1 << 20  # lengths read at a time: 8 MiB
 
 @runtime_checkable
 class VirtualLengths(Protocol):
-    """Lengths computed on demand: a size, and ``[positions]`` for an int64 array of positions."""
+    """Lengths that are computed on demand: ``len()``, and ``[positions]`` for an int64 array of positions."""
 
     def __len__(self) -> int: ...
 
@@ -63,22 +63,22 @@ def open_lengths(lengths: Lengths) -> OpenLengths:
     if isinstance(lengths, VirtualLengths) and not isinstance(lengths, str | bytes | Mapping):
         return lengths
     raise ValueError(
-        f"lengths is a {type(lengths).__name__}. Pass an array of ints, or an object that answers arrays."
+        f"lengths is a {type(lengths).__name__}. Pass an array of ints, or an object that arrays index."
     )
 
 
 def read_lengths(lengths: OpenLengths, positions: IntArray) -> IntArray:
-    """Read the lengths at some positions as int64, checking what virtual lengths answer."""
+    """Read the lengths at some positions as int64, and check the values that virtual lengths return."""
     values = np.asarray(lengths[positions])
     if values.shape != positions.shape or values.dtype.kind not in "iu":
         raise ValueError(
-            f"lengths[...] answered {len(positions)} positions with {values.dtype} {values.shape}."
+            f"lengths[...] returned {values.dtype} {values.shape}; wanted {len(positions)} ints, one each."
         )
     return values.astype(np.int64, copy=False)
 
 
 def blocks(lengths: OpenLengths) -> Iterator[tuple[int, IntArray]]:
-    """Read all lengths in order, block after block: first position and int64 values."""
+    """Yield all lengths in order as blocks: the first position and the int64 values."""
     for start in range(0, len(lengths), BLOCK):
         stop = min(start + BLOCK, len(lengths))
         if isinstance(lengths, np.ndarray):
@@ -88,7 +88,7 @@ def blocks(lengths: OpenLengths) -> Iterator[tuple[int, IntArray]]:
 
 
 def summarize(lengths: OpenLengths) -> LengthSummary:
-    """Read all lengths once: their extremes, their sum and their hash."""
+    """Read all lengths once, and return their extremes, sum and hash."""
     known = getattr(lengths, "summary", None)
     if isinstance(known, LengthSummary):
         if known.count != len(lengths):
@@ -119,7 +119,7 @@ class Entries:
     lengths: OpenLengths
     limit: int  # longest piece that fits a pack, in real tokens
     oversize: Oversize
-    total: int  # entries: sequences less the ones left out
+    total: int  # number of entries: all sequences except those left out
     left_out: IntArray
     counts: dict[str, int]
     media: Media | None = None
@@ -130,7 +130,7 @@ class Entries:
         return None if self.media is None else self.media(spans.index)[:, 0]
 
     def drawn(self, positions: IntArray, size: int, key: int) -> IntArray:
-        """Return the dataset indices at positions of a shuffle, of which a step or window takes ``size``."""
+        """Return the dataset indices at positions of a shuffle; a step or window takes ``size`` positions."""
         if self.evenly:
             return self.indices(spread(positions, self.total, size, key=key))
         return self.indices(permute(positions, self.total, key=key))
@@ -142,7 +142,7 @@ class Entries:
         return entries + np.searchsorted(self.left_out - np.arange(len(self.left_out)), entries, side="right")
 
     def spans(self, indices: IntArray) -> Spans:
-        """Return the pieces of sequences ``indices``, in order: one each, or several of a split one."""
+        """Return the pieces of sequences ``indices``, in order; only a split sequence has several."""
         lengths = read_lengths(self.lengths, indices)
         bad = (lengths < 1) | ((lengths > self.limit) & (self.oversize in ("error", "drop")))
         if bad.any():
@@ -158,7 +158,7 @@ class Entries:
 
 
 def _split(indices: IntArray, lengths: IntArray, limit: int) -> Spans:
-    """Cut into pieces of ``limit`` tokens, the last one shorter: 7 tokens at limit 3 become 3, 3, 1."""
+    """Cut sequences into pieces of at most ``limit`` tokens: 7 tokens at limit 3 become 3, 3, 1."""
     pieces = -(-lengths // limit)
     owner = np.repeat(np.arange(len(indices)), pieces)
     start = (np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * limit
@@ -176,7 +176,7 @@ def make_entries(
     most_patches: int = UNBOUNDED,
     evenly: bool = False,
 ) -> Entries:
-    """Apply the oversize policy to lengths of known extremes, and count what it does."""
+    """Apply the oversize policy to lengths, and count the sequences that it changes or leaves out."""
     bounded = media is not None and most_patches < UNBOUNDED
     counts = {"empty": 0, "dropped": 0, "truncated": 0, "split": 0, "own_pack": 0, "tokens_lost": 0}
     left_out: list[IntArray] = []
@@ -205,8 +205,8 @@ def make_entries(
     if len(gone) == summary.count:
         raise ValueError(
             f"None of the {summary.count} sequences is left: {counts['empty']} are empty and "
-            f"{counts['dropped']} are longer than the {limit} tokens that fit a pack, or see more than "
-            "max_patches. Raise them, or set oversize='truncate' or 'split'."
+            f"{counts['dropped']} are longer than the {limit} tokens that fit a pack, or have more than "
+            "max_patches. Raise these limits, or set oversize='truncate' or 'split'."
         )
     return Entries(
         lengths=lengths,

@@ -1,8 +1,8 @@
-"""The sequences of a step -> microbatches of groups of ranks: short ones whole on a rank, long ones shared.
+"""The sequences of a step -> microbatches of groups of ranks, in which several ranks share a long sequence.
 
-Every microbatch tiles all ranks with groups of 1, 2, 4, ... neighbours. A group runs one pack, each rank its
-share of it. Ranks that wait in every microbatch (FSDP) get even microbatches. Ranks that wait only at the end
-of the step (DDP) get even sums over their microbatches, which saves up to 15 % (benchmarks.dynamic_cp).
+Every microbatch tiles all ranks with groups of 1, 2, 4, ... neighbours. The ranks of a group share one pack.
+Ranks that wait in every microbatch (FSDP) get even microbatches. Ranks that wait only at the end of the step
+(DDP) get even sums over their microbatches, which saves up to 15 % (benchmarks.dynamic_cp).
 
 Legend: S sequences, C degrees, R ranks, M microbatches of each rank. The *level* of a microbatch is the work
 to which its ranks are filled.
@@ -23,7 +23,7 @@ import numpy.typing as npt
 from lightning_thd._checks import host_ints, instance, whole_number
 from lightning_thd.packing.degrees import FloatArray, IntArray, Sharing, Tables, check_tiling
 
-_FULL = 0.96  # Sequences fill this share of all slots at most; the rest lets work be spread evenly.
+_FULL = 0.96  # Sequences fill at most this share of all slots; free slots let work be spread evenly.
 _FEW = 0.1  # The last sequences get no microbatch of their own if they need less than this share of one.
 _WIDEST = 2.0  # The highest level that is tried, in units of the lowest.
 _WORTH = 1.1  # A sequence fills up a group only if it costs at most 1.1 times its cheapest degree.
@@ -32,15 +32,15 @@ _ROUNDING = 1 + 1e-9
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SharedBins:
-    """The sequences of each group of ranks, and which ranks and microbatch the group is."""
+    """The sequences of each group of ranks, and the ranks and microbatch that run them."""
 
     order: IntArray  # int64 ``[S]``, positions of the sequences, group after group
-    offsets: IntArray  # int64 ``[G + 1]``, of each group in ``order``
+    offsets: IntArray  # int64 ``[G + 1]``, where each group begins in ``order``
     degree: IntArray  # int64 ``[G]``, ranks of each group
     first: IntArray  # int64 ``[G]``, first rank of each group
-    microbatch: IntArray  # int64 ``[G]``, when it runs
+    microbatch: IntArray  # int64 ``[G]``, the microbatch in which each group runs
     load: FloatArray  # float64 ``[G]``, work of each rank of the group, its exchange included
-    num_microbatches: int  # on every rank
+    num_microbatches: int  # microbatches of each rank, the same for all
 
 
 def share_out(
@@ -69,7 +69,7 @@ class _Group:
     at: int  # index of its degree
     free: int  # slots left
     first: int = 0  # its first rank
-    microbatch: int = 0  # when it runs
+    microbatch: int = 0  # the microbatch in which it runs
     load: float = 0.0  # work of each of its ranks
     members: list[int] = field(default_factory=list)  # its sequences
 
@@ -83,14 +83,15 @@ class _Left:
         worth = (tables.total_work <= _WORTH * tables.cheapest)[:, order]
         self.order: list[int] = order.tolist()
         self.slots, self.load = tables.slots[:, order].tolist(), load.tolist()  # at every degree
-        self.most = np.maximum.accumulate(load, axis=1).tolist()  # rises even if a user's cost does not
-        # The shortest sequence that may fill up a group: the exchange of a longer one is a smaller share.
+        # Rises with the length, even if a user's cost does not.
+        self.most = np.maximum.accumulate(load, axis=1).tolist()
+        # The shortest sequence that may fill up a group. A longer one spends a smaller share on its exchange.
         self._shortest = np.where(worth.any(axis=1), worth.argmax(axis=1), len(order)).tolist()
         self.work: list[float] = tables.cheapest[order].tolist()
         self.numbers = list(range(len(order)))
 
     def longest(self, at: int, free: int, room: float) -> int:
-        """Return the longest sequence for so many slots and so much time at a degree, as a place, or -1."""
+        """Return the place of the longest sequence that fits the free slots and work at a degree, or -1."""
         fits = min(bisect_right(self.slots[at], free), bisect_right(self.most[at], room))
         return bisect_right(self.numbers, fits - 1) - 1
 
@@ -108,8 +109,8 @@ class _Left:
             self.put(self.numbers.pop(place), group)
 
     def spread(self, queues: Sequence[tuple[float, Sequence[_Group]]]) -> bool:
-        """Put each sequence, the longest first, in the queue with least work; False if one fits nowhere."""
-        # Queues without the slots for a sequence wait until a later one, which is shorter, fits them.
+        """Put each sequence, longest first, in the queue with least work; False means one fits nowhere."""
+        # A queue without enough free slots waits until a later, shorter sequence fits.
         free = [[group.free for group in groups] for _, groups in queues]
         heap = [(work, at) for at, (work, _) in enumerate(queues)]
         heapq.heapify(heap)
@@ -139,7 +140,7 @@ class _Left:
 
 
 def _bins(tables: Tables, groups: list[_Group]) -> SharedBins:
-    """Lay groups out by microbatch and rank."""
+    """Return the groups as arrays, in the order of microbatches and ranks."""
     groups = sorted(groups, key=lambda group: (group.microbatch, group.first))
     sizes = [len(group.members) for group in groups]
     return SharedBins(
@@ -154,8 +155,8 @@ def _bins(tables: Tables, groups: list[_Group]) -> SharedBins:
 
 
 def _even_microbatches(tables: Tables, ranks: int) -> SharedBins:
-    """Fill one microbatch after the other, each with the longest sequences that are left."""
-    # Ranks beside a long sequence come near its level only with sequences of as much work a slot.
+    """Fill one microbatch after another, each with the longest sequences that are left."""
+    # Other ranks come near the level of a long sequence only with sequences of as much work per slot.
     left, slots = _Left(tables), _FULL * ranks * tables.room[0]
     done: list[list[_Group]] = []
     while left.numbers:
@@ -172,7 +173,7 @@ def _even_microbatches(tables: Tables, ranks: int) -> SharedBins:
         done.append(groups)
     for microbatch, groups in enumerate(done):
         first = 0
-        # Largest groups first: then each begins at a multiple of its size.
+        # The largest groups come first, so that each begins at a multiple of its size.
         for group in sorted(groups, key=lambda group: (-group.at, -group.load)):
             group.first, group.microbatch = first, microbatch
             first += tables.degrees[group.at]
@@ -180,7 +181,7 @@ def _even_microbatches(tables: Tables, ranks: int) -> SharedBins:
 
 
 def _microbatch(left: _Left, tables: Tables, ranks: int, level: float) -> tuple[float, list[_Group], _Left]:
-    """Fill a microbatch to a level; return its work over its time, its groups, and the other sequences."""
+    """Fill a microbatch to a level; return its work per time, its groups, and the other sequences."""
     rest, groups, level = copy(left), list[_Group](), level * _ROUNDING
     rest.numbers = list(left.numbers)
     while ranks:
@@ -201,7 +202,7 @@ def _microbatch(left: _Left, tables: Tables, ranks: int, level: float) -> tuple[
 
 
 def _finish(left: _Left, done: list[list[_Group]], room: int, ranks: int, added: int) -> None:
-    """Put the shortest sequences into further microbatches, and where others have time left."""
+    """Put the shortest sequences into more microbatches, and into earlier ones that have time left."""
     work = sum(left.work[n] for n in left.numbers)
     levels = [max(group.load for group in groups) for groups in done]
     while True:
@@ -215,8 +216,8 @@ def _finish(left: _Left, done: list[list[_Group]], room: int, ranks: int, added:
 
 def _even_step(tables: Tables, ranks: int) -> SharedBins:
     """Give each sequence the fewest ranks that keep it within an even share of the step's work."""
-    # Each rank runs its largest groups first. So all ranks of a group come from the same larger groups, at
-    # the same time, and do not wait for others.
+    # Each rank runs its largest groups first. So all ranks of a group finish the same larger groups at the
+    # same time, and none waits for another.
     even, left = tables.even_time(ranks), _Left(tables)
     load = np.where(tables.possible, tables.load, np.inf)
     within = load <= even
@@ -232,7 +233,7 @@ def _even_step(tables: Tables, ranks: int) -> SharedBins:
             work[group.first : group.first + tables.degrees[at]] += group.load - before
             groups.append(group)
     slots = sum(left.slots[0][n] for n in left.numbers)
-    share = np.maximum(even - work, 1e-9 * even)  # work that each rank still takes, and slots in proportion
+    share = np.maximum(even - work, 1e-9 * even)  # work each rank can still take; slots are in proportion
     needed = np.ceil(slots / (_FULL * tables.room[0]) * share / share.sum() - 1e-9)
     count = max(1, int((used + needed).max()))
     while True:
@@ -248,7 +249,7 @@ def _even_step(tables: Tables, ranks: int) -> SharedBins:
 def _shared_groups(
     left: _Left, tables: Tables, at: int, own: list[int], work: FloatArray, used: IntArray
 ) -> list[_Group]:
-    """Put sequences into groups of a degree, on the ranks with least work; ``work`` and ``used`` grow."""
+    """Put sequences into groups of a degree on the ranks with least work; update ``work`` and ``used``."""
     size = tables.degrees[at]
     groups: dict[int, list[_Group]] = {first: [] for first in range(0, len(work), size)}
     heap = [(float(work[first]), first) for first in groups]

@@ -1,8 +1,8 @@
-"""Sizes and weights of sources -> how often each is used in an epoch, and with which sequences.
+"""Sizes and weights of sources -> how many and which sequences of each an epoch takes.
 
-An epoch of a mixture takes a fixed number of sequences of every source. Those of a source come from an
-endless row of shuffles of it, so that after any number of epochs each of its sequences was used as often as
-any other, or once more. Nothing is stored: draw j of a source is a pure function of seed, source and j.
+An epoch of a mixture takes a fixed number of sequences of every source. A source is reshuffled whenever it is
+used up. So after any number of epochs, no sequence of a source was used more than once more than another.
+Nothing is stored: draw j of a source is a pure function of seed, source and j.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from lightning_thd.packing.planner import LossTokens, PackPlanner, Resumable, op
 IntArray = npt.NDArray[np.int64]
 EpochSize = Literal["longest", "shortest"] | int
 
-_DRAWS = 11  # purpose of the key, apart from those of windows.py and planner.py
-_MOST_PASSES = 1000  # An epoch with more passes over a source was hardly meant, and takes long to plan.
+_DRAWS = 11  # the purpose of a key; those in windows.py and planner.py are other numbers
+_MOST_PASSES = 1000  # An epoch with more passes over a source is probably a mistake, and takes long to plan.
 # Weights of streams become fractions of at most this denominator: 0.3 is 3/10, so that shares stay exact.
 _DENOMINATOR = 10**9
-_KEEP = 2  # planners of epochs that stay: the present one and the next, which workers prefetch
+_KEEP = 2  # planners that are kept: this epoch's, and the next one's, which workers prefetch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mixing:
-    """How the sources of a mixture make an epoch: its length, and what ends it.
+    """Sets how long an epoch of a mixture is, and what ends it.
 
     Attributes:
         epoch: the number of sequences in an epoch. ``"longest"`` uses every source completely at least once,
             and ``"shortest"`` uses no sequence twice.
         dry: only for streams, whose sizes are not known: what happens when a source runs dry. ``"restart"``,
-            the default, reads it again, so that its share holds, and ends the epoch once every source was
+            the default, reads it again to keep its share, and ends the epoch once every source was
             used completely. ``"stop"`` ends the epoch, and the other sources continue in the next one where
-            they were. ``"rest"`` continues the epoch with the other sources, by their shares.
-        shares: what weights are shares of, ``"sequences"`` or ``"tokens"``. Shares of tokens hold over whole
-            passes, and on average within a pass. Streams, whose lengths are not known, take sequences only.
+            they stopped. ``"rest"`` continues the epoch with the other sources, by their shares.
+        shares: the unit of the weights, ``"sequences"`` or ``"tokens"``. Shares of tokens hold over whole
+            passes, and on average within a pass. Streams, whose lengths are unknown, take only sequences.
     """
 
     epoch: EpochSize = "longest"
@@ -86,7 +86,7 @@ def share_out(
     shares = {name: value / total for name, value in scaled.items()}
     if isinstance(mixing.epoch, str):
         choose = max if mixing.epoch == "longest" else min
-        # a share of 0, too small for a float, wants more passes of the others than any number
+        # A share that rounds to 0 would need endlessly many passes over the others.
         wanted = choose(sizes[name] / shares[name] if shares[name] else math.inf for name in sizes)
         number = round(min(wanted, 2.0 * _MOST_PASSES * sum(sizes.values())))
     else:
@@ -117,7 +117,7 @@ def check_weights(weights: Mapping[str, float]) -> None:
 
 
 def _round(shares: Mapping[str, float], number: int) -> dict[str, int]:
-    """Round to whole sequences that add up, by largest remainder: each within one of its share."""
+    """Round shares to whole sequences that add up to ``number``, by largest remainder."""
     exact = {name: share * number for name, share in shares.items()}
     counts = {name: int(value) for name, value in exact.items()}
     left = number - sum(counts.values())
@@ -138,7 +138,7 @@ def whole_shares(weights: Sequence[float]) -> list[int]:
 def take_turns(
     shares: Mapping[int, int], drawn: Sequence[int], waiting: Sequence[int], most: int | None = None
 ) -> tuple[list[int], int | None]:
-    """Return the source of each next sequence, up to the first source with none at hand."""
+    """Return the source of each next sequence, and the source that has none for its turn, or None."""
     names, total = list(shares), sum(shares.values())
     taken = {i: int(drawn[i]) for i in names}
     left = {i: int(waiting[i]) for i in names}
@@ -158,7 +158,7 @@ def take_turns(
                 due = ((twice - 1) * total - twice * behind) / shares[i]
                 if first is None or due < first:
                     first, chosen = due, i
-        assert chosen is not None  # together they are behind by one turn, so that some source is by 1 / n
+        assert chosen is not None  # all sources together are one turn behind, so one is behind by 1 / n
         if not left[chosen]:
             return found, chosen
         found.append(chosen)
@@ -169,13 +169,13 @@ def take_turns(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mixture:
-    """The sequences a mixture draws: entries of an epoch -> dataset indices, sources laid end to end."""
+    """Entries of an epoch -> dataset indices, where the data of all sources are laid end to end."""
 
     names: tuple[str, ...]
     sizes: IntArray  # sequences of each, int64 ``[K]``
     counts: IntArray  # entries of each in an epoch, int64 ``[K]``
     seed: int
-    usable: tuple[IntArray | None, ...]
+    usable: tuple[IntArray | None, ...]  # positions in each source that take part; None for all
 
     @property
     def total(self) -> int:
@@ -194,7 +194,7 @@ class Mixture:
         return found
 
     def _drawn(self, k: int, draws: IntArray) -> IntArray:
-        """Return positions in source ``k`` for its draws, shuffle after shuffle of the source."""
+        """Return the position in source ``k`` of each draw; every pass has a shuffle of its own."""
         usable = self.usable[k]
         size = int(self.sizes[k]) if usable is None else len(usable)
         rounds, places = np.divmod(draws, size)
@@ -246,7 +246,7 @@ def make_mixture(
 
 @dataclass(frozen=True, slots=True)
 class _EpochLengths:
-    """The lengths of an epoch's entries, looked up when read."""
+    """The lengths of an epoch's entries, read on demand."""
 
     lengths: OpenLengths
     mixture: Mixture
@@ -265,7 +265,7 @@ def _media_of(media: Media, mixture: Mixture, epoch: int, entries: IntArray) -> 
 
 
 class MixturePlanner(Resumable):
-    """Plans the steps of a mixture, each epoch by a ``PackPlanner`` of its drawn entries."""
+    """Plans the steps of a mixture; each epoch has a ``PackPlanner`` of its drawn entries."""
 
     def __init__(
         self,
@@ -284,7 +284,7 @@ class MixturePlanner(Resumable):
         self._media = open_media(patches, len(lengths))
         summary = summarize(lengths)
         limit = self.slots.usable // self.slots.multiple * self.slots.multiple
-        # The entries are those of all data: an error names its sequence, and each is counted once.
+        # These entries cover all data, so that an error names the right sequence and each is counted once.
         self.entries = make_entries(
             lengths,
             summary,

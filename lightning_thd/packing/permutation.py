@@ -1,9 +1,9 @@
-"""A key and positions -> the entries a shuffle puts there, without holding the shuffle in memory.
+"""A key and positions -> the entries that a shuffle puts there, without holding the shuffle in memory.
 
-A Feistel network over ``a x b >= n`` with modular addition is a permutation of ``a * b`` values (Black and
-Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002, method FE); values past n walk on until they
-fall inside, which with ``a, b`` next to sqrt(n) fewer than one in sqrt(n) must. Eight rounds, each keyed by
-splitmix64. Its own arithmetic, not numpy's generators, so that a plan outlives a numpy release.
+A Feistel network over ``a x b >= n`` with modular addition permutes ``a * b`` values (Black and Rogaway,
+"Ciphers with arbitrary finite domains", CT-RSA 2002, method FE). A value past n goes through the network
+again until it is below n. With ``a, b`` near sqrt(n), fewer than one in sqrt(n) values do. splitmix64 keys
+each of the eight rounds. numpy's generators are not used, so that plans do not depend on its release.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB1331
 
 
 def derive_key(*parts: int) -> int:
-    """Mix ints of any sign into a key in ``[0, 2**64)``, which any change in them or their order changes."""
+    """Mix ints of any sign into a key in ``[0, 2**64)`` that depends on every one and on their order."""
     key = len(parts)
     for part in parts:
         key = _mix_int((key ^ (part & _MASK)) + _GAMMA)
@@ -43,7 +43,8 @@ def permute(positions: npt.ArrayLike, total: int, *, key: int) -> IntArray:
     spots = host_ints(positions, "positions")
     if spots.size and (spots.min() < 0 or spots.max() >= total):
         raise ValueError(
-            f"Positions {spots.min()} to {spots.max()} were asked of a permutation of {total} entries."
+            f"Positions {spots.min()} to {spots.max()} are not all in a permutation of {total} entries. "
+            "Positions count from 0."
         )
     if total <= _SMALL:
         return shuffled(total, key=key)[spots]
@@ -58,9 +59,9 @@ def permute(positions: npt.ArrayLike, total: int, *, key: int) -> IntArray:
 def spread(positions: IntArray, total: int, size: int, *, key: int) -> IntArray:
     """Return the entries at positions ``[K]``; each group of ``size`` positions gets evenly spaced ones.
 
-    A group takes entries at equal distances, and other groups take those between them. A last, smaller group
-    takes its entries first. A run of ``c`` entries has ``c * size / total`` in each group, rounded up or
-    down. The key decides the order of the groups.
+    A group takes entries at equal distances, and other groups take those between them. If the last group is
+    smaller, its entries are chosen first. Each group gets ``c * size / total`` of ``c`` neighbouring entries,
+    rounded up or down. The key decides the order of the groups.
     """
     groups, rest = divmod(total, size)
     number, place = np.divmod(positions, size)

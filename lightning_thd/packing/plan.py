@@ -1,4 +1,4 @@
-"""How much one optimizer step takes, and what it runs: per rank and microbatch, spans of sequences."""
+"""The size of an optimizer step, and its plan: the spans of sequences in each microbatch of each rank."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class _StepSize:
-    """Keeps the step sizes from being pure dataclasses, of which a YAML config takes the first that fits."""
+    """A base without fields; for plain dataclasses, a YAML config would take the first one that fits."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Packs(_StepSize):
-    """A step size: ``n`` packs of the whole job, which is ranks times microbatches.
+    """A step size: ``n`` packs in the whole job, as many as ranks times microbatches.
 
     Args:
         n: packs, at least one; a multiple of the data-parallel ranks.
@@ -57,7 +57,7 @@ class Spans:
     index: IntArray  # int64 ``[S]``, dataset indices
     start: IntArray  # int64 ``[S]``, first token of the piece; 0 unless the sequence was split
     stop: IntArray  # int64 ``[S]``, one past its last token
-    # bool ``[S]``, True where the sequence goes on in another piece. The last token of such a piece keeps its
+    # bool ``[S]``, True if the sequence continues in another piece. The last token of such a piece keeps its
     # target, the token at ``stop``, so that splitting loses no loss token.
     continued: npt.NDArray[np.bool_]
 
@@ -84,13 +84,13 @@ Weigh = Callable[[Spans], FloatArray | None]
 
 
 def step_scale(weight: float, *, dp: int, num_microbatches: int) -> float:
-    """Return the factor by which summed losses, averaged over ranks and microbatches, are the step's mean."""
+    """Return the factor that turns summed losses, averaged over ranks and microbatches, into their mean."""
     return dp * num_microbatches / weight if weight else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepPlan:
-    """One optimizer step: the same on every rank, and every rank runs the same number of microbatches."""
+    """The plan of one optimizer step, the same on every rank; all ranks run equally many microbatches."""
 
     epoch: int  # number of the epoch
     step: int  # number of the step in its epoch
@@ -118,7 +118,7 @@ class StepPlan:
         patches: IntArray,
         weigh: Weigh | None,
     ) -> StepPlan:
-        """Describe a step by its pieces and their work, from which its other sums follow."""
+        """Build the plan of a step from its pieces and their work, and compute its other sums."""
         epoch, step, dp = place
         sums = np.concatenate([[0.0], np.cumsum(span_work)])
         return cls(
@@ -168,7 +168,7 @@ class StepPlan:
 
     @property
     def loss_tokens(self) -> float | None:
-        """Return the weight of all loss tokens of the step, their number without weights; None if unknown."""
+        """Return the summed weight of the step's loss tokens, by default their number; None if unknown."""
         return None if self.weights is None else float(self.weights[0].sum())
 
     @property
@@ -187,16 +187,16 @@ class StepPlan:
         return [self.spans.take(slice(a, b)) for a, b in pairwise(bounds)]
 
     def spans_by_rank(self) -> list[list[Spans]]:
-        """Return per rank a list of microbatches, each the spans it holds."""
+        """Return for each rank its microbatches, each as the spans that it holds."""
         return [self.microbatches(rank) for rank in range(self.dp)]
 
     def indices_by_rank(self) -> list[list[IntArray]]:
-        """Return per rank a list of microbatches, each an int64 array of dataset indices."""
+        """Return for each rank its microbatches, each as an int64 array of dataset indices."""
         return [[spans.index for spans in self.microbatches(rank)] for rank in range(self.dp)]
 
 
 def join_spans(parts: list[Spans]) -> Spans:
-    """Lay lists of spans end to end; none at all makes an empty one."""
+    """Join spans end to end; an empty list gives empty spans."""
     empty = np.empty(0, np.int64)
     return Spans(
         index=np.concatenate([empty, *(part.index for part in parts)]),

@@ -1,7 +1,7 @@
 """Lengths, a capacity and a seed -> the plan of any step of any epoch on any number of ranks.
 
-Nothing is stored but the number of packs of each window: every plan is computed from (seed, epoch, step), so
-a killed job goes on where it stopped, on another number of ranks too, with the same sequences in every step.
+Only the number of packs of each window is stored. Every plan is computed from (seed, epoch, step). So a
+killed job resumes where it stopped, also on another number of ranks, with the same sequences in every step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ IntArray = npt.NDArray[np.int64]
 
 # Part of every fingerprint: raise it when the same settings no longer give the same plans.
 _PLAN_VERSION = 1
-_ENTRIES = 10  # purpose of the key, apart from those of windows.py
+_ENTRIES = 10  # the purpose of a key; those in windows.py are other numbers
 
 
 class NoSuchStep(IndexError, ValueError):
@@ -51,7 +51,7 @@ class NoSuchStep(IndexError, ValueError):
 
 
 class Resumable(ABC):
-    """A planner that goes on from a checkpoint's state, as all its plans follow from its settings."""
+    """A planner that resumes from a checkpoint's state; its settings determine all its plans."""
 
     settings: dict[str, Any]
 
@@ -76,7 +76,7 @@ class Resumable(ABC):
         }
 
     def resume(self, state: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the epoch and next step of a state, or refuse one of other data, naming each change."""
+        """Return the epoch and next step of a state; if it is of other data, raise and name each change."""
         instance(state, "state", Mapping, advice="Pass what PackPlanner.state() returned.")
         if state.get("fingerprint") != self.fingerprint():
             saved = state.get("settings", {})
@@ -94,20 +94,20 @@ class Resumable(ABC):
 
 
 def fingerprint(settings: Mapping[str, Any]) -> str:
-    """Hash settings that JSON can write, independent of their order: 32 hexadecimal digits."""
+    """Return a hash of settings that JSON can write, in any order, as 32 hexadecimal digits."""
     text = json.dumps(settings, sort_keys=True).encode()
     return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class CountedTargets:
-    """Weighs spans by counted loss tokens, each target and each sequence by 1."""
+    """Weighs spans by their number of loss tokens; each target and each sequence weighs 1."""
 
     lengths: OpenLengths  # tokens of each sequence
     counts: OpenLengths | None
 
     def __call__(self, spans: Spans) -> FloatArray | None:
-        """Return float64 ``[2, S]``, or None where a part of a partly masked sequence is among the spans."""
+        """Return float64 ``[2, S]``, or None if a span is a part of a sequence with some masked tokens."""
         lengths = read_lengths(self.lengths, spans.index)
         counts = lengths - 1 if self.counts is None else read_lengths(self.counts, spans.index)
         wrong = (counts < 0) | (counts >= lengths)
@@ -130,7 +130,7 @@ class CountedTargets:
 
 
 def open_loss_tokens(loss_tokens: LossTokens | None, lengths: OpenLengths) -> Weigh | None:
-    """Check that there is one count a sequence; memory maps and virtual counts stay where they are."""
+    """Check that there is one count per sequence; memory maps and virtual counts are not copied."""
     if loss_tokens is None or callable(loss_tokens):
         return loss_tokens
     if isinstance(loss_tokens, str) and loss_tokens == "all":
@@ -138,7 +138,7 @@ def open_loss_tokens(loss_tokens: LossTokens | None, lengths: OpenLengths) -> We
     opened = open_lengths(loss_tokens)
     if len(opened) != len(lengths):
         raise ValueError(
-            f"loss_tokens has {len(opened)} counts for {len(lengths)} sequences. Pass one a sequence."
+            f"loss_tokens has {len(opened)} counts for {len(lengths)} sequences. Pass one for each."
         )
     return CountedTargets(lengths, opened)
 
@@ -169,25 +169,25 @@ class PackPlanner(Resumable):
 
     Args:
         lengths: tokens of each sequence: ints ``[N]`` in a list, an array, a memory map, or an object with
-            ``__len__`` and ``__getitem__`` for an array of positions. They are read once, and not held.
+            ``__len__`` and ``__getitem__`` for an array of positions. They are read once, and not kept.
         capacity: slots of a pack.
-        global_batch: ``Packs(n)`` or ``Sequences(n)`` to an optimizer step.
-        align: what padded lengths and totals must be multiples of; the padding counts against the capacity.
-        cost: work of a sequence by its length and patches; the default is that of a text model with hidden
+        global_batch: ``Packs(n)`` or ``Sequences(n)`` per optimizer step.
+        align: the numbers that padded lengths and totals are multiples of; padding counts against capacity.
+        cost: the work of a sequence by its length and patches; the default fits a text model with hidden
             size 4096.
         window: sequences packed together with ``Packs(n)``; a larger one fills packs better.
         oversize: what to do with a sequence that does not fit a pack: ``error``, ``drop`` it, ``truncate``
             it, ``split`` it in pieces, or let it have its ``own_pack`` above the capacity.
-        tail: the last step of an epoch that has too few packs or sequences: ``pad`` runs it with what is
-            left, ``drop`` leaves it out.
-        seed: of every shuffle.
+        tail: what to do if the last step of an epoch has too few packs or sequences: ``pad`` runs it with
+            those that are left, ``drop`` leaves it out.
+        seed: the seed of every shuffle.
         loss_tokens: targets of each sequence, ints ``[N]``, ``"all"`` when every token with a next one has a
             target, or a function ``Spans -> float64 [2, S]`` that gives the weights of their loss tokens and
             of their sequences; then each plan holds the loss scale of its step.
-        scheduler: a function in place of :func:`balance`, for ``Sequences(n)``.
-        schedule: the number of the microbatch of each sequence, ints ``[N]``, for ``Packs(n)``: these packs,
-            in this order, in every epoch, in place of our own.
-        counts: packs of every window, as :attr:`counts` of a planner with the same fingerprint gave them.
+        scheduler: a function that replaces :func:`balance`, for ``Sequences(n)``.
+        schedule: the number of the microbatch of each sequence, ints ``[N]``, for ``Packs(n)``. Every epoch
+            then runs these packs in this order, and the planner packs nothing.
+        counts: packs of every window, from :attr:`counts` of a planner with the same fingerprint.
         num_workers: processes that count the packs of the windows; 0 counts them in this one.
         patches: image patches of each sequence, ints ``[N]`` or ``[N, 2]`` as ``Cost`` takes them, or a
             function from an array of positions to int64 ``[S, 2]``; None for text.
@@ -196,7 +196,7 @@ class PackPlanner(Resumable):
             distances in the data set, as mixtures are planned.
 
     Raises:
-        ValueError: for whatever cannot be planned, and what to change.
+        ValueError: if a setting cannot be planned; the message names what to change.
     """
 
     def __init__(
@@ -261,8 +261,8 @@ class PackPlanner(Resumable):
             "lengths": summary.digest,
             "capacity": int(capacity),
             "global_batch": repr(global_batch),
-            # Sequences(n) that all fit are the same in a step whatever they are padded to, so that a job can
-            # go on with another number of context-parallel ranks.
+            # If all sequences fit, a step of Sequences(n) holds the same ones with any padding. So a job can
+            # resume with another number of context-parallel ranks.
             "multiples": None
             if isinstance(global_batch, Sequences) and summary.longest <= limit
             else [self.slots.multiple, align.total_multiple if align else 1],
@@ -285,7 +285,7 @@ class PackPlanner(Resumable):
         self._steps = self._count_steps(self.entries.total if self._packs is None else self._packs.total)
 
     def _count_steps(self, units: int) -> int:
-        """Return the steps that so many packs or sequences make, at least one."""
+        """Return the number of steps in so many packs or sequences; raise if there is none."""
         n = self.global_batch.n
         if self.tail == "drop" and units < n:
             raise ValueError(f"{self.global_batch} is more than the {units} of the data set. Set tail='pad'.")
@@ -367,7 +367,7 @@ class PackPlanner(Resumable):
         if n == 1:
             return spans, (np.arange(len(spans)), offsets)
         work = self._work(spans)
-        if len(offsets) - 1 < n:  # the tail: too few packs for all, but perhaps not too few sequences
+        if len(offsets) - 1 < n:  # the tail has too few packs for all ranks, but perhaps enough sequences
             padded = self.slots.padded(spans.lengths)
             given = Packing(indices=np.arange(len(spans)), offsets=offsets)
             return spans, balanced_bins(
@@ -393,7 +393,7 @@ class PackPlanner(Resumable):
         whole = all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in (epoch, k))
         if not whole or epoch < 0 or not 0 <= k < self._steps:
             raise NoSuchStep(
-                f"Step {k!r} of epoch {epoch!r} was asked of epochs of {len(self)} steps. Both count from 0."
+                f"Step {k!r} of epoch {epoch!r} does not exist: epochs have {len(self)} steps, from 0 on."
             )
         if isinstance(self.global_batch, Packs) and self.global_batch.n % dp:
             raise ValueError(

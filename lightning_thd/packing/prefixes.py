@@ -1,7 +1,7 @@
-"""Token ids of sequences -> groups that begin alike, planned as one sequence of their distinct tokens.
+"""Token ids of sequences -> groups with a common prefix, each planned as one sequence of distinct tokens.
 
-A group is a part of the prefix tree over all sequences that fits a pack. Its sequences are listed in such an
-order that what each shares with all before it is what it shares with the one before.
+A group is a part of the prefix tree over all sequences, and fits a pack. Its sequences are ordered so that
+each shares its longest prefix with the sequence just before it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from lightning_thd.packing.plan import Packs, Sequences, Spans, StepPlan
 from lightning_thd.packing.planner import LossTokens, PackPlanner, open_loss_tokens
 
 IntArray = npt.NDArray[np.int64]
-# Sequences of which less than an eighth begins alike are shuffled apart; a pack that holds both shares it.
+# Sequences that share less than an eighth of the shorter one are planned in separate groups.
 _LEAST = 8
-_GROUPS = 7  # The stream of random numbers that orders the groups of an epoch.
+_GROUPS = 7  # the purpose of a key: the order of an epoch's groups
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -41,12 +41,12 @@ class Groups:
 
     rows: IntArray  # int64 ``[S]``, the sequences, group after group
     offsets: IntArray  # int64 ``[G + 1]``, where each group begins in ``rows``
-    shared: IntArray  # int64 ``[S]``, first tokens of each that the one before it in its group has
-    repeated: int  # prefixes that are computed once more, because their tree is above the capacity
+    shared: IntArray  # int64 ``[S]``, first tokens that each shares with the one before it in its group
+    repeated: int  # prefixes that several groups compute, because their tree exceeds the capacity
 
 
 def group_prefixes(ids: Callable[[int], bytes], width: int, rows: IntArray, limit: int, seed: int) -> Groups:
-    """Group sequences by their first tokens, of ``width`` bytes, up to ``limit`` distinct ones a group."""
+    """Group sequences by prefix, at most ``limit`` distinct tokens, of ``width`` bytes, per group."""
     texts = {row: ids(row) for row in rows.tolist()}
     order = sorted(texts, key=texts.__getitem__)
     lengths = np.array([len(texts[row]) // width for row in order], np.int64)
@@ -68,14 +68,14 @@ def group_prefixes(ids: Callable[[int], bytes], width: int, rows: IntArray, limi
 
 
 def _common(a: bytes, b: bytes, width: int) -> int:
-    """Count the tokens at the beginning of both that are equal."""
+    """Count the equal tokens at the beginning of both sequences."""
     most = min(len(a), len(b))
     differ = np.frombuffer(a, np.uint8, most) != np.frombuffer(b, np.uint8, most)
     return (int(differ.argmax()) if differ.any() else most) // width
 
 
 class _Cut:
-    """Cuts sorted sequences into groups: lists of ranges of places that share ``depth`` tokens."""
+    """Cuts sorted sequences into groups; each lists ranges of sequences that share ``depth`` tokens."""
 
     def __init__(self, lengths: IntArray, shared: IntArray, limit: int, random: np.random.Generator) -> None:
         self._lengths, self._shared, self._limit, self._random = lengths, shared, limit, random
@@ -87,7 +87,7 @@ class _Cut:
         return int(self._lengths[a:b].sum() - self._shared[a + 1 : b].sum())
 
     def add(self, a: int, b: int) -> None:
-        """Add the sequences ``a`` to ``b`` as one group, or cut where they share least."""
+        """Add the sequences ``a`` to ``b`` as one group, or cut them where they share least."""
         waiting = [(a, b)]
         while waiting:
             a, b = waiting.pop()
@@ -116,10 +116,10 @@ class _Cut:
 
 
 class PrefixPlanner(PackPlanner):
-    """Plans groups of sequences that begin alike; arguments are those of ``PackPlanner``.
+    """Plans groups of sequences with a common prefix; arguments are those of ``PackPlanner``.
 
     ``ids`` gives the bytes of a sequence's tokens, 4 each. A pack holds at most ``capacity`` distinct tokens.
-    ``Sequences(n)`` takes exactly n sequences, so that the last group of a step may go on in the next one.
+    ``Sequences(n)`` takes exactly n sequences, so the last group of a step may continue in the next one.
     """
 
     def __init__(
@@ -139,11 +139,11 @@ class PrefixPlanner(PackPlanner):
         for name in ("scheduler", "schedule", "max_patches"):
             if settings.pop(name, None) is not None:
                 raise ValueError(
-                    f"share_prefixes=True with {name}=: groups are planned as they are. Leave one out."
+                    f"share_prefixes=True with {name}=: these cannot be combined. Leave one out."
                 )
         if oversize in ("truncate", "split"):
             raise ValueError(
-                f"share_prefixes=True with oversize={oversize!r}: pieces do not begin alike. Set 'drop'."
+                f"share_prefixes=True with oversize={oversize!r}: pieces share no prefix. Set 'drop'."
             )
         slots = make_slots(capacity, settings.get("align"))
         limit = slots.usable // slots.multiple * slots.multiple
@@ -180,7 +180,7 @@ class PrefixPlanner(PackPlanner):
         return super().tail_dropped(epoch)
 
     def step(self, epoch: int, k: int, dp: int = 1) -> StepPlan:
-        """Return the plan of a step, as ``PackPlanner.step`` does, of the sequences of its groups."""
+        """Return the plan of a step as ``PackPlanner.step`` does, with the sequences of its groups."""
         if isinstance(self.global_batch, Packs):
             plan = super().step(epoch, k, dp)
             firsts = self.groups.offsets[plan.spans.index]
@@ -197,7 +197,7 @@ class PrefixPlanner(PackPlanner):
         return self._of_rows((epoch, k, dp), offsets, firsts[order], stops[order])
 
     def held(self, rows: IntArray) -> IntArray:
-        """Return of each sequence of a pack its first tokens that the one before it holds."""
+        """Return how many first tokens each sequence of a pack shares with the one before it."""
         places = self._row_of[rows]
         follows = np.diff(places, prepend=-2) == 1
         return np.where(follows, self.groups.shared[places], 0)
@@ -206,7 +206,7 @@ class PrefixPlanner(PackPlanner):
         return self._group_work[spans.index]
 
     def _slice(self, epoch: int, k: int) -> tuple[IntArray, IntArray]:
-        """Return the ranges of rows, a group or a part of one each, that step k takes of an epoch's order."""
+        """Return the ranges of rows that step k takes in an epoch; each is a group or a part of one."""
         if epoch not in self._epochs:
             number = len(self.groups.offsets) - 1
             order = permute(np.arange(number), number, key=derive_key(self.seed, _GROUPS, epoch))
@@ -221,7 +221,7 @@ class PrefixPlanner(PackPlanner):
     def _of_rows(
         self, place: tuple[int, int, int], offsets: IntArray, firsts: IntArray, stops: IntArray
     ) -> StepPlan:
-        """Return the plan of the rows ``firsts`` to ``stops``, bins of which begin at ``offsets``."""
+        """Return the plan of the row ranges ``firsts`` to ``stops``; ``offsets`` marks where bins begin."""
         counts = stops - firsts
         before = np.concatenate([[0], np.cumsum(counts)])
         places = np.arange(before[-1]) + np.repeat(firsts - before[:-1], counts)

@@ -1,4 +1,4 @@
-"""Lengths, a capacity of one rank, degrees -> the plan of any step, long sequences shared by several ranks.
+"""Lengths, one rank's capacity and degrees -> the plan of any step, in which ranks share long sequences.
 
 The sequences of a step are those of ``PackPlanner``. So a killed job resumes with the same sequences in every
 step, on any number of ranks and with any largest degree.
@@ -26,11 +26,11 @@ __all__ = ["SharedBins", "Sharing", "Waits", "check_tiling", "share_out"]
 class SharedStepPlan(StepPlan):
     """One optimizer step in which every microbatch has a degree of its own."""
 
-    # All ranks of a group have the same spans, those of the pack that they share; ``spans`` holds them once
-    # for each rank. ``work`` is that of one rank, its exchange included.
+    # All ranks of a group share one pack, and ``spans`` repeats its spans for each of them. ``work`` is the
+    # work of one rank, its exchange included.
 
-    # int64 ``[dp, num_microbatches]``, ranks that share the microbatch; a group of c ranks begins at a
-    # multiple of c
+    # int64 ``[dp, num_microbatches]``, the number of ranks that share the microbatch. A group of c ranks
+    # begins at a multiple of c.
     degrees: IntArray
 
     def leads(self, rank: int) -> list[bool]:
@@ -39,13 +39,13 @@ class SharedStepPlan(StepPlan):
 
     @cached_property
     def weights(self) -> FloatArray | None:
-        """Return the weights of ``StepPlan``, those of a shared pack in equal parts for each of its ranks."""
+        """Return the weights of ``StepPlan``; ranks that share a pack get equal parts of its weight."""
         whole: FloatArray | None = super().weights
         return None if whole is None else whole / self.degrees
 
     @cached_property
     def tokens(self) -> FloatArray:
-        """Return the tokens of ``StepPlan``, those of a shared pack in equal parts for each of its ranks."""
+        """Return the tokens of ``StepPlan``; ranks that share a pack get equal parts of its tokens."""
         whole: FloatArray = super().tokens
         return whole / self.degrees
 
@@ -53,8 +53,8 @@ class SharedStepPlan(StepPlan):
 class SharedPlanner(PackPlanner):
     """Plans the steps of every epoch, with degrees, ranks and microbatches planned together."""
 
-    # With Packs(n) a step holds the sequences of n packs of a largest group, so that steps hold about as many
-    # tokens each. These sequences are shared out again.
+    # With Packs(n) a step holds the sequences of n packs that fit the largest group, so that all steps have
+    # about as many tokens. These sequences are then distributed again.
 
     def __init__(
         self,
@@ -78,12 +78,12 @@ class SharedPlanner(PackPlanner):
             align=sharing.align(sharing.max_degree),
             **options,
         )
-        if self.settings["multiples"] is None:  # all sequences fit: steps hold the same at any capacity
+        if self.settings["multiples"] is None:  # all sequences fit, so any capacity gives the same steps
             self.settings["capacity"] = None
 
     def step(self, epoch: int, k: int, dp: int = 1) -> SharedStepPlan:
         """Return the plan of a step without computing those before it; see ``PackPlanner.step``."""
-        self._check_request(epoch, k, 1)  # any ranks that groups tile
+        self._check_request(epoch, k, 1)  # dp may be any number that groups tile
         check_tiling(dp, self.sharing.max_degree)
         if self._packs is None:
             spans = self._sequences(epoch, k)

@@ -1,4 +1,4 @@
-"""Files or a dataset of conversations -> records by their number, which are read when they are used."""
+"""Files or a dataset of conversations -> records by their number, read on demand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Found = tuple[Place, Mapping[str, Any], Path | None]
 
 
 class RecordsByNumber:
-    """The records of files laid end to end: ``[i]`` gives its place, itself, and the folder of its file."""
+    """The records of several files: ``[i]`` gives a record's place, the record, and its file's folder."""
 
     def __init__(self, files: list[SourceFile]) -> None:
         self._parts = [_opened(file) for file in files]
@@ -50,7 +50,7 @@ def _opened(file: SourceFile) -> Any:
 
 
 class _Lines:
-    """The lines of a JSONL file, by where each begins."""
+    """The lines of a JSONL file, found by the byte at which each begins."""
 
     def __init__(self, file: SourceFile) -> None:
         self._file = file
@@ -73,10 +73,10 @@ class _Lines:
 
 
 class RowsByNumber:
-    """The rows of a dataset; columns of images of a Hugging Face dataset stay bytes."""
+    """The rows of a dataset; image columns of a Hugging Face dataset stay bytes."""
 
     def __init__(self, dataset: MapDataset, folder: Path | None = None) -> None:
-        self._folder = folder  # in which relative paths of images begin
+        self._folder = folder  # where relative paths of images start
         self._arrow = is_hugging_face(dataset) and arrow_table(dataset) is not None
         self._dataset: Any = dataset.with_format("arrow") if self._arrow else dataset  # type: ignore[attr-defined]
 

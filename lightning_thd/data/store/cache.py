@@ -23,8 +23,8 @@ Arrays = dict[str, NDArray[Any]]
 _EDGE_BYTES = 1 << 20  # hashing both ends of a file finds a torn header or tail without reading it all
 _WHOLE_BYTES = 1 << 26  # larger files are identified by samples of their content and their change time
 _BLOCK_BYTES = 1 << 20
-_SAMPLES = 64  # blocks that are hashed of a file that is too large to hash whole
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, a quota or a limit on the size of files is full
+_SAMPLES = 64  # blocks that are hashed if a file is too large to hash whole
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, a full quota, a file above the size limit
 
 
 class CacheError(OSError):
@@ -39,7 +39,7 @@ def cache_folder(cache_dir: str | Path | None) -> Path:
 
 
 def cached_folder(kind: str, key: Mapping[str, Any], cache_dir: str | Path | None) -> Path:
-    """Return the cache folder of a kind and a key; another key gives another folder."""
+    """Return the cache folder of a kind and a key; every key has its own folder."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:24]
     return cache_folder(cache_dir) / f"{kind}-{digest}"
 
@@ -62,7 +62,7 @@ def build_once(folder: Path, build: Callable[[Path], None], *, resume: bool = Fa
             except BaseException as err:
                 built_elsewhere = isinstance(err, OSError) and folder.is_dir()
                 if not resume or built_elsewhere or isinstance(err, ValueError | TypeError):
-                    shutil.rmtree(place, ignore_errors=True)  # a retry would fail alike
+                    shutil.rmtree(place, ignore_errors=True)  # a retry would fail in the same way
                 if built_elsewhere:
                     return False
                 raise
@@ -76,7 +76,7 @@ def _locked(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)  # filelock tries again on a file that was removed while it waited
+            path.unlink(missing_ok=True)  # filelock retries if the file was removed while it waited
 
 
 @contextmanager
@@ -90,10 +90,10 @@ def cache_errors(folder: Path) -> Iterator[None]:
         place = str(err.filename or "")
         at_cache = bool(place) and (place.startswith(str(folder.parent)) or str(folder).startswith(place))
         if err.errno not in _FULL and not at_cache:
-            raise  # the source raised it, and names itself
+            raise  # the error comes from the source, and names it
         raise CacheError(
             err.errno,
-            f"The cache {folder} cannot be written ({err}). Pass cache_dir=, a folder with room to write to.",
+            f"The cache {folder} cannot be written ({err}). Pass cache_dir=, a writable folder with space.",
         ) from err
 
 
@@ -190,14 +190,14 @@ def cached_arrays(
 
     try:
         build_once(folder, write)
-    except CacheError as err:  # a read-only home costs time at the next start and nothing else
+    except CacheError as err:  # with a read-only home, only the next start takes longer
         rank_zero_warn(f"{err} The next run builds it again.")
         return built or dict(build())
     return open_arrays(folder, version=version)
 
 
 def content_of(path: Path) -> str:
-    """Hash a file in hex: all of it up to 64 MiB, of a larger one 64 MiB spread over it and its change time.
+    """Return a hash of a file in hex; above 64 MiB, of 64 MiB spread over it and of its change time.
 
     No program can set the change time (ctime) back, so that a replaced file is read again.
     """

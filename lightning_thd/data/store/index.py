@@ -39,7 +39,7 @@ OnError = Literal["raise", "skip"]
 
 _VERSION = 4
 _LOOK_AT = 32  # sequences whose labels are compared with their ids
-_LOOKED_AT = 8  # rows hashed so that a resumed job knows its data; few, because images are slow to read
+_LOOKED_AT = 8  # rows hashed to recognise the data on resume; few, because images are slow to read
 _NO_SIZES = np.empty((0, COLUMNS), np.int64)
 _ADVICE = "Mend the data, or set on_error='skip'."
 
@@ -88,7 +88,7 @@ def _as_array(name: str, value: Any) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    """Copy a value of a row: a dataset may hand out one buffer again and again."""
+    """Copy a value of a row, because a dataset may reuse one buffer for all rows."""
     if isinstance(value, Tensor):
         return value.clone()
     return np.array(value) if isinstance(value, np.ndarray) else value
@@ -114,10 +114,10 @@ class SequenceIndex:
     sizes: NDArray[np.integer] = field(default_factory=lambda: _NO_SIZES)
     # Whether sizes were measured from the images; each row read is then compared with them.
     seen: bool = True
-    checked: bool = True  # every row was checked when it was counted, so that batches trust it
+    checked: bool = True  # every row was checked when it was counted, so batches do not check it again
 
     def check_vocabulary(self, vocab_size: int | None, name: str) -> None:
-        """Refuse ids outside a model's vocabulary, as far as they were seen when the data was counted."""
+        """Refuse ids outside a model's vocabulary, if counting the data found any."""
         largest, row = self.largest.tolist()
         if vocab_size is not None and largest >= vocab_size:
             raise ValueError(
@@ -156,7 +156,7 @@ class SequenceIndex:
         return {k: np.array(x) if type(x) is np.ndarray else _copied(x) for k, x in sample.items()}
 
     def _cut(self, sample: dict[str, Any], i: int, start: int, stop: int, continued: bool) -> None:
-        """Cut a sample to tokens; where the sequence goes on, the last one's target is the next label."""
+        """Cut a sample to a piece; if the sequence continues, the last token's target is the next label."""
         found = len(sample["input_ids"])
         refuse_cut(sample, i, found)
         if "label" in sample and not _is_truncated(start, continued):
@@ -175,7 +175,7 @@ class SequenceIndex:
                 sample[name] = np.asarray(sample[name])[..., start:stop]
 
     def _check_targets(self, sample: dict[str, Any], i: int) -> None:
-        """Refuse labels that differ from those counted: the loss would be scaled wrongly."""
+        """Refuse labels that differ from those counted, because the loss scale would be wrong."""
         if "labels" in sample:
             found = int(np.count_nonzero(np.asarray(sample["labels"])[1:] != IGNORE_INDEX))
         else:
@@ -192,7 +192,7 @@ class SequenceIndex:
         if not len(cut):
             return np.array([of_sequence, sequence * (of_sequence > 0)])
         own = of_sequence.copy()
-        for k in cut:  # these are read again
+        for k in cut:  # cut sequences are read again
             i, start, stop = int(at[k]), int(spans.start[k]), int(spans.stop[k])
             continued = bool(spans.continued[k])
             if not len(self.weights) and self.loss_tokens[i] == self.lengths[i] - 1:
@@ -211,7 +211,7 @@ class SequenceIndex:
 
 
 def _changed(i: int, what: str, found: object, counted: object) -> ValueError:
-    """Return the error for a sequence that is another than the one counted."""
+    """Return the error for a sequence that differs from the one counted."""
     return ValueError(
         f"Sequence {i} has {found} {what}, but {counted} were counted. Correct the dataset's `lengths` and "
         "`loss_tokens`. If the data changed under the same fingerprint, delete the cache."
@@ -238,7 +238,7 @@ def content_of_rows(dataset: MapDataset, index: SequenceIndex) -> str | None:
     try:
         found = [digest(int(i)) for i in rows]
         again = digest(int(rows[0])) if len(rows) else ""
-    except Exception:  # whatever the user's dataset raises: reading a batch says it
+    except Exception:  # whatever the user's dataset raises; reading a batch raises it again
         return None
     if not found or found[0] != again:
         return None
@@ -296,7 +296,7 @@ def build_index(
             version=_VERSION,
             cache_dir=cache_dir,
         )
-    # Whether counting checked every row fully: not with given lengths, nor if there are further columns.
+    # Counting checked every row fully, unless lengths were given or rows have further columns.
     checked = isinstance(dataset, TokenStore) and dataset.trusted
     if not checked and (getattr(dataset, "lengths", None) is None or "weights" in dataset[0]):
         plain = {"input_ids", "labels", "attention_mask"}
@@ -391,9 +391,9 @@ class _Measured(TorchDataset[tuple[float, ...]]):
     def __getitem__(self, i: int) -> tuple[float, ...]:
         try:
             return self._measure(i)
-        except Exception as err:  # whatever the user's dataset raises; _why says it again
+        except Exception as err:  # whatever the user's dataset raises; _why reports it
             if self._on_error == "raise":
-                if isinstance(err, StopIteration):  # would end the count
+                if isinstance(err, StopIteration):  # it would end the count silently
                     raise RuntimeError(f"Sequence {i}: the dataset raised StopIteration.") from err
                 raise
             return (0, 0, False, 0, 1.0, False, -1, True, *(0,) * COLUMNS)
@@ -436,8 +436,8 @@ def read_rows(
         batch_size=256,
         num_workers=num_workers,
         collate_fn=np.asarray,
-        # Its own generator: counting must not draw from torch's global one, or a model's first weights would
-        # depend on whether the cache was hit.
+        # Counting must not draw from torch's global generator. Otherwise a model's first weights would depend
+        # on whether the cache was hit.
         generator=torch.Generator(),
     )
     counted, done = np.empty((len(dataset), 8 + COLUMNS), np.float64), 0

@@ -22,7 +22,7 @@ from lightning_thd.data.store.cache import build_once, cached_folder, open_array
 
 _VERSION = 3
 _IGNORE = -100
-_BLOCK = 1 << 22  # tokens or labels looked at at a time: 32 MiB as int64
+_BLOCK = 1 << 22  # tokens or labels that are read at once: 32 MiB as int64
 _SKIPPED = "skipped.jsonl"
 
 
@@ -47,7 +47,7 @@ class Rows(NamedTuple):
 class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
     """Sequences of token ids laid end to end.
 
-    A dataset as ``THDDataModule`` takes it: ``store[i]`` is ``{"input_ids": ids[, "labels": ids]}``, and
+    It is a dataset for ``THDDataModule``: ``store[i]`` is ``{"input_ids": ids[, "labels": ids]}``, and
     ``lengths`` and ``loss_tokens`` are known without reading a token.
 
     Args:
@@ -55,8 +55,8 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         offsets: int64 ``[n + 1]``, from 0 to N.
         labels: int ids ``[N]``, unshifted, -100 where ignored; the tokens themselves when absent.
         loss_tokens: ints ``[n]``; counted when absent.
-        largest: the largest id and the sequence it is in, ints ``[2]``; looked for when absent.
-        label: a number for each whole sequence ``[n]``, as classifiers learn it; absent for others.
+        largest: the largest id and the sequence it is in, ints ``[2]``; found by reading when absent.
+        label: a number for each whole sequence ``[n]``, which classifiers learn; absent for other models.
     """
 
     keeps_rows = True  # Rows stay as they are when others are read.
@@ -75,7 +75,7 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         labels = None if labels is None else _flat(labels, "labels")
         loss_tokens = None if loss_tokens is None else _flat(loss_tokens, "loss_tokens")
         total = len(offsets) - 1
-        # What is mapped was written by ``save`` or ``cached_store``, and may be longer than memory.
+        # A memory map was written by ``save`` or ``cached_store``, and may be larger than memory.
         self.trusted = isinstance(offsets, np.memmap)
         if (
             total < 0
@@ -139,7 +139,7 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
 
     def __getitem__(self, i: int) -> dict[str, NDArray[np.integer]]:
         if not -len(self) <= i < len(self):
-            raise IndexError(f"Sequence {i} of a TokenStore with {len(self)}. Pass a number below that.")
+            raise IndexError(f"No sequence {i} in a TokenStore with {len(self)}. Pass a number below that.")
         i %= len(self)
         part = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
         sample = {"input_ids": self.tokens[part]}
@@ -150,7 +150,7 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         return sample
 
     def save(self, folder: str | Path) -> None:
-        """Write ``folder`` atomically: afterwards it exists and is whole, or it does not exist."""
+        """Write ``folder`` atomically: afterwards it is complete, or it does not exist."""
         arrays = {"tokens": self.tokens, "offsets": self.offsets, "largest": np.array(self.largest)}
         if self.labels is not None:
             arrays |= {"labels": self.labels, "loss_tokens": self.loss_tokens}
@@ -203,12 +203,12 @@ def cached_store(
 
 
 def _remove(folder: Path, owner: int) -> None:
-    if os.getpid() == owner:  # a forked worker that ends must not take the files away
+    if os.getpid() == owner:  # a forked worker that ends must not delete the files
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _fill(place: Path, parts: Callable[[int], Iterable[Rows]], max_errors: int | None) -> None:
-    """Save each piece as a part of its own, after those that a killed process has left, and join them."""
+    """Save each piece as a part file, after those of a killed process, and join all parts."""
     paths: list[Path] = []
     skipped: list[Skipped] = []
     has: dict[str, bool] = {}
@@ -226,7 +226,7 @@ def _fill(place: Path, parts: Callable[[int], Iterable[Rows]], max_errors: int |
         with (place / "unfinished.npz").open("wb") as out:
             np.savez(out, **values)
             out.flush()
-            os.fsync(out.fileno())  # a part that has its name is whole, after a power cut too
+            os.fsync(out.fileno())  # a part with its final name is complete, even after a power cut
         paths.append(place / f"part{len(paths)}.npz")
         os.replace(place / "unfinished.npz", paths[-1])
     sequences = _join(place, paths, labelled=has.get("labels", False))
@@ -298,10 +298,10 @@ def _narrow(largest: int) -> np.dtype[Any]:
 
 
 def _narrowed(tokens: NDArray[np.integer]) -> NDArray[np.integer]:
-    """Return ids in the smallest unsigned dtype of 16 bits or more, or raise if some are none."""
+    """Return ids in the smallest unsigned dtype of 16 bits or more; raise if one is out of range."""
     low, high = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, 0)
     if low < 0 or high > MOST_ID:
-        raise ValueError(f"Token ids start at 0, got {low} to {high}. Ids run to {MOST_ID}.")
+        raise ValueError(f"Token ids start at 0, got {low} to {high}. Pass 0 to {MOST_ID}.")
     return tokens.astype(_narrow(high), copy=False)
 
 

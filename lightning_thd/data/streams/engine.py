@@ -1,7 +1,7 @@
 """Shards of all ranks -> steps that are planned, exchanged and collated in lockstep on every rank.
 
-Each turn gathers what ranks read (``intake``), orders it, plans it on the same numbers everywhere
-(``schedule``), and moves what has to move. Sources take turns by their shares, each in its own order.
+Each turn gathers the sequences that ranks read (``intake``), orders them and plans steps (``schedule``). All
+ranks plan with the same numbers, then exchange sequences. Sources take turns by their shares.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Engine:
         if state is not None:
             self._intake.marks = {shard: [mark] for shard, mark in state["marks"].items()}
         self._restore = None if state is None else (state, same)
-        self._given = np.zeros(count, bool)  # sources that gave something in their round
+        self._given = np.zeros(count, bool)  # sources that gave a sequence in their round
         self._next: Planned | None = None
         self._to_open = list(range(count))
-        self._closed = False  # The pass has ended, or an error has come: no step is made.
+        self._closed = False  # The pass has ended, or an error came; no step is made until ``open_pass``.
         self.open_pass()
 
     def open_pass(self) -> None:
@@ -94,10 +94,10 @@ class Engine:
             step = self._collated(planned, microbatches)
         except Exception as err:
             self._intake.failure = err
-            self._plan()  # sends the reason to the other ranks, which wait, and raises
+            self._plan()  # sends the error to the other ranks, which are waiting, and raises
             raise
         self.ledger.steps += 1
-        whole = self.ledger.rounds.copy()  # passes over each source that are used up
+        whole = self.ledger.rounds.copy()  # passes over each source of which all is used
         for table in (self.ledger.pool, *(step.table for step in self.ledger.planned)):
             np.minimum.at(whole, settings.source_of[table["shard"]], table["round"])
         last = settings.dry == "restart" and int(whole.min()) > self.ledger.number
@@ -179,10 +179,10 @@ class Engine:
                 self._restart(number)
 
     def _restart(self, number: int) -> None:
-        """Begin the next pass over one source of a mixture that ran dry."""
+        """Begin the next pass over one source of a mixture, which ran dry."""
         source, ledger = self._settings.sources[number], self.ledger
         if not self._given[number]:
-            raise ValueError(f"The source {source.name!r} gave no sequence in a whole pass over it.")
+            raise ValueError(f"The source {source.name!r} gave no sequence in a whole pass. Leave it out.")
         ledger.cursors[source.first : source.stop] = 0
         ledger.rounds[number] += 1
         self._intake.forget(number)
@@ -213,12 +213,12 @@ class Engine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """The order in which unplanned sequences are used, as far as it is decided."""
+    """The order in which unplanned sequences are used, as far as it is known."""
 
-    rows: IntArray  # int64, positions in the pool, in order, of those whose turn is known
+    rows: IntArray  # int64, positions in the pool of the sequences whose turn is known, in order
     rest: IntArray  # int64, positions of the others, in the order of the pool
     ended: bool  # nothing more comes before the pass ends
-    phases: tuple[tuple[int, int], ...] = ()
+    phases: tuple[tuple[int, int], ...] = ()  # (turns so far, source) for each source that ran dry
 
     def after(
         self, ledger: Ledger, steps: Sequence[Planned], source_of: IntArray
@@ -246,7 +246,7 @@ def shares_of(settings: Settings, out: BoolArray) -> dict[int, int]:
 
 
 def order_of(ledger: Ledger, settings: Settings, exhausted: BoolArray) -> Order:
-    """Order the pool of unplanned sequences: shuffled, and with sources taking turns by their shares."""
+    """Shuffle the pool of unplanned sequences, and let sources take turns by their shares."""
     pool, sources, how = ledger.pool, settings.sources, settings.scheduling
     source = settings.source_of[pool["shard"]]
     rng = np.random.default_rng([settings.seed, ledger.number, ledger.steps, 1])
@@ -255,7 +255,7 @@ def order_of(ledger: Ledger, settings: Settings, exhausted: BoolArray) -> Order:
         queue = np.flatnonzero(source == number) if len(sources) > 1 else np.arange(len(pool))
         if one.shuffle_buffer:
             queue = queue[rng.permutation(len(queue))]
-            queue = queue[np.argsort(pool["round"][queue], kind="stable")]  # a pass after the other
+            queue = queue[np.argsort(pool["round"][queue], kind="stable")]  # earlier passes first
         queues.append(queue)
     if len(sources) == 1:
         return Order(rows=queues[0], rest=queues[0][:0], ended=bool(exhausted.all()))

@@ -1,6 +1,6 @@
-"""Collectives of a stream's ranks: what they read, samples that change ranks, steps for their peers.
+"""Collectives of a stream's ranks, which gather tables, exchange samples and send steps to their peers.
 
-Only sequences that change ranks move. Every rank knows the sizes from the plan.
+A sequence is sent only if another rank runs it. Every rank knows the sizes from the plan.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Wire:
         return found
 
     def exchange(self, outgoing: list[bytes], sizes: list[int]) -> list[bytes]:
-        """Send each rank its part, the own one empty, and receive ``sizes[rank]`` bytes from each."""
+        """Send each other rank its part, and receive ``sizes[rank]`` bytes from each."""
         if self._group is None:
             return outgoing
         given = torch.from_numpy(np.frombuffer(b"".join(outgoing), np.uint8).copy())
@@ -55,7 +55,7 @@ class Wire:
 
 @contextmanager
 def waiting(who: str, timeout_s: float) -> Iterator[None]:
-    """Add to the error of a failed collective which rank waited, and for which others."""
+    """Add the rank that waited, and for how long, to the error of a failed collective."""
     try:
         yield
     except RuntimeError as err:
@@ -65,7 +65,7 @@ def waiting(who: str, timeout_s: float) -> Iterator[None]:
 
 
 class Peers:
-    """The ranks that share one data rank: the first of them reads, the others receive its steps."""
+    """The ranks that share one data rank; the first of them reads, and the others receive its steps."""
 
     def __init__(self, readers: list[int], own: list[int], rank: int, *, timeout_s: float) -> None:
         self.readers, self._reader, self.reads = readers, own[0], own[0] == rank

@@ -1,4 +1,4 @@
-"""A record of a stream -> a sample that can be packed and sent: its keys as bytes, and their sizes."""
+"""A record of a stream -> a sample to pack and send to other ranks: its values as bytes, and its sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_thd.data.read.vision_chat import VisionChat
 from lightning_thd.data.store.index import refuse_cut
 from lightning_thd.packing.entries import Oversize
 
-# What every rank knows of a sequence that any rank holds; ranks send it to each other.
+# Every rank knows these facts about all sequences, whichever rank holds them; ranks exchange them.
 META = np.dtype(
     [
         ("length", "<i4"),  # tokens
@@ -27,13 +27,13 @@ META = np.dtype(
         ("shard", "<i4"),
         ("row", "<i8"),
         ("round", "<i4"),  # pass over its source
-        ("weight", "<f8"),  # sum over its loss tokens; their number if nothing is weighed
+        ("weight", "<f8"),  # summed weight of its loss tokens, by default their number
         ("sequences", "<f8"),  # its weight among sequences
-        ("patches", "<i8"),  # its images have so many
+        ("patches", "<i8"),  # patches of all its images
         ("squares", "<i8"),  # sum of the squared patches of each frame
     ]
 )
-# What the policies of a data module leave out or change, by the names of their counts.
+# The names of the counts of sequences that a data module's policies leave out or change.
 POLICIES = ("empty", "dropped", "truncated", "own_pack", "tokens_lost")
 
 
@@ -42,7 +42,7 @@ class Sample:
     """One sequence as a rank holds and sends it."""
 
     payload: bytes  # the pickled dict that ``THDBatch.collate`` takes
-    meta: dict[str, Any]  # its entry of ``META``, but for shard, row and round
+    meta: dict[str, Any]  # its fields of ``META`` except shard, row and round
 
 
 @dataclass(kw_only=True)
@@ -56,7 +56,7 @@ class Sampler:
     text_key: str = "text"
     append_eos: bool = True
     records: Records = "auto"
-    one_each: bool = True  # refuse positions that begin again inside a record
+    one_each: bool = True  # refuse records in which positions start again from 0
     vocab_size: int | None = None
     chat: VisionChat | None = None
     extras_cost: ExtrasCost | None = None
@@ -66,7 +66,7 @@ class Sampler:
     _encoders: dict[str, Encoder] = field(default_factory=dict)
 
     def __call__(self, record: Any, row: int) -> Sample | None:
-        """Convert a record to a sample, or return None where a policy leaves it out."""
+        """Convert a record to a sample, or return None if a policy leaves it out."""
         given = self._with_ids(record)
         if given["input_ids"] is None or not len(given["input_ids"]):
             if not self.drop_empty:
@@ -109,7 +109,7 @@ class Sampler:
         if isinstance(record, Mapping) and "input_ids" in record and self.records in ("auto", "ids"):
             return dict(record)
         if not isinstance(record, str | Mapping):
-            raise TypeError(f"a {type(record).__name__} is no sequence. A stream gives dicts or text.")
+            raise TypeError(f"a {type(record).__name__} is no sequence. A stream must give dicts or text.")
         record = dict(record) if isinstance(record, Mapping) else record
         if self.chat is not None:
             return self.chat.sample(record if isinstance(record, dict) else {"text": record}, None)
@@ -127,7 +127,7 @@ class Sampler:
         return sample
 
     def _checked(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Check a sample, and leave out its text, names and notes."""
+        """Check a sample, and drop keys that are no input of the model, such as text and names."""
         sample = check_sample({key: x for key, x in given.items() if _is_read(key, x)}, "the record")
         if "next_label" in sample:
             raise ValueError("it carries 'next_label', which a stream does not read. Drop the key.")
@@ -168,7 +168,7 @@ class Sampler:
 
 
 def _is_read(key: str, value: Any) -> bool:
-    """Return whether a key of a record is an input of the model, or refused, rather than text or a name."""
+    """Return whether a key is checked as an input of the model; False for text, names and None."""
     if value is None or key in KEYS:
         return value is not None
     if isinstance(value, np.ndarray):

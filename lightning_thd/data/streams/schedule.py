@@ -1,6 +1,6 @@
-"""Sequences that all ranks hold, in one table -> the next optimizer steps, and the stream's position.
+"""One table of the sequences that all ranks hold -> the next optimizer steps, and the stream's position.
 
-A pure function of numbers that every rank has, so that every rank finds the same steps by itself.
+It is a pure function of numbers that every rank has, so every rank computes the same steps by itself.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from lightning_thd.packing.bins import best_fit
 from lightning_thd.packing.lengths import Slots
 from lightning_thd.packing.planner import Tail
 
-# META, the rank that holds the sequence, and where in the pool it stood when it was planned.
+# META, the rank that holds the sequence, and its position in the pool when it was planned.
 POOL = np.dtype([*META.descr, ("holder", "<i4"), ("at", "<i4")])
 Table = npt.NDArray[np.void]
-# Sequences of one plan: from here on packs are dealt by work in place of the search for equal ones, which
-# takes 0.4 s for 8,192 sequences of 512 ranks and 12 s for 65,536 of 4,096, where dealing takes 6 and 20 ms.
+# A plan of at least so many sequences deals packs to ranks by work. The search for packs of equal work takes
+# 0.4 s for 8,192 sequences of 512 ranks, and 12 s for 65,536 of 4,096. Dealing takes 6 and 20 ms.
 _MANY = 8192
-# Lengths are rounded up to so many classes there: best fit costs as many turns as there are distinct lengths,
-# 3 ms in place of 16 for 65,536 sequences, and 0.05 % more packs.
+# Such a plan rounds lengths up to so many classes, because best fit takes one turn per distinct length. For
+# 65,536 sequences this takes 3 ms in place of 16, and makes 0.05 % more packs.
 _CLASSES = 1024
 IntArray = npt.NDArray[np.int64]
 
@@ -41,7 +41,7 @@ class Scheduling:
     cost: Cost  # work of a sequence by its length
     dp: int  # data-parallel ranks
     tail: Tail = "pad"
-    scheduler: Scheduler | None = None  # a function in place of ``packing.balance``, for ``Sequences(n)``
+    scheduler: Scheduler | None = None  # replaces ``packing.balance``, for ``Sequences(n)``
 
     @property
     def needed(self) -> int:
@@ -53,8 +53,8 @@ class Scheduling:
 class Planned:
     """One planned optimizer step: its sequences by rank and microbatch."""
 
-    table: Table  # ``POOL`` of its sequences, rank after rank, microbatch after microbatch
-    offsets: IntArray  # int64 ``[dp * microbatches + 1]`` of the microbatches in it
+    table: Table  # ``POOL`` rows of its sequences, rank after rank, microbatch after microbatch
+    offsets: IntArray  # int64 ``[dp * microbatches + 1]``, where each microbatch begins in the table
     dp: int  # data-parallel ranks
 
     @property
@@ -74,7 +74,7 @@ def work_of(table: Table, cost: Cost) -> npt.NDArray[np.float64]:
 
 
 def rows_of(table: Table, rows: IntArray) -> Table:
-    """Return rows of a table as ``table[rows]`` does, 40 times faster for 65,536 rows."""
+    """Return rows of a table as ``table[rows]`` does, but 40 times faster for 65,536 rows."""
     words = np.ascontiguousarray(table).view(np.uint32).reshape(len(table), table.itemsize // 4)
     return np.take(words, rows, axis=0).view(table.dtype).reshape(len(rows))
 
@@ -92,7 +92,7 @@ def plan_steps(pool: Table, how: Scheduling, *, ended: bool) -> tuple[list[Plann
 
 
 def _pack_steps(pool: Table, how: Scheduling, each: int, ended: bool) -> tuple[list[Planned], Table]:
-    """Fill the fewest packs, equal in work, and take steps of ``each`` packs a rank from them."""
+    """Fill the fewest packs with equal work, and make steps with ``each`` packs per rank of them."""
     whole = _step(pool, how, None)
     microsteps = whole.microbatches
     bins = np.split(np.arange(len(whole.table)), whole.offsets[1:-1])
@@ -102,7 +102,7 @@ def _pack_steps(pool: Table, how: Scheduling, each: int, ended: bool) -> tuple[l
         chosen = [bins[b] for b in bin_of[:, first : first + each].ravel()]
         rows = np.concatenate([np.empty(0, np.int64), *chosen])
         steps.append(Planned(rows_of(whole.table, rows), np.cumsum([0, *map(len, chosen)]), how.dp))
-    # The lightest packs come last: those that make no whole step are packed again with the sequences to come.
+    # The lightest packs come last. Those that do not fill a step are packed again with later sequences.
     left = [bins[b] for b in bin_of[:, len(steps) * each :].ravel()]
     rest = whole.table[np.sort(np.concatenate([np.empty(0, np.int64), *left]))]
     if ended and how.tail == "pad" and len(rest):
@@ -148,7 +148,7 @@ def _dealt_bins(
 
 
 _VERSION = 2
-_PLACE = ("shard", "row", "round")  # These find a sequence.
+_PLACE = ("shard", "row", "round")  # These fields identify a sequence.
 
 
 @dataclass(kw_only=True)
@@ -157,13 +157,13 @@ class Ledger:
 
     cursors: IntArray  # int64 ``[K]``, rows of each shard that were read in the present round of its source
     rounds: IntArray  # int64 ``[N]``, the present pass over each source
-    drawn: IntArray
-    out: npt.NDArray[np.bool_]  # bool ``[N]``, sources that ran dry and leave this pass to the others
+    drawn: IntArray  # int64 ``[N]``, sequences used of each source since the last one ran dry
+    out: npt.NDArray[np.bool_]  # bool ``[N]``, sources that ran dry, so that the others finish this pass
     pool: Table = field(default_factory=lambda: np.empty(0, POOL))
-    planned: deque[Planned] = field(default_factory=deque)  # steps that are planned and not made, in order
-    number: int = 0
+    planned: deque[Planned] = field(default_factory=deque)  # steps that are planned but not made, in order
+    number: int = 0  # the number of this pass
     steps: int = 0  # made in this pass
-    pace: int = 0  # sequences each rank reads ahead a step
+    pace: int = 0  # sequences that each rank reads ahead per step
 
     @classmethod
     def fresh(cls, shards: int, sources: int) -> Ledger:
@@ -228,7 +228,7 @@ def restored(state: dict[str, Any], found: Table, *, dp: int, same: bool, source
         for offsets in state["planned"]:
             ledger.planned.append(Planned(table[: offsets[-1]], np.array(offsets, np.int64), dp))
             table = table[offsets[-1] :]
-    else:  # what was planned is to be drawn again
+    else:  # the planned steps are dropped, so their sequences are drawn again
         unmade = pending[: sum(offsets[-1] for offsets in state["planned"])]
         shards = np.array([shard for shard, *_ in unmade], np.int64)
         again = np.bincount(source_of[shards], minlength=len(ledger.drawn))

@@ -1,6 +1,6 @@
-"""Sources of a stream -> shards: numbered records that can be read from any row on.
+"""Sources of a stream -> shards, which are files or parts with numbered records, to be read from any row on.
 
-A source is a path or glob, an ``IterableDataset``, an iterable, or a function that begins an iterator.
+A source is a path or glob, an ``IterableDataset``, an iterable, or a function that returns an iterator.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from lightning_thd.data.read.files import KINDS, PACKED, expand, suffix_of, unpa
 from lightning_thd.data.read.records import as_written, parse_line
 
 _ROWS = 1024  # rows of a Parquet batch: some megabytes of tokens
-_MARK_EVERY = 64  # rows between two states that are kept: a resumed source passes over fewer
+_MARK_EVERY = 64  # rows between two saved states; a resumed source skips fewer rows than this
 _COMPARED = 4  # first records that must be the same on all ranks
-# Steps that a Hugging Face IterableDataset applies to each shard by itself when it is split.
+# Operations that a split Hugging Face IterableDataset would apply to each shard separately.
 _ACROSS = {
     "Skip": "skip()",
     "Take": "take()",
@@ -43,15 +43,15 @@ Rows = Iterator[tuple[int, Any, Mark | None]]
 
 @dataclass(frozen=True, slots=True)
 class FileShard:
-    """A file of records, JSONL or columns, on a disk or wherever fsspec reaches."""
+    """A JSONL, Parquet or Arrow file of records, local or through fsspec."""
 
     name: str
-    size: int  # bytes, by which ranks share shards out
+    size: int  # bytes; ranks divide the shards by size
     replays = True
     whole = False
 
     def read(self, start: int, mark: Mark | None = None) -> Rows:
-        """Yield rows, records (``Bad`` if unreadable) and marks from a row on; blank lines are no rows."""
+        """Yield (row, record, mark) from a row on; a record may be ``Bad``, and blank lines do not count."""
         with _open(self.name) as file:
             if KINDS[suffix_of(self.name)] == "JSONL":
                 suffix = Path(self.name.lower()).suffix
@@ -70,7 +70,7 @@ class FileShard:
 
 
 def file_shard(name: str) -> FileShard:
-    """Make the shard of a file by its suffix."""
+    """Make the shard of a file, or refuse its suffix."""
     kind, packed = KINDS.get(suffix_of(name)), Path(name.lower()).suffix in PACKED
     if kind == "JSONL" or (kind == "column" and not packed):
         return FileShard(name, Path(name).stat().st_size if "://" not in name else 1)
@@ -116,27 +116,27 @@ def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 class Beginning:
-    """The first state of a source that saves its position, and whether a reading of it was left.
+    """The first state of a source that saves its position, and whether its last iteration was unfinished.
 
-    Such a source may go on where it was left, so that a new reading has to set it back.
+    Such a source may continue where it was left, so a new iteration must reset it.
     """
 
     def __init__(self, source: Any) -> None:
         self._state: Any = None
-        self._left = False  # whether a reading began that has not come to its end
+        self._left = False  # whether an iteration began and has not finished
         with contextlib.suppress(Exception):  # some sources have a state only after their first record
             self._state = copy.deepcopy(source.state_dict())
 
     @classmethod
     def of(cls, source: Any) -> Beginning:
-        """Return what is known of a source in this process, however many loaders read it."""
+        """Return the one object for a source in this process, however many loaders read it."""
         try:
             return _KNOWN.setdefault(source, cls(source))
         except TypeError:  # the source is not hashable, or allows no weak reference
             return cls(source)
 
     def read(self, source: Any, mark: Mark | None = None) -> Iterator[tuple[Any, Mark | None]]:
-        """Yield records from the first or a saved state on; each ``_MARK_EVERY``-th brings a new state."""
+        """Yield records from the start or a saved state on, every ``_MARK_EVERY``-th with a new state."""
         first, state = (0, self._state if self._left else None) if mark is None else mark
         self._left = True
         if state is not None:
@@ -170,7 +170,7 @@ class IterableShard:
     def read(self, start: int, mark: Mark | None = None) -> Rows:
         """Yield the records from row ``start`` on, from the first record or a saved state."""
         records, first = self.begin(), 0
-        if has_state(records) and not is_hf(records):  # its shuffles would lose what they hold
+        if has_state(records) and not is_hf(records):  # its shuffle buffers would lose their records
             given = (self.beginning or Beginning.of(records)).read(records, mark)
             first = 0 if mark is None else mark[0]
         else:
@@ -180,7 +180,7 @@ class IterableShard:
             yield row, as_written(record), place
 
     def _refuse_a_second_time(self, records: Any) -> None:
-        """Refuse an iterator that was read before: its next records would be taken for the first rows."""
+        """Refuse an iterator that was read before, because its next record would count as row 0."""
         if inspect.isgenerator(records):
             begun = inspect.getgeneratorstate(records) != inspect.GEN_CREATED
         else:
@@ -197,7 +197,7 @@ Shard = FileShard | IterableShard
 def iterable_shards(source: Any, parts: int, *, prefix: str) -> list[IterableShard]:
     """Split a source that is no path into shards."""
     kind = f"{prefix}{type(source).__name__}"
-    if isinstance(source, Mapping):  # a sample of a list; its keys would be read as texts
+    if isinstance(source, Mapping):  # iterating over one sample would read its keys as texts
         raise ValueError(f"{kind} is no stream. Give samples by a function that returns an iterator.")
     if is_hf(source):
         if getattr(source, "_distributed", None) is not None:
@@ -212,7 +212,7 @@ def iterable_shards(source: Any, parts: int, *, prefix: str) -> list[IterableSha
         begins = [partial(_part, source, i, count) for i in range(count)]
         return [IterableShard(f"{kind} shard {i}", begin, replays=True) for i, begin in enumerate(begins)]
     if isinstance(source, IterableDataset) or (hasattr(source, "__iter__") and not callable(source)):
-        # It goes with the shard into worker processes.
+        # Made here, so that worker processes get it with the shard.
         beginning = Beginning.of(source) if has_state(source) else None
         return [IterableShard(kind, partial(_part, source, 0, 1), whole=True, beginning=beginning)]
     if not callable(source):
@@ -240,7 +240,7 @@ def _counts_across_shards(dataset: Any) -> str | None:
 
 
 def _part(dataset: Any, index: int, count: int) -> Any:
-    """Return one shard of a Hugging Face IterableDataset, in the epoch of the whole; of one, any source."""
+    """Return one shard of a Hugging Face IterableDataset in the same epoch; if ``count`` is 1, the source."""
     if count == 1:
         return dataset
     part = dataset.shard(num_shards=count, index=index)
@@ -266,7 +266,7 @@ def is_hf(source: object) -> bool:
 
 
 def is_stream(source: object) -> bool:
-    """Return whether a source can only be iterated: a dataset, a generator, a function that begins one."""
+    """Return whether a source can only be iterated: a dataset, a generator, or a function that makes one."""
     if isinstance(source, str | Path):
         return False
     if isinstance(source, IterableDataset) or is_hf(source) or inspect.isgenerator(source):
@@ -293,7 +293,7 @@ def open_shards(source: Any, *, parts: int) -> list[Shard]:
 
 def first_records(shard: Shard) -> str | None:
     """Return a hash of the first records, which all ranks must share; None if they cannot be read."""
-    with contextlib.suppress(Exception):  # reading raises it again, with its place
+    with contextlib.suppress(Exception):  # the stream raises the error again, with its row
         found = [record for _, record, _ in islice(shard.read(0), _COMPARED)]
         return hashlib.sha256(pickle.dumps(found)).hexdigest()
     return None

@@ -1,6 +1,6 @@
-"""A source that is read in order, or several with weights -> the steps and the loader of one rank.
+"""A source that is read in order, or several with weights -> the steps of one rank.
 
-Steps are made ahead in a thread, in lockstep with the other ranks.
+A thread makes steps ahead, in lockstep with the other ranks.
 """
 
 from __future__ import annotations
@@ -48,14 +48,15 @@ class Stream:
     Attributes:
         source: a path, folder or glob of ``.jsonl`` (also compressed), ``.parquet``, ``.arrow`` or
             ``.feather`` files, or a list of them, local or through fsspec; an ``IterableDataset``; a function
-            that begins an iterator, ``make()`` or ``make(part, parts)``. A source that is not in parts is
-            read by one rank for all, and must not split itself by rank.
-        window: sequences that each rank holds to choose from; more fill packs and balance work better.
+            that returns an iterator, ``make()`` or ``make(part, parts)``. One rank reads a source that has
+            no parts for all ranks, so it must not split itself by rank.
+        window: sequences that each rank holds to choose from; a larger window fills packs and balances
+            work better.
         shuffle_buffer: sequences that each rank holds to draw steps from at random; 0 keeps their order.
         steps_per_epoch: optimizer steps of an epoch, which endless streams need; None ends it with the data.
-        on_error: ``"raise"`` for a record that cannot be used, or ``"skip"`` and count it; None takes
+        on_error: ``"raise"`` stops at an unusable record, ``"skip"`` skips and counts it; None takes
             ``on_error`` and ``max_errors`` of the data module.
-        max_errors: most records that are skipped, of the whole job; None for no limit.
+        max_errors: most records that the whole job skips; None for no limit.
         timeout_s: seconds after which a rank that yields nothing ends the job.
     """
 
@@ -82,7 +83,7 @@ class Stream:
 
 @dataclass(frozen=True, kw_only=True)
 class Streams:
-    """One stream, or several taking turns, so that after any number of steps each has had its share."""
+    """One stream, or several that take turns so that each has its share after any number of steps."""
 
     streams: Mapping[str, Stream]  # by the name of each in a mixture; "" is the name of a single one
     weights: Mapping[str, float]  # share of each source, in any unit, counted in sequences
@@ -97,7 +98,7 @@ class Streams:
             raise ValueError(f"The streams of a mixture ask for epochs of {sorted(map(str, lengths))} steps.")
 
     def open(self, opener: Opener, parts: int) -> tuple[list[Shard], list[Source]]:
-        """Open the sources as shards; some can be asked for any number of ``parts``."""
+        """Open the sources as shards; a function ``make(part, parts)`` gives ``parts`` shards."""
         shares = dict(zip(self.weights, whole_shares([*self.weights.values()]), strict=True))
         shards: list[Shard] = []
         sources: list[Source] = []
@@ -122,7 +123,7 @@ class Streams:
 
 
 class StreamedSteps:
-    """The steps of one rank from a stream; ranks that share packs receive them, and read nothing."""
+    """The steps of one rank from a stream; one of the ranks that share packs reads for the others."""
 
     goes_on = True
 
@@ -137,18 +138,18 @@ class StreamedSteps:
         known = [(shard.name, first_records(shard) if shard.whole else None) for shard in shards]
         self._peers, told = Peers.of_job(host.rank, host.ranks, known, timeout_s=self._settings.timeout_s)
         _refuse_other_shards(told)
-        self._same = False  # The planned steps of a loaded state fit this job.
+        self._same = False  # whether the planned steps of a loaded state fit this job
         self.engine: Engine | None = None
         self._ahead, self._pass_open = Ahead("thd-stream"), True
-        self._error: Exception | None = None  # that ended the stream
+        self._error: Exception | None = None  # the error that ended the stream
 
     def length(self, epoch: int) -> int | None:
-        """Return the batches of an epoch of a given number of steps."""
+        """Return the batches of an epoch; None without ``steps_per_epoch``."""
         return None if self.steps_per_epoch is None else self.steps_per_epoch * self.per_step
 
     @property
     def counts(self) -> dict[str, int]:
-        """Return how many records of all ranks were unusable, and how many policies changed or dropped."""
+        """Return how many records of all ranks were unusable, or changed or dropped by policies."""
         return {} if self.engine is None else dict(self.engine.counts)
 
     def source_of(self, ids: npt.ArrayLike) -> IntArray:
@@ -178,14 +179,14 @@ class StreamedSteps:
         try:
             made = self._taken(at)
         except Exception as err:
-            with suppress(RuntimeError):  # a rank that is gone hides no error
+            with suppress(RuntimeError):  # a rank that has ended must not hide the error
                 self._peers.send(err)
             raise
         self._peers.send(made)
         return made
 
     def _taken(self, at: Position) -> Made | None:
-        """Return the next step, and let the thread make one more: equally many on every rank."""
+        """Return the next step, and let the thread make one more; every rank makes equally many."""
         settings = self._settings
         if self._error is not None:
             raise self._error
@@ -193,9 +194,9 @@ class StreamedSteps:
             wire = Wire(self._rank, settings.scheduling.dp, self._peers.readers, timeout_s=settings.timeout_s)
             self.engine = Engine(settings, wire, at.stream, same=self._same)
         elif not self._pass_open:
-            while self._ahead.taken:  # calls that made nothing, as the pass had ended
+            while self._ahead.taken:  # calls that made nothing, because the pass had ended
                 self._ahead.take()
-            self.engine.open_pass()  # in this thread, in which workers start
+            self.engine.open_pass()  # starts workers, in this thread
         self._allow()
         try:
             made: Made | None = self._ahead.take()
@@ -234,14 +235,14 @@ class StreamedSteps:
             self._settings = replace(self._settings, shards=shards, sources=sources)
         if state["names"] != self._names():
             raise ValueError(
-                f"The checkpoint was written with {state['shards']} shards, and the stream has "
-                f"{len(self._settings.shards)}, or others, or in other shares."
+                f"The checkpoint was written with {state['shards']} shards. The stream has "
+                f"{len(self._settings.shards)}, or others, or in other shares. Pass the same source."
             )
         replays = all(shard.replays for shard in self._settings.shards)
         if not replays and state["stream"] is not None and not state["stream"].get("marks"):
             rank_zero_warn(
-                "The stream is a generator or the like: it begins again, and the records that were used are "
-                "passed over. That is exact where it gives the same records again."
+                "The stream is a generator, or like one cannot save its position. It begins again, and skips "
+                "the used records. That is exact only if it gives the same records again."
             )
         self._ahead.stop()
         self.engine, self._error, self._pass_open = None, None, True
@@ -267,7 +268,7 @@ class StreamedSteps:
 
 
 def _settings(streams: Streams, settings: DataSettings, host: Host) -> Settings:
-    """Return how a stream is read and packed; refuse what needs all lengths before the first step."""
+    """Return the settings of a stream; refuse those that need all lengths before the first step."""
     if host.sharing is not None:
         raise ValueError("context_parallel_size='dynamic' plans a degree from all lengths. Pass a dataset.")
     if settings.oversize == "split":
@@ -295,7 +296,7 @@ def _settings(streams: Streams, settings: DataSettings, host: Host) -> Settings:
             drop_empty=settings.empty == "drop",
             text_key=opener.text_key,
             append_eos=opener.append_eos,
-            # rows of ids are refused where the processor would have nothing to render
+            # a processor has nothing to render in rows of ids, which are refused
             records="messages" if chat is not None and "" in streams.streams else opener.records,
             one_each=opener.packed != "off",
             vocab_size=settings.vocab_size or vocab_size(host.model),
@@ -320,7 +321,7 @@ def _settings(streams: Streams, settings: DataSettings, host: Host) -> Settings:
 
 
 def _refuse_other_shards(told: list[list[tuple[str, str | None]]]) -> None:
-    """Refuse ranks that list other shards, or whose sources are split by rank: one rank reads for all."""
+    """Refuse ranks that list other shards, and sources split by rank, because one rank reads for all."""
     for rank, found in enumerate(told):
         if [name for name, _ in found] != [name for name, _ in told[0]]:
             raise ValueError(
