@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import random
 import tempfile
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
@@ -31,7 +29,6 @@ _KEPT = tempfile.TemporaryDirectory()  # goes with the process
 HERE = Path(_KEPT.name)
 _NUMBERS = count()
 (HERE / "a.jsonl").write_text("".join(json.dumps({"text": "word " * k}) + "\n" for k in range(1, 6)))
-(HERE / "module.py").write_text("def f():\n    return 1\n")
 TokenStore.from_rows([[1, 2], [3]]).save(HERE / "store")
 TOKENIZE = ByteTokenizer()
 
@@ -121,11 +118,6 @@ def _run_stream(**given: Any) -> THDBatch | THDStep:
     return next(iter(module.train_dataloader()))
 
 
-def _stdlib(call: Any, max_bytes: Any) -> Any:
-    with mock.patch("sysconfig.get_path", return_value=str(HERE)):  # the whole library takes seconds
-        return call(max_bytes=max_bytes)
-
-
 TABLE = {
     "data.THDDataModule": Entry(_run_module, _module),
     "data.ByteTokenizer()": Entry(TOKENIZE, lambda _: {"text": "hi \u00e4", "add_special_tokens": True}),
@@ -154,8 +146,8 @@ TABLE = {
         lambda path, text_key: list(read_documents(path, text_key=text_key)),
         lambda _: {"path": HERE / "a.jsonl", "text_key": "text"},
     ),
-    "data.stdlib_documents": Entry(partial(_stdlib, stdlib_documents), lambda _: {"max_bytes": 10}),
-    "data.StdlibText": Entry(partial(_stdlib, StdlibText), lambda _: {"max_bytes": 10}),
+    "data.stdlib_documents": Entry(stdlib_documents, lambda _: {"max_bytes": 10}),
+    "data.StdlibText": Entry(StdlibText, lambda _: {"max_bytes": 10}),
     "data.streams.Stream": Entry(Stream, _stream),
     "data.streams.Stream read": Entry(_run_stream, _stream),
     "data.streams.is_stream": Entry(is_stream, lambda _: {"source": iter([1])}),
