@@ -72,7 +72,8 @@ def read_lengths(lengths: OpenLengths, positions: IntArray) -> IntArray:
     values = np.asarray(lengths[positions])
     if values.shape != positions.shape or values.dtype.kind not in "iu":
         raise ValueError(
-            f"lengths[...] returned {values.dtype} {values.shape}; wanted {len(positions)} ints, one each."
+            f"lengths[...] answered {len(positions)} positions with {values.dtype} {values.shape}. "
+            "It must return one int for each."
         )
     return values.astype(np.int64, copy=False)
 

@@ -393,7 +393,7 @@ class PackPlanner(Resumable):
         whole = all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in (epoch, k))
         if not whole or epoch < 0 or not 0 <= k < self._steps:
             raise NoSuchStep(
-                f"Step {k!r} of epoch {epoch!r} does not exist: epochs have {len(self)} steps, from 0 on."
+                f"Step {k!r} of epoch {epoch!r} was asked of epochs of {len(self)} steps. Both count from 0."
             )
         if isinstance(self.global_batch, Packs) and self.global_batch.n % dp:
             raise ValueError(

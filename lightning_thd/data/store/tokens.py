@@ -139,7 +139,7 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
 
     def __getitem__(self, i: int) -> dict[str, NDArray[np.integer]]:
         if not -len(self) <= i < len(self):
-            raise IndexError(f"No sequence {i} in a TokenStore with {len(self)}. Pass a number below that.")
+            raise IndexError(f"Sequence {i} of a TokenStore with {len(self)}. Pass a number below that.")
         i %= len(self)
         part = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
         sample = {"input_ids": self.tokens[part]}
@@ -301,7 +301,7 @@ def _narrowed(tokens: NDArray[np.integer]) -> NDArray[np.integer]:
     """Return ids in the smallest unsigned dtype of 16 bits or more; raise if one is out of range."""
     low, high = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, 0)
     if low < 0 or high > MOST_ID:
-        raise ValueError(f"Token ids start at 0, got {low} to {high}. Pass 0 to {MOST_ID}.")
+        raise ValueError(f"Token ids start at 0, got {low} to {high}. Ids run to {MOST_ID}.")
     return tokens.astype(_narrow(high), copy=False)
 
 

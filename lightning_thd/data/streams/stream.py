@@ -235,7 +235,7 @@ class StreamedSteps:
             self._settings = replace(self._settings, shards=shards, sources=sources)
         if state["names"] != self._names():
             raise ValueError(
-                f"The checkpoint was written with {state['shards']} shards. The stream has "
+                f"The checkpoint was written with {state['shards']} shards, and the stream has "
                 f"{len(self._settings.shards)}, or others, or in other shares. Pass the same source."
             )
         replays = all(shard.replays for shard in self._settings.shards)
