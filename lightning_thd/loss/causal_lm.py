@@ -1,7 +1,7 @@
 """A model and a ``THDBatch`` -> its share of the step's mean loss, or log-probabilities, without logits.
 
 T slots in a pack, S sequences, V vocabulary. ``head_call`` calls the model with its head replaced. It also
-records what the model does to its logits after the head (Granite's division, Cohere's factor, Gemma's cap).
+records the model's operations on its logits (Granite's division, Cohere's factor, Gemma's cap).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightning_thd.parallel.shard import THDShard, gather_pack, pack_value
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
 Reduction = Literal["tokens", "sequences"]
-# Gives targets int64 [T] and their factors [T] from targets and their depth.
+# (targets, depth) -> targets int64 [T] and the factor of each target's loss [T]
 Factors = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 # DeepSeek-V3 (arXiv:2412.19437, section 2.2) starts with 0.3 times the mean loss of further predictions.
 _MTP_WEIGHT = 0.3
@@ -51,39 +51,39 @@ def causal_lm_loss(
 ) -> Tensor:
     """Sum the negative log-likelihood over a batch's loss tokens, times the batch's scale.
 
-    The mean of this over microbatches and ranks is the loss of the step. With ``reduction="tokens"`` that is
-    the sum over its loss tokens, by their weights in the data, divided by their number or weight. With
-    ``"sequences"`` every sequence first averages over its own loss tokens. Sequences that have any then
-    average, by their weights if the data gives one number a sequence. The loss of routers is added to that.
+    The mean of this value over microbatches and ranks is the loss of the step. With ``reduction="tokens"``
+    that is the sum over the step's loss tokens, weighted as in the data, divided by their number or weight.
+    With ``"sequences"`` every sequence first averages over its own loss tokens. Then the sequences with loss
+    tokens are averaged, with the data's weights if it has one per sequence. The loss of routers is added.
 
     Args:
         model: a Hugging Face causal language model built with ``attn_implementation="thd"``, bare or wrapped
             (DDP, FSDP2, tensor parallel, PEFT, Accelerate, torch.compile).
         batch: the microbatch, on the model's device.
         reduction: "tokens" or "sequences".
-        weights: floats ``[T]``, a further factor of each slot's loss, without gradient and no part of the
-            divisor. ``classes[batch.targets.clamp(0)]`` weighs by target. With shared prefixes ``[N]``.
-        label_smoothing: share of a target's mass spread over the vocabulary.
+        weights: floats ``[T]``, another factor of each slot's loss, without gradient. They do not change the
+            divisor. ``classes[batch.targets.clamp(0)]`` weights by target. With shared prefixes ``[N]``.
+        label_smoothing: share of a target's mass that is spread over the vocabulary.
         z_loss: factor of the squared lse of each loss token; None: the config's ``z_loss_coefficient``.
-        mtp_weight: weight of the mean of further predictions: if the model calls its head again, call k + 1
-            predicts the token k places after the next.
-        router_balance: over which tokens experts are balanced. "microbatch" is the model's own loss, over
+        mtp_weight: weight of the mean loss of further predictions. If the model calls its head again, call
+            k + 1 predicts the token k places after the next one.
+        router_balance: the tokens over which experts are balanced. "microbatch" is the model's own loss over
             all slots of the microbatch, if ``config.output_router_logits`` asks for it; it depends on the
-            packing. "sequence" is the mean over the step's sequences, by their input tokens, of the model's
-            balancing loss; it does not. "step" balances all tokens of the step so far, of all ranks.
+            packing. "sequence" averages the balancing losses of the step's sequences, weighted by input
+            tokens; it does not. "step" balances all tokens of the step so far, on all ranks.
         router_z_loss: factor of the squared lse of router logits, a mean over the step's input tokens and
-            the layers; the config's ``router_z_loss_coef`` when None.
+            the layers; None: the config's ``router_z_loss_coef``.
 
     Returns:
-        fp32 ``[]`` (fp64 for an fp64 model); under context parallelism the pack's on every rank, with the
-        gradient of this rank's shard. 10 loss tokens and ``loss_scale`` 0.1 give their mean; none gives 0.
+        fp32 ``[]`` (fp64 for an fp64 model). Under context parallelism every rank gets the whole pack's loss,
+        with the gradient of its shard. 10 loss tokens and ``loss_scale`` 0.1 give their mean; none gives 0.
 
     Raises:
-        ValueError: for another kind of model or attention, a batch that does not fit the model, or a
-            reduction or balance that needs to know more of the step or of the model's routers.
+        ValueError: for an unsupported model or attention, a batch that does not fit the model, or a reduction
+            or balance that needs more than the batch and the model's routers give.
     """
     if mtp_weight is not _MTP_WEIGHT:
-        real_number(mtp_weight, "mtp_weight", advice="It is what the further predictions weigh.")
+        real_number(mtp_weight, "mtp_weight", advice="It is the weight of further predictions.")
     call = HeadCall.of(model)
     penalties = Penalties(label_smoothing=label_smoothing, z_loss=_z_loss(call) if z_loss is None else z_loss)
     factors = loss_weights(batch, reduction, weights)
@@ -98,9 +98,9 @@ def causal_lm_loss(
 
 
 class TokenStats(NamedTuple):
-    """Sums over a batch's loss tokens, ``[]`` each: entropies in nats, right guesses, and their number.
+    """Sums over a batch's loss tokens, ``[]`` each: entropies in nats, right predictions, and tokens.
 
-    A guess is right if no other token is likelier than the target.
+    A prediction is right if no other token is likelier than the target.
     """
 
     entropy: Tensor
@@ -115,10 +115,10 @@ def causal_lm_loss_and_stats(
     label_smoothing: float = 0.0,
     router_balance: RouterBalance = "microbatch",
 ) -> tuple[Tensor, TokenStats]:
-    """Compute ``causal_lm_loss``, and entropy and accuracy of its tokens from the same forward pass.
+    """Compute ``causal_lm_loss``, and entropy and accuracy of its tokens, in one forward pass.
 
-    The arguments are those of ``causal_lm_loss``; the batch is no shard of one. 10 loss tokens under a
-    uniform distribution over 8 have entropy 10 log 8.
+    The arguments are those of ``causal_lm_loss``; the batch must not be a shard. 10 loss tokens under a
+    uniform distribution over 8 tokens have entropy 10 log 8.
     """
     call = HeadCall.of(model)
     penalties = Penalties(label_smoothing=label_smoothing, z_loss=_z_loss(call))
@@ -162,7 +162,7 @@ def _loss(
     found = call.run(model, batch, values, size=4 if stats else 1, routers=routers)
     call.choices = None if routers is None else routers.seen
     if watcher is not None and slots:
-        watcher.see(batch, slots[-1], scale or 0.0)  # the last: a model may be called twice
+        watcher.see(batch, slots[-1], scale or 0.0)  # the last call, if there are two
     if recorded is not None:
         recorded += slots[-1:]
     loss, *sums = found["values"].unbind()
@@ -178,12 +178,12 @@ def _loss(
 
 @torch.no_grad()
 def _token_stats(call: Call, batch: THDBatch) -> Tensor:
-    """Return the sums of entropies, right guesses and ones over the tokens that a call scores, ``[3]``."""
+    """Sum entropies, right predictions and ones over the tokens that a call scores, ``[3]``."""
     prepared = prepare(call)
     rows = row_logprobs(prepared.operands, prepared.targets, prepared.settings, entropy=True, right=True)
     each = torch.stack([rows.entropy, rows.right.to(rows.entropy.dtype), torch.ones_like(rows.entropy)], 1)
     sums = prepared.restore(each).flatten(0, -2)
-    if isinstance(batch, SharedBatch):  # a row stands for several tokens
+    if isinstance(batch, SharedBatch):  # several tokens may share a row
         tokens = batch.prefixes.token_rows
         counted = torch.ones_like(tokens) if batch.weights is None else (batch.weights != 0).long()
         sums = sums * batch.prefixes.of_rows(counted)[:, None]
@@ -195,13 +195,13 @@ def causal_lm_logprobs(
 ) -> LogProbs:
     """Compute log-probability, entropy and lse of every target of a batch, differentiable.
 
-    ``model`` and ``batch`` are those of ``causal_lm_loss``, and errors too. ``temperature``, above 0, divides
-    the model's logits after its own scale and cap; ``entropy`` says whether it is wanted.
+    ``model``, ``batch`` and errors are those of ``causal_lm_loss``. ``temperature``, above 0, divides the
+    logits after the model's own scale and cap. ``entropy=False`` leaves the entropy out.
 
     Returns:
         Three tensors ``[T]``, 0 where there is no target; fp32 (fp64 for an fp64 model). Entry i belongs to
-        ``batch.targets[i]``, the token after slot i; ``PackedRollouts`` puts it in that token's place. With
-        shared prefixes they have an entry for each token of every sequence, ``[N]``.
+        ``batch.targets[i]``, the token after slot i; ``PackedRollouts`` moves it to that token. With shared
+        prefixes the tensors have one entry for each token of every sequence, ``[N]``.
     """
     LogitMap(temperature=temperature)  # checked before the model runs
     instance(model, "model", nn.Module, advice="Pass the model itself.")
@@ -225,7 +225,7 @@ def causal_lm_logprobs(
 
 
 def dft_loss(logp: Tensor, batch: THDBatch) -> Tensor:
-    """Compute the loss of dynamic fine-tuning: each token's loss weighs the token's probability.
+    """Compute the loss of dynamic fine-tuning: each token's loss is multiplied by its probability.
 
     arXiv:2508.05629, equation 9: ``-p.detach() log p``. The sum over all targets is multiplied by
     ``batch.loss_scale``, and each target by its weight, as in ``causal_lm_loss``; ``logp`` are floats
@@ -238,7 +238,7 @@ def dft_loss(logp: Tensor, batch: THDBatch) -> Tensor:
 
 
 def loss_weights(batch: THDBatch, reduction: Reduction, weights: Tensor | None) -> Factors | None:
-    """Return the function that weighs every slot's target; None if the batch's scale is the only factor."""
+    """Return the function that gives each target its factor; None if the batch's scale is the only one."""
     if type(batch) is not THDBatch:
         check_batch(batch)
     if reduction != "tokens":
@@ -249,7 +249,7 @@ def loss_weights(batch: THDBatch, reduction: Reduction, weights: Tensor | None) 
         return None
     slots = batch.targets.shape if shared is None else shared.token_rows.shape
     if weights is not None:
-        shaped(weights, "weights", slots, "one a slot. Weights of the data belong into the samples.")
+        shaped(weights, "weights", slots, "one a slot. Put weights of the data into the samples.")
     scale = batch.sequence_scale if reduction == "sequences" else batch.loss_scale
     if scale is None:
         raise ValueError(
@@ -290,8 +290,9 @@ def _shares(batch: THDBatch, dtype: torch.dtype) -> Tensor:
 def mtp_targets(targets: Tensor, cu_seqlens: Tensor, depth: int, *, ignore_index: int = -100) -> Tensor:
     """Shift targets, int64 ``[T]``, left by ``depth`` inside every sequence.
 
-    Depth 0 gives ``targets``, the next tokens, back, 1 the token after the next. The last ``depth`` slots of
-    every sequence become ``ignore_index``. ``cu_seqlens`` int32 ``[S + 1]`` are the offsets in memory.
+    Depth 0 returns ``targets``, the next tokens; depth 1 gives the token after the next one. The last
+    ``depth`` slots of every sequence become ``ignore_index``. ``cu_seqlens`` are int32 ``[S + 1]``, the
+    offsets of the sequences with their padding.
     ``([6, 7, -100, 9, -100], [0, 3, 5], 1)`` becomes ``[7, -100, -100, -100, -100]``.
     """
     depth = whole_number(depth, "depth", advice="0 is the next token, 1 the one after it.")
@@ -313,17 +314,17 @@ def mtp_targets(targets: Tensor, cu_seqlens: Tensor, depth: int, *, ignore_index
 def predicting(
     operands: HeadOperands, batch: THDBatch, depth: int
 ) -> tuple[HeadOperands, Tensor, int | None]:
-    """Return the operands of a batch's rows of predictions, their targets, and how many count at the most."""
+    """Return the operands of the rows that predict, their targets, and an upper bound of loss tokens."""
     if not isinstance(batch, SharedBatch):
         return operands, targets_after(batch, depth) if depth else batch.targets, batch.max_targets
     if depth:
-        raise ValueError("The model predicts further tokens. Collate with share_prefixes=False.")
+        raise ValueError("The model predicts beyond the next token. Collate with share_prefixes=False.")
     rows = batch.prefixes
     return operands.at(rows.slots), rows.targets, rows.targets.shape[0]
 
 
 def targets_after(batch: THDBatch, depth: int) -> Tensor:
-    """Shift a batch's targets by ``depth``; a shard's over the whole pack, which takes one collective."""
+    """Shift a batch's targets by ``depth``; for a shard, gather the whole pack's in one collective."""
     if not isinstance(batch, THDShard):
         return mtp_targets(batch.targets, batch.cu_seqlens_padded, depth)
     layout = batch.layout

@@ -1,7 +1,7 @@
 """Hidden states and heads of a student and a teacher -> the divergence of their predictions, without logits.
 
-T slots, H and H' hidden sizes, V vocabulary. 8THV operations: the logits of both once, and the student's
-gradients, which are computed in the forward pass as any scalar's can be.
+T slots, H and H' hidden sizes, V vocabulary. It takes 8THV operations: the logits of both once, and the
+student's gradients, which the forward pass can compute because the loss is a scalar.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def fused_linear_distillation(
     With ``p`` the teacher's and ``q`` the student's softmax of logits over the temperature: "kl" is
     ``sum p log(p / q)``, arXiv:1503.02531; "reverse_kl" ``sum q log(q / p)``, MiniLLM, arXiv:2306.08543;
     "jsd" the generalised Jensen-Shannon divergence ``beta KL(p, m) + (1 - beta) KL(q, m)``,
-    ``m = beta p + (1 - beta) q``, GKD, arXiv:2306.13649, equation 1. No factor of the squared temperature: if
-    you want one, put it into ``token_weights``. The cross entropy is of temperature 1.
+    ``m = beta p + (1 - beta) q``, GKD, arXiv:2306.13649, equation 1. There is no factor of the squared
+    temperature; put one into ``token_weights`` if you want it. The cross entropy uses temperature 1.
 
     The arguments that are not listed describe the student's head, as in ``fused_linear_cross_entropy``.
     Values of ``targets`` matter only if ``alpha`` is below 1. Under ``tp_group`` every few hundred tokens
@@ -63,7 +63,7 @@ def fused_linear_distillation(
       ``weight`` is, and ``teacher_bias`` ``[V]``: the teacher's head, which gets no gradient.
     - ``teacher_softcap``, ``teacher_logit_scale``: cap on the teacher's logits, and their factor before the
       cap.
-    - ``alpha``: the divergence's share, 0 to 1; ``beta``: the teacher's share of the mixture, inside 0 to 1.
+    - ``alpha``: the divergence's share, 0 to 1; ``beta``: the teacher's share of m, above 0 and below 1.
     - ``temperature``: divides the logits of both, after their caps.
     - ``valid_vocab_size``: columns that exist in both vocabularies.
 
@@ -103,7 +103,7 @@ def _distillation(
     token_weights: Tensor | float | None,
     mean: bool,
 ) -> Tensor:
-    """Compute ``fused_linear_distillation`` from a student, a teacher and what is compared."""
+    """Compute ``fused_linear_distillation`` from the calls of a student and a teacher, and a divergence."""
     prepared, weights = prepare_weighted(call, token_weights, mean=mean)
     weights = weights * alpha
     hard: Tensor | None = None
@@ -115,7 +115,7 @@ def _distillation(
             return hard
     taught = _head_teacher(call, teacher, prepared, token_weights)
     operands, settings = prepared.operands, prepared.settings
-    if settings.compute == torch.float16:  # gradients are made before anybody's loss scale is known
+    if settings.compute == torch.float16:  # gradients are computed before the loss scale is known
         hidden, weight, bias = operands
         operands = (hidden.float(), weight.float(), None if bias is None else bias.float())
         settings = replace(settings, compute=torch.float32)

@@ -1,8 +1,9 @@
 """Hidden states and the head's weight -> log-probability, entropy and lse of every token, without logits.
 
 T slots, H hidden size, V vocabulary. One autograd.Function computes all three, so that they can be
-differentiated together or one by one, in any order. The forward pass keeps lse and entropy, 8 bytes a token.
-The backward pass makes the logits again: 8THV operations, against the 6THV of ``linear_nll`` for one scalar.
+differentiated together or one by one, in any order. The forward pass keeps lse and entropy, 8 bytes per
+token. The backward pass computes the logits again. In total that is 8THV operations; ``linear_nll`` takes
+6THV for one scalar.
 """
 
 from __future__ import annotations
@@ -74,17 +75,17 @@ def fused_linear_logprobs(
         temperature: divides the logits after the cap.
         softcap: cap on the logits, applied before the temperature; None for none.
         logit_scale: factor before the cap.
-        ignore_index: targets that do not count; their rows are left out of the products.
-        valid_vocab_size: columns that exist, if the vocabulary is padded.
-        rows: int64 ``[R]`` indices, or bool ``[T]``: the tokens wanted, a response's for example.
+        ignore_index: the target that does not count; its rows are left out of the products.
+        valid_vocab_size: number of real columns, if the vocabulary is padded.
+        rows: int64 ``[R]`` indices, or bool ``[T]``: the tokens to compute, for example those of a response.
         tp_group: ranks that share the vocabulary: one collective forward, one backward.
-        chunk: tokens of a tile; "auto" keeps two tiles within a byte budget. Changes no number but rounding.
-        loss_tokens: the most targets that count, if the host knows it, so that nothing waits for a GPU.
-        entropy: whether the entropy is wanted; without it a pass over every tile is saved.
+        chunk: tokens of a tile; "auto" keeps two tiles within a byte budget. It only affects rounding.
+        loss_tokens: upper bound of targets that count, if the host knows it; then nothing waits for a GPU.
+        entropy: whether to compute the entropy; False saves a pass over every tile.
 
     Returns:
         Three tensors of the shape of ``targets``, or ``[R]`` with ``rows``. Hidden ``[[0.]]``, weight
-        ``[[1.], [2.]]``, target 0 give log-probability ``-0.6931``, entropy ``0.6931``, lse ``0.6931``.
+        ``[[1.], [2.]]`` and target 0 give log-probability ``-0.6931``, entropy ``0.6931``, lse ``0.6931``.
 
     Raises:
         ValueError: for shapes, dtypes, devices, targets or settings that do not fit.
@@ -106,7 +107,7 @@ def linear_logprobs(call: Call, *, entropy: bool) -> LogProbs:
 
 
 class RowValues(NamedTuple):
-    """What the softmax of prepared rows gives, ``[R]`` each."""
+    """The results of the softmax of prepared rows, ``[R]`` each."""
 
     logp: Tensor
     entropy: Tensor
@@ -124,7 +125,7 @@ def row_logprobs(
     mean: bool = False,
     right: bool = False,
 ) -> RowValues:
-    """Compute ``RowValues`` of prepared rows; unwanted entropies and mean logits have no gradient."""
+    """Compute ``RowValues`` of prepared rows; entropies and means have no gradient if they are not wanted."""
     if settings.of_logits:
         return _logits_logprobs(operands[0], targets, settings)
     values = _LinearLogprobs.apply(*operands, targets, settings, entropy, mean, right)  # type: ignore[no-untyped-call]
@@ -160,7 +161,7 @@ class _LinearLogprobs(torch.autograd.Function):
         lse = stats[MAX] + log_sum
         # The largest logit and log(sum) are subtracted one by one: exact if the target is nearly certain.
         logp = stats[TARGET] - stats[MAX] - log_sum
-        if exact is not None:  # the target is exact, the largest may be rounded
+        if exact is not None:  # the target's logit is exact, the largest logit may be rounded
             logp = logp.clamp_max_(0.0)
         spread = torch.zeros_like(lse)
         if entropy:

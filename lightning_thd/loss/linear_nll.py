@@ -1,8 +1,8 @@
 """Hidden states and the head's weight -> one scalar: the cross entropy over a pack, without logits.
 
-T slots, H hidden size, V vocabulary. Tiles of logits become gradients while they are there (``tiles/nll``,
-6THV operations). Under tensor parallelism, in fp16, or if nothing needs a gradient, the loss is put together
-from ``linear_logprobs``.
+T slots, H hidden size, V vocabulary. Tiles of logits become gradients while they are in memory
+(``tiles/nll``, 6THV operations). Under tensor parallelism, in fp16, or if nothing needs a gradient, the loss
+is computed from ``linear_logprobs``.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ def fused_linear_cross_entropy(
     """Compute ``F.cross_entropy(logits, targets)`` of a pack without its logits.
 
     The other arguments are those of ``fused_linear_logprobs``. ``token_weights`` ``[T]`` are factors of each
-    token's loss and get no gradient. ``label_smoothing`` is the share of the target's mass spread over the
-    vocabulary, and ``z_loss`` the factor of lse squared, added for each token. ``reduction`` is "sum", or
-    "mean" over the tokens that count, whatever their weights (0 if none does).
+    token's loss and get no gradient. ``label_smoothing`` is the share of the target's mass that is spread
+    over the vocabulary. ``z_loss`` is the factor of lse squared, added for each token. ``reduction`` is
+    "sum", or "mean": the sum divided by the number of tokens that count (0 if there are none).
 
     Returns:
         fp32 ``[]`` (fp64 for fp64 inputs). Hidden ``[[0.]]``, weight ``[[1.], [2.]]``, target 0 give
         ``0.6931``.
     """
     instance(weight, "weight", Tensor, advice="Pass the head's weight, not logits.")
-    advice = "For a value a token use fused_linear_logprobs(...).logp."
+    advice = "For one value per token use fused_linear_logprobs(...).logp."
     choice(reduction, "reduction", "sum", "mean", advice=advice)
     logit_map = LogitMap(logit_scale, softcap, temperature, valid_vocab_size)
     call = Call(hidden, weight, targets, bias, logit_map, ignore_index, tp_group, chunk, loss_tokens)
@@ -139,7 +139,7 @@ class _ScalarLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         *_, ctx.settings, ctx.job, ctx.name = arguments
-        ctx.save_for_backward(*arguments[:5])  # a change in place before the backward pass is noticed
+        ctx.save_for_backward(*arguments[:5])  # autograd then detects changes in place
         loss, ctx.found = _run(ctx, arguments[:5])
         return loss
 
@@ -147,8 +147,8 @@ class _ScalarLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             refuse_double_backward(ctx.name)
-        saved = ctx.saved_tensors  # once: torch.utils.checkpoint gives them a single time
-        # Handed out once, to be scaled in place; a second backward through a retained graph makes them again.
+        saved = ctx.saved_tensors  # read once: torch.utils.checkpoint allows no second read
+        # Gradients are scaled in place, so they serve one backward pass; a second one computes them again.
         found, ctx.found = ctx.found, None
         if found is None:
             _, found = _run(ctx, saved)
@@ -166,7 +166,7 @@ scalar_loss: Callable[..., Tensor] = _ScalarLoss.apply
 
 
 def _run(ctx: Any, saved: tuple[Any, ...]) -> tuple[Tensor, HeadGradients]:
-    """Run a job on tiles with as many rows as the kept logits allow."""
+    """Run a job on tiles with as many rows as fit the memory for kept logits."""
     how, hidden, targets, weights = ctx.settings, saved[0], saved[3], saved[4]
     on_cpu, kept = hidden.device.type == "cpu", how.compute if how.native else how.accumulator
     budget, fewest = (_CPU_STASH_BYTES, 256) if on_cpu else (_ACCELERATOR_STASH_BYTES, 1024)

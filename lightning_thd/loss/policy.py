@@ -1,21 +1,21 @@
 """Log-probabilities of a pack of rollouts -> policy losses: PPO, GRPO, GSPO, CISPO, SAPO and VESPO.
 
 T slots, B rows (rollouts). A value of a slot belongs to the token that the slot predicts, as in
-``causal_lm_logprobs(model, rollouts.batch).logp``; ``rollouts.pack`` brings padded values there. Slots that
-predict no response token do not count, whatever they hold. Each loss is one number ``[]``. The losses share
-these arguments:
+``causal_lm_logprobs(model, rollouts.batch).logp``; ``rollouts.pack`` converts padded values. Slots that
+predict no response token are ignored. Each loss is one number ``[]``. The losses share these arguments:
 
 - ``logp`` and ``old_logp``, floats ``[T]``: log-probabilities under the policy and under the one that
   sampled,
-- ``advantages``, ``[T]``, or ``[B]`` for one a row: they get no gradient,
+- ``advantages``, ``[T]``, or ``[B]`` for one per row: they get no gradient,
 - ``rollouts``: the pack,
-- ``clip``: how far below 1 the ratio of the policies may push; ``clip_high``: how far above, as far when
-  None,
-- ``reference_logp``, floats ``[T]``, and ``beta``: the reference, and the factor of the divergence from it,
-- ``weights``, floats ``[T]``: a factor of each token's loss, no part of the divisor,
+- ``clip`` and ``clip_high``: the ratio of the policies is clipped to ``1 - clip`` to ``1 + clip_high``;
+  ``clip_high`` None is ``clip``,
+- ``reference_logp``, floats ``[T]``: log-probabilities under the reference; ``beta``: the factor of the
+  divergence from it,
+- ``weights``, floats ``[T]``: a factor of each token's loss, which does not change the divisor,
 - ``scale``: replaces the division by the number of rows or tokens. For a step of several microbatches or
   ranks, pass ranks x microbatches / the step's rows or tokens. The mean over microbatches and ranks is then
-  exact whatever the packing.
+  exact for every packing.
 
 Shapes and settings that do not fit raise ValueError, arguments of another type TypeError.
 """
@@ -47,11 +47,11 @@ def ppo_clip_loss(
     weights: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Compute PPO's clipped policy-gradient loss: ``-min(r A, clip(r) A)`` a token.
+    """Compute PPO's clipped policy-gradient loss: ``-min(r A, clip(r) A)`` per token.
 
     PPO, arXiv:1707.06347, equation 7, averaged over all response tokens. ``dual_clip``, above 1, bounds the
     loss of negative advantages by ``-dual_clip A``, arXiv:1912.09729, equation 5. DAPO, arXiv:2503.14476,
-    takes ``clip_high=0.28``. Ratios of 1 and advantages of 1 give -1.
+    uses ``clip_high=0.28``. Ratios of 1 and advantages of 1 give -1.
     """
     bounds = _bounds(clip, clip_high)
     _, ratio, of_slot = _slots(logp, old_logp, advantages, rollouts, weights)
@@ -78,15 +78,15 @@ def grpo_loss(
     weights: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Compute the GRPO loss: a clipped policy gradient by advantages in a group, with a divergence penalty.
+    """Compute the GRPO loss: a clipped policy gradient with group advantages and a divergence penalty.
 
     A token's loss is ``-min(r A, clip(r) A) + beta (e^(ref - logp) - (ref - logp) - 1)``, GRPO,
     arXiv:2402.03300, equations 3 and 4. ``largest_ratio`` bounds the unclipped ratio, as INTELLECT-2 does,
     arXiv:2505.07291. If the policy itself sampled, pass ``logp.detach()`` as ``old_logp``. Kinds:
 
     - "grpo": the mean over rows of each row's mean over its tokens.
-    - "dr_grpo": the sum over all tokens / (rows x ``max_tokens``), Dr. GRPO, arXiv:2503.20783, which weighs
-      long answers no less. ``max_tokens`` is the longest response that could have been sampled.
+    - "dr_grpo": the sum over all tokens / (rows x ``max_tokens``), Dr. GRPO, arXiv:2503.20783; tokens of long
+      answers keep their weight. ``max_tokens`` is the longest response that could have been sampled.
     - "token_mean": the mean over all tokens, DAPO, arXiv:2503.14476, equation 8.
 
     Ratios of 1 and advantages of 1 give -1 for "grpo" and "token_mean".
@@ -116,11 +116,11 @@ def gspo_loss(
     weights: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Compute the GSPO loss: a clipped policy gradient with one probability ratio a response.
+    """Compute the GSPO loss: a clipped policy gradient with one probability ratio per response.
 
     ``-min(s A, clip(s) A)`` with ``s = exp(mean(logp - old_logp))``, GSPO, arXiv:2507.18071, equations 5
-    and 7, averaged over rows; the clips are the paper's. ``advantages`` and ``weights`` are ``[B]``, and the
-    divergence is averaged over each row's tokens. Equal policies and advantages of 1 give -1.
+    and 7, averaged over rows. The default clips are the paper's. ``advantages`` and ``weights`` are ``[B]``,
+    and the divergence is averaged over each row's tokens. Equal policies and advantages of 1 give -1.
     """
     low, high = _bounds(clip, clip_high)
     given = _given(rollouts, logp=logp, old_logp=old_logp)
@@ -147,10 +147,10 @@ def cispo_loss(
     weights: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Compute the CISPO loss: ``-min(r, largest_ratio) A logp`` a token, whose factors get no gradient.
+    """Compute the CISPO loss: ``-min(r, largest_ratio) A logp`` per token; only ``logp`` gets a gradient.
 
-    MiniMax-M1, arXiv:2506.13585, equation 4, with no lower bound, averaged over all response tokens. No token
-    loses its gradient, however far its ratio is. Ratios of 1, advantages of 1 and log-probabilities of -2
+    MiniMax-M1, arXiv:2506.13585, equation 4, with no lower bound, averaged over all response tokens. Every
+    token keeps its gradient, whatever its ratio. Ratios of 1, advantages of 1 and log-probabilities of -2
     give 2.
     """
     real_number(largest_ratio, "largest_ratio", above=0.0)
@@ -170,10 +170,10 @@ def sapo_loss(
     weights: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Compute the SAPO loss: ``-4 / t sigmoid(t (r - 1)) A`` a token, a soft gate in place of a clip.
+    """Compute the SAPO loss: ``-4 / t sigmoid(t (r - 1)) A`` per token, a soft gate instead of a clip.
 
-    SAPO, arXiv:2511.20347: the mean over rows of each row's mean over its tokens. ``temperature`` is t of
-    tokens with a positive advantage, ``temperature_negative`` of the others; a larger one closes the gate
+    SAPO, arXiv:2511.20347: the mean over rows of each row's mean over its tokens. ``temperature`` is t for
+    tokens with a positive advantage, ``temperature_negative`` for the others. With a larger t the gate closes
     earlier. Ratios of 1 and advantages of 1 give -2.
     """
     real_number(temperature, "temperature", above=0.0)
@@ -194,12 +194,13 @@ def vespo_loss(
     lam: tuple[float, float] = (3.0, 2.0),
     scale: float | None = None,
 ) -> Tensor:
-    """Compute the VESPO loss: ``-phi(w) A logp`` a token, a smooth weight of a response in place of a clip.
+    """Compute the VESPO loss: ``-phi(w) A logp`` per token, with a smooth weight per response, not a clip.
 
-    VESPO, arXiv:2602.10693: ``phi(w) = w^k e^(lam (1 - w))`` with ``w = exp(sum(logp - old_logp))`` of the
-    response gets no gradient. Averaged over all response tokens; a token's distance is held within 20 nats,
-    and w between 1e-8 and e^20. ``advantages`` are ``[B]``. ``k`` and ``lam`` are for advantages of 0 and
-    more, and for negative ones. Equal policies, advantages of 1 and log-probabilities of -2 give 2.
+    VESPO, arXiv:2602.10693: ``phi(w) = w^k e^(lam (1 - w))`` with ``w = exp(sum(logp - old_logp))`` over the
+    response gets no gradient. The loss is the mean over all response tokens. A token's ``logp - old_logp`` is
+    clamped to 20 nats, and w to 1e-8 to e^20. ``advantages`` are ``[B]``. ``k`` and ``lam`` have one value
+    for advantages of 0 and more, and one for negative advantages. Equal policies, advantages of 1 and
+    log-probabilities of -2 give 2.
     """
     for name, pair in (("k", k), ("lam", lam)):
         for value in pair:
@@ -221,21 +222,21 @@ def vespo_loss(
 def group_advantages(
     rewards: Tensor, group_size: int, *, normalise: bool = True, epsilon: float = 1e-4
 ) -> Tensor:
-    """Return each reward ``[B]`` less its group's mean, over the group's standard deviation.
+    """Subtract the group's mean from each reward ``[B]``, and divide by the group's standard deviation.
 
-    arXiv:2402.03300, section 4.1.2; without ``normalise`` Dr. GRPO's, arXiv:2503.20783. The ``group_size``
-    rollouts of a prompt are next to each other. The standard deviation is that of a sample (n - 1), plus
-    ``epsilon``. Rewards ``[1, 3]`` of one group without ``normalise`` give ``[-1, 1]``.
+    arXiv:2402.03300, section 4.1.2; without ``normalise`` nothing is divided (Dr. GRPO, arXiv:2503.20783).
+    The ``group_size`` rollouts of a prompt are next to each other. The standard deviation is that of a sample
+    (n - 1), plus ``epsilon``. Rewards ``[1, 3]`` of one group without ``normalise`` give ``[-1, 1]``.
     """
     real_number(epsilon, "epsilon", least=0.0)
     flags(normalise=normalise)
-    group_size = whole_number(group_size, "group_size", least=None, advice="It is the rollouts of a prompt.")
+    group_size = whole_number(group_size, "group_size", least=None, advice="Pass the rollouts per prompt.")
     least = 2 if normalise else 1
     whole = rewards.ndim == 1 and group_size >= least and not rewards.shape[0] % group_size
     if not whole or not rewards.is_floating_point():
         raise ValueError(
-            f"rewards is {rewards.dtype} {list(rewards.shape)} with {group_size=}, wanted floats [B], a "
-            f"multiple of a group of at least {least}."
+            f"rewards is {rewards.dtype} {list(rewards.shape)} with {group_size=}, wanted floats [B] "
+            f"with B a multiple of group_size, a group of at least {least}."
         )
     groups = rewards.view(-1, group_size)
     centred = groups - groups.mean(1, keepdim=True)
@@ -252,7 +253,7 @@ def _bounds(clip: float, clip_high: float | None) -> tuple[float, float]:
 
 
 def _ratio(distance: Tensor) -> Tensor:
-    """Return ``e^distance`` kept finite: a clipped infinite ratio would have a gradient of NaN."""
+    """Return ``e^distance``, bounded to finite values: a clipped infinite ratio has a gradient of NaN."""
     return distance.clamp(max=math.log(torch.finfo(distance.dtype).max) - 1.0).exp()
 
 
@@ -271,7 +272,7 @@ def _given(rollouts: PackedRollouts, factors: Tensor | None = None, **values: Te
     if isinstance(factors, Tensor) and factors.shape == counts.shape:
         counts = counts & (factors != 0)
     for name, value in values.items():
-        shaped(value, name, counts.shape, "one a slot. Bring padded values there by rollouts.pack(...).")
+        shaped(value, name, counts.shape, "one a slot. Convert padded values by rollouts.pack(...).")
     return {name: torch.where(counts, value, 0.0) for name, value in values.items()}
 
 
@@ -279,8 +280,8 @@ def _advantages(advantages: Tensor, rollouts: PackedRollouts) -> Tensor:
     slots, rows = rollouts.held.shape, rollouts.shape[0]
     if advantages.shape == slots == (rows,) and max(rollouts.batch.lengths) > 1:
         raise ValueError(
-            f"The pack has {rows} rows in as many slots, so that advantages may be of either. Make it with a "
-            f"slot more: PackedRollouts.from_padded(..., pad_to={rows + 1})."
+            f"The pack has {rows} rows in as many slots, so advantages may belong to either. Add a slot: "
+            f"PackedRollouts.from_padded(..., pad_to={rows + 1})."
         )
     if advantages.shape == (rows,) and slots != (rows,):
         of_row = torch.cat([advantages.detach(), advantages.new_zeros(1)])
@@ -321,11 +322,11 @@ def _reduced(
         losses = torch.where(factors != 0, losses, 0.0) * factors
     rows = rollouts.means(losses) if kind == "grpo" else rollouts.sums(losses)
     if max_tokens is not None:
-        whole_number(max_tokens, "max_tokens", least=1, advice="It is the longest response's tokens.")
+        whole_number(max_tokens, "max_tokens", least=1, advice="Pass the longest response's tokens.")
     if scale is not None:
         return rows.sum() * real_number(scale, "scale")
     if kind == "dr_grpo" and max_tokens is None:
-        raise ValueError("kind='dr_grpo' got no max_tokens, wanted the longest response's tokens.")
+        raise ValueError("kind='dr_grpo' got no max_tokens. Pass the longest response's number of tokens.")
     if kind == "token_mean":
         return rows.sum() / rollouts.counts.sum().clamp_min(1)
     return rows.sum() / (max(1, rollouts.shape[0]) * (max_tokens or 1 if kind == "dr_grpo" else 1))

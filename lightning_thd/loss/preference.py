@@ -1,17 +1,17 @@
-"""Log-probabilities of responses -> preference losses of pairs, or of responses liked or not.
+"""Log-probabilities of responses -> preference losses of pairs, or of desirable and undesirable responses.
 
-P pairs, N responses, S sequences, T slots. Everything takes one number a response, as
-``PackedRollouts.sequence_logprobs`` or ``sequence_sums`` give it. With the chosen responses in the first half
-of the rows and the rejected ones in the second, ``chosen, rejected = logps.chunk(2)``. Each loss is one
-number ``[]``. The losses share these arguments:
+P pairs, N responses, S sequences, T slots. All losses take one number per response, as
+``PackedRollouts.sequence_logprobs`` or ``sequence_sums`` return it. If the first half of the rows has the
+chosen responses and the second half the rejected ones, use ``chosen, rejected = logps.chunk(2)``. Each loss
+is one number ``[]``. The losses share these arguments:
 
 - ``chosen`` and ``rejected``, floats ``[P]``: log-probabilities of the responses of each pair in nats, and
   ``reference_chosen`` and ``reference_rejected``: the same under the reference,
 - ``beta``: the strength of the pull to the reference, or the scale of the rewards,
-- ``label_smoothing``: the share of labels that are taken to be wrong, below a half,
+- ``label_smoothing``: the share of labels that are assumed to be wrong, below 0.5,
 - ``weights``, floats ``[P]``: factors of the pairs; the loss is then divided by their sum,
 - ``scale``: replaces the division. For a step of several microbatches or ranks, pass ranks x microbatches /
-  the pairs of the whole step: the mean over them is then exact whatever the packing.
+  the pairs of the whole step. The mean over microbatches and ranks is then exact for every packing.
 
 Shapes and settings that do not fit raise ValueError, arguments of another type TypeError.
 """
@@ -79,13 +79,13 @@ def dpo_loss(
 ) -> Tensor:
     """Compute the DPO loss, or a variant, of pairs of responses and their reference log-probabilities.
 
-    ``chosen`` and ``rejected`` are sums over the tokens of a response. With ``c`` and ``r`` their differences
-    from the reference's, and ``d = beta (c - r)``:
+    ``chosen`` and ``rejected`` are sums over the tokens of a response. ``c`` and ``r`` are their differences
+    from the reference, ``b`` is ``beta``, ``e`` is ``label_smoothing``, and ``d = b (c - r)``:
 
-    - "sigmoid": ``-log sigmoid(d)``, DPO, arXiv:2305.18290, equation 7; with ``label_smoothing`` e
+    - "sigmoid": ``-log sigmoid(d)``, DPO, arXiv:2305.18290, equation 7; with ``label_smoothing``
       ``-(1 - e) log sigmoid(d) - e log sigmoid(-d)``, cDPO.
     - "hinge": ``max(0, 1 - d)``, SLiC, arXiv:2305.10425.
-    - "ipo": ``(c / tokens - r / tokens - 1 / (2 beta))^2``, IPO, arXiv:2310.12036, equation 17, averaged over
+    - "ipo": ``(c / tokens - r / tokens - 1 / (2 b))^2``, IPO, arXiv:2310.12036, equation 17, averaged over
       each response's tokens.
     - "robust": ``(-(1 - e) log sigmoid(d) + e log sigmoid(-d)) / (1 - 2 e)``, arXiv:2403.00409.
     - "exo_pair": the reverse divergence from ``(1 - e, e)``, EXO, arXiv:2402.00856, equation 16; needs e > 0.
@@ -97,8 +97,8 @@ def dpo_loss(
     - "discopop": a blend of ``-log sigmoid(d)`` and ``e^-d``, arXiv:2406.08414, equation 5.
     - "sigmoid_norm": "sigmoid" of ``c / tokens`` and ``r / tokens``.
     - "aot_unpaired": "sigmoid" of ``c`` and ``r``, each sorted over the pairs; "aot" sorts
-      ``chosen - rejected`` and the reference's instead, arXiv:2406.05882. Pass all pairs of a step in one
-      call, without ``weights`` and ``scale``.
+      ``chosen - rejected`` and the same difference of the reference, arXiv:2406.05882. Pass all pairs of a
+      step in one call, without ``weights`` and ``scale``.
 
     ``label_smoothing`` is for the kinds built on "sigmoid", "robust" and "exo_pair". "ipo" and "sigmoid_norm"
     need ``chosen_tokens`` and ``rejected_tokens``, ``[P]``, the tokens of each response. Equal
@@ -141,7 +141,7 @@ def _robust(c: Tensor, r: Tensor, beta: float, e: float) -> Tensor:
 
 def _exo(c: Tensor, r: Tensor, beta: float, e: float) -> Tensor:
     d = beta * (c - r)
-    limit = torch.finfo(d.dtype).max / 2  # whose sigmoid is 0 or 1; 0 times infinity would be NaN
+    limit = torch.finfo(d.dtype).max / 2  # there sigmoid is 0 or 1; 0 times infinity would be NaN
     d = d.clamp(-limit, limit)
     likelier = d.sigmoid() * (logsigmoid(d) - math.log1p(-e))
     return likelier + (-d).sigmoid() * (logsigmoid(-d) - math.log(e))
@@ -150,7 +150,7 @@ def _exo(c: Tensor, r: Tensor, beta: float, e: float) -> Tensor:
 def _discopop(c: Tensor, r: Tensor, beta: float, e: float) -> Tensor:
     d = beta * (c - r)
     blend = (d / _DISCOPOP_TAU).sigmoid()
-    # The blend goes into the exponent: e^-d itself overflows, times a blend of 0.
+    # The blend is a term of the exponent: e^-d can overflow, and a blend of 0 times infinity is NaN.
     return -logsigmoid(d) * (1.0 - blend) + (logsigmoid(d / _DISCOPOP_TAU) - d).exp()
 
 
@@ -186,9 +186,9 @@ def orpo_loss(
 
     ``-beta log sigmoid(log odds(chosen) - log odds(rejected))`` with ``odds = p / (1 - p)`` and p the
     geometric mean of a response's token probabilities; arXiv:2403.07691, equations 4 and 7. ``chosen`` and
-    ``rejected`` are means over each response's tokens, below 0, and ``beta`` is the paper's lambda. Its first
-    term is the cross entropy of the chosen responses: ``causal_lm_loss``. Equal log-probabilities give
-    ``beta log 2``.
+    ``rejected`` are means over each response's tokens, below 0, and ``beta`` is the paper's lambda. The
+    paper's other term is the cross entropy of the chosen responses: add ``causal_lm_loss``. Equal
+    log-probabilities give ``beta log 2``.
     """
     _check_rows(chosen=chosen, rejected=rejected)
     real_number(beta, "beta", above=0.0)
@@ -199,7 +199,7 @@ def orpo_loss(
 
 def _log1mexp(x: Tensor) -> Tensor:
     """Return ``log(1 - e^x)`` for x below 0, exact at both ends (Maechler, 2012)."""
-    x = x.clamp(max=-torch.finfo(x.dtype).tiny)  # a response that is certain: finite odds, no gradient
+    x = x.clamp(max=-torch.finfo(x.dtype).tiny)  # finite odds and no gradient for a certain response
     near = x > -math.log(2.0)
     inner = torch.where(near, x, -1.0)
     outer = torch.where(near, -1.0, x)
@@ -220,7 +220,7 @@ def simpo_loss(
 
     ``-log sigmoid(beta (chosen - rejected) - margin)``, SimPO, arXiv:2405.14734, equation 6; smoothed as in
     ``dpo_loss``. ``chosen`` and ``rejected`` are means over each response's tokens. ``margin`` is the paper's
-    gamma, by which the chosen reward is to be larger. Equal log-probabilities and no margin give ``log 2``.
+    gamma: the chosen reward should be larger by it. Equal log-probabilities and no margin give ``log 2``.
     """
     _check_rows(chosen=chosen, rejected=rejected)
     real_number(beta, "beta", above=0.0)
@@ -243,16 +243,16 @@ def kto_loss(
     weights: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Compute the KTO loss of responses that are each liked or not, beside a reference.
+    """Compute the KTO loss of responses that are each desirable or not, relative to a reference.
 
     With ``r = logp - reference``: ``1 - sigmoid(beta (r - divergence))`` if desirable,
     ``1 - sigmoid(beta (divergence - r))`` if not, KTO, arXiv:2402.01306, equation 7. With divergence 0
     this is the unpaired "apo_zero" of arXiv:2408.06266.
 
     ``logps`` and ``reference_logps`` are floats ``[N]``, sums over the tokens of a response; ``desirable`` is
-    bool ``[N]``, and ``weights`` are ``[N]``. ``divergence`` is its estimate, one number or ``[]``: the mean
-    of ``logp - reference`` over mismatched prompts and responses of the whole step, at least 0; it gets no
-    gradient. ``desirable_weight`` and ``undesirable_weight`` are factors of the losses, no part of the
+    bool ``[N]``, and ``weights`` are ``[N]``. ``divergence`` is an estimate, one number or ``[]``: the mean
+    of ``logp - reference`` over mismatched prompts and responses of the whole step, at least 0. It gets no
+    gradient. ``desirable_weight`` and ``undesirable_weight`` are factors of the losses, and do not change the
     divisor. Equal log-probabilities and no divergence give 0.5.
     """
     _check_rows(logps=logps, reference_logps=reference_logps)
@@ -289,7 +289,7 @@ def reward_pair_loss(
     """Compute a reward model's loss of pairs: ``-log sigmoid(chosen - rejected - margin)``.
 
     Bradley-Terry, arXiv:2203.02155, equation 1. ``chosen`` and ``rejected`` are rewards. ``margin``, one
-    number or ``[P]``, is arXiv:2307.09288's, equation 2; ``centre`` is the factor of ``(chosen +
+    number or ``[P]``, is that of arXiv:2307.09288, equation 2. ``centre`` is the factor of ``(chosen +
     rejected)^2``, arXiv:2312.09244, equation 2. Equal rewards give ``log 2``.
     """
     _check_rows(chosen=chosen, rejected=rejected, **{"margin": margin} if isinstance(margin, Tensor) else {})
@@ -306,7 +306,7 @@ def reward_pair_loss(
 
 
 def _check_smoothing(kind: str, value: float) -> None:
-    """Refuse a share of a half or more, and label smoothing of a variant that has none, or needs some."""
+    """Refuse label smoothing of 0.5 or more, smoothing that a kind does not have, and 0 if it needs some."""
     real_number(value, "label_smoothing", least=0.0)
     needed = kind == "exo_pair"
     if value >= 0.5 or (value and kind not in _SMOOTH) or (needed and not value):
@@ -315,7 +315,7 @@ def _check_smoothing(kind: str, value: float) -> None:
 
 
 def _weighted_mean(losses: Tensor, weights: Tensor | None, scale: float | None) -> Tensor:
-    """Average losses ``[P]`` by their number or the sum of their weights; ``scale`` is the factor instead."""
+    """Sum weighted losses ``[P]``, and divide by number or total weight, or multiply by ``scale``."""
     if weights is not None:
         _check_rows(losses=losses, weights=weights)
         losses = losses * weights.detach()
@@ -328,7 +328,7 @@ def _weighted_mean(losses: Tensor, weights: Tensor | None, scale: float | None) 
 
 
 def _counted(weights: Tensor | None, *rows: Tensor, blank: float = 0.0) -> tuple[Tensor, ...]:
-    """Blank rows ``[P]`` of weight 0, so that a NaN there reaches neither loss nor gradient."""
+    """Set rows ``[P]`` of weight 0 to ``blank``, so that a NaN there reaches neither loss nor gradient."""
     if weights is None:
         return rows
     _check_rows(losses=rows[0], weights=weights)
@@ -336,7 +336,7 @@ def _counted(weights: Tensor | None, *rows: Tensor, blank: float = 0.0) -> tuple
 
 
 def _check_rows(**tensors: Tensor) -> None:
-    """Refuse arguments that do not hold one number a response; integers may only count tokens."""
+    """Refuse arguments that do not hold one number per response; only counts of tokens may be integers."""
     shape = next(iter(tensors.values())).shape
     for name, tensor in tensors.items():
         if tensor.ndim != 1 or tensor.shape != shape:

@@ -1,4 +1,4 @@
-"""Arguments of a fused loss -> checked, flattened, selected rows, and results in the caller's shape again."""
+"""Arguments of a fused loss -> checked and selected rows, and results -> the caller's shape."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lightning_thd.loss.tiles.logits import Head, LogitMap, Operands, Settings
 from lightning_thd.loss.tiles.products import has_autocast, is_native
 
 _FLOATS = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
-# Below this share of ignored rows their products cost less than a copy of the others.
+# If the share of ignored rows is smaller, computing them costs less than copying the other rows.
 _WORTH_SKIPPING = 0.05
 # Types that hold no DTensor.
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
-# Devices that make Python wait for a number that it reads. There the caller's number of loss tokens is used.
+# On these devices Python waits for a number that it reads, so the caller's number of loss tokens is used.
 _WAITS = {"cuda"}
 
 
@@ -45,11 +45,11 @@ class Call:
 class Prepared:
     """Checked operands and targets of the rows that are multiplied."""
 
-    operands: Operands  # hidden ``[R, H]``, weight and bias, on the path of the gradient
+    operands: Operands  # hidden ``[R, H]``, weight and bias, which autograd follows
     targets: Tensor  # int64 ``[R]``
     counts: Tensor | None  # bool ``[R]``, False for ignored targets; None if all count
-    kept: Tensor | None  # int64 ``[R]``, their places in ``shape`` flattened; None for all
-    shape: torch.Size  # what the caller wants back
+    kept: Tensor | None  # int64 ``[R]``, the rows' indices in the flattened ``shape``; None for all
+    shape: torch.Size  # the shape of the results
     settings: Settings  # dtypes, tile size, vocabulary and group
 
     def restore(self, values: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class Prepared:
         if self.counts is not None:
             counts = self.counts.view(-1, *[1] * len(rest))
             values = torch.where(counts, values, values.new_zeros(()))
-        if self.kept is not None:  # added: rows that fill up ``kept`` are zeros
+        if self.kept is not None:  # index_add, because filler rows of ``kept`` repeat an index with zeros
             values = values.new_zeros(self.shape.numel(), *rest).index_add(0, self.kept, values)
         return values.view(*self.shape, *rest)
 
@@ -93,7 +93,7 @@ def prepare(call: Call) -> Prepared:
         )
     wide = torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
     compute = hidden.dtype
-    if autocast:  # which does not cast fp64
+    if autocast:  # autocast does not cast fp64
         compute = wide if wide == torch.float64 else torch.get_autocast_dtype(hidden.device.type)
     targets, shape = call.targets.flatten().long(), call.targets.shape
     kept: Tensor | None = None
@@ -154,7 +154,7 @@ def rows_with_target(
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
     """Return the rows whose target counts, their targets, and which of these count; None for all.
 
-    Given ``at_most``, no number is read from the device; rows that do not count fill up what is missing.
+    With ``at_most``, no number is read from the device, and ignored rows fill the result up to that number.
     """
     capturing = targets.is_cuda and torch.cuda.is_current_stream_capturing()
     if STATIC.get() or targets.is_meta or capturing:
@@ -179,7 +179,7 @@ def check_operands(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, autoc
     if weight.ndim != 2 or hidden.ndim < 2 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}, wanted [T, H] and [V, H] with "
-            "one H, the weight as nn.Linear stores it."
+            "the same H. nn.Linear stores its weight as [V, H]."
         )
     dtypes = {hidden.dtype, weight.dtype}
     if not dtypes <= _FLOATS or (len(dtypes) > 1 and not autocast):
@@ -202,7 +202,7 @@ def _check_device(name: str, tensor: Tensor, hidden: Tensor) -> None:
 
 
 def _check_targets(targets: Tensor, hidden: Tensor) -> None:
-    """Check that targets are integers, one a row of ``hidden``, on its device."""
+    """Check that targets are integers, one per row of ``hidden``, on its device."""
     if targets.shape != hidden.shape[:-1]:
         what = "already shifted: targets[i] is what token i predicts."
         shaped(targets, "targets", hidden.shape[:-1], what)
@@ -256,7 +256,7 @@ def refuse_double_backward(name: str) -> None:
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Return whether a tensor is distributed, without importing the distributed package for it."""
+    """Return whether a tensor is a DTensor, without importing the distributed package."""
     return isinstance(tensor, Tensor) and hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 

@@ -1,9 +1,9 @@
-"""Padded rollouts ``[B, N]`` <-> one pack ``[T]``, by an index plan made once.
+"""Padded rollouts ``[B, N]`` <-> one pack ``[T]``, by an index plan that is computed once.
 
 B rows of N slots, T slots in the pack. A slot of the pack holds a token, and predicts the next one of its
 sequence. Values of tokens (masks, rewards) go to the slot that holds the token. Values of predictions
 (log-probabilities, entropies, advantages) go to the slot that predicts it. Unpacked, ``logp[b, n]`` is the
-log-probability of ``input_ids[b, n]``, and nobody shifts by one by hand.
+log-probability of ``input_ids[b, n]``, so callers need not shift by one.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class PackedRollouts:
 
     Attributes:
         batch: the pack; its targets are the response tokens, all others -100.
-        held: int64 ``[T]``, the place of each slot's token in the rows laid end to end; B * N for a pad.
-        predicted: int64 ``[T]``, the place of the token after it; B * N if there is none.
+        held: int64 ``[T]``, the index of each slot's token in the flattened rows; B * N for padding.
+        predicted: int64 ``[T]``, the index of the token after it; B * N if there is none.
         row: int64 ``[T]``, the row of each slot's sequence, its padding included; B for the trailing pad.
         counts: int64 ``[B]``, response tokens of every row that can be predicted.
         shape: (B, N).
@@ -56,18 +56,18 @@ class PackedRollouts:
         pad_to: int | None = None,
         share_prefixes: bool = False,
     ) -> PackedRollouts:
-        """Pack rows by their mask, never by their pad id; a device is read once.
+        """Pack rows by their mask, not by a pad id, with one read of the device.
 
         Args:
             input_ids: ints ``[B, N]``, prompt and response.
             attention_mask: ``[B, N]``, 1 for real tokens, else 0; left, right or ragged padding. Rows
-                without a token keep their place.
-            response_mask: ``[B, N]``, nonzero for tokens that the policy sampled; ``attention_mask``
-                when absent.
-            align: what lengths and the total must be multiples of.
+                without a token keep their index.
+            response_mask: ``[B, N]``, nonzero for tokens that the policy sampled; the default is
+                ``attention_mask``.
+            align: the multiples that lengths and the total must have.
             pad_to: slots of the pack.
-            share_prefixes: compute the common beginning of rows once, as ``THDBatch.collate`` does. Wherever
-                ``[T]`` stands, values then have ``[N]``, one for each token of all rows in order.
+            share_prefixes: compute the common beginning of rows once, as ``THDBatch.collate`` does. Values
+                of shape ``[T]`` then have one entry for each token of all rows in order.
 
         Returns:
             The pack on the device of ``input_ids``. Rows ``[[5, 6, 0], [0, 7, 8]]`` with mask
@@ -95,7 +95,7 @@ class PackedRollouts:
         return made if input_ids.is_cpu else made.to(input_ids.device)
 
     def to(self, device: torch.device | str) -> PackedRollouts:
-        """Move pack and index plan to a device; from a CPU nothing is read back."""
+        """Move pack and index plan to a device; a move from the CPU reads nothing back."""
         plan = {name: getattr(self, name) for name in ("held", "predicted", "row", "counts")}
         extras = self.batch.extras  # the plan travels in the batch's one upload
         moved = self.batch.replace(extras={**extras, **plan}).to(device)
@@ -108,7 +108,7 @@ class PackedRollouts:
 
         ``values[b, n]`` belongs to ``input_ids[b, n]``: advantages, old log-probabilities, rewards.
         ``of="prediction"`` puts it into the slot that predicts that token, ``of="token"`` into the token's
-        own; ``fill`` is for slots that predict or hold nothing. For the rows of ``from_padded``, ``[[1, 2,
+        own slot. Slots that predict or hold nothing get ``fill``. For the rows of ``from_padded``, ``[[1, 2,
         0], [0, 3, 4]]`` becomes ``[2, fill, 4, fill]`` of predictions and ``[1, 2, 3, 4]`` of tokens.
         """
         rows, columns = self.shape
@@ -122,9 +122,9 @@ class PackedRollouts:
     def unpack(self, values: Tensor, *, of: Of = "prediction", fill: float = 0.0) -> Tensor:
         """Scatter values of slots, ``[T, ...]`` or ``[1, T, ...]``, to rows ``[B, N, ...]``; differentiable.
 
-        ``of="prediction"`` puts slot t's value at the place of the token it predicts, ``of="token"`` at that
-        of its own token; ``fill`` is for all other places, such as the first token of a row. Slots ``[1, 2,
-        3, 4]`` of the rows of ``from_padded`` become ``[[0, 1, 0], [0, 0, 3]]`` of predictions.
+        ``of="prediction"`` moves a slot's value to the token that it predicts, ``of="token"`` to its own
+        token. All other entries get ``fill``, such as the first token of a row. Slots ``[1, 2, 3, 4]`` of the
+        rows of ``from_padded`` become ``[[0, 1, 0], [0, 0, 3]]`` of predictions.
         """
         if values.ndim > 1 and values.shape[0] == 1 and self.held.shape[0] != 1:
             values = values[0]
@@ -149,7 +149,7 @@ class PackedRollouts:
         return packed.map(self.unpack)
 
     def sequence_logprobs(self, model: nn.Module, *, temperature: float = 1.0, mean: bool = False) -> Tensor:
-        """Run a model over the pack; return each response's log-probability, or mean of tokens, ``[B]``."""
+        """Run a model over the pack; return each response's log-probability, or its token mean, ``[B]``."""
         logp = causal_lm_logprobs(model, self.batch, temperature=temperature, entropy=False).logp
         return self.means(logp) if mean else self.sums(logp)
 
@@ -159,7 +159,7 @@ class PackedRollouts:
 
 
 def _index_plan(mask: Tensor, batch: THDBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute for every slot the token it holds, the one it predicts, and its row of the mask ``[B, N]``."""
+    """Return each slot's own token, the token that it predicts, and its row of the mask ``[B, N]``."""
     nowhere = mask.numel()
     tokens = mask.flatten().nonzero().squeeze(1)
     sequences = len(batch.lengths)
@@ -179,7 +179,7 @@ def _index_plan(mask: Tensor, batch: THDBatch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def segment_sums(values: Tensor, segment: Tensor, num_segments: int) -> Tensor:
-    """Add up values ``[T]`` by segment, which never falls; ``num_segments`` and above are left out."""
+    """Sum values ``[T]`` per segment, in ascending segments; leave out segments from ``num_segments`` on."""
     bounds = torch.arange(num_segments + 1, device=segment.device)
     offsets = torch.searchsorted(segment.contiguous(), bounds)
     sums: Tensor = torch.segment_reduce(values, "sum", offsets=offsets, initial=0, unsafe=True)

@@ -1,6 +1,6 @@
 """The losses of a batch's slots -> the watcher that asked for them.
 
-T slots in a pack, R of them with a target.
+T slots in a pack, R slots with a target.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class Watcher(Protocol):
         """Receive the losses of a batch and its scale; must not read the device."""
 
 
-WATCHER: list[weakref.ref[Watcher]] = []  # the one whose training runs, if it is still there
+WATCHER: list[weakref.ref[Watcher]] = []  # the watcher of the running training, while it exists
 RECORDED: ContextVar[list[SlotLosses] | None] = ContextVar("lightning_thd_recorded_losses", default=None)
 
 
 def watch(watcher: Watcher) -> None:
-    """Show the losses of the batches to come to this watcher, held by a weak reference, and to no other."""
+    """Show the losses of future batches only to this watcher, which is held by a weak reference."""
     WATCHER[:] = [weakref.ref(watcher)]
 
 
 def watching(batch: THDBatch) -> tuple[Watcher | None, list[SlotLosses] | None]:
-    """Return the watcher of a training batch, and the list for a recorded step's losses; None for neither."""
+    """Return the watcher of a training batch, and the list for a recorded step's losses, or None for each."""
     recorded = RECORDED.get()
     watcher = WATCHER[0]() if WATCHER else None
     if watcher is None or shapes_are_static() or not torch.is_grad_enabled() or not watcher.wants(batch):
@@ -67,19 +67,19 @@ def recorded_losses() -> Iterator[list[SlotLosses]]:
 
 
 def show(batch: THDBatch, slots: SlotLosses) -> None:
-    """Hand the slot losses of a batch to the watcher that wants them, if there is one."""
+    """Pass the slot losses of a batch to the watcher that wants them, if there is one."""
     watcher, _ = watching(batch)
     if watcher is not None:
         watcher.see(batch, slots, float(batch.loss_scale or 0.0))
 
 
 def log_token_losses(batch: THDBatch, losses: Tensor, weights: Tensor | None = None) -> None:
-    """Hand the losses of a training batch's tokens to the log of a mixture's sources.
+    """Pass the losses of a training batch's tokens to the log of a mixture's sources.
 
-    ``causal_lm_loss`` does so itself; a loss of your own calls this in ``training_step``, and
-    ``data/<name>/loss`` of every source of a ``THDDataModule`` is the mean of its tokens' losses. It does
-    nothing unless a mixture is trained. ``losses`` are floats ``[T]``, not read where the target is -100;
-    ``weights`` ``[T]`` are what each counts in the mean, 1 by default.
+    ``causal_lm_loss`` calls this itself. With another loss, call it in ``training_step``; then
+    ``data/<name>/loss`` is the mean loss of the tokens of each source of a ``THDDataModule``. Without a
+    mixture it does nothing. ``losses`` are floats ``[T]``, which are ignored if the target is -100.
+    ``weights`` ``[T]`` are the weights of the tokens in the mean, 1 by default.
     """
     instance(batch, "batch", THDBatch, advice="Pass the batch that training_step was given.")
     targets = batch.token_targets

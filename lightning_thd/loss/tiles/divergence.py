@@ -26,8 +26,8 @@ Kind = Literal["kl", "reverse_kl", "jsd"]
 class Divergence:
     """A divergence between two softmaxes, and its gradient in the student's logits."""
 
-    # "kl" is ``sum e^t (t - s)``, "reverse_kl" ``sum e^s (s - t)``, "jsd" ``beta`` times the first plus ``1 -
-    # beta`` times the second, both against the mixture ``m = log(beta e^t + (1 - beta) e^s)``
+    # "kl" is ``sum e^t (t - s)``, and "reverse_kl" is ``sum e^s (s - t)``. "jsd" is ``beta sum e^t (t - m) +
+    # (1 - beta) sum e^s (s - m)`` with the mixture ``m = log(beta e^t + (1 - beta) e^s)``.
     kind: Kind
     beta: float = 0.5  # the teacher's share of the mixture
 
@@ -103,7 +103,7 @@ def divergence_and_gradients(
             if not divergence.couples_columns:
                 losses[rows] += divergence.terms(s, t)[0]
             dz = divergence.gradient(s, t, inner).mul_(weights[rows, None])
-            if head.counts is not None:  # a divergence may be infinite in rows that do not count
+            if head.counts is not None:  # the divergence of ignored rows may be infinite
                 dz.masked_fill_(~head.counts[rows, None], 0.0)
             logit_map = head.how.logit_map  # from mapped logits to raw products, in place
             dz.mul_(logit_map.scale / logit_map.temperature)

@@ -28,15 +28,15 @@ class LogitMap:
 
     scale: float = 1.0  # factor before the cap; granite's 1 / ``logits_scaling``, cohere's ``logit_scale``
     softcap: float | None = None  # the cap, in logits; None for none. Gemma 2 has 30
-    temperature: float = 1.0  # divides what comes out of the cap
-    valid_vocab_size: int | None = None  # columns of the vocabulary that exist; None for all
+    temperature: float = 1.0  # divides the capped logits
+    valid_vocab_size: int | None = None  # number of real columns of the vocabulary; None for all
 
     def __post_init__(self) -> None:
         if not real_number(self.scale, "scale"):
-            raise ValueError("scale is 0, wanted another number; leave it out for none.")
+            raise ValueError("scale is 0, wanted another number. Leave it out for no scaling.")
         real_number(self.temperature, "temperature", above=0.0, advice="Greedy decoding is argmax.")
         if self.softcap is not None:
-            real_number(self.softcap, "softcap", above=0.0, advice="Leave it out for none.")
+            real_number(self.softcap, "softcap", above=0.0, advice="Leave it out for no cap.")
         if self.valid_vocab_size is not None:
             whole_number(self.valid_vocab_size, "valid_vocab_size", least=1)
 
@@ -59,14 +59,14 @@ class LogitMap:
 class Settings:
     """The settings of a fused loss, which its forward and backward pass share."""
 
-    logit_map: LogitMap  # what happens between the product and the softmax
-    vocabulary: int  # columns that exist, over all ranks
-    columns: int  # columns held here that exist; the rest pads the vocabulary
+    logit_map: LogitMap  # the map from products to logits
+    vocabulary: int  # real columns, over all ranks
+    columns: int  # real columns on this rank; the others pad the vocabulary
     start: int  # vocabulary index of this rank's first column
     compute: torch.dtype  # dtype of the products' inputs
     accumulator: torch.dtype  # dtype of their sums and of the results
-    native: bool  # the CPU's bf16 instructions make the products, with gradients rounded to bf16
-    chunk: int | Literal["auto"]  # tokens of a tile, as the caller asked
+    native: bool  # the CPU's bf16 instructions compute the products; gradients are rounded to bf16
+    chunk: int | Literal["auto"]  # tokens of a tile, the caller's argument
     tp_group: dist.ProcessGroup | None  # ranks that share the vocabulary
     partial_hidden: bool  # the gradient of hidden is left for the caller to reduce over ``tp_group``
     ignore_index: int | None = None  # marks rows that do not count; None if all do
@@ -74,11 +74,11 @@ class Settings:
 
 
 class Head:
-    """A head with its inputs, its settings, and tiles of rows and of columns that exist."""
+    """A head with its inputs, its settings, and tiles of rows and of real columns."""
 
     def __init__(self, operands: Operands, targets: Tensor, how: Settings, tile: tuple[int, int]) -> None:
         self.hidden, self.weight, self.bias = operands
-        # Rows for which it is False are taken as zeros, whatever they hold; None: all count.
+        # Rows with False count as zeros, whatever their values; None if all rows count.
         self.counts = None if how.ignore_index is None else targets != how.ignore_index
         self.how, self.tile = how, tile
         rows = self.hidden.shape[0]
@@ -109,7 +109,7 @@ class Head:
         return operand(tile, self.how.compute, self.how.accumulator)
 
     def logits(self, x: Tensor, w: Tensor, columns: slice, out: Tensor) -> Tensor:
-        """Compute a tile's logits ``[c, v]`` from ``inputs`` and ``weights``, in the front of ``out``."""
+        """Compute a tile's logits ``[c, v]`` from ``inputs`` and ``weights``, at the start of ``out``."""
         z = out[: x.shape[0] * w.shape[0]].view(-1, w.shape[0])
         return self.finish(product(x, w, out=z), columns)
 
@@ -130,7 +130,7 @@ class Head:
 class HeadGradients:
     """Gradients of a head's operands; None for those that need none."""
 
-    hidden: Tensor | None  # ``[R, H]``, in the accumulator's dtype, or its own with rows outside
+    hidden: Tensor | None  # ``[R, H]``, in the accumulator's dtype, or its own if the outer loop is over rows
     weight: Tensor | None  # ``[V, H]``, in its own dtype
     bias: Tensor | None  # ``[V]``, in the accumulator's dtype
 
@@ -150,7 +150,7 @@ class GradientSums:
         self.head, self.rows_outside = head, rows_outside
         how, rows = head.how, head.hidden.shape[0]
         device, wide = head.hidden.device, how.accumulator
-        # Sums that every tile reaches are overwritten by the first of them; the others begin at zero.
+        # The first tile overwrites a sum that tiles cover completely; other sums start at zero.
         blank = torch.empty if how.columns else torch.zeros
         hidden_dtype = head.hidden.dtype if rows_outside else wide
         self.hidden = blank(head.hidden.shape, dtype=hidden_dtype, device=device) if needs[0] else None
@@ -178,7 +178,7 @@ class GradientSums:
         head, compute = self.head, self.head.how.compute
         if self.bias is not None:
             self.bias[columns] += dx.sum(0, dtype=self.bias.dtype)
-        if head.how.native:  # once for all products
+        if head.how.native:  # cast once for all products
             dx = dx.to(compute)
         if self.hidden is not None:
             total = self._tile if self.rows_outside else self.hidden[rows]
@@ -207,11 +207,11 @@ class GradientSums:
 
 
 class WideSum:
-    """A gradient ``[V, H]`` that is summed in a dtype twice as wide, in the memory of two of them.
+    """A gradient ``[V, H]`` that is summed in a dtype twice as wide, with the memory of two gradients.
 
-    Added up in bf16, tile by tile, the gradient of 65,000 tokens is off by 2 %. The first half of the wide
-    sum lives in the memory of the result and is rounded into it from the front: ``4VH`` bytes in place of
-    ``6VH``. ``columns`` rows get a sum, the others are zero. A tile of ``width`` rows never spans two halves.
+    A sum of tiles in bf16 has an error of 2 % for 65,000 tokens. The first half of the wide sum uses the
+    memory of the result and is rounded in place from the start, which takes ``4VH`` bytes instead of ``6VH``.
+    ``columns`` rows get a sum, the others are zero. A tile of ``width`` rows never spans two halves.
     """
 
     def __init__(self, like: Tensor, *, columns: int, width: int, wide: torch.dtype) -> None:
@@ -232,7 +232,7 @@ class WideSum:
     def result(self) -> Tensor:
         """Round the sums to the narrow dtype; nothing can be added afterwards."""
         narrow, inside = self._narrow, len(self._front)
-        for start in range(0, inside, self._width):  # ascending: what is overwritten has been rounded
+        for start in range(0, inside, self._width):  # ascending: only rounded sums get overwritten
             rows = slice(start, start + self._width)
             narrow[rows] = self._front[rows].to(narrow.dtype)
         narrow[inside : self._columns] = self._back

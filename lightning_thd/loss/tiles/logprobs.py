@@ -55,7 +55,7 @@ def gradients(
     needs: Needs,
     exact: Tensor | None = None,
 ) -> HeadGradients:
-    """Make the logits again and return the gradients; ``exact`` comes from ``rounded_statistics``."""
+    """Compute the logits again and return the gradients; ``exact`` comes from ``rounded_statistics``."""
     sums = GradientSums(head, needs=needs, rows_outside=False)
     first, second = head.scratch(), head.scratch()
     narrow = None if exact is None else head.scratch(head.how.compute)
@@ -75,19 +75,19 @@ def gradients(
     return sums.result()
 
 
-# For a CPU that multiplies bf16 natively. A product rounded to bf16 changes a logit by up to 2^-8 of it. The
+# The rest is for CPUs with native bf16. Rounding a product to bf16 changes a logit by up to 2^-8 of it. The
 # error of a log-sum is almost 0 if thousands of tokens share the probability, and 0.06 if one token has it
-# all. So rows of a tile whose rounding would show are multiplied again exactly. The target's logit always is.
+# all. So rows of a tile whose rounding would show are computed again exactly, and so is every target's logit.
 
 
 def may_round(head: Head) -> bool:
-    """Return whether a head's logits are its rounded products times a factor, as the estimate assumes."""
+    """Return whether logits are rounded products times a factor, as the estimate of errors assumes."""
     plain = head.how.logit_map.softcap is None and head.bias is None
     return head.how.native and plain and head.how.columns > 0 and not shapes_are_static()
 
 
 def rounded_statistics(head: Head, targets: Tensor, *, entropy: bool, total: bool) -> tuple[Tensor, Tensor]:
-    """Compute ``softmax_statistics``, and bool ``[tiles, R]``: the rows of each tile made exactly."""
+    """Compute ``softmax_statistics``, and bool ``[tiles, R]``: the rows of each tile that are exact."""
     tiles, wide = head.column_tiles, head.how.accumulator
     blank = blank_statistics(head.hidden, head.hidden.shape[0], wide)
     each = blank.repeat(len(tiles), 1, 1)
@@ -112,8 +112,8 @@ def rounded_statistics(head: Head, targets: Tensor, *, entropy: bool, total: boo
     stats = merge_parts(each)
     for rows in head.row_tiles:
         tile = local[rows].clamp(0, head.how.columns - 1) // head.tile[1]
-        # In an exact tile the target's logit comes from the same product as the tile's largest one, so that
-        # both are rounded alike.
+        # In an exact tile the target's logit comes from the same product as the tile's largest logit, so both
+        # have the same rounding.
         found_there = exact[:, rows].gather(0, tile[None]).squeeze(0)
         stats[TARGET, rows] = torch.where(
             found_there, stats[TARGET, rows], target_logits(head, rows, local[rows])
@@ -122,11 +122,11 @@ def rounded_statistics(head: Head, targets: Tensor, *, entropy: bool, total: boo
 
 
 def rounding_shows(each: Tensor, widths: list[int], *, entropy: bool) -> Tensor:
-    """Return whether the rounding of rows in a tile shows, from each tile's statistics ``[tiles, 5, R]``.
+    """Return where the rounding of a row in a tile shows, from each tile's statistics ``[tiles, 5, R]``.
 
-    The errors of logits are taken as independent, with a standard deviation of at most ``|z| 2^-8 /
-    sqrt(3)``, weighted by probabilities; the root of these' summed squares is at most ``sqrt(largest p * the
-    tile's mass)``. In a flat tile all logits may round the same way, so the errors themselves add up.
+    The estimate assumes independent errors of logits with a standard deviation of at most ``|z| 2^-8 /
+    sqrt(3)``, weighted by probabilities. The root of the weights' summed squares is at most ``sqrt(largest p
+    * the tile's mass)``. In a flat tile all errors may have the same sign, so there the errors add up.
     """
     tiles, whole = len(widths), merge_parts(each)
     log_sum = whole[SUM].log()
@@ -135,7 +135,7 @@ def rounding_shows(each: Tensor, widths: list[int], *, entropy: bool) -> Tensor:
     spread = each[:, SUM].sqrt() / sqrt(3.0)
     flat = each[:, SUM] > 0.5 * each.new_tensor(widths)[:, None]
     error = log_p.exp() * torch.where(flat, each[:, SUM], spread) * size
-    shows = ~(error <= _LOG_SUM_ERROR / sqrt(tiles))  # NaN shows
+    shows = ~(error <= _LOG_SUM_ERROR / sqrt(tiles))  # NaN counts as showing
     if entropy:
         row_entropy = log_sum - whole[WEIGHTED] / whole[SUM]
         shows |= ~(error * ((log_p + row_entropy).abs() + 1.0) <= _ENTROPY_ERROR / sqrt(tiles))

@@ -30,7 +30,7 @@ from lightning_thd.loss.tiles.softmax import (
 class Penalties:
     """Label smoothing and z-loss, which are added to the likelihood."""
 
-    label_smoothing: float = 0.0  # share of the target's mass spread over the vocabulary, 0 to 1
+    label_smoothing: float = 0.0  # share of the target's mass that is spread over the vocabulary, 0 to 1
     # factor of lse squared, where lse is the log of the sum of a row's exponentiated logits
     z_loss: float = 0.0
 
@@ -51,7 +51,7 @@ class Penalties:
         return loss
 
     def gradients(self, weights: Tensor, lse: Tensor, vocabulary: int) -> RowGradients:
-        """Differentiate ``weights * loss`` in each row's log-probability, lse and mean logit."""
+        """Return the derivatives of ``weights * loss`` by each row's log-probability, lse and mean logit."""
         direct = weights
         if self.z_loss:
             direct = direct * (1.0 + 2.0 * self.z_loss * lse)
@@ -70,7 +70,7 @@ def nll_and_gradients(
     penalties: Penalties,
     seen: Tensor | None = None,
 ) -> tuple[Tensor, HeadGradients]:
-    """Return the sum of ``weights * loss`` over the rows, and the gradients; ``seen`` gets rows' losses."""
+    """Return the sum of ``weights * loss`` over the rows, and gradients; ``seen`` gets each row's loss."""
     loss = head.hidden.new_zeros((), dtype=head.how.accumulator)
     sums = GradientSums(head, needs=needs, rows_outside=True)
     whole = head.hidden.device.type != "cpu" and head.how.logit_map.softcap is None
@@ -91,12 +91,12 @@ def nll_and_gradients(
         for columns in head.column_tiles:
             sums.add(stash.gradient(columns, targets[rows], lse, wanted), rows, columns)
         sums.close(rows)
-    del stash  # before the weight's gradient is rounded
+    del stash  # free its memory before the weight's gradient is rounded
     return loss, sums.result()
 
 
 class WholeRows:
-    """The softmax of a few rows over all columns, by few and large kernels, as accelerators want."""
+    """The softmax of a few rows over all columns, by a few large kernels, which suit accelerators."""
 
     def __init__(self, head: Head) -> None:
         self.head, self.columns = head, slice(0, head.how.columns)
@@ -136,7 +136,7 @@ class WholeRows:
 
 
 class Stash:
-    """The logits of a few rows over all columns; a CPU with native bf16 rounds them, at half the memory."""
+    """The logits of a few rows over all columns; a CPU with native bf16 rounds them to halve the memory."""
 
     def __init__(self, head: Head) -> None:
         self.head, how = head, head.how
@@ -163,7 +163,7 @@ class Stash:
         return stats
 
     def logits(self, columns: slice) -> Tensor:
-        """Return a tile's mapped logits, ``[c, v]``, to be read until the next tile is asked for."""
+        """Return a tile's mapped logits, ``[c, v]``, which are valid until the next call."""
         count = self.rows.stop - self.rows.start
         z = self.kept[columns.start * count : columns.stop * count].view(count, -1)
         if self.wide is None:
@@ -172,7 +172,7 @@ class Stash:
         return self.head.finish(wide.copy_(z), columns)
 
     def gradient(self, columns: slice, targets: Tensor, lse: Tensor, wanted: RowGradients) -> Tensor:
-        """Return the gradient of a tile's raw products, ``[c, v]``, in place of its logits."""
+        """Return the gradient of a tile's raw products, ``[c, v]``; its logits are overwritten."""
         z = self.logits(columns)
         e = self.scratch[: z.numel()].view_as(z)
         return logit_gradient(self.head.how.logit_map, z, e, targets - columns.start, lse, wanted)

@@ -17,16 +17,16 @@ from lightning_thd.loss.tiles.logits import LogitMap
 from lightning_thd.loss.tiles.products import exponential
 from lightning_thd.parallel.exchange import stacked
 
-# Exponents below this are zero in any dtype; sums of them times zero must not meet an infinity.
+# e^x is zero in every dtype for lower x. Finite exponents avoid zero times infinity, which is NaN.
 LOWEST = -1e4
 # Rows of the statistics: largest logit m, sum e^(z-m), sum e^(z-m) (z-m), the target's z, sum z.
 MAX, SUM, WEIGHTED, TARGET, TOTAL = range(5)
-# Groups whose shards were seen to be equal; accelerators read the sizes back once, the CPU every time.
+# Groups whose shards are known to be equal; accelerators read the sizes back once, the CPU in every call.
 _EQUAL_SHARDS: set[tuple[int, int]] = set()
 
 
 def blank_statistics(like: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """Return the statistics ``[5, R]`` of rows of which no tile was seen."""
+    """Return the statistics ``[5, R]`` of rows before their first tile."""
     stats = like.new_zeros((5, rows), dtype=dtype)
     stats[MAX] = -torch.inf
     return stats
@@ -35,7 +35,7 @@ def blank_statistics(like: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
 def update_statistics(
     stats: Tensor, z: Tensor, e: Tensor, targets: Tensor, *, entropy: bool, total: bool
 ) -> None:
-    """Update the statistics ``[5, c]`` with logits ``z`` ``[c, v]``, which ``entropy`` destroys."""
+    """Update the statistics ``[5, c]`` with logits ``z`` ``[c, v]``; ``entropy`` overwrites ``z``."""
     here, index = targets_here(targets, z.shape[1])
     stats[TARGET] += torch.where(here, z.gather(1, index).squeeze(1), 0.0)
     if total:
@@ -54,7 +54,7 @@ def update_statistics(
 
 
 def targets_here(targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Return which rows have their target in a tile, ``[c]``, and an index safe for all, ``[c, 1]``."""
+    """Return which rows have their target in a tile, ``[c]``, and a valid index for each row, ``[c, 1]``."""
     here = (targets >= 0) & (targets < columns)
     return here, targets.clamp(0, columns - 1)[:, None]
 
@@ -131,7 +131,7 @@ def merge_ranks(
 
 
 def _check_equal(columns: Tensor, group: dist.ProcessGroup) -> None:
-    # Keyed by object: a set entry of a dead group can only skip a check for a group of the same id and size.
+    # The entry of a deleted group can only skip the check of a new group with the same id and size.
     key = (id(group), dist.get_world_size(group))
     if shapes_are_static() or (columns.is_cuda and key in _EQUAL_SHARDS):
         return
