@@ -612,6 +612,7 @@ def imagined_gpu(capability=(9, 0), name="NVIDIA H100 80GB HBM3", poison=True, d
         "_cuda_set_sync_debug_mode": set_sync_debug_mode,
         "_cuda_synchronize": synchronize,
         "_cuda_getCurrentStream": lambda d: (_lib.imagined_get_stream(), 0, 1),
+        **dict.fromkeys(("_cuda_CUDAAllocator_AllocatorState", "_set_cached_tensors_enabled"), object),
     }
     storage_new = torch.UntypedStorage.__new__
 
