@@ -2,10 +2,11 @@
 
 Legend: T slots in a row, M = max_segments. Ids count from 1, and 0 is padding.
 
-A query sees a key of its own id if ``key(query) >= key(key)``. So a query sees some key of its id exactly if
-it reaches that id's lowest one, and a key is seen exactly if the id's highest query reaches it. One minimum
-and one maximum for each id replace the T x T mask. Ids may come in any order, in several runs, with padding
-between them, on one side only, or cut for context parallelism (striped, dual-chunk, contiguous).
+Every slot gets an order number. A query sees a key of its own id if the query's number is at least the key's.
+So a query sees some key if its number is at least the lowest one of the id's keys. A key is seen if its
+number is at most the highest one of the id's queries. One minimum and one maximum per id replace the T x T
+mask. Ids may be in any order, in several runs, with padding between them, on one side only, or cut for
+context parallelism (striped, dual-chunk, contiguous).
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ MaskFamily = Literal["causal", "causal_bottom_right", "padding"]
 class SegmentLayout(NamedTuple):
     """Lengths and offsets of the segments of every row; int32, on the device of the ids."""
 
-    q_lengths: Tensor  # ``[..., M]`` queries of id ``i + 1`` that see a key
-    kv_lengths: Tensor  # ``[..., M]`` keys of id ``i + 1`` that a query sees
-    q_offsets: Tensor  # ``[..., M + 1]`` slots where runs of such queries start, ascending, then -1
-    kv_offsets: Tensor  # ``[..., M + 1]`` the same for keys, as Transformer Engine wants both
+    q_lengths: Tensor  # ``[..., M]`` number of queries of id ``i + 1`` that see a key
+    kv_lengths: Tensor  # ``[..., M]`` number of keys of id ``i + 1`` that a query sees
+    q_offsets: Tensor  # ``[..., M + 1]`` first slots of the runs of such queries, ascending, then -1
+    kv_offsets: Tensor  # ``[..., M + 1]`` the same for keys; Transformer Engine needs both
     q_starts: Tensor  # ``[..., M]`` slot of the first such query of id ``i + 1``, -1 if there is none
     kv_starts: Tensor  # ``[..., M]`` the same for keys
 
@@ -50,18 +51,18 @@ def seqlens_offsets(
 
     Args:
         ids_q: int32 or int64 ``[..., Tq]``, in ``[0, max_segments]``.
-        ids_kv: the same for keys, ``[..., Tkv]``. The very same tensors on both sides cost half:
-            the fields for keys are those for queries.
-        pos_q: position inside the segment, of the shape of ``ids_q``; "padding" looks at none.
+        ids_kv: the same for keys, ``[..., Tkv]``. If both sides are the same tensor objects, the work is
+            done once.
+        pos_q: positions inside the segments, in the shape of ``ids_q``; not used with "padding".
         pos_kv: the same for keys.
-        mask: "causal" lets a query see keys at its position and before; "causal_bottom_right" counts
-            positions from the end of their run; "padding" lets it see all of its id.
+        mask: "causal" lets a query see keys up to its position; "causal_bottom_right" counts positions from
+            the end of their run; "padding" lets a query see all keys of its id.
         max_segments: the highest id M, known on the host.
 
     Returns:
         Ids ``[1, 1, 1, 2, 2, 0, 3, 3]`` on both sides and M = 4 give lengths ``[3, 2, 2, 0]``, offsets
-        ``[0, 3, 6, -1, -1]`` and starts ``[0, 3, 6, -1]``. Ids above M raise on the CPU and trip the
-        device's own index check elsewhere.
+        ``[0, 3, 6, -1, -1]`` and starts ``[0, 3, 6, -1]``. Ids above M raise ValueError on the CPU, and fail
+        in the kernel's index check on other devices.
     """
     choice(mask, "mask", *get_args(MaskFamily))
     most = 2**31 - 2  # ids and counts are int32
@@ -71,7 +72,7 @@ def seqlens_offsets(
     same = ids_q is ids_kv and pos_q is pos_kv
     ids_q, pos_q = _check_side(ids_q, pos_q, mask, max_segments, "q")
     if same:
-        # Every slot sees itself, so the mask drops nothing.
+        # Every slot sees itself, so the mask hides no slot completely.
         lengths, offsets, starts = _describe(ids_q, max_segments)
         return SegmentLayout(lengths, lengths, offsets, offsets, starts, starts)
     ids_kv, pos_kv = _check_side(ids_kv, pos_kv, mask, max_segments, "kv")
@@ -89,14 +90,14 @@ def seqlens_offsets(
 
 
 def _keys(ids: Tensor, pos: Tensor | None, mask: MaskFamily) -> Tensor:
-    """Return for every slot the key by which queries find the keys they may see."""
+    """Return the order number of every slot; a query sees the keys of its id up to its own number."""
     if mask == "padding" or pos is None:
         return ids.new_zeros(()).expand(ids.shape)
     return pos if mask == "causal" else pos - _run_lengths(ids)
 
 
 def _run_lengths(ids: Tensor) -> Tensor:
-    """Return for every slot the length of its run of equal ids; int32."""
+    """Return the length of every slot's run of equal ids; int32."""
     run = torch.cumsum(_run_starts(ids), -1, dtype=torch.int64).sub_(1)
     counts = torch.zeros(ids.shape, dtype=torch.int32, device=ids.device)
     counts.scatter_add_(-1, run, torch.ones((), dtype=torch.int32, device=ids.device).expand(ids.shape))
@@ -111,7 +112,7 @@ def _run_starts(ids: Tensor) -> Tensor:
 
 
 def _reduce(ids: Tensor, keys: Tensor, max_segments: int, reduce: Literal["amin", "amax"]) -> Tensor:
-    """Return the lowest or highest key of every id; for absent ids a bound that nothing reaches."""
+    """Return the lowest or highest order number per id; for absent ids, a bound that no number reaches."""
     limits = torch.iinfo(keys.dtype)
     unreachable = limits.max if reduce == "amin" else limits.min
     bounds = keys.new_full((*ids.shape[:-1], max_segments + 1), unreachable)
@@ -121,7 +122,7 @@ def _reduce(ids: Tensor, keys: Tensor, max_segments: int, reduce: Literal["amin"
 
 
 def _describe(ids: Tensor, max_segments: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return lengths by id, starts of runs in order, and first slots by id, without id 0."""
+    """Return lengths per id, starts of runs in order, and the first slot per id, without id 0."""
     total, device = ids.shape[-1], ids.device
     by_id = (*ids.shape[:-1], max_segments + 1)
     index = ids.long()
@@ -132,7 +133,7 @@ def _describe(ids: Tensor, max_segments: int) -> tuple[Tensor, Tensor, Tensor]:
     starts = torch.full(by_id, total, dtype=torch.int32, device=device)
     starts.scatter_reduce_(-1, index, slots.expand(ids.shape), "amin")
     del index, slots
-    # Runs are counted as they start; the k-th starts where the count first reaches k.
+    # ``count`` grows by one at the start of each run, so run k starts at the first slot with the count k.
     count = torch.cumsum(_run_starts(ids) & (ids != 0), -1, dtype=torch.int32)
     wanted = torch.arange(1, max_segments + 2, dtype=torch.int32, device=device).expand(by_id)
     offsets = torch.searchsorted(count.contiguous(), wanted.contiguous(), out_int32=True)
@@ -143,7 +144,7 @@ def _describe(ids: Tensor, max_segments: int) -> tuple[Tensor, Tensor, Tensor]:
 def _check_side(
     ids: Ints, pos: Ints | None, mask: MaskFamily, max_segments: int, side: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the ids and positions of queries or keys as tensors, after checking them."""
+    """Check the ids and positions of queries or keys, and return them as tensors."""
     ids = int_tensor(ids, f"ids_{side}")
     pos = None if pos is None else int_tensor(pos, f"pos_{side}")
     if ids.dtype not in (torch.int32, torch.int64):

@@ -1,11 +1,11 @@
-"""Sequence lengths in any of their forms -> any other form, in O(T + S), without reading the device back.
+"""Sequence lengths in any form (lengths, cu_seqlens, ...) -> another form, in O(T + S), without device reads.
 
 Legend: T slots in a pack, S sequences. ``cu_seqlens`` is int32 ``[S + 1]``, starts at 0, never decreases.
 
-A size that depends on data (T, S) is an argument. So every function runs on a GPU without waiting for it, on
-the meta device and inside ``torch.compile(fullgraph=True)``. Values are checked only in lists, numpy arrays
-and CPU tensors, where reading them costs nothing. On a device only ``check_cu_seqlens`` reads, and
-``pad_cu_seqlens`` without lengths. Every function takes lists and arrays in place of a tensor.
+Sizes that depend on data (T, S) are arguments. So every function runs on a GPU without waiting for it, on the
+meta device and inside ``torch.compile(fullgraph=True)``. Values are checked only in lists, numpy arrays and
+CPU tensors, which are cheap to read. Only ``check_cu_seqlens``, and ``pad_cu_seqlens`` without lengths, read
+from a device. Every function also accepts lists and arrays instead of tensors.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ Ints = Tensor | npt.NDArray[np.integer] | Sequence[int]
 
 
 def cu_seqlens_from_lengths(lengths: Ints) -> Tensor:
-    """Sum lengths to offsets.
+    """Return the offsets (cumulative sums) of lengths.
 
     Args:
         lengths: ``[S]`` tokens: a tensor of any integer dtype, a numpy array or a sequence of ints.
 
     Returns:
         int32 ``[S + 1]``, on the tensor's device, or on the CPU. ``[3, 2]`` becomes ``[0, 3, 5]``.
-        Lengths on a device are not read: ``check_cu_seqlens`` does that.
+        Lengths on a device are not checked; call ``check_cu_seqlens`` to check the result.
     """
     lengths = _row(lengths, "lengths")
     host = host_values(lengths)
@@ -83,7 +83,7 @@ def position_ids_from_cu_seqlens(cu_seqlens: Ints, total: int) -> Tensor:
 
 
 def seq_idx_from_cu_seqlens(cu_seqlens: Ints, total: int) -> Tensor:
-    """Return the sequence number of every slot, as state-space kernels want it.
+    """Return the sequence number of every slot, as state-space kernels need it.
 
     Args:
         cu_seqlens: int32 ``[S + 1]``, first entry 0, last entry ``total``.
@@ -97,16 +97,16 @@ def seq_idx_from_cu_seqlens(cu_seqlens: Ints, total: int) -> Tensor:
 
 
 def cu_seqlens_from_position_ids(position_ids: Ints, *, num_sequences: int) -> Tensor:
-    """Find where every sequence starts: where positions restart from 0.
+    """Return the offsets of the sequences; a sequence starts at every position 0.
 
     Args:
-        position_ids: integer ``[T]``, counting from 0 in every sequence. Empty sequences leave no trace.
-        num_sequences: number of sequences S, known on the host. If there are fewer, T repeats at the end.
+        position_ids: integer ``[T]``, counted from 0 in every sequence. Empty sequences cannot be found.
+        num_sequences: number of sequences S, known on the host. If fewer are found, the last entry T repeats.
 
     Returns:
         int32 ``[S + 1]``. ``([0, 1, 2, 0, 1], num_sequences=2)`` becomes ``[0, 3, 5]``. More sequences than
-        ``num_sequences`` raise on the CPU; on a device they leave a last entry below T, which
-        ``check_cu_seqlens`` refuses.
+        ``num_sequences`` raise ValueError on the CPU. On a device, the last entry is then below T, for which
+        ``check_cu_seqlens`` raises.
     """
     position_ids = _row(position_ids, "position_ids")
     num_sequences = _count(num_sequences, "num_sequences")
@@ -126,18 +126,18 @@ def pad_cu_seqlens(
     max_seqlen: int | None = None,
     lengths: Sequence[int] | None = None,
 ) -> Tensor:
-    """Pad offsets to a fixed count and total by dummy sequences, as a CUDA graph needs them.
+    """Pad offsets with dummy sequences to a fixed number of sequences and slots, as a CUDA graph needs.
 
-    Offsets up to the last real token stay. The tail up to ``total`` becomes dummy sequences of equal length
-    spread over the spare entries, which costs attention least; then ``total`` repeats. If offsets come with
-    and without padding, both get the same tail, each to its own total.
+    Offsets up to the last real token stay. Dummy sequences of equal length fill the tail up to ``total``.
+    They use as many spare entries as possible, which is cheapest for attention; then ``total`` repeats. If
+    offsets come with and without padding, both get the same tail, each to its own total.
 
     Args:
         cu_seqlens: int32 ``[S + 1]``. Empty sequences at its end are dropped.
         num_sequences: number of sequences of the result, known on the host.
         total: number of slots T of the result, known on the host.
-        max_seqlen: longest sequence the kernel is built for, in tokens; none means no limit.
-        lengths: the S lengths on the host. With them a device tensor is not read back.
+        max_seqlen: the longest sequence that the kernel allows, in tokens; None means no limit.
+        lengths: the S lengths on the host, with which a device tensor need not be read.
 
     Returns:
         int32 ``[num_sequences + 1]`` on the same device. ``([0, 3, 5], 4, 9)`` becomes ``[0, 3, 5, 7, 9]``,
@@ -170,7 +170,7 @@ def pad_cu_seqlens(
 
 
 def check_cu_seqlens(cu_seqlens: Ints, total: int) -> None:
-    """Raise unless a tensor holds offsets of ``total`` slots. Reads the device: not for inner loops.
+    """Raise unless a tensor has valid offsets of ``total`` slots; this reads from the device, which is slow.
 
     Args:
         cu_seqlens: int32 ``[S + 1]``, first entry 0, never decreasing, last entry ``total``.
@@ -184,10 +184,10 @@ def check_cu_seqlens(cu_seqlens: Ints, total: int) -> None:
 
 
 def host_values(tensor: Tensor) -> npt.NDArray[np.integer] | None:
-    """Return the values of a plain CPU tensor outside of tracing, or None if reading them would cost."""
+    """Return the values of a plain CPU tensor; None for other tensors, and while code is traced."""
     if torch.compiler.is_compiling() or type(tensor) is not Tensor or tensor.device.type != "cpu":
         return None
-    if shapes_are_static():  # a recorded step must not depend on the values it is recorded on
+    if shapes_are_static():  # a recorded step must not depend on the values of its first batch
         return None
     return tensor.numpy()
 
@@ -228,7 +228,7 @@ def _offsets(cu_seqlens: Any, total: int | None) -> Tensor:
 
 
 def _check_offsets(host: npt.NDArray[np.integer], total: int | None) -> None:
-    """Refuse offsets that do not start at 0, fall, or end elsewhere than at the total."""
+    """Raise for offsets that do not start at 0, that decrease, or that do not end at the total."""
     if host[0] != 0:
         raise ValueError(f"cu_seqlens starts with {host[0]}; wanted 0. Subtract cu_seqlens[0].")
     falls = np.nonzero(host[1:] < host[:-1])[0]
@@ -245,7 +245,7 @@ def _check_offsets(host: npt.NDArray[np.integer], total: int | None) -> None:
 
 
 def _check_lengths(host: npt.NDArray[np.integer]) -> None:
-    """Refuse negative lengths and a sum above the int32 range."""
+    """Raise for negative lengths, and for a sum above the int32 range."""
     if host.size and host.min() < 0:
         i = int(host.argmin())
         raise ValueError(f"Sequence {i} has length {host[i]}; wanted 0 or more tokens. Mend the lengths.")
@@ -257,7 +257,7 @@ def _check_lengths(host: npt.NDArray[np.integer]) -> None:
 
 
 def _check_position_ids(host: npt.NDArray[np.integer], num_sequences: int) -> None:
-    """Refuse positions that do not count up from 0, and more sequences than are wanted."""
+    """Raise for positions that do not count up from 0, and for more than ``num_sequences`` sequences."""
     starts = host == 0
     bad = ~starts
     bad[1:] &= host[1:] != host[:-1] + 1

@@ -1,7 +1,7 @@
-"""Sequence lengths or cu_seqlens on the host -> SeqStats: counts of a batch, in host integers.
+"""Sequence lengths or cu_seqlens on the host -> SeqStats, the counts of a batch as host integers.
 
 FLOPs are linear in these integers. So the counts of microbatches, steps and ranks are added first, and
-``flops.FlopsModel`` turns the sum into FLOPs once. Nothing here is a tensor or reads a device.
+``flops.FlopsModel`` converts the sum to FLOPs once. This module makes no tensors and reads no device.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ __all__ = [
     "window_pairs",
 ]
 
-_NO_PICTURES: tuple[int, int, tuple[tuple[int, int], ...]] = (0, 0, ())  # as ``_vision`` counts them
-_LARGEST = 2**62  # tokens of a window: one more would pass int64 in the sums below
+_NO_PICTURES: tuple[int, int, tuple[tuple[int, int], ...]] = (0, 0, ())  # the result of ``_vision`` for text
+_LARGEST = 2**62  # tokens of a window; more would overflow int64 in the sums below
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A window of attention inside fixed chunks of a sequence, as in Llama 4."""
+    """An attention window that is a fixed chunk of a sequence, as in Llama 4."""
 
     size: int  # tokens in a chunk; ``Chunk(4)`` lets token 5 of a sequence see tokens 4 and 5
 
@@ -52,13 +52,13 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A window of one compressed key for every whole block of a sequence, as in DeepSeek-V4.
+    """An attention window with one compressed key per complete block of a sequence, as in DeepSeek-V4.
 
-    A query sees the blocks that end at or before it, its own token among theirs, or ``most`` of them.
+    A query sees the blocks that end at its own token or before, but at most ``most`` of them.
     """
 
-    size: int  # tokens in a block; ``Blocks(4)`` lets tokens 0 to 2 of a sequence see nothing, 3 to 6 one key
-    most: int | None = None  # keys a query sees at the most, None for all
+    size: int  # tokens in a block; with ``Blocks(4)`` tokens 0 to 2 of a sequence see no key, 3 to 6 one key
+    most: int | None = None  # the largest number of keys that a query sees; None means all
 
     def __post_init__(self) -> None:
         whole_number(self.size, "Blocks.size", least=1, most=_LARGEST, advice="It is the tokens of a block.")
@@ -71,31 +71,31 @@ Window: TypeAlias = int | Chunk | Blocks
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vision:
-    """What a count of images needs of a model's vision tower."""
+    """The sizes of a model's vision tower that are needed to count images."""
 
-    windows: tuple[int, ...] = ()  # edges of its attention windows, in patches
-    patch: int | None = None  # edge of a patch in pixels, for images without a grid; None without a tower
+    windows: tuple[int, ...] = ()  # edge lengths of its attention windows, in patches
+    patch: int | None = None  # edge length of a patch in pixels, for images without a grid; None if unknown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeqStats:
-    """Counts of one or more batches, as host integers that add with ``+`` and ``sum``.
+    """Counts of one or more batches, as host integers; add them with ``+`` or ``sum``.
 
     ``SeqStats.from_lengths([3, 5])`` has 8 real tokens and slots, 6 loss tokens, 2 sequences, 34 squares.
 
     Attributes:
-        real_tokens: tokens that belong to a sequence; of shared prefixes, those that are computed.
-        slots: tokens with padding; what the device computes on.
+        real_tokens: tokens of sequences, without padding; a shared prefix counts once.
+        slots: tokens with padding, on which the device computes.
         loss_tokens: tokens with a target.
         sequences: sequences of at least one token.
         sum_squares: sum of the squared lengths.
-        window_pairs: per window, the pairs (query, key) a causal query sees: sum of min(i + 1, window).
-        cross_tokens: tokens of the other side that cross-attention reads keys and values from.
+        window_pairs: per window, the (query, key) pairs of causal attention: sum of min(i + 1, window).
+        cross_tokens: tokens of the other side, from which cross-attention gets keys and values.
         cross_pairs: sum of length x other length.
         vision_patches: patches of all images and video frames.
         vision_squares: sum over frames of the squared number of patches.
-        vision_window_pairs: per window edge (in patches), the sum over windows of their squared patches.
-        shared_tokens: tokens of sequences that are not computed, because another sequence begins with them.
+        vision_window_pairs: per window edge (in patches), the sum over windows of squared patches.
+        shared_tokens: tokens that are not computed again, because another sequence has the same prefix.
     """
 
     real_tokens: int = 0
@@ -133,16 +133,16 @@ class SeqStats:
         """Count a batch from the lengths of its sequences.
 
         Args:
-            lengths: real tokens of every sequence, zero allowed, on the host.
+            lengths: real tokens of every sequence (0 is allowed), on the host.
             windows: attention windows of the model (``FlopsModel.windows``).
-            slots: tokens with padding; default the sum of the lengths.
-            loss_tokens: tokens with a target; default every token but the first of each sequence.
-            cross_lengths: per sequence, the tokens its cross-attention reads.
+            slots: tokens with padding; by default the sum of the lengths.
+            loss_tokens: tokens with a target; by default all but one of each sequence.
+            cross_lengths: per sequence, the tokens that its cross-attention reads.
             image_grid_thw: ``[N, 3]`` frames, rows and columns of patches of each image.
             video_grid_thw: the same for each video.
             vision_windows: window edges of the vision tower, in patches (``FlopsModel.vision_windows``).
-            prefix_lengths: per sequence, its first tokens that are computed in another one
-                (``batch.prefixes.prefix_lengths``); their tokens, squares and pairs do not count again.
+            prefix_lengths: per sequence, the number of first tokens that another sequence computes
+                (``batch.prefixes.prefix_lengths``); their tokens, squares and pairs are not counted again.
 
         Returns:
             ``([3, 5], windows=(2,))`` gives 8 tokens, 34 squares and 5 + 9 = 14 pairs of window 2.
@@ -153,7 +153,8 @@ class SeqStats:
             before = _lengths(prefix_lengths)
             if before.shape != lengths.shape or (before > lengths).any():
                 raise ValueError(
-                    f"prefix_lengths {_short(before.tolist())} do not fit lengths {_short(lengths.tolist())}"
+                    f"prefix_lengths {_short(before.tolist())} do not fit lengths "
+                    f"{_short(lengths.tolist())}. Pass one for each sequence, at most its length."
                 )
             shared = int(before.sum())
         real_tokens, sequences = int(lengths.sum()) - shared, int(np.count_nonzero(lengths))
@@ -205,16 +206,16 @@ class SeqStats:
         video_grid_thw: IntRows | None = None,
         vision_windows: Iterable[int] = (),
     ) -> SeqStats:
-        """Count a batch from cumulative lengths as data pipelines hand them out, padded tails included.
+        """Count a batch from cumulative lengths in the forms of data pipelines, with padded tails.
 
-        Unpadded offsets are used if they are given. Offsets after ``argmin``, repeats of the last offset,
-        and a tail of -1 or 0 are no sequences. Fewer than two offsets mean that nothing is packed: every row
-        is one sequence.
+        Lengths come from unpadded offsets if they are given. Offsets after ``argmin``, repeats of the last
+        offset, and a tail of -1 or 0 are ignored. Fewer than two offsets mean that rows are not packed: every
+        row is one sequence.
 
         Args:
-            cu_seqlens: ``[S + 1]``, or ``[rows, S + 1]`` where every row starts from 0; None when dense.
+            cu_seqlens: ``[S + 1]``, or ``[rows, S + 1]`` if every row starts at 0; None for dense rows.
             cu_seqlens_unpadded: the same without the padding between sequences.
-            argmin: number of valid offsets, an int or a tensor of one; None or 0 when all are valid.
+            argmin: number of valid offsets, an int or a tensor of one; None or 0 if all are valid.
             shape: (rows, row length) of the token tensor, for the dense fallback and the number of slots.
             windows: attention windows of the model (``FlopsModel.windows``).
             image_grid_thw: ``[N, 3]`` frames, rows and columns of patches of each image.
@@ -233,7 +234,7 @@ class SeqStats:
         for row in rows:
             if len(row) > 1:
                 lengths += np.diff(row).tolist()
-            else:  # a row without offsets is one sequence, and so are all rows if there is one such row
+            else:  # one sequence per row; if this is the only row, the same holds for all rows of ``shape``
                 row_count, row_length = _dense_shape(shape, row)
                 lengths += [row_length] * (row_count if len(rows) == 1 else 1)
         held = sum(max(row, default=0) for row in padded)
@@ -258,7 +259,7 @@ _COUNTS = tuple(field.name for field in fields(SeqStats) if not field.name.endsw
 
 
 def combine(stats: Iterable[SeqStats]) -> SeqStats:
-    """Add ``SeqStats`` that were counted with the same windows; a batch without tokens needs none."""
+    """Add ``SeqStats`` with the same windows; stats without tokens need no windows."""
     stats = list(stats)
     totals: dict[str, Any] = {name: sum([getattr(one, name) for one in stats]) for name in _COUNTS}
     totals["window_pairs"] = _join([(one.window_pairs, one.slots) for one in stats], "windows")
@@ -271,7 +272,7 @@ def combine(stats: Iterable[SeqStats]) -> SeqStats:
 def _join(
     counted: list[tuple[tuple[tuple[Any, int], ...], int]], argument: str
 ) -> tuple[tuple[Any, int], ...]:
-    """Sum the pair counts of each window; raise if a nonempty batch lacks one of the windows."""
+    """Sum the pairs of each window; raise if the stats of a nonempty batch do not have all windows."""
     totals: dict[Any, int] = {}
     for pairs, _ in counted:
         for window, count in pairs:
@@ -287,18 +288,19 @@ def _join(
 
 
 def window_pairs(lengths: Ints, window: Window, *, ends: Ints) -> IntArray:
-    """Count the pairs (query, key) that causal queries see through a window, their own key among them."""
+    """Count the (query, key) pairs of causal attention with a window, per run of lengths up to ``ends``."""
     values, runs = _lengths(lengths), host_ints(ends, "ends")
     if not runs.size or runs[0] < 0 or runs[-1] != values.size or (np.diff(runs) < 0).any():
         raise ValueError(
-            f"ends {_short(runs.tolist())} do not cut {values.size} lengths into runs, or decrease."
+            f"ends {_short(runs.tolist())} do not cut {values.size} lengths into runs, or decrease. Pass the "
+            "number of lengths up to the end of each run."
         )
     starts = np.concatenate(([0], runs[:-1]))
     full = starts < runs
 
     def sums(values: IntArray) -> IntArray:
         found: IntArray = np.zeros(len(runs), dtype=np.int64)
-        if full.any():  # reduceat gives an empty run the element after it
+        if full.any():  # leave out empty runs, for which reduceat would return the next element
             found[full] = np.add.reduceat(values, starts[full])
         return found
 
@@ -307,7 +309,7 @@ def window_pairs(lengths: Ints, window: Window, *, ends: Ints) -> IntArray:
 
 def _pairs(lengths: IntArray, window: Window, sums: Callable[[IntArray], _Sum]) -> _Sum:
     """Count the query-key pairs of a window from sums over lengths."""
-    if isinstance(window, Blocks):  # all tokens from the last one of a block on see that block
+    if isinstance(window, Blocks):  # a block is seen by its last token and by all later tokens
         seen: IntArray = lengths // window.size
         seen = seen if window.most is None else np.minimum(seen, window.most)
         # sum over j = 1 .. seen of (length - j x size + 1)
@@ -318,7 +320,7 @@ def _pairs(lengths: IntArray, window: Window, sums: Callable[[IntArray], _Sum]) 
         return sums(whole) * (size * (size + 1) // 2) + (sums(rest * rest) + sums(rest)) // 2
     advice = "Leave out windows that do not end."
     size = whole_number(window, "A window", least=1, most=_LARGEST, advice=advice)
-    if lengths.max(initial=0) <= size:  # every query sees all keys before it: one sum instead of three
+    if lengths.max(initial=0) <= size:  # every query sees all earlier keys, so one sum is enough
         return sums(lengths * (lengths + 1)) // 2
     seen = np.minimum(lengths, size)
     within = sums(seen)
@@ -330,7 +332,7 @@ def _total(values: IntArray) -> int:
 
 
 def _lengths(lengths: Ints) -> IntArray:
-    """Return lengths as int64 on the host: squares of int32 overflow above 46,340 tokens."""
+    """Return lengths as int64 on the host, because int32 squares overflow above 46,340 tokens."""
     advice = "A sequence has zero or more tokens: pass real lengths."
     values: Any = lengths
     known = isinstance(values, np.ndarray) and values.dtype == np.int64 and values.ndim == 1
@@ -344,7 +346,7 @@ def _lengths(lengths: Ints) -> IntArray:
 
 
 def _refuse_overflow(squares: float, name: str) -> None:
-    """Raise if a sum of squares, bounded by ``squares``, could pass int64."""
+    """Raise if a sum of squares, whose upper bound is ``squares``, could exceed int64."""
     if squares >= 2.0**63:
         raise ValueError(
             f"{name} are so large that their squares may pass int64. Count parts of the data and add them."
@@ -352,7 +354,7 @@ def _refuse_overflow(squares: float, name: str) -> None:
 
 
 def _cross(here: IntArray, cross_lengths: Ints) -> tuple[int, int]:
-    """Count the keys of cross attention and the pairs with them: ``([2, 3], [4, 5])`` gives ``(9, 23)``."""
+    """Count cross-attention's keys and (query, key) pairs: ``([2, 3], [4, 5])`` gives ``(9, 23)``."""
     there = host_ints(cross_lengths, "cross_lengths")
     if here.shape != there.shape or there.min(initial=0) < 0:
         raise ValueError(
@@ -365,7 +367,7 @@ def _cross(here: IntArray, cross_lengths: Ints) -> tuple[int, int]:
 def _vision(
     image_grid_thw: IntRows | None, video_grid_thw: IntRows | None, windows: tuple[int, ...]
 ) -> tuple[int, int, tuple[tuple[int, int], ...]]:
-    """Count patches, squared patches of every frame, and squared patches inside windows, from grids."""
+    """Count patches, squared patches per frame, and squared patches per window, from grids."""
     for edge in windows:
         whole_number(edge, "A vision window", least=1, advice="Pass FlopsModel.vision_windows.")
     if image_grid_thw is None and video_grid_thw is None:
@@ -394,13 +396,13 @@ def _grid(values: IntRows) -> IntArray:
 
 
 def _edge_squares(patches: IntArray, edge: int) -> IntArray:
-    """Sum the squared pieces of ``patches`` cut every ``edge``: 5 cut every 2 gives 4 + 4 + 1."""
+    """Cut ``patches`` into pieces of ``edge`` and sum their squares: 5 in pieces of 2 gives 4 + 4 + 1."""
     whole, rest = patches // edge, patches % edge
     return whole * edge * edge + rest * rest
 
 
 def _offset_rows(cu_seqlens: IntRows | None, name: str) -> list[list[int]]:
-    """Read offsets of one row or several as lists of host integers."""
+    """Return the offsets of one or several rows as lists of host integers."""
     if cu_seqlens is None:
         return []
     offsets = host_ints(cu_seqlens, name, ndim=None)
@@ -411,8 +413,8 @@ def _offset_rows(cu_seqlens: IntRows | None, name: str) -> list[list[int]]:
 
 
 def _trim(row: list[int], argmin: int | Tensor | IntArray | None) -> list[int]:
-    """Return offsets without the tail that holds no sequences; refuse negative or falling ones."""
-    if isinstance(argmin, Tensor | np.ndarray):  # Megatron keeps it as a tensor of one number
+    """Return offsets without a tail of -1 or 0; raise if they do not start at 0, or if they decrease."""
+    if isinstance(argmin, Tensor | np.ndarray):  # Megatron stores it as a tensor of one number
         argmin = int(argmin.item())
     argmin = None if argmin is None else whole_number(argmin, "argmin", least=None)
     if argmin is not None and not 0 <= argmin <= len(row):
@@ -431,7 +433,7 @@ def _trim(row: list[int], argmin: int | Tensor | IntArray | None) -> list[int]:
 
 
 def _dense_shape(shape: tuple[int, int] | None, row: list[int]) -> tuple[int, int]:
-    """Return the rows and row length of a batch without usable offsets, or raise if not given."""
+    """Return the rows and row length of a batch without usable offsets; raise if they are not given."""
     if shape is None:
         raise ValueError(
             f"cu_seqlens {_short(row)} describes no sequence. Pass shape=(rows, row length) of the tokens."

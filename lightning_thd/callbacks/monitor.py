@@ -1,4 +1,4 @@
-"""Hooks of a Trainer's run -> FLOP/s, MFU, tokens/s, packing quality and step times, once an interval."""
+"""The hooks of a training run -> FLOP/s, MFU, tokens/s, packing quality and step times, once per interval."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from lightning_thd.flops.terms import Causal, Tokens
 from lightning_thd.parallel.across_ranks import data_parallel_group, stage_group
 from lightning_thd.report.page import PARTS
 
-_OWN_LOOP_STEPS = 50  # Without a Trainer, metrics are logged this often, as a Trainer does.
-_FLUSH_STEPS = 1000  # Without logging, counts are reduced this often, which bounds the memory they take.
-# If there are several devices, the sum over them comes last and wins.
+_OWN_LOOP_STEPS = 50  # Without a Trainer, metrics are logged once per 50 steps, the Trainer's default.
+_FLUSH_STEPS = 1000  # Without logging, counts are reduced once per 1000 steps, to bound their memory.
+# With several devices both keys of tokens/s exist; the later one, the sum over devices, is shown.
 _BAR = (
     ("device/real_items_per_sec", "tokens/s"),
     ("real_items_per_sec", "tokens/s"),
@@ -42,7 +42,7 @@ _COUNTABLE = (
 
 
 def _evaluation_hooks(stage: str) -> Any:
-    """Return the three hooks of an evaluation loop; they skip the sanity check."""
+    """Return the three hooks of an evaluation loop; they do nothing in the sanity check."""
 
     def start(self: THDThroughputMonitor, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
@@ -64,24 +64,24 @@ def _evaluation_hooks(stage: str) -> Any:
 class THDThroughputMonitor(Callback):
     """Logs FLOP/s, MFU, HFU, tokens/s and packing quality, from the real lengths of the sequences.
 
-    Once an interval, one collective and one device read turn the counts of all ranks into metrics, under the
-    names of Lightning's ``ThroughputMonitor`` and more: see docs/reference/keys.md.
-    Padded rows count their real tokens, by the ``attention_mask``, ``position_ids``, ``lengths`` or -100
-    labels beside the ids, and a message at the end says what packing would save. Validation, checkpoints,
-    compilation and the first ``warmup_steps`` do not count in the rates.
+    Once per interval, one collective and one device read turn the counts of all ranks into metrics. They have
+    the names of Lightning's ``ThroughputMonitor``, and more: see docs/reference/keys.md.
+    In padded rows, only real tokens count. They are found from ``attention_mask``, ``position_ids``,
+    ``lengths`` or -100 labels, and a message at the end says what packing would save. The rates leave out
+    validation, checkpoints, compilation and the first ``warmup_steps``.
 
     Args:
         peak: dense FLOP/s of one device; "auto" looks the device up, "measure" times matmuls once.
-        flops_model: counts FLOPs; None reads the transformers config of the model. If there is none, torch's
-            FLOP counter counts a step.
-        causal: pairs of a causal layer: "half" of the square, "exact", or the "full" square.
-        tokens: FLOPs of "real" tokens, or of "slots" with the padding.
-        recompute: activation checkpointing, for HFU; "auto" finds it in the model.
-        every_n_steps: optimizer steps between two logs; None is the Trainer's ``log_every_n_steps``.
-        warmup_steps: optimizer steps at the start that are left out of the rates.
+        flops_model: the model's FLOPs; None derives them from its transformers config. Without a config,
+            torch's FLOP counter counts a step.
+        causal: the query-key pairs of a causal layer: "half" of the square, "exact", or the "full" square.
+        tokens: count the FLOPs of "real" tokens, or of "slots", padding included.
+        recompute: the activation checkpointing, for HFU; "auto" finds it in the model.
+        every_n_steps: optimizer steps between two logs; None means the Trainer's ``log_every_n_steps``.
+        warmup_steps: the number of first optimizer steps that the rates leave out.
         progress_bar: show tokens/s, TFLOP/s and MFU in the progress bar.
-        all_keys: give loggers every key; by default they get the short list, and ``latest`` holds every key.
-        clock: returns seconds; None is ``time.perf_counter``.
+        all_keys: log every key. By default, loggers get a short list; ``latest`` always has every key.
+        clock: a function that returns seconds; None means ``time.perf_counter``.
     """
 
     def __init__(
@@ -136,12 +136,12 @@ class THDThroughputMonitor(Callback):
         self._graphs = 0
 
     def exclude_step(self) -> None:
-        """Exclude the running step from the rates but not from the FLOPs, as in a capture."""
+        """Exclude the running step, such as one with a capture, from the rates but not from the FLOPs."""
         self._exclude = True
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time inside this context from the training rates, as for a checkpoint."""
+        """Exclude the time inside this context, such as that of a checkpoint, from the training rates."""
         was_running = "train" in self._meters and self._meters["train"].pause()
         if was_running:
             self._marks.mark("other")
@@ -164,13 +164,13 @@ class THDThroughputMonitor(Callback):
         precision: str = "32-true",
         log: Callable[[dict[str, float], int], object] | None = None,
     ) -> None:
-        """Begin to measure a loop without a Lightning Trainer; every rank calls it.
+        """Start to measure a loop without a Lightning Trainer; every rank calls this.
 
         Args:
-            model: its transformers config counts the FLOPs; without one, a step is counted by torch.
-            precision: of the matmuls, as Lightning names it: "bf16-mixed", "bf16-true", "32-true".
-            log: called with the metrics and the number of steps, every ``every_n_steps`` (default 50) steps,
-                such as Fabric's ``fabric.log_dict``.
+            model: the model; FLOPs come from its transformers config or, without one, from torch's counter.
+            precision: precision of the matmuls in Lightning's terms: "bf16-mixed", "bf16-true", "32-true".
+            log: a function of the metrics and the number of steps, such as Fabric's ``fabric.log_dict``. It
+                is called every ``every_n_steps`` (default 50) steps.
         """
         known = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -181,10 +181,10 @@ class THDThroughputMonitor(Callback):
 
     @contextmanager
     def step(self, batch: Any) -> Iterator[None]:
-        """Count one optimizer step of a loop without a Lightning Trainer; ``watch`` comes first.
+        """Count one optimizer step of a loop without a Lightning Trainer; call ``watch`` before.
 
         Args:
-            batch: what the step trains on: a ``THDBatch``, padded rows, or a list of several microbatches.
+            batch: the step's ``THDBatch``, padded rows, or a list of several microbatches.
         """
         if "train" not in self._meters or self._flops is None:
             raise ValueError("step() was called before watch(model). Call monitor.watch(model) once.")
@@ -206,7 +206,7 @@ class THDThroughputMonitor(Callback):
         return self.latest
 
     def _follow(self) -> None:
-        """Count the ended steps, if weights were frozen or thawed since; then a collective."""
+        """Reduce the counts of ended steps, in a collective, if weights have been frozen or unfrozen."""
         if self._flops is not None and self._flops.outdated:
             self._meter("train").reduce(whole=True)
             self._flops.follow()
@@ -239,7 +239,7 @@ class THDThroughputMonitor(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Start the clock at the first batch, and after whatever paused it."""
+        """Start the clock at the first batch, and again after each pause."""
         meter = self._meters["train"]
         if not meter.steps[-1]:
             self._follow()
@@ -276,13 +276,13 @@ class THDThroughputMonitor(Callback):
             self._meter("train").reduce(whole=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the steps after the last full interval, so that a short fit has numbers too."""
+        """Log the steps after the last full interval, so that a short fit also gets metrics."""
         if "train" in self._meters and _log_every(trainer):
             self._report(trainer, "train", last=True)
             _say_padding(self._meters["train"])
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Skip further collectives after an error: other ranks may not join them."""
+        """Skip all collectives after an error, because other ranks may not join them."""
         self._failing = True
         self._let_go()
 
@@ -344,13 +344,13 @@ class THDThroughputMonitor(Callback):
         return self._meter(stage)
 
     def _meter(self, stage: str) -> Meter:
-        """Return the meter of a stage with the FLOPs model as it is now known."""
+        """Return the meter of a stage, updated with the FLOPs model that is known by now."""
         meter = self._meters[stage]
         meter.model = None if self._flops is None else self._flops.model(stage)
         return meter
 
     def _begin_evaluation(self, stage: str, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop the training clock and start that of an evaluation; the next batch resumes training's."""
+        """Stop the training clock and start an evaluation's; the next training batch resumes the former."""
         self._marks.pause()
         if "train" in self._meters:
             self._meters["train"].pause()
@@ -366,18 +366,18 @@ class THDThroughputMonitor(Callback):
             self._warned = True
             rank_zero_warn(
                 f"A batch of type {type(batch).__name__} tells nothing about its sequences, so it is missing "
-                f"from tokens/s, FLOP/s and MFU. Countable are {_COUNTABLE}."
+                f"from tokens/s, FLOP/s and MFU. The monitor can count {_COUNTABLE}."
             )
         if stage != "train" and self._flops is not None:
             self._flops.end(stage, meter.steps[-1])
 
     def _close(self, meter: Meter, *, last: bool) -> dict[str, float]:
-        """Return the metrics of an interval; a collective. Say once if some rows told no lengths."""
+        """Return an interval's metrics, in a collective; print once if the padding of rows is unknown."""
         metrics = meter.close(last=last)
         if self._flops is not None:
             self._flops.follow()
         self.latest.update(metrics)
-        all_slots = meter.model is not None and meter.model.tokens == "slots"  # as the user wants it
+        all_slots = meter.model is not None and meter.model.tokens == "slots"  # by the user's choice
         if meter.untold and not all_slots and not self._said_untold:
             self._said_untold = True
             rank_zero_info(
@@ -397,7 +397,7 @@ class THDThroughputMonitor(Callback):
         leave_out = self._exclude or graphs != self._graphs or self._steps <= self.warmup_steps
         counted = self._flops is not None and self._flops.end("train", meter.steps[-1], discard=self._exclude)
         meter.end_step()
-        if leave_out or counted:  # counting takes longer than computing
+        if leave_out or counted:  # a step under torch's FLOP counter is slow
             meter.leave_out()
         if leave_out:
             self._marks.close()
@@ -413,7 +413,7 @@ class THDThroughputMonitor(Callback):
         if stage == "train" and metrics:
             metrics |= self._marks.close()
             self.latest.update(metrics)
-        # The Trainer's own properties read every metric of the progress bar from the device.
+        # The Trainer's public properties would read every metric of the progress bar from the device.
         connector = trainer._logger_connector
         values = torch.tensor(list(metrics.values()), dtype=torch.float64)
         connector._callback_metrics.update(zip(metrics, values, strict=True))
@@ -424,7 +424,7 @@ class THDThroughputMonitor(Callback):
         connector.log_metrics(shown)
 
     def _wrap_saving(self, trainer: Trainer) -> None:
-        """Pause the clock while the Trainer saves, and reduce the counts before, for the checkpoint."""
+        """Pause the clock while the Trainer saves; reduce the counts first, for the checkpoint."""
         original = trainer.save_checkpoint
 
         @functools.wraps(original)
@@ -453,9 +453,9 @@ class THDThroughputMonitor(Callback):
 
 
 class StepMarks:
-    """Adds up the host's time between the hooks of training steps, without a device synchronisation."""
+    """Adds up the CPU's time between the hooks of training steps, without a device synchronisation."""
 
-    # The host runs ahead of a GPU: its wait counts for the part in which it waits, at the latest for "other".
+    # The CPU runs ahead of a GPU. Its wait counts in the part in which it waits, at the latest in "other".
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -465,14 +465,14 @@ class StepMarks:
         self._waited: tuple[Any, float] | None = None
 
     def mark(self, part: str) -> None:
-        """Add the host time since the last mark to a named part of the step."""
+        """Add the CPU time since the last mark to a named part of the step."""
         now = self._clock()
         if self._since is not None:
             self._seconds[part] += now - self._since
         self._since = now
 
     def waited(self, loader: Any) -> None:
-        """Count a loader's wait for data since the last call, if it has a ``waited_s``."""
+        """Count a loader's wait for data since the last call, if the loader has ``waited_s``."""
         total = getattr(loader, "waited_s", None)
         if total is None:
             return
@@ -486,16 +486,16 @@ class StepMarks:
         self._steps += 1
 
     def skip(self) -> None:
-        """Leave the time since the last mark uncounted."""
+        """Do not count the time since the last mark."""
         if self._since is not None:
             self._since = self._clock()
 
     def pause(self) -> None:
-        """Leave the time until the next mark uncounted."""
+        """Do not count the time until the next mark."""
         self._since = None
 
     def close(self) -> dict[str, float]:
-        """Return the seconds of each part of a mean step since the last call, or {} without steps."""
+        """Return the mean seconds per step of each part since the last call, or {} without steps."""
         if not self._steps:
             return {}
         found = {f"train/step_time/{part}": seconds / self._steps for part, seconds in self._seconds.items()}
@@ -504,7 +504,7 @@ class StepMarks:
 
 
 def _say_padding(meter: Meter) -> None:
-    """Log the share of padding of a padded run, and what packing would save."""
+    """Print the share of padding in a run on padded rows, and what packing would save."""
     real, slots = meter.padded
     if 0 < real < slots:
         rank_zero_info(
@@ -519,6 +519,6 @@ def _log_every(trainer: Trainer) -> int:
 
 
 def _compiled_graphs() -> int:
-    """Return how many graphs torch.compile has made; 0 if it was never imported."""
+    """Return the number of graphs that torch.compile has made; 0 if it was never imported."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0

@@ -1,4 +1,4 @@
-"""A Lightning module about to be trained -> the leak probe on its model, once, before the first step."""
+"""A Lightning module before its first training step -> a leak check of its model, once per Trainer."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from lightning_thd.models.probe_report import PackingReport
 
 
 class PackingCheck(L.Callback):
-    """Run ``check_packing`` when fit starts, on the model as it will be trained: device, dtype, sharding.
+    """Runs ``check_packing`` when fit starts, on the model with its device, dtype and sharding for training.
 
-    Takes a few forwards and backwards of ``sum(lengths)`` tokens. A leak ends the run with
-    ``PackingLeakError``, which names the module.
+    The check takes a few forwards and backwards of ``sum(lengths)`` tokens. If sequences leak into each
+    other, the run stops with ``PackingLeakError``, which names the module.
 
     Args:
-        model: attribute of the Lightning module that holds the model, dots allowed (``"policy.model"``). By
-            default the first transformers model found in it.
-        vocab_size: number of tokens; from the model's config when absent.
-        lengths: of the sequences to try.
-        grad: check gradients too; switched off where parameters are sharded (FSDP2 would reduce gradients).
-        tolerance: the largest allowed difference between packed and single; None depends on the dtype.
+        model: the attribute of the Lightning module with the model, dots allowed (``"policy.model"``). The
+            default is the first transformers model in it.
+        vocab_size: the number of token ids; by default that of the model's config.
+        lengths: the lengths of the test sequences.
+        grad: also check gradients; not if parameters are sharded, because FSDP2 would reduce gradients.
+        tolerance: the largest allowed difference between packed and separate sequences; None derives it
+            from the dtype.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class PackingCheck(L.Callback):
         self.report: PackingReport | None = None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Run the probe, only at the first fit of a trainer."""
+        """Run the check, only in the first fit."""
         if self.report is not None:
             return
         model = find_model(pl_module, self.model)
@@ -70,7 +71,7 @@ class PackingCheck(L.Callback):
 
 
 def find_model(pl_module: nn.Module, name: str | None) -> nn.Module:
-    """Find the model to probe by its path, or the outermost one with a config."""
+    """Return the submodule with this path, or without a path the outermost transformers model."""
     if name is not None:
         return pl_module.get_submodule(name)
     for _, model in models_in(pl_module):

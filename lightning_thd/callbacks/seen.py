@@ -1,6 +1,6 @@
-"""A batch of any kind -> the sequences in it: packs from the host, padded rows by counts left on the device.
+"""A batch of any kind -> its sequences: host integers of packs, and lengths of padded rows on the device.
 
-B rows of N slots. Nothing here reads a device: ``resolve`` does, once for all batches of an interval.
+B rows of N slots. Only ``resolve`` reads from a device, once for all batches of an interval.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ class Rows:
     """Padded rows whose real lengths are on the device."""
 
     shape: tuple[int, int]  # (B, N)
-    counts: Tensor  # the length of each row; one below 0 means that nothing tells the lengths
-    by_length: bool = False  # ``counts[n]`` is the number of sequences of n tokens instead
-    images: Mapping[str, Tensor] = field(default_factory=dict)  # grids, and the shapes of pixels
+    counts: Tensor  # the length of each row; a negative one means that lengths are unknown
+    by_length: bool = False  # if True, ``counts[n]`` is the number of sequences with n tokens
+    images: Mapping[str, Tensor] = field(default_factory=dict)  # grids of patches, meta tensors for pixels
 
     def lengths(self, counts: np.ndarray[Any, Any]) -> tuple[int, ...] | Dense:
-        """Return the lengths that the counts, now on the host, stand for."""
+        """Return the lengths from ``counts``, which are on the host by now."""
         told = bool((counts >= 0).all())
         if told and self.by_length:
             counts = np.repeat(np.arange(len(counts)), counts)
-        if not told or counts.sum() > self.shape[0] * self.shape[1]:  # offsets of something else
+        if not told or counts.sum() > self.shape[0] * self.shape[1]:  # the counts do not belong to these rows
             return Dense((self.shape[1],) * self.shape[0])
         return tuple(counts.tolist())
 
 
 class Dense(tuple[int, ...]):
-    """The lengths of rows counted as full because nothing in the batch tells their padding."""
+    """The lengths of rows that are counted as full, because their padding is unknown."""
 
     __slots__ = ()
 
@@ -50,7 +50,7 @@ class Dense(tuple[int, ...]):
 class Shared(tuple[int, ...]):
     """The lengths of sequences that share prefixes, in the order of their slots."""
 
-    held: tuple[int, ...]  # the first tokens of each that one before it holds
+    held: tuple[int, ...]  # the number of first tokens of each that an earlier sequence stores
 
     @classmethod
     def of(cls, batch: SharedBatch) -> Shared:
@@ -66,13 +66,13 @@ class Shared(tuple[int, ...]):
 
 
 Lengths: TypeAlias = tuple[int, ...] | Rows | None
-_Look: TypeAlias = Callable[[str], Any]  # a key of a batch, or its attribute -> what is there
-# What is kept of a microbatch: its stats, and its lengths for windows that the stats do not count.
+_Look: TypeAlias = Callable[[str], Any]  # a key or attribute of a batch -> its value
+# The record of a microbatch: its stats, and its lengths for windows that the stats do not count.
 Seen: TypeAlias = tuple[SeqStats, Lengths]
 
 
 def microbatches(batch: Any, pad_id: int | None = None) -> list[Seen]:
-    """Find every pack and batch of padded rows in a batch, with ``SeqStats`` and, if known, lengths."""
+    """Return the ``SeqStats`` and, if known, the lengths of every pack and every padded batch in a batch."""
     if isinstance(several := getattr(batch, "microbatches", None), Sequence):
         return [seen for one in several for seen in microbatches(one, pad_id)]
     if isinstance(batch, SeqStats):
@@ -95,7 +95,7 @@ def microbatches(batch: Any, pad_id: int | None = None) -> list[Seen]:
 def resolve(
     seen: Sequence[Seen], vision: Vision | None = None
 ) -> list[tuple[SeqStats, tuple[int, ...] | None]]:
-    """Return the same with all lengths, and images if ``vision`` is given, after one read of each device."""
+    """Return the records with all lengths, and with ``vision`` also images, after one read per device."""
     padded = [lengths for _, lengths in seen if isinstance(lengths, Rows)]
     held = [rows.counts for rows in padded]
     held += [x for rows in padded for x in rows.images.values() if vision is not None and not x.is_meta]
@@ -118,18 +118,18 @@ def resolve(
 
 
 def _on_host(images: Mapping[str, Tensor], found: Mapping[int, np.ndarray[Any, Any]]) -> dict[str, Any]:
-    """Return grids as they were read, without rows of zeros, and shapes as they are."""
+    """Return the grids that were read, without rows of zeros, and the pixels' meta tensors unchanged."""
     grids = {name: found[id(x)].reshape(-1, 3) for name, x in images.items() if not x.is_meta}
     return {**images, **{name: grid[(grid > 0).all(1)] for name, grid in grids.items()}}
 
 
 def _inside(values: Iterable[Any], pad_id: int | None) -> list[Seen]:
-    """Return the packs among the members of a container; a bare tensor there may be anything."""
+    """Return the packs in a container's members, except bare tensors, which may be anything."""
     return [seen for value in values if not isinstance(value, Tensor) for seen in microbatches(value, pad_id)]
 
 
 def _tensors(members: Sequence[Any]) -> list[Seen]:
-    """Return the rows of a tuple of tensors: token ids first, and a mask if one of the others is one."""
+    """Return the rows of a tuple of tensors: token ids come first, and one of the others may be a mask."""
     if not members or not _are_rows(ids := members[0]):
         return []
     masks = [each for each in members[1:] if _fits(each, ids)]
@@ -143,8 +143,8 @@ def _tensors(members: Sequence[Any]) -> list[Seen]:
 
 
 def _hides_padding(mask: Tensor, ids: Tensor) -> Tensor:
-    """Return whether a tensor is a mask: zeros and ones, some in each row, that hide one and the same id."""
-    # Token types and labels lie in tuples too: what their zeros would hide are different tokens.
+    """Return whether a tensor is a mask: zeros and ones, with a one in each row, that hides a single id."""
+    # A tuple may also have token types and labels, whose zeros would hide several different ids.
     real = mask == 1
     ids = ids.long()
     largest = torch.iinfo(ids.dtype).max
@@ -154,8 +154,8 @@ def _hides_padding(mask: Tensor, ids: Tensor) -> Tensor:
 
 
 def _rows(ids: Any, look: _Look, pad_id: int | None) -> list[Seen]:
-    """Return padded rows with the lengths that the tensors beside their ids tell."""
-    if isinstance(ids, (list, tuple)):  # one tensor a microbatch, and lists of what is beside it
+    """Return padded rows, with lengths from the other tensors of the batch."""
+    if isinstance(ids, (list, tuple)):  # lists have one tensor per microbatch for each key
         return [
             seen
             for i, one in enumerate(ids)
@@ -171,7 +171,7 @@ def _rows(ids: Any, look: _Look, pad_id: int | None) -> list[Seen]:
 
 
 def _images(look: _Look) -> dict[str, Tensor]:
-    """Return grids of patches, and of pixels their shapes."""
+    """Return the grids of patches, and meta tensors with the shapes of pixels."""
     grids = {
         name: x.clone() for name in GRIDS if isinstance(x := look(name), Tensor) and x.shape[-1:] == (3,)
     }
@@ -180,7 +180,7 @@ def _images(look: _Look) -> dict[str, Tensor]:
 
 
 def _told_rows(ids: Any, look: _Look, pad_id: int | None) -> list[Seen]:
-    """Return one batch of rows, with the lengths that the tensors beside its ids tell."""
+    """Return one batch of padded rows, with lengths from the other tensors of the batch."""
     if not _are_rows(ids):
         return []
     mask, positions, labels = (look(name) for name in ("attention_mask", "position_ids", "labels"))
@@ -194,10 +194,10 @@ def _told_rows(ids: Any, look: _Look, pad_id: int | None) -> list[Seen]:
             return _padded(ids, offsets.long().diff())
     for name in _LENGTHS:
         if (lengths := look(name)) is not None and (told := _told(lengths, len(ids))) is not None:
-            return _padded(ids, told.clamp(max=ids.shape[1]))  # counted before the rows were cut
+            return _padded(ids, told.clamp(max=ids.shape[1]))  # rows may have been cut since
     if pad_id is not None and _fits(labels, ids):
         real = ((ids != pad_id) | (labels != -100)).long()
-        spans = ids.shape[1] - real.argmax(1) - real.flip(1).argmax(1)  # pads between tokens are tokens
+        spans = ids.shape[1] - real.argmax(1) - real.flip(1).argmax(1)  # pad ids between tokens are tokens
         return _padded(ids, torch.where(real.any(1), spans, 0))
     return _dense(ids)
 
@@ -217,11 +217,11 @@ def _fits(value: Any, ids: Tensor) -> TypeGuard[Tensor]:
 
 
 def _told(lengths: Any, rows: int) -> Tensor | None:
-    """Return given lengths as a tensor, or None if they are not one a row."""
+    """Return given lengths as a tensor, or None if they are not one integer per row."""
     if not isinstance(lengths, Tensor):
         try:
             lengths = torch.tensor(lengths)
-        except (TypeError, ValueError, RuntimeError):  # "length" may be a column of anything
+        except (TypeError, ValueError, RuntimeError):  # a key "length" may have any values
             return None
     whole = not (lengths.is_floating_point() or lengths.is_complex())
     return lengths.long() if lengths.shape == (rows,) and whole else None
@@ -238,12 +238,12 @@ def _dense(ids: Tensor) -> list[Seen]:
 
 
 def _real(mask: Tensor) -> Tensor:
-    """Return which slots a mask shows; one of floats without ones is added to scores, and 0 shows."""
+    """Return the slots that a mask shows; in an additive float mask (no positive value) 0 shows."""
     return torch.where((mask > 0).any(), mask > 0, mask == 0) if mask.is_floating_point() else mask != 0
 
 
 def _mask_lengths(mask: Tensor) -> Tensor:
-    """Return how many sequences there are of every length, ``[N + 1]``; numbers above 1 number them."""
+    """Count the sequences of each length, ``[N + 1]``; a mask's numbers above 0 are sequence numbers."""
     rows, length = mask.shape
     numbers = torch.where(_real(mask), mask.long().abs().clamp(1, length), 0)  # a boolean has no abs()
     slots = torch.zeros(rows, length + 1, dtype=torch.int64, device=mask.device)
@@ -252,17 +252,17 @@ def _mask_lengths(mask: Tensor) -> Tensor:
 
 
 def _histogram(lengths: Tensor, longest: int) -> Tensor:
-    """Return how often each length above 0 occurs, ``[longest + 1]``."""
+    """Count how often each length above 0 occurs, ``[longest + 1]``."""
     counts = torch.zeros(longest + 1, dtype=torch.int64, device=lengths.device)
     counts = counts.scatter_add(0, lengths.flatten(), torch.ones_like(lengths).flatten())
     return torch.cat([torch.zeros_like(counts[:1]), counts[1:]])
 
 
 def _run_lengths(positions: Tensor, mask: Tensor | None) -> Tensor:
-    """Return how many sequences there are of every length, ``[N + 1]``: runs of positions that count up.
+    """Count the sequences of each length, ``[N + 1]``; a sequence is a run of positions that count up.
 
-    Without a mask, a run of one slot at an end of a row is padding. Several rows that all count up to their
-    end may hide padding behind it, so that they tell nothing.
+    Without a mask, a run of one slot at an end of a row is padding. If several rows all count up to their
+    last slot, the last slots may be padding, so that the lengths are unknown.
     """
     rows, length = positions.shape
     index = torch.arange(length, device=positions.device).expand(rows, length)

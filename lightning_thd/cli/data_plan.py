@@ -1,4 +1,4 @@
-"""``lightning-thd plan`` and ``graph-plan``: a data set -> packs, balance, speed, and graphs to expect."""
+"""``lightning-thd plan`` and ``graph-plan``: a data set -> the expected packs, balance, speed and graphs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MFU = 0.4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expected:
-    """What ``lightning-thd plan`` expects of training on a data set, from the packs of some steps."""
+    """The statistics that ``lightning-thd plan`` expects for training, from the packs of some steps."""
 
     steps: int  # steps of an epoch
     packs: int
@@ -37,13 +37,13 @@ class Expected:
     lengths: tuple[int, int, int]  # shortest, median and longest
     fill: float
     padded_fill: float  # fill of padded batches
-    imbalance: float  # the slowest rank's work over the mean
+    imbalance: float  # the slowest rank's work divided by the mean
     tokens_per_s: float | None  # speed of one device at the assumed MFU
     lost: dict[str, int]
-    documents: int  # documents of the data set
-    distinct: int  # tokens that are computed if prefixes are shared, else ``tokens``
-    patches: int = 0  # patches of all images
-    most_patches: int = 0  # patches of one pack
+    documents: int  # number of documents in the data set
+    distinct: int  # number of computed tokens if prefixes are shared, else ``tokens``
+    patches: int = 0  # number of patches of all images
+    most_patches: int = 0  # largest number of patches of a microbatch
     vision: float | None = None  # the vision tower's share of the work
 
     def table(self) -> Table:
@@ -77,7 +77,7 @@ class Expected:
 
 
 def plan(arguments: Sequence[str]) -> None:
-    """Print what to expect of training on a data set; with ``--plot``, draw it too."""
+    """Print the expected statistics of training on a data set; with ``--plot``, also draw the packs."""
     parser = plan_parser()
     given = parser.parse_args(list(arguments))
     if given.theme is not None and given.plot is None:
@@ -106,7 +106,7 @@ def plan(arguments: Sequence[str]) -> None:
 
 
 def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]], list[list[int]]]:
-    """Plan an epoch's first steps; return what to expect, each pack's lengths, and how many are shared."""
+    """Plan an epoch's first steps; return the statistics, and each pack's lengths and shared tokens."""
     model = None if given.model is None else FlopsModel.from_config(load_config(given.model))
     peak = _peak(given.device, given.mfu, model)
     cost = Cost() if model is None else Cost.from_flops(model, longest=given.capacity)
@@ -164,7 +164,7 @@ def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]], lis
 
 
 def load_config(path: str) -> Any:
-    """Load a config from a ``config.json``, a folder that holds one, or a name transformers can resolve."""
+    """Load a config from a ``config.json``, a folder with one, or a name that transformers resolves."""
     refuse_unreachable(path)
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.exists():
@@ -177,7 +177,7 @@ def load_config(path: str) -> Any:
 
 
 def _padded_fill(packs: Sequence[Sequence[int]], rows: int = 8) -> float:
-    """Return the share of real tokens if batches of 8 sequences were padded to their longest."""
+    """Return the share of real tokens if batches of ``rows`` sequences were padded to their longest one."""
     flat = [length for pack in packs for length in pack]
     batches = [flat[at : at + rows] for at in range(0, len(flat), rows)]
     slots = sum(len(batch) * max(batch) for batch in batches)
@@ -185,7 +185,7 @@ def _padded_fill(packs: Sequence[Sequence[int]], rows: int = 8) -> float:
 
 
 def _peak(device: str | None, mfu: float | None, model: FlopsModel | None) -> float | None:
-    """Return the bf16 FLOP/s to expect of the device whose speed was asked for."""
+    """Return the expected bf16 FLOP/s of a device, peak times MFU; None without a device."""
     if device is None:
         if mfu is not None:
             raise ValueError(f"--mfu {mfu:g} asks for a speed, which is a device's. Pass --device too.")
@@ -211,7 +211,7 @@ def _speed(
     *,
     vision: float,
 ) -> float:
-    """Return the tokens of sequences a second, shared ones included."""
+    """Return the sequences' tokens per second, shared ones included."""
     lengths, before = ([n for pack in each for n in pack] for each in (packs, held))
     stats = SeqStats.from_lengths(lengths, prefix_lengths=before, windows=model.windows)
     return flops_per_s * sum(lengths) / (model.training_flops(stats).model + vision)
@@ -225,25 +225,25 @@ def plan_parser() -> argparse.ArgumentParser:
         epilog="example: lightning-thd plan texts.jsonl --capacity 8192 --dp 8 --plot packs.png",
     )
     parser.add_argument("data", help="JSONL, text, Parquet or Arrow file, or a folder of text")
-    parser.add_argument("--capacity", type=whole(1), required=True, help="most slots of a pack")
+    parser.add_argument("--capacity", type=whole(1), required=True, help="largest number of slots of a pack")
     parser.add_argument("--dp", type=whole(1), default=1, help="data-parallel ranks (default: 1)")
-    parser.add_argument("--sequences", type=whole(1), help="sequences to a step, global_batch=Sequences(n)")
-    parser.add_argument("--steps", type=whole(1), default=50, help="steps to look at (default: 50)")
+    parser.add_argument("--sequences", type=whole(1), help="sequences per step, global_batch=Sequences(n)")
+    parser.add_argument("--steps", type=whole(1), default=50, help="number of steps to plan (default: 50)")
     parser.add_argument(
         "--oversize",
         choices=get_args(Oversize),
         metavar="WAY",
-        help=f"what becomes of longer documents: {', '.join(get_args(Oversize))} (default: split; "
-        "THDDataModule's, and with --share-prefixes, is error)",
+        help=f"what to do with longer documents: {', '.join(get_args(Oversize))} (default: split; "
+        "error with --share-prefixes and in THDDataModule)",
     )
     parser.add_argument("--share-prefixes", action="store_true", help="compute common prefixes once")
     parser.add_argument("--text-key", default="text", help="key of the text in a record (default: text)")
     parser.add_argument("--tokenizer", help="name or path of a Hugging Face tokenizer; UTF-8 bytes without")
     parser.add_argument("--processor", help="folder of a Hugging Face processor, for chats with images")
-    parser.add_argument("--max-patches", type=whole(1), help="most image patches of a pack")
+    parser.add_argument("--max-patches", type=whole(1), help="largest number of image patches of a pack")
     parser.add_argument("--model", help="a config.json, for FLOPs and speed")
-    parser.add_argument("--device", help="a device of `lightning-thd peaks`, for the speed to expect")
-    parser.add_argument("--mfu", type=share, help=f"MFU assumed for it (default: {_MFU})")
+    parser.add_argument("--device", help="a device of `lightning-thd peaks`, for the expected speed")
+    parser.add_argument("--mfu", type=share, help=f"assumed MFU, for the expected speed (default: {_MFU})")
     parser.add_argument("--plot", type=picture, help="draw the first packs into this file")
     parser.add_argument("--theme", choices=("light", "dark"), help="colours of the drawing (light)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -251,18 +251,18 @@ def plan_parser() -> argparse.ArgumentParser:
 
 
 def graph_plan(arguments: Sequence[str]) -> None:
-    """Print which CUDA graphs a data set is worth, before any GPU is at hand."""
+    """Print which CUDA graphs are worth a capture for a data set; this needs no GPU."""
     parser = Parser(
         "lightning-thd graph-plan",
         description="Choose the buckets of CUDAGraphCallback for a data set, with costs relative to eager.",
         epilog="example: lightning-thd graph-plan texts.jsonl --capacity 8192",
     )
-    parser.add_argument("data", help="what THDDataModule takes: .jsonl, .parquet, text, a folder")
+    parser.add_argument("data", help="a data source of THDDataModule: .jsonl, .parquet, text, a folder")
     parser.add_argument("--capacity", type=whole(1), default=8192, help="slots of a pack")
     parser.add_argument("--text-key", default="text", help="the key of the text in a JSONL object")
     parser.add_argument("--tokenizer", help="name or path of a Hugging Face tokenizer; UTF-8 bytes without")
     parser.add_argument(
-        "--max-sequences", type=whole(1), nargs="+", metavar="N", help="buckets of your own, to be judged"
+        "--max-sequences", type=whole(1), nargs="+", metavar="N", help="your own buckets, to compare"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(list(arguments))

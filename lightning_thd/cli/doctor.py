@@ -18,14 +18,14 @@ from lightning_thd.cli.arguments import Parser
 from lightning_thd.cuda_graph.backend import CudaBackend
 from lightning_thd.report.terminal import Table, show_table
 
-# A bug report needs the versions of these distributions, in the order of the data flow.
+# The distributions whose versions a bug report needs, in the order of the data flow.
 _DISTRIBUTIONS = (
     *("torch", "lightning", "numpy", "transformers", "accelerate", "trl", "datasets", "pyarrow"),
     *("triton", "flash-attn", "flash-attn-3", "flash-attn-4", "transformer-engine", "mamba-ssm"),
     *("causal-conv1d", "fla-core", "flash-linear-attention", "tilelang", "torchao", "fsspec", "wandb"),
     *("jsonargparse", "matplotlib", "zstandard"),
 )
-# These run a kind of layer and need these imports and a CUDA device.
+# A kind of layer -> the kernels that run it, and the imports that these need beside a CUDA device.
 _FUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "mamba-2 layers": ("fused by mamba-ssm", ("mamba_ssm", "causal_conv1d")),
     "gated delta layers": ("fused by flash-linear-attention", ("fla", "causal_conv1d")),
@@ -37,7 +37,7 @@ _FUSED: dict[str, tuple[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernel:
-    """A kernel or engine, what it serves, whether it runs here, and why not and what to do if it does not."""
+    """A kernel or engine, its purpose, whether it runs here and, if it does not, why and what to do."""
 
     serves: str
     name: str
@@ -47,7 +47,7 @@ class Kernel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
-    """The findings of ``lightning-thd doctor``: packages without a version are absent."""
+    """The findings of ``lightning-thd doctor``; packages with the version None are not installed."""
 
     machine: dict[str, str]
     packages: dict[str, str | None]
@@ -74,7 +74,7 @@ class Diagnosis:
 
 
 def diagnose() -> Diagnosis:
-    """Collect the versions, kernels and known problems of this machine, changing and sending nothing."""
+    """Collect the versions, kernels and known problems of this machine; change and send nothing."""
     capability = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else None
     problems = known_problems(capability=capability)
     graphs = CudaBackend().unavailable(torch.device("cuda"))

@@ -1,7 +1,7 @@
-"""Host integers of a batch -> the fixed shape it is padded to, or the reason why none fits; its buffers.
+"""A batch's host integers -> the fixed shape (bucket) to pad it to, or why none fits; a bucket's buffers.
 
-T slots and S sequences of a bucket. The choice looks at no tensor: it is made before anything is copied. A
-bucket's tail becomes dummy sequences without targets, of equal length.
+T slots and S sequences of a bucket. The choice reads no tensor and comes before any copy. Dummy sequences of
+equal length, without targets, fill a bucket's tail.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Reason = Literal["num_sequences", "tokens", "max_seqlen", "extras"]
 
 
 class Layout(NamedTuple):
-    """Sizes of a batch that decide its bucket: slots and number of its sequences, slots of the longest."""
+    """The sizes of a batch that decide its bucket: slots, sequences, and slots of the longest sequence."""
 
     slots: int
     sequences: int
@@ -33,7 +33,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, padded_lengths: Sequence[int]) -> Layout:
-        """Return the layout of sequences by padded length: ``(3, 2, 0)`` is 5 slots in 2, longest 3."""
+        """Return the layout of padded lengths: ``(3, 2, 0)`` gives 5 slots, 2 sequences and the longest 3."""
         count = len(padded_lengths)
         while count and padded_lengths[count - 1] == 0:
             count -= 1
@@ -41,17 +41,17 @@ class Layout(NamedTuple):
 
     @classmethod
     def of_batch(cls, batch: THDBatch) -> Layout:
-        """Return the layout of a batch without its trailing pad, whose place a bucket's tail takes."""
+        """Return the layout of a batch without its trailing padding, which a bucket's tail replaces."""
         return cls.of(batch.padded_lengths[: len(batch.lengths)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Bucket:
-    """A fixed shape that steps are captured for."""
+    """A fixed shape for which steps are captured."""
 
-    slots: int  # T, which every batch is padded to
-    sequences: int  # S, entries of cu_seqlens less one
-    max_seqlen: int  # longest sequence the kernels are built for, dummies of the tail included
+    slots: int  # T, to which every batch is padded
+    sequences: int  # S, the entries of cu_seqlens minus one
+    max_seqlen: int  # the longest sequence of the captured kernels, dummy sequences included
 
     def __post_init__(self) -> None:
         for name in ("slots", "sequences", "max_seqlen"):
@@ -78,7 +78,7 @@ class Bucket:
 
 
 def choose(buckets: Sequence[Bucket], batch: THDBatch) -> tuple[Bucket | None, Reason | None]:
-    """Pick the cheapest bucket a batch fits, or None and what the bucket that came nearest lacks."""
+    """Return the cheapest bucket that a batch fits; or None, and why the nearest bucket does not fit."""
     if batch.extras:
         return None, "extras"
     layout = Layout.of_batch(batch)
@@ -93,7 +93,7 @@ def choose(buckets: Sequence[Bucket], batch: THDBatch) -> tuple[Bucket | None, R
 
 
 def make_buckets(max_sequences: Sequence[int], *, slots: int, max_seqlen: int | None = None) -> list[Bucket]:
-    """Make one bucket per number of sequences, smallest first."""
+    """Make one bucket per number of sequences, in ascending order."""
     counts = sorted(set(host_ints(max_sequences, "max_sequences", advice="Pass (24, 80), say.").tolist()))
     if not counts:
         raise ValueError("max_sequences is empty; wanted at least one number, for example 64, or 'auto'.")
@@ -102,7 +102,7 @@ def make_buckets(max_sequences: Sequence[int], *, slots: int, max_seqlen: int | 
 
 
 def padded_lengths_of(batch: THDBatch, bucket: Bucket) -> Ints:
-    """Return a batch's padded lengths and those of the dummies that fill the tail, int64 ``[S]``."""
+    """Return a batch's padded lengths and those of the tail's dummy sequences, int64 ``[S]``."""
     kept = batch.padded_lengths[: Layout.of_batch(batch).sequences]
     given = cu_seqlens_from_lengths(kept)
     shape = bucket.sequences, bucket.slots
@@ -112,13 +112,13 @@ def padded_lengths_of(batch: THDBatch, bucket: Bucket) -> Ints:
 
 
 def real_lengths_of(batch: THDBatch, padded_lengths: Ints) -> Ints:
-    """Return real lengths, dummies included, int64 ``[S]``: 3, 2 in 4, 4 and a dummy of 8: [3, 2, 8]."""
+    """Return real lengths and the dummies', int64 ``[S]``: lengths 3, 2 and a dummy of 8 give [3, 2, 8]."""
     kept = Layout.of_batch(batch).sequences
     return np.concatenate([np.asarray(batch.lengths[:kept], dtype=np.int64), padded_lengths[kept:]])
 
 
 def offsets_of(lengths: Ints) -> Tensor:
-    """Return int32 offsets ``[S + 1]`` on the CPU: the lengths summed up from 0."""
+    """Return int32 offsets ``[S + 1]`` on the CPU: the cumulative sum of lengths from 0."""
     return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
 
 
@@ -133,7 +133,7 @@ def dummy_batch(layout: Layout, device: torch.device, *, axes: int | None = None
 
 
 _FIELDS = ("input_ids", "targets", "position_ids", "cu_seqlens", "cu_seqlens_padded")
-# What the host knows of a batch, and a graph does not.
+# The host fields of a batch, which a graph cannot update.
 _HIDDEN = (
     *("lengths", "padded_lengths", "stats", "sequence_ids"),
     *("sequence_shares", "sequence_scale", "token_scale", "microbatch", "set_name"),
@@ -148,13 +148,13 @@ _ADVICE = (
 def _refused(name: str) -> property:
     def read(self: StaticBatch) -> Any:
         refuse(f"the step reads batch.{name}, {_ADVICE}")
-        return THDBatch.__dict__[name].__get__(self)  # only lint_capture, which stores it, comes here
+        return THDBatch.__dict__[name].__get__(self)  # reached only in lint_capture, which stores the value
 
     return property(read)
 
 
 class StaticBatch(THDBatch):
-    """The batch a captured step sees: tensors of fixed address; reads of host values raise."""
+    """The batch of a captured step: its tensors have fixed addresses, and reads of host values raise."""
 
     __slots__ = ()
 
@@ -169,7 +169,7 @@ class StaticBatch(THDBatch):
 
     @classmethod
     def watching(cls, batch: THDBatch) -> StaticBatch:
-        """Build a static batch from a real one that reports reads of host values and answers them."""
+        """Build a static batch from a real one; it reports reads of host values, and returns the values."""
         scale = torch.full((), batch.loss_scale, device=batch.input_ids.device)
         tensors = {name: getattr(batch, name) for name in _FIELDS}
         watching = cls.build(max_seqlen=batch.max_seqlen, loss_scale=scale, **tensors)
@@ -188,7 +188,7 @@ class StaticBatch(THDBatch):
         return copy
 
     def _real_offsets(self) -> Tensor | None:
-        """Return the offsets buffer, since padding of sequences changes from replay to replay."""
+        """Return the buffer of offsets, because the padding of sequences differs between replays."""
         return self.cu_seqlens
 
     def __repr__(self) -> str:
@@ -200,15 +200,15 @@ for _name in (*_HIDDEN, "loss_tokens"):
 
 
 class StaticInputs:
-    """The fixed buffers of one bucket, and ``batch``, which is made of them."""
+    """The fixed buffers of one bucket, and a ``batch`` of these buffers."""
 
     def __init__(
         self,
         bucket: Bucket,
         device: torch.device,
         *,
-        axes: int | None,  # those of M-RoPE, or None
-        scale_dtype: torch.dtype,  # fp32 as that of a Python number, fp64 for fp64 models
+        axes: int | None,  # the number of M-RoPE's position axes, or None
+        scale_dtype: torch.dtype,  # fp32, as with a Python number, or fp64 for fp64 models
     ) -> None:
         self.bucket, self.axes = bucket, axes
         self._device, slots = device, bucket.slots
@@ -233,7 +233,7 @@ class StaticInputs:
         return dummy_batch(layout, self._device, axes=self.axes)
 
     def fill(self, batch: THDBatch) -> None:
-        """Copy a batch into the buffers, without waiting for the device; the tail becomes dummy sequences."""
+        """Copy a batch into the buffers without waiting for the device; dummy sequences fill the tail."""
         static, layout = self.batch, Layout.of_batch(batch)
         used, tail = layout.slots, self.bucket.slots - layout.slots
         lengths = padded_lengths_of(batch, self.bucket)
@@ -244,14 +244,14 @@ class StaticInputs:
             target[:used].copy_(getattr(batch, name)[:used], non_blocking=True)
             target[used:].fill_(rest)
         static.position_ids[..., :used].copy_(batch.position_ids[..., :used], non_blocking=True)
-        if tail:  # dummies are as long as the first of them, but for the last
+        if tail:  # all dummies but the last are as long as the first one
             positions = torch.remainder(self._arange[:tail], int(lengths[layout.sequences]))
             static.position_ids[..., used:].copy_(positions, non_blocking=True)
         static_scale: Any = static.loss_scale
         static_scale.fill_(batch.loss_scale)
 
     def matches(self, batch: THDBatch) -> bool:
-        """Return whether a batch has the position axes that were captured."""
+        """Return whether a batch has as many position axes as the captured step."""
         return self.axes == (None if batch.position_ids.ndim == 1 else batch.position_ids.shape[0])
 
 

@@ -1,10 +1,11 @@
-"""A step and a bucket -> graphs of its forward and backward behind one autograd.Function.
+"""A step and a bucket -> CUDA graphs of its forward and backward, called through one autograd.Function.
 
-``torch.cuda.make_graphed_callables`` hands its gradient buffers out as they are, and a later replay
-overwrites what was accumulated in them (pytorch#181723). Here every gradient and output is a copy.
+``torch.cuda.make_graphed_callables`` returns its gradient buffers themselves, so that a later replay
+overwrites the gradients accumulated in them (pytorch#181723). Here every gradient and output is a copy.
 
-Memory, with G bytes of gradients and n buckets: the buffers hold G once, as the graphs take turns; a replay
-hands out copies, another G, which become ``.grad`` or are added to it. n sets of their own would be n G.
+Memory for G bytes of gradients and n buckets: all graphs share one set of buffers (G), because only one runs
+at a time. A replay returns copies (another G), which become ``.grad`` or are added to it. Separate buffers
+would take n G.
 """
 
 from __future__ import annotations
@@ -50,37 +51,37 @@ def differentiable(output: Any) -> list[Tensor]:
 def differentiate(
     outputs: Sequence[Tensor], leaves: Sequence[Tensor], grad_outputs: Sequence[Tensor] | None = None
 ) -> tuple[Tensor | None, ...]:
-    """Compute gradients, None for a leaf no output depends on, with autocast off as in ``backward()``."""
-    # Under autocast the backward of an operator that ran in fp32 would be cast again.
+    """Return gradients (None for leaves that no output depends on), without autocast, as ``backward()``."""
+    # Autocast would cast the backward of an operator that ran in fp32.
     starts = [torch.ones_like(x) for x in outputs] if grad_outputs is None else grad_outputs
     with torch.autocast(outputs[0].device.type, enabled=False):
         return torch.autograd.grad(outputs, leaves, starts, allow_unused=True)
 
 
 class _Token:
-    """A token that lives as long as autograd may still ask a replay for its gradients."""
+    """A token that exists as long as autograd may still run the backward of a replay."""
 
 
 class Turn:
-    """The right to use memory that graphs share, from a forward replay until its own backward."""
+    """A lock on the memory that graphs share, held from a forward replay until its backward."""
 
     def __init__(self) -> None:
         self._holder: weakref.ref[_Token] | None = None
 
     @property
     def pending(self) -> bool:
-        """Return whether a forward was replayed whose backward may still run."""
+        """Return whether the backward of a replayed forward may still run."""
         return self._holder is not None and self._holder() is not None
 
     def take(self) -> _Token:
-        """Take the right to the shared memory for a forward replay."""
+        """Lock the shared memory for a forward replay."""
         assert not self.pending
         token = _Token()
         self._holder = weakref.ref(token)
         return token
 
     def give_back(self, token: _Token) -> None:
-        """Give the right to the shared memory back, at the backward replay."""
+        """Release the shared memory, at the backward replay."""
         if self._holder is None or self._holder() is not token:
             raise RuntimeError(
                 "backward() ran a second time through a replayed step, whose intermediate results are gone. "
@@ -116,11 +117,11 @@ class GraphPair:
                 lambda: differentiate(found, leaves, self.grad_outputs)
             )
         self.is_differentiable = [isinstance(x, Tensor) and x.requires_grad for x in flat]
-        # Without their history, so that what autograd saved is free for the next capture.
+        # Detached outputs release the tensors that autograd saved, for the next capture.
         self.outputs = [x.detach() if isinstance(x, Tensor) else x for x in flat]
 
     def __call__(self, leaves: Sequence[Tensor]) -> Any:
-        """Replay the call on the present content of the static tensors, differentiably."""
+        """Replay the call on the current content of the static tensors; the result is differentiable."""
         tensors = _Replay.apply(self, *leaves)  # type: ignore[no-untyped-call]
         flat, given = list(self.outputs), iter(tensors)
         for i, x in enumerate(flat):
@@ -157,7 +158,7 @@ class _Replay(torch.autograd.Function):
 
 
 def _refuse_foreign_leaves(outputs: list[Tensor], leaves: Sequence[Tensor]) -> None:
-    """Refuse a step that trains tensors other than its parameters: a replay gives them no gradient."""
+    """Raise if a step trains tensors other than its parameters, which would get no gradient in a replay."""
     known = {id(leaf) for leaf in leaves}
     stack: list[Any] = [x.grad_fn for x in outputs]
     seen: set[Any] = set()
@@ -177,13 +178,13 @@ def _refuse_foreign_leaves(outputs: list[Tensor], leaves: Sequence[Tensor]) -> N
 
 
 class GradientBuffers:
-    """Buffers for the gradients of a module's parameters, each allocated with its first gradient."""
+    """Buffers for the gradients of a module's parameters; each is allocated for the first gradient."""
 
     def __init__(self, count: int) -> None:
         self._held: list[Tensor | None] = [None] * count
 
     def keep(self, index: int, leaf: Tensor, gradient: Tensor) -> Tensor:
-        """Copy a dense gradient into its buffer and return the buffer; return any other as it is."""
+        """Copy a dense gradient into its buffer and return the buffer; return other gradients unchanged."""
         if not (is_plain(leaf) and is_plain(gradient)) or gradient.layout is not torch.strided:
             return gradient
         held = self._held[index]
@@ -194,7 +195,7 @@ class GradientBuffers:
 
 @contextlib.contextmanager
 def caught(leaves: Sequence[Tensor], buffers: GradientBuffers) -> Iterator[None]:
-    """Move every gradient of a backward into its buffer once it is complete, so that its memory is freed."""
+    """Copy every complete gradient of a backward into its buffer, so that the gradient's memory is freed."""
     handles: list[Any] = [
         leaf.register_hook(functools.partial(buffers.keep, i, leaf))  # type: ignore[no-untyped-call]
         for i, leaf in enumerate(leaves)
@@ -207,7 +208,7 @@ def caught(leaves: Sequence[Tensor], buffers: GradientBuffers) -> Iterator[None]
 
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of tensors, made in a few kernel launches even for hundreds of parameters."""
+    """Copy tensors, with a few kernel launches even for hundreds of parameters."""
     made: list[Tensor] = [torch.empty_like(x) if is_plain(x) else x.clone() for x in tensors]
     plain = [i for i, x in enumerate(tensors) if is_plain(x)]
     if plain:
@@ -216,19 +217,19 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is no subclass, such as DTensor, which holds its memory in other tensors."""
+    """Return whether a tensor is not of a subclass, such as DTensor, with its memory in other tensors."""
     return type(tensor) in (Tensor, nn.Parameter)
 
 
 class StandIns:
     """Leaf tensors that share the memory of a module's parameters, one for each of ``parameters``."""
 
-    # DDP keeps nodes that accumulate gradients, made on another stream than a capture's, which CUDA refuses.
-    # Hooks of parameters would run at capture and once more at every replay. So a capture meets neither.
+    # The parameters have DDP's nodes that accumulate gradients; these are of another stream, which makes CUDA
+    # fail the capture. Their hooks would run at capture and again at every replay. Stand-ins have neither.
     def __init__(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
         self.leaves: list[Tensor] = [nn.Parameter(parameter.detach()) for parameter in parameters]
         for leaf, parameter in zip(self.leaves, parameters, strict=True):
-            leaf.__dict__.update(parameter.__dict__)  # marks that libraries leave on parameters
+            leaf.__dict__.update(parameter.__dict__)  # attributes that libraries set on parameters
         by_id = {id(p): leaf for p, leaf in zip(parameters, self.leaves, strict=True)}
         self._places: list[tuple[dict[str, Any], str, Tensor]] = [
             (child._parameters, name, by_id[id(parameter)])
@@ -267,7 +268,7 @@ class Subject:
 
 
 class Example(NamedTuple):
-    """A call of the step: its device, its layout and its number of further arguments are those to capture."""
+    """An example call that fixes the device, the position axes and the number of arguments to capture."""
 
     batch: THDBatch
     rest: tuple[Any, ...] = ()
@@ -279,7 +280,7 @@ class Example(NamedTuple):
 
 
 class Shared:
-    """State that graphs of one memory pool share: the turn to use it, and the gradient buffers."""
+    """State that graphs of one memory pool share: the lock on the pool, and the gradient buffers."""
 
     def __init__(self) -> None:
         self.turn = Turn()
@@ -287,7 +288,7 @@ class Shared:
         self._buffers = GradientBuffers(0)
 
     def buffers_of(self, parameters: list[Tensor]) -> GradientBuffers:
-        """Return gradient buffers for these parameters, new ones when the parameters have changed."""
+        """Return gradient buffers for these parameters; make new ones if the parameters have changed."""
         known = [id(x) for x in parameters]
         if known != self._parameters:
             self._parameters, self._buffers = known, GradientBuffers(len(known))
@@ -295,7 +296,7 @@ class Shared:
 
 
 class CapturedStep:
-    """The captured step of one bucket, ready to replay; ``uses`` is what the step does with attributes."""
+    """The captured step of one bucket; ``uses`` lists the attributes that the step reads and writes."""
 
     def __init__(
         self,
@@ -319,7 +320,7 @@ class CapturedStep:
         return output
 
     def __call__(self, batch: THDBatch) -> Any:
-        """Replay the step on a batch and log what it logs, with this batch's values."""
+        """Replay the step on a batch, and log the step's values for this batch."""
         output = self.run(batch)
         log: Any = getattr(self._module, "log", None)
         for name, value, args, kwargs in self.logged:
@@ -328,7 +329,7 @@ class CapturedStep:
 
 
 def capture_step(subject: Subject, bucket: Bucket, example: Example, shared: Shared) -> CapturedStep:
-    """Warm up and capture, leaving the module, the random states and the Trainer's logs as they were."""
+    """Warm up and capture a step; the module, the random states and the Trainer's logs do not change."""
     batch, module, backend = example.batch, subject.module, subject.backend
     refuse_sums_over_slots(module)
     refuse_fp8(module)
@@ -351,7 +352,7 @@ def capture_step(subject: Subject, bucket: Bucket, example: Example, shared: Sha
         return output, [part for slots in found[-1:] for part in (slots.losses, slots.weights)]
 
     kind = example.device.type
-    autocast = torch.autocast(  # without its cache: a graph would keep a cast that was found there
+    autocast = torch.autocast(  # without its cache, because a graph would not repeat a cached cast
         kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
     )
     with restored(module), static_shapes(), autocast:
@@ -373,14 +374,14 @@ def _warm_up(
     make_inputs: Callable[[], StaticInputs],
     leaves: list[Tensor],
 ) -> list[list[LoggedValue]]:
-    """Run forward and backward a few times, each on buffers of its own; return what each run logged."""
+    """Run forward and backward a few times, each with new buffers; return the values that each run logged."""
     runs = []
     before = host_state(module)
     for i in range(backend.warm_ups):
         if i == 1:  # the first run may build tables and fill caches
             before = host_state(module)
         use = RandomUse()
-        own = make_inputs()  # as kernels may cache by the identity of a tensor
+        own = make_inputs()  # kernels may cache results by a tensor's identity
         own.fill(own.dummy())
         last = i == backend.warm_ups - 1
         with guarded(module) as logged, without_saved_states(use), use:
@@ -395,18 +396,20 @@ def _forward_backward(
     run: Callable[[StaticBatch], Any], batch: StaticBatch, leaves: Sequence[Tensor]
 ) -> None:
     outputs = differentiable(run(batch))
-    if outputs:  # the capture refuses a step without, and says so
+    if outputs:  # the capture raises for a step without them
         differentiate(outputs, leaves)
 
 
 def _checked(output: Any) -> Any:
-    """Return the step's outputs, or raise for those that a replay could not return: None, non-tensors."""
+    """Return the step's outputs; raise for None and non-tensors, which a replay could not return."""
     if output is None:
-        raise CaptureError("the step returned None, which skips a batch; a replay cannot decide that again.")
+        raise CaptureError(
+            "the step returned None to skip a batch, which a replay cannot decide again. Return the loss."
+        )
     others = [x for x in tree_leaves(output) if x is not None and not isinstance(x, Tensor)]
     if others:
         raise CaptureError(
-            f"the step returned a {type(others[0]).__name__} beside its tensors, which a replay would return "
-            "unchanged always. Return tensors only."
+            f"the step returned a {type(others[0]).__name__} beside its tensors, which a replay would "
+            "always return unchanged. Return only tensors."
         )
     return output

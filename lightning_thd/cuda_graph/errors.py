@@ -16,7 +16,8 @@ from lightning_thd import batch
 from lightning_thd._user_code import calling_frame
 
 _HERE = os.path.dirname(__file__) + os.sep
-# The machinery between the user's line and ours. Model libraries are not in it: their lines are the answer.
+# Code that runs between the user's line and this one. Model libraries are not listed: a problem in their code
+# is reported at their line.
 _MACHINERY = (
     _HERE,
     os.path.dirname(os.path.abspath(batch.__file__)) + os.sep,
@@ -28,7 +29,7 @@ _MACHINERY = (
 
 
 class CaptureError(RuntimeError):
-    """A step that cannot be captured, and why; ``where`` is ``file:line in function``, or None."""
+    """The reason why a step cannot be captured; ``where`` is ``file:line in function``, or None."""
 
     def __init__(self, message: str, where: str | None = None) -> None:
         super().__init__(message if where is None else f"{where}: {message}")
@@ -41,7 +42,7 @@ _REPORT: ContextVar[Report | None] = ContextVar("lightning_thd_capture_report", 
 
 
 def refuse(message: str) -> None:
-    """Raise a :class:`CaptureError` naming the calling line, or only report it in :func:`reporting_to`."""
+    """Raise a :class:`CaptureError` with the calling line; inside :func:`reporting_to`, only report it."""
     report = _REPORT.get()
     if report is None:
         raise CaptureError(message, calling_line())
@@ -50,7 +51,7 @@ def refuse(message: str) -> None:
 
 @contextlib.contextmanager
 def reporting_to(report: Report) -> Iterator[None]:
-    """Send every problem found in this context to ``report`` instead of raising at the first."""
+    """Send every problem in this context to ``report``, instead of raising at the first one."""
     token = _REPORT.set(report)
     try:
         yield
@@ -59,20 +60,20 @@ def reporting_to(report: Report) -> Iterator[None]:
 
 
 def calling_line() -> str | None:
-    """Find the innermost running line of the user's code: ``"/path/model.py:12 in training_step"``."""
+    """Return the innermost running line of the user's code: ``"/path/model.py:12 in training_step"``."""
     frame = calling_frame(lambda file: not is_machinery(file))
     return None if frame is None else _describe(frame, frame.f_lineno)
 
 
 def raising_line(error: BaseException) -> str | None:
-    """Find the innermost line of the user's code in a traceback, as :func:`calling_line` does."""
+    """Return the innermost line of the user's code in a traceback, formatted as by :func:`calling_line`."""
     lines = traceback.walk_tb(error.__traceback__)
     found = [_describe(frame, n) for frame, n in lines if not is_machinery(frame.f_code.co_filename)]
     return found[-1] if found else None
 
 
 def as_capture_error(error: Exception) -> CaptureError:
-    """Return a :class:`CaptureError` that names an error's line, and holds no traceback, nor its batch."""
+    """Return a :class:`CaptureError` with an error's line, but no traceback, which would keep the batch."""
     if isinstance(error, CaptureError):
         return CaptureError(error.message, error.where)
     first_line = (str(error).strip() or "no message").splitlines()[0]
@@ -80,7 +81,7 @@ def as_capture_error(error: Exception) -> CaptureError:
 
 
 def is_machinery(filename: str) -> bool:
-    """Return whether a file belongs to torch, Lightning or the machinery of captures, or is none."""
+    """Return whether a file belongs to torch, Lightning or this package's captures, or is not a real file."""
     return filename.startswith((*_MACHINERY, "<"))
 
 

@@ -1,7 +1,8 @@
-"""A module -> what its graphs have baked in, compared before every replay.
+"""A module -> a record of all that its graphs depend on, compared before every replay.
 
-Compared are the memory of tensors, ``requires_grad``, classes, hooks, and the numbers, texts and objects that
-submodules, their ``config`` and the hyperparameters hold. docs/guides/cuda-graphs.md names what is not.
+The record has the addresses of tensors, ``requires_grad``, classes and hooks. It also has the numbers,
+strings and objects in submodules, their ``config`` and the hyperparameters. docs/guides/cuda-graphs.md lists
+the rest, which is not compared.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _FOLLOWED = (*PLAIN, tuple, type, torch.dtype, *_FUNCTIONS)
 _SETTINGS = ("config", "_hparams")  # Their own numbers are compared, too.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _REGISTRIES = ("_parameters", "_buffers", "_modules", *_HOOKS)
-# Every module has these: its registries, its Trainer, what it logs. They change without changing a step.
+# Attributes of every module, such as its registries and its Trainer. Their changes do not change a step.
 _USUAL = frozenset((*vars(nn.Module()), *vars(L.LightningModule()))) - {"training", "_hparams"}
 _RECIPE = "_thd_fp8"
 _LOOKS = "_thd_only_looks"
@@ -40,13 +41,13 @@ _get: Any = dict.get
 
 
 def only_looking(hook: F) -> F:
-    """Mark a hook that changes nothing that the step computes: graphs stay when it comes and goes."""
+    """Mark a hook that does not change the step's results, so that graphs stay valid with and without it."""
     setattr(hook, _LOOKS, True)
     return hook
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensor itself, or those that a subclass wraps: a DTensor gives this rank's shard."""
+    """Yield the tensor itself, or the tensors that a subclass wraps; a DTensor gives this rank's part."""
     wrapper: Any = tensor
     if not is_traceable_wrapper_subclass(wrapper):
         yield tensor
@@ -54,22 +55,23 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     names, _ = wrapper.__tensor_flatten__()
     for name in names:
         inner = getattr(wrapper, name)
-        if isinstance(inner, Tensor):  # a DTensor names its mesh, too
+        if isinstance(inner, Tensor):  # a DTensor also lists its mesh
             yield from plain_tensors(inner)
 
 
 def _addresses(tensor: Tensor) -> tuple[int, ...]:
-    # Most tensors are plain, and this runs every step.
+    # This runs every step, and most tensors are plain.
     if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
         return (tensor.data_ptr(),)
     return tuple(x.data_ptr() for x in plain_tensors(tensor))
 
 
 class Uses:
-    """What a step does with attributes while it is captured."""
+    """The attributes that a step reads and writes during its capture."""
 
-    # ``written``: those it sets, (id of the module, name), no constants to it. ``read``: names it reads of
-    # a LightningModule, whose hooks may count other things; None for other modules.
+    # ``written`` has (id of the module, name) of attributes that the step sets; they are not constants.
+    # ``read`` has the names that it reads from a LightningModule, whose hooks may change other attributes. It
+    # is None for other modules.
     def __init__(self, *others: Uses) -> None:
         self.written: set[tuple[int, str]] = {place for other in others for place in other.written}
         read = [other.read for other in others if other.read is not None]
@@ -78,7 +80,7 @@ class Uses:
 
 @contextlib.contextmanager
 def watched(module: nn.Module) -> Iterator[Uses]:
-    """Yield what is done with the attributes of a module inside this context, complete at its end."""
+    """Record the attributes of a module that are read and written in this context; complete at its end."""
     uses, kind = Uses(), type(module)
     before = {id(child): dict(vars(child)) for child in module.modules()}
     if isinstance(module, L.LightningModule):
@@ -107,10 +109,10 @@ class _Space(NamedTuple):
 
     held: dict[Any, Any]
     what: str
-    whole: bool  # a registry, all members of which count
-    known: frozenset[Any] = frozenset()  # names at the capture: the step may read them, whatever they hold
+    whole: bool  # True for a registry, all of whose members are compared
+    known: frozenset[Any] = frozenset()  # names at the capture, compared for any type of value
     left_out: frozenset[str] = frozenset()
-    read: set[str] | None = None  # no other names count
+    read: set[str] | None = None  # if given, only these names are compared
 
     def counts(self, name: Any, value: Any) -> bool:
         """Return whether a member is compared."""
@@ -124,7 +126,7 @@ class _Space(NamedTuple):
 
 
 class Fingerprint:
-    """Everything that is compared of a module before a replay of a step that uses it so."""
+    """The state of a module that is compared before every replay, for a step with the given ``uses``."""
 
     def __init__(self, module: nn.Module, uses: Uses) -> None:
         modules = dict(module.named_modules())
@@ -160,7 +162,7 @@ class Fingerprint:
         for child, kind in self._kinds:
             if type(child) is not kind:
                 return f"a {kind.__name__} became a {type(child).__name__}"
-        # Without a loop in Python, as this runs every step.
+        # This runs every step, so it has no loop in Python.
         if self._all_keys() == self._keys and all(map(is_, map(_get, self._held, self._names), self._values)):
             return None
         now = self._members()
@@ -169,7 +171,7 @@ class Fingerprint:
                 index, name = place
                 space = self._spaces[index]
                 return f"{space.what} changed" if space.whole else f"{space.what}{name} changed"
-        self._keep(now)  # something came or went that does not count
+        self._keep(now)  # only names that are not compared have changed
         return None
 
     def _members(self) -> dict[tuple[int, Any], Any]:
@@ -196,7 +198,7 @@ def _spaces_of(
     """Yield a module's registries, its attributes, and its settings."""
     held, prefix = vars(child), f"{path}." if path else ""
     for name in _REGISTRIES:
-        if type(held.get(name)) in (dict, OrderedDict):  # a scripted module has others
+        if type(held.get(name)) in (dict, OrderedDict):  # a scripted module has other types
             yield _Space(held[name], f"{prefix}{name}", True)
     own = _Space(held, f"the attribute {prefix}", False, frozenset(held), left_out, read)
     yield own
@@ -208,5 +210,5 @@ def _spaces_of(
 
 
 def _is_same(now: Any, before: Any) -> bool:
-    """Return whether a value is the one before, or an equal plain one of its type: 2.0 is another than 2."""
+    """Return whether a value is identical to the one before, or plain, equal and of the same type."""
     return now is before or (isinstance(before, PLAIN) and type(now) is type(before) and bool(now == before))

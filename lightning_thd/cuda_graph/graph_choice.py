@@ -1,7 +1,7 @@
-"""A planner and the costs of a step -> which buckets to capture as CUDA graphs, and the table that says why.
+"""A planner and the costs of a step -> the buckets to capture as CUDA graphs, and a table with the reasons.
 
-S sequences of a bucket. A replay costs ``graph + per_sequence * S``: every entry of cu_seqlens costs its
-share of every varlen kernel's grid, used or not. So one bucket for the rarest batch is slower than eager.
+S sequences of a bucket. A replay costs ``graph + per_sequence * S``, because every entry of cu_seqlens, used
+or not, enlarges the grid of every varlen kernel. So one bucket for the rarest batch is slower than eager.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from lightning_thd.packing.entries import summarize
 IntArray = npt.NDArray[np.int64]
 MaxSequences: TypeAlias = int | Sequence[int] | Literal["auto"]
 
-# A further bucket has to save this share of an eager step, as it costs a capture.
+# An additional bucket must save this share of an eager step, because it costs a capture.
 _WORTH = 0.005
 _MOST_BUCKETS = 3
-# Three of 32 quantiles are tried in 0.1 s, and more quantiles lower the cost by less than _WORTH.
+# All choices of up to 3 of 32 quantiles take 0.1 s; more quantiles lower the cost by less than _WORTH.
 _QUANTILES = 32
-# P99 of 512 batches rests on five of them; planning a step takes about a millisecond.
+# The 99th percentile of 512 batches depends on five of them; planning a step takes about a millisecond.
 _SAMPLE = 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphCosts:
-    """Times of a step, eager and replayed, in any one unit; the defaults are a guess for a launch-bound step.
+    """Times of an eager and a replayed step, in any one unit; defaults are guesses for a launch-bound step.
 
     Attributes:
-        eager: a step without a graph.
-        graph: a replay with no sequences.
-        per_sequence: what each sequence of the bucket adds.
+        eager: the time of a step without a graph.
+        graph: the time of a replay without sequences.
+        per_sequence: the time that each sequence of the bucket adds to a replay.
     """
 
     eager: float = 1.0
@@ -52,13 +52,13 @@ class GraphCosts:
                 raise ValueError(f"GraphCosts({name}={value}): wanted a positive time, in any one unit.")
 
     def replay(self, sequences: int) -> float:
-        """Return the cost of replaying a bucket of S sequences; ``GraphCosts().replay(100)`` is 0.7067."""
+        """Return the time of a replay with S sequences; ``GraphCosts().replay(100)`` is 0.7067."""
         return self.graph + self.per_sequence * sequences
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """A line of the plan's table: buckets of ``sequences``, the share of batches that fit, the speed-up."""
+    """A line of the plan's table: the buckets' sequences, the share of batches that fit, and the speed-up."""
 
     name: str
     sequences: tuple[int, ...]
@@ -68,7 +68,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphPlan:
-    """The buckets to capture, none if eager is fastest, and the other choices that were compared."""
+    """The buckets to capture (none if eager is fastest), and the other choices that were compared."""
 
     slots: int
     max_seqlen: int
@@ -77,12 +77,12 @@ class GraphPlan:
     chosen: Choice
 
     def buckets(self) -> list[Bucket]:
-        """Return the chosen buckets, smallest first, without those too small to cover every slot."""
+        """Return the chosen buckets, smallest first; leave out buckets too small to cover every slot."""
         usable = [s for s in self.chosen.sequences if s * self.max_seqlen >= self.slots]
         return make_buckets(usable, slots=self.slots, max_seqlen=self.max_seqlen) if usable else []
 
     def table(self) -> str:
-        """Return the plan as text, one line a choice, the chosen one marked."""
+        """Return the plan as text, with one line per choice and a mark at the chosen one."""
         names = ("P50", "P90", "P99", "max")
         spread = ", ".join(f"{name} {n}" for name, n in zip(names, self.quantiles, strict=True))
         lines = [
@@ -126,7 +126,7 @@ def plan_graphs(
     costs: GraphCosts | None = None,
     given: Sequence[int] = (),
 ) -> GraphPlan:
-    """Choose one to three buckets of the least expected cost for sampled layouts, or take the given ones."""
+    """Choose one to three buckets with the least expected cost for sampled layouts, or use the given ones."""
     needs = needed_sequences(layouts, slots, max_seqlen)
     if not len(needs):
         raise ValueError(f"No sampled batch fits into slots={slots}. Raise slots to the capacity of a pack.")
@@ -145,13 +145,13 @@ def plan_graphs(
 
 
 def needed_sequences(layouts: Sequence[Layout], slots: int, max_seqlen: int) -> IntArray:
-    """Count the sequences, dummies of the tail included, that each batch that fits needs, int64 ``[N]``."""
+    """Count each fitting batch's sequences, with the dummies that fill the tail, int64 ``[N]``."""
     found = [x.sequences + -(-(slots - x.slots) // max_seqlen) for x in layouts if x.slots <= slots]
     return np.array(found, dtype=np.int64)
 
 
 def sample_layouts(planner: PackPlanner, *, dp: int = 1) -> list[Layout]:
-    """Return up to 512 layouts of microbatches of steps spread over an epoch, the same on every rank."""
+    """Return up to 512 microbatch layouts, from steps across an epoch; every rank gets the same ones."""
     steps = np.random.default_rng(0).choice(len(planner), size=min(len(planner), _SAMPLE), replace=False)
     found = (
         Layout.of(planner.slots.padded(spans.lengths).tolist())
@@ -163,7 +163,7 @@ def sample_layouts(planner: PackPlanner, *, dp: int = 1) -> list[Layout]:
 
 
 def expected_cost(needs: IntArray, sequences: Sequence[int], costs: GraphCosts) -> float:
-    """Return the expected cost of batches that need ``[N]`` sequences under a choice of buckets."""
+    """Return the mean cost, with these buckets, of batches that need ``[N]`` sequences."""
     total, done = 0.0, 0
     ordered = np.sort(needs)
     for s in sorted(sequences):
@@ -174,7 +174,7 @@ def expected_cost(needs: IntArray, sequences: Sequence[int], costs: GraphCosts) 
 
 
 def best_sequences(needs: IntArray, num_buckets: int, costs: GraphCosts) -> tuple[int, ...]:
-    """Choose at most ``num_buckets`` of the quantiles of ``[N]`` needs as buckets of least expected cost."""
+    """Choose at most ``num_buckets`` quantiles of the needs ``[N]``: the buckets of least expected cost."""
     levels = np.linspace(0, 1, _QUANTILES)
     values = np.unique(np.quantile(needs, levels, method="inverted_cdf")).astype(int).tolist()
     best: tuple[int, ...] = ()
@@ -195,7 +195,7 @@ def _judge(name: str, sequences: tuple[int, ...], needs: IntArray, costs: GraphC
 
 
 def sequence_counts(max_sequences: object) -> tuple[int, ...]:
-    """Return ``max_sequences`` as a sorted tuple, empty for "auto"; refuse anything but numbers from 1."""
+    """Return ``max_sequences`` as a sorted tuple, empty for "auto"; raise for other values than ints >= 1."""
     if isinstance(max_sequences, str) and max_sequences == "auto":
         return ()
     counts = (max_sequences,) if isinstance(max_sequences, int) else max_sequences

@@ -1,6 +1,6 @@
-"""A training step -> the same step, replayed from a captured graph if the batch fits one.
+"""A training step -> the same step, replayed from a captured CUDA graph if the batch fits one.
 
-For raw loops and Accelerate use it directly; ``CUDAGraphCallback`` puts it around ``training_step``.
+Use it directly in your own loop or with Accelerate; ``CUDAGraphCallback`` wraps ``training_step`` with it.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from lightning_thd.cuda_graph.guards import RandomUse, guarded, restored, sharde
 from lightning_thd.parallel.across_ranks import all_agree
 from lightning_thd.parallel.shard import THDShard
 
-# Parameters that keep moving (a swap every few steps) make every capture worthless.
+# Stop after this many captures: if parameters are swapped every few steps, captures are useless.
 _MOST_CAPTURES = 4
-# A replay has to win by this share: within it eager is as good, and has no second copy of the gradients.
+# A replay must be faster by this share; otherwise eager is as good, and needs no second copy of gradients.
 _MARGIN = 0.02
 
 
 @dataclass(slots=True)
 class GraphStats:
-    """Counts of the batches that a graphed step replayed and of those that ran eagerly.
+    """Numbers of batches that a graphed step replayed, and of batches that ran eagerly.
 
     Attributes:
-        replays: batches that ran from a graph.
-        fallbacks: batches that ran eagerly, by reason.
-        captures: graphs captured.
-        capture_s: seconds spent on capturing, warm-up included.
+        replays: number of batches that ran from a graph.
+        fallbacks: number of batches that ran eagerly, by reason.
+        captures: number of captured graphs.
+        capture_s: seconds spent on captures, warm-up included.
     """
 
     replays: int = 0
@@ -64,7 +64,7 @@ class GraphStats:
 
     @property
     def hit_rate(self) -> float:
-        """Return the share of batches that were replayed; 0 before the first."""
+        """Return the share of batches that were replayed; 0 before the first batch."""
         total = self.replays + self.fallbacks.total()
         return self.replays / total if total else 0.0
 
@@ -75,17 +75,17 @@ class GraphStats:
 
 
 class GraphedStep:
-    """Calls ``function(module, batch, *rest)``, from a captured graph if the batch fits a bucket.
+    """Runs ``function(module, batch, *rest)``, from a captured graph if the batch fits a bucket.
 
-    All buckets are captured in the first call with gradients, on dummy batches. Whatever cannot be replayed
-    exactly runs eagerly, and is counted in ``stats``. So do shards of context parallelism.
+    The first call with gradients captures all buckets, on dummy batches. A batch that cannot be replayed
+    exactly runs eagerly, and ``stats`` counts it. Context-parallel shards always run eagerly.
 
     Args:
-        function: gives the loss, or a dict with it, for example ``causal_lm_loss``. Called with the bare
-            module when ``module`` is wrapped in DistributedDataParallel.
-        module: what is trained.
-        buckets: shapes to capture, see ``make_buckets``.
-        backend: CUDA graphs by default.
+        function: returns the loss or a dict with the loss, for example ``causal_lm_loss``. If ``module`` is
+            wrapped in DistributedDataParallel, it gets the wrapped module.
+        module: the module to train.
+        buckets: the shapes to capture; see ``make_buckets``.
+        backend: the capture engine; CUDA graphs by default.
         require: raise :class:`CaptureError` if a capture fails, instead of running eagerly.
     """
 
@@ -104,7 +104,7 @@ class GraphedStep:
         self.buckets = sorted(buckets)
         if not self.buckets or not all(isinstance(bucket, Bucket) for bucket in self.buckets):
             raise ValueError(
-                "GraphedStep got no buckets; wanted at least one, see make_buckets((24, 80), slots=...)."
+                "GraphedStep got no buckets; wanted at least one. See make_buckets((24, 80), slots=...)."
             )
         bare: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
         if (found := sharded_by(bare)) is not None:
@@ -122,7 +122,7 @@ class GraphedStep:
         self._modes: tuple[Any, ...] | None = None  # torch's modes at the capture
         self._fingerprint: Fingerprint | None = None
         self._slower: set[Bucket] = set()
-        self._rounds = 0  # captures so far, each of all buckets
+        self._rounds = 0  # the number of captures so far, each of all buckets
 
     def __call__(self, batch: Any, *rest: Any) -> Any:
         """Run the step on a batch, replayed from a graph if one fits."""
@@ -146,16 +146,16 @@ class GraphedStep:
         return found(batch)
 
     def _find(self, batch: Any, rest: tuple[Any, ...]) -> CapturedStep | str:
-        """Find the captured step that serves a batch, capturing if need be, or the reason to run eagerly."""
+        """Return a batch's captured step, after a capture if needed, or the reason to run eagerly."""
         if not isinstance(batch, THDBatch):
             return "batch_type"
-        if isinstance(batch, SharedBatch):  # its index of keys has another length in every batch
+        if isinstance(batch, SharedBatch):  # the length of its index of keys differs between batches
             return "shared_prefixes"
-        if isinstance(batch, THDShard):  # its exchanges have other sizes in every batch
+        if isinstance(batch, THDShard):  # the sizes of its exchanges differ between batches
             return "context_parallel"
         if batch.weights is not None:
             return "weights"
-        if torch._C._len_torch_dispatch_stack():  # FlopCounterMode and the like would see nothing of a replay
+        if torch._C._len_torch_dispatch_stack():  # modes such as FlopCounterMode would not see a replay
             return "watched"
         if self.off is not None:
             return "capture_error"
@@ -181,7 +181,7 @@ class GraphedStep:
         return "pending_backward" if self._shared.turn.pending else self._graphs[bucket]
 
     def _capture(self, example: Example) -> bool:
-        """Capture every bucket under torch's present modes, and return whether that succeeded."""
+        """Capture every bucket under torch's current modes, and return whether that succeeded."""
         started, parameters = time.perf_counter(), self._subject.module.parameters()
         together = self._rounds == 0 or any(isinstance(parameter, DTensor) for parameter in parameters)
         error = self._try_capture(example)
@@ -199,22 +199,22 @@ class GraphedStep:
         return self._modes is not None
 
     def _try_capture(self, example: Example) -> CaptureError | None:
-        """Capture and prove all buckets; return what stopped that."""
+        """Capture and verify all buckets; return the error, or None."""
         subject = self._subject
         try:
             missing = subject.backend.unavailable(example.device)
             if missing is not None:
                 raise CaptureError(f"{missing}.")
-            for bucket in reversed(self.buckets):  # the largest first: the smaller ones reuse its memory
+            for bucket in reversed(self.buckets):  # the largest first, so that smaller ones reuse its memory
                 self._graphs[bucket] = capture_step(subject, bucket, example, self._shared)
             for step in self._graphs.values():
                 prove(subject, step, example)
-        except Exception as error:  # whatever stops a capture, training goes on
+        except Exception as error:  # training goes on after any failed capture
             return as_capture_error(error)
         return None
 
     def _find_slower(self, example: Example, *, together: bool) -> None:
-        """Run batches of a bucket eagerly from now on if its replay is measured to be no faster."""
+        """Mark the buckets whose replay is measured to be no faster; their batches will run eagerly."""
         for bucket, step in self._graphs.items():
             times = _compare(self._subject, step, example)
             if times is None:
@@ -243,14 +243,14 @@ class GraphedStep:
         self.off = error
         self.close()
         if self.require:
-            raise CaptureError(error.message, error.where)  # another: a traceback keeps the batch alive
+            raise CaptureError(error.message, error.where)  # a new one: the traceback would keep the batch
         rank_zero_warn(
             f"CUDA graphs are off, training goes on eagerly. {error} "
             "lightning_thd.callbacks.cuda_graph.lint_capture(module, batch) lists everything of this kind."
         )
 
     def _through_ddp(self, batch: Any, *rest: Any) -> Any:
-        """Run the step inside the DDP wrapper's forward, so that its reducer takes part."""
+        """Run the step inside the DDP wrapper's forward, so that DDP reduces the gradients."""
         inner: Any = self._subject.module
         before = inner.__dict__.get("forward")
 
@@ -273,11 +273,11 @@ def _restore_forward(module: Any, before: Any) -> None:
 
 
 def _compare(subject: Subject, step: CapturedStep, example: Example) -> tuple[float, float] | None:
-    """Return seconds of forward and backward, eager and replayed; None if the times mean nothing."""
+    """Return the seconds of forward and backward, eager and replayed; None if the backend has no times."""
     backend, bucket, layout = subject.backend, step.inputs.bucket, Layout.of_batch(example.batch)
-    slots = example.batch.input_ids.numel()  # with the trailing pad, which FP8 needs
+    slots = example.batch.input_ids.numel()  # with the trailing padding, which FP8 needs
     layout = Layout(slots, layout.sequences, max(layout.max_seqlen, -(-slots // max(1, layout.sequences))))
-    if bucket.misfit(layout) is not None:  # the bucket would not serve the example
+    if bucket.misfit(layout) is not None:  # the example would not use this bucket
         layout = Layout(bucket.slots, bucket.sequences, bucket.max_seqlen)
     batch = step.inputs.dummy(layout)
 
@@ -291,7 +291,7 @@ def _compare(subject: Subject, step: CapturedStep, example: Example) -> tuple[fl
 
 
 def _modes(example: Example) -> tuple[Any, ...]:
-    """Return the modes of torch that decide what an operator does, and that a graph has baked in."""
+    """Return torch's modes that change what an operator does; a graph keeps those of its capture."""
     kind = example.device.type
     return (
         torch.is_autocast_enabled(kind),
@@ -302,24 +302,24 @@ def _modes(example: Example) -> tuple[Any, ...]:
     )
 
 
-# A replay works on a bucket's shapes, a batch on its own. A step that divides by the number of slots or of
-# sequences, takes a mean over slots, or returns a tensor of them gives other numbers in a bucket.
+# A replay has a bucket's shapes, which differ from the batch's. So a step gives different numbers in a bucket
+# if it divides by the number of slots or sequences, takes a mean over slots, or returns a tensor of slots.
 _ADVICE = (
     "Divide by what the batch counts, (batch.targets != -100).sum(), or use causal_lm_loss; return and log "
     "sums over tokens, no tensors of slots; or train this step eagerly."
 )
-# Relative differences by dtype that are rounding: the batch is padded, which orders sums in another way.
+# The relative differences by dtype that rounding can cause, because padding changes the order of sums.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-4}
 _LOW, _FP8, _RANDOM = 2e-2, 0.1, 0.7
 
 
 def prove(subject: Subject, step: CapturedStep, example: Example) -> None:
-    """Refuse a captured step whose numbers differ from the step's on a batch in a nearly empty bucket."""
+    """Raise if a captured step's results differ from eager ones, on a batch that fills part of a bucket."""
     layout = small_layout(step.inputs.bucket)
     if layout is None:
         return
     batch = step.inputs.dummy(layout)
-    batch = batch.replace(input_ids=torch.ones_like(batch.input_ids))  # the bucket's tail holds zeros
+    batch = batch.replace(input_ids=torch.ones_like(batch.input_ids))  # the bucket's tail has zeros
     use = RandomUse()
     with restored(subject.module), guarded(subject.module) as said, use:
         wanted = subject(batch, *example.rest)
@@ -345,7 +345,7 @@ def prove(subject: Subject, step: CapturedStep, example: Example) -> None:
 
 
 def small_layout(bucket: Bucket) -> Layout | None:
-    """Return one or two sequences that take at most a quarter of a bucket; None if none fits."""
+    """Return a layout of one or two sequences that fill part of a bucket; None if none fits."""
     most = min(bucket.max_seqlen // 2, bucket.slots // 4)
     unit = math.gcd(bucket.slots, 128)
     unit = unit if unit <= most else 1
@@ -378,14 +378,14 @@ def _differs(found: Any, wanted: Any, what: str, bound: float) -> None:
 
 
 def _error(found: Tensor, wanted: Tensor) -> float:
-    """Return the relative difference; 0 if there are no finite numbers."""
+    """Return the relative difference, or 0 if it is not finite."""
     error = float((found - wanted).norm() / wanted.norm().clamp_min(1e-30)) if wanted.numel() else 0.0
     return error if math.isfinite(error) else 0.0
 
 
 def _rounding(module: nn.Module, device: torch.device) -> float:
     if any("_thd_fp8" in vars(child) for child in module.modules()):
-        return _FP8  # scales of whole tensors see the padding
+        return _FP8  # scales of whole tensors depend on the padding
     dtypes = {x.dtype for x in module.parameters()}
     coarse = torch.is_autocast_enabled(device.type) or torch.get_float32_matmul_precision() != "highest"
     if coarse and torch.float64 not in dtypes:

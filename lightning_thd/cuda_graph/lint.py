@@ -1,4 +1,4 @@
-"""A module and a batch -> every line of its step that a CUDA graph cannot hold, found without a GPU."""
+"""A module and a batch -> every line of the step that a CUDA graph cannot capture, found without a GPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _AUTOCAST = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """A line of the step that cannot be captured, "file:line in function" or None, and what to do."""
+    """A line of the step that cannot be captured: "file:line in function" or None, and what to do."""
 
     where: str | None
     message: str
@@ -44,13 +44,13 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class LintReport:
-    """The findings of :func:`lint_capture` in the order of the step: lines that cannot be captured."""
+    """The findings of :func:`lint_capture`: the lines that cannot be captured, in the order of the step."""
 
     findings: tuple[Finding, ...]
 
     @property
     def ok(self) -> bool:
-        """Return whether the step can be captured, as far as that shows without a GPU."""
+        """Return whether the step can be captured, as far as this can be checked without a GPU."""
         return not self.findings
 
     def __str__(self) -> str:
@@ -61,25 +61,25 @@ class LintReport:
 
 
 def lint_capture(module: nn.Module, batch: THDBatch, *, step: StepFunction | None = None) -> LintReport:
-    """Run a step on the CPU and on the meta device, and report what no CUDA graph can capture.
+    """Run a step on the CPU and on the meta device, and report all that a CUDA graph cannot capture.
 
-    Both run on copies: the module, its gradients and the random states stay as they are.
+    Both runs use copies: the module, its gradients and the random states do not change.
 
     Args:
         module: a LightningModule, or any module together with ``step``.
         batch: a real batch, on any device.
-        step: ``step(module, batch)`` giving the loss. By default ``training_step`` of a LightningModule, and
-            ``causal_lm_loss`` for any other module.
+        step: ``step(module, batch)``, which returns the loss. The default is a LightningModule's
+            ``training_step``, and ``causal_lm_loss`` for any other module.
 
     Returns:
-        The report. ``assert lint_capture(module, batch).ok`` belongs into the CI of a model.
+        The report. Put ``assert lint_capture(module, batch).ok`` into the tests of your model.
 
     Raises:
-        ValueError: for a batch of another type, or a shard of one.
+        ValueError: if ``batch`` is not a ``THDBatch``, or is a shard of one.
     """
     if not isinstance(batch, THDBatch):
         raise ValueError(
-            f"lint_capture got a {type(batch).__name__}; wanted a THDBatch, see THDBatch.collate."
+            f"lint_capture got a {type(batch).__name__}; wanted a THDBatch. See THDBatch.collate."
         )
     if isinstance(batch, THDShard):
         raise ValueError(
@@ -127,7 +127,7 @@ def _both_ways(module: nn.Module, batch: THDBatch, run: StepFunction) -> None:
 def _attempt(report: Callable[[str, str | None], None]) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # whatever the step raises is a finding
+    except Exception as error:  # any exception of the step is a finding
         problem = as_capture_error(error)
         report(problem.message, problem.where)
 
@@ -145,7 +145,7 @@ def _default_step(module: nn.Module) -> StepFunction:
 
 
 def _copy(module: nn.Module) -> nn.Module:
-    """Deep-copy a module, sharing its Trainer."""
+    """Deep-copy a module, but not its Trainer."""
     trainer = module._trainer if isinstance(module, L.LightningModule) else None
     return copy.deepcopy(module, {id(trainer): trainer})
 

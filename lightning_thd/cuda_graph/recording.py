@@ -1,7 +1,8 @@
-"""A step on the CPU -> its operators, run again on the same tensors: what a CUDA graph does, without a GPU.
+"""A step on the CPU -> its operators, which a replay runs again on the same tensors, as a CUDA graph does.
 
-A replay calls each operator again and copies what it gives into the tensors of the first run. Addresses, and
-values that Python worked out at capture, stay as they were. What a graph cannot hold is refused.
+A replay calls each operator again and copies its results into the tensors of the first run. Addresses stay
+the same, and so do values that Python computed at capture. Operators that a CUDA graph cannot capture are
+reported.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class _Call:
     function: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    results: tuple[Tensor | None, ...]  # None where nothing is to be copied
+    results: tuple[Tensor | None, ...]  # None for results that need no copy
     fills: bool
 
     def run(self) -> None:
@@ -43,7 +44,7 @@ class _Call:
 
 
 def _finish(function: Any, results: list[Any]) -> None:
-    """Wait for a replayed collective, if the operator is one, so that its results are complete."""
+    """If a replayed operator is a collective, wait until its results are complete."""
     if function.namespace == "_c10d_functional":
         for x in results:
             if isinstance(x, Tensor):
@@ -55,7 +56,7 @@ def _finish(function: Any, results: list[Any]) -> None:
 
 
 def _finished(result: Any) -> Any:
-    """Wait for a recorded collective, some of which copy their result then, and return a finished handle."""
+    """Wait for a recorded collective (some copy results only then), and return a finished handle."""
     leaves, spec = tree_flatten(result)
     for i, x in enumerate(leaves):
         if isinstance(x, torch.ScriptObject):
@@ -67,13 +68,13 @@ def _finished(result: Any) -> Any:
 
 
 class Recording:
-    """The operators of a step in order, with the tensors they work on."""
+    """The operators of a step in order, with their tensors."""
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
 
     def replay(self) -> None:
-        """Run every operator again; random ones draw from the generator's present state."""
+        """Run every operator again; random ones draw from the generator's current state."""
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for call in self.calls:
                 if not call.fills:
@@ -81,20 +82,20 @@ class Recording:
 
 
 def record(function: Callable[[], R], report: Report) -> tuple[Recording, R]:
-    """Run a function and keep its operators; ``report`` gets every problem and its line."""
+    """Run a function and record its operators; ``report`` gets every problem and its line."""
     tape = Recording()
     with _Operators(tape, report) as operators, _Functions(operators, report):
         return tape, function()
 
 
 class RecordingBackend:
-    """An engine that records on the CPU and refuses what a CUDA graph could not hold."""
+    """A capture engine that records on the CPU, and raises for operators that CUDA graphs cannot capture."""
 
     name = "recording"
     warm_ups = 2
 
     def unavailable(self, device: torch.device) -> str | None:
-        """Return why a step cannot be recorded (it runs on no CPU), or None."""
+        """Return why a step cannot be recorded (it does not run on the CPU), or None."""
         return (
             None if device.type == "cpu" else f"the recording backend runs on the CPU, not on {device.type}"
         )
@@ -104,7 +105,7 @@ class RecordingBackend:
         return function()
 
     def capture(self, function: Callable[[], R]) -> tuple[Recording, R]:
-        """Run the function once and keep its operators; the first problem raises :class:`CaptureError`."""
+        """Run the function once and record its operators; the first problem raises :class:`CaptureError`."""
         return record(function, self._refuse)
 
     @staticmethod
@@ -112,11 +113,11 @@ class RecordingBackend:
         raise CaptureError(problem, where)
 
     def time_s(self, function: Callable[[], object]) -> float | None:
-        """Return None: a recording is always slower than eager, so its times mean nothing."""
+        """Return None: a recording is always slower than eager, so its times are meaningless."""
         return None
 
     def release(self) -> None:
-        """Do nothing, as recordings share no memory."""
+        """Do nothing, because recordings share no memory."""
 
 
 class _Functions(TorchFunctionMode):
@@ -128,7 +129,7 @@ class _Functions(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not self._operators.running:  # what a kernel calls in Python is not recorded
+        if not self._operators.running:  # skip Python calls inside a kernel
             problem = function_problem(func, args, kwargs)
             if problem is not None:
                 self._report(problem, calling_line())
@@ -139,7 +140,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, tape: Recording, report: Report) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tape, self._report = tape, report
-        self.running = 0  # operators
+        self.running = 0  # the number of running operators
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -160,7 +161,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class RefuseReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raise where this thread waits for the device; torch's sync debug mode would raise in all threads."""
+    """Raises if this thread waits for the device; torch's sync debug mode would raise in all threads."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -172,13 +173,13 @@ class RefuseReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> _Call | None:
-    """Return the record of an operator for replays, or None for a view, which needs none."""
+    """Return the record of an operator for replays, or None for a view, which needs no replay."""
     given = {s for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) for s in _storages(x)}
     results = tuple(
         x if isinstance(x, Tensor) and x.numel() and not given & _storages(x) else None
         for x in tree_leaves(result)
     )
-    # Collectives write into what they are given, though their schemas do not say so.
+    # Collectives write into their arguments, although their schemas do not declare it.
     writes = func._schema.is_mutable or func.namespace == "c10d"
     if not writes and all(x is None for x in results):
         return None
@@ -190,13 +191,13 @@ def _storages(tensor: Tensor) -> set[int]:
     return {x.untyped_storage().data_ptr() for x in plain_tensors(tensor)} - {0}
 
 
-# Later operators write what these return; a second call would only bring other leftovers of memory.
+# Later operators fill the results of these, so a replay need not call them again.
 _EMPTY = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 _UNFILLED = tuple(f"aten::{name}" for name in _EMPTY)
 
 
-# Two views are needed to refuse what cannot be captured: Python functions (``tolist`` never reaches the
-# dispatcher) and operators (``if x > 0`` reaches it as ``_local_scalar_dense`` wherever it was written).
+# Two tables are needed for what cannot be captured. Python functions such as ``tolist`` never reach the
+# dispatcher. Operators do: ``if x > 0`` reaches it as ``_local_scalar_dense``, from any code.
 _READ = "reads a value back to the host, which waits for the device and fixes the value it had at capture"
 _SHAPE = "makes a shape that depends on values"
 _CONSTANT = (
@@ -249,7 +250,7 @@ def operator_problem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if func in (_aten.index.Tensor, _aten._unsafe_index.Tensor):
         return _BOOLEAN if _has_mask(args[1]) else None
     if func in (_aten.index_put.default, _aten.index_put_.default):
-        # One value under one mask is a masked_fill on every device.
+        # Writing one value under one mask is a masked_fill on every device, which can be captured.
         single = args[2].numel() == 1 and len(args[1]) == 1
         return _BOOLEAN if _has_mask(args[1]) and not single else None
     if func is _aten._to_copy.default:

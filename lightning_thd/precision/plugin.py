@@ -1,4 +1,4 @@
-"""Lightning's precision hooks -> FP8 layers, the region of their products, and aligned packs."""
+"""Lightning's precision hooks -> FP8 layers, the context in which they run in FP8, and aligned packs."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class FP8Precision(Precision):
     torch.float32. The other arguments are those of ``convert_linear``.
 
     Raises:
-        ValueError: for a recipe, an engine or a dtype that does not exist or does not go together.
-        ModuleNotFoundError: when the engine is not installed.
+        ValueError: if a recipe, engine or dtype does not exist, or they do not fit together.
+        ModuleNotFoundError: if the engine is not installed.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class FP8Precision(Precision):
         self.convert = convert
         self.min_features = whole_number(min_features, "min_features")
         self.converted: Converted | None = None
-        self._rules: Alignment | None = self.alignment()  # what packs must be multiples of
-        self._group: Any = None  # the ranks that share statistics
+        self._rules: Alignment | None = self.alignment()  # the multiples for lengths and slots of packs
+        self._group: Any = None  # the process group that shares statistics
         self._device_type = "cuda"
         self._recomputes = False
-        self._module: nn.Module | None = None  # whose layers hold the statistics of delayed scaling
+        self._module: nn.Module | None = None  # the module whose layers have delayed scaling's statistics
 
     def alignment(
         self,
@@ -85,18 +85,18 @@ class FP8Precision(Precision):
         *,
         layout: Layout = "dual_chunk",
     ) -> Alignment:
-        """Return what packs must be multiples of; the data module joins it with the strategy's."""
+        """Return the alignment of packs; the data module combines it with the strategy's."""
         return self.recipe.alignment(cp=cp, tp=tp, sequence_parallel=sequence_parallel, layout=layout)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert layers to FP8 in place, once, and cast the module to its dtype."""
+        """Convert layers to FP8 in place, only once, and cast the module to ``weights_dtype``."""
         strategy = getattr(getattr(module, "_trainer", None), "strategy", None)
         check_strategy(strategy, self.recipe)
         self._module = module
         if self._is_converted(module):
             return module
         self._rules = alignment_of(strategy, self)
-        # Data, context and tensor ranks together are the job: there is no axis of other layers in it.
+        # Statistics are shared by all ranks: data, context and tensor ranks have the same layers.
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self._group = dist.group.WORLD if several else None
         device = torch.device(getattr(strategy, "root_device", None) or device_of(module))
@@ -119,19 +119,19 @@ class FP8Precision(Precision):
         return self.tensor_init_context()
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the FP8 region of a training step, with statistics shared over the step's ranks."""
+        """Return the FP8 context of a training step; its statistics are shared over the step's ranks."""
         return self._region(self._group)
 
     @contextmanager
     def val_step_context(self) -> Iterator[None]:
-        """Enter the FP8 region for a step of evaluation: no statistics are kept, no collective runs."""
+        """Enter the FP8 context of an evaluation step, without statistics and without collectives."""
         with self._region(None):
             yield
 
     test_step_context = predict_step_context = val_step_context
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass; checkpointed layers are recomputed inside the FP8 region, else in bf16."""
+        """Run the backward pass, in the FP8 context if layers are recomputed; they would else run in bf16."""
         with ExitStack() as stack:
             if self._recomputes:
                 stack.enter_context(autocast(self.recipe))
@@ -151,7 +151,7 @@ class FP8Precision(Precision):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return scales and amax histories of delayed scaling by layer; other recipes keep nothing."""
+        """Return delayed scaling's scales and amax histories per layer; other recipes have no state."""
         states = {name: layer.get_fp8_meta_tensors() for name, layer in self._layers_with_history()}
         return {name: state for name, state in states.items() if state is not None}
 
@@ -159,7 +159,7 @@ class FP8Precision(Precision):
         """Restore the statistics of delayed scaling into the layers that have the saved names."""
         for name, layer in self._layers_with_history():
             if name in state_dict:
-                layer.fp8_meta["num_gemms"] = 1  # the size of what the next line allocates
+                layer.fp8_meta["num_gemms"] = 1  # the next line allocates tensors of this size
                 layer.init_fp8_meta_tensors(self.recipe.config)
                 layer.reset_fp8_meta_tensors(state_dict[name])
 
@@ -170,7 +170,7 @@ class FP8Precision(Precision):
     def _region(self, group: Any) -> AbstractContextManager[Any]:
         stack = ExitStack()
         stack.enter_context(_DtypeContextManager(self.weights_dtype))
-        if not self.recipe.emulate:  # on a CPU, where emulation runs, torchao does not follow autocast
+        if not self.recipe.emulate:  # emulation may run on a CPU, on which torchao ignores autocast
             stack.enter_context(torch.autocast(self._device_type, dtype=torch.bfloat16))
         if self.recipe.engine == "te":
             stack.enter_context(autocast(self.recipe, group))
@@ -214,7 +214,7 @@ class FP8Precision(Precision):
             )
 
     def _check_batch(self, data: Any) -> None:
-        """Check a batch's packs on the host, before a kernel fails without naming rule or remedy."""
+        """Check the slots of a batch's packs, because a kernel's own error would not say what to do."""
         for batch in data.microbatches if isinstance(data, THDStep) else [data]:
             ids = batch.get("input_ids") if isinstance(batch, Mapping) else getattr(batch, "input_ids", None)
             if isinstance(ids, Tensor) and not isinstance(batch, THDShard):

@@ -1,4 +1,4 @@
-"""A recipe of FP8 -> its demands on devices, layers and packs, checked; a device -> its fastest precision."""
+"""An FP8 recipe -> its requirements for devices, layers and packs; a device -> its fastest precision."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ Engine: TypeAlias = Literal["te", "torchao"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """A way of scaling 8-bit (or 4-bit) numbers, with its engine and its demands on packs."""
+    """A method of scaling 8-bit (or 4-bit) numbers, with its engine and its requirements for packs."""
 
-    name: str  # as users write it
+    name: str  # the name that users pass
     engine: Engine  # "te" or "torchao"
     rules: Rules = "tensorwise"  # the row of ``alignment.TOKEN_MULTIPLE``
-    features: int = 16  # what the inputs and outputs of a layer must be multiples of
-    capability: tuple[int, int] = (8, 9)  # the least compute capability, (8, 9) for Ada
-    # compute capabilities from this one on are not served; None for no bound
+    features: int = 16  # input and output features of a layer must be multiples of this
+    capability: tuple[int, int] = (8, 9)  # the lowest compute capability; (8, 9) is Ada
+    # this and higher compute capabilities are not supported; None means no limit
     below: tuple[int, int] | None = None
-    cuda: tuple[int, int] = (0, 0)  # the least CUDA version
-    dtype: Literal["fp8", "fp4"] = "fp8"  # the column of the table of peaks
-    gradients: int = 3  # products out of three that run in low precision
-    config: Any = None  # what the engine takes: a Transformer Engine recipe or a ``Float8LinearConfig``
-    emulate: bool = False  # torchao multiplies in high precision numbers that were rounded to FP8
+    cuda: tuple[int, int] = (0, 0)  # the lowest CUDA version
+    dtype: Literal["fp8", "fp4"] = "fp8"  # the column in the table of peaks
+    gradients: int = 3  # how many of a layer's three matmuls (forward, two gradients) run in low precision
+    config: Any = None  # the engine's own object: a Transformer Engine recipe or a ``Float8LinearConfig``
+    emulate: bool = False  # torchao rounds numbers to FP8, and multiplies them in high precision
 
     def alignment(
         self, *, cp: int = 1, tp: int = 1, sequence_parallel: bool = False, layout: Layout = "dual_chunk"
     ) -> Alignment:
-        """Return what lengths and totals of packs must be multiples of in a parallel layout."""
+        """Return the multiples for lengths and slots of packs in a parallel layout."""
         return Alignment.for_(
             cp=cp, tp=tp, sequence_parallel=sequence_parallel, recipe=self.rules, layout=layout
         )
 
     @property
     def has_history(self) -> bool:
-        """Return whether scales follow earlier steps, which graphs and recomputation would disturb."""
+        """Return whether scales depend on earlier steps; graphs and recomputation would disturb them."""
         return self.name == "delayed"
 
 
-# sizes of layers: Transformer Engine's quantizers refuse blocks that are not whole; 16 is torch._scaled_mm's
+# ``features`` are whole blocks, which Transformer Engine's quantizers require; torch._scaled_mm requires 16.
 _KNOWN: dict[tuple[Engine, str], Recipe] = {
     ("te", "delayed"): Recipe(name="delayed", engine="te"),
     ("te", "current"): Recipe(name="current", engine="te"),
@@ -88,7 +88,7 @@ def resolve(recipe: Any, engine: str, *, emulate: bool = False) -> Recipe:
 
 
 def _named(name: str, engine: str, emulate: bool) -> Recipe:
-    if engine == "torchao" and name == "current":  # the default of both engines is the same arithmetic
+    if engine == "torchao" and name == "current":  # both names mean the same arithmetic
         name = "tensorwise"
     recipes_of = {known.name: known for (its_engine, _), known in _KNOWN.items() if its_engine == engine}
     choice(name, "recipe", *recipes_of, advice=f"These are engine={engine!r}'s.")
@@ -133,7 +133,7 @@ _EMULATE = "Train in bf16, or try FP8 on any device with engine='torchao', emula
 
 
 def check_device(recipe: Recipe, device: torch.device) -> None:
-    """Refuse a device that cannot multiply in the recipe's format."""
+    """Raise if a device cannot multiply in the recipe's format."""
     if recipe.emulate:
         return
     if device.type != "cuda" or not torch.cuda.is_available():
@@ -172,19 +172,19 @@ def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-# Volta is the first with tensor cores for fp16, Ampere the first with those for bf16 (NVIDIA's white papers).
+# Volta is the first GPU with fp16 tensor cores, Ampere the first with bf16 ones (NVIDIA's white papers).
 _FP16_CORES = (7, 0)
 
 
 def fastest_precision(
     device: torch.device | str | None = None,
 ) -> Literal["bf16-mixed", "16-mixed", "32-true"]:
-    """Return the ``precision`` for a Trainer or Fabric in which a device, or its name, multiplies fastest.
+    """Return the ``precision`` for a Trainer or Fabric in which a device (or a device name) is fastest.
 
-    By default the device is the GPU if torch finds one, else the CPU.
+    The default device is the GPU if torch finds one, else the CPU.
 
     Returns:
-        ``"bf16-mixed"`` if a GPU multiplies bf16 itself, ``"16-mixed"`` on other GPUs with tensor cores, else
+        ``"bf16-mixed"`` if a GPU has bf16 hardware, ``"16-mixed"`` on other GPUs with tensor cores, else
         ``"32-true"``. An H100 gives ``"bf16-mixed"``, a T4 ``"16-mixed"``.
     """
     at = checked_device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)

@@ -1,4 +1,4 @@
-"""A converted model -> a table of its layers, and the share of its FLOPs that runs in FP8."""
+"""A converted model -> a table of its layers, and the share of its FLOPs in FP8."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class FP8Report:
     recipe: str | None  # None without converted layers
     engine: str | None  # None without converted layers
     converted: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # name -> (inputs, outputs)
-    # name -> (inputs, outputs) of the linear layers that stay
+    # name -> (inputs, outputs) of the linear layers that stay in bf16
     kept: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    # name -> why it stays, for layers whose size says so and products that are no linear layer
+    # name -> why it stays in bf16, for linear layers and for products outside of linear layers
     reasons: Mapping[str, str] = field(default_factory=dict)
-    share: float = 0.0  # part of the FLOPs of projections, MLPs and experts in training that runs in FP8
+    share: float = 0.0  # FP8's share of the training FLOPs of projections, MLPs and experts
 
     def __str__(self) -> str:
         names = [*self.converted, *self.reasons]
@@ -42,7 +42,7 @@ class FP8Report:
 
 
 def fp8_report(model: nn.Module) -> FP8Report:
-    """Return a report of which layers of a model multiply in FP8; ``print`` it for a table."""
+    """Return a report on which layers of a model multiply in FP8; ``print`` it for a table."""
     recipe = recipe_of(model)
     converted: dict[str, tuple[int, int]] = {}
     linear: dict[str, tuple[int, int]] = {}
@@ -67,7 +67,7 @@ def fp8_report(model: nn.Module) -> FP8Report:
 
 
 def fp8_share(model: nn.Module) -> float:
-    """Return the share of the linear FLOPs of a training step that runs in low precision."""
+    """Return the share of a training step's linear FLOPs that run in low precision."""
     recipe = recipe_of(model)
     if recipe is None:
         return 0.0
@@ -83,7 +83,7 @@ def fp8_share(model: nn.Module) -> float:
 
 
 def _linear_macs(model: nn.Module, active: float) -> float:
-    """Return the multiply-adds a token of everything that the FLOPs breakdown calls linear."""
+    """Return the multiply-adds per token of all terms that the FLOPs breakdown counts as linear."""
     configs = [child.config for child in model.modules() if getattr(child, "config", None) is not None]
     try:
         flops = FlopsModel.from_config(configs[0])

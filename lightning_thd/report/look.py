@@ -1,4 +1,4 @@
-"""A theme -> colours and axes that look the same in every picture, on light and dark slides."""
+"""A theme -> colours and axes that look the same in every picture, on light and dark backgrounds."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from lightning_thd._imports import require
 
 Theme: TypeAlias = Literal["light", "dark"]
 
-# Okabe and Ito's eight colours can be distinguished with any colour vision (jfly.uni-koeln.de/color, 2008);
-# black, and the yellow that vanishes on white, are left out.
+# Six of Okabe and Ito's eight colours, which people with any colour vision can distinguish
+# (jfly.uni-koeln.de/color, 2008). Black is left out, and so is yellow, which is hard to see on white.
 CYCLE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 
 
@@ -31,14 +31,14 @@ LOOKS: dict[Theme, Look] = {
 
 
 def look_of(theme: Theme) -> Look:
-    """Return the colours of a theme; refuse any other word."""
+    """Return the colours of a theme; raise ValueError for any other word."""
     if theme not in LOOKS:
         raise ValueError(f"theme={theme!r} is not one of {', '.join(map(repr, LOOKS))}.")
     return LOOKS[theme]
 
 
 def new_figure(width: float, height: float, theme: Theme) -> Any:
-    """Make an empty matplotlib figure of a theme; its size is in inches."""
+    """Make an empty matplotlib figure in a theme's colours; its size is in inches."""
     require("matplotlib", feature="a picture")
     from matplotlib.figure import Figure
 
@@ -46,7 +46,7 @@ def new_figure(width: float, height: float, theme: Theme) -> Any:
 
 
 def dress(axes: Any, theme: Theme, *, title: str, x: str, y: str = "", grid: bool = True) -> None:
-    """Set the colours, title, labels and faint horizontal lines of matplotlib's axes."""
+    """Set the colours, title, labels and faint horizontal grid lines of matplotlib axes."""
     look = look_of(theme)
     axes.set_facecolor(look.paper)
     axes.set_title(title, color=look.ink, fontsize=11, loc="left")
@@ -65,7 +65,7 @@ def dress(axes: Any, theme: Theme, *, title: str, x: str, y: str = "", grid: boo
 
 
 def short(value: float, _: int | None = None) -> str:
-    """Format a number in few characters, so that ticks do not touch: 131072 as 131.072k, 0.25 as 0.25."""
+    """Format a number with few characters, so that tick labels do not overlap: 131072 as 131.072k."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             return f"{value / (1e3 if letter == 'k' else size):g}{letter}"
@@ -73,5 +73,5 @@ def short(value: float, _: int | None = None) -> str:
 
 
 def legend(axes: Any, theme: Theme, **kwargs: Any) -> None:
-    """Add a legend without a frame in the theme's ink."""
+    """Add a legend without a frame, in the theme's text colour."""
     axes.legend(frameon=False, labelcolor=look_of(theme).ink, fontsize=9, **kwargs)

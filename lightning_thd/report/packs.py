@@ -1,4 +1,4 @@
-"""Plans -> pictures: packs as lanes, work of ranks."""
+"""The lengths in packs, or the work of ranks -> pictures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from lightning_thd.report.look import CYCLE, Theme, dress, legend, look_of, new_figure
 
-_LIGHTER = 0.55  # opacity of a sequence whose prefix another one holds
+_LIGHTER = 0.55  # the opacity of a sequence with a prefix that another sequence stores
 
 
 def draw_packs(
@@ -20,15 +20,15 @@ def draw_packs(
     theme: Theme = "light",
     width: float = 8.0,
 ) -> Any:
-    """Draw packs as lanes, one colour a sequence, with what is left empty at the end.
+    """Draw each pack as a horizontal bar, with one colour per sequence and the padding at its end.
 
     Args:
-        packs: lengths of each pack's sequences.
-        capacity: slots of a pack.
-        held: of each sequence, its first tokens that one before it in its pack holds. It has the colour of
-            that one in a lighter tone, and only the tokens that are computed for it are drawn.
+        packs: the lengths of each pack's sequences.
+        capacity: the slots of a pack.
+        held: for each sequence, the number of its first tokens that an earlier sequence of the pack stores.
+            The sequence gets a lighter tone of the earlier one's colour; only its other tokens are drawn.
         theme: ``light`` or ``dark``.
-        width: of the picture, in inches; lanes are as much lower as it is narrower.
+        width: width of the picture, in inches; the height of the bars is proportional to it.
 
     Returns:
         A matplotlib Figure. ``[[3, 5], [8]]`` with capacity 10 fills 80 %.
@@ -65,7 +65,7 @@ def draw_packs(
 
 
 def draw_work(before: Sequence[float], after: Sequence[float], *, theme: Theme = "light") -> Any:
-    """Draw the work of each rank in a step, in any unit, unbalanced and balanced."""
+    """Draw the work of each rank in a step, in any unit, before and after balancing."""
     if len(before) != len(after) or not len(after):
         raise ValueError(
             f"draw_work() got {len(before)} ranks before and {len(after)} after; wanted the same ranks twice."
@@ -82,6 +82,6 @@ def draw_work(before: Sequence[float], after: Sequence[float], *, theme: Theme =
         axes.bar(ranks + offset, np.asarray(values) / mean, 0.4, color=colour, label=label)
     axes.axhline(1.0, color=look_of(theme).quiet, linewidth=1, linestyle="--")
     dress(axes, theme, title="work of each rank in one step", x="rank", y="work / mean")
-    # Above the right end of the axes, where no bar lies under it.
+    # The legend is above the right end of the axes, so that it covers no bar.
     legend(axes, theme, ncols=2, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2)
     return figure

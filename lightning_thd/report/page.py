@@ -1,4 +1,4 @@
-"""The ``metrics.csv`` files of a run -> its table, and one picture with numbers, curves and versions."""
+"""The ``metrics.csv`` files of a run -> a table, and one picture with numbers, curves and versions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PageTheme: TypeAlias = Literal["auto"] | Theme
 
 
 class Row(NamedTuple):
-    """How a report shows a metric: its title, unit, and what values are multiplied by."""
+    """The title and unit of a metric in a report, and the factor for its values."""
 
     title: str
     unit: str
@@ -42,7 +42,7 @@ ROWS = {
     "train/packing/imbalance": Row("slowest rank / mean work", "", 1.0),
     "train/packing/attention_fraction": Row("attention share of FLOPs", "%", 100.0),
 }
-# The curves of a page; metrics on one axes share their unit.
+# The metrics of each plot on a page; metrics in one plot have the same unit.
 _CURVES = (
     ("train/loss",),
     ("train/device/real_items_per_sec",),
@@ -50,7 +50,7 @@ _CURVES = (
     ("train/packing/fill", "train/packing/attention_fraction"),
 )
 _TOP = ("train/loss", "train/device/real_items_per_sec", "train/device/mfu", "train/packing/fill")
-# The parts of a step in its order; the keys of THDThroughputMonitor are below train/step_time/.
+# The parts of a step in their order; THDThroughputMonitor logs them under train/step_time/.
 PARTS = {
     "data_wait": "wait for data",
     "forward_backward": "forward, backward, exchange",
@@ -80,18 +80,18 @@ $colours
 
 
 def number(value: float) -> str:
-    """Format a number in few digits: 4662.8 as 4,663, and 0.11873 as 0.1187."""
+    """Format a number with few digits: 4662.8 as 4,663, and 0.11873 as 0.1187."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def read_metrics(folder: str | Path) -> Series:
-    """Read every ``metrics.csv`` below a folder of CSVLogger; later runs replace earlier values.
+    """Read every ``metrics.csv`` in a folder of CSVLogger; values of later runs replace earlier ones.
 
     Returns:
         For every metric its (step, value) pairs, sorted by step.
 
     Raises:
-        ValueError: when there is no ``metrics.csv``.
+        ValueError: if there is no ``metrics.csv``.
     """
     files = sorted(Path(folder).rglob("metrics.csv"), key=lambda file: file.stat().st_mtime)
     if not files:
@@ -126,11 +126,11 @@ def table(series: Series) -> Table:
 
 
 def show(folder: str | Path, *, theme: PageTheme = "auto") -> None:
-    """Print the table of a run and, with matplotlib, draw its page beside the logs.
+    """Print the table of a run and, if matplotlib is installed, write its picture and page beside the logs.
 
     Args:
-        folder: what ``CSVLogger(folder)`` was given.
-        theme: ``light``, ``dark``, or ``auto``: a page that follows its reader's setting.
+        folder: the folder that you passed to ``CSVLogger``.
+        theme: ``light``, ``dark``, or ``auto``, with which the page follows its reader's setting.
     """
     series = read_metrics(folder)
     print()  # noqa: T201
@@ -143,19 +143,19 @@ def show(folder: str | Path, *, theme: PageTheme = "auto") -> None:
 
 
 def picture(series: Series, file: str | Path, *, theme: Theme = "light") -> Path:
-    """Draw the numbers and curves of what ``read_metrics`` read into a PNG file; needs matplotlib."""
+    """Draw the numbers and curves of ``read_metrics`` into a PNG file; this needs matplotlib."""
     figure = draw_page(series, theme)
     figure.savefig(file, dpi=120, facecolor=figure.get_facecolor())
     return Path(file)
 
 
 def page(series: Series, file: str | Path, *, theme: PageTheme = "auto") -> Path:
-    """Write the picture and the table of a run as one HTML file that needs no other; needs matplotlib.
+    """Write the picture and table of a run as one self-contained HTML file; this needs matplotlib.
 
     Args:
-        series: of ``read_metrics``.
+        series: the result of ``read_metrics``.
         file: the HTML file to write.
-        theme: ``light``, ``dark``, or ``auto`` to follow the dark setting of whoever reads it.
+        theme: ``light``, ``dark``, or ``auto`` to follow the reader's setting.
     """
     found, usual = table(series), "light" if theme == "auto" else theme
     colours, image = _colours(usual), f'<img alt="{html.escape("; ".join(map(_title, _shown(series))))}" '
@@ -176,9 +176,9 @@ def _colours(theme: Theme) -> str:
 
 
 def _data_of(series: Series, theme: Theme) -> str:
-    """Return the picture of a run as the address of a PNG that holds the picture itself."""
+    """Return the picture of a run as a data URL with the PNG itself."""
     figure, image = draw_page(series, theme), io.BytesIO()
-    figure.savefig(image, dpi=200, format="png", facecolor=figure.get_facecolor())  # twice a screen's
+    figure.savefig(image, dpi=200, format="png", facecolor=figure.get_facecolor())  # twice a screen's dpi
     return f"data:image/png;base64,{base64.b64encode(image.getvalue()).decode()}"
 
 
@@ -190,7 +190,7 @@ def draw_page(series: Series, theme: Theme) -> Any:
     figure = new_figure(9, 1.4 + 2.5 * rows, theme)
     grid = figure.add_gridspec(rows, 2)
     for i in range(panels):
-        single = i == panels - 1 and panels % 2  # it takes the whole row
+        single = i == panels - 1 and panels % 2  # an odd last panel takes the whole row
         axes = figure.add_subplot(grid[i // 2, slice(None) if single else i % 2])
         if i < len(shown):
             _draw_curve(axes, series, shown[i], theme)
@@ -203,9 +203,9 @@ def draw_page(series: Series, theme: Theme) -> Any:
 
 
 def step_times(series: Series) -> dict[str, float]:
-    """Average the parts of a step over the run that ``read_metrics`` read, in milliseconds by title.
+    """Return the mean of each part of a step over a run, in milliseconds by title.
 
-    Every interval counts alike: ``[(10, 0.2), (20, 0.4)]`` gives 300. Parts that were not logged are missing.
+    All intervals have the same weight: ``[(10, 0.2), (20, 0.4)]`` gives 300. Only logged parts are returned.
     """
     found = {}
     for part, title in PARTS.items():
@@ -216,7 +216,7 @@ def step_times(series: Series) -> dict[str, float]:
 
 
 def draw_waterfall(axes: Any, series: Series, *, theme: Theme = "light") -> None:
-    """Draw the parts of a mean step as bars, each beginning where the one above ends."""
+    """Draw the parts of a mean step as bars; each bar starts at the end of the one above."""
     times, at = step_times(series), 0.0
     total = max(sum(times.values()), 1e-9)
     for row, (colour, (title, ms)) in enumerate(zip(CYCLE, times.items(), strict=False)):
@@ -231,7 +231,7 @@ def draw_waterfall(axes: Any, series: Series, *, theme: Theme = "light") -> None
 
 
 def _shown(series: Series) -> list[tuple[str, ...]]:
-    """Return the metrics of each curve, those that the run logged."""
+    """Return the metrics of each plot that the run has logged."""
     found = (
         tuple(name for name in names if _finite(series, name) and not _says_nothing(series, name))
         for names in _CURVES
@@ -250,7 +250,7 @@ def _draw_curve(axes: Any, series: Series, names: Sequence[str], theme: Theme) -
     for colour, line, name in zip(CYCLE, ("-", "--"), names, strict=False):
         points = _finite(series, name)
         steps, heights = [step for step, _ in points], [value for _, value in points]
-        marker = "o" if len(steps) < 3 else None  # a line of one point is invisible
+        marker = "o" if len(steps) < 3 else None  # a line with one point is invisible
         axes.plot(steps, heights, color=colour, linestyle=line, marker=marker, label=ROWS[name].title)
     dress(axes, theme, title=_title(names), x="step")
     values = [v for name in names for _, v in _finite(series, name)]
@@ -271,7 +271,7 @@ def _finite(series: Series, name: str) -> list[tuple[int, float]]:
 
 
 def _headlines(series: Series) -> list[str]:
-    """Return the top numbers of a page with their titles: the last loss, and the medians of rates."""
+    """Return the headline numbers of a page with their titles: the last loss, and the medians of rates."""
     found = []
     for name in _TOP:
         values = [value for _, value in _finite(series, name)]
