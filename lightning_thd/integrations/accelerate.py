@@ -47,17 +47,17 @@ def prepare_thd(
     """Prepare a model, packed data and an optimizer for an Accelerate loop.
 
     The plan gives every data-parallel rank its own packs. ``accelerator.save_state`` and ``load_state``
-    resume exactly, with ``Sequences(n)`` on another number of processes too.
+    resume exactly; with ``Sequences(n)`` also on another number of processes.
 
     Args:
         accelerator: an ``accelerate.Accelerator``. Its ``gradient_accumulation_steps`` is the number of packs
             a rank runs in a step of ``Packs``.
         model: built with ``attn_implementation="thd"``, not prepared yet.
         data: a ``THDDataModule``, or a loader that its ``train_steps`` returned.
-        optimizer: over the model's parameters; several as a list, which ``loop.optimizer`` is then too.
-        scheduler: stepped once a step, whatever the number of processes; not one that Accelerate prepared.
+        optimizer: an optimizer of the model's parameters, or a list; ``loop.optimizer`` is then a list too.
+        scheduler: steps once per optimizer step on any number of processes; not prepared by Accelerate.
         loss_fn: ``(model, batch) -> loss``, with ``batch.loss_scale`` in it.
-        router_balance: over which tokens ``causal_lm_loss`` balances experts.
+        router_balance: the tokens over which ``causal_lm_loss`` balances experts.
         peak: dense FLOP/s of a device, for MFU: see ``THDThroughputMonitor``.
         log_every_n_steps: steps between two calls of ``accelerator.log``.
         context_parallel_size: neighbouring ranks that share the slots of a pack, as under
@@ -89,22 +89,22 @@ def prepare_thd(
     )
     accumulate = accelerator.gradient_accumulation_steps
     loader = as_loader(data, model, shared, accumulate=accumulate, device=accelerator.device)
-    accelerator.sync_gradients = True  # an error inside accumulate() leaves False to every later Accelerator
+    accelerator.sync_gradients = True  # after an error inside accumulate(), later Accelerators see False
     model, *prepared = accelerator.prepare(model, *optimizers)
     optimizer = prepared if several else prepared[0]
     if scheduler is not None:
-        # With split_batches it steps once an optimizer step, whatever the number of processes.
+        # With split_batches it steps once per optimizer step, on any number of processes.
         scheduler = schedulers.AcceleratedScheduler(scheduler, prepared, split_batches=True)
 
     def backward(loss: Tensor) -> None:
-        # Around a whole step, accumulate() would skip all but every k-th.
+        # Around whole steps, accumulate() would skip all but every k-th step.
         if not accelerator.sync_gradients:
             raise ValueError(
                 "loop.backward() runs inside accelerator.accumulate(), but what the loader gives is a whole "
                 "optimizer step, and Accelerate would skip steps. Leave accumulate() out; "
                 "gradient_accumulation_steps says how many packs a step has."
             )
-        # Accelerate divides by its accumulation steps; a step's microbatches are weighed already.
+        # Accelerate divides by its accumulation steps; a step's microbatches are weighted already.
         accelerator.backward(loss * accelerator.gradient_accumulation_steps)
 
     engine = Engine(
@@ -166,7 +166,7 @@ def data_rank(accelerator: Any) -> tuple[int, int, Any]:
     if mesh is None:
         return accelerator.process_index, accelerator.num_processes, None
     names = [name for name in ("dp_replicate", "dp_shard") if name in (mesh.mesh_dim_names or ())]
-    if not names:  # all ranks read the same: None would be the world, and count every pack on each
+    if not names:  # all ranks read the same packs; None would be the world, and count a pack once per rank
         ranks_apart = [[rank] for rank in range(mesh.size())]
         own, _ = dist.new_subgroups_by_enumeration(ranks_apart)  # type: ignore[no-untyped-call]
         return 0, 1, own

@@ -21,18 +21,18 @@ from lightning_thd.data.read.sources import as_dataset
 from lightning_thd.data.store.index import MapDataset
 from lightning_thd.data.streams import Stream, is_stream
 
-# A class of Trainers, whose attributes the mixins of ``packed_trainer`` use.
+# The base of the mixins of ``packed_trainer``, which use the attributes of a Trainer.
 TrainerBase: Any = object
 _FILE = "thd_data.pt"  # in a checkpoint's folder
-# Columns that are packed, or that are looked at for what they say.
+# Columns that are packed or checked.
 _LOOKED_AT = frozenset(PER_TOKEN)
-# Arguments of THDDataModule that say how rows are read. Others plan training, and an evaluation needs none.
+# Arguments of THDDataModule that decide how rows are read. Others plan training, not evaluation.
 OF_READING = frozenset({"cache_dir", "empty", "max_errors", "on_error", "vocab_size"})
 _MASKS = ("completion_mask", "assistant_masks")  # TRL's columns: 1 for tokens to learn
 
 
 def packed_dataset(dataset: Any, taken: frozenset[str] = frozenset()) -> MapDataset:
-    """Return a dataset whose rows hold only ids and labels."""
+    """Return a dataset whose rows hold only ids and labels; refuse other columns that are in ``taken``."""
     if dataset is None:
         raise ValueError(
             "The Trainer has no dataset to pack. Pass train_dataset=, or eval_dataset= to evaluate."
@@ -48,7 +48,7 @@ def arguments_of(model: Any) -> frozenset[str]:
 def with_labels(sample: Mapping[str, Any]) -> Mapping[str, Any]:
     """Turn TRL's masks of learned tokens, if a sample has them, into labels."""
     masks = {name: np.asarray(sample[name]) for name in _MASKS if sample.get(name) is not None}
-    without = {**sample, **dict.fromkeys(masks)}  # None: `datasets` keeps a column that is left out
+    without = {**sample, **dict.fromkeys(masks)}  # None, because `datasets` keeps a column that is left out
     if not masks or "labels" in sample:
         return without
     learned = np.logical_and.reduce([*masks.values()])
@@ -74,7 +74,7 @@ class WithLabels:
         return {name: sample[name] for name in ("input_ids", "labels") if name in sample}
 
     def _refuse_what_is_left_out(self, sample: Mapping[str, Any], i: int) -> None:
-        """Raise for columns that would change what the model computes; Trainer itself passes them on."""
+        """Raise for columns that would change what the model computes; Trainer passes them to the model."""
         length = len(sample["input_ids"])
         if sample.get("attention_mask") is not None:
             check_attention_mask(sample, length, f"Row {i} of the dataset")
@@ -102,7 +102,7 @@ def is_streamed(dataset: object) -> bool:
 
 
 def streamed_dataset(dataset: Any, trainer: type) -> Any:
-    """Return a dataset that can be iterated with TRL's masks of learned tokens turned into labels."""
+    """Return an iterable dataset in which TRL's masks of learned tokens are turned into labels."""
     prepared = any(base.__module__.startswith("trl.") for base in trainer.__mro__)
     if not hasattr(dataset, "map"):
         if prepared:
@@ -124,17 +124,17 @@ class PositionMixin(TrainerBase):  # type: ignore[misc]
     """Keeps the position of the data in a Trainer's checkpoints, and resumes at it."""
 
     _packs: TrainerPacks | None = None
-    _resumed: str | None = None  # the checkpoint that training goes on from
+    _resumed: str | None = None  # the checkpoint from which training resumes
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as the base class does; data resumes where its checkpoint left it, without skipping."""
+        """Train as the base class does; data resumes at the checkpoint's position, without skipping."""
         if not resume_from_checkpoint or self.args.ignore_data_skip:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         from transformers.trainer_utils import get_last_checkpoint
 
         last = resume_from_checkpoint is True
         self._resumed = get_last_checkpoint(self.args.output_dir) if last else str(resume_from_checkpoint)
-        self.args.ignore_data_skip = True  # Trainer would read, and throw away, what was used.
+        self.args.ignore_data_skip = True  # Trainer would read the used batches again, and discard them.
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
@@ -182,12 +182,12 @@ class TrainerPacks:
             yield {"batch": batch}
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, when Trainer calls, unless it is under way."""
+        """Begin an epoch when Trainer asks for it, unless it has begun already."""
         self.loader.begin_epoch(epoch)
 
     def save(self, folder: str | Path) -> None:
         """Write the position into a checkpoint's folder, atomically."""
-        # A checkpoint may be asked for inside a step, when its packs are handed out already.
+        # A checkpoint may be saved inside a step, whose packs are handed out already.
         done = (self._steps() - self._before) * self.loader.per_step
         path = Path(folder) / _FILE
         torch.save(self.loader.state_after(done), path.with_suffix(".partial"))

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-# Read by the base class or by packed_trainer, with the meaning they have there.
+# Options that the base class or packed_trainer reads, with their usual meaning.
 _HONOURED = """
     output_dir num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs
     warmup_steps optim optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon optim_target_modules
@@ -42,7 +42,7 @@ _IRRELEVANT = """
     liger_kernel_config
 """
 IRRELEVANT = frozenset(_IRRELEVANT.split())
-# Trainers change these themselves, so that another value than the default says nothing about the user.
+# Trainers change these themselves, so a changed value need not come from the user.
 _SET_BY_TRAINERS = frozenset({"accelerator_config", "remove_unused_columns", "use_cache"})
 
 _OFF = (False, None)
@@ -123,7 +123,7 @@ def refuse_engines(trainer: Any) -> None:
 
 
 def _is_changed(args: Any, field: dataclasses.Field[Any]) -> bool:
-    """Return whether an option of transformers or TRL differs from its default; a user's own never does."""
+    """Return whether an option of transformers or TRL differs from its default; others count as unchanged."""
     owners = [base for base in type(args).__mro__ if field.name in inspect.get_annotations(base)]
     theirs = bool(owners) and owners[-1].__module__.partition(".")[0] in ("transformers", "trl")
     default = field.default
@@ -135,7 +135,7 @@ def precision_of(args: Any) -> str:
     return "bf16-mixed" if args.bf16 else "16-mixed" if args.fp16 else "32-true"
 
 
-# What packed_trainer puts in the place of a Trainer's own.
+# The methods of a Trainer that packed_trainer replaces.
 REPLACED = (
     "compute_loss",
     "evaluation_loop",
@@ -147,7 +147,7 @@ REPLACED = (
 
 
 def refuse_trainer(trainer_class: type, known: tuple[type, ...]) -> None:
-    """Refuse a class with its own loss or data loading, which packs would skip; ``known`` classes may."""
+    """Refuse a class whose own loss or data loading packs would skip, except ``known`` classes."""
     for name in REPLACED:
         owner = next((base for base in trainer_class.__mro__ if name in base.__dict__), None)
         if owner is None or any(owner is base for known_class in known for base in known_class.__mro__):

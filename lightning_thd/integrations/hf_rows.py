@@ -25,20 +25,20 @@ from lightning_thd.integrations.hf_data import TrainerBase
 from lightning_thd.integrations.hf_options import refuse_engines
 from lightning_thd.models.announce import NAME, run_as_pack
 
-# TRL's trainers whose rows go into one pack, by name: TRL is imported by whoever passes one.
+# TRL's trainers whose rows go into one pack; they are named, so that TRL need not be imported.
 ROW_TRAINERS = frozenset({"DPOTrainer", "RewardTrainer", "GRPOTrainer"})
 _OF_ROWS = frozenset({"input_ids", "attention_mask", "labels", "fused_lm_head", "use_cache"})
 _KEPT = frozenset({"output_router_logits", "num_items_in_batch", "return_dict"})
 
 _BATCH_IS_PACK = "a pack is what a batch of per_device_train_batch_size rows holds"
-# Arguments of packed_trainer for other trainers, and why not here.
+# Arguments of packed_trainer that only other trainers take, and why.
 _NOT_FOR_ROWS = {
     "capacity": _BATCH_IS_PACK,
     "data_kwargs": _BATCH_IS_PACK,
     "router_balance": "TRL means its loss over pairs or groups, and adds the model's own balancing loss",
 }
 
-# Option: why it is refused. All others mean what TRL says.
+# Option: why it is refused. All others keep TRL's meaning.
 REFUSED_FOR_ROWS: dict[str, str] = {
     "padding_free": "packs by itself, before packed_trainer does",
     "use_liger_kernel": "replaces parts of the model that run on packs here",
@@ -74,7 +74,7 @@ class PackedRowsMixin(TrainerBase):  # type: ignore[misc]
 
             measure = ThroughputCallback(peak=peak)
             measure.add_to(self)
-            measure.looks = False  # at the padded rows, which do not run
+            measure.looks = False  # it must not count the padded rows, which do not run
             unwrapped(self.accelerator.unwrap_model(self.model))._thd_throughput = measure
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
@@ -99,8 +99,8 @@ class PackedRowsMixin(TrainerBase):  # type: ignore[misc]
 def pack_rows(model: Any, *, share_prefixes: bool = False) -> None:
     """Make a transformers model run padded rows as one pack, in place; the rows it returns are the same.
 
-    With ``share_prefixes``, what rows begin with in common runs once. Calls other than TRL's for
-    log-probabilities (``fused_lm_head=True``) and a classifier's run on padded rows.
+    With ``share_prefixes``, the common prefix of rows runs once. Only TRL's calls for log-probabilities
+    (``fused_lm_head=True``) and calls of a classifier run as packs; others run on padded rows.
     """
     if getattr(model, "_thd_packs_rows", False):
         return
@@ -115,14 +115,14 @@ def pack_rows(model: Any, *, share_prefixes: bool = False) -> None:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return _forward_rows(self, *args, **kwargs)
 
-    forward.__signature__ = signature.replace(  # type: ignore[attr-defined]  # which generation reads
+    forward.__signature__ = signature.replace(  # type: ignore[attr-defined]  # for generation, which reads it
         parameters=[itself, *signature.parameters.values()]
     )
-    model.forward = MethodType(forward, model)  # bound, so that a copy's forward is the copy's
+    model.forward = MethodType(forward, model)  # bound to the model, so that a copy's forward runs the copy
 
 
 def _forward_rows(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a model's call for log-probabilities or classes as a pack, and any other as it was."""
+    """Run a model's call for log-probabilities or classes as a pack, and any other on padded rows."""
     classifies = "ForSequenceClassification" in type(model).__name__
     if kwargs.get("fused_lm_head") or (classifies and kwargs.get("attention_mask") is not None):
         return _run(model, model._thd_padded_forward, kwargs)
@@ -154,7 +154,7 @@ def _run(model: Any, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
             values = value[0] if shared is None else shared.of_tokens(value[0])
             # TRL's rows [B, N - 1], 0 for tokens that nothing predicts
             output[name] = values.new_zeros(mask.shape).masked_scatter(mask.bool(), values)[:, :-1]
-    if shared is not None:  # TRL's own mean is over rows of predictions, some of several tokens
+    if shared is not None:  # TRL would average over predictions, of which one may score several tokens
         scored = (shared.token_rows < len(shared.targets)).sum().clamp(min=1)
         output["loss"] = -output["log_probs"].sum() / told.get("num_items_in_batch", scored)
     return output
@@ -180,7 +180,7 @@ def _packed(model: Any, rows: Tensor, mask: Tensor, labels: Tensor | None, told:
 
 @contextmanager
 def _hidden_at(model: Any, slots: Tensor) -> Generator[None]:
-    """Make the backbone return the hidden states of some slots inside this context, one for each row."""
+    """Make the backbone return only the hidden states of ``slots`` inside this context."""
 
     def select(_: nn.Module, __: Any, output: Any) -> Any:
         output["last_hidden_state"] = output["last_hidden_state"].index_select(1, slots)
@@ -205,7 +205,7 @@ def _attention(model: nn.Module, name: str) -> Generator[None]:
     configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     chosen = [config for config in configs if getattr(config, "_attn_implementation", None) == NAME]
     for config in chosen:  # several modules may share one
-        config._attn_implementation_internal = name  # the public name would switch towers too
+        config._attn_implementation_internal = name  # setting the public name would switch towers too
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
-"""A conversation and a tokenizer with a chat template -> ids, and which of them the assistant says.
+"""A conversation and a tokenizer with a chat template -> ids, and a mask of those that the assistant says.
 
-A template with ``{% generation %}`` marks the assistant's words itself. With any other the conversation is
-rendered once more up to each turn, and refused if what was written of a turn changes when more turns follow.
+A template with ``{% generation %}`` marks the assistant's words itself. For other templates, the conversation
+is rendered again up to each turn. It is refused if the text of a turn changes when more turns follow.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Spans = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The placeholder that a template writes for an image, and the tokens of each image in their order."""
+    """The placeholder that a template writes for an image, and the token counts of the images, in order."""
 
     token: str
     counts: Sequence[int]
@@ -51,7 +51,7 @@ def _parts(message: Message) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Writer:
-    """A tokenizer's chat template, and what it is given beside the messages."""
+    """A tokenizer's chat template, and its arguments beside the messages."""
 
     tokenizer: Any
     tools: list[Any] | None = None
@@ -70,7 +70,7 @@ class _Writer:
                 **other,
                 **self.options,
             )
-        except Exception as err:  # templates refuse orders of roles in their own words, in jinja's exceptions
+        except Exception as err:  # templates refuse orders of roles with jinja's exceptions
             raise ValueError(
                 f"the template refuses {[m['role'] for m in messages]} ({err}). Mend the conversation."
             ) from err
@@ -111,18 +111,18 @@ def encode_chat(
     eos = getattr(tokenizer, "eos_token", None)
     for i, (start, stop) in zip(answers, bounds, strict=True):
         first, last = cuts[start], cuts[stop]
-        said = str(messages[i]).count(eos) if eos else 0  # which is no end of the turn
+        said = str(messages[i]).count(eos) if eos else 0  # such an EOS does not end the turn
         ends = [at + 1 for at in range(first, last) if ids[at] == tokenizer.eos_token_id]
-        end = ends[-1] if len(ends) > said else last  # cuts off what the template adds behind it
+        end = ends[-1] if len(ends) > said else last  # excludes what the template adds after it
         behind = text[start:stop].rpartition(eos)[2].strip() if end < last and eos else ""
         if behind and any(words in behind or behind in words for words in _words(messages[i])):
-            end = last  # an EOS that the template writes inside the turn
+            end = last  # the template writes this EOS inside the turn
         mask[first:end] = True
     return ids, mask
 
 
 def _words(value: Any) -> Iterator[str]:
-    """Yield what a message says, under any key but its role."""
+    """Yield all texts of a message, under any key except its role and type."""
     if isinstance(value, str) and value.strip():
         yield value.strip()
     elif isinstance(value, Mapping):
@@ -173,7 +173,7 @@ def _check_content(message: Message, images: bool) -> None:
     role, content = message["role"], message.get("content")
     if message.get("function_call"):
         raise ValueError("a message has a function_call, which is not read. Give it as tool_calls.")
-    if content is None:  # as in a call of a tool, which says what it does under another key
+    if content is None:  # a tool call, for example, has its content under another key
         others = (message[key] for key in message.keys() - {"role", "name"})
         if any(hasattr(value, "__len__") and len(value) for value in others):
             return
@@ -191,7 +191,7 @@ def _check_content(message: Message, images: bool) -> None:
 
 
 def _answers(messages: Sequence[Message], skip: int) -> list[int]:
-    """Return the numbers of the messages that are learned."""
+    """Return the indices of the messages that are learned."""
     found = []
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -206,7 +206,7 @@ def _answers(messages: Sequence[Message], skip: int) -> list[int]:
 
 
 def _refuse_unwritten(writer: _Writer, messages: list[Message], text: str) -> None:
-    """Refuse a message or call that the template leaves out, or parts that it writes as they stand."""
+    """Refuse a message or call that the template leaves out, or content that it writes as Python code."""
     for i, message in enumerate(messages):
         content, parts = message.get("content"), _parts(message)
         if any(
@@ -239,10 +239,10 @@ def _refuse_unwritten(writer: _Writer, messages: list[Message], text: str) -> No
 
 
 def _writes_alike(writer: _Writer, messages: list[Message], i: int, changed: Message, text: str) -> bool:
-    """Return whether the conversation is written the same with another message in place i."""
+    """Return whether the template writes the same text with another message at index ``i``."""
     try:
         return writer.write([*messages[:i], changed, *messages[i + 1 :]]) == text
-    except ValueError:  # the template looks at it
+    except ValueError:  # the template reads this message
         return False
 
 
@@ -264,7 +264,7 @@ def _marked(
     edges = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2)
     mask = np.zeros(len(ids), bool)
     for start, stop in spans:
-        # A tokenizer may have no token for a blank at the edge, so that it is not asked which one it is in.
+        # Tokens are found by their offsets, because a tokenizer may have no token for a blank at the edge.
         inside = np.flatnonzero((edges[:, 0] < stop) & (edges[:, 1] > start))
         if inside.size and start < stop:
             mask[inside[0] : inside[-1] + 1] = True
@@ -324,7 +324,7 @@ def _before_first(writer: _Writer, messages: list[Message], after: str) -> str:
     """Return the text before the first message; a template may add a system prompt of its own there."""
     asked, bare = [{"role": "user", "content": "x"}], _Writer(writer.tokenizer, None, writer.options)
     try:
-        # Nothing can be rendered before the first message: the header is what asks for an answer.
+        # Nothing can be rendered before the first message, so take the header that asks for an answer.
         header = bare.write(asked, prompt=True).removeprefix(bare.write(asked))
     except ValueError:
         header = ""

@@ -1,4 +1,4 @@
-"""A record -> its kind, by its keys, and the messages of a conversation whatever form it was written in."""
+"""A record -> its kind, which its keys show, and the messages of a conversation in any known format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Kind = Literal["text", "ids", "prompt", "messages", "sharegpt", "alpaca"]
 Records = Literal["auto", "text", "ids", "prompt", "messages", "sharegpt", "alpaca"]
 Message = dict[str, Any]
 
-KEYS: dict[str, tuple[tuple[str, ...], ...]] = {  # one of these sets of keys makes a record one of the kind
+KEYS: dict[str, tuple[tuple[str, ...], ...]] = {  # a record with all keys of one of these sets is of the kind
     "ids": (("input_ids",),),
     "messages": (("messages",),),
     "sharegpt": (("conversations",), ("conversation",)),
@@ -25,7 +25,7 @@ _ROLES = {
     **dict.fromkeys(("tool", "function", "observation", "function_response", "tool_response"), "tool"),
     "system": "system",
 }
-# Keys by which data says that a message is not learned: of OpenAI, Axolotl and ms-swift.
+# Keys with which the formats of OpenAI, Axolotl and ms-swift exclude a message from the loss.
 LEARNED = ("weight", "train", "training", "loss")
 
 
@@ -45,11 +45,11 @@ def kind_of(record: dict[str, Any] | str, text_key: str) -> Kind | None:
 
 
 class Conversation(NamedTuple):
-    """What a record says."""
+    """The conversation of a record, with its tools and template variables."""
 
     messages: list[Message]  # dicts with ``role`` and ``content``
-    tools: list[Any] | None  # The assistant may call them.
-    skip: int  # So many messages at the start are a prompt.
+    tools: list[Any] | None  # tools that the assistant may call
+    skip: int  # how many messages at the start are a prompt
     options: dict[str, Any]  # further variables for the chat template, from ``chat_template_kwargs``
 
 
@@ -80,14 +80,14 @@ def messages_of(record: dict[str, Any], kind: Kind) -> Conversation:
 
 
 def _turns(messages: Any) -> Any:
-    """Return messages with those of from and value read, too."""
+    """Return messages, with any ``from`` and ``value`` changed to ``role`` and ``content``."""
     if not isinstance(messages, list | tuple):
         return messages
     return [_turn(m) if isinstance(m, dict) and "from" in m and "role" not in m else m for m in messages]
 
 
 def calls_read(message: Message, text: str) -> Message:
-    """Read JSON arguments of a message's calls where a template quoted them once more in ``text``."""
+    """Parse JSON arguments of a message's calls if a template quoted them a second time in ``text``."""
     for place, call in _calls(message):
         given = call.get("arguments")
         found = parse_json(given) if isinstance(given, str) else None
@@ -140,6 +140,6 @@ def _turn(turn: dict[str, Any]) -> Message:
         return turn
     who, value = turn.get("from"), turn.get("value")
     if not isinstance(who, str) or who not in _ROLES or not isinstance(value, str):
-        raise ValueError(f"a turn is from {who!r} with a value of type {type(value).__name__}.")
+        raise ValueError(f"a turn is from {who!r} with a value of type {type(value).__name__}. Mend it.")
     learned = {key: turn[key] for key in LEARNED if key in turn}
     return {**learned, "role": _ROLES[who], "content": value}

@@ -1,6 +1,6 @@
-"""Records of text, prompts or conversations, and a tokenizer -> rows of ids, and of labels where some count.
+"""Records of text, prompts or conversations, and a tokenizer -> rows of ids, and labels if only some count.
 
-Nothing compares an id with the pad id: EOS keeps its target where the two are one token.
+No code compares an id with the pad id, so EOS keeps its target even if both are the same token.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ Tokenizer = Callable[[str], Sequence[int] | NDArray[np.integer]]
 Ids = NDArray[np.integer]
 Number = int | float
 
-_LOOK_AT = 1000  # records: with on_error="skip" the first of a known kind among them decides
+_LOOK_AT = 1000  # records; with on_error="skip", the first of a known kind decides
 _WEIGHTS = names("weight", "other_weight")
 _OF_TOKENS = names("weight", "other_weight", "mask", "token", "type", "other_boundary")
-# A single number under these counts as well.
+# Under these keys a single number is refused as well.
 _ALSO_ONE = (*_WEIGHTS, "prompt_length", "prompt_len", "prompt_lengths", "answer_start_idx")
 _LOST = (*names("weight", "type", "media", "boundary"), "next_label", "position_ids")
 _NO_AUDIO = "audio cannot be packed, only tokens, images and video. Remove these records."
@@ -46,7 +46,7 @@ _NO_IMAGES = "images go through the model's processor: pass processor=."
 
 
 def load_tokenizer(tokenizer: Tokenizer | str | None) -> Tokenizer:
-    """Open a Hugging Face tokenizer by its name or path; None stands for UTF-8 bytes."""
+    """Open a Hugging Face tokenizer by its name or path; None means UTF-8 bytes."""
     if tokenizer is None:
         return ByteTokenizer()
     if isinstance(tokenizer, str):
@@ -57,7 +57,7 @@ def load_tokenizer(tokenizer: Tokenizer | str | None) -> Tokenizer:
 
 
 class _Row(NamedTuple):
-    """An encoded record: ids, their labels where some count, and the label of the whole sequence."""
+    """An encoded record: ids, labels if only some ids count, and the label of the whole sequence."""
 
     ids: Ids
     labels: Ids | None
@@ -65,7 +65,7 @@ class _Row(NamedTuple):
 
 
 def _label_of(record: Record) -> Number | None:
-    """Return the label of a record's sequence; refuse numbers of its tokens, which text does not keep."""
+    """Return the label of a record's sequence; refuse numbers per token, which text cannot keep."""
     beside = record if isinstance(record, dict) else {}
     for name in _WEIGHTS if "input_ids" in beside else _OF_TOKENS:
         found = beside.get(name)
@@ -92,11 +92,11 @@ def _is_row(value: Any) -> bool:
 class Encoder:
     """Encodes records of one kind to ids laid end to end."""
 
-    tokenizer: Tokenizer  # gives ids; a Hugging Face tokenizer where records are conversations
+    tokenizer: Tokenizer  # gives ids; conversations need a Hugging Face tokenizer
     kind: Kind
     text_key: str = "text"  # the key of the text in a record
     append_eos: bool = True  # end documents and completions with the tokenizer's EOS if it did not do so
-    on_error: OnError = "raise"  # what becomes of a record that cannot be encoded
+    on_error: OnError = "raise"  # what to do with a record that cannot be encoded
 
     def encode(self, placed: Iterable[Placed]) -> Rows:
         """Encode records and lay their ids end to end."""
@@ -129,7 +129,7 @@ class Encoder:
         try:
             labels = [_label_of(record) for _, record in given]
             encoded = self._batch([text_of(record, self.text_key) for _, record in given])
-        except Exception:  # in whatever words the tokenizer has: one by one they say which
+        except Exception:  # whatever the tokenizer raises; encoding one by one finds the record
             return None
         return [_Row(ids, None, label) for ids, label in zip(encoded, labels, strict=True)]
 
@@ -145,7 +145,7 @@ class Encoder:
             for row in lists:
                 if not row or row[-1] != eos:
                     row.append(eos)
-        # lists of Rust's own unsigned integers: a third of the time that numpy takes to find out their type
+        # array() takes a third of the time that numpy needs to find out the type of these lists.
         return [np.frombuffer(array("i", row), np.int32) for row in lists]
 
     def _one_by_one(self, given: list[Placed], skipped: list[Skipped]) -> list[_Row]:
@@ -157,7 +157,7 @@ class Encoder:
                     has, had = ("none", "some") if row.labels is None else ("labels", "none")
                     raise ValueError(f"it has {has}, but the records before had {had}. Give all, or none.")
                 rows.append(row)
-            except Exception as err:  # templates and tokenizers raise in words of their own
+            except Exception as err:  # templates and tokenizers raise exceptions of their own
                 self._leave_out(place, err, skipped)
         return rows
 
@@ -195,17 +195,17 @@ class Encoder:
     def _completed(self, prompt: object, completion: object) -> tuple[Ids, NDArray[np.bool_]]:
         if not isinstance(prompt, str) or not isinstance(completion, str):
             raise ValueError("prompt and completion are no two strings, and no two lists of messages.")
-        # Apart, because that is how the model will meet the prompt when it is asked to complete it.
+        # Encode them apart, because at inference the model gets the prompt encoded by itself.
         before, after = self._open(prompt), self._ended(self._bare(completion))
         mask = np.repeat([False, True], [len(before), len(after)])
         return np.concatenate([before, after]).astype(np.int64), mask
 
     def _open(self, text: str) -> Ids:
-        """Encode the first part of a row: with the tokenizer's first token, without the EOS that it adds."""
+        """Encode the first part of a row, with the tokenizer's BOS but without the EOS that it adds."""
         ids, eos = as_ids(self.tokenizer(text)), self._eos
         if eos is None or not len(ids) or ids[-1] != eos:
             return ids
-        own = self._bare(text) if is_hugging_face(self.tokenizer) else ids[:-1]  # may end with EOS, too
+        own = self._bare(text) if is_hugging_face(self.tokenizer) else ids[:-1]  # it may end with EOS
         return ids[:-1] if _trailing(ids, eos) > _trailing(own, eos) else ids
 
     def _bare(self, text: str) -> Ids:
@@ -226,7 +226,7 @@ class Encoder:
 
 
 def _trailing(ids: Ids, eos: int) -> int:
-    """Return how many EOS end a row."""
+    """Return the number of EOS tokens at the end of a row."""
     others = np.flatnonzero(ids != eos)
     return len(ids) - (int(others[-1]) + 1 if others.size else 0)
 
@@ -291,7 +291,7 @@ def tokenize(
         num_workers=min(num_workers, len(chunks)),
         collate_fn=_as_it_is,
         worker_init_fn=_begin_worker,
-        # A generator of its own: the weights of a model built later do not depend on what the cache held.
+        # It has its own generator, so that the weights of a model built later do not depend on the cache.
         generator=torch.Generator(),
     )
     yield from tqdm(loader, desc="Tokenising", unit="chunk", total=len(chunks), disable=not progress)
@@ -303,5 +303,5 @@ def _as_it_is(rows: Any) -> Any:
 
 def _begin_worker(worker: int) -> None:
     end_with_parent(worker)
-    # Every process has a core of its own, and the threads of a forked tokenizer would not be there.
+    # Every process has its own core, and a forked tokenizer has lost its threads.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -1,4 +1,4 @@
-"""Paths, globs, folders and addresses -> files on this machine, each with the name it was given."""
+"""Paths, globs, folders and addresses -> files on this machine, each with the user's name for it."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from lightning_thd._imports import require
 from lightning_thd.data.store.cache import build_once, cache_folder, content_of
 
 Kind = Literal["JSONL", "JSON", "column", "table", "text", "refused"]
-# What is known of a suffix, for datasets and streams.
+# The suffixes of each kind of file, for datasets and streams.
 _SUFFIXES: dict[Kind, str] = {
     "JSONL": ".jsonl .ndjson",
     "JSON": ".json",
     "column": ".parquet .arrow .feather",
     "table": ".csv .tsv",
     "text": ".txt .md .rst .py .c .h .cpp .html .xml .log .tex",
-    # Read as one document of text, these would train on noise.
+    # If these were read as documents of text, the model would train on noise.
     "refused": ".zip .tar .npy .npz .bin .pt .safetensors .pdf .docx .png .jpg",
 }
 KINDS: dict[str, Kind] = {suffix: kind for kind, row in _SUFFIXES.items() for suffix in row.split()}
-# Compression suffix -> what begins to unpack one member.
+# Compression suffix -> a function that starts to unpack one member of a file.
 PACKED: dict[str, Callable[[], Any]] = {
     ".gz": lambda: zlib.decompressobj(zlib.MAX_WBITS | 16),
     ".bz2": bz2.BZ2Decompressor,
     ".xz": lzma.LZMADecompressor,
     ".zst": lambda: require("zstandard", feature="reading .zst").ZstdDecompressor().decompressobj(),
 }
-# Files that describe a folder's data, by their whole name: a longer name may be data.
+# Whole names of files that describe a folder's data; a longer name may be data.
 _ABOUT = re.compile(
     r"(readme|licen[cs]e|citation|changelog|contributing)(\.(md|txt|rst|html))?"
     r"|(dataset_infos?|state|dataset_dict|manifest)\.json",
@@ -49,7 +49,7 @@ _ABOUT = re.compile(
 _SPLIT = re.compile(r"(?:^|[-_./])(train|validation|valid|val|dev|test|eval)(?=[-_./]|$)", re.IGNORECASE)
 
 _READ = 1 << 14  # bytes of a packed file that are unpacked at once; they may become a thousand times as many
-_LOOK_AT = 1000  # entries of a list that are asked whether they are paths
+_LOOK_AT = 1000  # entries of a list that are checked for being paths
 
 Paths = str | Path | Sequence[str | Path]
 
@@ -60,8 +60,8 @@ class SourceFile:
 
     path: Path  # where the unpacked content is
     name: str  # the user's name for it
-    suffix: str  # the content's, in lower case, ``.jsonl`` for ``a.JSONL.gz``
-    content: str  # a hash
+    suffix: str  # the suffix of the content in lower case: ``.jsonl`` for ``a.JSONL.gz``
+    content: str  # a hash of the content
 
 
 def suffix_of(name: str) -> str:
@@ -81,7 +81,7 @@ def is_paths(source: object) -> bool:
         return True
     if not isinstance(source, list | tuple) or not source:
         return False
-    head = source[:_LOOK_AT]  # asking a million documents whether they are files would take seconds
+    head = source[:_LOOK_AT]  # checking whether a million documents are files would take seconds
     if not all(isinstance(entry, str | Path) for entry in head):
         return False
     named = [isinstance(entry, Path) or _looks_like_a_path(entry) for entry in head]
@@ -105,17 +105,17 @@ def _looks_like_a_path(text: str) -> bool:
 
 
 def find_files(source: Paths, *, cache_dir: str | Path | None = None) -> list[SourceFile]:
-    """List the files behind a path, glob, folder or address in sorted order, or behind a list in its own."""
+    """List the files of a path, glob, folder or address in sorted order; a list keeps its own order."""
     entries = [source] if isinstance(source, str | Path) else source
     files = [_local(name, cache_dir) for entry in entries for name in expand(entry)]
     times = Counter(file.path.resolve() for file in files)
     if twice := [path for path, count in times.items() if count > 1]:
-        rank_zero_warn(f"{twice[0]} is named twice, also by a link, so its records are used twice.")
+        rank_zero_warn(f"{twice[0]} is named twice, perhaps by a link, so its records are used twice.")
     return files
 
 
 def _matches(pattern: str | Path) -> Iterator[str]:
-    """Yield the paths that match a glob, of which what exists as it is written is no pattern."""
+    """Yield the paths that match a glob; leading parts that exist as written are not patterns."""
     parts, here = Path(pattern).parts, Path()
     while parts and (here / parts[0]).exists():
         here, parts = here / parts[0], parts[1:]
@@ -123,7 +123,7 @@ def _matches(pattern: str | Path) -> Iterator[str]:
 
 
 def expand(source: str | Path) -> list[str]:
-    """List the files behind a path, glob, folder or address, in sorted order."""
+    """List the files of a path, glob, folder or address, in sorted order."""
     text = str(source)
     if "://" in text:
         return _expand_remote(text)
@@ -243,7 +243,7 @@ def _unpack(path: Path, name: str, out: BinaryIO) -> None:
 
 
 def unpacked(file: BinaryIO, name: str, *, suffix: str) -> Iterator[bytes]:
-    """Unpack a compressed file of one or more members, to its very end, in blocks of bytes."""
+    """Unpack a compressed file with all its members, and yield blocks of bytes."""
     member, begun = PACKED[suffix](), False
     damaged = f"{name}: damaged, it cannot be unpacked"
     while left := file.read(_READ):
@@ -251,7 +251,7 @@ def unpacked(file: BinaryIO, name: str, *, suffix: str) -> Iterator[bytes]:
             begun = True
             try:
                 block = member.decompress(left)
-            except Exception as err:  # each library has an error of its own
+            except Exception as err:  # each library raises its own error
                 raise ValueError(f"{damaged} ({err}). Fetch or make it again.") from err
             yield block
             if not member.eof:

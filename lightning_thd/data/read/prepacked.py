@@ -1,12 +1,12 @@
-"""Rows packed offline, several sequences in each -> a dataset of the sequences, and the row each is in.
+"""Rows packed offline, with several sequences in each -> a dataset of the sequences, and the row of each.
 
 A row is ``input_ids`` (and ``labels``) with one of these beside it:
 
 - ``lengths`` or ``seq_lengths``: tokens of each sequence;
 - ``cu_seqlens``: offsets from 0, cumulative lengths;
-- ``position_ids``: one a token, counting up from 0 in every sequence.
+- ``position_ids``: one per token, counting up from 0 in every sequence.
 
-What is left at the end of a row is padding: slots whose ``attention_mask`` is 0, or that stand at position 0.
+The rest of a row is padding: slots whose ``attention_mask`` is 0, or whose position is 0.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ IntArray = NDArray[np.int64]
 _VERSION = 3
 _BOUNDARIES = ("lengths", "seq_lengths", "cu_seqlens", "position_ids")
 _READ = {"input_ids", "labels", "attention_mask", *_BOUNDARIES}
-_PADDING_FROM = 8  # times that one id is repeated at the end of a row
+_PADDING_FROM = 8  # repeats of one id at the end of a row from which they look like padding
 
 
 def holds_packs(dataset: MapDataset, *, sure: bool = False) -> bool:
@@ -57,10 +57,10 @@ class PackedRows(TorchDataset[dict[str, NDArray[np.integer]]]):
 
     def __getitem__(self, i: int) -> dict[str, NDArray[np.integer]]:
         number, start = int(self.row[i]), int(self._start[i])
-        if self._last[0] != number:  # neighbours of a row are often read together
+        if self._last[0] != number:  # sequences of one row are often read together
             row = self._rows[number]
             names = [name for name in ("input_ids", "labels") if name in row]
-            self._last = number, {name: np.array(row[name]) for name in names}  # the buffer may be used again
+            self._last = number, {name: np.array(row[name]) for name in names}  # the buffer may be reused
         part = slice(start, start + int(self.lengths[i]))
         return {name: values[part] for name, values in self._last[1].items()}
 
@@ -68,7 +68,7 @@ class PackedRows(TorchDataset[dict[str, NDArray[np.integer]]]):
 def open_packed(
     rows: MapDataset, *, key: Mapping[str, Any] | None = None, cache_dir: str | Path | None = None
 ) -> PackedRows:
-    """Find the sequences in rows that were packed before; their places are kept under ``key``."""
+    """Find the sequences in rows that were packed before; their places are cached under ``key``."""
     found = cached_arrays(
         "packed",
         None if key is None else {**key, "rows": len(rows)},
@@ -87,7 +87,7 @@ def _find(rows: MapDataset) -> dict[str, IntArray]:
         if other := sorted(set(row) - _READ):
             raise ValueError(
                 f"Row {i} holds several sequences and carries {', '.join(other)}, which is not known to "
-                "belong to one of them."
+                "belong to one of them. Remove it."
             )
         lengths = _lengths_of(row, i)
         labels, loss_tokens = row.get("labels"), lengths - 1
@@ -100,7 +100,7 @@ def _find(rows: MapDataset) -> dict[str, IntArray]:
 
 
 def _lengths_of(row: Mapping[str, Any], i: int) -> IntArray:
-    """Return the lengths of a row's sequences, which begin with its first slot; empty ones are left out."""
+    """Return the lengths of a row's sequences from its first slot on, without empty ones."""
     found = [name for name in _BOUNDARIES if row.get(name) is not None]
     if len(found) != 1:
         raise ValueError(
@@ -129,7 +129,7 @@ def _lengths_by_positions(row: Mapping[str, Any], i: int, positions: IntArray) -
     ids, mask = np.asarray(row["input_ids"]), row.get("attention_mask")
     if len(positions) != len(ids):
         raise ValueError(f"Row {i} has {len(ids)} input_ids but {len(positions)} position_ids.")
-    # Without a mask a last 0 is padding: a sequence of one token has no target.
+    # Without a mask, a 0 at the end is padding, because a sequence of one token has no target.
     positions = np.trim_zeros(positions, "b") if mask is None else positions[: np.count_nonzero(mask)]
     slots, begins = np.arange(len(positions)), positions == 0
     if (positions != slots - np.maximum.accumulate(np.where(begins, slots, 0))).any():

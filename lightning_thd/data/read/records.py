@@ -1,6 +1,6 @@
 """Files or a dataset of text, ids, prompts or conversations -> records, in chunks that any process can read.
 
-A record that cannot be read comes as ``Bad``, so that the caller may skip it and go on.
+A record that cannot be read is yielded as ``Bad``, so that the caller can skip it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightning_thd._imports import require
 from lightning_thd.data.read.files import KINDS, SourceFile
 from lightning_thd.data.store.index import MapDataset
 
-CHUNK_BYTES = 1 << 22  # bytes of text in a chunk: about 4 s of a tokenizer at 1 MB/s
+CHUNK_BYTES = 1 << 22  # bytes of text in a chunk; a tokenizer at 1 MB/s takes about 4 s for it
 CHUNK_ROWS = 1024
 _BATCH_ROWS = 256  # rows of columns that are unpacked at a time
 _BOM = b"\xef\xbb\xbf"
@@ -50,12 +50,12 @@ class Line:
 
 
 Placed = tuple[str | Line, Record]
-# A part of a source, whose records one process reads: called, it yields them with their places.
+# A part of a source that one process reads. Calling it yields the records with their places.
 Chunk = Callable[[], Iterator[Placed]]
 
 
 def parse_json(text: str | bytes) -> Any | Bad:
-    """Parse JSON; return ``Bad`` for anything Python refuses, such as too deep or too large numbers."""
+    """Parse JSON; return ``Bad`` for anything Python refuses, such as deep nesting or large numbers."""
     try:
         return json.loads(text.decode() if isinstance(text, bytes) else text)
     except UnicodeDecodeError as err:
@@ -94,7 +94,7 @@ def _jsonl(file: SourceFile, start: int, stop: int) -> Iterator[Placed]:
     """Read the lines of a JSONL file that begin at byte ``start`` up to ``stop``, skipping blank ones."""
     with file.path.open("rb") as opened:
         at = start
-        if at:  # a line that begins before the chunk belongs to the one before
+        if at:  # a line that begins before this chunk belongs to the previous chunk
             opened.seek(at - 1)
             at += len(opened.readline()) - 1
         while at < stop and (line := opened.readline()):
@@ -111,13 +111,13 @@ def _json(file: SourceFile, start: int, stop: int) -> Iterator[Placed]:
 
 
 def _documents(files: list[SourceFile]) -> Iterator[Placed]:
-    """Read text files, each one document."""
+    """Read text files; each file is one document."""
     for file in files:
         yield file.name, decode(file.path.read_bytes())
 
 
 def _column_rows(file: SourceFile, part: int, first_row: int) -> Iterator[Placed]:
-    """Read a row group of Parquet, or a record batch of Arrow, as dicts; what is null is left out."""
+    """Read a row group of Parquet, or a record batch of Arrow, as dicts without null keys."""
     rows = (row for batch in read_part(file, part) for row in batch.to_pylist())
     try:
         for i, row in enumerate(rows, first_row):
@@ -138,14 +138,14 @@ def _dataset_rows(dataset: MapDataset, start: int, stop: int) -> Iterator[Placed
 
 
 def as_written(record: Any) -> Any:
-    """Return a record of a stream, a conversation's messages and tools without the null keys of structs."""
+    """Return a record of a stream without the null keys that structs add to messages and tools."""
     if not isinstance(record, dict) or "input_ids" in record:
         return record
     return {name: without_nulls(value) for name, value in record.items()}
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without its null keys, which columns of structs add to records lacking them."""
+    """Return a value without its null keys, which columns of structs add to records without them."""
     if isinstance(value, dict):
         return {name: without_nulls(entry) for name, entry in value.items() if entry is not None}
     return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
@@ -228,7 +228,7 @@ def file_chunks(files: list[SourceFile], *, chunk_bytes: int = CHUNK_BYTES) -> l
 
 
 def holds_lines(file: SourceFile) -> bool:
-    """Return whether the first line of a file that is not blank is a JSON object."""
+    """Return whether the first non-blank line of a file is a JSON object."""
     with file.path.open("rb") as opened:
         lines = iter(partial(opened.readline, 1 << 20), b"")
         return isinstance(parse_line(next((line for line in lines if line.strip()), b"")), dict)

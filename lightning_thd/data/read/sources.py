@@ -1,4 +1,4 @@
-"""A path, or a dataset of anything -> a map-style dataset of token ids, and a fingerprint of its content."""
+"""A path, or a dataset of any records -> a map-style dataset of token ids, and a hash of its content."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from lightning_thd.data.store.columns import is_hugging_face
 from lightning_thd.data.store.index import MapDataset, OnError, check_row
 from lightning_thd.data.store.tokens import Rows, TokenStore, cached_store
 
-# Path is last of all: jsonargparse writes a value of any type as one. It wants Dataset bare.
+# Path is last, because jsonargparse writes any value as a Path. It needs Dataset without a type argument.
 Source = MapDataset | Dataset | list[str | Path] | str | Path  # type: ignore[type-arg]
 Packed = Literal["auto", "sequences", "packs", "off"]
 
-_READER = 9  # in the key of caches; raise it when reading gives other tokens or refuses other records
+_READER = 9  # part of cache keys; raise it when reading gives other tokens or refuses other records
 _SHOW_FROM = 2  # Below this many chunks no bar is shown.
 
 
@@ -172,7 +172,7 @@ class Opener:
 
 
 def as_dataset(source: object) -> MapDataset:
-    """Check that a source is a map-style dataset of samples, and say what to pass if it is none."""
+    """Check that a source is a map-style dataset of samples; otherwise raise with advice."""
     if isinstance(source, Mapping):
         raise TypeError(f"A dict with the keys {list(source)[:8]} is no dataset. Pass one of its splits.")
     dataset = cast("MapDataset", source)

@@ -42,7 +42,7 @@ class ByteTokenizer:
         return np.append(ids, np.uint16(self.eos_token_id)) if add_special_tokens else ids
 
     def decode(self, ids: NDArray[np.integer]) -> str:
-        """Return the text of ``ids``, special ids left out."""
+        """Return the text of ``ids``, without special ids."""
         values = host_ints(ids, "ids", least=0)
         return bytes(values[values < 256].astype(np.uint8)).decode("utf-8", errors="replace")
 
@@ -55,7 +55,7 @@ def read_documents(path: Paths, *, text_key: str = "text") -> Iterator[str]:
         text_key: the key of the text in a record.
 
     Raises:
-        TypeError: for what is no path.
+        TypeError: if ``path`` is no path.
         ValueError: for a path without data, and a record without text; the message names file and line.
     """
     for chunk in file_chunks(find_files(path)):
@@ -82,10 +82,10 @@ def text_of(record: Record, text_key: str) -> str:
 def stdlib_documents(*, max_bytes: int | None = None) -> list[str]:
     """Return every function and class in the top-level modules of Python's standard library.
 
-    Real text that every machine has: about 7,800 documents, median 290 bytes, cut at ``max_bytes`` of UTF-8.
+    Every machine has this text: about 7,800 documents, median 290 bytes, cut at ``max_bytes`` of UTF-8.
 
     Raises:
-        ValueError: for what is no number of bytes.
+        ValueError: if ``max_bytes`` is no whole number above 0.
     """
     if max_bytes is not None:
         whole_number(max_bytes, "max_bytes", least=1, advice="None leaves documents whole.")
@@ -106,7 +106,7 @@ def _functions_and_classes() -> list[str]:
             nodes: deque[ast.AST] = deque([ast.parse(source)])
             while nodes:
                 node = nodes.popleft()
-                for block in ("body", "handlers", "orelse", "finalbody", "cases"):  # all that hold statements
+                for block in ("body", "handlers", "orelse", "finalbody", "cases"):  # fields with statements
                     nodes.extend(getattr(node, block, ()))
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                     documents.append("".join(lines[node.lineno - 1 : node.end_lineno]))

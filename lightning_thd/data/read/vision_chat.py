@@ -1,8 +1,8 @@
 """A conversation with images and a processor -> ids, labels, positions and pixels of one sample.
 
-The processor's chat template writes the conversation, with as many placeholders for an image as it has
-tokens. These follow from the image's size, so that rows are counted by headers of files, and only decoded
-when they are read.
+The processor's chat template writes the conversation, with one placeholder for each token of an image. Their
+number follows from the image's size. So file headers are enough to count rows, and images are decoded only
+when a row is read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ONE_SIZE = ("LlavaProcessor",)
 
 
 class VisionChat:
-    """Renders conversations with images by a processor of transformers, or the folder of a saved one."""
+    """Renders conversations with images, using a transformers processor or the folder of a saved one."""
 
     def __init__(self, processor: Any) -> None:
         if isinstance(processor, str | Path):
@@ -57,7 +57,7 @@ class VisionChat:
             self.tokenizer.chat_template = template
 
     def fingerprint(self) -> str | None:
-        """Return what decides ids and grids, for caches; None for a tokenizer without a fingerprint."""
+        """Return all that decides ids and grids, for cache keys; None if the tokenizer has no fingerprint."""
         known = tokenizer_fingerprint(self.tokenizer)
         settings = json.dumps(self.images.to_dict(), sort_keys=True, default=str)
         return None if known is None else f"{type(self.processor).__name__} {known} {settings}"
@@ -117,14 +117,14 @@ class VisionChat:
     def _inputs(
         self, ids: IntArray, grids: list[tuple[int, int, int]], images: list[Any] | None
     ) -> dict[str, Any]:
-        """Return the inputs of the model beside the ids; without images only what counts them."""
+        """Return the model's inputs beside the ids; without images, only those that give their sizes."""
         found: dict[str, Any] = {}
         if self.has_grids:
             token = self.tokenizer.convert_tokens_to_ids(self.processor.image_token)
             found["position_ids"] = image_positions(ids, token, grids, merge=self.images.merge_size)
             found["image_grid_thw"] = torch.tensor(grids)
         if images is None:
-            if not self.has_grids:  # the shape, without memory
+            if not self.has_grids:  # a tensor of the shape that takes no memory
                 crop = self.images.crop_size if self.images.do_center_crop else self.images.size
                 shape = (len(grids), 3, crop["height"], crop["width"])
                 found["pixel_values"] = torch.zeros(()).expand(shape)
@@ -140,8 +140,8 @@ def image_positions(
 ) -> IntArray:
     """Return the positions of M-RoPE, int64 ``[3, n]``, of ids with the placeholders of images.
 
-    Text counts on in all three rows. An image's tokens have one frame, and count rows and columns; the text
-    after it goes on behind the larger of both.
+    Text counts up in all three rows. An image's tokens have one frame, and count rows and columns. The text
+    after it continues after the larger of both counts.
     """
     found = np.empty((3, len(ids)), np.int64)
     at = following = 0
