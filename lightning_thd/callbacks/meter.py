@@ -127,6 +127,7 @@ class Meter:
         self.experts: ExpertChoices | None = None
         self.capacity = 0  # the slots of a pack by which fill divides; 0 means the slots of the batch
         self.untold = False
+        self.unfilled = False  # whether the last packs had no padding, and their capacity is unknown
         self.padded = [0, 0]  # real tokens and slots of padded rows since this meter was made, over all ranks
         self.steps: list[list[Seen]] = [[]]
         self.totals = {"time": 0.0, "batches": 0.0, "samples": 0.0, "lengths": 0.0}
@@ -239,6 +240,8 @@ class Meter:
             for (_, before), (stats, lengths) in zip(seen, known, strict=True)
             if isinstance(before, Rows) and not isinstance(lengths, Dense)
         ]
+        packs = [stats for stats, lengths in seen if not isinstance(lengths, Rows | Dense | None)]
+        self.unfilled = bool(packs) and not self.capacity and all(x.slots == x.real_tokens for x in packs)
         table = count_table(known, self.model)
         works: list[float] = []
         if steps and self.hardware.ranks > 1:

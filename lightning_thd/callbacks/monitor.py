@@ -127,7 +127,7 @@ class THDThroughputMonitor(Callback):
         self._last: dict[str, Any] = {}
         self._saving: tuple[Trainer, Any, Any] | None = None
         self._warned = False
-        self._said_untold = False
+        self._said_untold = self._said_room = False
         self._log: Callable[[dict[str, float], int], object] | None = None
         self._marks = StepMarks(self._clock)
         self._steps = 0
@@ -163,6 +163,7 @@ class THDThroughputMonitor(Callback):
         *,
         precision: str = "32-true",
         log: Callable[[dict[str, float], int], object] | None = None,
+        capacity: int | None = None,
     ) -> None:
         """Start to measure a loop without a Lightning Trainer; every rank calls this.
 
@@ -171,13 +172,16 @@ class THDThroughputMonitor(Callback):
             precision: precision of the matmuls in Lightning's terms: "bf16-mixed", "bf16-true", "32-true".
             log: a function of the metrics and the number of steps, such as Fabric's ``fabric.log_dict``. It
                 is called every ``every_n_steps`` (default 50) steps.
+            capacity: most tokens of a pack, by which ``packing/fill`` divides; None takes its slots.
         """
+        if capacity is not None:
+            whole_number(capacity, "capacity", least=1, advice="It is that of the THDDataModule.")
         known = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         hardware = Hardware.of(model, known, self.peak, precision, group=None, devices=ranks)
         self._flops, self._log = self._flops_of(model, sharded=False), log
         self._steps, self._graphs, self._marks = 0, _compiled_graphs(), StepMarks(self._clock)
-        self._new_meter("train", "training", hardware, model)
+        self._new_meter("train", "training", hardware, model).capacity = capacity or 0
 
     @contextmanager
     def step(self, batch: Any) -> Iterator[None]:
@@ -317,7 +321,8 @@ class THDThroughputMonitor(Callback):
             )
         work: Literal["training", "forward"] = "training" if stage == "train" else "forward"
         meter = self._new_meter(stage, work, self._hardware, pl_module, stage_group(strategy))
-        capacity = getattr(getattr(trainer, "datamodule", None), "capacity", 0)
+        source = getattr(trainer, "datamodule", None) or trainer.train_dataloader
+        capacity = getattr(source, "capacity", 0)
         meter.capacity = capacity if isinstance(capacity, int) else 0
         return meter
 
@@ -386,6 +391,12 @@ class THDThroughputMonitor(Callback):
                 "position_ids or lengths beside input_ids. If no slot is padding, "
                 "THDThroughputMonitor(tokens='slots') logs MFU. "
                 "See docs/reference/messages.md#padding."
+            )
+        if metrics and meter.unfilled and not self._said_room:
+            self._said_room = True
+            rank_zero_info(
+                "packing/fill is 1.0: the packs have no padding, and their capacity is unknown. "
+                "Pass watch(capacity=...), or give the Trainer the THDDataModule or its loader."
             )
         return metrics
 

@@ -29,10 +29,7 @@ def check(arguments: Sequence[str]) -> None:
     parser.add_argument("--layers", type=whole(1), help="build this many layers of a config, not all")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(list(arguments))
-    try:
-        model = load_model(given.model, given.attention, given.layers)
-    except (OSError, ValueError) as err:
-        parser.error(str(err))
+    model = load_model(given.model, given.attention, given.layers)
     report = check_packing(model, raise_on_leak=False)
     if given.json:
         sys.stdout.write(json.dumps({**asdict(report), "ok": report.ok}, default=str) + "\n")

@@ -82,10 +82,7 @@ def plan(arguments: Sequence[str]) -> None:
     given = parser.parse_args(list(arguments))
     if given.theme is not None and given.plot is None:
         parser.error(f"--theme {given.theme} is of the drawing. Pass --plot too.")
-    try:
-        expected, packs, held = plan_data(given)
-    except (ValueError, OSError, ModuleNotFoundError) as err:
-        parser.error(str(err))
+    expected, packs, held = plan_data(given)
     split = expected.lost.get("split", 0)
     if split > expected.documents / 2:
         sys.stderr.write(
@@ -266,20 +263,17 @@ def graph_plan(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(list(arguments))
-    try:
-        data = THDDataModule(
-            given.data,
-            capacity=given.capacity,
-            oversize="truncate",
-            empty="drop",
-            text_key=given.text_key,
-            tokenizer=given.tokenizer,
-        )
-        data.prepare_data()
-        data.setup("fit")
-        planner = data.train_steps().planner
-        assert isinstance(planner, PackPlanner), "a path is no stream"
-        found = plan_for(planner, given=given.max_sequences or ())
-    except (ValueError, OSError, ModuleNotFoundError) as err:
-        parser.error(str(err))
+    data = THDDataModule(
+        given.data,
+        capacity=given.capacity,
+        oversize="truncate",
+        empty="drop",
+        text_key=given.text_key,
+        tokenizer=given.tokenizer,
+    )
+    data.prepare_data()
+    data.setup("fit")
+    planner = data.train_steps().planner
+    assert isinstance(planner, PackPlanner), "a path is no stream"
+    found = plan_for(planner, given=given.max_sequences or ())
     sys.stdout.write((json.dumps(asdict(found)) if given.json else found.table()) + "\n")

@@ -9,8 +9,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from lightning_thd import __version__
@@ -57,30 +56,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif given == ["--version"]:
         print(f"lightning-thd {__version__}")
     elif given[0] in TOOLS:
-        with _lines_for_refusals(given[0]):
-            _tool(given[0], given[1:])
+        _tool(given[0], given[1:])
     elif given[0] in TRAINING:
         sys.argv[1:] = given  # LightningCLI reads these
-        with _lines_for_refusals(given[0]):
+        try:
             _lightning(given[0])
+        except Exception as err:
+            if os.environ.get(_DEBUG) == "true" or (found := _refusal_in(err)) is None:
+                raise
+            _fail(given[0], found)
     else:
         known = [*TRAINING, *TOOLS]
         meant = nearest(given[0], known).removeprefix("; ").capitalize().removeprefix(".")
         sys.exit(
             f"lightning-thd: no command {given[0]!r}. {meant}{' ' * bool(meant)}Commands: {', '.join(known)}."
         )
-
-
-@contextmanager
-def _lines_for_refusals(command: str) -> Iterator[None]:
-    """Turn errors that tell the user what to do into one line; all others keep their traceback."""
-    try:
-        yield
-    except Exception as err:
-        found = None if os.environ.get(_DEBUG) == "true" else _refusal_in(err)
-        if found is None:
-            raise
-        _fail(command, found)
 
 
 def _refusal_in(err: BaseException) -> BaseException | None:
@@ -109,13 +99,12 @@ def _tool(name: str, arguments: list[str]) -> None:
     except BrokenPipeError:  # `| head` closed the pipe; Python would fail again in its last flush
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except (ValueError, OSError, ModuleNotFoundError) as err:
+        _fail(name, err)
 
 
 def _lightning(command: str) -> None:
-    try:
-        require("jsonargparse", feature=f"lightning-thd {command}")
-    except ModuleNotFoundError as err:
-        sys.exit(f"lightning-thd: {err}")
+    require("jsonargparse", feature=f"lightning-thd {command}")
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
     from lightning_thd.data import THDDataModule
@@ -169,10 +158,7 @@ def report(arguments: Sequence[str]) -> None:
     parser.add_argument("--theme", choices=themes, default="auto", help="colours (auto: the browser's)")
     parser.add_argument("--json", action="store_true", help="print every metric's steps and values")
     given = parser.parse_args(list(arguments))
-    try:
-        if given.json:
-            sys.stdout.write(json.dumps(read_metrics(given.folder)) + "\n")
-        else:
-            show(given.folder, theme=given.theme)
-    except ValueError as err:
-        parser.error(str(err))
+    if given.json:
+        sys.stdout.write(json.dumps(read_metrics(given.folder)) + "\n")
+    else:
+        show(given.folder, theme=given.theme)

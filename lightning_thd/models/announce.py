@@ -1,10 +1,10 @@
-"""A transformers model given "thd" -> the same model, announcing its packs to its layers.
+"""A transformers model with "thd" attention -> the same model, which announces each pack to its layers.
 
-``watch_models`` patches ``PreTrainedModel``: a model that gets "thd" when it is built or switched gets two
-hooks, ``enter`` and ``leave``, and the forward of every model class is guarded. The hooks find the pack in
+``watch_models`` patches ``PreTrainedModel``. A model that is built with "thd" or switched to it gets two
+hooks, ``enter`` and ``leave``. The forward of every model class gets a guard. The hooks find the pack in
 the arguments of a call, or take the batch that a loss has announced. The guard sees the calls that the hooks
 miss: ``model.forward(...)``, a model whose config was switched by hand, and a model with "thd" inside one
-without. It announces the first and refuses the others, because sequences would see each other.
+without. It announces the first and refuses the others, because their sequences would see each other.
 
 Hooks are functions of this module, so that a model that carries them can be copied, pickled and compiled.
 """
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from lightning_thd.batch import THDBatch
 
 NAME: Final = "thd"
-# Keyed by identity, so that a copy is never taken for the model it was made of.
+# The key is the id of the model, so that a copy is not confused with its original.
 _MODELS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 # Classes of all models ever hooked. While it is empty, the guard need not watch calls of other models.
 _HOOKED: set[str] = set()
@@ -168,9 +168,9 @@ def adopt(model: Any) -> None:
 
 
 def _settle(model: nn.Module, *, follow: bool) -> None:
-    """Give "thd" to every model around a language model that has it, and take it where that has lost it.
+    """Set "thd" on every model around a language model with "thd"; replace it if that model has lost it.
 
-    ``follow`` is False when the caller named the attention of the outer model, which then keeps "thd".
+    ``follow`` is False if the caller named the attention of the outer model, which then keeps "thd".
     """
     inside: list[Any] = [x for x in model.modules() if hasattr(type(x), "get_correct_attn_implementation")]
     for inner in reversed(inside):
@@ -183,7 +183,7 @@ def _settle(model: nn.Module, *, follow: bool) -> None:
 
 def _language_config(config: Any) -> Any:
     """Return the config of the language model inside a model's config, or the config itself."""
-    if not _mentions_thd(config):  # looking is slow for models of two stacks in one config
+    if not _mentions_thd(config):  # get_text_config() is slow if one config has an encoder and a decoder
         return config
     try:
         return config.get_text_config(decoder=True)
@@ -192,7 +192,7 @@ def _language_config(config: Any) -> Any:
 
 
 def _mentions_thd(config: Any) -> bool:
-    """Return whether a config or one inside it says "thd"."""
+    """Return whether a config, or a config inside it, asks for "thd"."""
     if config._attn_implementation == NAME:
         return True
     for name in config.sub_configs:
@@ -212,7 +212,7 @@ def enter(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Find the pack in a model's arguments, check it, and push it on the stack of running models."""
     config = model.config
-    if config._attn_implementation != NAME:  # switched away by set_attn_implementation, or by another model
+    if config._attn_implementation != NAME:  # changed by set_attn_implementation, or by another model
         _refuse_pack(model, kwargs.get("cu_seq_lens_q"))
         return None
     outer: Scope | None = getattr(STATE, "scope", None)
@@ -223,10 +223,9 @@ def enter(
         named = _by_name(model._thd_parameters, args, kwargs)
         args, kwargs = ((), named) if named is not None else (args, kwargs)
     if outer is not None and outer.families:
-        families, masks = outer.families, outer.masks  # an inner model may be handed its caller's masks
-        embeds = kwargs.get(
-            "inputs_embeds"
-        )  # an inner model that gets its slots continues the language model
+        families, masks = outer.families, outer.masks  # a caller may pass its masks to an inner model
+        embeds = kwargs.get("inputs_embeds")
+        # An inner model that gets embeddings of all the pack's slots continues the language model.
         continues = embeds is not None and outer.pack is not None and embeds.shape[1] == outer.pack.slots
         if type(config) not in families and not continues:
             STATE.scope = Scope(None, outer, module=model, families=families)
@@ -239,10 +238,10 @@ def enter(
         text = config if plain else config.get_text_config(decoder=True)
         families, masks = (type(config), type(text)), ()
     pack, offsets = None if outer is None else outer.pack, kwargs.get("cu_seq_lens_q")
-    inner = text is None and offsets is None  # some models do not hand the boundaries down
+    inner = text is None and offsets is None  # some models do not pass the boundaries to inner models
     if pack is None or not (inner or pack.cu_seqlens_q is offsets):
         pack = find_pack(outer, args, kwargs)
-    if REAL in kwargs or SHARED in kwargs:  # no model takes them
+    if REAL in kwargs or SHARED in kwargs:  # only for us: no model accepts them
         kwargs = {name: value for name, value in kwargs.items() if name not in (REAL, SHARED)}
     if pack is not None:
         refuse_call(model, kwargs)
@@ -265,7 +264,7 @@ def enter(
 
 
 def leave(model: Any, args: tuple[Any, ...], output: Any) -> Any:
-    """Pop a model off the stack, and replace or refuse what it pooled of the whole pack."""
+    """Pop a model off the stack, and replace or refuse an output that is pooled over the whole pack."""
     scope: Any = getattr(STATE, "scope", None)
     if scope is None or scope.module is not model:  # enter raised or did nothing
         return None
@@ -275,13 +274,13 @@ def leave(model: Any, args: tuple[Any, ...], output: Any) -> Any:
     outermost = scope.outer is None or scope.outer.module is None
     if model._thd_pools or getattr(model, "pooler", None) is not None:
         return pool_each_sequence(model, scope.pack, output, outermost=outermost)
-    if outermost and model._thd_own_class:  # transformers' classes say in their names what they return
+    if outermost and model._thd_own_class:  # names of transformers' own classes show what they return
         refuse_pooled_pack(model, scope.pack, output)
     return None
 
 
 def run_as_pack(model: Any, forward: Callable[..., Any], batch: THDBatch, **kwargs: Any) -> Any:
-    """Run a model's forward on a pack from inside its call on other inputs, such as padded rows."""
+    """Run a model's forward on a pack, inside a call of the model on other inputs, such as padded rows."""
     with packed(batch):
         return _call_announced(model, forward, (), {**batch.hf_kwargs(), **kwargs})
 
@@ -289,7 +288,7 @@ def run_as_pack(model: Any, forward: Callable[..., Any], batch: THDBatch, **kwar
 def _call_announced(
     model: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call a hooked model's forward as its hooks would, for a call that misses them."""
+    """Run a hooked model's forward between ``enter`` and ``leave``, for a call that bypasses the hooks."""
     entered = enter(model, args, kwargs)
     if entered is None:
         return forward(*args, **kwargs)
@@ -302,29 +301,27 @@ def _call_announced(
 
 
 def _report(model: Any, pack: Pack, caller: Caller) -> None:
-    """Report the pack to the model around this one, which has no "thd"; refuse it if it makes a loss."""
+    """Report the pack to the model around this one, which has no "thd"; refuse it if that computes a loss."""
     if caller.labelled is not None:
         raise ValueError(
             f"{caller.labelled} got labels, and {type(model).__name__}, a model inside it, a pack: a loss "
-            f"over the row would cross its sequences. Call set_attn_implementation('thd') on "
-            f"{caller.labelled}, so that it knows of packs, or leave labels out and compute the loss from "
-            "the logits."
+            f"over the row would cross its sequences. Call set_attn_implementation('thd') on the outer "
+            f"{caller.labelled}, or leave labels out and compute the loss from the logits."
         )
     caller.pack = pack
 
 
 def _other_attention(model: Any, attention: str | None) -> str:
-    """Return why a model cannot run packs whose language model has another attention."""
+    """Return why a model cannot run packs if its language model has another attention."""
     return (
         f"{type(model).__name__} got a pack, and its language model runs attn_implementation={attention!r}, "
-        "through which sequences of a pack would see each other. Give all of it 'thd': call "
-        "set_attn_implementation('thd') on the whole model. "
-        "See docs/reference/messages.md#attention."
+        "through which sequences of a pack would see each other. Call set_attn_implementation('thd') on "
+        "the whole model. See docs/reference/messages.md#attention."
     )
 
 
 def _refuse_pack(model: Any, offsets: Any) -> None:
-    """Refuse sequences that a model gets after it has lost "thd", unless its kernels read their offsets."""
+    """Refuse a pack for a model that has lost "thd", unless its attention kernels read the offsets."""
     attention = model.config._attn_implementation
     if offsets is not None and offsets.shape[0] > 2 and attention in ("eager", "sdpa", "flex_attention"):
         raise ValueError(
@@ -336,7 +333,7 @@ def _refuse_pack(model: Any, offsets: Any) -> None:
 
 
 def _refuse_wrong_layers(model: Any) -> None:
-    """Refuse layers that "thd" cannot make correct; checks each model once, or at every trace."""
+    """Refuse layers that "thd" cannot make correct; check each model once, or in every trace."""
     if torch.compiler.is_compiling():
         reason = _reason_of(id(model))
     else:
@@ -349,8 +346,8 @@ def _refuse_wrong_layers(model: Any) -> None:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _reason_of(model_id: int) -> str | None:
     model = _MODELS.get(model_id)
-    if model is None:  # a class that copies or unpickles itself in a way of its own
-        return "A copied model cannot be looked at while it is compiled: call it once uncompiled before."
+    if model is None:  # its class has its own method to copy or unpickle it
+        return "A copied model cannot be checked while it is compiled. Call it once uncompiled first."
     return _unknown_layers(model)
 
 
@@ -366,7 +363,7 @@ def _unknown_layers(model: nn.Module) -> str | None:
 
 
 def guard(model_class: Any) -> None:
-    """Replace the forward of a PreTrainedModel class by one that looks for "thd" in the model's config."""
+    """Replace the forward of a PreTrainedModel class; the new one looks for "thd" in the model's config."""
     forward = model_class.forward
     if forward is nn.Module.forward or hasattr(forward, "_thd_unguarded"):
         return
@@ -396,12 +393,12 @@ def guard(model_class: Any) -> None:
 
 
 def _refuse_unannounced(model: Any) -> None:
-    """Refuse a model whose own or language model's config says "thd" while the model was never given it."""
+    """Refuse a model that never got "thd", if its config or its language model's config asks for it."""
     if NAME in (model.config._attn_implementation, _language_config(model.config)._attn_implementation):
         raise ValueError(
             f"{type(model).__name__} has a config that says 'thd', but was built with another attention and "
-            "knows nothing of packs: its config, or only a part of it, was switched by hand or by a second "
-            "model built from the same config object. Call set_attn_implementation('thd') on the whole "
+            "does not handle packs. Its config, or a part of it, was changed by hand or by a second model "
+            "that was built from the same config object. Call set_attn_implementation('thd') on the whole "
             "model, or build it with attn_implementation='thd'. Do not assign to its config; give each model "
             "a copy. See docs/reference/messages.md#attention."
         )
@@ -414,7 +411,7 @@ def _watched(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call a model without "thd", and refuse what it makes of a pack that a model inside it works on."""
+    """Call a model without "thd"; refuse its loss or pooled output if a model inside it gets a pack."""
     scope = current_scope()
     if scope is not None and scope.module is not None:
         if scope.pack is not None and type(model.config) in scope.families:
@@ -437,19 +434,19 @@ def _watched(
 
 
 def _parameter_names(model_class: Any) -> tuple[str, ...]:
-    """Return the names of a model's forward arguments that can be given by position, in order."""
+    """Return the names of the positional arguments of a model's forward, in order."""
     parameters = list(inspect.signature(model_class.forward).parameters.values())[1:]
     known = itertools.takewhile(lambda x: x.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD, parameters)
     return tuple(parameter.name for parameter in known)
 
 
 def _by_name(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """Return all arguments of a call by name, so that none is overlooked; None when a name is unknown.
+    """Return all arguments of a call by name, so that none is overlooked; None if a name is unknown.
 
     ``("input_ids", "mask")``, ``(ids,)`` and ``{"mask": None}`` give ``{"input_ids": ids, "mask": None}``.
     """
     if len(args) > len(names) or any(name in kwargs for name in names[: len(args)]):
-        return None  # a call that Python refuses, or a forward of *args
+        return None  # an invalid call, or a forward with *args
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
@@ -457,11 +454,11 @@ def _by_name(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def carry_scope(checkpoint: Callable[..., Any], *, compilable: bool) -> Callable[..., Any]:
-    """Wrap an activation checkpoint function so that it recomputes under the scope of its first run.
+    """Wrap an activation checkpoint function so that it recomputes in the scope of its first run.
 
-    Backward recomputes after the model has returned, perhaps after other microbatches, and in another thread.
-    ``compilable`` says that torch.compile can take the layers whole. It then replays them from its graph, in
-    which the boundaries are inputs; layers that break the graph are recomputed by Python, and need the scope.
+    The backward pass recomputes after the model has returned, perhaps after other microbatches, in another
+    thread. ``compilable`` means that torch.compile traces the layers without a graph break. Then the
+    boundaries are inputs of the graph. Layers that break the graph run again in Python and need the scope.
     """
     if getattr(checkpoint, "_thd_carries", False):
         return checkpoint

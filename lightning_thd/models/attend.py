@@ -18,10 +18,10 @@ from lightning_thd.models.pack import CAUSAL, NOTES, STATE, Pack, Scope, current
 from lightning_thd.parallel.context import layout
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
-_UNTOLD: Final = (None, None, False)  # a mask that says nothing
-_UNSET: Final = -1  # `sliding_window` not passed, which is not the same as passed as None
-# Arguments that transformers hands down to every attention and that none of its own implementations reads to
-# form scores. Whatever is not here and not None might change the result, so it is refused by name.
+_UNTOLD: Final = (None, None, False)  # no window, no chunk, and not every key is visible
+_UNSET: Final = -1  # `sliding_window` was not passed; None is a value with another meaning
+# transformers passes these arguments to every attention, and none of its own implementations uses them for
+# scores. Any other argument that is not None might change the result, so it raises an error.
 _INERT: Final = frozenset(
     {"cache_position", "deterministic", "ignore_index", "inputs_embeds", "labels", "layer_idx"}
     | {"logits_to_keep", "num_items_in_batch", "num_logits_to_keep", "output_hidden_states"}
@@ -31,7 +31,7 @@ _INERT: Final = frozenset(
 
 
 class _Boundaries(NamedTuple):
-    """Offsets of queries and keys; ``keys`` are the slots of the keys, None for all of them in order."""
+    """Offsets of queries and keys; ``keys`` are the slots of the keys, None for all slots in order."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -60,9 +60,9 @@ def thd_attention(
 ) -> tuple[Tensor, None]:
     """Attend inside the sequences of a pack: the function behind ``attn_implementation="thd"``.
 
-    The boundaries come from the arguments, else from the pack the model announced, else every row is one
-    sequence. Layers of one kind share what was checked and chosen for the announced pack. Arguments not given
-    are the layer's ``is_causal`` and ``sliding_window``; what else would change the result is refused. Takes
+    The boundaries come from the arguments, else from the announced pack. Without either, every row is one
+    sequence. Layers of one kind share their checks and kernel for an announced pack. ``is_causal`` and
+    ``sliding_window`` default to the layer's own. Other arguments that would change the result raise. Takes
     ``[B, H, T, D]``, ``[B, G, T, D]``, ``[B, G, T, E]`` and sinks ``[H]``, returns ``[B, T, H, E]`` and None.
     """
     told: tuple[Any, ...] = _UNTOLD if attention_mask is None else _told(attention_mask)
@@ -98,7 +98,7 @@ def thd_attention(
 
 
 def _told(attention_mask: Tensor) -> tuple[int | None, int | None, bool]:
-    """Return the window, the chunk and whether all is shown, as a mask that is none says; or ``_UNTOLD``."""
+    """Decode window, chunk and whether all keys are visible from a placeholder mask; else ``_UNTOLD``."""
     window, chunk = told_limit(attention_mask)
     shown = shows_all(attention_mask, current_pack())
     return (window, chunk, shown) if shown or window is not None or chunk is not None else _UNTOLD
@@ -113,7 +113,7 @@ def _attend_first(
     pack: Pack | None,
     kind: tuple[Any, ...] | None,
 ) -> Tensor:
-    """Attend in the first layer of its kind: check it, choose its kernel and bind that for the others."""
+    """Attend in the first layer of its kind: check it, choose its kernel and keep that for the others."""
     query, key, value, s_aux = tensors
     is_causal, sliding_window, scaling, softcap = layer
     told_window, chunk, both_ways = told
@@ -137,7 +137,7 @@ def _attend_first(
             know_offsets(pack.cu_seqlens_k, pack.prefixes.key_lengths)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     bound = bind(q, k, v, *bounds[:4], sinks=s_aux, keys=bounds.keys, **_options(*options))
-    pack.cache[kind] = bound, getattr(module, "config", None)  # kept, so that its id stays its own
+    pack.cache[kind] = bound, getattr(module, "config", None)  # kept alive: the key has its id
     return bound(query, key, value, s_aux)
 
 
@@ -150,7 +150,7 @@ def _window(module: nn.Module, given: int | None, *, causal: bool) -> int | None
             "model from a config with the new window."
         )
     window = own if given == _UNSET else given
-    # For a decoder whose config says is_causal=False, transformers counts the window without the token.
+    # For a decoder with is_causal=False in its config, transformers' window excludes the token itself.
     late = not causal and window is not None and getattr(module, "config", None) is not None
     if late and not getattr(module.config, "is_causal", True):
         assert window is not None
@@ -182,7 +182,7 @@ def _boundaries(
 def _options(
     causal: bool, window: int | None, scaling: float | None, softcap: float | None
 ) -> dict[str, Any]:
-    """Return the options of ``varlen_attention``; a window goes to both sides if not causal."""
+    """Return the options of ``varlen_attention``; a window extends to both sides if not causal."""
     sides = window if causal or window is None else (window - 1, window - 1)
     return {"causal": causal, "window": sides, "scale": scaling, "softcap": softcap}
 
@@ -202,7 +202,7 @@ def _attend_unbound(
 
 
 def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
-    """Return whether later keys are hidden: the mask asked for decides (PaliGemma's), then the layer."""
+    """Return whether later keys are hidden; the model's mask decides (as in PaliGemma), else the layer."""
     stated: bool = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     scope: Scope | None = getattr(STATE, "scope", None)
     asked = () if scope is None else scope.masks
@@ -258,7 +258,7 @@ def _without_padding(module: nn.Module, bounds: _Boundaries) -> _Boundaries:
 
 
 def _in_chunks(module: nn.Module, bounds: _Boundaries, chunk: int, slots: int) -> _Boundaries:
-    """Cut sequences at multiples of ``chunk``, as tokens of Llama 4's chunks do not see each other."""
+    """Cut sequences at multiples of ``chunk``: tokens in different chunks of Llama 4 hide from each other."""
     if layout.in_use and layout.layout_of(bounds.cu_seqlens_q) is not None:
         raise ValueError(
             f"{type(module).__name__} attends in chunks of {chunk}: use sequences of at most {chunk}, or "
@@ -275,9 +275,9 @@ def _in_chunks(module: nn.Module, bounds: _Boundaries, chunk: int, slots: int) -
 
 
 def chunk_offsets(cu_seqlens: Tensor, slots: int, chunk: int) -> Tensor:
-    """Cut sequences into chunks of at most ``chunk`` slots, in fixed shapes, without reading the device.
+    """Cut sequences into chunks of at most ``chunk`` slots, with fixed shapes and no read of the device.
 
-    ``[0, 5, 7]``, 7 and 4 give ``[0, 4, 5, 7]``; empty pieces are at the end.
+    ``[0, 5, 7]``, 7 and 4 give ``[0, 4, 5, 7]``; empty chunks are at the end.
     """
     places = torch.arange(slots, device=cu_seqlens.device)
     starts = cu_seqlens[:-1].long().index_select(0, seq_idx_from_cu_seqlens(cu_seqlens, slots).long())

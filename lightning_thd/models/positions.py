@@ -1,12 +1,13 @@
-"""Layers that turn positions into numbers -> the same layers, counting inside every sequence of a pack.
+"""Layers that use positions -> the same layers, which count positions inside every sequence of a pack.
 
-Classes are patched once; outside a pack they do what they did.
+Classes are patched once. Without a pack they work as before.
 
 - Position embeddings of the RoBERTa kind start at ``padding_idx + 1`` and skip padding tokens.
-- Longrope and dynamic ropes look at the longest position of the whole call, so that each sequence longer than
-  the trained length gets a call of its own.
+- Longrope and dynamic ropes depend on the longest position of the whole call. So each sequence that is
+  longer than the trained length gets its own call.
 - ESM scales a row by the share of its tokens that is masked, and Llama 4 scales queries by their slot.
-- At the zero embedding of Gemma3n's padding token, its gradient is infinite: NaN times a trailing pad's zero.
+- Gemma3n's padding token has a zero embedding, at which the gradient is infinite. Times the zero of a
+  trailing pad, that gives NaN.
 
 Legend: T slots in a pack.
 """
@@ -36,7 +37,7 @@ _FROM_TOKENS = re.compile(rf"{_FROM_TOKENS_NAME}\(\s*input_ids,\s*self\.padding_
 def adopt_position_tables(model_class: type) -> None:
     """Patch the position embeddings a model class uses to restart in every sequence of a pack."""
     for cls in layer_classes(model_class):
-        called = getattr(inspect.unwrap(cls.forward), "__code__", None)  # fast; reading the source is not
+        called = getattr(inspect.unwrap(cls.forward), "__code__", None)  # faster than reading the source
         skips = _FROM_TOKENS_NAME in getattr(called, "co_names", ())
         names = inspect.signature(cls.forward).parameters
         if "position_ids" in names and skips and _FROM_TOKENS.search(inspect.getsource(cls.forward)):
@@ -69,7 +70,7 @@ def padded_positions(
     input_ids: Tensor | None, position_ids: Tensor | None, padding_idx: int, pack: Pack
 ) -> Tensor:
     """Count positions of each sequence as RoBERTa does: from ``padding_idx + 1``, skipping padding."""
-    # A sequence may begin on another rank, or with tokens stored in another sequence's slots.
+    # A sequence may begin on another rank, or share the slots of its first tokens with another sequence.
     if pack.shard is not None or pack.prefixes is not None:
         assert position_ids is not None
         return position_ids + (padding_idx + 1)
@@ -82,7 +83,7 @@ def padded_positions(
     return counted * real + padding_idx
 
 
-# ESM's share of tokens hidden in its training, which is a constant of its modeling file.
+# The share of tokens that ESM masked in its training, a constant of its modeling file.
 _HIDDEN_IN_TRAINING = 0.15 * 0.8
 
 
@@ -102,7 +103,7 @@ def _starts_at_zero(pack: Pack) -> Tensor:
     return torch.arange(pack.slots, device=starts.device) - starts
 
 
-# ---- Queries scaled by their place
+# ---- Queries scaled by their position
 
 
 def adopt_row_scales(model_class: type) -> None:
@@ -114,7 +115,7 @@ def adopt_row_scales(model_class: type) -> None:
 
 
 class _Before:
-    """An empty cache whose length is an offset for each slot, so that every sequence counts from 0."""
+    """An empty cache whose length is one offset per slot, so that every sequence counts from 0."""
 
     def __init__(self, lengths: Tensor) -> None:
         self.lengths = lengths
@@ -137,7 +138,7 @@ def _behind_sequences(forward: Callable[..., Any]) -> Callable[..., Any]:
         if (shard := pack.shard) is not None:
             limit = getattr(self, "floor_scale", 0)
             if max(shard.padded_lengths) >= limit:
-                pack.refuse_shard(self, f"scales queries by their place in a sequence from {limit} on")
+                pack.refuse_shard(self, f"scales queries by their position in a sequence from {limit} on")
             counted = torch.zeros_like(slots)
         return forward(self, *args, **{**kwargs, "past_key_values": _Before(counted - slots)})
 
@@ -148,7 +149,7 @@ def _behind_sequences(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def adopt_ropes(model_class: type, config: Any) -> None:
-    """Patch the length-dependent rotary embeddings a model class uses to treat each sequence by itself."""
+    """Patch a model class's length-dependent rotary embeddings to treat each sequence separately."""
     if any(_depends_on_length(kind) for kind in _rope_types(config)):
         for cls in layer_classes(model_class):
             if cls.__name__.endswith("RotaryEmbedding"):
@@ -160,7 +161,7 @@ def _depends_on_length(kind: str) -> bool:
 
 
 def _rope_types(config: Any) -> Iterator[str]:
-    """Yield the types of rope in a config and its inner configs, one a layer type or one for all."""
+    """Yield the types of rope in a config and its inner configs: one per layer type, or one for all."""
     inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
     for source in (config, *inner):
         parameters = getattr(source, "rope_parameters", None) or {}
@@ -191,17 +192,17 @@ def _by_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
         # If no sequence exceeds the limit, one call serves all. The longest length is already on the host.
         if pack.longest <= limit:
             return run(position_ids)
-        pack.refuse_prefixes(self, f"turns those longer than {limit} tokens by other frequencies")
+        pack.refuse_prefixes(self, f"has other frequencies for sequences longer than {limit} tokens")
         if pack.shard is not None or shapes_are_static():
             where = "in a recorded step" if pack.shard is None else "under context parallelism"
             raise ValueError(
-                f"{type(self).__name__} turns sequences longer than {limit} tokens differently, and lengths "
-                f"cannot be told apart {where}. Use sequences of at most {limit} tokens."
+                f"{type(self).__name__} has other frequencies for sequences longer than {limit} tokens, and "
+                f"lengths are unknown {where}. Use sequences of at most {limit} tokens."
             )
         if position_ids.shape[-1] != pack.slots:
             raise ValueError(
-                f"{type(self).__name__} turns {position_ids.shape[-1]} positions of a pack of {pack.slots} "
-                f"slots: keys that belong to no sequence. Use sequences of at most {limit} tokens."
+                f"{type(self).__name__} got {position_ids.shape[-1]} positions for a pack of {pack.slots} "
+                f"slots: some keys belong to no sequence. Use sequences of at most {limit} tokens."
             )
         return _one_by_one(run, pack, position_ids, limit)
 
@@ -212,11 +213,11 @@ def _by_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
 def _one_by_one(
     run: Callable[..., Any], pack: Pack, position_ids: Tensor, limit: int
 ) -> Tensor | tuple[Tensor, ...]:
-    """Compute rotary embeddings of short sequences in one call and of every long one in its own."""
+    """Compute rotary embeddings of all short sequences in one call, and of each long one in its own call."""
     lengths = pack.real_lengths
     is_long = uploaded(np.repeat(np.array(lengths) > limit, pack.lengths), position_ids.device)
     short = position_ids.masked_fill(is_long, 0)
-    if lengths != pack.lengths:  # Padding slots may have positions beyond the limit.
+    if lengths != pack.lengths:  # padding slots may have positions beyond the limit
         short = short.clamp(max=limit - 1)
     whole: Tensor | tuple[Tensor, ...] = run(short)
     for end, slots, length in zip(accumulate(pack.lengths), pack.lengths, lengths, strict=True):
@@ -240,11 +241,11 @@ def _place(value: Tensor, whole: Tensor, end: int) -> Tensor:
 def _forget_and_run(
     forward: Callable[..., Any], rotary: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a rotary embedding with its original frequencies, as if it had seen no longer sequence."""
+    """Run a rotary embedding with its original frequencies, and forget longer sequences that it has seen."""
     layer_type = kwargs.get("layer_type", args[0] if args else None)
     kind = rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]
     prefix = "" if layer_type is None else f"{layer_type}_"
-    if "dynamic" in kind:  # keeps the frequencies of the longest sequence it has met
+    if "dynamic" in kind:  # it keeps the frequencies of the longest sequence so far
         setattr(rotary, f"{prefix}max_seq_len_cached", rotary.original_max_seq_len)
         original = getattr(rotary, f"{prefix}original_inv_freq")
         rotary.register_buffer(f"{prefix}inv_freq", original.to(position_ids.device), persistent=False)
@@ -269,20 +270,20 @@ def keep_frequencies(model: Any) -> None:
 
 
 def _restore(rotary: Any) -> None:
-    """Replace rounded frequencies by those that the class computes from its config, if these are the same."""
+    """Replace rounded frequencies by exact ones from the config, if those round to the same values."""
     made = type(rotary)(rotary.config)
     for name, rounded in list(rotary._buffers.items()):
         exact = made._buffers.get(name)
         if rounded is None or exact is None or rounded.dtype not in _HALF or exact.shape != rounded.shape:
             continue
         exact = exact.to(rounded.device, torch.float32)
-        if torch.equal(exact.to(rounded.dtype), rounded):  # else they were set by hand, or grew with lengths
+        if torch.equal(exact.to(rounded.dtype), rounded):  # else set by hand, or changed by longer sequences
             rotary._buffers[name] = exact
 
 
 # ---- Embeddings of padding that are zero
 
-# Its square is far above the smallest number of float32 and bfloat16, and far below every epsilon of a norm.
+# Its square is far above the smallest number of float32 and bfloat16, and far below the epsilon of any norm.
 _TINY = 1e-12
 _TINY_HALF = 2.0**-11  # its square is one of the smallest numbers of float16
 

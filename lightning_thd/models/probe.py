@@ -1,8 +1,8 @@
 """A model -> a report that no sequence of a pack sees another, or an error that names the layer.
 
-The probe runs packs of random tokens and changes one sequence at a time. What moves in another sequence is a
-leak, and so is a gradient that reaches its inputs. A sequence in a pack of its own must give the same, also
-by transformers' own eager attention. A trailing pad may move no gradient.
+The probe runs packs of random tokens and changes one sequence at a time. A change in another sequence's
+logits is a leak, and so is a gradient at its inputs. A sequence must give the same result in its own pack,
+and with transformers' own eager attention. A trailing pad must not change any gradient.
 
 Legend: T slots in a pack, V vocabulary.
 """
@@ -40,8 +40,8 @@ from lightning_thd.models.probe_report import PackingLeakError, PackingReport
 Forward = Callable[[nn.Module, THDBatch], Any]
 LENGTHS = (7, 1, 16, 3, 8)
 
-# Relative to the largest logit. A leak is judged between runs of the same shapes, so only the order of sums
-# in expert kernels remains; packs of other shapes differ by rounding.
+# Relative to the largest logit. A leak compares runs of the same shapes, which differ only by the order of
+# sums in expert kernels. An error compares packs of other shapes, which differ by rounding.
 _LEAK: dict[torch.dtype, float] = {torch.float64: 1e-12, torch.float32: 1e-6}
 _ERROR: dict[torch.dtype, float] = {torch.float64: 1e-9, torch.float32: 1e-4}
 _HALF_LEAK, _HALF_ERROR = 1e-2, 5e-2
@@ -50,11 +50,11 @@ _MANY = 300_000_000  # parameters; two copies of their gradients should still fi
 
 
 def check_options(vocab_size: object, tolerance: object) -> None:
-    """Refuse a number of tokens and a tolerance that are none."""
+    """Refuse a vocabulary size and a tolerance that are not valid numbers."""
     if vocab_size is not None:
-        whole_number(vocab_size, "vocab_size", least=8, advice="It is the number of tokens.")
+        whole_number(vocab_size, "vocab_size", least=8, advice="Pass the number of tokens.")
     if tolerance is not None:
-        real_number(tolerance, "tolerance", advice="None chooses by the dtype.")
+        real_number(tolerance, "tolerance", advice="Pass None to choose by the dtype.")
 
 
 def check_packing(
@@ -69,33 +69,34 @@ def check_packing(
     seed: int = 0,
     thorough: bool = True,
 ) -> PackingReport:
-    """Check whether any sequence of a pack sees another one in a model.
+    """Check whether any sequence of a pack sees another sequence in a model.
 
-    The model is put in ``eval()``, and parameters that are all zero hold small noise, meanwhile. Batch norms
-    that would average over the pack in training count as a leak. It takes about three forwards a sequence of
-    ``sum(lengths)`` tokens, and two backwards with ``grad``.
+    During the check the model is in ``eval()``, and parameters that are all zero hold small noise. Batch
+    norms that would average over the pack in training count as a leak. For each sequence the check takes
+    about three forward passes of ``sum(lengths)`` tokens, and two backward passes with ``grad``.
 
     Args:
         model: a Hugging Face causal LM, or any model that ``forward`` can call.
-        vocab_size: V; from the config of the model when absent.
-        lengths: of the sequences of the pack, at least two; include 1, and more than the window of the model.
+        vocab_size: V; the default is the config's.
+        lengths: lengths of at least two sequences; include 1, and one longer than the model's window.
         grad: check gradients of the inputs too.
-        forward: ``forward(model, batch)`` gives logits ``[T, V]`` or ``[1, T, V]``; by default
-            ``model(**batch.hf_kwargs())`` for a model of transformers or of ``input_ids``, else
+        forward: ``forward(model, batch)`` returns logits ``[T, V]`` or ``[1, T, V]``. The default is
+            ``model(**batch.hf_kwargs())`` if the model is from transformers or takes ``input_ids``, else
             ``model(batch)``.
-        tolerance: what packed and alone may differ by, relative to the largest logit; None: by the dtype.
-        raise_on_leak: raise rather than return a report that is not ok.
-        seed: of the random tokens.
+        tolerance: the largest allowed difference between a sequence in the pack and in its own pack, relative
+            to the largest logit; None chooses it by the dtype.
+        raise_on_leak: raise an error instead of returning a report that is not ok.
+        seed: the seed of the random tokens.
         thorough: compare with stock eager attention, and check that a trailing pad changes no gradient. If
-            ``lengths`` is left out, a sequence is added that is longer than every window, chunk and rope
-            limit within 1,024 tokens. Larger limits are set to 9 during the check.
+            ``lengths`` is left out, the check adds a sequence longer than all windows, chunks and rope limits
+            below 1,024 tokens. Larger limits are set to 9 during the check.
 
     Returns:
-        The report; as text, a table. A model in half precision that differs without a leak is judged by a
-        second run with its weights held in fp32.
+        The report, which prints as a table. If a model in half precision differs without a leak, a second
+        run with its weights in fp32 decides.
 
     Raises:
-        PackingLeakError: naming the first module that leaks.
+        PackingLeakError: if sequences see each other; it names the first module that leaks.
         ValueError: for fewer than two lengths, an unknown vocabulary, or logits that are all zero.
     """
     instance(model, "model", nn.Module, advice="Pass the model itself.")
@@ -134,7 +135,7 @@ def _judged(probe: _Probe, tolerance: float | None) -> PackingReport:
 
 
 def _without_rounding(model: nn.Module, measure: Callable[[], _Probe]) -> PackingReport | None:
-    """Measure a model in fp32, because rounding may send tokens to other experts; None if it cannot run."""
+    """Measure a model in fp32, because rounding may route tokens to other experts; None if it cannot run."""
     with in_fp32(model, most=_MANY) as precise:
         if not precise:
             return None
@@ -163,7 +164,7 @@ class _Probe:
         self._measure()
 
     def keep(self, name: str, found: float, index: int) -> None:
-        """Note an error of a sequence if it is the largest of its kind; NaN is the worst, and stays."""
+        """Keep an error of a sequence if it is the largest of its kind; NaN counts as the largest."""
         known = self.measured.get(name) or 0.0
         if name not in self.worst or (known == known and not found <= known):
             self.measured[name], self.worst[name] = found, index
@@ -173,13 +174,13 @@ class _Probe:
         ids = self.batch.input_ids.clone()
         own = slots_of(self.batch, index)
         spare = torch.unique(ids)
-        # Shift within the tokens in use: never a special token, always another one.
+        # Take the next of the token ids in the pack, so that each token changes and none is special.
         rank = torch.searchsorted(spare, ids[own])
         ids[own] = spare[(rank + 1) % len(spare)]
         return self.batch.replace(input_ids=ids)
 
     def alone(self, index: int) -> THDBatch:
-        """Return one sequence as a pack of its own."""
+        """Return one sequence as its own pack."""
         ids = self.batch.input_ids[slots_of(self.batch, index)]
         return THDBatch.collate([{"input_ids": ids.cpu()}]).to(ids.device)
 
@@ -237,7 +238,7 @@ class _Probe:
             with torch.no_grad():
                 wanted = {i: logits_alone(self.model, ids[slots_of(self.batch, i)]) for i in order}
         except Exception as error:
-            # Whatever the family wants of a plain call (images, labels), it is no verdict on packs.
+            # The family may need more arguments (images, labels); that is no error of packing.
             self.skipped.append(f"stock eager attention: {type(error).__name__} in a plain call")
             return
         with torch.no_grad():
@@ -284,7 +285,7 @@ class _Probe:
             if not torch.is_grad_enabled():
                 return output
             self.inputs = output.detach().requires_grad_()
-            return self.inputs.clone()  # some models go on in place
+            return self.inputs.clone()  # some models change it in place
 
         handle = embedding_of(self.model).register_forward_hook(cut)
         try:
@@ -307,7 +308,7 @@ class _Probe:
         )
 
     def culprit(self, report: PackingReport) -> str | None:
-        """Return the first module at which the two runs that should agree differ, or None."""
+        """Return the first module whose outputs differ in two runs that should agree, or None."""
         with torch.no_grad():
             if report.batch_norms and report.same and not report.leaks:
                 return report.batch_norms[0]
@@ -349,14 +350,14 @@ def random_pack(model: nn.Module, vocab_size: int | None, lengths: Sequence[int]
     generator = torch.Generator().manual_seed(seed)
     picked = [ordinary[torch.randint(len(ordinary), (n,), generator=generator)] for n in lengths]
     mask = getattr(config, "mask_token_id", None)
-    if isinstance(mask, int) and 0 <= mask < size:  # what a model makes of their number must stay inside
+    if isinstance(mask, int) and 0 <= mask < size:  # a model may scale a sequence by its masked tokens
         for ids in picked:
             ids[1 : len(ids) // 2 : 2] = mask
     return THDBatch.collate([{"input_ids": ids} for ids in picked]).to(embedding_of(model).weight.device)
 
 
 def _ordinary_tokens(model: nn.Module, vocab_size: int) -> Tensor:
-    """Return all token ids except those a config gives a meaning, such as an image's placeholder."""
+    """Return all token ids except the special ones of a config, such as an image's placeholder."""
     config = getattr(model, "config", None)
     special: set[int] = set()
     for source in (config, text_config(config)):
@@ -369,7 +370,7 @@ def _ordinary_tokens(model: nn.Module, vocab_size: int) -> Tensor:
 
 
 def embedding_of(model: nn.Module) -> nn.Embedding:
-    """Return the token embedding of a model, at whose output gradients are measured."""
+    """Return the token embedding of a model; gradients are measured at its output."""
     get = getattr(model, "get_input_embeddings", None)
     found: Any = get() if get is not None else None
     if found is None:
@@ -381,7 +382,7 @@ def embedding_of(model: nn.Module) -> nn.Embedding:
 
 
 def default_forward(model: nn.Module) -> Forward:
-    """Return the function that calls a model on a batch, for users who gave none."""
+    """Return the default function that calls a model on a batch."""
     named = signature(model.forward).parameters
     stock = hasattr(getattr(model, "config", None), "get_text_config")
     if not stock and "input_ids" not in named:

@@ -1,4 +1,4 @@
-"""What the leak probe does to a model and restores: random state, zero weights, rounding, attention, hooks.
+"""A model -> the same model, changed for a leak probe: random state, zero weights, dtype, attention, hooks.
 
 Legend: T slots of a run, V vocabulary.
 """
@@ -19,7 +19,7 @@ from lightning_thd.models.pack import NOTES
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Generator[None]:
-    """Switch the model to eval mode, uncompiled, inside this context; restore modes and random state."""
+    """Run the model in eval mode, uncompiled, inside this context; then restore modes and random state."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -38,7 +38,7 @@ _NOISE = 0.02  # standard deviation, transformers' usual initialisation
 
 @contextmanager
 def no_zero_weights(model: nn.Module) -> Generator[None]:
-    """Fill parameters that are zero throughout with noise inside this context, but none that are cut."""
+    """Fill parameters that are all zero with noise inside this context, except sharded parameters."""
     plain = [p for p in model.parameters() if type(p) in (nn.Parameter, Tensor) and p.dtype in _DTYPES]
     held = [p for p in plain if p.numel() and not (p.is_meta or p.is_inference())]
     zeros = [p for p in held if not p.detach().any()]
@@ -55,7 +55,7 @@ def no_zero_weights(model: nn.Module) -> Generator[None]:
 
 
 def working_dtype(model: nn.Module, logits: Tensor) -> torch.dtype:
-    """Return the least precise dtype that a model computes in, whatever it casts its logits to."""
+    """Return the least precise dtype of a model's weights, autocast and logits."""
     device = logits.device.type
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point() and p.ndim > 1} | {logits.dtype}
     if device != "meta" and torch.is_autocast_enabled(device):
@@ -65,7 +65,7 @@ def working_dtype(model: nn.Module, logits: Tensor) -> torch.dtype:
 
 @contextmanager
 def in_fp32(model: nn.Module, *, most: int) -> Generator[bool]:
-    """Compute in fp32 inside this context, without autocast; yield False for a model that cannot or does."""
+    """Compute in fp32 without autocast inside this context; yield False if it cannot or already does."""
     tensors = [*model.parameters(), *model.buffers()]
     halves = [tensor for tensor in tensors if tensor.dtype in _HALF]
     devices = {tensor.device.type for tensor in tensors} - {"meta"}
@@ -100,7 +100,7 @@ def averaging_norms(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def calls_noted(modules: dict[str, nn.Module]) -> Generator[list[str]]:
-    """Yield a list to which every call of a module inside this context adds its name."""
+    """Yield a list of names; every call of a module inside this context appends its name."""
     called: list[str] = []
     handles = [
         module.register_forward_pre_hook(lambda *_, name=name: called.append(name))
@@ -115,7 +115,7 @@ def calls_noted(modules: dict[str, nn.Module]) -> Generator[list[str]]:
 
 # ---- Stock attention
 
-# Slots. Longer sequences make the probe slow on a CPU, so larger limits are lowered to _LOW meanwhile.
+# In slots. Longer sequences make the probe slow on a CPU, so the probe lowers larger limits to _LOW.
 _REACH, _LOW = 1024, 9
 _LIMITS = frozenset(
     {"sliding_window", "attention_chunk_size", "attention_window_size", "chunk_size", "mamba_chunk_size"}
@@ -140,7 +140,7 @@ def eager(model: nn.Module) -> Generator[None]:
 
 
 def logits_alone(model: nn.Module, input_ids: Tensor) -> Tensor:
-    """Run one document ``[T]`` through the model as a user of plain transformers would; ``[T, V]``."""
+    """Return the logits ``[T, V]`` of one document ``[T]`` by a plain call with stock eager attention."""
     config: Any = model.config
     no_cache = {} if getattr(config, "use_cache", None) is None else {"use_cache": False}
     with eager(model):
@@ -150,20 +150,20 @@ def logits_alone(model: nn.Module, input_ids: Tensor) -> Tensor:
 
 
 def lengths_to_reach(model: nn.Module, longest: int) -> list[int]:
-    """Find a sequence length beyond all windows, chunks and ropes that are near enough to be tried."""
+    """Find a sequence length beyond all windows, chunks and rope limits below ``_REACH``."""
     near = [size for _, _, size in _limits(model) if longest <= size < _REACH]
     return [max(near) + 5] if near else []
 
 
 @contextmanager
 def lowered_limits(model: nn.Module) -> Generator[None]:
-    """Lower far windows, chunks and ropes inside this context, for packed and stock runs alike."""
+    """Lower large windows, chunks and rope limits inside this context, for packed and stock runs alike."""
     far = [(holder, name, size) for holder, name, size in _limits(model) if size >= _REACH]
     noted = [(x, name, x.__dict__[name]) for x in model.modules() for name in NOTES if name in x.__dict__]
     try:
         for holder, name, _ in far:
             _set(holder, name, _LOW)
-        for module, name, _ in noted if far else ():  # what was noted no longer holds
+        for module, name, _ in noted if far else ():  # the noted limits are no longer true
             del module.__dict__[name]
         yield
     finally:
@@ -179,7 +179,7 @@ def _set(holder: Any, name: str, value: Any) -> None:
 
 
 def _limits(model: nn.Module) -> Iterator[tuple[Any, str, int]]:
-    """Yield the lengths from which a model computes differently: who holds them, name and length."""
+    """Yield each length beyond which a model computes differently: its holder, name and length."""
     for config in attention_configs(model):
         rope = getattr(config, "rope_parameters", None) or {}
         entries = [entry for entry in (rope, *rope.values()) if isinstance(entry, dict)]
@@ -196,7 +196,7 @@ def _limits(model: nn.Module) -> Iterator[tuple[Any, str, int]]:
 
 
 def attention_configs(model: nn.Module) -> list[Any]:
-    """Return the configs from which layers read their attention, except a vision tower's."""
+    """Return the configs from which layers read their attention, except those of vision towers."""
     found: dict[int, Any] = {}
     root: Any = getattr(model, "config", None)
     chosen = getattr(root, "_attn_implementation_internal", None)
@@ -223,7 +223,7 @@ def first_leaking_module(
     *,
     tolerance: float = 1e-6,
 ) -> str | None:
-    """Return the first module whose rows agree in two runs as inputs and differ as outputs, or None."""
+    """Return the first module whose input rows agree in two runs and whose output rows differ, or None."""
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     with _recorded(model, first_rows) as calls:
         first()

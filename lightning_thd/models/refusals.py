@@ -1,4 +1,4 @@
-"""Errors for models, adapters, layers and arguments with which a pack would not be exact."""
+"""Errors for models, adapters, layers and arguments that would make the result of a pack wrong."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def refuse_own_attention(model: Any) -> None:
     source = _source(type(model).__module__)
     table = next((name for name in _TABLE.findall(source) if "VISION" not in name), None)
     own = f"{type(model).__name__} has an attention of its own"
-    advice = "Use padded rows with attn_implementation='eager', or a model that asks AttentionInterface."
+    advice = "Use padded rows with attn_implementation='eager', or a model that uses AttentionInterface."
     if table is not None and not _sees_images(model):
         raise ValueError(f"{own}, from {table}, which has no 'thd'. {advice}")
     names = _ATTENTION.findall(source)
@@ -58,7 +58,7 @@ def _source(name: str) -> str:
     module = sys.modules.get(name)
     try:
         return "" if module is None else inspect.getsource(module)
-    except (OSError, TypeError):  # a class typed into a prompt has no source
+    except (OSError, TypeError):  # a class from an interactive prompt has no source
         return ""
 
 
@@ -67,7 +67,7 @@ def _source(name: str) -> str:
 _POSITION_TABLE = re.compile(r"Position\w*Embedding")
 # In 5.17 the logits of moshi differ by 1.1, and the experts of longcat_flash get no gradients.
 _EXACT_FROM: Final = {"moshi": (5, 18), "longcat_flash": (5, 18)}
-# What `_asks_for_attention` has found; torch.compile warns of a functools.cache that it traces.
+# The results of `_asks_for_attention`; a functools.cache would make torch.compile warn.
 _ASKS: dict[str, bool] = {}
 
 
@@ -110,7 +110,7 @@ def refuse_early_release(model_type: str, installed: str) -> None:
 
 
 def _refuse_layer(found: _Found) -> None:
-    """Refuse a layer with a state, one that reads neighbouring tokens, and one with positions of its own."""
+    """Refuse a layer with a state, one that reads neighbouring tokens, and one that counts positions."""
     module, kind = found.module, type(found.module).__name__
     convolves = any(isinstance(x, nn.Conv1d) and x.kernel_size[0] > 1 for x in module.children())
     if convolves or any(hasattr(module, name) for name in ("A_log", "dt_bias")):
@@ -118,14 +118,14 @@ def _refuse_layer(found: _Found) -> None:
             f"{found.name} ({kind}) mixes tokens by a convolution or a state, which is not known to be "
             "reset between the sequences of a pack. Feed this model padded rows; or, if the layer is "
             f"causal, set lightning_thd.models.mixers.MIXERS[{kind!r}] = None before the model is built, "
-            "and prove it with lightning_thd.models.check_packing(model)."
+            "and verify it with lightning_thd.models.check_packing(model)."
         )
     weight = getattr(getattr(module, "base_layer", None), "weight", None)
     if getattr(module, "lora_magnitude_vector", None) and _is_cut_by_tensor_parallelism(weight):
         raise ValueError(f"{found.name} ({kind}) is a DoRA layer cut by tensor parallelism. Use plain LoRA.")
     if getattr(module, "trigram_input", False):
         raise ValueError(
-            f"{found.name} ({kind}) puts the tokens before and after each one beside it. Build the model "
+            f"{found.name} ({kind}) joins each token with the one before and the one after. Build the model "
             "with trigram_input=False, or feed it padded rows."
         )
     if not _POSITION_TABLE.search(kind) or "Rotary" in kind:
@@ -138,21 +138,21 @@ def _refuse_layer(found: _Found) -> None:
 
 
 def _is_cut_by_tensor_parallelism(weight: Any) -> bool:
-    """Return whether a weight is a DTensor that an axis called "tp" or "tensor" shards."""
+    """Return whether a weight is a DTensor that is sharded over an axis named "tp" or "tensor"."""
     names = getattr(getattr(weight, "device_mesh", None), "mesh_dim_names", None) or ()
     cut = zip(names, getattr(weight, "placements", ()), strict=False)
     return any(("tp" in name or "tensor" in name) and not at.is_replicate() for name, at in cut)
 
 
 def _asks_for_attention(name: str) -> bool:
-    """Return whether a modeling file, by the name of its module, asks transformers' attention table."""
+    """Return whether a modeling file, given by its module name, uses transformers' attention table."""
     if name not in _ASKS:
         _ASKS[name] = ".modeling_" in name and "get_interface(" in _source(name)
     return _ASKS[name]
 
 
 def _language_modules(model: Any) -> Iterator[_Found]:
-    """Yield the modules of the language model, without towers of another config and the inside of mixers."""
+    """Yield the language model's modules, but no towers with another config and nothing inside mixers."""
     families = (type(model.config), type(model.config.get_text_config(decoder=True)))
     stack = [_Found("", model, model)]
     while stack:
@@ -167,12 +167,12 @@ def _language_modules(model: Any) -> Iterator[_Found]:
                 stack.append(_Found(path, child, child if inner else found.owner))
 
 
-# ---- Once a call
+# ---- In every call
 
 
 def note_construction(model: Any) -> None:
-    """Note the windows of a model's layers, and the config values that masks read again later."""
-    if not any(True for _ in model.children()):  # its layers are still to be built
+    """Note the windows of a model's layers, and the config values that masks read again in each call."""
+    if not any(True for _ in model.children()):  # its layers are not built yet
         return
     windows = [
         module.__dict__.setdefault(NOTES[0], module.sliding_window)
@@ -202,7 +202,7 @@ def refuse_changed_config(model: Any) -> None:
 
 
 _CACHES: Final = ("past_key_values", "cache_params")
-# Methods of PEFT 0.21 that tests/models/test_adapters.py found exact, or that only change weights.
+# Methods of PEFT 0.21 that are exact in tests/models/test_adapters.py, or that only change weights.
 _TOKEN_BY_TOKEN: Final = frozenset(
     {"ADALORA", "ADAMSS", "BEFT", "BOFT", "BONE", "C3A", "DEFT", "DELORA", "FOURIERFT", "FROD", "GLORA"}
     | {"GRALORA", "HIRA", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "MISS", "OFT", "OSF", "PEANUT"}
@@ -212,17 +212,17 @@ _TOKEN_BY_TOKEN: Final = frozenset(
 
 
 def refuse_call(model: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse a call on a pack that the model's class, adapters or arguments cannot make exact."""
+    """Refuse a call on a pack if the model's class, adapters or arguments would make it inexact."""
     kind = type(model).__name__
-    # A class that takes no inputs of a decoder runs only the encoder of such a config.
+    # A class without decoder inputs runs only the encoder of an encoder-decoder config.
     if model._thd_takes_decoder and getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(
-            f"{kind} got a pack. An encoder-decoder has two sequences each: feed it padded rows."
+            f"{kind} got a pack. An encoder-decoder has two sequences per sample: feed it padded rows."
         )
     if "MultipleChoice" in kind:
-        raise ValueError(f"{kind} got a pack. It compares several sequences a sample: feed it padded rows.")
+        raise ValueError(f"{kind} got a pack. It compares several sequences per sample: feed it padded rows.")
     mask = kwargs.get("attention_mask")
-    # A multimodal model hands its text model the masks it asked for, one a layer type: "thd" gives None.
+    # A multimodal model passes its masks to its text model, one per layer type; with "thd" all are None.
     if mask is not None and not (isinstance(mask, dict) and all(x is None for x in mask.values())):
         raise ValueError(
             f"{kind} got a pack and an attention_mask. Pass None, and pad by THDBatch.collate(..., pad_to=)."
@@ -246,20 +246,20 @@ def refuse_call(model: Any, kwargs: dict[str, Any]) -> None:
         for option in ("alora_invocation_tokens", "velora_config"):
             if getattr(config, option, None) is not None:
                 raise ValueError(
-                    f"The adapter {name!r} has {option}: tokens may depend on others. Use plain LoRA."
+                    f"The adapter {name!r} has {option}: a token may depend on others. Use plain LoRA."
                 )
 
 
 def _refuse_plain_positions(model: nn.Module, position_ids: Tensor | None) -> None:
-    """Refuse images for a model with M-RoPE when the pack's positions count like text."""
+    """Refuse images for a model with M-RoPE if the pack's positions are those of plain text."""
     owners = (model, getattr(model, "model", None))
     if position_ids is None or position_ids.ndim == 3:
         return
     if any(hasattr(owner, "get_rope_index") for owner in owners):
         raise ValueError(
             f"{type(model).__name__} got images in a pack and position_ids {tuple(position_ids.shape)}. A "
-            "model with M-RoPE needs position_ids [3, 1, T]: give every sample "
-            "model.model.get_rope_index(...) of only that sample."
+            "model with M-RoPE needs position_ids [3, 1, T]: compute every sample's own positions with "
+            "model.model.get_rope_index(...)."
         )
 
 
@@ -283,7 +283,7 @@ def refuse_losing_adapters(wrapper: Any) -> None:
             )
 
 
-# Losses that a causal LM makes of the next token, of the same token, and of a whole row.
+# Losses over the next token, losses over the same token, and labels of a whole row.
 _SHIFTED: Final = ("ForCausalLM", "ForConditionalGeneration")
 _IN_PLACE: Final = ("ForMaskedLM", "ForTokenClassification", "ForSequenceClassification")
 _ROW_LABELS: Final = ("start_positions", "end_positions", "next_sentence_label", "sentence_order_label")
@@ -291,17 +291,17 @@ LABELS: Final = ("labels", *_ROW_LABELS)
 
 
 def keep_labels_inside(model: Any, kwargs: dict[str, Any], pack: Pack) -> dict[str, Any]:
-    """Return arguments whose labels hide the first token of every sequence from the one before."""
+    """Return the arguments with the label of every sequence's first token ignored."""
     of_a_row = next((name for name in _ROW_LABELS if kwargs.get(name) is not None), None)
     if of_a_row is not None:
         raise ValueError(
-            f"{type(model).__name__} got a pack and {of_a_row}, which speaks of a whole row. Leave it out "
+            f"{type(model).__name__} got a pack and {of_a_row}, which describes a whole row. Leave it out "
             "and compute the loss of every sequence from batch.unpack()."
         )
     labels = kwargs.get("labels")
     if labels is None or kwargs.get("shift_labels") is not None:
         return kwargs
-    # "LMHead" is in the names of BERT, GPT-2 and others of older naming.
+    # Older classes, such as those of BERT and GPT-2, have "LMHead" in their names.
     kind = "ForCausalLM" if "LMHead" in type(model).__name__ else getattr(model, "loss_type", None)
     if kind in _IN_PLACE:
         return kwargs
@@ -318,12 +318,12 @@ def keep_labels_inside(model: Any, kwargs: dict[str, Any], pack: Pack) -> dict[s
     _refuse_shifted(model, kwargs.get("input_ids"), labels)
     starts = pack.cu_seqlens_q[:-1].long()
     first = torch.zeros(pack.slots + 1, dtype=torch.bool, device=starts.device)
-    first = first.index_fill(0, starts, True)[:-1]  # an empty last sequence begins behind the row
+    first = first.index_fill(0, starts, True)[:-1]  # an empty last sequence begins after the row
     return {**kwargs, "labels": labels.masked_fill(first, kwargs.get("ignore_index", -100))}
 
 
 def _refuse_shifted(model: Any, input_ids: Any, labels: Any) -> None:
-    """Refuse labels that are the next tokens, as a batch's targets are: the model would shift them again."""
+    """Refuse labels that are next tokens already, as a batch's targets are: the model shifts them again."""
     rows = [host_values(x) if isinstance(x, Tensor) else None for x in (input_ids, labels)]
     if rows[0] is None or rows[1] is None or rows[0].shape != rows[1].shape:
         return  # on a device, or being traced

@@ -1,6 +1,6 @@
-"""The name ``"thd"`` -> entries in transformers' tables of attentions and masks, whenever that is imported.
+"""The name ``"thd"`` -> entries in transformers' tables of attentions and masks, once that is imported.
 
-When transformers is too old, or has changed underneath, its import goes on and only "thd" is refused.
+If transformers is too old, or its internals have changed, its import works and only "thd" raises an error.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from types import ModuleType
 from typing import Any, Final
 
 NAME = "thd"
-# Mamba2 of 5.14 leaks silently, and 5.15 hides that it cuts a head over ranks. setup.cfg asks for 5.19, the
-# lowest release that tests run with: 5.18 returns no logits of DeepSeek's routers, which raises.
+# In 5.14 Mamba2 leaks silently, and 5.15 does not show that it shards a head over ranks. setup.cfg asks for
+# 5.19, the oldest release that the tests use: 5.18 returns no logits of DeepSeek's routers, which raises.
 OLDEST: Final = (5, 17)
 Callback = Callable[[ModuleType], None]
 _done: set[str] = set()
@@ -43,7 +43,7 @@ def _installed() -> str:
 
 
 def _refusal(what: str) -> Callable[..., Any]:
-    """Return an attention or mask function that raises, saying why "thd" is not available."""
+    """Return an attention or mask function that raises an error with the reason why "thd" is unavailable."""
     message = (
         f"attn_implementation='thd' is not available with transformers {_installed()}: {what}. Install a "
         f"release from {'.'.join(map(str, OLDEST))} to 5.23, or a newer lightning_thd."
@@ -56,9 +56,9 @@ def _refusal(what: str) -> Callable[..., Any]:
 
 
 def _register(table: Any, install: Callable[[], Callable[..., Any]]) -> None:
-    """Register "thd" in a table; problems refuse models when called, never the import."""
+    """Register "thd" in a table; a problem raises an error in calls of models, never in the import."""
     if table is None:
-        return  # transformers refuses the name by itself
+        return  # transformers itself refuses the name then
     numbers = tuple(int(part) for part in _installed().split(".")[:2] if part.isdigit())
     if len(numbers) == 2 and numbers < OLDEST:
         table.register(NAME, _refusal("it is too old"))
@@ -97,7 +97,7 @@ def _watch_wrappers(checkpoint_wrapper: ModuleType) -> None:
 
 
 class _Finder:
-    """Import finder, first in ``sys.meta_path``, that runs a callback after a module was imported."""
+    """An import finder, first in ``sys.meta_path``, that runs a callback after a module was imported."""
 
     def __init__(self) -> None:
         self.callbacks: dict[str, list[Callback]] = {}

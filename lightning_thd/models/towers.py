@@ -1,6 +1,6 @@
-"""Vision towers of Qwen-VL's kinds -> one attention call a layer for all images of a pack.
+"""Vision towers of the Qwen-VL families -> one attention call per layer for all images of a pack.
 
-transformers calls any attention but flash once for each image. With "thd" these towers take flash's branch.
+transformers calls every attention except flash once per image. With "thd" these towers use flash's branch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def adopt_tower(model_class: Any) -> None:
     known = any(model_class.__module__.endswith(f".modeling_{kind}") for kind in _KINDS)
     names = vars(model_class).get("forward") and inspect.unwrap(model_class.forward).__code__.co_names
     if not known or "get_vision_attention_seqlens" not in (names or ()) or not hasattr(module, _ASKED):
-        return  # an earlier release has another form, whose loop over images is exact too
+        return  # an earlier release loops over the images in another form, which is exact too
     if hasattr(model_class.forward, "_thd_tower"):
         return
     patch("vision towers", model_class, "forward", _with_longest(model_class.forward))
@@ -51,7 +51,7 @@ def _with_longest(forward: Any) -> Any:
 
     @functools.wraps(forward)
     def forward_of_tower(self: Any, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Any:
-        if self.config._attn_implementation == "thd":  # by one read of the device, where layers would read
+        if self.config._attn_implementation == "thd":  # one read of the device instead of one per layer
             areas = [(height, width) for _, height, width in grid_thw.tolist()]
             kwargs.setdefault("max_seqlen", max(height * width for height, width in areas))
             if windows:

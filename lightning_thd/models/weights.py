@@ -1,8 +1,8 @@
-"""Models built on the meta device -> the weights that a rank keeps, drawn by name or read from a folder.
+"""Models built on the meta device -> the weights that a rank keeps, drawn at random or read from a folder.
 
-A drawn weight gets the values it has in the whole model, whatever part a rank keeps: its generator is seeded
-with the job's seed and the weight's name. ``from_pretrained`` gives a model without memory, whose tensors
-transformers reads and converts later into a copy of the model's skeleton that holds only what the rank keeps.
+A drawn weight has the same values however the model is split, because its generator is seeded with the job's
+seed and the weight's name. ``from_pretrained`` returns a model without memory. Later, transformers reads and
+converts the rank's tensors into a copy of the model's skeleton, which holds only those tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_thd._imports import available
 
 
 def draw_weights(module: nn.Module, device: torch.device, *, seed: int) -> None:
-    """Allocate everything that is on the meta device and set its initial values, in place."""
+    """Allocate all tensors that are on the meta device and set their initial values, in place."""
     filled = _with_memory(module, device)
     if not filled:
         return
@@ -37,13 +37,13 @@ def draw_weights(module: nn.Module, device: torch.device, *, seed: int) -> None:
     left = [name for name, tensor in filled.items() if _is_unset(tensor)]
     if left:
         raise ValueError(
-            f"{type(module).__name__} holds {left[:4]} on the meta device, and no _init_weights() or "
-            "reset_parameters() of the modules that own them gives them values. Write one."
+            f"{type(module).__name__} holds {left[:4]} on the meta device, and the modules that own them "
+            "have no _init_weights() or reset_parameters() that sets them. Write one."
         )
 
 
 def _with_memory(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """Replace what is on the meta device by memory marked as unset; shared tensors stay shared."""
+    """Replace tensors on the meta device by memory that is marked as unset; shared tensors stay shared."""
     made: dict[int, Tensor] = {}
     found: dict[str, Tensor] = {}
     for path, table, name, tensor in _held(module):
@@ -55,7 +55,7 @@ def _with_memory(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
 
 
 def _held(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, Tensor | None]]:
-    """Yield the path of every parameter and buffer, the table that holds it, its key there, and itself."""
+    """Yield, for every parameter and buffer, its path, the dict that holds it, its key there, and itself."""
     for path, child in module.named_modules():
         for table in (child._parameters, child._buffers):
             for name, tensor in list(table.items()):
@@ -106,7 +106,7 @@ def _initialise(module: nn.Module, names: Mapping[int, str], seed: int) -> None:
         if added:
             _initialise_adapters(child, path, adapters)
             return
-        if own is not None:  # a block may fill what its children hold
+        if own is not None:  # a block may set the weights of its children
             own._init_weights(child)
         tensors = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
         mine = [tensor for tensor in tensors if id(tensor) in names]
@@ -114,19 +114,19 @@ def _initialise(module: nn.Module, names: Mapping[int, str], seed: int) -> None:
         if reset is not None and any(map(_is_unset, mine)):
             reset()
         for tensor in mine:
-            if owners[id(tensor)] > 1:  # an embedding's rows are not the head's to fill again
+            if owners[id(tensor)] > 1:  # a tied weight is set only once, by its first owner
                 tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
     walk(module, "", None)
 
 
 def _initialise_adapters(layer: Any, path: str, configs: Mapping[str, Any]) -> None:
-    """Initialise LoRA adapters as their config asks; False leaves what nn.Linear draws."""
+    """Initialise LoRA adapters as their config asks; False keeps the values that nn.Linear draws."""
     kinds = {name: getattr(configs.get(name), "init_lora_weights", None) for name in getattr(layer, "r", ())}
     if not hasattr(layer, "reset_lora_parameters") or not {*kinds.values()} <= {True, False, "gaussian"}:
         raise ValueError(
             f"The adapters of {path} ({type(layer).__name__}) on the meta device have init_lora_weights="
-            f"{[*kinds.values()]}. Only LoRA's with True, False or 'gaussian' get values there."
+            f"{[*kinds.values()]}. Only LoRA's True, False and 'gaussian' work there: choose one."
         )
     for name, how in kinds.items():
         if how is not False:
@@ -153,7 +153,7 @@ def _untouched(tensors: list[Tensor]) -> Generator[None]:
 
 @contextlib.contextmanager
 def _seeded(names: Mapping[int, str], seed: int) -> Generator[None]:
-    """Seed every call that fills a named tensor by that name, inside this context."""
+    """Inside this context, seed every call that fills a named tensor with the tensor's name."""
     if not available("transformers"):
         yield
         return
@@ -187,21 +187,21 @@ _ATTRIBUTE = "_thd_unread"
 
 @dataclass(frozen=True, slots=True)
 class _Unread:
-    """A model built by ``from_pretrained`` on the meta device whose tensors are still to be read."""
+    """A model that ``from_pretrained`` built on the meta device and whose tensors are not read yet."""
 
     skeleton: nn.Module  # a copy of the model on the meta device
-    tensors: dict[str, Tensor]  # its parameters and buffers by name, which wrappers and cuts keep
-    versions: dict[str, int]  # the tensors' versions, which count what was written into them
+    tensors: dict[str, Tensor]  # its parameters and buffers by name; wrapping and cutting keep them
+    versions: dict[str, int]  # the tensors' versions, which rise with every write
     files: list[str]  # paths of safetensors files
     options: Any  # how to read them
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None  # a copy of the model has nothing of its own to read
+        return None  # a copy of the model has no tensors to read
 
 
 @contextlib.contextmanager
 def postponed_reading() -> Generator[None]:
-    """Make ``from_pretrained`` build models of safetensors on the meta device, without reading weights."""
+    """Make ``from_pretrained`` build safetensors models on the meta device, without reading weights yet."""
     from transformers import PreTrainedModel
     from transformers.core_model_loading import LoadStateDictInfo
 
@@ -237,7 +237,7 @@ def postponed_reading() -> Generator[None]:
 
 
 def read_weights(module: nn.Module) -> None:
-    """Read the tensors that a module still holds of models built under ``postponed_reading``, in place."""
+    """Read in place the tensors that a module keeps of models built under ``postponed_reading``."""
     for child in list(module.modules()):
         unread = child.__dict__.pop(_ATTRIBUTE, None)
         if unread is not None:
@@ -245,7 +245,7 @@ def read_weights(module: nn.Module) -> None:
 
 
 def require_unchanged(module: nn.Module) -> None:
-    """Refuse models whose tensors were replaced or written into since ``from_pretrained``, before the cut."""
+    """Before the cut, refuse models whose tensors were replaced or written since ``from_pretrained``."""
     held = {id(tensor) for tensor in module.parameters()}
     for child in module.modules():
         unread = child.__dict__.get(_ATTRIBUTE)
@@ -260,7 +260,7 @@ def require_unchanged(module: nn.Module) -> None:
         if written or (lost and added):
             raise ValueError(
                 f"{(written or added)[:4]} of {type(child).__name__} changed after from_pretrained, which "
-                "reads nothing under a pipeline until the model is cut. Build the model in __init__."
+                "reads weights under a pipeline only when the model is cut. Build the model in __init__."
             )
 
 
@@ -278,7 +278,7 @@ def _read(module: nn.Module, unread: _Unread) -> None:
     read: dict[int, Tensor] = {}
     for name, tensor in kept.items():
         new = _tensor(skeleton, name)
-        if not new.is_meta:  # takes the dtype and requires_grad of what it replaces
+        if not new.is_meta:  # it gets the dtype and requires_grad of the tensor that it replaces
             data = new.detach().to(tensor.dtype)
             plain = not isinstance(tensor, nn.Parameter)
             read[id(tensor)] = data if plain else nn.Parameter(data, tensor.requires_grad)
@@ -288,13 +288,14 @@ def _read(module: nn.Module, unread: _Unread) -> None:
 
 
 def _check(skeleton: nn.Module, found: Any, kept: dict[str, Tensor]) -> None:
-    """Raise for tensors that do not fit the model, and warn of those the folder lacks."""
+    """Raise if tensors do not fit the model, and warn if the folder lacks some."""
     wrong = [*map(str, found.mismatched_keys), *map(str, found.conversion_errors), *found.error_msgs]
     if wrong:
         raise ValueError(
-            f"The folder of {type(skeleton).__name__} holds tensors that do not fit the model: {wrong[:4]}."
+            f"The folder of {type(skeleton).__name__} holds tensors that do not fit the model: {wrong[:4]}. "
+            "Load it with the config that it was saved with."
         )
-    # A tied weight is read under one of its names.
+    # A tied weight is read under only one of its names.
     read = {id(tensor) for name, tensor in kept.items() if not _tensor(skeleton, name).is_meta}
     persistent = set(skeleton.state_dict())
     missing = [name for name, tensor in kept.items() if id(tensor) not in read and name in persistent]

@@ -305,9 +305,25 @@ def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> Non
 def test_fill_is_the_share_of_the_capacity(tmp_path: Path) -> None:
     clock, rows = Clock(), [{"input_ids": [1] * length} for length in (5, 3, 7, 2)]
     measured = monitor(clock)
-    trainer(tmp_path, measured).fit(Module(clock), THDDataModule(rows, capacity=10))
+    data = THDDataModule(rows, capacity=10)
+    trainer(tmp_path, measured).fit(Module(clock), data)
     assert measured.latest["train/packing/fill"] == pytest.approx(17 / 20)
     assert measured.latest["train/lengths"] == 17
+    measured = monitor(clock)
+    trainer(tmp_path, measured).fit(Module(clock), data.train_dataloader())
+    assert measured.latest["train/packing/fill"] == pytest.approx(17 / 20)
+
+
+def test_fill_of_packs_in_a_loop_takes_their_capacity(caplog: pytest.LogCaptureFixture) -> None:
+    for capacity, wanted in ((10, pytest.approx(17 / 20)), (None, 1.0)):
+        measured = monitor(Clock())
+        measured.watch(TinyModule().model, capacity=capacity)
+        with caplog.at_level("INFO"):
+            for lengths in ((5, 3, 2), (7,)):
+                with measured.step(THDBatch.collate([{"input_ids": [1] * length} for length in lengths])):
+                    pass
+            assert measured.finish().get("train/packing/fill") == wanted
+        assert ("Pass watch(capacity=...)" in caplog.text) is (capacity is None)
 
 
 MFU = "train/device/mfu"

@@ -1,9 +1,9 @@
-"""transformers' convolutions, scans and delta rules -> the same functions, able to run on shards.
+"""transformers' convolutions, scans and delta rules -> the same functions, which also run on shards.
 
-Layers call them by the names of their module, where each is patched once. A convolution of width W reaches
-W - 1 slots back, as a window of attention does, so that the functions of attention plan its exchange.
+Layers look the functions up in their own Python module, where each is patched once. A convolution of width W
+reads W - 1 earlier slots, as an attention window does. So the functions of attention plan its exchange.
 
-Legend: N slots of a shard, C channels, M slots of all stretches with the inputs before them.
+Legend: N slots of a shard, C channels, M slots of all stretches, each with the W - 1 inputs before it.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def run_delta_rule(
 
 
 def _others(options: dict[str, Any], *, refused: tuple[str, ...]) -> dict[str, Any]:
-    """Return a kernel's options without those that shards set themselves; refuse unsupported ones."""
+    """Return a kernel's options without those that are set here for shards; refuse unsupported ones."""
     for name in refused:
         if options.get(name) is not None:
             raise ValueError(
@@ -100,7 +100,7 @@ def _others(options: dict[str, Any], *, refused: tuple[str, ...]) -> dict[str, A
 
 
 def _no_fused_path(*_: Any, **__: Any) -> None:
-    """Stand in for a kernel that fuses convolution and scan, and report it as unavailable."""
+    """Replace a kernel that fuses convolution and scan; None means that it is unavailable."""
 
 
 _OWN_OPTIONS: Final = (
@@ -114,12 +114,12 @@ _SCANS: Final[dict[str, Callable[..., Any]]] = {
     "chunk_kimi_delta_attention": run_delta_rule,
 }
 _FUSED: Final = "mamba2_split_conv1d_scan_combined"
-# Layers whose convolution is all they carry; the others want a scan as well.
+# Layers whose only recurrent function is the convolution; all others must call a scan too.
 _CONVOLUTION_ALONE: Final = frozenset({"Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"})
 
 
 def adopt_functions(layer: type) -> frozenset[str]:
-    """Patch the one convolution and scan that a layer's forward calls, and name them, if it calls no more."""
+    """Patch a layer's convolution and scan and return their names; return none if the layer does not fit."""
     module: Any = sys.modules[layer.__module__]
     names = _names_in(layer.forward)  # type: ignore[attr-defined]
     scans = {name for name in _SCANS if name in names and callable(getattr(module, name, None))}
@@ -141,7 +141,7 @@ def run_on_shard(
     layout: ShardLayout,
     wanted: frozenset[str],
 ) -> Any:
-    """Call a layer's forward on a shard, its states passed from rank to rank; a collective."""
+    """Call a layer's forward on a shard and pass its states from rank to rank; a collective."""
     running, before = _Running(layout, []), getattr(_STATE, "running", None)
     _STATE.running = running
     try:
@@ -152,7 +152,7 @@ def run_on_shard(
     if called != sorted(wanted):
         raise RuntimeError(
             f"A recurrent layer on a context-parallel shard called {called} where {sorted(wanted)} carry its "
-            "state: another kernel is in their place (use_kernels=True?). Set context_parallel_size=1."
+            "state. Another kernel replaces them (use_kernels=True?). Set context_parallel_size=1."
         )
     return out
 
@@ -168,7 +168,7 @@ def _aware(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         return (rules | _SCANS)[name](original, running.layout, *args, **kwargs)
 
     on_shards._thd_shards = True  # type: ignore[attr-defined]
-    if not hasattr(original, "__wrapped__"):  # mixers distinguishes versions of transformers by it
+    if not hasattr(original, "__wrapped__"):  # mixers.py recognises transformers' version by it
         del on_shards.__wrapped__
     return on_shards
 
@@ -191,7 +191,7 @@ def _names_in(forward: Callable[..., Any], depth: int = 4) -> set[str]:
 
 
 class _Reach(NamedTuple):
-    """Stretches with the inputs before them: the slots of their rows, their groups, and this rank's rows."""
+    """Indices for stretches with the inputs before them: their slots, their batches, and this rank's rows."""
 
     rows: Tensor
     sources: tuple[Tensor, ...]
