@@ -43,7 +43,7 @@ class Alignment:
 
     def __post_init__(self) -> None:
         for name in ("sequence_multiple", "total_multiple"):
-            number = whole_number(getattr(self, name), name, least=1, advice="1 asks for nothing.")
+            number = whole_number(getattr(self, name), name, least=1, advice="1 means no padding.")
             object.__setattr__(self, name, number)
         if self.total_multiple % self.sequence_multiple:
             raise ValueError(
@@ -63,7 +63,7 @@ class Alignment:
     ) -> Alignment:
         """Return the alignment for one parallel layout and FP8 recipe."""
         for size, name in ((cp, "cp"), (tp, "tp")):
-            whole_number(size, name, least=1, advice="1 means not at all.")
+            whole_number(size, name, least=1, advice="1 means no such parallelism.")
         flags(sequence_parallel=sequence_parallel)
         choice(layout, "layout", *get_args(Layout))
         if recipe is not None:

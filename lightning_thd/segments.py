@@ -60,7 +60,7 @@ def seqlens_offsets(
         max_segments: the highest id M, known on the host.
 
     Returns:
-        Ids ``[1, 1, 1, 2, 2, 0, 3, 3]`` on both sides and M = 4 give lengths ``[3, 2, 2, 0]``, offsets
+        For ids ``[1, 1, 1, 2, 2, 0, 3, 3]`` on both sides and M = 4: lengths ``[3, 2, 2, 0]``, offsets
         ``[0, 3, 6, -1, -1]`` and starts ``[0, 3, 6, -1]``. Ids above M raise ValueError on the CPU, and fail
         in the kernel's index check on other devices.
     """
@@ -152,7 +152,7 @@ def _check_side(
             f"ids_{side} is {ids.dtype}; wanted int32 or int64. Call ids_{side}.to(torch.int32)."
         )
     if ids.ndim == 0:
-        raise ValueError(f"ids_{side} is a scalar; wanted [..., T]. Pass one id a slot.")
+        raise ValueError(f"ids_{side} is a scalar; wanted [..., T]. Pass one id per slot.")
     if pos is None:
         if mask != "padding":
             raise ValueError(
@@ -161,7 +161,7 @@ def _check_side(
     elif pos.shape != ids.shape or pos.device != ids.device or pos.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"pos_{side} is {pos.dtype} {list(pos.shape)} on {pos.device}; wanted int32 or int64 "
-            f"{list(ids.shape)} on {ids.device}, as ids_{side}. Pass one position a slot."
+            f"{list(ids.shape)} on {ids.device}, as ids_{side}. Pass one position per slot."
         )
     host = host_values(ids)
     if host is None or not host.size:

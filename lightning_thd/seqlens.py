@@ -179,7 +179,7 @@ def check_cu_seqlens(cu_seqlens: Ints, total: int) -> None:
     total = _count(total, "total")
     cu_seqlens = _offsets(cu_seqlens, None)
     if cu_seqlens.device.type == "meta":
-        raise ValueError("cu_seqlens is on the meta device, which holds no values. Check it before.")
+        raise ValueError("cu_seqlens is on the meta device, which holds no values. Check it on the CPU.")
     _check_offsets(cu_seqlens.detach().cpu().numpy(), total)
 
 
@@ -197,7 +197,7 @@ def _row(values: Any, name: str) -> Tensor:
     tensor = int_tensor(values, name)
     if tensor.ndim != 1:
         raise ValueError(
-            f"{name} has shape {list(tensor.shape)}; wanted one dimension, one pack. Call this once a row."
+            f"{name} has shape {list(tensor.shape)}; wanted one dimension, one pack. Call this once per row."
         )
     return tensor
 
@@ -248,7 +248,7 @@ def _check_lengths(host: npt.NDArray[np.integer]) -> None:
     """Raise for negative lengths, and for a sum above the int32 range."""
     if host.size and host.min() < 0:
         i = int(host.argmin())
-        raise ValueError(f"Sequence {i} has length {host[i]}; wanted 0 or more tokens. Mend the lengths.")
+        raise ValueError(f"Sequence {i} has length {host[i]}; wanted 0 or more tokens. Fix the lengths.")
     total = int(host.sum(dtype=np.int64))
     if total > INT32_MAX:
         raise ValueError(
@@ -265,8 +265,8 @@ def _check_position_ids(host: npt.NDArray[np.integer], num_sequences: int) -> No
         i = int(np.argmax(bad))
         raise ValueError(
             f"position_ids[{i}] is {host[i]}{f' after {host[i - 1]}' if i else ''}; wanted 0 at the start "
-            "of a sequence and one more at every further slot. Pass the positions of the whole pack, before "
-            "it is cut into context-parallel shards and without M-RoPE axes."
+            "of a sequence and one more at each later slot. Pass the positions of the whole pack, before it "
+            "is cut into context-parallel shards and without M-RoPE axes."
         )
     found = int(starts.sum())
     if found > num_sequences:
@@ -287,7 +287,7 @@ def _host_lengths(cu_seqlens: Tensor, lengths: Sequence[int] | None) -> list[int
     )
     if len(known) + 1 != cu_seqlens.shape[0]:
         raise ValueError(
-            f"{len(known)} lengths do not fit cu_seqlens of {cu_seqlens.shape[0]} entries. Pass theirs."
+            f"{len(known)} lengths do not fit cu_seqlens of {cu_seqlens.shape[0]} entries. Pass its lengths."
         )
     host = host_values(cu_seqlens)
     if host is not None and (np.diff(host) != np.asarray(known)).any():

@@ -41,7 +41,7 @@ def choose_way(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> W
         if not divides:
             raise ValueError(
                 f"{sizes.heads} query heads cannot be shared out among {layout.cp} context-parallel ranks; "
-                f"ulysses, and a window that looks ahead, want a multiple of {layout.cp}."
+                f"ulysses, and a window that looks ahead, need a multiple of {layout.cp}."
             )
         return "ulysses"
     if ahead:

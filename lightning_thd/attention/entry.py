@@ -268,7 +268,7 @@ def _check_offsets(cu_seqlens: Any, device: torch.device, side: str) -> None:
     if not isinstance(cu_seqlens, Tensor):
         instance(cu_seqlens, name, Tensor, advice="Make it with seqlens.cu_seqlens_from_lengths.")
     if cu_seqlens.device != device:
-        raise ValueError(f"{name} is on {cu_seqlens.device} but q is on {device}; move it once a batch.")
+        raise ValueError(f"{name} is on {cu_seqlens.device} but q is on {device}; move it once per batch.")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype != torch.int32:
         raise ValueError(
             f"{name} is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; want int32 [S + 1], at least one."
@@ -286,7 +286,7 @@ def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
     """Check the shape, dtype and device of the sinks."""
     if sinks is None:
         return
-    instance(sinks, "sinks", Tensor, advice="Pass one float a query head, or None.")
+    instance(sinks, "sinks", Tensor, advice="Pass one float per query head, or None.")
     if sinks.shape != (q.shape[1],) or sinks.device != q.device or not sinks.is_floating_point():
         raise ValueError(
             f"sinks is {sinks.dtype} {list(sinks.shape)} on {sinks.device}; want one float for each of the "

@@ -232,7 +232,7 @@ def _positions(
         if row.shape != (*leading, length):
             raise ValueError(
                 f"Sample {i} has position_ids of shape {row.shape}, and a sample before it of another kind. "
-                "Give every sample one position a token, [n], or every sample three, [3, n]."
+                "Give every sample one position per token, [n], or every sample three, [3, n]."
             )
         out[..., start : start + length] = row
     return torch.from_numpy(out)
@@ -244,7 +244,7 @@ def sequence_labels(samples: Sequence[Sample]) -> Tensor:
     if len(shapes := {None if label is None else label.shape for label in labels}) > 1:
         raise ValueError(
             f"Some samples of a batch have a label of another shape than others, or none: {shapes}. Give "
-            "every sample one label, or a list of the same number."
+            "every sample one label, or a list with as many labels."
         )
     return torch.from_numpy(np.stack([label for label in labels if label is not None]))
 
@@ -321,8 +321,8 @@ def padded_fields(input_ids: Any, attention_mask: Any, labels: Any) -> dict[str,
     below = (ids < 0) | ((source < 0) & (source != IGNORE_INDEX))
     if bool((below & mask).any()):
         raise ValueError(
-            "from_padded() got ids below 0, or labels below 0 that are not -100, where the mask is 1. Labels "
-            "are ids, or -100 where ignored."
+            "from_padded() got ids below 0, or labels below 0 that are not -100, where the mask is 1. Pass "
+            "token ids, and labels that are token ids or -100 to ignore a token."
         )
     rows = zip(ids.numpy(), source.numpy(), mask.numpy(), strict=True)
     return lay_out([{"input_ids": row[real], "labels": own[real]} for row, own, real in rows])

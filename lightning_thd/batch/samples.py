@@ -92,9 +92,9 @@ def per_token_row(sample: Mapping[str, Any], key: str, length: int, name: str) -
     """Read a sample's row of integers, which must have one value per token."""
     row = token_row(sample, key, name)
     if len(row) != length:
-        advice = "unshifted, with -100 where it is to be ignored" if key == "labels" else "or drop the key"
+        advice = "unshifted, with -100 for tokens to ignore" if key == "labels" else "or drop the key"
         raise ValueError(
-            f"{name} has {length} input_ids but {len(row)} {key}. Give one value a token, {advice}."
+            f"{name} has {length} input_ids but {len(row)} {key}. Give one value per token, {advice}."
         )
     return row
 
@@ -109,9 +109,9 @@ def _check_ids(row: NDArray[np.integer[Any]], name: str, what: str, *, least: in
     if not odd.size:
         return
     wanted = (
-        f"Ids run from 0 to {MOST_ID}; -100 belongs into labels, not into input_ids."
+        f"Ids run from 0 to {MOST_ID}; -100 belongs in labels, not in input_ids."
         if least == 0
-        else "Labels are ids, or -100 where a token is not to be learned."
+        else "Labels are ids, or -100 for tokens to ignore."
     )
     raise ValueError(f"{name} has the {what} {int(odd[0])}. {wanted}")
 
@@ -122,7 +122,7 @@ def refuse_wrapped(labels: NDArray[np.integer[Any]], name: str) -> None:
         kind = labels.dtype
         raise ValueError(
             f"{name} has the label {2 ** (8 * kind.itemsize) + IGNORE_INDEX} in {kind}, which is what -100 "
-            "becomes in a type without a sign. Give labels in a signed type, int32 for example."
+            "becomes in a type without a sign. Give labels in a signed type, such as int32."
         )
 
 
@@ -139,7 +139,7 @@ def check_attention_mask(sample: Mapping[str, Any], length: int, name: str) -> N
     try:
         mask = np.asarray(sample["attention_mask"])
     except (TypeError, ValueError, RuntimeError) as err:
-        raise ValueError(f"{name}: attention_mask is no row of ones ({err}). Leave it out.") from err
+        raise ValueError(f"{name}: attention_mask is not a row of ones ({err}). Leave it out.") from err
     if mask.shape != (length,) or not (mask == 1).all():
         raise ValueError(
             f"{name} has {length} input_ids and an attention_mask of shape {mask.shape} that is not all "
@@ -153,7 +153,7 @@ def position_row(sample: Mapping[str, Any], length: int, name: str) -> NDArray[n
     if row.shape not in ((length,), (3, length)):
         raise ValueError(
             f"{name} has {length} input_ids but position_ids of shape {row.shape}. "
-            "Give every sample one position a token, [n], or three, [3, n]."
+            "Give every sample one position per token, [n], or three, [3, n]."
         )
     return row
 
@@ -209,13 +209,13 @@ def sample_weights(sample: Mapping[str, Any], length: int, name: str) -> tuple[N
     if row.dtype.kind not in "iufb" or row.shape not in ((), (length,)):
         raise ValueError(
             f"{name} has {length} input_ids but weights of shape {row.shape} and dtype {row.dtype}. Give "
-            "one number for the sequence, or one a token, aligned with labels."
+            "one number for the sequence, or one per token, aligned with labels."
         )
     row = row.astype(np.float32)
     if not np.isfinite(row).all() or (row < 0).any():
         raise ValueError(
             f"{name} has the weight {float(row[~np.isfinite(row) | (row < 0)].flat[0])}. Weights are "
-            "finite and at least 0; for a negative factor weigh the loss of a step yourself."
+            "finite and at least 0; for a negative factor, multiply the loss of the step yourself."
         )
     return (np.broadcast_to(row, (length,)), float(row)) if row.ndim == 0 else (row, 1.0)
 
@@ -239,7 +239,7 @@ def refuse_shifted(rows: Iterable[tuple[NDArray[Any], NDArray[Any]]], name: str)
     if others >= _SHIFTED_FROM:
         raise ValueError(
             f"{name}: the labels are the next tokens, as if they were shifted already, and they are shifted "
-            "here. Give labels that are the ids themselves, -100 where one is not to be learned, or none."
+            "here. Give the ids themselves as labels, with -100 for tokens to ignore, or no labels."
         )
 
 

@@ -81,7 +81,7 @@ def rows_of_slots(x: Any, slots: int) -> Tensor:
     if isinstance(x, np.ndarray) and x.dtype.kind in "biufc":
         x = as_tensor(x)
     if not isinstance(x, Tensor):
-        raise TypeError(f"unpack() got {described(x)}; wanted a tensor with one row a slot.")
+        raise TypeError(f"unpack() got {described(x)}; wanted a tensor with one row per slot.")
     # With one slot, [1, 1, V] is a model's logits.
     row = x.ndim > 1 and x.shape[0] == 1 and (slots != 1 or (x.ndim > 2 and x.shape[1] == 1))
     return x[0] if row else x
@@ -212,17 +212,17 @@ class THDBatch(_Pinned):
         """Lay samples end to end and shift the targets inside every sequence.
 
         Args:
-            samples: dicts with ``input_ids`` (ints ``[n]``) and, optionally, ``labels`` (ints ``[n]``,
-                unshifted, -100 where ignored), ``next_label`` (int, the target of the last token of a piece
-                of a sequence), ``weights`` (one number for the sequence, or one per token, aligned with
-                labels), ``position_ids``, ``label`` (a number or list for the whole sequence), and other
-                tensors, concatenated into ``extras``. A batch without samples has one dummy slot.
+            samples: dicts with ``input_ids`` (ints ``[n]``). Optional keys are ``labels`` (ints ``[n]``,
+                unshifted, -100 where ignored), ``position_ids`` and ``next_label`` (int, the target of the
+                last token of a piece of a sequence). ``weights`` is one number for the sequence, or one per
+                token, aligned with labels. ``label`` is a number or list for the whole sequence. Other keys
+                are tensors, concatenated into ``extras``. A batch without samples has one dummy slot.
             align: an ``alignment.Alignment`` that pads every sequence, and the pack by a trailing sequence.
             pad_to: slots of the batch; a trailing sequence of token 0, without targets, fills the rest.
             sequence_ids: dataset index of every sample; 0, 1, 2, ... by default.
             loss_scale: see the class; by default 1 / loss tokens of this batch, or their weight.
             sequence_scale: see the class; computed from this batch if ``loss_scale`` is not given.
-            token_scale: see the class; computed as ``sequence_scale`` is.
+            token_scale: see the class; computed from this batch if it and ``loss_scale`` are not given.
             windows: the attention windows of the model for which ``stats`` counts query-key pairs.
             share_prefixes: store and compute tokens of common prefixes only once. If samples have common
                 prefixes, the batch is a ``SharedBatch`` with the same loss and gradient.
@@ -332,11 +332,11 @@ class THDBatch(_Pinned):
         """Return the arguments of a transformers model: the pack as a batch of one row.
 
         Returns:
-            ``input_ids`` ``[1, T]``, ``position_ids`` ``[1, T]`` or ``[3, 1, T]``, ``cu_seq_lens_q/k`` (the
-            offsets in memory), ``max_length_q/k`` (Python ints), ``attention_mask`` None, ``use_cache``
-            False (the default True makes transformers ignore the boundaries), and the extras, with
-            ``labels``, one per sequence, if the samples had a ``label``. If each sequence is padded,
-            ``cu_seq_lens_real`` has the cumulative lengths without padding. With shared prefixes,
+            ``input_ids`` is ``[1, T]``, ``position_ids`` is ``[1, T]`` or ``[3, 1, T]``. ``cu_seq_lens_q/k``
+            are the offsets in memory, ``max_length_q/k`` Python ints, and ``attention_mask`` is None.
+            ``use_cache`` is False, because the default True makes transformers ignore the boundaries. The
+            extras follow, with ``labels``, one per sequence, if samples had a ``label``. If each sequence is
+            padded, ``cu_seq_lens_real`` has the cumulative lengths without padding. With shared prefixes,
             ``shared_prefixes`` replaces the offsets; models without thd attention raise an error for it.
         """
         position_ids = self.position_ids
@@ -477,7 +477,7 @@ def check_batch(batch: object) -> None:
     if isinstance(batch, THDStep):
         raise TypeError(
             f"batch is a THDStep of {len(batch)} microbatches; wanted one THDBatch. strategy='thd', "
-            "'thd_ddp' and 'thd_model_parallel' hand them to training_step one at a time. In a loop of your "
-            "own run each of step.microbatches, and take the mean of their losses."
+            "'thd_ddp' and 'thd_model_parallel' pass them to training_step one at a time. In your own loop, "
+            "run each of step.microbatches, and take the mean of their losses."
         )
     instance(batch, "batch", THDBatch, advice="Pass THDBatch.collate(samples).")

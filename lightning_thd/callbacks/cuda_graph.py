@@ -64,8 +64,8 @@ class CUDAGraphCallback(L.Callback):
 
     Args:
         max_sequences: the number of sequences of each captured shape, one or several. ``"auto"`` chooses one
-            to three from the packs that the data module's planner will make, or from the first 32 batches if
-            there is no planner. It prints the table of :class:`GraphPlan` once.
+            to three, for the packs of the data module's planner. Without a planner it uses the first 32
+            batches. It prints the table of :class:`GraphPlan` once.
         costs: the step times that ``"auto"`` assumes; by default those of a launch-bound step.
         require: raise an error if graphs are not possible, instead of training without them.
         backend: ``"cuda"``, or ``"recording"`` for tests on a CPU.
@@ -182,7 +182,7 @@ class CUDAGraphCallback(L.Callback):
         problem = self.plan.problem()
         # Without a planner, ranks have seen different batches; they must all capture, or none.
         if not all_agree(problem is None, batch.input_ids.device):
-            self._stay_idle(problem or "another rank has no use for graphs, and says why")
+            self._stay_idle(problem or "graphs are no gain on another rank, whose message says why")
             return False
         return True
 
@@ -219,7 +219,7 @@ def _unsupported(trainer: L.Trainer, module: L.LightningModule, backend: Backend
     if not module.automatic_optimization:
         return (
             "the module has automatic_optimization=False, so training_step contains the optimizer. Wrap the "
-            "part that makes the loss: GraphedStep(function, module, buckets=...)"
+            "part that computes the loss: GraphedStep(function, module, buckets=...)"
         )
     size = getattr(trainer.strategy, "context_parallel_size", 1)
     if size != 1:

@@ -94,7 +94,7 @@ def choose(buckets: Sequence[Bucket], batch: THDBatch) -> tuple[Bucket | None, R
 
 def make_buckets(max_sequences: Sequence[int], *, slots: int, max_seqlen: int | None = None) -> list[Bucket]:
     """Make one bucket per number of sequences, in ascending order."""
-    counts = sorted(set(host_ints(max_sequences, "max_sequences", advice="Pass (24, 80), say.").tolist()))
+    counts = sorted(set(host_ints(max_sequences, "max_sequences", advice="Example: (24, 80).").tolist()))
     if not counts:
         raise ValueError("max_sequences is empty; wanted at least one number, for example 64, or 'auto'.")
     longest = slots if max_seqlen is None else max_seqlen
@@ -139,8 +139,8 @@ _HIDDEN = (
     *("sequence_shares", "sequence_scale", "token_scale", "microbatch", "set_name"),
 )
 _ADVICE = (
-    "which the host knows and which changes from batch to batch; a captured step would go on with the value "
-    "of the batch it was captured on. Use the tensors of the batch (cu_seqlens, targets, loss_scale), or "
+    "which the host knows and which changes from batch to batch; a captured step would keep the value of "
+    "the batch at its capture. Use the tensors of the batch (cu_seqlens, targets, loss_scale), or "
     "move this to on_train_batch_start."
 )
 

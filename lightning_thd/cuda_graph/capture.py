@@ -171,8 +171,8 @@ def _refuse_foreign_leaves(outputs: list[Tensor], leaves: Sequence[Tensor]) -> N
         if isinstance(variable, Tensor) and id(variable) not in known:
             raise CaptureError(
                 f"the step trains a tensor of shape {tuple(variable.shape)} that is no parameter of the "
-                "module, or that it reaches past the module, and a replay would give it no gradient. Put it "
-                "into the module as a Parameter, and use it from there."
+                "module, or that it uses from outside of the module. A replay would give it no gradient. Put "
+                "it into the module as a Parameter, and use it from there."
             )
         stack += [parent for parent, _ in node.next_functions]
 

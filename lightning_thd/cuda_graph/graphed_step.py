@@ -235,7 +235,7 @@ class GraphedStep:
             self._give_up(
                 CaptureError(
                     f"the module changed again after {self._rounds} captures ({change}). Swap weights by "
-                    "copying values in place (copy_), which graphs see."
+                    "copying values in place (copy_), which keeps graphs valid."
                 )
             )
 
@@ -305,7 +305,7 @@ def _modes(example: Example) -> tuple[Any, ...]:
 # A replay has a bucket's shapes, which differ from the batch's. So a step gives different numbers in a bucket
 # if it divides by the number of slots or sequences, takes a mean over slots, or returns a tensor of slots.
 _ADVICE = (
-    "Divide by what the batch counts, (batch.targets != -100).sum(), or use causal_lm_loss; return and log "
+    "Divide by the number of targets, (batch.targets != -100).sum(), or use causal_lm_loss; return and log "
     "sums over tokens, no tensors of slots; or train this step eagerly."
 )
 # The relative differences by dtype that rounding can cause, because padding changes the order of sums.

@@ -83,8 +83,8 @@ def lint_capture(module: nn.Module, batch: THDBatch, *, step: StepFunction | Non
         )
     if isinstance(batch, THDShard):
         raise ValueError(
-            "lint_capture got a THDShard, whose attention needs the other ranks; wanted the whole THDBatch "
-            "it was cut from. What a step reads is the same."
+            "lint_capture got a THDShard, whose attention needs the other ranks; wanted the whole THDBatch. "
+            "Pass the batch before it is cut into shards."
         )
     found: dict[str, Finding] = {}
 

@@ -184,8 +184,8 @@ class FP8Precision(Precision):
             if found is not None and (found.engine, found.name) != (self.recipe.engine, self.recipe.name):
                 raise MisconfigurationException(
                     f"The model was converted to {found.engine} {found.name!r} by convert_linear, and "
-                    f"FP8Precision is to train it in {self.recipe.engine} {self.recipe.name!r}: packs and "
-                    "MFU would be another recipe's. Give both the same, or leave convert_linear out."
+                    f"FP8Precision is set to {self.recipe.engine} {self.recipe.name!r}, so packs and MFU "
+                    "would be wrong. Give both the same recipe, or leave convert_linear out."
                 )
             self.converted = Converted()
             self._check_converted(module)

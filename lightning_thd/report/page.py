@@ -96,8 +96,8 @@ def read_metrics(folder: str | Path) -> Series:
     files = sorted(Path(folder).rglob("metrics.csv"), key=lambda file: file.stat().st_mtime)
     if not files:
         raise ValueError(
-            f"No metrics.csv below {folder}: the report reads what CSVLogger writes. Train with "
-            f"logger=CSVLogger({str(folder)!r}), beside a TensorBoardLogger in a list if you like. "
+            f"No metrics.csv below {folder}: the report reads the files of CSVLogger. Train with "
+            f"logger=CSVLogger({str(folder)!r}), or with a list of it and other loggers. "
             "See docs/reference/messages.md#report."
         )
     found: dict[str, dict[int, float]] = {}
