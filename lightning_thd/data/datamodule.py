@@ -56,7 +56,7 @@ class THDDataModule(LogsSources):
         val: as ``train``; every sequence is used once, in packs of the dataset's own order. A dict
             ``{name: source}`` makes one loader for each set, whose batches carry its name in ``set_name``.
         test: as ``val``.
-        predict: as ``val``; ``batch.unpack(output)`` splits outputs by sequence, as ``batch.sequence_ids``.
+        predict: as ``val``; ``batch.unpack(output)`` splits outputs in the order of ``batch.sequence_ids``.
         tokenizer: ``str -> ids`` for text, or the name of a Hugging Face tokenizer; UTF-8 bytes by default.
             Conversations need a Hugging Face tokenizer with a chat template.
         processor: the processor of Qwen2-VL, Qwen2.5-VL, Qwen3-VL or Llava, or its folder, for conversations

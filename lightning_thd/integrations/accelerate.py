@@ -138,8 +138,8 @@ def _refuse_fast_scheduler(accelerator: Any, scheduler: Any) -> None:
     steps_once = getattr(scheduler, "split_batches", True) or not getattr(scheduler, "step_with_optimizer", 1)
     if processes > 1 and type(scheduler).__module__.startswith("accelerate.") and not steps_once:
         raise ValueError(
-            f"scheduler was prepared by Accelerate, which steps it {processes} times an optimizer step, once "
-            "for every process. Give prepare_thd the scheduler itself, reckoned in optimizer steps."
+            f"scheduler was prepared by Accelerate, which steps it {processes} times per optimizer step, "
+            "once for every process. Give prepare_thd the scheduler itself, counted in optimizer steps."
         )
 
 

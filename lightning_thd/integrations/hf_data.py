@@ -82,7 +82,7 @@ class WithLabels:
         if positions is not None and not np.array_equal(np.asarray(positions), np.arange(length)):
             raise ValueError(
                 f"Row {i} of the dataset has position_ids that do not count from 0 to {length - 1}. Give one "
-                "sequence a row without them, or use Lightning's Trainer with THDDataModule."
+                "sequence per row without them, or use Lightning's Trainer with THDDataModule."
             )
         others = [name for name in self._further if sample.get(name) is not None]
         others += [name for name in TYPES if sample.get(name) is not None and np.any(sample[name])]

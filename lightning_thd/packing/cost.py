@@ -17,7 +17,7 @@ IntArray = npt.NDArray[np.int64]
 # Positions of sequences -> int64 [S, 2]: their image patches, and the sum of a frame's squared patches.
 Media = Callable[[IntArray], IntArray]
 
-_EDGE = 64  # least patches along an edge of the probed image, as many as 1,000 pixels have
+_EDGE = 64  # least patches along an edge of the probed image; an edge of about 1,000 pixels has 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +93,6 @@ def media_table(patches: npt.ArrayLike, sequences: int) -> IntArray:
     values = host_ints(patches, "patches", least=0, ndim=None, advice="Pass 0 for text.")
     if values.shape not in ((sequences,), (sequences, 2)):
         raise ValueError(
-            f"patches has the shape {values.shape} for {sequences} sequences; wanted one or two each."
+            f"patches has the shape {values.shape} for {sequences} sequences; wanted one number each, or two."
         )
     return values if values.ndim == 2 else np.stack([values, values * values], axis=1)

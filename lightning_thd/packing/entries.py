@@ -62,9 +62,7 @@ def open_lengths(lengths: Lengths) -> OpenLengths:
         return values if values.size else np.empty(0, np.int64)
     if isinstance(lengths, VirtualLengths) and not isinstance(lengths, str | bytes | Mapping):
         return lengths
-    raise ValueError(
-        f"lengths is a {type(lengths).__name__}. Pass an array of ints, or an object that arrays index."
-    )
+    raise ValueError(f"lengths is a {type(lengths).__name__}. Pass an array of ints, or a VirtualLengths.")
 
 
 def read_lengths(lengths: OpenLengths, positions: IntArray) -> IntArray:

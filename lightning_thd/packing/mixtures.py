@@ -1,8 +1,8 @@
 """Sizes and weights of sources -> how many and which sequences of each an epoch takes.
 
 An epoch of a mixture takes a fixed number of sequences of every source. A source is reshuffled whenever it is
-used up. So after any number of epochs, no sequence of a source was used more than once more than another.
-Nothing is stored: draw j of a source is a pure function of seed, source and j.
+used up. So after any number of epochs, the uses of two sequences of a source differ by at most one. Nothing
+is stored: draw j of a source is a pure function of seed, source and j.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def take_turns(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mixture:
-    """Entries of an epoch -> dataset indices, where the data of all sources are laid end to end."""
+    """Entries of an epoch -> indices into the data of all sources, laid end to end."""
 
     names: tuple[str, ...]
     sizes: IntArray  # sequences of each, int64 ``[K]``

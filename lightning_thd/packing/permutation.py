@@ -1,9 +1,9 @@
 """A key and positions -> the entries that a shuffle puts there, without holding the shuffle in memory.
 
-A Feistel network over ``a x b >= n`` with modular addition permutes ``a * b`` values (Black and Rogaway,
-"Ciphers with arbitrary finite domains", CT-RSA 2002, method FE). A value past n goes through the network
-again until it is below n. With ``a, b`` near sqrt(n), fewer than one in sqrt(n) values do. splitmix64 keys
-each of the eight rounds. numpy's generators are not used, so that plans do not depend on its release.
+A Feistel network over ``a x b >= n`` with modular addition permutes ``a * b`` values. It is the method FE of
+Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002. A value past n goes through the
+network again until it is below n. With ``a, b`` near sqrt(n), fewer than one in sqrt(n) values do.
+splitmix64 keys each of the eight rounds. No numpy generator is used, so plans do not depend on its release.
 """
 
 from __future__ import annotations

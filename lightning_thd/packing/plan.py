@@ -24,7 +24,7 @@ class _StepSize:
 
 @dataclass(frozen=True, slots=True)
 class Packs(_StepSize):
-    """A step size: ``n`` packs in the whole job, as many as ranks times microbatches.
+    """A step size: ``n`` packs in the whole job. ``n`` is ranks times microbatches of each rank.
 
     Args:
         n: packs, at least one; a multiple of the data-parallel ranks.
@@ -84,7 +84,7 @@ Weigh = Callable[[Spans], FloatArray | None]
 
 
 def step_scale(weight: float, *, dp: int, num_microbatches: int) -> float:
-    """Return the factor that turns summed losses, averaged over ranks and microbatches, into their mean."""
+    """Return the factor that turns summed losses, averaged over ranks and microbatches, into the mean."""
     return dp * num_microbatches / weight if weight else 0.0
 
 

@@ -181,12 +181,12 @@ class PackPlanner(Resumable):
         tail: what to do if the last step of an epoch has too few packs or sequences: ``pad`` runs it with
             those that are left, ``drop`` leaves it out.
         seed: the seed of every shuffle.
-        loss_tokens: targets of each sequence, ints ``[N]``, ``"all"`` when every token with a next one has a
-            target, or a function ``Spans -> float64 [2, S]`` that gives the weights of their loss tokens and
-            of their sequences; then each plan holds the loss scale of its step.
+        loss_tokens: targets of each sequence, ints ``[N]``, or ``"all"`` if every token with a next one has a
+            target. A function ``Spans -> float64 [2, S]`` gives the weights of their loss tokens and of their
+            sequences instead. Each plan then holds the loss scale of its step.
         scheduler: a function that replaces :func:`balance`, for ``Sequences(n)``.
         schedule: the number of the microbatch of each sequence, ints ``[N]``, for ``Packs(n)``. Every epoch
-            then runs these packs in this order, and the planner packs nothing.
+            then runs these packs in this order, and the planner makes no packs.
         counts: packs of every window, from :attr:`counts` of a planner with the same fingerprint.
         num_workers: processes that count the packs of the windows; 0 counts them in this one.
         patches: image patches of each sequence, ints ``[N]`` or ``[N, 2]`` as ``Cost`` takes them, or a

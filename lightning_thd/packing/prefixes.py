@@ -87,7 +87,7 @@ class _Cut:
         return int(self._lengths[a:b].sum() - self._shared[a + 1 : b].sum())
 
     def add(self, a: int, b: int) -> None:
-        """Add the sequences ``a`` to ``b`` as one group, or cut them where they share least."""
+        """Add the sequences ``a`` to ``b`` as one group, or cut them where they share fewest tokens."""
         waiting = [(a, b)]
         while waiting:
             a, b = waiting.pop()

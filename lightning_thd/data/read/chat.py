@@ -37,8 +37,8 @@ class Places:
         wanted = sum(part.get("type") == "image" for message in messages for part in _parts(message))
         if len(pieces) != wanted + 1:
             raise ValueError(
-                f"it writes {len(pieces) - 1} times {self.token!r} for {wanted} images. "
-                "Take the words out of the text."
+                f"the template writes {len(pieces) - 1} times {self.token!r} for {wanted} images. "
+                "Remove that word from the text."
             )
         filled = zip(pieces[1:], self.counts, strict=False)
         return pieces[0] + "".join(self.token * count + piece for piece, count in filled)

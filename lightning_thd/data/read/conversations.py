@@ -74,7 +74,7 @@ def messages_of(record: dict[str, Any], kind: Kind) -> Conversation:
         prompt = _turns(record["prompt"])
         return Conversation([*prompt, *_turns(record["completion"])], tools, len(prompt), options)
     if record.get("system"):
-        raise ValueError("'system' stands beside 'messages'. Make it the first of the messages.")
+        raise ValueError("'system' is beside 'messages'. Make it the first of the messages.")
     turns = _turns(record["messages"])
     return Conversation(turns, tools, 0, options)
 

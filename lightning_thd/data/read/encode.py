@@ -76,7 +76,7 @@ def _label_of(record: Record) -> Number | None:
         value = beside["labels"]
     if _is_row(value):
         raise ValueError(
-            "several numbers under 'label', of which files keep one. Rename the key, or pass a list of "
+            "several numbers under 'label', but files keep only one. Rename the key, or pass a list of "
             "samples with input_ids and label."
         )
     return cast("Number", value) if is_scalar(value) and np.isfinite(value) else None
@@ -168,7 +168,7 @@ class Encoder:
             return _Row(self._batch([text_of(record, self.text_key)])[0], None, _label_of(record))
         found = kind_of(record, self.text_key)
         if isinstance(record, str) or (found != self.kind and not is_kind(record, self.kind)):
-            raise ValueError(f"a record of kind {found!r} among those of kind {self.kind!r}. Sort them.")
+            raise ValueError(f"a record of kind {found!r} among those of kind {self.kind!r}. Split them.")
         if self.kind == "ids":
             return _Row(*ids_of_record(record), _label_of(record))
         for name in names("raw", "audio", "media"):

@@ -87,7 +87,7 @@ def parse_line(line: bytes) -> dict[str, Any] | Bad:
     parsed = parse_json(line.removeprefix(_BOM))
     if isinstance(parsed, dict | Bad):
         return parsed
-    return Bad(f"a {type(parsed).__name__}, wanted one JSON object a line.")
+    return Bad(f"a {type(parsed).__name__}, wanted one JSON object per line.")
 
 
 def _jsonl(file: SourceFile, start: int, stop: int) -> Iterator[Placed]:

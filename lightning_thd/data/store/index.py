@@ -100,7 +100,7 @@ class SequenceIndex:
 
     lengths: NDArray[np.integer]  # tokens of every sequence, ints ``[N]``
     loss_tokens: NDArray[np.integer]  # tokens that have a target; a sequence's first label never counts
-    # sorted rows that are known to carry images or the like
+    # sorted rows that are known to carry images, videos or other inputs beside tokens
     media: NDArray[np.integer] = field(default_factory=lambda: np.empty(0, np.int64))
     # fp64 ``[N]``, empty without weights: each sequence's sum of weights over its loss tokens, then each
     # sequence's own weight.
@@ -246,7 +246,7 @@ def content_of_rows(dataset: MapDataset, index: SequenceIndex) -> str | None:
 
 
 def refuse_cut(sample: Mapping[str, Any], i: int, length: int) -> None:
-    """Refuse to cut a sequence that carries images or the like, whose placeholder tokens could be lost."""
+    """Refuse to cut a sequence with images or other inputs, whose placeholder tokens could be lost."""
     if names := inputs(sample):
         raise ValueError(
             f"Sequence {i} has {length} tokens, more than fit a pack, and carries {', '.join(names)}, so it "

@@ -97,7 +97,7 @@ class Engine:
             self._plan()  # sends the error to the other ranks, which are waiting, and raises
             raise
         self.ledger.steps += 1
-        whole = self.ledger.rounds.copy()  # passes over each source of which all is used
+        whole = self.ledger.rounds.copy()  # passes over each source whose sequences are all used
         for table in (self.ledger.pool, *(step.table for step in self.ledger.planned)):
             np.minimum.at(whole, settings.source_of[table["shard"]], table["round"])
         last = settings.dry == "restart" and int(whole.min()) > self.ledger.number
@@ -179,7 +179,7 @@ class Engine:
                 self._restart(number)
 
     def _restart(self, number: int) -> None:
-        """Begin the next pass over one source of a mixture, which ran dry."""
+        """Begin the next pass over a source that ran dry, in a mixture."""
         source, ledger = self._settings.sources[number], self.ledger
         if not self._given[number]:
             raise ValueError(f"The source {source.name!r} gave no sequence in a whole pass. Leave it out.")

@@ -48,8 +48,8 @@ class Stream:
     Attributes:
         source: a path, folder or glob of ``.jsonl`` (also compressed), ``.parquet``, ``.arrow`` or
             ``.feather`` files, or a list of them, local or through fsspec; an ``IterableDataset``; a function
-            that returns an iterator, ``make()`` or ``make(part, parts)``. One rank reads a source that has
-            no parts for all ranks, so it must not split itself by rank.
+            that returns an iterator, ``make()`` or ``make(part, parts)``. A source without parts is
+            read by one rank for all ranks, so it must not split itself by rank.
         window: sequences that each rank holds to choose from; a larger window fills packs and balances
             work better.
         shuffle_buffer: sequences that each rank holds to draw steps from at random; 0 keeps their order.
@@ -158,13 +158,13 @@ class StreamedSteps:
         return found
 
     def steps(self, at: Position, limit: int | None) -> Iterator[Made]:
-        """Make steps without end, pass after pass over the stream, from where the stream is."""
+        """Make steps without end, pass after pass over the stream, from its present position."""
         while True:
             made = self._received(at)
             if made is None:
                 raise ValueError(
                     "A pass over the stream gave no step: it has too few sequences for one step of "
-                    f"{self._settings.scheduling.step}, or none."
+                    f"{self._settings.scheduling.step}, or none. Lower global_batch, or give more data."
                 )
             (step,) = made.batches
             assert isinstance(step, THDStep)
@@ -272,7 +272,7 @@ def _settings(streams: Streams, settings: DataSettings, host: Host) -> Settings:
     if host.sharing is not None:
         raise ValueError("context_parallel_size='dynamic' plans a degree from all lengths. Pass a dataset.")
     if settings.oversize == "split":
-        raise ValueError("oversize='split' needs every length before the first step, which streams lack.")
+        raise ValueError("oversize='split' needs every length before the first step. Set another policy.")
     step, opener = settings.step(host), settings.opener
     if isinstance(step, Packs) and step.n % host.ranks:
         raise ValueError(f"{step} cannot be shared by {host.ranks} data-parallel ranks.")
