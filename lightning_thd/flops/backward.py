@@ -1,8 +1,8 @@
 """Layers and the module they describe -> the same layers with the backward pass that autograd will run.
 
-A weight's gradient costs one forward more if the weight is trained, the gradient of its input one more if
-anything trained runs before it. Weights are read off parameters and ``in_features``, not off classes: so
-adapters, sharded (DTensor) and quantized weights count by their full size.
+The gradient of a trained weight costs as much as its forward. The gradient of its input costs the same again
+if anything trained runs before it. Sizes come from parameters and ``in_features``, not from classes, so
+adapters, sharded (DTensor) and quantized weights count with their full size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WRAPPERS = re.compile(
     r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module|"
     r"modules_to_save\.[^.]+|module)\."
 )
-_TWIN = "_original_module."  # what Fabric wraps once more
+_TWIN = "_original_module."  # Fabric's second name for the module that it wraps
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d+)\.(.+)$")
 _VISION = re.compile(r"(?:^|\.)(?:visual|vision_tower|vision_model|multi_modal_projector)\.(.+)$")
 _TEXT = re.compile(r"(?:^|\.)(language_model|text_model)(?:\.|$)")
@@ -38,7 +38,7 @@ _OWN = re.compile(
     r"project_in|project_out)\."
 )
 _TRANSFORM = re.compile(r"(?:^|\.)(predictions\.transform|vocab_transform|lm_head\.dense|head\.dense)\.")
-# What is named behind the layers and runs before them.
+# Modules that run before the layers, although their names may come after them.
 _INPUTS = ("embed", "prompt", "prefix", "tower", "audio", "wte", "wpe")
 _NO_LAYERS = ("", "lm_head", "transform", "visual.merger", "visual.patch_embed")
 _TWICE = ("modality_router",)  # AltUp routes before and after a layer
@@ -49,7 +49,7 @@ _OUT = (
     *("output_linear", "wo", "w2", "dense_attention", "linear_fc2", "proj", "out_lin", "lin2", "o"),
 )
 _MLP = ("mlp", "feed_forward", "ffn", "expert", "moe", "fc1", "fc2", "router")
-# PEFT's weights beside those of the model, and the model's own where a copy is trained in their place.
+# PEFT's additional weights, and the model's own weights that a trained copy replaces.
 _OF_ADAPTER = re.compile(r"\.(lora_\w+|modules_to_save|original_module)\.([^.]+)")
 _LAST_NORM = ("post_feedforward", "post_mlp", "post_ff", "output.layernorm", "output_layer_norm")
 _SECOND_NORM = (
@@ -63,12 +63,12 @@ class Weight:
     """One parameter of a layer: its size, whether it is trained, and when it runs in its layer."""
 
     path: str
-    macs: int  # multiply-adds a token, 0 for what is no matmul
+    macs: int  # multiply-adds per token; 0 if the weight is not in a matmul
     trained: bool
     stage: float  # 0 into the mixer, 1 out of it, 2 into the MLP, 3 out of it; norms between
     adapter: str = ""  # "A" or "B" of a low-rank pair
     router: bool = False
-    follows: bool = False  # belongs to no layer and is named behind the first one
+    follows: bool = False  # belongs to no layer, and its name comes after that of the first layer
 
 
 def weights_by_layer(module: nn.Module, active: float) -> dict[str, list[Weight]]:
@@ -96,7 +96,7 @@ def weights_by_layer(module: nn.Module, active: float) -> dict[str, list[Weight]
 
 
 def _is_idle(name: str, owners: dict[str, nn.Module]) -> bool:
-    """Return whether PEFT runs something else in place of a weight: another adapter, or a trained copy."""
+    """Return whether PEFT does not run a weight: another adapter is active, or a trained copy replaces it."""
     found = _OF_ADAPTER.search(name)
     wrapper: Any = owners[name[: found.start()]] if found else None
     if found is None or not hasattr(wrapper, "active_adapters"):
@@ -104,13 +104,13 @@ def _is_idle(name: str, owners: dict[str, nn.Module]) -> bool:
     off = wrapper.disable_adapters or getattr(wrapper, "merged", False)
     active = () if off else wrapper.active_adapters
     if found.group(1) == "original_module":
-        copies = getattr(wrapper, "modules_to_save", None)  # else an adapter that holds the module itself
+        copies = getattr(wrapper, "modules_to_save", None)  # None: an adapter holds the module
         return copies is None or any(adapter in copies for adapter in active)
     return found.group(2) not in active
 
 
 def decoder_prefix(names: Iterable[str]) -> str:
-    """Return the prefix of ``layers.0`` in the decoder's names; towers have layers of their own."""
+    """Return the prefix of ``layers.0`` in the decoder's names, not in those of a tower."""
     indices: dict[str, set[str]] = defaultdict(set)
     for name in names:
         plain = _WRAPPERS.sub("", name + ".")
@@ -124,7 +124,7 @@ def _locate(name: str, decoder: str) -> tuple[str, str]:
     vision = _VISION.search(name)
     layer = _LAYER.search(vision.group(1) if vision else name)
     if layer and not vision and name[: layer.start(1)].rpartition(".")[0].rpartition(".")[0] != decoder:
-        return "", name  # an audio tower's, a resampler's
+        return "", name  # a layer of an audio tower or a resampler
     if vision and "patch_embed" in vision.group(1):
         return "visual.patch_embed", vision.group(1)
     if vision:
@@ -140,7 +140,7 @@ def _locate(name: str, decoder: str) -> tuple[str, str]:
 
 
 def _macs(owner: nn.Module, leaf: str, inside: str, parameter: nn.Parameter, active: float) -> int:
-    """Return the multiply-adds a token of one parameter; 0 for routers, which the count leaves out."""
+    """Return one parameter's multiply-adds per token; 0 for routers, which this count leaves out."""
     if _is_router(inside) or isinstance(owner, nn.Embedding):
         return 0
     if parameter.dim() == 3 and "expert" in inside:
@@ -209,7 +209,7 @@ def layers_of_module(layers: Sequence[Layer], module: nn.Module) -> tuple[tuple[
 
 
 def checkpointing(module: nn.Module) -> tuple[Recompute, set[str]]:
-    """Return which activation checkpointing is switched on, and in which layers."""
+    """Return which activation checkpointing is on, and in which layers."""
     functions: list[Any] = []
     layers = set()
     decoder = decoder_prefix(name for name, _ in module.named_modules())
@@ -257,7 +257,7 @@ def _backward(layer: Layer, weights: list[Weight], upstream: bool) -> tuple[Laye
     runs = upstream or first < float("inf")
     products = [term for term in layer.terms if _has_weight(term)]
     own, adapters = ([w for w in weights if bool(w.adapter) is added] for added in (False, True))
-    # The matmul weights found in the module are those that the config implies.
+    # True if the module's matmul weights are those that the config implies.
     exact = len({term.basis for term in products}) == 1 and (
         sum(2 * weight.macs for weight in own) == sum(term.forward for term in products)
     )
@@ -269,7 +269,7 @@ def _backward(layer: Layer, weights: list[Weight], upstream: bool) -> tuple[Laye
             learned = learned if any(weight.router and weight.trained for weight in weights) else 0
         elif _has_weight(term) and exact:  # counted by weight below
             inputs = learned = 0
-        elif _has_weight(term):  # names are unknown: by the share of trained parameters
+        elif _has_weight(term):  # unknown names: use the share of trained parameters
             share = [(max(weight.macs, 1), weight.trained) for weight in weights]
             inputs = inputs if runs else 0
             learned = learned * sum(macs for macs, on in share if on) // sum(macs for macs, _ in share)
@@ -297,7 +297,7 @@ def _adapter_terms(layer: Layer, adapters: list[Weight], upstream: bool, first: 
     basis: Basis = next(term.basis for term in layer.terms if _has_weight(term))
     kind = next(term.kind for term in layer.terms if _has_weight(term))
     for weight in adapters:
-        # the input of B is the output of A, which is trained; A's input is that of the layer it adapts
+        # B's input is the output of A, which is trained; A's input is that of the adapted layer
         reached = weight.adapter == "B" or upstream or first < weight.stage
         last = weight.adapter == "B" and weight.stage == 3
         term = matmul(f"lora_{weight.adapter}", weight.macs, kind=kind, basis=basis, last=last)

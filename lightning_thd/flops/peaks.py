@@ -1,8 +1,8 @@
-"""Device name and dtype -> the FLOP/s of dense matmuls: what its vendor promises, or a measurement.
+"""A device name and a dtype -> the FLOP/s of dense matmuls: the vendor's figure, or a measurement.
 
-Vendors print figures with 2:4 sparsity for most tensor units, and consumer cards with 16-bit accumulation;
-both are halved in the table to what training can reach. ``Peak.printed`` says which it was. Where a package
-holds two dies that torch sees as two devices, a row is one die.
+Vendors print figures with 2:4 sparsity for most tensor units, and figures with 16-bit accumulation for
+consumer cards. The table halves both, because training cannot reach them. ``Peak.printed`` is the kind of
+figure that was printed. If torch sees the two dies of a package as two devices, a row is one die.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:
     """Return the dense peak of a device, or None.
 
     Args:
-        device_name: as ``torch.cuda.get_device_name`` gives it, in any case.
-        dtype: of the matmuls; a torch dtype, its name, or "bf16", "fp16", "tf32", "fp32", "fp8", "fp4".
+        device_name: the name from ``torch.cuda.get_device_name``, in upper or lower case.
+        dtype: a torch dtype, its name, or "bf16", "fp16", "tf32", "fp32", "fp8", "fp4".
 
     Returns:
         FLOP/s; None for a device or a dtype that the table does not have, and for a slice of a device.
@@ -77,7 +77,7 @@ def device_name(device: torch.device | str) -> str:
     return str(library.get_device_name(device))
 
 
-# Rows, inner size, columns. The best of three counts, since no shape is best on every device.
+# (rows, inner size, columns). The best of the three counts, because no shape is best on every device.
 _GPU_SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (8192, 4096, 16384))
 _CPU_SHAPES = ((512, 512, 512), (1024, 1024, 1024), (2048, 1024, 1024))
 
@@ -89,13 +89,13 @@ def measure_flops(
     seconds: float = 0.1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Time matmuls and return the FLOP/s of the fastest, as a peak to hold a training step against.
+    """Time matmuls and return the FLOP/s of the fastest, as a peak to compare a training step with.
 
     Args:
-        device: where to measure.
-        dtype: of both factors.
-        seconds: spent on each of three shapes.
-        clock: returns seconds.
+        device: the device to measure.
+        dtype: the dtype of both matrices.
+        seconds: the time for each of three shapes.
+        clock: a function that returns seconds.
     """
     real_number(seconds, "seconds", above=0, advice="Give each shape about 0.1.")
     if not dtype.is_floating_point:
@@ -134,7 +134,7 @@ def _rate(
         best = max(best, work * batch / max(now - before, 1e-9))  # other processes delay some rounds, not all
         before = now
         if device.type != "cpu":
-            batch = min(2 * batch, 16)  # else the wait would be measured
+            batch = min(2 * batch, 16)  # a small batch would mostly measure the wait
     return best
 
 
@@ -154,8 +154,8 @@ class Peak:
     fp4: float | None = None
     source: str  # where the figures are printed
     printed: Printed = "dense"  # whether the vendor's tensor figures are dense, or sparse and halved here
-    # GB that boards of this row have, where others under the same number are another chip. A name that states
-    # no size, or has none here, is not asked.
+    # Memory sizes of this row's boards in GB, if boards of this number with other sizes have another chip.
+    # A device name without a size matches too, and so does any name if this is empty.
     memory: tuple[int, ...] = ()
 
 

@@ -39,7 +39,7 @@ class Term:
     input_grad: int  # FLOPs per unit of the gradient with respect to the activations
     weight_grad: int  # FLOPs per unit of the gradient with respect to the weights
     window: Window | None = None  # the layer's; for ``basis="patch_window_pair"`` its edge in patches
-    last: bool = False  # nothing of the layer runs after it, so torch's checkpointing need not run it again
+    last: bool = False  # the layer's last operation, which torch's checkpointing need not run again
     again: int | None = None  # FLOPs per unit that a checkpointed layer runs again; None for the forward's
 
     @property
@@ -50,7 +50,7 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
-    """Terms that run, are recomputed, or are skipped by the backward pass as one."""
+    """Terms that run together: the backward pass recomputes or skips all of them or none."""
 
     path: str  # as ``named_modules`` gives it, without the model's own prefix: ``"layers.0"``
     terms: tuple[Term, ...]
@@ -65,7 +65,7 @@ def lone(path: str, term: Term) -> Layer:
 def matmul(
     name: str, macs: int, *, kind: Kind = "linear", basis: Basis = "token", last: bool = False
 ) -> Term:
-    """Return a term for a weight applied to every unit of ``basis``, at 2 FLOPs a multiply-add."""
+    """Return a term for a weight applied to every unit of ``basis``, at 2 FLOPs per multiply-add."""
     cost = 2 * macs
     return Term(name=name, kind=kind, basis=basis, forward=cost, input_grad=cost, weight_grad=cost, last=last)
 
@@ -80,7 +80,7 @@ def scores(
     kind: Kind = "attention",
     name: str = "attention",
 ) -> Term:
-    """Return a term for attention's two products, per (query, key) pair; window None is a whole sequence."""
+    """Return a term for attention's two products, per (query, key) pair; None is no window."""
     cost = 2 * heads * (qk_dim + v_dim)
     return Term(
         name=name, kind=kind, basis=basis, forward=cost, input_grad=2 * cost, weight_grad=0, window=window

@@ -1,8 +1,8 @@
-"""A step run once under torch's FLOP counter -> layers, for models without a config that we know.
+"""One step under torch's FLOP counter -> layers, for models without a known config.
 
-Matmuls grow with the slots; fused attention, counted as dense squares, gives the cost of one pair. Grouped
-products and attention on a CPU, which torch counts as nothing, have formulas here; an operator without one is
-named. Kernels launched past torch's dispatcher, as flash-linear-attention's are, cannot be seen.
+Matmuls grow with the slots. Fused attention, counted as dense squares, gives the cost of one pair. torch
+counts grouped products and attention on a CPU as zero, so formulas for them are here. A warning names
+operators without one. Kernels outside torch's dispatcher, as flash-linear-attention's, cannot be seen.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def formulas() -> dict[Any, Any]:
 
 
 def _grouped(a: _Shape, b: _Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    """Return the FLOPs of a grouped matmul, in which every row meets one matrix."""
+    """Return the FLOPs of a grouped matmul, in which every row is multiplied by one matrix."""
     batch = a[0] if len(a) == 3 and len(b) == 3 else 1
     return 2 * int(batch * a[-2] * a[-1] * b[-1])
 
@@ -93,7 +93,7 @@ _ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "v
 
 
 class StepCounter(FlopCounterMode):
-    """A FLOP counter with formulas that torch's lacks, which lists operators of ``unknown`` cost."""
+    """A FLOP counter with more formulas than torch's; ``unknown`` lists the operators without a formula."""
 
     def __init__(self) -> None:
         super().__init__(display=False, custom_mapping=formulas())
@@ -120,9 +120,9 @@ class StepCounter(FlopCounterMode):
 def counted_layers(
     counter: StepCounter, stats: SeqStats, *, name: str, least: int | None = None
 ) -> tuple[Layer, ...]:
-    """Convert what ``counter`` saw of one training step to layers that scale with its slots and pairs.
+    """Convert the counts of one training step to layers that scale with its slots and pairs.
 
-    ``least`` is the number of slots of the smallest microbatch, default those of the step.
+    ``least`` is the number of slots of the smallest microbatch; the default is the step's number.
     """
     matmuls = counter.get_total_flops() - sum(counter.attention.values())
     if not matmuls or not stats.slots:
@@ -133,12 +133,12 @@ def counted_layers(
     if counter.unknown:
         rank_zero_warn(
             f"FLOPs of {name} are too few: torch has no formula for {', '.join(sorted(counter.unknown))}. "
-            "Teach FlopsModel.register the family, or pass flops_model=."
+            "Add the family with FlopsModel.register, or pass flops_model=."
         )
     per_pair = 0.0
     for (operator, rows, length), flops in counter.attention.items():
         whole = "varlen" not in operator and rows * length >= (least or stats.slots)
-        # torch counts the scores of a backward pass twice, which the model needs once
+        # torch counts the scores twice in a backward pass, but the model needs them once
         needed = flops * _NEEDED if "backward" in operator else flops
         # Attention over all slots of a microbatch sees ``length`` keys from each slot, padding included.
         pairs = length * max(rows * length, stats.slots) if whole else max(stats.sum_squares, 1)

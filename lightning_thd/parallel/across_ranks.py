@@ -1,4 +1,4 @@
-"""What this rank has -> what every rank of a group has, or an error on all of them where they must agree."""
+"""Values of this rank -> those of every rank of a group, or an error on all ranks if they must agree."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def require_same(
 
 
 def digests(batch: THDBatch | THDStep) -> tuple[int, int]:
-    """Hash a batch to two int63: all of it, and what all ranks share of a step."""
+    """Return two int63 hashes of a batch: of all its data, and of the values that all ranks share."""
     own = batch.microbatches if isinstance(batch, THDStep) else (batch,)
     everything = hashlib.sha256()
     for one in own:
@@ -119,7 +119,7 @@ def check_agreement(batch: THDBatch | THDStep, sizes: AxisSizes, device: torch.d
             )
     if len({shared for _, shared in found}) > 1:
         raise ValueError(
-            "Ranks are about to run steps of different numbers of microbatches or loss scales. Plan steps "
+            "Ranks have steps of different numbers of microbatches or loss scales. Plan steps "
             "from the same lengths and seed on every rank, as THDDataModule does."
         )
 

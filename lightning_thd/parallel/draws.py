@@ -1,7 +1,7 @@
 """Random numbers of ranks that work on the same tokens -> the same numbers on all of them.
 
-With different dropout masks, the weights that all tensor-parallel ranks hold would drift apart. With one
-stream for all stages of a pipeline, their first layers would have the same masks.
+With different dropout masks, the copies of weights on tensor-parallel ranks would become different. With one
+random stream for all stages of a pipeline, their first layers would have the same masks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 class SharedDraws:
-    """Gives every microbatch a random stream of its own, the same on all ranks of one place."""
+    """Gives every microbatch its own random stream, the same on all ranks with the same ``place``."""
 
     def __init__(self, seed: int, place: int) -> None:
         self._seed, self._place, self._count = seed, place, 0
@@ -47,7 +47,7 @@ def states() -> list[Tensor]:
 
 
 def restore(saved: list[Tensor]) -> None:
-    """Set the global random streams to what ``states`` has returned."""
+    """Set the global random streams to the result of ``states``."""
     torch.set_rng_state(saved[0])
     if len(saved) > 1:
         torch.cuda.set_rng_state(saved[1])
@@ -78,5 +78,5 @@ def draw_from_own_stream(layer: nn.Module, index: int) -> None:
 
 
 def take_number() -> int:
-    """Draw a number from the CPU's stream: one a layer on all ranks, so that a user's draws stay the same."""
+    """Draw a number from the CPU's stream: one per layer on all ranks, so that users' draws stay the same."""
     return int(torch.empty((), dtype=torch.int64).random_())

@@ -1,6 +1,6 @@
 """Tensors of one rank -> those that its queries, heads or layers need from other ranks, differentiably.
 
-All ranks of ``group`` call each in the same order. Gradients are those of the sum of all ranks' losses.
+All ranks of ``group`` call the functions in the same order. Gradients are of the sum of all ranks' losses.
 
 Legend: P ranks of the group, N rows of one rank, H heads.
 """
@@ -62,7 +62,7 @@ def _scattered(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _exchanged(
     rows: Tensor, group: dist.ProcessGroup, sent: list[int] | None = None, received: list[int] | None = None
 ) -> Tensor:
-    """Send every rank its own rows, as many to each as the lists say, or equally many."""
+    """Send every rank its rows: the numbers of rows in the lists, or equally many to each rank."""
     out = rows.new_empty((rows.shape[0] if received is None else sum(received), *rows.shape[1:]))
     dist.all_to_all_single(
         out, rows.contiguous(), output_split_sizes=received, input_split_sizes=sent, group=group
@@ -85,7 +85,7 @@ class _SumGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # Copies: autograd may hand the same gradient to others.
+        # Copy them, because autograd may pass the same gradient to others.
         summed = [grad.clone(memory_format=torch.contiguous_format) for grad in grads]
         for grad in summed:
             dist.all_reduce(grad, group=ctx.group)
@@ -131,7 +131,7 @@ def all_gather_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send ``sent[i]`` rows to rank i, rank 0's first, receive ``received[i]``; gradients travel back."""
+    """Send ``sent[i]`` rows to rank i, rank 0's first; receive ``received[i]``. Gradients are sent back."""
     there = partial(_exchanged, sent=sent, received=received, group=group)
     return mapped(rows, there, partial(_exchanged, sent=received, received=sent, group=group))
 

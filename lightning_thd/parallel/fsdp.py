@@ -1,7 +1,7 @@
 """A LightningModule -> its models sharded by FSDP2 over all ranks that see different tokens.
 
-A vision tower runs only if a pack has images, and a rank that skips it would leave the others waiting. If any
-rank has images, all give the tower's weights a gradient, of zero if need be; if none has, none does.
+A vision tower runs only if a pack has images, but if one rank skipped it, the others would wait for it. So if
+any rank has images, all ranks give the tower's weights a gradient, which is zero on ranks without images.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def shard_parameters(
     policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool = True,
 ) -> list[FSDPModule]:
-    """Shard every model of a LightningModule by FSDP2, layer by layer; a vision tower goes with the root."""
+    """Shard every model of a LightningModule by FSDP2, layer by layer, and vision towers with the root."""
     if own := [name for name, _ in module.named_parameters(recurse=False)]:
         raise ValueError(
             f"{type(module).__name__} holds the parameters {own} itself, and FSDP2 gathers weights when the "
@@ -58,9 +58,9 @@ def models_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """List the modules that FSDP2 gathers one at a time: a model's layers, else list elements.
+    """List the modules that FSDP2 gathers one at a time: a model's layers, or else elements of ModuleLists.
 
-    A vision tower's run on some ranks only, so they are gathered with the model.
+    Layers of a vision tower run only on some ranks, so they are gathered with the model.
     """
     towers = towers_of(model)
     names: set[str] = set(getattr(model, "_no_split_modules", None) or ())
@@ -81,7 +81,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def reshard(module: nn.Module) -> None:
-    """Free weights that FSDP2 left gathered: an optimizer made of gathered copies trains nothing."""
+    """Free weights that FSDP2 left gathered, because an optimizer over gathered copies trains nothing."""
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.reshard()
@@ -118,7 +118,7 @@ def towers_of(model: nn.Module) -> list[nn.Module]:
 def _called(model: Any, getter: str) -> nn.Module | None:
     try:
         part = getattr(model, getter, lambda: None)()
-    except NotImplementedError:  # transformers' word for a model that has none
+    except NotImplementedError:  # transformers raises it for a model without one
         return None
     return part if isinstance(part, nn.Module) else None
 
@@ -134,7 +134,7 @@ class TowerPaths:
     def _tie(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
         if not (self.active and torch.is_grad_enabled()):
             return out
-        # Looked up here, in the middle of the model's forward call, when FSDP2 has gathered them.
+        # Look them up here, inside the model's forward call, because FSDP2 has gathered them by now.
         weights = [p for tower in self._towers for p in tower.parameters() if p.requires_grad]
         return keep_path(out, *weights)
 

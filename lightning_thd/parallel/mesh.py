@@ -1,6 +1,6 @@
 """Sizes of the axes and the number of processes -> the mesh of ranks, context inside data, tensor innermost.
 
-Ranks of one tensor-parallel group are neighbours, as they exchange most.
+Ranks of one tensor-parallel group are neighbours, because they exchange the most data.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class AxisSizes:
 def resolve_sizes(
     world: int, *, data: int | Literal["auto"] = "auto", context: int = 1, tensor: int = 1, pipeline: int = 1
 ) -> AxisSizes:
-    """Check sizes against the number of processes; ``data="auto"`` becomes what the others leave."""
+    """Check sizes against the number of processes; ``data="auto"`` takes the processes that remain."""
     given = {"pipeline": pipeline, "context": context, "tensor": tensor}
     check_sizes(data=data, **given)
     shown = " x ".join(
@@ -118,7 +118,7 @@ def make_meshes(sizes: AxisSizes, device_type: str, *, replicas: int = 1) -> Mes
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
     data_context = mesh[DATA, CONTEXT]._flatten("data_context_parallel")
     shards, tensor = data_context, mesh[TENSOR]
-    if replicas > 1:  # a mesh of its own: torch shards over two axes that are slices, not flattened ones
+    if replicas > 1:  # needs its own mesh: torch cannot shard over two axes if one is flattened
         sharing = (sizes.pipeline, replicas, sizes.data * sizes.context // replicas, sizes.tensor)
         named = (PIPELINE, "replicas", "shards", TENSOR)
         weights = init_device_mesh(device_type, sharing, mesh_dim_names=named)

@@ -1,8 +1,8 @@
 """Routers' logits of a mixture of experts -> sums over groups of tokens, of all layers and pipeline stages.
 
-A balancing loss multiplies how often an expert was chosen by how likely it was (Switch Transformers,
-arXiv:2101.03961, equations 4 to 6), both as means over all layers. So each stage of a pipeline sends on the
-sums of its layers and those before it.
+A balancing loss multiplies the share of tokens of an expert by the expert's mean probability (Switch
+Transformers, arXiv:2101.03961, equations 4 to 6), both over all layers. So each stage of a pipeline adds the
+sums of its layers to those of the stages before, and sends them to the next stage.
 
 Legend: T slots, E experts, K experts a token, G groups of slots.
 """
@@ -42,8 +42,8 @@ def router_sums(
     """Sum over layers and the slots of each group, ``[G, 2 E + 1]`` in fp32 or wider.
 
     There are E sums of probabilities, E counts of choices and a sum of squared lse. ``logits`` are ``[T, E]``
-    of each layer. ``groups``, int64 ``[T]``, has the group of each slot, or of each entry of ``slots``, int64
-    ``[N]``, which has the slot of each token of sequences that share slots.
+    of each layer. ``groups``, int64 ``[T]``, has the group of each slot. If sequences share slots, ``slots``,
+    int64 ``[N]``, has the slot of each token, and ``groups`` is ``[N]``.
     """
     wide = torch.promote_types(logits[0].dtype, torch.float32) if logits else torch.float32
     number = logits[0].shape[0] if logits else groups.numel()
@@ -74,7 +74,7 @@ def module_of_loss(inner: Any) -> Any:
 
 
 def routers_of(inner: nn.Module) -> list[tuple[type[nn.Module], int]]:
-    """Return the classes of layers that hand out router logits, with the logits' place in their output."""
+    """Return the classes of layers that return router logits, with the logits' index in their output."""
     recorded = (getattr(type(part), "_can_record_outputs", None) or {} for part in inner.modules())
     found = [spec for table in recorded if (spec := table.get("router_logits")) is not None]
     flat = [one for spec in found for one in (spec if isinstance(spec, list) else [spec])]
@@ -111,7 +111,7 @@ def _is_switch(function: Callable[..., Any]) -> bool:
 
 
 def _scores_in(kind: type[nn.Module]) -> Scores | None:
-    """Read from a router's source whether it compares sigmoids or a softmax of the logits it hands out."""
+    """Read from a router's source whether it compares sigmoids or a softmax of the logits it returns."""
     try:
         source = inspect.getsource(kind)
     except (OSError, TypeError):
@@ -124,7 +124,7 @@ class RouterRelay:
     """Adds up the sums of routers from the first stage of a pipeline to the last."""
 
     def __init__(self, channel: Channel, stage: Stage, group: dist.ProcessGroup | None = None) -> None:
-        self.channel = channel  # carries the sums of a microbatch down, and their gradient up, in fp64
+        self.channel = channel  # sends a microbatch's sums to later stages, their gradient back, in fp64
         self.stage, self.group = stage, group  # the ranks that hold the same layers; None is the world
         self.received: Tensor | None = None
 
@@ -137,7 +137,7 @@ class RouterRelay:
             return own
         anchor = torch.zeros((), device=own.device, requires_grad=True)
         if stage.has_stage_before:
-            if self.received is None:  # a call that is run again has its sums already
+            if self.received is None:  # a repeated call has its sums already
                 self.received = Receive.apply(anchor, self.channel, own.shape)  # type: ignore[no-untyped-call]
             own = own + self.received
         send: Any = Send.apply
@@ -145,7 +145,7 @@ class RouterRelay:
 
 
 def leave_to_losses(inner: Any) -> None:
-    """Patch a stage's forward to leave the balancing loss, which needs the layers of all stages, to ours."""
+    """Patch a stage's forward to skip the balancing loss; our losses compute it over all stages' layers."""
     forward = inner.forward
 
     def stage_forward(*args: Any, **kwargs: Any) -> Any:

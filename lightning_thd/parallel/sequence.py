@@ -1,7 +1,7 @@
-"""A tensor-parallel model -> one whose ranks divide the slots between attention and feed-forward blocks.
+"""A tensor-parallel model -> the same model with slots divided among its ranks outside of blocks.
 
-Norms, residuals and dropout then work on T / tp slots, which saves their memory. Every block of a layer that
-is not a norm gathers its input and keeps its own slots of the output.
+Norms, residuals and dropout then work on T / tp slots, which saves memory. Every attention or feed-forward
+block of a layer gathers its input, and keeps only this rank's slots of its output.
 
 Legend: T slots of a context-parallel shard, or of the pack; N = T / tp.
 """
@@ -43,7 +43,7 @@ def apply_sequence_parallel(model: Any, group: dist.ProcessGroup) -> None:
     for layer in layers:
         if own := [name for name, _ in layer.named_parameters(recurse=False)]:
             raise ValueError(
-                f"sequence_parallel=True knows norms and blocks, but {type(layer).__name__} holds {own} "
+                f"sequence_parallel=True supports norms and blocks, but {type(layer).__name__} holds {own} "
                 "itself. Set sequence_parallel=False."
             )
         children = (list(x) if isinstance(x, nn.ModuleList) else [x] for x in layer.children())
@@ -84,7 +84,7 @@ def _embeddings(base: Any, known: list[nn.Module]) -> list[nn.Module]:
             continue
         if not isinstance(child, nn.Embedding):
             raise ValueError(
-                f"sequence_parallel=True knows embeddings, layers and norms, but {type(base).__name__} holds "
+                f"sequence_parallel=True supports embeddings, layers, norms, but {type(base).__name__} holds "
                 f"{name}, a {type(child).__name__}. Set sequence_parallel=False."
             )
         found.append(child)
@@ -103,7 +103,7 @@ def _keep_output(module: Any, group: dist.ProcessGroup) -> None:
 
 
 def check_slots(slots: int, ranks: int) -> None:
-    """Raise ValueError for a number of slots that the ranks do not divide."""
+    """Raise ValueError if the number of slots is not a multiple of the number of ranks."""
     if slots % ranks:
         raise ValueError(
             f"{slots} slots over {ranks} tensor-parallel ranks; sequence_parallel=True wants a multiple of "
@@ -126,7 +126,7 @@ def _gather_output(module: Any, group: dist.ProcessGroup, wanted: Callable[[], b
 
 def _gather_and_keep(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Gather all slots for a block's input, and keep this rank's slots of its output."""
-    if not any(True for _ in module.parameters()):  # dropout, identity: a slot at a time
+    if not any(True for _ in module.parameters()):  # dropout and identity: slots are independent
         return
     forward = module.forward
 

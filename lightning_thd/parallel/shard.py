@@ -30,9 +30,9 @@ class THDShard(THDBatch):
 
     ``layout`` says which slice of which pack it is.
     ``input_ids``, ``targets``, ``position_ids`` have N slots; ``cu_seqlens`` and ``cu_seqlens_padded`` have
-    one entry a sequence, which is empty if the sequence lies on other ranks. ``lengths``,
+    one entry per sequence, which is empty if other ranks hold the sequence. ``lengths``,
     ``padded_lengths``, ``stats`` and ``sequence_ids`` are the whole pack's. ``loss_scale`` is cp times the
-    pack's, as the mean over ranks divides by cp too.
+    pack's, because the mean over ranks also divides by cp.
     """
 
     __slots__ = ("layout",)
@@ -60,7 +60,7 @@ class THDShard(THDBatch):
         return THDShard._of(self, **changes)
 
     def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> THDBatch:
-        """Return the shard itself, as batches are moved to the device before they are cut."""
+        """Return the shard itself, because batches are moved to the device before they are cut."""
         if torch.device(device) == self.layout.device:
             return self
         raise ValueError(
@@ -86,7 +86,7 @@ class THDShard(THDBatch):
         return super().unpack(gather_pack(x, self.layout))
 
     def __iter__(self) -> Iterator[Tensor]:
-        # The weight of the pack: the same on its cp ranks, whose mean loss is the pack's.
+        # The weight of the pack, the same on its cp ranks, because the mean of their losses is the pack's.
         yield weighing_rows(self.layout.cp / self.loss_scale if self.loss_scale else 0.0)
 
 
@@ -149,7 +149,7 @@ def shard_batch(
 
 
 def pack_value(loss: Tensor, batch: THDBatch) -> Tensor:
-    """Return a loss with the value of the whole pack's, to log, and the gradient of this rank's shard."""
+    """Return a loss with the value of the whole pack, for logs, and the gradient of this rank's shard."""
     if not isinstance(batch, THDShard) or (group := batch.layout.group) is None:
         return loss
     return mapped(loss, lambda own: reduced(own, group) / group.size(), lambda gradient: gradient)

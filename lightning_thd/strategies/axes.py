@@ -1,4 +1,4 @@
-"""A Lightning strategy with the mixin -> the axes of its job: sizes, this rank's place, process groups."""
+"""A Lightning strategy with the mixin -> the axes of its job: sizes, this rank's index, process groups."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ def fixed_context(strategy: Any) -> int:
 
 
 def _refuse_axes(strategy: Any) -> None:
-    """Refuse axes of a strategy that keeps weights whole, and sizes that are no attributes."""
+    """Refuse sizes that shard weights in a strategy that keeps them whole, and sizes given as arguments."""
     if cuts_weights(strategy):
         given = {name: getattr(strategy, f"_{name}_parallel_size") for name in ("data", "tensor")}
         if set(given.values()) != {"auto"}:
             raise MisconfigurationException(
-                f"{type(strategy).__name__} was given sizes as arguments ({given}), which know no context "
+                f"{type(strategy).__name__} was given sizes as arguments ({given}), without context "
                 "parallelism. Set the attributes data_parallel_size and tensor_parallel_size instead."
             )
         return
@@ -99,7 +99,7 @@ def _refuse_axes(strategy: Any) -> None:
 
 
 def start_again(strategy: Any) -> None:
-    """Start the process group of a job that torchrun has restarted, with keys that no dead rank wrote."""
+    """Start the process group of a job that torchrun has restarted, with new keys in torchrun's store."""
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     environment = getattr(strategy, "cluster_environment", None)

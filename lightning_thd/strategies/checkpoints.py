@@ -2,8 +2,8 @@
 
 Lightning writes weights and optimizer states of a ``ModelParallelStrategy`` as a folder in torch's
 distributed format, and everything else as one file in it. Layers have the names of the whole model on every
-stage of a pipeline, so the stages write one folder too. In the states of optimizers, torch numbers parameters
-group after group, Lightning by their place in the module, and torch's distributed checkpoints name them.
+stage of a pipeline, so the stages write one folder too. In optimizer states, torch numbers the parameters in
+the order of the groups, Lightning in the order of the module, and torch's distributed checkpoints use names.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from torch.optim import Optimizer
 
 from lightning_thd.strategies.axes import cuts_weights
 
-FRESH = "lightning_thd_fresh_optimizers"  # a checkpoint's key: indices of optimizers that had made no step
+FRESH = "lightning_thd_fresh_optimizers"  # the key for indices of optimizers that had made no step
 
 
 class Checkpoints:
@@ -71,7 +71,7 @@ class Checkpoints:
             self._background = BackgroundSaves(is_first=strategy.is_global_zero)
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being written is whole; a collective."""
+        """Wait until the checkpoint that is being written is complete; a collective."""
         if self._background is not None:
             self._background.wait()
 
@@ -99,7 +99,7 @@ class Checkpoints:
         base(checkpoint, filepath, storage_options=options)
 
     def remove(self, base: Callable[[Any], None], filepath: Any) -> None:
-        """Remove a checkpoint, after the one that is being written."""
+        """Remove a checkpoint, once the one that is being written is complete."""
         if self._background is None:
             base(filepath)
         else:
@@ -151,7 +151,7 @@ class Checkpoints:
         self, base: Callable[..., dict[str, Any]], path: Path, weights_only: bool | None
     ) -> dict[str, Any]:
         strategy = self._strategy
-        # Hidden from Lightning, which would number parameters by the module's order.
+        # Hide the optimizers from Lightning, which would number parameters in the order of the module.
         optimizers, strategy.optimizers = strategy.optimizers, []
         try:
             loaded = base(path, weights_only=weights_only)
@@ -184,10 +184,10 @@ class Checkpoints:
 
 
 class BackgroundSaves:
-    """Writes one folder at a time under another name until it is whole; constructed by all ranks together."""
+    """Writes one folder at a time, under another name until it is complete; all ranks construct it."""
 
     def __init__(self, *, is_first: bool) -> None:
-        # Its own group: two threads that share one would receive each other's messages.
+        # The thread needs its own group: two threads on one group would receive each other's messages.
         self._group = dist.new_group(backend="gloo")
         self._is_first = is_first  # the first rank renames and removes folders
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -210,7 +210,7 @@ class BackgroundSaves:
         self._running = self._thread.submit(self._finish, written, part, path, meta.getvalue())
 
     def _finish(self, written: Future[Any], part: Path, path: Path, meta: bytes) -> None:
-        written.result()  # on the first rank: every rank's part is written
+        written.result()  # on the first rank this waits for every rank's part
         if not self._is_first:
             return
         with (part / _METADATA_FILENAME).open("wb") as file:
@@ -227,7 +227,7 @@ class BackgroundSaves:
         shutil.rmtree(old, ignore_errors=True)
 
     def remove(self, removal: Callable[[], None]) -> None:
-        """Run ``removal`` of a checkpoint on the first rank, after the one that is being written is whole."""
+        """Run ``removal`` of a checkpoint on the first rank, once the one being written is complete."""
         if not self._is_first:
             return
         if self._running is None:
@@ -240,21 +240,21 @@ class BackgroundSaves:
             removal()
 
     def wait(self) -> None:
-        """Wait until the checkpoint is written, all ranks for the first one; a collective."""
+        """Wait until the checkpoint is written; all ranks wait for the first rank; a collective."""
         if self._running is not None:
             self.close()
             dist.barrier(group=self._group)
 
     def close(self) -> None:
-        """Wait until this rank's part is written, and on the first rank the whole; no collective."""
+        """Wait until this rank's part is written, and on the first rank all parts; no collective."""
         running, self._running = self._running, None
         if running is not None:
             running.result()
-            self._thread.submit(lambda: None).result()  # Waits also for removals queued behind it.
+            self._thread.submit(lambda: None).result()  # this also waits for removals in the queue
 
 
 def read_folder(path: Path, *, weights_only: bool | None = None) -> dict[str, Any]:
-    """Read a folder into what an unsharded strategy would save, with optimizer states by parameter name."""
+    """Read a folder in the form that an unsharded strategy saves, with optimizer states by parameter name."""
     state: dict[str, Any] = {}
     reader, planner = FileSystemReader(path), _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]
     _load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
@@ -267,7 +267,7 @@ def read_folder(path: Path, *, weights_only: bool | None = None) -> dict[str, An
 
 
 def _rest_of(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    """Read what a checkpoint holds beside sharded weights: the states of loops and callbacks."""
+    """Read the part of a checkpoint outside the sharded weights: states of loops and callbacks."""
     folder = path.is_dir()
     file = path / _METADATA_FILENAME if folder else path
     found: dict[str, Any] = torch.load(
@@ -307,7 +307,7 @@ def by_name(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) -
         if sizes != own:
             raise ValueError(
                 f"The checkpoint's optimizer has groups of {sizes} parameters, but this one of {own}. Make "
-                "it as it was made: states are numbered."
+                "it with the same groups: states are numbered."
             )
         names = names_in(optimizer, module)
     else:
@@ -344,12 +344,12 @@ def refuse_unknown(saved: Iterable[str], optimizer: Optimizer, module: nn.Module
     if lost:
         raise ValueError(
             f"The checkpoint has the optimizer's state of {len(lost)} parameters that this one does not "
-            f"hold, {lost[:3]} among them. Give it the parameters it had: frozen ones are not updated."
+            f"hold, {lost[:3]} among them. Give it the parameters it had. It does not update frozen ones."
         )
 
 
 def parameters_in(optimizer: Optimizer, module: nn.Module, names: Iterable[str]) -> list[nn.Parameter]:
-    """Return an optimizer's parameters of some names."""
+    """Return an optimizer's parameters with the given names."""
     wanted = set(names)
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [p for p, name in zip(held, names_in(optimizer, module), strict=True) if name in wanted]
@@ -357,7 +357,7 @@ def parameters_in(optimizer: Optimizer, module: nn.Module, names: Iterable[str])
 
 @contextmanager
 def trained(parameters: Iterable[nn.Parameter]) -> Generator[None]:
-    """Mark parameters as trained inside this context: torch leaves out the states of frozen ones."""
+    """Mark parameters as trained inside this context, because torch leaves out states of frozen ones."""
     frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(True)
@@ -369,7 +369,7 @@ def trained(parameters: Iterable[nn.Parameter]) -> Generator[None]:
 
 
 def without_fresh(checkpoint: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return a checkpoint's optimizer states, emptied if no step had been made."""
+    """Return a checkpoint's optimizer states, empty for optimizers that had made no step."""
     fresh = set(checkpoint.get(FRESH, ()))
     return [
         {**state, "state": {}} if i in fresh else state

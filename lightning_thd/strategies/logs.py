@@ -1,4 +1,4 @@
-"""What ``training_step`` logs in every microbatch of a step -> one logged value a step."""
+"""Values that ``training_step`` logs in every microbatch of a step -> one logged value per step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FX = "training_step"
 
 
 class StepLogs:
-    """Reduces what ``training_step`` logs in the microbatches of a step to one value each."""
+    """Reduces the values that ``training_step`` logs in a step's microbatches to one value per name."""
 
     def __init__(self, trainer: L.Trainer, *, microbatches: int) -> None:
         self._trainer, self._microbatches = trainer, microbatches
@@ -56,11 +56,11 @@ class StepLogs:
             if self._microbatches > 1 and not value.is_tensor:
                 raise MisconfigurationException(
                     f"self.log({value.meta.name!r}, {type(value.value).__name__}, on_step=True) in a step of "
-                    "several microbatches would log the last. Log it with on_step=False, on_epoch=True."
+                    "several microbatches would log only the last. Log it with on_step=False, on_epoch=True."
                 )
 
     def close(self) -> None:
-        """Let Lightning reduce over ranks again, also if a microbatch raised."""
+        """Let Lightning reduce over ranks again, even if a microbatch raised an error."""
         for value in self._late.values():
             value.meta.sync._generate_sync_fn()
 
@@ -73,7 +73,7 @@ class StepLogs:
                 if not value.meta.on_epoch:
                     value.value = value._forward_cache
         self._logged.clear()
-        # What other hooks log from now on weighs as much as the step: its loss tokens on this rank.
+        # Values that other hooks log from now on get the step's weight: its loss tokens on this rank.
         if self._results is not None and self._results.batch_size is not None:
             self._results.batch_size *= self._microbatches
 
@@ -91,7 +91,7 @@ class StepLogs:
 
 
 def weigh(results: Any, batch: THDBatch) -> None:
-    """Weigh values logged on_epoch by the loss tokens of the step's mean microbatch, as a float."""
+    """Weight values logged on_epoch by the loss tokens of the step's mean microbatch, a float."""
     results.batch = batch
     results.batch_size = 1.0 / batch.loss_scale if batch.loss_scale else 0
 
@@ -116,7 +116,7 @@ class SyncedMetrics:
             metric.process_group = group
 
     def close(self) -> None:
-        """Remove the group from the metrics: it ends with the job, and nothing can copy it."""
+        """Remove the group from the metrics, because it ends with the job and cannot be copied."""
         for metric in self._metrics:
             metric.process_group = None
 

@@ -1,4 +1,4 @@
-"""The batches of a dataloader -> what this rank reads, and its slice of each pack, of dynamic degrees too."""
+"""The batches of a dataloader -> this rank's slice of each pack, for fixed and dynamic numbers of ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class PackCut:
         self._guarded = False
 
     def compare(self, batch: Any) -> None:
-        """Raise if ranks that share packs read different ones, at a stage's first batch."""
+        """Raise if ranks that share packs read different ones, in the first batch of a fit or evaluation."""
         axes, module = self._axes, self._strategy.lightning_module
         stage = (id(module), None if module is None else module.trainer.state.stage)
         shared = isinstance(batch, THDBatch | THDStep) and axes.sizes.peers > 1
@@ -61,7 +61,7 @@ class PackCut:
             check_agreement(batch, axes.sizes, axes.wire)
 
     def cut(self, moved: Any, given: Any) -> Any:
-        """Keep this rank's slice of every pack in a moved batch; ``given`` is what the dataloader gave."""
+        """Keep this rank's slice of every pack in a moved batch; ``given`` is the dataloader's batch."""
         if self._size == 1:
             return moved
         module = self._strategy.lightning_module
@@ -78,7 +78,7 @@ class PackCut:
                     "context_parallel_size='dynamic' runs steps whose degrees were planned, but the "
                     f"dataloader gave {type(moved).__name__}. Use THDDataModule."
                 )
-            # While shards of a training step are alive, attention must know these as whole packs.
+            # While shards of a training step exist, attention must know that these packs are whole.
             apply_to_collection(moved, THDBatch, lambda pack: know_whole_pack(pack.cu_seqlens_padded))
             return moved
         found: list[Any] = []
@@ -107,7 +107,7 @@ class BroadcastLoader:
 
     def __init__(self, dataloader: Any, group: dist.ProcessGroup) -> None:
         self._dataloader, self._reads = dataloader, group.rank() == 0
-        # On the device batches would wait for the work that is queued there.
+        # Use the host: on the device batches would wait for the work that is queued there.
         self._group, self._source = on_host(group), dist.get_global_rank(group, 0)
 
     def __getattr__(self, name: str) -> Any:
@@ -150,7 +150,7 @@ def set_data_rank(dataloader: object, rank: int, sizes: AxisSizes) -> None:
 
 
 def log_traffic(trainer: L.Trainer) -> None:
-    """Log what attention exchanged since the last log, at steps at which the Trainer logs."""
+    """Log the bytes that attention exchanged since the last log, in steps in which the Trainer logs."""
     connector = trainer._logger_connector
     if not connector.should_update_logs:
         return
@@ -175,7 +175,7 @@ def check_degrees(size: Any, largest: int | None) -> None:
 
 
 def check_ways(layout: Any, communication: Any) -> None:
-    """Refuse unknown names of layouts and ways of communicating."""
+    """Refuse unknown names of layouts and communication methods."""
     choice(layout, "context_parallel_layout", *get_args(Layout))
     choice(communication, "context_parallel_communication", *get_args(Communication))
 
@@ -184,7 +184,7 @@ def sharing_of(strategy: Any) -> Sharing:
     """Return how many ranks of a strategy may share a sequence, and at what cost."""
     if (stages := strategy.pipeline_parallel_size) != 1:
         raise MisconfigurationException(
-            f"context_parallel_size='dynamic' with pipeline_parallel_size={stages}: stages pass on "
+            f"context_parallel_size='dynamic' with pipeline_parallel_size={stages}: stages need "
             "microbatches of one degree. Set a fixed context_parallel_size."
         )
     largest = strategy.max_context_parallel_size

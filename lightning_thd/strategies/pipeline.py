@@ -1,4 +1,4 @@
-"""A model cut by depth -> optimizer steps through a pipeline of stages, another step loop."""
+"""A model cut by depth -> optimizer steps through a pipeline of stages, with its own step loop."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Pipeline:
         self._strategy, self._axes = strategy, axes
         self.channel = self._make_channel()  # a collective of the job
         self.stage: Stage | None = None
-        # The share of the last step that this rank waited for other stages, on a CPU, and by the formula.
+        # The share of the last step in which this rank waited, measured on a CPU, and by the formula.
         self.waited = self.expected_wait = 0.0
         self.compared = False  # whether the stages have compared how they make the loss
 
@@ -59,7 +59,7 @@ class Pipeline:
         return channel
 
     def go_on(self, stage: Stage) -> None:
-        """Take over the stage that an earlier fit has cut, with its groups, on which the weights lie."""
+        """Reuse the stage that an earlier fit has cut, and its process groups, which its weights need."""
         stage.require_idle()
         self.stage, self.channel = stage, stage.channel
 
@@ -107,7 +107,7 @@ class Pipeline:
 
     @property
     def clipping(self) -> dict[str, Any]:
-        """Return the arguments by which ``clip_by_norm`` counts every weight of the pipeline once."""
+        """Return the arguments with which ``clip_by_norm`` counts every weight of the pipeline once."""
         assert self.stage is not None
         twice = {id(self.stage.tied)} if self.channel.rank else set()
         return {"across": self.channel.down, "counted_elsewhere": twice}
@@ -129,7 +129,8 @@ def cut_before(module: nn.Module, ranks: int, stages_per_rank: int) -> Stage | N
         if (stage.split.ranks, stage.chunks) != (ranks, stages_per_rank):
             raise MisconfigurationException(
                 f"The model was cut for pipeline_parallel_size={stage.split.ranks} with stages_per_rank="
-                f"{stage.chunks} by an earlier Trainer, and this one asks for {ranks}, {stages_per_rank}."
+                f"{stage.chunks} by an earlier Trainer, and this one asks for {ranks}, {stages_per_rank}. "
+                "Use the same sizes, or a new model."
             )
         return stage
     return None
@@ -155,7 +156,7 @@ class PipelineLoop(StepLoop):
         self._running: PipelineStep | None = None
 
     def takes(self, batch: object) -> bool:
-        """Return whether the loop runs a batch: all of them, or it refuses them."""
+        """Return True: the loop runs every batch, or raises an error for it."""
         return True
 
     @property
@@ -203,7 +204,7 @@ class PipelineLoop(StepLoop):
 
     def _synchronise(self, step: PipelineStep, op: Op) -> None:
         """Reduce a chunk's gradients in its last backward pass only, then free its weights."""
-        # What is no layer, an embedding or a head, waits for the rank's last pass of all.
+        # The embedding and the head, which are no layers, wait for the rank's last pass in the step.
         stage, last = step.stage, op is step.program[-1]
         ends_chunk = op.microbatch == len(step.step) - 1
         ending = {id(m) for m in stage.modules_of(op.chunk)} if ends_chunk else set()
@@ -236,7 +237,7 @@ class PipelineStep:
         self._started, self.channel.waited_s = time.perf_counter(), 0.0
 
     def rest(self) -> Iterator[Op]:
-        """Yield the passes after the first, receiving the next one's input while one runs."""
+        """Yield the passes after the first, and begin to receive each pass's input during the pass before."""
         ahead = iter(self.program[1:])
         self._expect(next(ahead, None))
         for op in self.program[1:]:
@@ -279,13 +280,13 @@ class PipelineStep:
         return losses
 
     def _share(self) -> list[Tensor]:
-        """Send what the last stage has, in one message: losses, logs, and how the losses were made."""
+        """Send the last stage's losses, logs, and how the losses were computed, in one message."""
         n, chunk = len(self._batches), self.stage.chunks - 1
         message: Any = None
         if self.stage.holds_head:
             numbers = self._logs.values([self._values[m] for m in range(n)])
             message = (*numbers, [self._graphs[m, chunk] for m in range(n)], self._trains_tied)
-        group = self._pipeline.host_group  # in GPU memory the objects would be read back
+        group = self._pipeline.host_group  # GPU groups would copy the objects back
         last = dist.get_global_rank(group, self.channel.ranks - 1)
         losses, logged, graphs, trains_tied = broadcast_object(message, group, last)
         self._logs.log(self._batches, logged)
@@ -298,7 +299,7 @@ class PipelineStep:
             differs = (
                 "The weight that embedding and head share is trained by now on the "
                 f"{'last' if trains_tied else 'first'} pipeline stage only, so its copies would differ. "
-                "Freeze and thaw both: the embedding's on the first stage, the head's on the last."
+                "Freeze and unfreeze both: the embedding's on the first stage, the head's on the last."
             )
         if not self._pipeline.compared:  # in the first step all stages raise together
             self._pipeline.compared = True
@@ -326,10 +327,10 @@ class PipelineStep:
 
 
 def require_only_loss(module: Any, loss: Tensor, made: Collection[Any]) -> tuple[str, ...]:
-    """Refuse a loss with a path to weights past the nodes ``made``; return the kinds of nodes between."""
-    # On other stages than the last the loss is NaN that leads back to their layers.
+    """Refuse a loss with a path to weights beside the nodes ``made``; return the kinds of nodes between."""
+    # On all stages but the last, the loss is a NaN whose graph leads back to the stage's layers.
     seen, left = {id(node) for node in made}, [loss.grad_fn]
-    held, leaves = [], set()  # a node that nobody holds is freed, and its id is given to another
+    held, leaves = [], set()  # nodes stay alive here, because ids of freed nodes are used again
     while left:
         node: Any = left.pop()
         if node is None or id(node) in seen:

@@ -30,13 +30,13 @@ from lightning_thd.strategies.shards import whole_state_dict
 
 
 class THDSingleDeviceStrategy(THDStrategyMixin, SingleDeviceStrategy):
-    """``Trainer(strategy="thd")``: one device, steps of varying microbatches.
+    """``Trainer(strategy="thd")``: one device, steps with varying numbers of microbatches.
 
     Args:
-        device: the device; the first one the Trainer's ``accelerator`` and ``devices`` choose, by default.
-        broadcast_data: one rank reads for all that share its data, for iterable datasets that do not say
-            which part they read.
-        kwargs: those of Lightning's ``SingleDeviceStrategy``.
+        device: the device; by default the first that the Trainer's ``accelerator`` and ``devices`` choose.
+        broadcast_data: one rank reads for all ranks that share its data. Iterable datasets need it if they do
+            not state which part they read.
+        kwargs: the arguments of Lightning's ``SingleDeviceStrategy``.
     """
 
     strategy_name = "thd"
@@ -63,21 +63,21 @@ class THDSingleDeviceStrategy(THDStrategyMixin, SingleDeviceStrategy):
 
 
 class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
-    """``Trainer(strategy="thd_ddp")``: replicated parameters, steps of varying microbatches on every rank.
+    """``Trainer(strategy="thd_ddp")``: replicated parameters, varying numbers of microbatches on each rank.
 
     Args:
         context_parallel_size: ranks that share the slots of a pack; the others read different data.
             ``dynamic`` chooses 1, 2, 4, ... ranks for every microbatch: long sequences are shared, short ones
-            stay whole. ``THDDataModule(capacity=...)`` then is what one rank holds, and a pack of
-            ``Packs(n)`` is what the largest group holds.
+            stay whole. Then ``THDDataModule(capacity=...)`` is the capacity of one rank, and a pack of
+            ``Packs(n)`` has the capacity of the largest group.
         max_context_parallel_size: most ranks that share a sequence under ``dynamic``, a power of two.
         context_parallel_layout: ``dual_chunk`` gives ranks equal work; ``contiguous`` pads no sequence;
-            ``striped`` does both, with one kernel call a rank; ``mixed`` keeps short sequences whole, so that
-            few keys travel.
-        context_parallel_communication: what attention exchanges: ``all_gather`` all keys and values,
-            ``needed`` those that some query sees, ``ring`` these one rank after the other, ``ulysses`` some
-            rows of all heads for all rows of some heads. ``auto`` takes the fastest for each layer.
-        kwargs: those of Lightning's ``DDPStrategy``.
+            ``striped`` does both, with one kernel call per rank; ``mixed`` keeps short sequences whole, so
+            that ranks exchange few keys.
+        context_parallel_communication: what attention exchanges. ``all_gather``: all keys and values.
+            ``needed``: only those that a query sees. ``ring``: these, one rank after the other. ``ulysses``:
+            some rows of all heads for all rows of some heads. ``auto`` chooses the fastest for each layer.
+        kwargs: the arguments of Lightning's ``DDPStrategy``.
     """
 
     strategy_name = "thd_ddp"
@@ -115,25 +115,25 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
 
     Weights are cut over the tensor-parallel ranks by the model's own plan, and sharded by FSDP2 over all
     others. All ranks begin with rank 0's weights. Build the model in ``__init__`` or ``configure_model``;
-    one that is sharded already is left as it is. ``context_parallel_...`` and ``broadcast_data`` are
+    a model that is already sharded does not change. ``context_parallel_...`` and ``broadcast_data`` are
     those of ``THDDDPStrategy``.
 
     Args:
-        data_parallel_size: groups that read different data; ``auto`` takes what the others leave.
-        data_parallel_replicas: groups of neighbouring data-parallel ranks, such as nodes, that each share all
-            weights: they are gathered within a group, and gradients averaged over groups too.
+        data_parallel_size: groups that read different data; ``auto`` uses all processes that remain.
+        data_parallel_replicas: number of groups of neighbouring data-parallel ranks, such as nodes, each with
+            all weights. Weights are gathered inside a group; gradients are averaged over the groups too.
         tensor_parallel_size: ranks that share the rows and columns of weights.
-        tensor_parallel_plan: module names below a model to styles (``parallel.tensor``), in place of the
-            model's own plan.
+        tensor_parallel_plan: a dict from module names below a model to styles (``parallel.tensor``), instead
+            of the model's own plan.
         sequence_parallel: tensor-parallel ranks share the slots between blocks, which saves memory.
         reshard_after_forward: free a layer's gathered weights after its forward pass, and gather them again;
             with False they stay until the step's end. ``auto`` frees them, but not under a pipeline.
-        asynchronous_checkpoints: write checkpoints in the background; the one before stays until a new one is
-            whole. ``wait_for_checkpoint()`` waits for it.
-        process_group_backend: of ``torch.distributed``.
-        timeout: of its collectives; a rank that dies ends the job after it at the latest.
+        asynchronous_checkpoints: write checkpoints in the background; the previous one stays until the new
+            one is complete. ``wait_for_checkpoint()`` waits for it.
+        process_group_backend: the backend of ``torch.distributed``.
+        timeout: the timeout of collectives; if a rank dies, the job ends after this time at the latest.
         pipeline_parallel_size: ranks that share the layers of a model; see docs/guides/pipelines.md.
-        pipeline_schedule: ``1f1b``, or ``interleaved`` with several stages a rank and a smaller bubble.
+        pipeline_schedule: ``1f1b``, or ``interleaved`` with several stages per rank and a smaller bubble.
         stages_per_rank: stages of each rank, above 1 only for ``interleaved``.
         pipeline_split: ``auto`` by FLOPs and memory, or the number of layers of each stage.
     """
@@ -194,9 +194,9 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
         self.pipeline_split = pipeline_split
 
     def save_pretrained(self, folder: str | Path, model: nn.Module | None = None) -> None:
-        """Write the whole weights into a Hugging Face folder; a collective, rank 0 writes.
+        """Write the whole weights into a Hugging Face folder; a collective in which rank 0 writes.
 
-        ``model`` is a PreTrainedModel of the LightningModule, its only one when absent.
+        ``model`` is a PreTrainedModel of the LightningModule; the default is its only one.
         """
         assert self.lightning_module is not None
         if model is None:
@@ -226,7 +226,7 @@ def register_strategies() -> None:
 
 
 def _configure(strategy: Any, **options: Any) -> None:
-    """Check and keep how ranks share packs, by the names of the mixin's attributes."""
+    """Check the options of how ranks share packs, and set them as attributes of the mixin."""
     check_degrees(options["context_parallel_size"], options["max_context_parallel_size"])
     flags(broadcast_data=options["broadcast_data"])
     check_ways(options["context_parallel_layout"], options["context_parallel_communication"])

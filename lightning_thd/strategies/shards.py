@@ -42,10 +42,10 @@ class WeightShards:
         self._towers: tuple[fsdp.TowerPaths, ...] = ()
 
     def setup(self, trainer: L.Trainer) -> None:
-        """Shard the model, unless the user has, then create the optimizers over its shards."""
+        """Shard the model unless the user has sharded it, then create the optimizers over its shards."""
         strategy: Any = self._strategy
         fits = trainer.state.fn == TrainerFn.FITTING
-        # FSDP2 counts the versions of weights, which inference mode does not; under gloo Lightning has none.
+        # FSDP2 needs the weights' version counters, which inference mode lacks; gloo jobs do not use it.
         evaluations: Any = (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
         for loop in (*evaluations, trainer.fit_loop.epoch_loop.val_loop):
             loop.inference_mode = False
@@ -127,7 +127,7 @@ class WeightShards:
 
     @contextmanager
     def microbatch(self, batch: object) -> Generator[None]:
-        """Run a microbatch inside this context: its random numbers, and whether any rank of it has images."""
+        """Give a microbatch in this context its random numbers, and find out whether any rank has images."""
         if self._towers:
             seen = fsdp.any_rank_sees(batch, self._host_group)
             for paths in self._towers:
@@ -139,7 +139,7 @@ class WeightShards:
             yield
 
     def free_after_validation(self, trainer: L.Trainer) -> None:
-        """Free, after the last batch, what FSDP2 left gathered: a callback would freeze a gathered copy."""
+        """After the last batch, free weights that FSDP2 left gathered: a callback would freeze the copies."""
         if trainer._evaluation_loop.batch_progress.is_last_batch:
             fsdp.reshard(self._strategy.model)
 
@@ -161,7 +161,7 @@ def policy_of(precision: str) -> MixedPrecisionPolicy:
     """Return the dtypes in which FSDP2 gathers weights and sums gradients."""
     if precision == "16-mixed":
         raise MisconfigurationException(
-            "precision='16-mixed' scales the loss by what each rank sees of its own shards. Use "
+            "precision='16-mixed' scales the loss on each rank by its own shards only. Use "
             "'bf16-mixed', 'bf16-true' or '32-true'."
         )
     if precision == "bf16-mixed":

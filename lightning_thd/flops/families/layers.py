@@ -1,4 +1,4 @@
-"""Config and layer index -> the terms that mix tokens (attention, scans), and the terms of experts."""
+"""A config and a layer index -> the terms that mix tokens (attention, scans), and the terms of experts."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def window_of(sizes: Sizes, index: int) -> Window | None:
     if sizes.model_type == "modernbert":  # half of it on each side, beside the token's own key
         size = sizes.size("local_attention") // 2 + 1
     elif size and sees_both_ways(sizes) and isinstance(sizes.config, Mapping):
-        size = size // 2 + 1  # as Gemma 3's class does, whose files hold both sides
+        size = size // 2 + 1  # as in Gemma 3's class; the file's number covers both sides
     return size if windowed and isinstance(size, int) and size > 0 else None
 
 
@@ -179,7 +179,7 @@ def _kv_heads(sizes: Sizes) -> int:
         if sizes.get("new_decoder_architecture"):
             return sizes.size("num_kv_heads")
         return 1 if sizes.get("multi_query") else sizes.heads
-    if sizes.model_type == "gpt_bigcode":  # its class may have counted the heads before they were set
+    if sizes.model_type == "gpt_bigcode":  # its config may hold an outdated number
         return 1 if sizes.get("multi_query", default=True) else sizes.heads
     return sizes.kv_heads
 

@@ -1,7 +1,7 @@
 """Sizes -> terms of one part of a layer: attention, MLP, experts, state space, linear attention.
 
-Coefficients of published counters, with their sources beside them; the tests hold every projection against
-torch's own counter. h is the hidden size throughout.
+The coefficients are those of published counters, which are named beside them. The tests compare every
+projection with torch's own counter. h is the hidden size.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def mlp(
     basis: Basis = "token",
     last: bool = True,
 ) -> list[Term]:
-    """Return an MLP's terms; ``hidden`` 2 and ``inner`` 3, gated, cost 2 x 18 FLOPs a token."""
+    """Return an MLP's terms; a gated one with ``hidden`` 2 and ``inner`` 3 costs 2 x 18 FLOPs per token."""
     return [
         matmul(f"{name}_up", hidden * inner * (2 if gated else 1), kind=kind, basis=basis),
         matmul(f"{name}_down", hidden * inner, kind=kind, basis=basis, last=last),
@@ -111,7 +111,7 @@ def experts(
     terms = [matmul("router", hidden * num_experts, kind="router")]
     if latent:
         terms.append(matmul("latent_in", hidden * latent))
-    # No matmul here ends the layer: the backward needs what the router weighs afterwards.
+    # No matmul here ends the layer: the backward needs the outputs, which the router's weights multiply.
     terms += mlp(width, inner * top_k, gated=gated, name="experts", last=False)
     if latent:
         terms.append(matmul("latent_out", latent * hidden, last=not shared))
@@ -132,13 +132,13 @@ def _delta_rule(hidden: int, value: int, projected: int, conv: int, delta: int) 
 
 
 def mamba1(hidden: int, inner: int, *, state: int, dt_rank: int) -> list[Term]:
-    """Return Mamba's terms: its projections, and 9 FLOPs a state for the scan (VMamba)."""
+    """Return Mamba's terms: its projections, and 9 FLOPs per state for the scan (VMamba)."""
     x_dt = matmul("x_dt", inner * (dt_rank + 2 * state) + dt_rank * inner)
     return _scanned(hidden, inner, hidden * 2 * inner, x_dt, recurrence("scan", 9 * inner * state))
 
 
 def mamba2(hidden: int, heads: int, head_dim: int, *, groups: int, state: int) -> list[Term]:
-    """Return Mamba 2's terms as Megatron-LM counts them: 7 FLOPs a state, no convolution."""
+    """Return Mamba 2's terms as Megatron-LM counts them: 7 FLOPs per state, no convolution."""
     inner = heads * head_dim
     projected = hidden * (2 * inner + 2 * groups * state + heads)
     return _scanned(hidden, inner, projected, recurrence("scan", 7 * inner * state))

@@ -1,6 +1,6 @@
 """Configs of DeepSeek-V4, Gemma 3n, Gemma 4 and Qwen-VL's vision towers -> their layers.
 
-Counted as transformers computes them, to the last projection. n is the streams of DeepSeek-V4's
+Every projection that transformers computes is counted. n is the number of streams of DeepSeek-V4's
 hyper-connections and of Gemma's AltUp (arXiv:2301.13310). Vision towers are counted as in Megatron-Bridge:
 attention between all patches of a frame, never halved, and a projector for the tower and every deepstack
 layer. The convolution that makes patches is added.
@@ -37,7 +37,7 @@ def deepseek_v4(sizes: Sizes) -> list[Layer]:
         terms = [
             *_streams(sizes.hidden, streams),
             *_v4_attention(sizes, kind),
-            # The backward needs what the streams mix afterwards.
+            # The backward needs the outputs, because the streams mix them.
             *(replace(term, last=False) for term in experts),
             *_streams(sizes.hidden, streams, last=True),
         ]
@@ -46,7 +46,7 @@ def deepseek_v4(sizes: Sizes) -> list[Layer]:
 
 
 def _streams(hidden: int, streams: int, *, last: bool = False) -> list[Term]:
-    """Return a hyper-connection's terms: n + n + n^2 coefficients out of all streams, an n x n product."""
+    """Return a hyper-connection's terms: n + n + n^2 coefficients from all streams, and an n x n product."""
     mix = recurrence("stream_mix", 2 * streams**2 * hidden)
     return [matmul("stream_weights", (2 + streams) * streams * streams * hidden), replace(mix, last=last)]
 
@@ -73,7 +73,7 @@ def _compressed(sizes: Sizes, kind: str) -> list[Term]:
     if kind not in rates:
         raise ValueError(
             f"model_type={sizes.model_type!r} has a layer of type {kind!r}, for which compress_rates={rates} "
-            "has no entry. Add the tokens of a block of that type."
+            "has no entry. Add the number of tokens per block of that type."
         )
     sparse = kind == _SPARSE
     blocks = Blocks(rates[kind], sizes.size("index_topk") if sparse else None)
@@ -86,7 +86,7 @@ def _compressed(sizes: Sizes, kind: str) -> list[Term]:
 
 
 def _choice(sizes: Sizes, rate: int) -> list[Term]:
-    """Return the terms of the indexer, which has its own compressor; no gradient passes a choice."""
+    """Return the terms of the indexer, which has its own compressor; its choice passes on no gradient."""
     heads, head_dim = sizes.size("index_n_heads"), sizes.size("index_head_dim")
     projections = sizes.size("q_lora_rank") * heads * head_dim + sizes.hidden * (4 * head_dim + heads)
     terms = [
@@ -176,12 +176,12 @@ def _gemma_heads(sizes: Sizes, index: int) -> tuple[int, int]:
     kinds = sizes.get("layer_types")
     kind = kinds[index] if kinds else None
     table: Any = sizes.get("per_layer_config")
-    if table is not None and not isinstance(table, Mapping):  # transformers' view, which has every size
+    if table is not None and not isinstance(table, Mapping):  # transformers' own object, with all sizes
         own = Sizes(table[index])
         return own.kv_heads, own.head_dim
     if table is not None:
         keys = (key for key in table if key == kind or (str(key).isdigit() and int(key) == index))
-        own = Sizes(table[key] if (key := next(keys, None)) is not None else {})  # by number ("05") or kind
+        own = Sizes(table[key] if (key := next(keys, None)) is not None else {})  # a number ("05") or a kind
         heads = own.size("num_key_value_heads", default=sizes.kv_heads)
         return heads, own.size("head_dim", default=sizes.head_dim)
     if kind != "full_attention":
@@ -194,7 +194,7 @@ _TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwe
 
 
 def tower(config: Sizes) -> tuple[list[Layer], int, int | None]:
-    """Return the layers of a vision tower and its projector, patches merged into one, and a patch's edge."""
+    """Return the layers of a vision tower and projector, how many patches merge into one, and their edge."""
     sizes = config.sub("vision_config")
     if sizes is not None and config.model_type == "llava" and sizes.model_type == "clip_vision_model":
         return _clip(config, sizes)
@@ -249,7 +249,7 @@ def _vision_block(
     *,
     gated: bool = False,
     window: int | None = None,
-    tokens: Fraction = Fraction(1),  # for each patch
+    tokens: Fraction = Fraction(1),  # tokens per patch
 ) -> tuple[Term, ...]:
     """Return the terms of a tower's block: attention between the patches of a frame or window, and an MLP."""
     of: Any = {"kind": "vision", "basis": "patch_pair" if window is None else "patch_window_pair"}

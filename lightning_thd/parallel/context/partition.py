@@ -5,10 +5,10 @@ There are four layouts:
 - ``contiguous`` cuts the row of T slots into cp equal stretches.
 - ``dual_chunk`` cuts every sequence into 2 cp chunks, of which a rank holds chunks ``rank`` and
   ``2 cp - 1 - rank``. So all ranks have the same work under causal attention (Transformer Engine's rule).
-- ``mixed`` cuts sequences longer than a chunk, 1 / (2 cp) of the pack, as ``dual_chunk`` does. It deals the
-  others out whole by their work in attention, up to the slots of each rank. The few that no rank has room for
-  are cut where room is left. So only keys of long sequences travel, and all ranks have about the same work.
-- ``striped`` deals the slots of the row out in turn.
+- ``mixed`` cuts a sequence as ``dual_chunk`` does if it is longer than 1 / (2 cp) of the pack. Each shorter
+  sequence goes whole to the rank with the least attention work that has enough free slots. The few that fit
+  on no rank are cut to fill the free slots. So ranks exchange few keys and have about the same work.
+- ``striped`` gives slot i of the row to rank i modulo cp.
 
 Pure: host integers in, numpy arrays out, the same on every rank.
 
@@ -85,7 +85,7 @@ _WHO_PADS = "THDBatch.collate(..., align=strategy.alignment) pads them, as THDDa
 class Pieces(NamedTuple):
     """Stretches of sequences, int64 ``[P]`` each."""
 
-    sequence: Ints  # the sequence each is a stretch of
+    sequence: Ints  # the index of each stretch's sequence
     start: Ints  # its first slot, counted inside the sequence
     stop: Ints  # the slot after its last
 
@@ -96,7 +96,7 @@ class Pieces(NamedTuple):
 
 
 def pieces_of_rank(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout) -> Pieces:
-    """Return the stretches of sequences that a rank holds, in the order in which they lie there."""
+    """Return the stretches of sequences that a rank holds, in the order of its shard."""
     lengths = _checked(padded_lengths, cp, rank, layout)
     assert layout != "striped", "a striped shard is no list of stretches"
     if layout == "mixed":
@@ -128,7 +128,7 @@ def rank_indices(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: L
 
 
 def restore_indices(padded_lengths: Sequence[int], *, cp: int, layout: Layout) -> Ints:
-    """Return the position of every slot of the pack when the ranks' shards are laid end to end."""
+    """Return the position of every slot of the pack in the concatenation of all ranks' shards."""
     shards = [rank_indices(padded_lengths, cp=cp, rank=rank, layout=layout) for rank in range(cp)]
     order = np.concatenate(shards)
     restore = np.empty_like(order)
@@ -169,11 +169,11 @@ def striped_rows(
 
 
 class KeyPlan(NamedTuple):
-    """The kernel calls that give a rank's queries every key they see, the last key at the last query."""
+    """The kernel calls for a rank's queries and all keys they see; last key and last query are aligned."""
 
-    q_lengths: Ints  # ``[P]``, queries of every call, which lie one after the other in the shard
-    kv_lengths: Ints  # ``[P]``, keys of every call
-    kv_slots: Ints  # slots of the pack whose keys are wanted, call after call
+    q_lengths: Ints  # ``[P]``, number of queries of every call; calls follow the order of the shard
+    kv_lengths: Ints  # ``[P]``, number of keys of every call
+    kv_slots: Ints  # slots of the pack that the keys come from, call after call
 
 
 def plan_keys(
@@ -223,7 +223,7 @@ def ranges(starts: Ints, stops: Ints) -> Ints:
 
 
 def firsts_of(padded_lengths: Sequence[int] | Ints) -> Ints:
-    """Return where each stretch begins when all lie end to end: lengths ``[2, 3]`` give ``[0, 2]``."""
+    """Return where each stretch begins if they are concatenated: lengths ``[2, 3]`` give ``[0, 2]``."""
     lengths = np.asarray(padded_lengths, dtype=np.int64)
     firsts: Ints = np.cumsum(lengths) - lengths
     return firsts
@@ -231,7 +231,7 @@ def firsts_of(padded_lengths: Sequence[int] | Ints) -> Ints:
 
 def _checked(padded_lengths: Sequence[int], cp: int, rank: int, layout: Layout) -> Ints:
     if cp < 1 or not 0 <= rank < cp:
-        raise ValueError(f"rank={rank} of cp={cp}; wanted 1 or more ranks and one of them, from 0.")
+        raise ValueError(f"rank={rank} of cp={cp}; wanted cp of 1 or more, and rank from 0 to cp - 1.")
     if layout not in get_args(Layout):
         raise ValueError(f"layout={layout!r}; wanted one of {', '.join(get_args(Layout))}.")
     lengths = np.asarray(padded_lengths, dtype=np.int64)

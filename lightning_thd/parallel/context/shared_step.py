@@ -1,7 +1,7 @@
-"""A step whose microbatches have degrees of their own -> the parts that one rank runs.
+"""A step of microbatches that different numbers of ranks share (their degrees) -> the parts of one rank.
 
-Groups of 2, 4, 8, ... neighbours are made once. A microbatch of degree c is the pack that the c ranks of a
-group share, the same on all of them until it is cut; one of degree 1 is a whole pack that one rank runs.
+Groups of 2, 4, 8, ... neighbouring ranks are created once. The c ranks of a group share a microbatch of
+degree c: each has the whole pack until it is cut. With degree 1, one rank runs the whole pack.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from lightning_thd.stats import SeqStats
 
 
 class SharedStep(THDStep):
-    """All packs that one rank runs in a step, whole, each with the degree of ranks that share it.
+    """All packs of one rank in a step, before they are cut, with the number of ranks that share each.
 
     Attributes:
-        degrees: ranks that share each microbatch.
-        plan_digest: hash of what all ranks run, the same on every one.
+        degrees: number of ranks that share each microbatch.
+        plan_digest: hash of the plan of all ranks, the same on every rank.
     """
 
     __slots__ = ("degrees", "plan_digest")
@@ -73,7 +73,7 @@ def cut_step(step: SharedStep, groups: Mapping[int, dist.ProcessGroup], **how: A
             own.append(batch)
             continue
         shard = shard_batch(batch, group=groups[degree], **how)
-        # Every rank counts for itself here, so each of the group counts its part of the pack.
+        # Counts are summed over all ranks, so each rank of the group counts only its part of the pack.
         own.append(shard.replace(stats=part_of(batch.stats, degree, shard.layout.rank)))
     return THDStep(own)
 
@@ -101,7 +101,7 @@ def make_degree_groups(
             for t in range(tp)
         ]
         own, _ = dist.new_subgroups_by_enumeration(listed)  # type: ignore[no-untyped-call]
-        # NCCL's first exchange of a group, which may be between two of its ranks, wants all to have met.
+        # NCCL needs all ranks in a group's first collective; the first exchange may be between only two.
         dist.all_reduce(torch.zeros(1, device=device), group=own)
         groups[degree] = own
     return groups

@@ -23,14 +23,14 @@ Mask: TypeAlias = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
 class Stretches(NamedTuple):
-    """The stretches of all ranks, ordered by sequence and then by position; ``[Q]`` of each."""
+    """The stretches of all ranks, ordered by sequence and then by position; each field is ``[Q]``."""
 
-    sequence: Ints  # what each is a stretch of
-    place: Ints  # 0 for the first of its sequence
-    last: Mask  # whether its sequence ends with it
-    rank: Ints  # who holds it
+    sequence: Ints  # the index of its sequence
+    place: Ints  # its number inside its sequence, from 0
+    last: Mask  # whether it is the last of its sequence
+    rank: Ints  # the rank that holds it
     row: Ints  # its first row in the shard
-    length: Ints  # slots
+    length: Ints  # its number of slots
 
     @classmethod
     def of(cls, padded_lengths: Sequence[int], *, cp: int, layout: Layout) -> Stretches:
@@ -59,10 +59,10 @@ def _of_rank(padded_lengths: Sequence[int], cp: int, rank: int, layout: Layout) 
 
 
 class Step(NamedTuple):
-    """One step of passing states along sequences: which state meets which stretch's change, ``[n]`` each."""
+    """One step along n sequences, ``[n]`` each: a stretch's change is applied to the state that enters it."""
 
-    states: Ints  # which of the states at hand the stretches left
-    changes: Ints  # which of the changes at hand they are; empty at the first step
+    states: Ints  # indices into the known states: those that the stretches left
+    changes: Ints  # indices into the known changes; empty in the first step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,18 +70,18 @@ class StatePlan:
     """The stretches that one rank runs, and the states it sends and receives."""
 
     # The first four are int64 ``[2, P']``: first rows and lengths of own stretches.
-    whole: Ints  # whole sequences: no state enters, none leaves
-    opening: Ints  # the first stretch of a sequence that goes on elsewhere; its state is sent
-    spanning: Ints  # enters and leaves; its state and its change are sent
-    closing: Ints  # the last stretch of a sequence that began before it
-    send_states: list[Ints]  # for every rank: opening ones first, then spanning ones
-    send_changes: list[Ints]  # for every rank: those of spanning ones
-    receive_states: list[int]  # from every rank, how many
-    receive_changes: list[int]  # from every rank, how many
-    steps: list[Step]  # how states are joined, own before received ones
-    # ``[K]``, which states of all steps enter the spanning stretches and then the closing ones
+    whole: Ints  # whole sequences: no state enters or leaves
+    opening: Ints  # first stretches of sequences that continue in another stretch; their states are sent
+    spanning: Ints  # stretches in the middle of sequences; their states and changes are sent
+    closing: Ints  # last stretches of sequences that began in another stretch
+    send_states: list[Ints]  # for every rank: states of opening stretches, then of spanning stretches
+    send_changes: list[Ints]  # for every rank: changes of spanning stretches
+    receive_states: list[int]  # number of states from every rank
+    receive_changes: list[int]  # number of changes from every rank
+    steps: list[Step]  # how to combine states; own states come before received states
+    # ``[K]``, indices into the states of all steps: those that enter spanning, then closing stretches
     entering: Ints
-    moved: Ints  # ``[cp, cp, 2]``, states and changes that rank r receives of rank s
+    moved: Ints  # ``[cp, cp, 2]``, numbers of states and changes that rank r receives from rank s
 
 
 def plan_states(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout) -> StatePlan:
@@ -97,9 +97,9 @@ def plan_states(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: La
         moved[r, r] = 0
     own = every.rank == rank
     openers, spanners = (np.flatnonzero(own & which) for which in (sends & ~spans, spans))
-    at = np.full(len(own), -1, dtype=np.int64)  # among the states at hand
+    at = np.full(len(own), -1, dtype=np.int64)  # index among the states that this rank knows
     at[np.concatenate([openers, spanners])] = np.arange(len(openers) + len(spanners))
-    change = np.full(len(own), -1, dtype=np.int64)  # among the changes at hand
+    change = np.full(len(own), -1, dtype=np.int64)  # index among the changes that this rank knows
     change[spanners] = np.arange(len(spanners))
     sent = [np.flatnonzero(own & needs[r]) if r != rank else np.empty(0, np.int64) for r in range(cp)]
     send_states, send_changes = [at[i] for i in sent], [change[i[spans[i]]] for i in sent]

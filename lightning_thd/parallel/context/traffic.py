@@ -1,4 +1,4 @@
-"""Exchanges of attention layers, counted on the host -> bytes received since the last log, by way."""
+"""Exchanges of attention layers, counted on the host -> bytes received since the last log, by method."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _slots: Counter[str] = Counter()
 class Traffic(NamedTuple):
     """The bytes this rank received in attention's exchanges since the last ``take``."""
 
-    received_bytes: int  # by all ways, forward and backward
-    slots: int  # those of the packs and shards that were run
-    shares: dict[str, float]  # way -> part of the layers' exchanges that took it
+    received_bytes: int  # by all methods, forward and backward
+    slots: int  # the slots of the packs and shards that ran
+    shares: dict[str, float]  # method, such as "ring" -> its share of the layers' exchanges
 
 
 def count(received_bytes: int, way: str) -> None:
-    """Add a layer's exchange: the bytes of its forward pass, twice; a ring brings the keys once more."""
+    """Add a layer's exchange: its forward bytes count twice, or three times if a ring sends keys again."""
     _bytes[way] += received_bytes * (3 if way == "ring" else 2)
     _calls[way] += 1
 

@@ -21,7 +21,7 @@ from lightning_thd.parallel.exchange import local
 
 Direction: TypeAlias = Literal["down", "up"]
 
-# The order is part of the protocol: the index travels once when a pipeline first runs.
+# The order is part of the protocol: ranks send a dtype's index once, when a pipeline first runs.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -31,8 +31,8 @@ class Channel:
 
     down: dist.ProcessGroup  # the pipeline's ranks, for activations
     up: dist.ProcessGroup  # another group of the same ranks, for gradients
-    # Two more between the last rank and the first with several stages a rank: on one NCCL communicator,
-    # messages both ways would wait for each other.
+    # With several stages per rank, two more groups between the last rank and the first. On one NCCL
+    # communicator, messages in opposite directions would wait for each other.
     wraps: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
     fixed_dtype: torch.dtype | None = None  # None if later ranks learn it from the first message
     waited_s: float = 0.0  # for messages; 0 on devices that the CPU does not wait for
@@ -43,7 +43,7 @@ class Channel:
 
     @property
     def rank(self) -> int:
-        """Return this rank's place in the pipeline, from 0."""
+        """Return this rank's index in the pipeline, from 0."""
         return self.down.rank()
 
     @property
@@ -52,7 +52,7 @@ class Channel:
         return self.down.size()
 
     def meet(self, device: torch.device) -> None:
-        """Make all communicators in one order: at its first use NCCL waits for the other ranks."""
+        """Create all communicators in one order, because NCCL waits for the other ranks at the first use."""
         if device.type == "cpu":
             return
         token = torch.zeros(1, device=device)
@@ -88,7 +88,7 @@ class Channel:
         self._posted[direction].append((work, buffer))
 
     def receive(self, shape: torch.Size, device: torch.device, direction: Direction) -> Tensor:
-        """Wait for the next message: ``down`` of the stage before, ``up`` (gradients) of the one behind."""
+        """Wait for the next message: ``down`` from the stage before, ``up`` (gradients) from the next."""
         if not self._posted[direction]:
             self.post(shape, device, direction)
         work, buffer = self._posted[direction].popleft()
@@ -170,13 +170,13 @@ class Send(torch.autograd.Function):
         """Send hidden states to the next stage; ``anchor`` only gives the loss a gradient."""
         ctx.channel, ctx.shape, ctx.device = channel, hidden.shape, hidden.device
         channel.send(hidden, "down")
-        # Anomaly detection would look for what made the gradient of a loss of it NaN, which nobody uses.
+        # Anomaly detection would report a NaN gradient of this value, which nothing uses.
         value = 0.0 if torch.is_anomaly_enabled() else torch.nan
         return hidden.new_full((), value, dtype=torch.promote_types(hidden.dtype, torch.float32))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None]:
-        """Receive the gradient of the hidden states, ignoring that of the NaN."""
+        """Receive the gradient of the hidden states, and ignore the gradient of the NaN."""
         return None, ctx.channel.receive(ctx.shape, ctx.device, "up"), None
 
 
@@ -214,7 +214,7 @@ def require_same_ends(weight: nn.Parameter | None, optimizers: Sequence[Optimize
     if found[0] != found[-1]:
         raise ValueError(
             "The weight that embedding and head share is treated as (optimizer, group, options, trained) "
-            f"{found[0]} on the first pipeline stage and {found[-1]} on the last. Treat both names alike."
+            f"{found[0]} on the first pipeline stage and {found[-1]} on the last. Treat both the same."
         )
 
 

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from lightning_thd._checks import whole_number
 
-_MOST_PASSES = 1 << 23  # forward passes of all ranks in a step, which take minutes to plan
+_MOST_PASSES = 1 << 23  # limit of forward passes of all ranks in a step; planning takes minutes then
 ScheduleName: TypeAlias = Literal["1f1b", "interleaved"]
 # (stage, microbatch) -> time of the forward pass; the backward pass takes twice as long
 Work: TypeAlias = Callable[[int, int], float]
@@ -45,8 +45,8 @@ def make_schedule(ranks: int, microbatches: int, *, chunks: int = 1) -> Schedule
     forwards = _visits(ranks, microbatches, range(chunks))
     backwards = _visits(ranks, microbatches, range(chunks)[::-1])
     total = len(forwards)
-    # More warm-up is needed only if the last group has fewer than p microbatches. All forward passes first
-    # always works.
+    # More warm-up is needed only if the last group has fewer than p microbatches. The order with all forward
+    # passes first always works.
     for extra in range(total + 1):
         warm_ups = [min(total, _warm_up(rank, ranks, chunks) + extra) for rank in range(ranks)]
         programs = tuple(_program(forwards, backwards, warm_up) for warm_up in warm_ups)
@@ -130,7 +130,7 @@ def _needs(op: Op, stage: int, last: int) -> list[tuple[bool, int, int]]:
 
 
 def expected_bubble(ranks: int, microbatches: int, *, chunks: int = 1) -> float:
-    """Compute the waiting share of equal microbatches: ``(p - 1) / (v n + p - 1)``.
+    """Compute the share of time that ranks wait if all microbatches are equal: ``(p - 1) / (v n + p - 1)``.
 
     Source: Megatron-LM (arXiv:2104.04473), section 2.2, as a share of the step's time.
     """

@@ -1,7 +1,7 @@
 """Costs of a model's layers -> which stage of a pipeline holds which of them.
 
-The embedding belongs to the first stage, the final norm and the head to the last: with a vocabulary of 152k a
-head costs as much as several layers, so the last stage gets fewer.
+The embedding belongs to the first stage, the final norm and the head to the last. With a vocabulary of 152k a
+head costs as much as several layers, so the last stage gets fewer layers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Split:
 
     @property
     def stages(self) -> int:
-        """Return the number of stages: ranks x stages a rank."""
+        """Return the number of stages: ranks x stages per rank."""
         return len(self.bounds) - 1
 
     def layers(self, stage: int) -> range:
@@ -47,7 +47,7 @@ class Split:
         return range(self.bounds[stage], self.bounds[stage + 1])
 
     def table(self) -> str:
-        """Return the split as text, a line a stage: its rank, layers, share of the FLOPs and parameters."""
+        """Return the split as text, one line per stage: rank, layers, share of the FLOPs and parameters."""
         total = sum(self.flops) or 1.0
         return "\n".join(
             f"stage {stage} on rank {stage % self.ranks}: layers {held.start}-{held.stop - 1}, "
@@ -67,7 +67,7 @@ def split_layers(
 ) -> Split:
     """Cut a stack of layers into stages of equal work.
 
-    Among the cuts whose slowest stage is fastest, the one whose largest stage is smallest is taken.
+    The cut minimises the work of the slowest stage, and among such cuts the size of the largest stage.
     """
     ranks = whole_number(ranks, "ranks", least=1)
     stages = ranks * whole_number(stages_per_rank, "stages_per_rank", least=1)
@@ -80,7 +80,7 @@ def split_layers(
         if stages > len(layers):
             raise ValueError(
                 f"pipeline_parallel_size={ranks} x stages_per_rank={stages_per_rank} makes {stages} stages, "
-                f"but the model has {len(layers)} layers. Every stage needs one: lower either."
+                f"but the model has {len(layers)} layers. Every stage needs one: lower a size."
             )
         bounds = _even_bounds(flops, sizes, stages)
     else:

@@ -1,8 +1,8 @@
-"""A Hugging Face decoder -> the same decoder with the layers of one rank, and boundaries in place of others.
+"""A Hugging Face decoder -> the same decoder with one rank's layers, and boundaries instead of other layers.
 
 The model's own ``forward`` runs on every rank. The boundary before the first layer of a stage receives hidden
-states, the one behind its last layer sends them. On other stages than the first the embedding gives NaN,
-which the boundary replaces, so that a use of the embedding behind it would show.
+states, and the boundary after its last layer sends them. On all stages but the first, the embedding returns
+NaN, which the boundary replaces. If a later layer uses the embedding, the NaN shows it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def stage_of(model: object) -> Stage | None:
 
 
 class Stage:
-    """The layers that one rank holds of a model, and those that take part in the running pass."""
+    """The layers of a model that one rank holds, and which of them take part in the running pass."""
 
     def __init__(
         self, split: Split, channel: Channel, whole: nn.Module | None = None, *, draws: bool = False
@@ -50,7 +50,7 @@ class Stage:
         self.held: Mapping[str, nn.Module] = MappingProxyType({})  # this rank's layers by name
         self.balance: RouterRelay | None = None  # for experts: adds up the routers of all layers
         self.device: torch.device | None = None  # device of the last hidden states
-        self.made: list[Any] = []  # the model's own losses end in these nodes of the running pass's graph
+        self.made: list[Any] = []  # autograd nodes of the model's own losses in the running pass
         self.in_layers = False  # whether the running pass has reached the layers
         self._calls: list[str] = []
         self._received: Tensor | None = None
@@ -94,7 +94,7 @@ class Stage:
             self.balance.received = None
 
     def require_idle(self) -> None:
-        """Raise if an earlier step was broken off, as its messages may still be under way."""
+        """Raise if an earlier step was interrupted, because its messages may not have arrived yet."""
         if self.active is not None or self.channel.is_busy:
             raise ValueError(
                 "The model was cut for a pipeline and its last step was broken off. Start a new job and "
@@ -111,7 +111,7 @@ class Stage:
         return True
 
     def require_one_call(self, step: str = "training_step") -> None:
-        """Raise unless a step called the model exactly once, as other stages expect one message."""
+        """Raise unless a step called the model exactly once, because other stages expect one message."""
         if len(self._calls) != 1:
             lines = "".join(f"\n  {line}" for line in self._calls) or f"\n  {step}"
             raise ValueError(
@@ -146,7 +146,7 @@ class Stage:
         return hidden
 
     def stand_in(self, size: int, hidden: Tensor) -> Tensor:
-        """Return ``[size]`` values for a rank without the head: the head's, or NaN that has a gradient."""
+        """Return ``[size]`` values on a rank without the head: the head's, or NaN with a gradient."""
         self._calls.append(user_line())
         if torch.is_grad_enabled():
             assert self.tail is not None
@@ -157,7 +157,7 @@ class Stage:
         return self.broadcast(torch.empty(size, dtype=dtype, device=hidden.device))
 
     def share(self, values: Tensor) -> Tensor:
-        """Broadcast values ``[n]`` that the head computed and return them, when no gradients are wanted."""
+        """Return values ``[n]`` that the head computed; broadcast them first if there are no gradients."""
         self._calls.append(user_line())
         if torch.is_grad_enabled():
             self.made.append(values.grad_fn)
@@ -166,7 +166,7 @@ class Stage:
 
     def share_logits(self, head: nn.Module, args: tuple[Any, ...], logits: Tensor) -> None:
         """Broadcast the head's logits in prediction and evaluation; a forward hook."""
-        if not torch.is_grad_enabled() and type(logits) is Tensor:  # losses make no logits, and share values
+        if not torch.is_grad_enabled() and type(logits) is Tensor:  # losses share values instead
             self.broadcast(logits.contiguous())
 
     def broadcast(self, values: Tensor) -> Tensor:
@@ -202,12 +202,12 @@ def _anchor(like: Tensor) -> Tensor:
 
 
 class StageLayers(nn.ModuleList):
-    """The layers of one rank under their names in the whole model, with boundaries in place of others."""
+    """The layers of one rank under their names in the whole model, with boundaries for other layers."""
 
     def __init__(self, layers: nn.ModuleList, stage: Stage) -> None:
         super().__init__()
         self._stage = stage
-        # A tuple is not searched for modules: boundaries have no parameters, and no place in checkpoints.
+        # torch registers no modules in a tuple, so that boundaries, which have no parameters, are not saved.
         self._boundaries = tuple(Boundary(layer, i, stage) for i, layer in enumerate(layers))
         for i in stage.layers:
             self.add_module(str(i), layers[i])
@@ -318,7 +318,7 @@ class NoEmbedding(nn.Module):
 
 
 class PassThrough(nn.Module):
-    """Replaces modules behind the layers, such as the last norm, on stages without them."""
+    """Replaces modules after the layers, such as the last norm, on stages without them."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the hidden states unchanged."""
