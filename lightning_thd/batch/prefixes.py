@@ -294,7 +294,7 @@ def lay_out_shared(
     own = [lengths[leaf] - tree.shared[leaf] for leaf in tree.leaves]
     if align is not None and align.sequence_multiple != 1:
         raise ValueError(
-            f"share_prefixes=True with an alignment of {align.sequence_multiple} slots per sequence, for "
+            f"share_prefixes=True with an alignment of {align.sequence_multiple} tokens a sequence, for "
             "context parallelism. Set share_prefixes=False or context_parallel_size=1."
         )
     query_lengths, slots = slots_of(own, align, pad_to)
