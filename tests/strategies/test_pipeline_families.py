@@ -6,6 +6,7 @@ import json
 import random
 import traceback
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,8 @@ def train_all(chunk: list[Family], stages: int, failed: str) -> list[list[float]
             own = "lightning_thd" in traceback.extract_tb(err.__traceback__)[-1].filename
             said = own and isinstance(err, ValueError | MisconfigurationException)
             text = str(err) if said else traceback.format_exc()[-800:]
-            Path(failed).write_text(json.dumps([family[0], "refused" if said else "crash", text]))
+            with suppress(FileExistsError), open(failed, "x") as file:  # the first: the others lose a peer
+                file.write(json.dumps([family[0], "refused" if said else "crash", text]))
             raise
     return losses
 
