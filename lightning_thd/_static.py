@@ -1,4 +1,4 @@
-"""A context for recording a step; code inside checks here whether it may read values of tensors."""
+"""A context for recording a step; code asks this module whether it may read values of tensors."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ Layout = Literal["dual_chunk", "contiguous", "striped", "mixed"]
 
 # The slots of one rank must be a multiple of these numbers, for any cp and tp. Transformer Engine (main,
 # 2026) and torch 2.13 check them on the rows of an input, before sequence parallelism gathers them, and on
-# the inner dimension of a weight gradient. The model's sizes decide about the rules for feature dimensions.
+# the inner dimension of a weight gradient. Rules for feature dimensions depend on the model's sizes only.
 TOKEN_MULTIPLE: dict[Recipe, int] = {
     "tensorwise": 16,  # CanonicalizeGemmInput, for delayed and current scaling; torch._scaled_mm for torchao
     "blockwise": 128,  # one scale for 128 slots: Float8BlockQuantizer.is_quantizable

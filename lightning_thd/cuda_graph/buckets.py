@@ -1,7 +1,7 @@
-"""A batch's host integers -> the fixed shape (bucket) to pad it to, or why none fits; a bucket's buffers.
+"""A batch's sizes -> the bucket (fixed shape) that it fits, or why it fits none; a bucket's buffers.
 
-T slots and S sequences of a bucket. The choice reads no tensor and comes before any copy. Dummy sequences of
-equal length, without targets, fill a bucket's tail.
+A bucket has T slots and S sequences. It is chosen before any copy, without reading tensors. Dummy sequences
+of equal length, without targets, fill a bucket's tail.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def padded_lengths_of(batch: THDBatch, bucket: Bucket) -> Ints:
 
 
 def real_lengths_of(batch: THDBatch, padded_lengths: Ints) -> Ints:
-    """Return real lengths and the dummies', int64 ``[S]``: lengths 3, 2 and a dummy of 8 give [3, 2, 8]."""
+    """Return the real and the dummies' lengths, int64 ``[S]``: 3, 2 and a dummy of 8 give [3, 2, 8]."""
     kept = Layout.of_batch(batch).sequences
     return np.concatenate([np.asarray(batch.lengths[:kept], dtype=np.int64), padded_lengths[kept:]])
 
@@ -188,7 +188,7 @@ class StaticBatch(THDBatch):
         return copy
 
     def _real_offsets(self) -> Tensor | None:
-        """Return the buffer of offsets, because the padding of sequences differs between replays."""
+        """Always return the buffer of offsets, because another replay may pad the sequences."""
         return self.cu_seqlens
 
     def __repr__(self) -> str:
@@ -208,7 +208,7 @@ class StaticInputs:
         device: torch.device,
         *,
         axes: int | None,  # the number of M-RoPE's position axes, or None
-        scale_dtype: torch.dtype,  # fp32, as with a Python number, or fp64 for fp64 models
+        scale_dtype: torch.dtype,  # fp32, with the effect of a Python number; fp64 for fp64 models
     ) -> None:
         self.bucket, self.axes = bucket, axes
         self._device, slots = device, bucket.slots

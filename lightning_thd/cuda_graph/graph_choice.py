@@ -1,7 +1,7 @@
 """A planner and the costs of a step -> the buckets to capture as CUDA graphs, and a table with the reasons.
 
-S sequences of a bucket. A replay costs ``graph + per_sequence * S``, because every entry of cu_seqlens, used
-or not, enlarges the grid of every varlen kernel. So one bucket for the rarest batch is slower than eager.
+A bucket has S sequences. A replay costs ``graph + per_sequence * S``, because every entry of cu_seqlens, used
+or not, enlarges the grid of every varlen kernel. So one bucket for the largest batch is slower than eager.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ MaxSequences: TypeAlias = int | Sequence[int] | Literal["auto"]
 # An additional bucket must save this share of an eager step, because it costs a capture.
 _WORTH = 0.005
 _MOST_BUCKETS = 3
-# All choices of up to 3 of 32 quantiles take 0.1 s; more quantiles lower the cost by less than _WORTH.
+# The search over sets of 1 to 3 of 32 quantiles takes 0.1 s. More quantiles would save less than _WORTH.
 _QUANTILES = 32
-# The 99th percentile of 512 batches depends on five of them; planning a step takes about a millisecond.
+# Five of 512 batches lie above the 99th percentile. Planning a step takes about a millisecond.
 _SAMPLE = 512
 
 
@@ -145,7 +145,7 @@ def plan_graphs(
 
 
 def needed_sequences(layouts: Sequence[Layout], slots: int, max_seqlen: int) -> IntArray:
-    """Count each fitting batch's sequences, with the dummies that fill the tail, int64 ``[N]``."""
+    """Count the sequences of each batch that fits, and the dummies that fill its tail, int64 ``[N]``."""
     found = [x.sequences + -(-(slots - x.slots) // max_seqlen) for x in layouts if x.slots <= slots]
     return np.array(found, dtype=np.int64)
 
@@ -163,7 +163,7 @@ def sample_layouts(planner: PackPlanner, *, dp: int = 1) -> list[Layout]:
 
 
 def expected_cost(needs: IntArray, sequences: Sequence[int], costs: GraphCosts) -> float:
-    """Return the mean cost, with these buckets, of batches that need ``[N]`` sequences."""
+    """Return the mean cost of batches that need ``[N]`` sequences, if these buckets are captured."""
     total, done = 0.0, 0
     ordered = np.sort(needs)
     for s in sorted(sequences):

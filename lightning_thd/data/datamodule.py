@@ -42,25 +42,25 @@ class THDDataModule(LogsSources):
     Args:
         train: a map-style dataset giving ``{"input_ids": ints[, "labels": ints]}`` (labels unshifted,
             -100 where ignored); or a path, a glob, an address (``s3://``, ``hf://``, ...) or a list of
-            them: ``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``, ``.arrow`` or ``.feather`` files,
-            also ``.gz``, ``.zst``, ``.bz2`` or ``.xz``, text files, a folder of such, or one that
-            ``TokenStore.save`` wrote. In place of ids, records may hold text, ``prompt`` and ``completion``,
-            or a conversation, of which only the completion or the assistant's turns have a loss. A dict
-            ``{name: (source, weight)}`` is a mixture. An ``IterableDataset``, a function that returns
-            an iterator, or a ``data.streams.Stream`` is read once, front to back; if one source of a mixture
-            is such a stream, all are read as streams.
+            them. Files are text, ``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``, ``.arrow`` or
+            ``.feather``, also compressed: ``.gz``, ``.zst``, ``.bz2`` or ``.xz``. A path may name a folder of
+            such files, or a folder that ``TokenStore.save`` wrote. In place of ids, records may hold text,
+            ``prompt`` and ``completion``, or a conversation. The loss of the last two covers only the
+            completion or the assistant's turns. A dict ``{name: (source, weight)}`` is a mixture. An
+            ``IterableDataset``, a function that returns an iterator, or a ``data.streams.Stream`` is read
+            once, front to back; if one source of a mixture is such a stream, all are read as streams.
         capacity: most tokens of a pack.
-        global_batch: ``Packs(n)``, n packs per optimizer step, or ``Sequences(n)``, exactly n sequences per
-            step, in as many microbatches as they need (needs one of our strategies). Default: one pack for
+        global_batch: ``Packs(n)`` is n packs per optimizer step. ``Sequences(n)`` is exactly n sequences per
+            step, in as many microbatches as needed; it requires one of our strategies. Default: one pack for
             each rank and batch, ``Packs(ranks * accumulate_grad_batches)``.
-        val: as ``train``; every sequence is used once, in packs of the dataset's own order. A dict
+        val: as ``train``; every sequence is used once, in an order that is always the same. A dict
             ``{name: source}`` makes one loader for each set, whose batches carry its name in ``set_name``.
         test: as ``val``.
         predict: as ``val``; ``batch.unpack(output)`` splits outputs in the order of ``batch.sequence_ids``.
         tokenizer: ``str -> ids`` for text, or the name of a Hugging Face tokenizer; UTF-8 bytes by default.
             Conversations need a Hugging Face tokenizer with a chat template.
         processor: the processor of Qwen2-VL, Qwen2.5-VL, Qwen3-VL or Llava, or its folder, for conversations
-            with images. These are paths beside the file, bytes or columns.
+            with images. Images are bytes, or paths from the file's folder, in messages or under ``images``.
         text_key: the key of the text in a record.
         append_eos: end documents and completions with the tokenizer's EOS if it does not do so itself.
         records: the kind of the records, if their keys do not show it: ``"text"``, ``"ids"``, ``"prompt"``,
@@ -84,8 +84,9 @@ class THDDataModule(LogsSources):
         scheduler: a function that replaces ``packing.balance``, for ``Sequences(n)``.
         cost: the work of a sequence by its length and images; ranks get equal work. By default it is that of
             the model and its vision tower, if its transformers config is found.
-        extras_cost: a function from a row to the patches of its images (an int, or frames, rows and columns
-            of patches of each, ``[N, 3]``), for rows whose grids or ``pixel_values`` do not give them.
+        extras_cost: a function from a row to the number of its image patches, or to the frames, rows and
+            columns of patches of each image, ``[N, 3]``. It is for rows whose grids or ``pixel_values`` do
+            not give the patches.
         max_patches: most image patches of a pack. A sequence above it is dropped or gets its own pack if
             ``oversize`` says so, and is an error otherwise; it is never cut.
         pad_to: fill every pack to this many slots; by default packs differ in size.
@@ -94,11 +95,11 @@ class THDDataModule(LogsSources):
             one pack, which holds at most ``capacity`` distinct tokens. A larger group is cut, and its prefix
             is computed again. All ids are read at setup.
         vocab_size: ids must be below it; by default it comes from the model's config.
-        num_workers: processes that read and collate; as many tokenise and count.
+        num_workers: processes that read and collate; tokenising and counting use the same number.
         prefetch_factor: batches prepared ahead by each worker.
         pin_memory: page-lock batches; by default when training on a GPU.
-        cache_dir: where tokenised text and counts are kept, ``~/.cache/lightning_thd`` by default. Files,
-            known by their content, and datasets with a ``fingerprint`` are counted once. One process fills a
+        cache_dir: where tokenised text and counts are kept, ``~/.cache/lightning_thd`` by default. Files
+            (recognised by content) and datasets with a ``fingerprint`` are counted once. One process fills a
             cache; after a kill, the next run continues where it stopped.
 
     Raises:
@@ -169,7 +170,7 @@ class THDDataModule(LogsSources):
         self._sources = sets.named_sources(
             {"train": None if self._streams is not None else train, **evaluated}
         )
-        # If a loader exists, Lightning wants a step for it; if a hook exists, it hides that of the module.
+        # If a loader exists, Lightning wants a step for it. A hook here hides the LightningModule's own hook.
         unused = [f"{stage}_dataloader" for stage, source in evaluated.items() if source is None]
         if not sets.is_mixture(train):
             unused.append("on_before_batch_transfer")
@@ -206,7 +207,7 @@ class THDDataModule(LogsSources):
             device: where batches go; on a CUDA device they are page-locked. By default that of the model.
 
         Raises:
-            MisconfigurationException: when ``global_batch`` contradicts them.
+            MisconfigurationException: when ``global_batch`` contradicts ``ranks`` or ``accumulate``.
         """
         whole_number(accumulate, "accumulate", least=1)
         link.check_step(self.global_batch, ranks=ranks, accumulate=accumulate)
@@ -269,7 +270,7 @@ class THDDataModule(LogsSources):
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
-        """Return for every set how many sequences were skipped, dropped, cut or split, and tokens lost."""
+        """Return for every set the number of sequences skipped, dropped, cut or split, and of tokens lost."""
         return {name: planning.counts_of(data, self._planner(name)[0]) for name, data in self._sets.items()}
 
     def train_dataloader(self) -> THDLoader:
@@ -304,7 +305,7 @@ class THDDataModule(LogsSources):
         return self._evaluation("predict")
 
     def _streamed(self, streams: Streams, kind: Kind) -> THDLoader:
-        """Build the loader of a stream; a collective of the job."""
+        """Build the loader of a stream; every rank of the job must call this."""
         if getattr(self.trainer, "overfit_batches", 0) > 0:
             raise MisconfigurationException("overfit_batches repeats batches, which a stream cannot.")
         if self._settings.schedule is not None:
@@ -388,7 +389,7 @@ class THDDataModule(LogsSources):
 
 
 def _as_streams(train: Any, mixing: Mixing | None) -> Streams | None:
-    """Wrap training data that can only be iterated as streams; None for data with a length."""
+    """Return streams of training data that can only be iterated; return None for data with a length."""
     mixed = sets.is_mixture(train)
     given = {"": train}
     if mixed:

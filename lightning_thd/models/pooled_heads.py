@@ -25,7 +25,7 @@ from lightning_thd.batch.upload import uploaded
 from lightning_thd.models.pack import Pack, Scope, current_scope, scoped
 from lightning_thd.models.padded_groups import padded_rows
 
-# Parts of the names of outputs that may be pooled, so that one row is made of all sequences of a pack.
+# An output whose name has one of these parts may be pooled to one row for all sequences of a pack.
 _POOLED_OUTPUTS = ("logit", "pool", "embeds", "score", "reward")
 # Names of classes that return one row per token.
 _TOKEN_LEVEL = re.compile(
@@ -37,7 +37,7 @@ def adopt_classifier(model_class: Any) -> None:
     """Patch a sequence classifier or reward model to return one output per sequence of a pack."""
     forward = model_class.forward
     if "ForSequenceClassification" in model_class.__name__ and not hasattr(forward, "_thd_pooled"):
-        # The patch goes below the guard of announce, which must run first because it announces the pack.
+        # The patch goes inside ``announce.guard``, which must run first because it announces the pack.
         patched = _classify_each_sequence(getattr(forward, "_thd_unguarded", forward))
         patch("classifiers", model_class, "forward", patched)
 
@@ -56,7 +56,7 @@ def class_pools(model_class: Any) -> bool:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def pool_each_sequence(model: Any, pack: Pack, output: Any, *, outermost: bool) -> Any:
-    """Replace an encoder's ``pooler_output`` ``[1, D]`` by one row per sequence; None if it has none."""
+    """Replace an encoder's ``pooler_output`` ``[1, D]`` by one row per sequence; return None without one."""
     pooled = _pool(model, pack, output)
     if outermost:
         refuse_pooled_pack(model, pack, output)
@@ -199,7 +199,7 @@ def _padded_output(base: Any, output: Any, source: Tensor, pack: Pack) -> Any:
 
 
 def _loss(model: Any, rows: Tensor, labels: Tensor) -> Tensor:
-    """Compute transformers' classification loss over sequences with a label, the first of the pack."""
+    """Compute transformers' classification loss; ``labels`` are those of the pack's first sequences."""
     from transformers.loss.loss_utils import ForSequenceClassificationLoss
 
     if labels.shape[0] > rows.shape[0]:

@@ -1,6 +1,6 @@
 """THD tensors of any device and dtype -> attention by matrix products, on groups of similar lengths.
 
-A padded row is a copy of its sequence's first row. Offsets unknown on the host are read once per batch.
+A row of padding is a copy of its sequence's first row. Offsets unknown on the host are read once per batch.
 
 Legend: T slots, B sequences of a group, R rows of queries, K keys.
 """
@@ -21,14 +21,14 @@ from lightning_thd.attention.kernels.raw import Gradients, OutLse, Saved, any_si
 from lightning_thd.attention.spec import AttentionSpec, Offsets
 from lightning_thd.batch.upload import host_offsets, uploaded
 
-# Padding may lengthen a group's shortest sequence to this factor of its length, plus this many rows.
+# Padding may lengthen a group's shortest sequence to _PADDING times its length plus _FREE rows.
 _PADDING, _FREE = 1.25, 8
 # A group has at most this many scores per head: 4 MiB in fp32.
 _SCORES = 1 << 20
 
 
 class Rows(NamedTuple):
-    """The pack's rows ``taken`` as padded rows; the ``real`` ones among them are written to ``target``."""
+    """``taken`` selects the pack's rows for a padded batch; its ``real`` rows are written to ``target``."""
 
     taken: Tensor
     real: Tensor
