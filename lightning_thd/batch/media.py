@@ -62,7 +62,7 @@ def declared(cost: ExtrasCost, sample: Any, name: str) -> tuple[int, int, int, i
         given,
         ndim=None,
         least=0,
-        advice="Return the patches of its images, 0 for text, or rows of frames, rows and columns [N, 3].",
+        advice="Return a number of patches (0 for text), or frames, rows and columns of images [N, 3].",
     )
     grids = np.array([[1, 1, int(found)]]) if found.ndim == 0 else _grid(found, given)
     return (*of_grids(grids, given), 0, 0)

@@ -31,7 +31,7 @@ TRAINING = {
     "test": "run the test set",
     "predict": "predict one result per sequence",
 }
-# Errors of these packages tell a user what to do, unless code of others, perhaps the user's, called them.
+# Errors of these packages say what to do. If other code, such as the user's, called them, it is a bug.
 _KNOWN = {"lightning_thd", "lightning", "jsonargparse", "transformers", "huggingface_hub"}
 _BETWEEN = {"torch", "tqdm"}  # They iterate our data.
 _DEBUG = "JSONARGPARSE_DEBUG"  # the variable by which jsonargparse shows tracebacks
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _refusal_in(err: BaseException) -> BaseException | None:
-    """Return what a package of ``_KNOWN``, called by these packages only, raised on purpose, if it did."""
+    """Return the error if a package of ``_KNOWN`` raised it on purpose and only such packages called it."""
     frames = list(traceback.walk_tb(err.__traceback__))
     owners = [str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in frames]
     if owners[-1] == "jsonargparse" and err.__cause__ is not None:  # the error of a constructor, retold
@@ -132,14 +132,14 @@ def _name_nearest(parsers: list[Any]) -> None:
             text.partition("=")[0] for text in sys.argv[2:] if text.startswith(("--trainer.", "--data."))
         ]
         given += [f"--{name}" for name in re.findall(r"does not accept option '([\w.]+)'", message)]  # YAML
-        # A second dot leads into a class, whose options no parser lists.
+        # After a second dot come the options of a class, which no parser lists.
         given = [text for text in given if text.count(".") == 1]
         unknown = [text for text in given if not any(option.startswith(text) for option in known)]
         if unknown:
             message = f"there is no option {unknown[0]}{nearest(unknown[0], known)}"
         if os.environ.get(_DEBUG) == "true":
             return error(message, *args, **kwargs)
-        _fail(sys.argv[1], message)  # Theirs prints all options before the message.
+        _fail(sys.argv[1], message)  # jsonargparse's error prints all options before the message.
 
     parsers[-1].error = one_line
 

@@ -190,7 +190,7 @@ def _images(data: DataSet, settings: DataSettings, host: Host) -> dict[str, Any]
     found = {} if settings.max_patches is None else {"max_patches": settings.max_patches}
     if settings.max_patches is not None and not data.index.seen and settings.extras_cost is None:
         raise ValueError(
-            f"max_patches= needs rows, and {data.name} gives its `lengths`, so that no row was read. "
+            f"max_patches= needs the rows, but {data.name} has `lengths`, so no row was read. "
             "Pass extras_cost=, or remove the `lengths`."
         )
     if not len(sizes):

@@ -186,7 +186,7 @@ class _Step:
         return waiting(self.bin_work(owner, count), self.dp)
 
     def spread(self, count: int) -> tuple[IntArray | None, bool]:
-        """Place the most work first; return the bins (None if one fits nowhere) and whether they are even."""
+        """Place items, most work first; return the bins (None if one does not fit) and if they are even."""
         items = _items(self.lengths, self.work, self.seen)
         room = self.capacity, UNBOUNDED if self.seen is None else self.seen.most
         best, least = None, np.inf
@@ -261,13 +261,13 @@ def scheduled_bins(
     numbers = sorted({len(rank) for rank in plan})
     if len(plan) != dp or len(numbers) != 1 or numbers[0] < 1:
         raise ValueError(
-            f"The scheduler planned {len(plan)} ranks with {numbers} microbatches; wanted {dp} alike."
+            f"The scheduler planned {len(plan)} ranks with {numbers} microbatches; wanted {dp} equally long."
         )
     bins = [bin_ for rank in plan for bin_ in rank]
     order = np.concatenate([np.empty(0, np.int64), *bins])
     if sorted(order.tolist()) != list(range(len(lengths))):
         raise ValueError(
-            f"The scheduler used {order.tolist()[:9]}; it must put each of {len(lengths)} positions once."
+            f"The scheduler used {order.tolist()[:9]}; it must use each of {len(lengths)} positions once."
         )
     bounds = [("slots", lengths, capacity), *([] if seen is None else [("patches", seen.patches, seen.most)])]
     for number, bin_ in enumerate(bins):
@@ -317,9 +317,9 @@ def deal(totals: FloatArray, dp: int) -> IntArray:
 
 
 # Levels to try for groups (microsteps) whose level is not fixed by the longest sequence, in units of the mean
-# remaining work. A higher level leaves fewer and shorter sequences to the last group. More gain below 0.2 %.
+# remaining work. A higher level leaves fewer and shorter sequences to the last group. More levels gain 0.2 %.
 _LEVELS = (1.0, 1.04, 1.08, 1.12, 1.16, 1.2, 1.24, 1.32)
-_HIGHEST = 1.2  # The last group is not tried above 1.2 times an even level.
+_HIGHEST = 1.2  # The last group is filled to at most 1.2 times an even level.
 _PRECISION = 0.003  # The last group's level is found to 0.3 %.
 _LEAST_GAIN = 1e-9  # A smaller gain, in units of a microstep's heaviest bin, is rounding.
 _EXCHANGES = 100  # At most 100 exchanges, of about 25 us each, improve the best plan.
@@ -381,15 +381,15 @@ def exchange(
     seen: Seen | None = None,
 ) -> None:
     """Exchange sequences of the heaviest bins for others with less work, or for none; change ``owner``."""
-    # Each exchange takes work off the heaviest bin of a microstep; the bin furthest above its mean comes
-    # first. The work goes to the bin that then stays furthest below the heaviest of its own microstep.
+    # Each exchange moves work out of the heaviest bin of one microstep, first where it is furthest above the
+    # mean. The target is the bin that then remains furthest below the heaviest bin of its own microstep.
     bins = dp * num_microbatches
     loads = np.bincount(owner, weights=work, minlength=bins).astype(np.float64)
     bounds = [(lengths, capacity)] if seen is None else [(lengths, capacity), (seen.patches, seen.most)]
     held = [np.bincount(owner, weights=each, minlength=bins).astype(np.int64) for each, _ in bounds]
     steps = loads.reshape(num_microbatches, dp)  # a view: follows loads
     heaviest, mean = steps.max(1), steps.mean(1)
-    # What may come in exchange: every sequence, and (for each bin) nothing.
+    # A bin can give any sequence in exchange, or nothing: hence one zero per bin.
     given_work = np.append(work, np.zeros(bins))
     given = [np.append(each, np.zeros(bins, np.int64)) for each, _ in bounds]
     place = np.append(owner, np.arange(bins))
@@ -400,7 +400,7 @@ def exchange(
         mine = np.flatnonzero(place[: len(owner)] == heavy)
         moved = work[mine][:, None] - given_work
         grown = [each[mine][:, None] - other for (each, _), other in zip(bounds, given, strict=True)]
-        # After the exchange, each of the two bins exceeds its microstep's maximum by this; the larger value.
+        # How far the two bins would exceed the maxima of their microsteps: the larger of both numbers.
         above = np.maximum(
             (loads[heavy] - heaviest[at]) - moved, (loads - np.repeat(heaviest, dp))[place] + moved
         )
@@ -460,7 +460,7 @@ class _Search:
         return plan
 
     def fill_level(self, plan: _Partial, level: float, *, below: float) -> _Partial | None:
-        """Fill the other groups to a multiple of their mean; None if that waits ``below`` or longer."""
+        """Fill the other groups to a multiple of their mean; None if ranks would wait ``below`` or longer."""
         while plan.group < self.groups - 1 and plan.left:
             plan = self._next(plan, max(plan.left[0][0], self._mean(plan) * level))
         return self._last(plan, below - plan.waits) if plan.left else plan

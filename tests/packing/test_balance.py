@@ -131,9 +131,9 @@ def scheduled(plan: list[list[list[int]]]) -> object:
         (lambda: scheduled([[[0, 1, 2]]]), "1 ranks with.*; wanted 2 alike"),
         (lambda: scheduled([[[0], [1]], [[2]]]), r"\[1, 2\] microbatches; wanted 2 alike"),
         (lambda: scheduled([[], []]), r"2 ranks with \[0\] microbatches"),
-        (lambda: scheduled([[[0, 1]], [[]]]), "must put each of 3 positions once"),
-        (lambda: scheduled([[[0, 1]], [[1, 2]]]), "must put each of 3 positions once"),
-        (lambda: scheduled([[[0, 1]], [[2, -1]]]), "must put each of 3 positions once"),
+        (lambda: scheduled([[[0, 1]], [[]]]), "must use each of 3 positions once"),
+        (lambda: scheduled([[[0, 1]], [[1, 2]]]), "must use each of 3 positions once"),
+        (lambda: scheduled([[[0, 1]], [[2, -1]]]), "must use each of 3 positions once"),
         (lambda: scheduled([[[1, 2, 0]], [[]]]), "12 slots in microbatch 0 of rank 0, above the 8"),
     ],
 )

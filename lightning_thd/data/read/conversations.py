@@ -87,7 +87,7 @@ def _turns(messages: Any) -> Any:
 
 
 def calls_read(message: Message, text: str) -> Message:
-    """Parse JSON arguments of a message's calls if a template quoted them a second time in ``text``."""
+    """Parse the JSON arguments of a message's tool calls if ``text`` holds them quoted twice."""
     for place, call in _calls(message):
         given = call.get("arguments")
         found = parse_json(given) if isinstance(given, str) else None
@@ -97,7 +97,7 @@ def calls_read(message: Message, text: str) -> Message:
 
 
 def other_calls(message: Message) -> Iterator[tuple[str, Message]]:
-    """Yield each call of a tool in a message: its name, and the message with another name in that place."""
+    """Yield the name of each tool call of a message, and a copy of the message with that name replaced."""
     for place, call in _calls(message):
         if isinstance(name := call.get("name"), str):
             yield name, _with_call(message, place, {**call, "name": f"{name}x"})
