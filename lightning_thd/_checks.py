@@ -89,7 +89,7 @@ def _as_array(values: Any, name: str, advice: str) -> npt.NDArray[Any]:
     try:
         found = np.asarray(values)
     except (ValueError, TypeError, RuntimeError, OverflowError) as err:  # for example rows of several lengths
-        raise ValueError(f"{name} is no array of integers ({err}). {advice}") from err
+        raise ValueError(f"{name} is not an array of integers ({err}). {advice}") from err
     if found.dtype.kind == "O" or (found.ndim == 0 and not isinstance(values, np.ndarray)):
         raise TypeError(f"{name} is {described(values)}; wanted a list, array or tensor of ints. {advice}")
     return found

@@ -49,7 +49,7 @@ def test_numbers_become_plain_ones() -> None:
     ("call", "message"),
     [
         (lambda: host_ints([[1, 2]], "x"), r"x has shape \(1, 2\); wanted one row"),
-        (lambda: host_ints([[1, 2], [3]], "x"), "x is no array of integers"),
+        (lambda: host_ints([[1, 2], [3]], "x"), "x is not an array of integers"),
         (lambda: host_ints([1, 2.5], "x"), "x holds float64 values.*Pass integers"),
         (lambda: host_ints([True, False], "x"), "x holds bool values"),
         (lambda: host_ints(torch.tensor([1.0]), "x"), "x holds torch.float32"),

@@ -73,7 +73,7 @@ def checked_device(device: torch.device | str) -> torch.device:
     try:
         return torch.device(device)
     except RuntimeError as err:
-        raise ValueError(f"{device!r} is no device ({err}). Pass 'cpu', 'cuda' or a torch.device.") from err
+        raise ValueError(f"{device!r} is not a device ({err}). Pass 'cpu' or 'cuda', for example.") from err
 
 
 def rows_of_slots(x: Any, slots: int) -> Tensor:

@@ -55,7 +55,7 @@ def refuse_unreachable(name: str) -> None:
         return
     except Exception as err:  # releases of huggingface_hub use different HTTP clients
         raise ValueError(
-            f"{name} is no folder, nor a model in the cache, and the hub does not answer ({err}). {advice}"
+            f"{name} is neither a folder nor a cached model, and the hub does not answer ({err}). {advice}"
         ) from err
 
 
@@ -83,7 +83,7 @@ def picture(text: str) -> Path:
     """Return the path of a picture to write; the path is checked before the picture is computed."""
     path = Path(text)
     if path.suffix.lower() not in PICTURES:
-        raise argparse.ArgumentTypeError(f"{text!r} is no picture; wanted one of {', '.join(PICTURES)}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a picture; wanted one of {', '.join(PICTURES)}")
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r}: no file can be written there; is its folder there?")
     return path

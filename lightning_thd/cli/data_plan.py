@@ -165,7 +165,7 @@ def load_config(path: str) -> Any:
     refuse_unreachable(path)
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.exists():
-        auto = require("transformers", feature=f"--model {path}, which is no file here,").AutoConfig
+        auto = require("transformers", feature=f"--model {path}, which is not a file here,").AutoConfig
         return auto.from_pretrained(path)
     try:
         return json.loads(file.read_text())
@@ -274,6 +274,6 @@ def graph_plan(arguments: Sequence[str]) -> None:
     data.prepare_data()
     data.setup("fit")
     planner = data.train_steps().planner
-    assert isinstance(planner, PackPlanner), "a path is no stream"
+    assert isinstance(planner, PackPlanner), "a path is not a stream"
     found = plan_for(planner, given=given.max_sequences or ())
     sys.stdout.write((json.dumps(asdict(found)) if given.json else found.table()) + "\n")

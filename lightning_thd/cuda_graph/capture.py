@@ -170,7 +170,7 @@ def _refuse_foreign_leaves(outputs: list[Tensor], leaves: Sequence[Tensor]) -> N
         variable = getattr(node, "variable", None)
         if isinstance(variable, Tensor) and id(variable) not in known:
             raise CaptureError(
-                f"the step trains a tensor of shape {tuple(variable.shape)} that is no parameter of the "
+                f"the step trains a tensor of shape {tuple(variable.shape)} that is not a parameter of the "
                 "module, or that it uses from outside of the module. A replay would give it no gradient. Put "
                 "it into the module as a Parameter, and use it from there."
             )

@@ -224,7 +224,7 @@ class HeadCall:
         linear = None if job.whole else plain_linear(head, job.own_head_forward)
         if linear is None:
             kind = f"{type(head).__module__}.{type(head).__name__}"
-            job.whole = job.whole or f"its head is no plain linear layer but a {kind}"
+            job.whole = job.whole or f"its head is not a plain linear layer but a {kind}"
             logits = (job.own_head_forward or functools.partial(type(head).forward, head))(hidden)
         else:
             operands = head_operands(linear, hidden)

@@ -238,7 +238,7 @@ class _Probe:
             with torch.no_grad():
                 wanted = {i: logits_alone(self.model, ids[slots_of(self.batch, i)]) for i in order}
         except Exception as error:
-            # The family may need more arguments (images, labels); that is no error of packing.
+            # The family may need more arguments (images, labels); that is not an error of packing.
             self.skipped.append(f"stock eager attention: {type(error).__name__} in a plain call")
             return
         with torch.no_grad():

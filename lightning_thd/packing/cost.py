@@ -38,7 +38,7 @@ class Cost:
         for name in ("linear", "quadratic", "patch", "patch_pair"):
             real_number(getattr(self, name), f"Cost.{name}", least=0)
         if not self.linear + self.quadratic:
-            raise ValueError(f"{self!r} is no work. Cost(linear=1, quadratic=0) balances tokens.")
+            raise ValueError(f"{self!r} costs nothing. Cost(linear=1, quadratic=0) balances tokens.")
 
     @classmethod
     def from_flops(cls, model: FlopsModel, *, longest: int = 8192) -> Cost:

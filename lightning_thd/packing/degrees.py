@@ -48,7 +48,7 @@ class Sharing:
         whole_number(self.max_degree, "max_context_parallel_size", least=1, advice=advice)
         if self.max_degree & (self.max_degree - 1):
             raise ValueError(
-                f"max_context_parallel_size={self.max_degree} is no power of two. Use 1, 2, 4, 8 and so on."
+                f"max_context_parallel_size={self.max_degree} is not a power of two. Use 1, 2, 4, 8, ..."
             )
         choice(self.layout, "context_parallel_layout", *get_args(Layout))
         choice(self.waits, "waits", *get_args(Waits))

@@ -115,7 +115,7 @@ class CountedTargets:
             first = int(wrong.argmax())
             raise ValueError(
                 f"Sequence {spans.index[first]} has {lengths[first]} tokens but {counts[first]} loss tokens. "
-                "The first token of a sequence is no target, so it has fewer. Count the labels from the "
+                "The first token of a sequence is not a target, so it has fewer. Count the labels from the "
                 "second token on."
             )
         whole, full = spans.lengths == lengths, counts == lengths - 1

@@ -224,7 +224,7 @@ def _reason(
     convert: Callable[[str, nn.Linear], bool] | None,
     min_features: int,
 ) -> str | None:
-    """Return why a layer is not converted: None if it is converted, "" if the module is no linear layer."""
+    """Return why a layer is not converted: None if it is, "" if the module is not a linear layer."""
     if is_converted(child):
         return "multiplies in FP8 already"
     if not isinstance(child, nn.Linear):

@@ -116,8 +116,8 @@ def _te_object(config: Any) -> Recipe:
 def _torchao_object(config: Any, emulate: bool) -> Recipe:
     if type(config).__name__ != "Float8LinearConfig":
         raise ValueError(
-            f"recipe={config!r} is no torchao recipe. Give 'tensorwise', 'rowwise', 'rowwise_with_gw_hp' or "
-            "a torchao.float8.Float8LinearConfig."
+            f"recipe={config!r} is not a torchao recipe. Give 'tensorwise', 'rowwise', 'rowwise_with_gw_hp' "
+            "or a torchao.float8.Float8LinearConfig."
         )
     rowwise = config.cast_config_input.scaling_granularity.value == "axiswise"
     high = config.cast_config_input_for_grad_weight.scaling_type.value == "disabled"

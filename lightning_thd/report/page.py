@@ -110,7 +110,7 @@ def read_metrics(folder: str | Path) -> Series:
                         if text and name != "epoch":
                             found.setdefault(name, {})[step] = float(text)
         except (ValueError, KeyError, TypeError) as err:  # text, no column of steps, or a torn row
-            raise ValueError(f"{file} is no table of CSVLogger ({err!r}). Mend or remove it.") from err
+            raise ValueError(f"{file} is not a table of CSVLogger ({err!r}). Mend or remove it.") from err
     return {name: sorted(values.items()) for name, values in found.items()}
 
 

@@ -139,8 +139,8 @@ class Checkpoints:
             checkpoint = self._load_file(base, path, weights_only)
         else:
             raise MisconfigurationException(
-                f"{path} is no checkpoint folder, and a pipeline loads only folders. Load the file without "
-                "pipeline_parallel_size and save it with THDModelParallelStrategy() once."
+                f"{path} is not a checkpoint folder, and a pipeline loads only folders. Load the file "
+                "without pipeline_parallel_size and save it with THDModelParallelStrategy() once."
             )
         if strategy.optimizers:  # Clear the state torch made for optimizers that had made no step when saved.
             for i in checkpoint.get(FRESH, ()):

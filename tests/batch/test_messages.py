@@ -77,7 +77,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: padded([1, 2, 3], [1, 1, 1], [1, -5, 2]), "labels below 0"),
     (lambda: BATCH.unpack(torch.zeros(3)), r"shape \(3,\), but the batch has 5 slots"),
     (lambda: BATCH.to("meta").to("cpu"), "A batch on the meta device has"),
-    (lambda: BATCH.to("abacus"), r"'abacus' is no device"),
+    (lambda: BATCH.to("abacus"), r"'abacus' is not a device"),
     (lambda: THDStep([]), "at least one microbatch"),
     (lambda: THDStep([BATCH, None]), "A THDStep is made of a list, .*; wanted a list of THDBatch"),
     (lambda: setattr(BATCH, "loss_scale", 2.0), "immutable"),

@@ -97,7 +97,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(SystemExit):
         main(["check", "nobody/model"])
     assert asked == ["nobody/model"]
-    assert "nobody/model is no folder, nor a model in the cache, and the hub" in capsys.readouterr().err
+    assert "nobody/model is neither a folder nor a cached model, and the hub" in capsys.readouterr().err
 
 
 def test_peaks_have_a_line_a_device_with_its_source(capsys: Said) -> None:
@@ -135,7 +135,7 @@ def test_a_report_is_of_all_runs_and_later_ones_continue_the_series(tmp_path: Pa
         (f"{PLAN} --mfu nan", "--mfu: nan; wanted a share, above 0 and at most 1"),
         (f"{PLAN} --theme dark", "--theme dark is of the drawing. Pass --plot too"),
         (f"{PLAN} --plot {{here}}/none/a.png", "a.png': no file can be written there; is its folder there"),
-        (f"{PLAN} --plot a.bmp2", "'a.bmp2' is no picture; wanted one of .png"),
+        (f"{PLAN} --plot a.bmp2", "'a.bmp2' is not a picture; wanted one of .png"),
         (f"{PLAN} --tokenizer /none", r"/none does not exist. Pass a folder that save_pretrained\(\) wrote"),
         (f"{PLAN} --model ./none", "./none does not exist. Pass a config.json, a folder"),
         (f"{PLAN} --model {{here}}/none.json", "none.json does not exist. Pass a config.json"),
@@ -151,7 +151,7 @@ def test_a_report_is_of_all_runs_and_later_ones_continue_the_series(tmp_path: Pa
         ("plan x", "the following arguments are required: --capacity"),
         ("check {here}/config.json --layers 3", "--layers 3, but .*config.json has 2. Pass at most as many"),
         ("peaks H1000", "no peak is known for 'H1000'; did you mean h100?"),
-        ("report {here}/torn", "metrics.csv is no table of CSVLogger .* Mend or remove it"),
+        ("report {here}/torn", "metrics.csv is not a table of CSVLogger .* Mend or remove it"),
         ("report {here}/none", "No metrics.csv below .*CSVLogger"),
         ("graph-plan {here}/texts.jsonl --max-sequences 0", "--max-sequences: 0; wanted at least 1"),
     ],

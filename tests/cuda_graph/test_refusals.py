@@ -116,7 +116,7 @@ class Extra(nn.Module):
             r"the step changes Extra.total, which a replay does not run again, or, if it is a buffer",
         ),
         ("rebound", r"the step changes Extra.total"),
-        ("outside", r"trains a tensor of shape \(\) that is no parameter of the module"),
+        ("outside", r"trains a tensor of shape \(\) that is not a parameter of the module"),
     ],
 )
 def test_state_that_a_replay_would_get_wrong_is_refused_and_left_alone(kind: str, message: str) -> None:

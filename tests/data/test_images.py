@@ -189,7 +189,7 @@ def asked(*content: Any, **more: Any) -> dict[str, Any]:
         (chat(0) | {"audio": "a.wav"}, "the record holds 'audio', .* audio cannot be packed"),
         ({"input_ids": [1, 2, 3]}, "the train data hold ids, and processor= renders conversations"),
         (asked({"type": "text", "text": "<|image_pad|>"}), r"writes 1 times '<\|image_pad\|>' for 0 images"),
-        ({"text": "no chat"}, "is no conversation; processor= renders no other"),
+        ({"text": "no chat"}, "is not a conversation; processor= renders no other"),
     ],
 )
 def test_what_cannot_be_rendered_is_refused(record: dict[str, Any], message: str) -> None:

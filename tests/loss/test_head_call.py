@@ -156,7 +156,7 @@ def with_head(forward: Callable[[Head, Tensor], Tensor]) -> Any:
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_of_ones_own_is_run_as_it_is_and_learns(name: str) -> None:
     model = with_head(HEADS[name])
-    with pytest.warns(UserWarning, match=WHOLE + "its head is no plain linear layer but a .*Head"):
+    with pytest.warns(UserWarning, match=WHOLE + "its head is not a plain linear layer but a .*Head"):
         compare(model)
     with torch.no_grad():
         for part in (model.lm_head.up, model.lm_head.offset):

@@ -47,7 +47,7 @@ def test_a_step_holds_the_scale_that_makes_its_mean() -> None:
 @pytest.mark.parametrize(
     ("counts", "message"),
     [
-        ([5, 3], "Sequence 0 has 5 tokens but 5 loss tokens. The first token of a sequence is no target"),
+        ([5, 3], "Sequence 0 has 5 tokens but 5 loss tokens. The first token of a sequence is not a target"),
         ([2, -1], "Sequence 1 has 4 tokens but -1 loss tokens"),
     ],
 )

@@ -176,7 +176,7 @@ def all_on_one(lengths: Any, capacity: int, *, dp: int, cost: Cost) -> list[list
         (lambda: planned(scheduler=all_on_one).step(0, 0, 2), r"The scheduler put \d+ slots"),
         (lambda: Cost(linear=-1), "Cost.linear=-1; wanted a finite number of 0 or more"),
         (lambda: Cost(quadratic=np.nan), "Cost.quadratic=nan; wanted a finite number"),
-        (lambda: Cost(linear=0, quadratic=0), r"is no work. Cost\(linear=1, quadratic=0\) balances tokens"),
+        (lambda: Cost(linear=0, quadratic=0), r"costs nothing. Cost\(linear=1, quadratic=0\) balances"),
     ],
 )
 def test_says_what_is_wrong(call: Callable[[], object], message: str) -> None:

@@ -244,7 +244,7 @@ def shared(lengths: list[int], ranks: int = 2, degree: int = 2, cost: Any = COST
         ),
         (shared([5], cost=lambda n: n * 0.0), "The cost of a sequence of 5 tokens is 0.0; wanted a finite"),
         (lambda: planner([3] * 8).step(0, 0, 6), "=4 does not divide the 6 ranks"),
-        (lambda: Sharing(max_degree=6), "max_context_parallel_size=6 is no power of two"),
+        (lambda: Sharing(max_degree=6), "max_context_parallel_size=6 is not a power of two"),
         (lambda: Sharing(max_degree=4, exchange=(1.0,)), r"exchange=\(1.0,\): wanted one number for each of"),
     ],
 )

@@ -183,7 +183,7 @@ def test_a_plugin_of_another_recipe_than_the_models_is_refused(tmp_path: Path) -
         ({"engine": "cutlass"}, "engine='cutlass'; wanted one of te, torchao"),
         ({"engine": "torchao", "weights_dtype": torch.float16}, "weights_dtype=torch.float16 does not go"),
         ({"engine": "te", "emulate": True}, "Transformer Engine cannot emulate FP8"),
-        ({"recipe": 3, "engine": "torchao"}, "recipe=3 is no torchao recipe"),
+        ({"recipe": 3, "engine": "torchao"}, "recipe=3 is not a torchao recipe"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:

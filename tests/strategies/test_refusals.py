@@ -416,7 +416,7 @@ OF_STAGES = {
     "degrees": Case(
         "='dynamic' with pipe", strategy=dynamic(THDModelParallelStrategy, pipeline_parallel_size=2)
     ),
-    "a file": Case("is no checkpoint folder, and a pipeline loads only folders", path="file.ckpt"),
+    "a file": Case("is not a checkpoint folder, and a pipeline loads only folders", path="file.ckpt"),
 }
 
 

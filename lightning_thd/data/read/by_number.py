@@ -38,7 +38,7 @@ def _checked(record: Any, place: Place) -> Mapping[str, Any]:
     if isinstance(record, Bad):
         raise ValueError(f"{place}: {record.reason}")
     if not isinstance(record, Mapping):
-        raise ValueError(f"{place}: a {type(record).__name__} is no conversation; processor= wants one.")
+        raise ValueError(f"{place}: a {type(record).__name__} is not a conversation; processor= wants one.")
     return record
 
 

@@ -123,7 +123,7 @@ def table_chunks(file: SourceFile, text_key: str, cache_dir: str | Path | None) 
         rows = _load("csv", [file], cache_dir, **table)
     except (UnicodeDecodeError, csv.Error, datasets.exceptions.DatasetGenerationError) as err:
         raise ValueError(
-            f"{file.name} is no table ({err.__cause__ or err}). "
+            f"{file.name} is not a table ({err.__cause__ or err}). "
             "Quote cells that hold a separator, or give .jsonl."
         ) from err
     if len(set(names)) < len(names):

@@ -58,7 +58,7 @@ def messages_of(record: dict[str, Any], kind: Kind) -> Conversation:
     given = record.get("tools")
     tools = parse_json(given) if isinstance(given, str) and given.strip() else given
     if isinstance(tools, Bad) or not isinstance(tools, list | None):
-        raise ValueError("tools are no list, nor JSON of one. Mend or remove the record.")
+        raise ValueError("tools must be a list, or JSON of one. Mend or remove the record.")
     tools = tools or None
     options = record.get("chat_template_kwargs") or {}
     if kind == "alpaca":

@@ -194,7 +194,7 @@ class Encoder:
 
     def _completed(self, prompt: object, completion: object) -> tuple[Ids, NDArray[np.bool_]]:
         if not isinstance(prompt, str) or not isinstance(completion, str):
-            raise ValueError("prompt and completion are no two strings, and no two lists of messages.")
+            raise ValueError("prompt and completion must be two strings, or two lists of messages.")
         # Encode them apart, because at inference the model gets the prompt encoded by itself.
         before, after = self._open(prompt), self._ended(self._bare(completion))
         mask = np.repeat([False, True], [len(before), len(after)])

@@ -73,7 +73,7 @@ def decode(data: bytes) -> str | Bad:
     except UnicodeDecodeError as err:
         return Bad(_not_text(err))
     if "\0" in text:
-        return Bad(f"holds a null byte at {text.index(chr(0))}, so it is no text. Leave it out.")
+        return Bad(f"holds a null byte at {text.index(chr(0))}, so it is not text. Leave it out.")
     return text
 
 

@@ -174,7 +174,7 @@ class Opener:
 def as_dataset(source: object) -> MapDataset:
     """Check that a source is a map-style dataset of samples; otherwise raise with advice."""
     if isinstance(source, Mapping):
-        raise TypeError(f"A dict with the keys {list(source)[:8]} is no dataset. Pass one of its splits.")
+        raise TypeError(f"A dict with the keys {list(source)[:8]} is not a dataset. Pass one of its splits.")
     dataset = cast("MapDataset", source)
     sample: Any = dataset[0] if len(dataset) else {}
     check_row(sample, 0)

@@ -55,7 +55,7 @@ def read_documents(path: Paths, *, text_key: str = "text") -> Iterator[str]:
         text_key: the key of the text in a record.
 
     Raises:
-        TypeError: if ``path`` is no path.
+        TypeError: if ``path`` is not a path.
         ValueError: for a path without data, and a record without text; the message names file and line.
     """
     for chunk in file_chunks(find_files(path)):
@@ -85,7 +85,7 @@ def stdlib_documents(*, max_bytes: int | None = None) -> list[str]:
     Every machine has this text: about 7,800 documents, median 290 bytes, cut at ``max_bytes`` of UTF-8.
 
     Raises:
-        ValueError: if ``max_bytes`` is no whole number above 0.
+        ValueError: if ``max_bytes`` is not a whole number above 0.
     """
     if max_bytes is not None:
         whole_number(max_bytes, "max_bytes", least=1, advice="None leaves documents whole.")

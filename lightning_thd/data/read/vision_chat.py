@@ -69,7 +69,7 @@ class VisionChat:
         kind = kind_of(dict(record), "text")
         if kind not in CONVERSATIONS:
             raise ValueError(
-                f"the record ({sorted(record)[:8]}) is no conversation; processor= renders no other."
+                f"the record ({sorted(record)[:8]}) is not a conversation; processor= renders no other."
             )
         said = messages_of(dict(record), kind)
         messages, sources = with_images(said.messages, record)

@@ -109,7 +109,7 @@ class Sampler:
         if isinstance(record, Mapping) and "input_ids" in record and self.records in ("auto", "ids"):
             return dict(record)
         if not isinstance(record, str | Mapping):
-            raise TypeError(f"a {type(record).__name__} is no sequence. A stream must give dicts or text.")
+            raise TypeError(f"a {type(record).__name__} is not a sequence. A stream must give dicts or text.")
         record = dict(record) if isinstance(record, Mapping) else record
         if self.chat is not None:
             return self.chat.sample(record if isinstance(record, dict) else {"text": record}, None)

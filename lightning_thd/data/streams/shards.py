@@ -195,10 +195,10 @@ Shard = FileShard | IterableShard
 
 
 def iterable_shards(source: Any, parts: int, *, prefix: str) -> list[IterableShard]:
-    """Split a source that is no path into shards."""
+    """Split a source that is not a path into shards."""
     kind = f"{prefix}{type(source).__name__}"
     if isinstance(source, Mapping):  # iterating over one sample would read its keys as texts
-        raise ValueError(f"{kind} is no stream. Give samples by a function that returns an iterator.")
+        raise ValueError(f"{kind} is not a stream. Give samples by a function that returns an iterator.")
     if is_hf(source):
         if getattr(source, "_distributed", None) is not None:
             raise ValueError(f"{kind} was split by rank (split_dataset_by_node). Pass the whole dataset.")
@@ -216,7 +216,7 @@ def iterable_shards(source: Any, parts: int, *, prefix: str) -> list[IterableSha
         beginning = Beginning.of(source) if has_state(source) else None
         return [IterableShard(kind, partial(_part, source, 0, 1), whole=True, beginning=beginning)]
     if not callable(source):
-        raise ValueError(f"{type(source).__name__} is no stream. Pass paths, a dataset, or a function.")
+        raise ValueError(f"{type(source).__name__} is not a stream. Pass paths, a dataset, or a function.")
     name = prefix + getattr(source, "__name__", type(source).__name__)
     if len(_positional(source)) == 2:
         return [IterableShard(f"{name} part {i}", partial(source, i, parts)) for i in range(parts)]

@@ -98,7 +98,7 @@ class Pieces(NamedTuple):
 def pieces_of_rank(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout) -> Pieces:
     """Return the stretches of sequences that a rank holds, in the order of its shard."""
     lengths = _checked(padded_lengths, cp, rank, layout)
-    assert layout != "striped", "a striped shard is no list of stretches"
+    assert layout != "striped", "a striped shard is not a list of stretches"
     if layout == "mixed":
         return Pieces(*cut_mixed(tuple(lengths.tolist()), cp)[rank])
     if layout == "contiguous":

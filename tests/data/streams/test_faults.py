@@ -129,7 +129,7 @@ def split_by_rank() -> Any:
 
 image = {"input_ids": [*range(9)], "pixel_values": np.ones((1, 2))}
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    (lambda: iter([1.5]), {}, "a float is no sequence"),
+    (lambda: iter([1.5]), {}, "a float is not a sequence"),
     (lambda: iter([]), {}, "A pass over the stream gave no step"),
     (lambda: iter([{"input_ids": []}]), {}, "the sequence has no tokens.*empty='drop'"),
     (lambda: iter([image]), {"capacity": 8, "oversize": "truncate"}, "carries pixel_values, so it cannot be"),
@@ -142,7 +142,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (({"input_ids": [1, 2]} for _ in range(4)), {"epochs": 2, "n": 2}, "can be read one time"),
     (split_by_rank(), {}, "IterableDataset was split by rank"),
     ([], {}, "The stream has no shards"),
-    (5, {}, "int is no stream"),
+    (5, {}, "int is not a stream"),
     ("/nowhere/*.jsonl", {}, "no file matches it"),
     (__file__, {}, "py cannot be streamed. Shards are"),
 ]
