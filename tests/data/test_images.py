@@ -354,7 +354,7 @@ class KnowsLengths(list[Any]):
 def test_a_bound_needs_the_patches_of_every_row() -> None:
     given = KnowsLengths(rows())
     given.lengths = [len(row["input_ids"]) for row in given]
-    with pytest.raises(ValueError, match="gives its `lengths`, so that no row was read"):
+    with pytest.raises(ValueError, match="has `lengths`, so no row was read"):
         plan(THDDataModule(given, capacity=64, max_patches=100))
     assert plan(THDDataModule(given, capacity=64, max_patches=100, extras_cost=patches_of))
     with pytest.raises(ValueError, match=r"Sequence 3 has 64 image patches but max_patches=60"):

@@ -166,7 +166,7 @@ def _in_folder(folder: Path) -> list[Path]:
 def _one_kind(folder: Path, kinds: dict[str, list[Path]]) -> list[Path]:
     if not kinds:
         wanted = ", ".join(name for name, kind in KINDS.items() if kind != "refused")
-        raise ValueError(f"{folder} has no file of a known kind. Wanted suffixes: {wanted}.")
+        raise ValueError(f"No text files below {folder}, nor data files. Wanted suffixes: {wanted}.")
     if len(kinds) > 1:
         (first, some), (second, others), *_ = kinds.items()
         raise ValueError(
