@@ -1,8 +1,10 @@
-"""The sequences of a step -> equally many microbatches per rank, of equal work and within the capacity.
+"""The sequences of a step -> the same number of microbatches per rank, of equal work, within the capacity.
 
-A microstep is the microbatches that all ranks run at the same time. A step waits for the heaviest microbatch
-of every microstep. So microbatches need not be equal across microsteps, only within one: the longest
-sequences stay together in a heavy microstep, and shorter ones fill its gaps.
+The microbatches that all ranks run at the same time are a microstep. It lasts as long as its heaviest
+microbatch. So the work must be equal within a microstep, but may differ between microsteps. The longest
+sequences share a heavy microstep, whose other microbatches are filled with shorter sequences.
+
+A bin is a microbatch before it has a rank.
 """
 
 from __future__ import annotations
@@ -31,18 +33,18 @@ from lightning_thd.packing.lengths import (
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
-MOST_MICROBATCHES = 2**24  # A step of more microbatches, over all ranks, is a mistake.
-_UNEVEN = 1.05  # If ranks wait for 5 % more than an even share, one more microbatch is tried.
-_EVEN_ENOUGH = 1.01  # A plan whose ranks wait for at most 1 % more than an even share is not improved.
+MOST_MICROBATCHES = 2**24  # A step with more microbatches, over all ranks, is probably a mistake.
+_UNEVEN = 1.05  # If a plan lasts 5 % longer than the least possible, one more microbatch is tried.
+_EVEN_ENOUGH = 1.01  # A plan that lasts at most 1 % longer than the least possible is not improved.
 
 
 class Scheduler(Protocol):
-    """The interface of a user's own scheduler: the signature of :func:`balance`."""
+    """The signature of a function that a user passes in place of :func:`balance`."""
 
     def __call__(
         self, lengths: IntArray, capacity: int, *, dp: int, cost: Cost
     ) -> Sequence[Sequence[npt.ArrayLike]]:
-        """Return a list of microbatches per rank; each holds its sequences' positions in ``lengths``."""
+        """Return a list of microbatches per rank; a microbatch is a list of positions in ``lengths``."""
         ...
 
 
@@ -62,14 +64,14 @@ def balance(
         lengths: ints ``[S]``, slots of each sequence.
         capacity: most slots of a microbatch.
         dp: data-parallel ranks.
-        cost: work of a sequence; the default is that of a model with hidden size 4096.
-        num_microbatches: microbatches of each rank; None takes the fewest that hold everything.
-        patches: image patches of each sequence, ints ``[S]``, or ``[S, 2]`` with the sum of their squares
-            over frames; None for text.
+        cost: work of a sequence; the default fits a model with hidden size 4096.
+        num_microbatches: microbatches of each rank; None takes the fewest that hold all sequences.
+        patches: image patches of each sequence, ints ``[S]``, or ``[S, 2]`` with the sum over frames of
+            squared patches; None for text.
         max_patches: most patches of a microbatch; None sets no bound.
 
     Returns:
-        A list of microbatches per rank, equally many on all. Each is an int64 array of positions in
+        A list of microbatches per rank, the same number for all. Each is an int64 array of positions in
         ``lengths``, the longest sequence first.
 
     Raises:
@@ -91,11 +93,11 @@ def balance(
     media = None if patches is None else media_table(patches, len(values))
     work = (Cost() if cost is None else cost)(values, media)
     slots = Slots(usable=int(capacity), multiple=1, patches=check_patches(max_patches))
-    seen = np.zeros_like(values) if media is None else media[:, 0]
-    if len(values) and seen.max() > slots.patches:
-        raise ValueError(too_many_patches(int(seen.argmax()), int(seen.max()), slots.patches))
+    images = np.zeros_like(values) if media is None else media[:, 0]
+    if len(values) and images.max() > slots.patches:
+        raise ValueError(too_many_patches(int(images.argmax()), int(images.max()), slots.patches))
     order, offsets = balanced_bins(
-        values, work, slots, dp=dp, num_microbatches=num_microbatches, patches=seen
+        values, work, slots, dp=dp, num_microbatches=num_microbatches, patches=images
     )
     bins = np.split(order, offsets[1:-1])
     each = len(bins) // dp
@@ -109,20 +111,22 @@ def balanced_bins(
     *,
     dp: int,
     num_microbatches: int | None = None,  # None takes the fewest that best fit needs
-    given: Packing | None = None,  # a fallback: packs that are known to be few enough
+    given: Packing | None = None,  # packs to fall back on if bins of equal work do not hold all sequences
     patches: IntArray | None = None,
 ) -> tuple[IntArray, IntArray]:
     """Put sequences in bins of equal work; return positions ``[S]`` by rank and microbatch, and offsets."""
-    sizes, seen = lengths, bounded(patches, slots)
-    over = lengths > slots.usable if seen is None else (lengths > slots.usable) | (seen.patches > seen.most)
-    if over.any():  # each of these fills a bin, so that nothing joins it
+    sizes, bound = lengths, patch_bound(patches, slots)
+    over = (
+        lengths > slots.usable if bound is None else (lengths > slots.usable) | (bound.patches > bound.most)
+    )
+    if over.any():  # let each of them take a whole bin, so that no other sequence joins it
         sizes = np.where(over, slots.usable, lengths)
-        seen = None if seen is None else Seen(np.where(over, 0, seen.patches), seen.most)
-    step = _Step(sizes, work, slots.usable, dp, seen)
+        bound = None if bound is None else PatchBound(np.where(over, 0, bound.patches), bound.most)
+    step = _Step(sizes, work, slots.usable, dp, bound)
     count = dp * (step.fewest() if num_microbatches is None else num_microbatches)
     spread = owner, even = step.spread(count)
     if owner is None or not even:
-        packs = best_fit(sizes, slots, None if seen is None else seen.patches) if given is None else given
+        packs = best_fit(sizes, slots, None if bound is None else bound.patches) if given is None else given
         least = max(1, -(-len(packs) // dp))
         wanted = dp * (least if num_microbatches is None else num_microbatches)
         if len(packs) > wanted:
@@ -132,51 +136,51 @@ def balanced_bins(
             )
         owner, count = step.best(wanted, packs, spread if wanted == count else None), wanted
         waits = step.waits(owner, count)
-        # Packs full of patches may leave no room for equal work.
-        if seen is not None and num_microbatches is None and waits > step.least * _UNEVEN:
+        # Bins whose patches are at the bound may leave no room to make the work equal.
+        if bound is not None and num_microbatches is None and waits > step.least * _UNEVEN:
             roomier = step.best(count + dp, packs)
             if step.waits(roomier, count + dp) * _UNEVEN < waits:
                 owner, count = roomier, count + dp
-    # Longest first inside a bin: attention reads sequences of equal length side by side as one batch.
+    # Longest first inside a bin, because attention runs neighbours of equal length as one batch.
     order = np.lexsort((-lengths, owner))
     offsets = np.zeros(count + 1, np.int64)
     np.cumsum(np.bincount(owner, minlength=count), out=offsets[1:])
-    return seated(order, offsets, step.bin_work(owner, count), dp)
+    return order_by_rank(order, offsets, step.bin_work(owner, count), dp)
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """The image patches of sequences, int64 ``[S]``, and the most patches of a bin."""
+class PatchBound:
+    """The image patches of sequences, int64 ``[S]``, and the most patches that a bin may hold."""
 
     patches: IntArray
     most: int
 
 
-def bounded(patches: IntArray | None, slots: Slots) -> Seen | None:
+def patch_bound(patches: IntArray | None, slots: Slots) -> PatchBound | None:
     """Return the patches and their bound, or None if there is no bound."""
-    return None if patches is None or slots.patches == UNBOUNDED else Seen(patches, slots.patches)
+    return None if patches is None or slots.patches == UNBOUNDED else PatchBound(patches, slots.patches)
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The slots and work of a step's sequences, what a bin holds, and the number of ranks."""
+    """The slots and work of the sequences of a step, the bounds of a bin, and the number of ranks."""
 
     lengths: IntArray
     work: FloatArray
     capacity: int
     dp: int
-    seen: Seen | None
+    bound: PatchBound | None
 
     @property
     def least(self) -> float:
-        """Return the least work that any plan waits for: an even share or the largest sequence."""
+        """Return a lower bound of :func:`waiting`: an even share of the work, or the largest sequence."""
         return max(float(self.work.sum()) / self.dp, float(self.work.max(initial=0.0)))
 
     def fewest(self) -> int:
-        """Return the number of microbatches per rank if every pack were full."""
+        """Return the number of microbatches per rank if every microbatch were full."""
         full = -(-int(self.lengths.sum()) // self.capacity)
-        if self.seen is not None:
-            full = max(full, -(-int(self.seen.patches.sum()) // self.seen.most))
+        if self.bound is not None:
+            full = max(full, -(-int(self.bound.patches.sum()) // self.bound.most))
         return max(1, -(-full // self.dp))
 
     def bin_work(self, owner: IntArray, count: int) -> FloatArray:
@@ -186,9 +190,9 @@ class _Step:
         return waiting(self.bin_work(owner, count), self.dp)
 
     def spread(self, count: int) -> tuple[IntArray | None, bool]:
-        """Place items, most work first; return the bins (None if one does not fit) and if they are even."""
-        items = _items(self.lengths, self.work, self.seen)
-        room = self.capacity, UNBOUNDED if self.seen is None else self.seen.most
+        """Place sequences by work; return their bins (None if one does not fit), and if the work is even."""
+        items = _items(self.lengths, self.work, self.bound)
+        room = self.capacity, UNBOUNDED if self.bound is None else self.bound.most
         best, least = None, np.inf
         for below in (np.zeros(count), _levels(items, self.dp, count // self.dp)):
             if best is not None and not below.any():
@@ -203,7 +207,7 @@ class _Step:
     def best(
         self, count: int, packs: Packing, spread: tuple[IntArray | None, bool] | None = None
     ) -> IntArray:
-        """Choose the plan that waits least: filled by work, by best fit, or microstep by microstep."""
+        """Return the shortest of three plans: filled by work, by best fit, or microstep by microstep."""
         filled, even = spread or self.spread(count)
         if filled is not None and even:
             return filled
@@ -216,15 +220,15 @@ class _Step:
             dp=self.dp,
             num_microbatches=count // self.dp,
             enough=self.least * _EVEN_ENOUGH,
-            seen=self.seen,
+            bound=self.bound,
         )
         found = [owner for owner in (filled, packed, level) if owner is not None]
         return min(found, key=lambda owner: self.waits(owner, count))
 
 
 def _levels(items: list[_Item], dp: int, num_microbatches: int) -> FloatArray:
-    """Return how far each bin should stay below the heaviest bin, float64 ``[bins]``."""
-    # The largest sequences set the levels of the first microsteps. The rest of the work is shared equally.
+    """Return how much less work each bin should get than the heaviest bin, float64 ``[bins]``."""
+    # The largest sequences set the work of the first microsteps. The rest of the work is shared equally.
     below, left, highest = np.zeros(dp * num_microbatches), sum(item[0] for item in items), 0.0
     for step in range(num_microbatches):
         mean = left / (dp * (num_microbatches - step))
@@ -238,9 +242,11 @@ def _levels(items: list[_Item], dp: int, num_microbatches: int) -> FloatArray:
     return below
 
 
-def seated(order: IntArray, offsets: IntArray, totals: FloatArray, dp: int) -> tuple[IntArray, IntArray]:
-    """Reorder bins by rank and microbatch, as :func:`deal` assigns them by their work."""
-    members, ends = regrouped(offsets, deal(totals, dp))
+def order_by_rank(
+    order: IntArray, offsets: IntArray, totals: FloatArray, dp: int
+) -> tuple[IntArray, IntArray]:
+    """Reorder bins by the rank and microbatch that :func:`assign_bins` gives them."""
+    members, ends = regrouped(offsets, assign_bins(totals, dp))
     return order[members], ends
 
 
@@ -251,7 +257,7 @@ def scheduled_bins(
     *,
     dp: int,
     cost: Cost,
-    seen: Seen | None = None,
+    bound: PatchBound | None = None,
 ) -> tuple[IntArray, IntArray]:
     """Call a user's scheduler, and check that its plan is complete, fits and is even."""
     plan = [
@@ -269,7 +275,10 @@ def scheduled_bins(
         raise ValueError(
             f"The scheduler used {order.tolist()[:9]}; it must use each of {len(lengths)} positions once."
         )
-    bounds = [("slots", lengths, capacity), *([] if seen is None else [("patches", seen.patches, seen.most)])]
+    bounds = [
+        ("slots", lengths, capacity),
+        *([] if bound is None else [("patches", bound.patches, bound.most)]),
+    ]
     for number, bin_ in enumerate(bins):
         for what, sizes, most in bounds:
             if sizes[bin_].sum() > most and len(bin_) > 1:
@@ -281,31 +290,31 @@ def scheduled_bins(
 
 
 def _most_work_first(items: list[_Item], room: tuple[int, int], below: FloatArray) -> IntArray | None:
-    """Put each item in the bin with the least work; bins start at ``below``. None if an item fits nowhere."""
+    """Put each item in the bin with the least work, which starts at ``below``; None if one fits nowhere."""
     heap = [(load, i) for i, load in enumerate(below.tolist())]
     heapq.heapify(heap)
-    slots, views = [room[0]] * len(heap), [room[1]] * len(heap)
+    free_slots, free_patches = [room[0]] * len(heap), [room[1]] * len(heap)
     owner = np.empty(len(items), np.int64)
     for work_of, size, patches, item in items:
         tried = []
         while heap:
             load, i = heapq.heappop(heap)
-            if slots[i] >= size and views[i] >= patches:
+            if free_slots[i] >= size and free_patches[i] >= patches:
                 break
             tried.append((load, i))
         else:
             return None
         owner[item] = i
-        slots[i] -= size
-        views[i] -= patches
+        free_slots[i] -= size
+        free_patches[i] -= patches
         for other in tried:
             heapq.heappush(heap, other)
         heapq.heappush(heap, (load + work_of, i))
     return owner
 
 
-def deal(totals: FloatArray, dp: int) -> IntArray:
-    """Assign bins to ranks and microbatches: bins of like work run at the same time."""
+def assign_bins(totals: FloatArray, dp: int) -> IntArray:
+    """Assign bins to ranks and microbatches, so that bins of similar work run at the same time."""
     ranked = np.argsort(-totals, kind="stable").reshape(-1, dp)
     load = np.zeros(dp)
     assigned = np.empty((dp, len(ranked)), np.int64)
@@ -316,11 +325,12 @@ def deal(totals: FloatArray, dp: int) -> IntArray:
     return assigned.reshape(-1)
 
 
-# Levels to try for groups (microsteps) whose level is not fixed by the longest sequence, in units of the mean
-# remaining work. A higher level leaves fewer and shorter sequences to the last group. More levels gain 0.2 %.
+# The level of a microstep is the work to which its bins are filled. These levels are tried, in units of the
+# mean remaining work, unless the longest sequence is above them. A higher level leaves fewer and shorter
+# sequences to the last microstep. More levels gain 0.2 %.
 _LEVELS = (1.0, 1.04, 1.08, 1.12, 1.16, 1.2, 1.24, 1.32)
-_HIGHEST = 1.2  # The last group is filled to at most 1.2 times an even level.
-_PRECISION = 0.003  # The last group's level is found to 0.3 %.
+_HIGHEST = 1.2  # The last microstep is filled to at most 1.2 times an even level.
+_PRECISION = 0.003  # The level of the last microstep is found to 0.3 %.
 _LEAST_GAIN = 1e-9  # A smaller gain, in units of a microstep's heaviest bin, is rounding.
 _EXCHANGES = 100  # At most 100 exchanges, of about 25 us each, improve the best plan.
 
@@ -328,10 +338,10 @@ _Item = tuple[float, int, int, int]  # (work, slots, patches, position), sorted 
 _Bin = tuple[float, int, int, int]  # (work left, slots left, patches left, number)
 
 
-def _items(lengths: IntArray, work: FloatArray, seen: Seen | None) -> list[_Item]:
-    """List work, slots, patches and position of sequences, the most work first."""
+def _items(lengths: IntArray, work: FloatArray, bound: PatchBound | None) -> list[_Item]:
+    """List the work, slots, patches and position of each sequence, the most work first."""
     order = np.argsort(-work, kind="stable")
-    patches = np.zeros_like(order) if seen is None else seen.patches[order]
+    patches = np.zeros_like(order) if bound is None else bound.patches[order]
     columns = (work[order], lengths[order], patches, order)
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
@@ -343,15 +353,15 @@ def fill_microsteps(
     *,
     dp: int,
     num_microbatches: int,
-    enough: float,  # the first plan that waits for no more work than this is taken
-    seen: Seen | None = None,
+    enough: float,  # take the first plan for which :func:`waiting` is at most this
+    bound: PatchBound | None = None,
 ) -> IntArray | None:
-    """Fill microsteps by best fit in work, the heaviest first; None when no level tried holds everything."""
-    items = _items(lengths, work, seen)
-    room = capacity, UNBOUNDED if seen is None else seen.most
-    search = _Search(room=room, dp=dp, groups=num_microbatches)
+    """Fill microsteps by best fit in work, the heaviest first; None if no level holds all sequences."""
+    items = _items(lengths, work, bound)
+    room = capacity, UNBOUNDED if bound is None else bound.most
+    search = _Search(room=room, dp=dp, microsteps=num_microbatches)
     total = sum(item[0] for item in items)
-    start = search.fill_forced(_Partial(owner=[0] * len(items), left=items, total=total, group=0, waits=0.0))
+    start = search.fill_forced(_Partial(owner=[0] * len(items), left=items, total=total, filled=0, waits=0.0))
     best, least, below = None, np.inf, np.inf
     for level in _LEVELS:
         plan = search.fill_level(start, level, below=below)
@@ -363,10 +373,10 @@ def fill_microsteps(
         waits = waiting(totals, dp)
         if waits < least:
             best, least = owner, waits
-        if least <= enough or start.group == num_microbatches - 1:
+        if least <= enough or start.filled == num_microbatches - 1:
             break
     if best is not None and least > enough:
-        exchange(best, lengths, work, capacity, dp=dp, num_microbatches=num_microbatches, seen=seen)
+        exchange(best, lengths, work, capacity, dp=dp, num_microbatches=num_microbatches, bound=bound)
     return best
 
 
@@ -378,18 +388,18 @@ def exchange(
     *,
     dp: int,
     num_microbatches: int,
-    seen: Seen | None = None,
+    bound: PatchBound | None = None,
 ) -> None:
-    """Exchange sequences of the heaviest bins for others with less work, or for none; change ``owner``."""
-    # Each exchange moves work out of the heaviest bin of one microstep, first where it is furthest above the
-    # mean. The target is the bin that then remains furthest below the heaviest bin of its own microstep.
+    """Exchange sequences of the heaviest bins for sequences with less work, or for none; update ``owner``."""
+    # Each exchange takes work from the heaviest bin of a microstep, first of the microstep where that bin is
+    # furthest above the mean. It goes to the bin that then stays furthest below its microstep's heaviest bin.
     bins = dp * num_microbatches
     loads = np.bincount(owner, weights=work, minlength=bins).astype(np.float64)
-    bounds = [(lengths, capacity)] if seen is None else [(lengths, capacity), (seen.patches, seen.most)]
+    bounds = [(lengths, capacity)] if bound is None else [(lengths, capacity), (bound.patches, bound.most)]
     held = [np.bincount(owner, weights=each, minlength=bins).astype(np.int64) for each, _ in bounds]
     steps = loads.reshape(num_microbatches, dp)  # a view: follows loads
     heaviest, mean = steps.max(1), steps.mean(1)
-    # A bin can give any sequence in exchange, or nothing: hence one zero per bin.
+    # A bin gives one of its sequences in exchange, or nothing. So the arrays end with a zero for each bin.
     given_work = np.append(work, np.zeros(bins))
     given = [np.append(each, np.zeros(bins, np.int64)) for each, _ in bounds]
     place = np.append(owner, np.arange(bins))
@@ -400,7 +410,7 @@ def exchange(
         mine = np.flatnonzero(place[: len(owner)] == heavy)
         moved = work[mine][:, None] - given_work
         grown = [each[mine][:, None] - other for (each, _), other in zip(bounds, given, strict=True)]
-        # How far the two bins would exceed the maxima of their microsteps: the larger of both numbers.
+        # By how much the two bins would exceed the heaviest bins of their microsteps; the larger excess.
         above = np.maximum(
             (loads[heavy] - heaviest[at]) - moved, (loads - np.repeat(heaviest, dp))[place] + moved
         )
@@ -413,7 +423,7 @@ def exchange(
             open_[at] = False
             if not open_.any() and not changed:
                 break
-            if not open_.any():  # others may have made room
+            if not open_.any():  # try all again, because later exchanges may have made room
                 open_[:], changed = True, False
             continue
         changed = True
@@ -430,53 +440,52 @@ def exchange(
 
 
 def waiting(totals: FloatArray, dp: int) -> float:
-    """Sum the work of the heaviest bin of every microstep, if bins of like work run together."""
+    """Return the length of a step in work: the sum of the heaviest bins of its microsteps."""
     return float(np.sort(totals)[::-1][::dp].sum())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Partial:
-    """A partly filled plan: the microsteps filled so far."""
+    """A plan whose first microsteps are filled."""
 
     owner: list[int]  # the bin of each position
     left: list[_Item]  # items in no bin yet
-    total: float  # their work
-    group: int  # microsteps planned
-    waits: float  # work waited for in them
+    total: float  # work of the items in no bin yet
+    filled: int  # number of filled microsteps
+    waits: float  # the sum of the heaviest bins of the filled microsteps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Search:
     room: tuple[int, int]  # slots and patches of a bin
     dp: int
-    groups: int
+    microsteps: int
 
     def fill_forced(self, plan: _Partial) -> _Partial:
-        """Fill the groups whose level is fixed by their longest sequence, at every level tried."""
-        while (
-            plan.group < self.groups - 1 and plan.left and plan.left[0][0] >= self._mean(plan) * _LEVELS[-1]
-        ):
+        """Fill the first microsteps, whose longest sequence is above every level that is tried."""
+        last = self.microsteps - 1
+        while plan.filled < last and plan.left and plan.left[0][0] >= self._mean(plan) * _LEVELS[-1]:
             plan = self._next(plan, plan.left[0][0])
         return plan
 
     def fill_level(self, plan: _Partial, level: float, *, below: float) -> _Partial | None:
-        """Fill the other groups to a multiple of their mean; None if ranks would wait ``below`` or longer."""
-        while plan.group < self.groups - 1 and plan.left:
+        """Fill the other microsteps to ``level`` times their mean; None if the step reaches ``below``."""
+        while plan.filled < self.microsteps - 1 and plan.left:
             plan = self._next(plan, max(plan.left[0][0], self._mean(plan) * level))
         return self._last(plan, below - plan.waits) if plan.left else plan
 
     def _mean(self, plan: _Partial) -> float:
-        return plan.total / ((self.groups - plan.group) * self.dp)
+        return plan.total / ((self.microsteps - plan.filled) * self.dp)
 
     def _next(self, plan: _Partial, level: float) -> _Partial:
         owner = plan.owner.copy()
-        first = plan.group * self.dp
+        first = plan.filled * self.dp
         left, heaviest, placed = _fill(plan.left, level, self.room, owner, range(first, first + self.dp))
         total, waits = plan.total - placed, plan.waits + heaviest
-        return _Partial(owner=owner, left=left, total=total, group=plan.group + 1, waits=waits)
+        return _Partial(owner=owner, left=left, total=total, filled=plan.filled + 1, waits=waits)
 
     def _last(self, plan: _Partial, below: float) -> _Partial | None:
-        """Find by bisection the lowest level of work at which the remaining sequences fit one group."""
+        """Find by bisection the lowest level at which the last microstep holds the remaining sequences."""
         low = max(plan.left[0][0], self._mean(plan))
         high = min(low * _HIGHEST, below)
         found = None
@@ -495,8 +504,11 @@ class _Search:
 def _fill(
     items: list[_Item], level: float, room_of_bin: tuple[int, int], owner: list[int], numbers: range
 ) -> tuple[list[_Item], float, float]:
-    """Put items, heaviest first, in the bin they fill closest to the level, and note the bin in ``owner``."""
-    level *= 1 + 1e-12  # room for the rounding of sums
+    """Put each item in the bin that it fills closest to the level; write the bin to ``owner``.
+
+    Returns the items that fit nowhere, the work of the heaviest bin, and the work of all placed items.
+    """
+    level *= 1 + 1e-12  # sums are rounded
     least = items[-1][0]
     bins: list[_Bin] = []
     left: list[_Item] = []
@@ -512,7 +524,7 @@ def _fill(
             room, free, views, number = bins.pop(spot)
         elif (number := next(fresh, -1)) >= 0:
             room, (free, views) = level, room_of_bin
-        else:  # on to the first item that the roomiest bin could take
+        else:  # skip to the first item that the bin with the most room could take
             roomiest = bins[-1][0] if bins else 0.0
             beyond = max(at + 1, bisect_left(items, -roomiest, lo=at, key=lambda item: -item[0]))
             left += items[at:beyond]

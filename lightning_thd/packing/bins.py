@@ -1,7 +1,7 @@
 """Sequence lengths -> packs of at most ``capacity`` slots, as two flat index arrays.
 
-Best-fit decreasing runs on the histogram of lengths and moves whole classes of equal packs at a time. It
-costs O(n + distinct lengths). It gives the same number of packs as placing one sequence after the other.
+Best-fit decreasing runs on the histogram of lengths, and fills all packs with equal contents at once. It
+costs O(n + distinct lengths), and gives as many packs as placing the sequences one by one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_thd.packing.lengths import UNBOUNDED, Slots, check_capacity
 Algorithm = Literal["bfd", "next_fit"]
 IntArray = npt.NDArray[np.int64]
 
-# (first, packs, each, held): packs first to first + packs already hold `held` sequences and get `each` more.
+# (first, packs, each, held): `packs` packs from number `first` on hold `held` sequences and get `each` more.
 _Placement = tuple[int, int, int, int]
 
 
@@ -74,8 +74,8 @@ def pack_lengths(
         capacity: slots of a pack.
         algorithm: ``"bfd"`` (best-fit decreasing) leaves the fewest slots empty; ``"next_fit"`` keeps the
             order given.
-        max_sequences: most sequences in one pack; None sets no bound. Among packs with equal room the one
-            with the fewest sequences is taken first.
+        max_sequences: most sequences in one pack; None sets no bound. Of packs with equal room, the one with
+            the fewest sequences is filled first.
 
     Returns:
         The packs. ``pack_lengths([5, 3, 4, 4], 8)`` has the packs ``[0, 1]`` and ``[2, 3]``.
@@ -123,21 +123,21 @@ def best_fit(padded: IntArray, slots: Slots, patches: IntArray | None = None) ->
 
 
 def _fit_both(padded: IntArray, patches: IntArray, slots: Slots) -> Packing:
-    """Pack by best fit in slots and patches; the sequence with the largest share of either comes first."""
-    whole = 1 / slots.usable, 1 / slots.patches
-    order = np.argsort(-np.maximum(padded * whole[0], patches * whole[1]), kind="stable")
-    room, views = np.empty_like(padded), np.empty_like(padded)  # free slots and patches of each pack
+    """Pack by best fit in slots and patches; sequences with the largest share of either come first."""
+    slot, patch = 1 / slots.usable, 1 / slots.patches  # their shares of a pack
+    order = np.argsort(-np.maximum(padded * slot, patches * patch), kind="stable")
+    free_slots, free_patches = np.empty_like(padded), np.empty_like(padded)  # for each pack
     share = np.empty(len(padded))  # the free share of slots plus the free share of patches
     owner, count = np.empty(len(padded), np.int64), 0
     for i, size, seen in zip(order.tolist(), padded[order].tolist(), patches[order].tolist(), strict=True):
-        fits = (room[:count] >= size) & (views[:count] >= seen)
+        fits = (free_slots[:count] >= size) & (free_patches[:count] >= seen)
         pack = int(np.where(fits, share[:count], np.inf).argmin()) if count else 0
         if pack == count or not fits[pack]:
             pack, count = count, count + 1
-            room[pack], views[pack] = slots.usable, slots.patches
-        room[pack] -= size
-        views[pack] -= seen
-        share[pack] = room[pack] * whole[0] + views[pack] * whole[1]
+            free_slots[pack], free_patches[pack] = slots.usable, slots.patches
+        free_slots[pack] -= size
+        free_patches[pack] -= seen
+        share[pack] = free_slots[pack] * slot + free_patches[pack] * patch
         owner[i] = pack
     members = np.lexsort((-padded, owner))
     sizes_of_packs = np.bincount(owner, minlength=count)
@@ -145,7 +145,7 @@ def _fit_both(padded: IntArray, patches: IntArray, slots: Slots) -> Packing:
 
 
 def regrouped(offsets: IntArray, order: IntArray) -> tuple[IntArray, IntArray]:
-    """Return reordered groups as indices, offsets: ``([0, 2, 3], [1, 0])`` is ``[2, 0, 1], [0, 1, 3]``."""
+    """Reorder groups; return indices and offsets: ``([0, 2, 3], [1, 0])`` gives ``[2, 0, 1], [0, 1, 3]``."""
     sizes = np.diff(offsets)[order]
     ends = np.concatenate([[0], np.cumsum(sizes)])
     within = np.arange(ends[-1]) - np.repeat(ends[:-1], sizes)
@@ -170,6 +170,7 @@ def _histogram(descending: IntArray) -> tuple[list[int], list[int]]:
 def _best_fit(sizes: list[int], counts: list[int], capacity: int, limit: int) -> tuple[list[_Placement], int]:
     """Place each distinct size, largest first, in the packs with the least room that still holds it."""
     placements: list[_Placement] = []
+    # Packs that can hold the current size are ready. The others wait for a smaller size.
     ready: list[tuple[int, int, int, int]] = []  # (room, held, first pack, packs)
     waiting: list[tuple[int, int, int, int]] = []  # (-room, -held, first pack, packs)
     num_packs, smallest = 0, sizes[-1]
@@ -206,7 +207,7 @@ def _best_fit(sizes: list[int], counts: list[int], capacity: int, limit: int) ->
 
 
 def _gather(placements: list[_Placement], num_packs: int, order: IntArray) -> Packing:
-    """Convert placements, whose sequences follow each other in ``order``, to the flat arrays of a Packing."""
+    """Convert placements to a Packing; each placement takes the next sequences of ``order``."""
     first, packs, each, held = np.array(placements, dtype=np.int64).T
     total = packs * each
     start = np.cumsum(total) - total

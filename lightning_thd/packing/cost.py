@@ -14,7 +14,7 @@ from lightning_thd.stats import SeqStats
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-# Positions of sequences -> int64 [S, 2]: their image patches, and the sum of a frame's squared patches.
+# Positions of sequences -> int64 [S, 2]: their image patches, and the sum over frames of squared patches.
 Media = Callable[[IntArray], IntArray]
 
 _EDGE = 64  # least patches along an edge of the probed image; an edge of about 1,000 pixels has 64
@@ -42,7 +42,7 @@ class Cost:
 
     @classmethod
     def from_flops(cls, model: FlopsModel, *, longest: int = 8192) -> Cost:
-        """Build a cost from a model's own FLOPs, its vision tower and recomputation included."""
+        """Build a cost from the FLOPs of a model, including its vision tower and recomputation."""
         whole_number(longest, "longest", least=1, advice="It is the tokens of the longest sequence.")
         half = max(1, longest // 2)
         linear, quadratic = _fitted(
@@ -52,7 +52,7 @@ class Cost:
             return cls(linear=linear, quadratic=quadratic)
         edges = model.vision_windows
         window = max(edges, default=1)
-        edge = -(-_EDGE // window) * window  # whole windows, as in most images
+        edge = -(-_EDGE // window) * window  # most images consist of whole windows
         patch, pair = _fitted(
             lambda n: SeqStats.from_lengths([], image_grid_thw=[[1, edge, n // edge]], vision_windows=edges),
             edge * edge,
@@ -66,8 +66,8 @@ class Cost:
 
         Args:
             lengths: tokens of each sequence, ``[S]``.
-            media: image patches of each sequence: ints ``[S]`` if each has one frame, or ``[S, 2]`` with the
-                sum of the frames' squared patches; None for text.
+            media: image patches of each sequence: ints ``[S]`` if each has one frame, else ``[S, 2]`` with
+                the sum over frames of squared patches; None for text.
         """
         given = np.asarray(lengths)
         if given.size and (given.dtype.kind not in "iuf" or not np.isfinite(given).all()):
@@ -82,7 +82,7 @@ class Cost:
 
 
 def _fitted(stats: Callable[[int], SeqStats], one: int, other: int, model: FlopsModel) -> tuple[float, float]:
-    """Return linear and quadratic work that are exact at ``one`` and at ``other = 2 * one`` units."""
+    """Fit linear and quadratic work to the FLOPs at ``one`` and ``other = 2 * one`` tokens or patches."""
     short, long = (float(model.training_flops(stats(n)).hardware) for n in (one, other))
     quadratic = max(0.0, (long - 2 * short) / (2 * one**2))
     return long / other - quadratic * other, quadratic

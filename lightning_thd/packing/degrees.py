@@ -29,18 +29,17 @@ _EXCHANGE = 0.02
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharing:
-    """How many ranks may share a sequence, and what their exchange costs."""
+    """How many ranks may share a sequence, and the cost of exchanging its keys."""
 
     max_degree: int  # most ranks of a group, a power of two
     layout: Layout = "dual_chunk"  # how a group cuts its pack
     tp: int = 1  # tensor-parallel ranks; each tensor-parallel group counts as one rank here
     sequence_parallel: bool = False  # whether tensor-parallel ranks also cut slots (sequence parallelism)
-    # cost of a rank's exchange per slot, in units of a token's linear work: one number for groups of 2, one
-    # for groups of 4, and so on. None means 0.02 for each other rank of the group, whose keys the rank
-    # receives.
+    # The cost of the exchange per slot of a rank, in units of a token's linear work: one number for groups of
+    # 2, one for groups of 4, and so on. None means 0.02 for each other rank of the group.
     exchange: tuple[float, ...] | None = None
-    # when all ranks wait for the slowest. FSDP gathers weights in every microbatch, so its ranks wait at the
-    # end of each; the ranks of DDP wait only at the end of the step.
+    # When ranks wait for the slowest rank: in each microbatch (FSDP, which gathers weights there), or only at
+    # the end of the step (DDP).
     waits: Waits = "microbatch"
 
     def __post_init__(self) -> None:
@@ -70,7 +69,7 @@ class Sharing:
         return [0.0, *self.exchange]
 
     def align(self, degree: int) -> Alignment | None:
-        """Return the alignment of a group of this size, or None."""
+        """Return the alignment of packs of a group of ``degree`` ranks; None if it needs none."""
         if degree == 1 and not (self.sequence_parallel and self.tp > 1):
             return None
         return Alignment.for_(
@@ -78,7 +77,7 @@ class Sharing:
         )
 
     def room(self, capacity: int, degree: int) -> tuple[int, int]:
-        """Return the number of slots of a group, and the multiple to which it pads lengths."""
+        """Return the number of slots of a group, and the multiple to which lengths are padded."""
         align = self.align(degree)
         if align is None:
             return capacity * degree, 1
@@ -105,22 +104,22 @@ class Tables:
     degrees: list[int]  # 1, 2, 4 and so on
     room: list[int]  # slots of a group of each degree
     slots: IntArray  # int64 ``[C, S]``, padded
-    load: FloatArray  # float64 ``[C, S]``, work of each rank of the group, its exchange included
+    load: FloatArray  # float64 ``[C, S]``, work of each rank of the group, including its exchange
     least: IntArray  # int64 ``[S]``, index of the first degree that holds the sequence
 
     @classmethod
     def of(
         cls, lengths: IntArray, capacity: int, sharing: Sharing, cost: Callable[[IntArray], FloatArray]
     ) -> Tables:
-        """Compute the tables; refuse a sequence that no degree holds, and work that is not above 0."""
+        """Compute the tables; raise if no degree holds a sequence, or if its work is not above 0."""
         degrees = sharing.degrees
         rooms, multiples = zip(*(sharing.room(capacity, degree) for degree in degrees), strict=True)
         slots = np.stack([-(-lengths // multiple) * multiple for multiple in multiples])
         ranks = np.array(degrees, dtype=np.float64)[:, None]
-        own = _work(cost, lengths)
+        work = _work(cost, lengths)
         token = float(_work(cost, np.array([1024]))[0]) / 1024  # approximately the linear work of one token
         exchanged = np.array(sharing.exchanges)[:, None] * token * slots
-        load = (own + exchanged) / ranks
+        load = (work + exchanged) / ranks
         fits = slots <= np.array(rooms)[:, None]
         if not fits[-1].all():
             worst = int(np.argmax(slots[-1]))
@@ -134,17 +133,17 @@ class Tables:
 
     @property
     def possible(self) -> BoolArray:
-        """Return which degrees hold each sequence, bool ``[C, S]``."""
+        """Return bool ``[C, S]``: whether a group of each degree has enough slots for each sequence."""
         return np.asarray(np.arange(len(self.degrees))[:, None] >= self.least)
 
     @property
     def total_work(self) -> FloatArray:
-        """Return each sequence's work over all ranks, ``[C, S]``; infinite at degrees that do not hold it."""
+        """Return each sequence's work over all ranks, ``[C, S]``; infinite where a degree is too small."""
         return np.where(self.possible, self.load * np.array(self.degrees)[:, None], np.inf)
 
     @property
     def cheapest(self) -> FloatArray:
-        """Return each sequence's work over all ranks at its cheapest degree, float64 ``[S]``."""
+        """Return the work of each sequence over all ranks at its cheapest degree, float64 ``[S]``."""
         return np.asarray(self.total_work.min(axis=0))
 
     def even_time(self, ranks: int) -> float:

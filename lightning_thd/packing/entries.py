@@ -1,6 +1,6 @@
-"""Lengths, however many, and the oversize policy -> the sequences in an epoch, and the spans of each.
+"""Lengths and the oversize policy -> the sequences of an epoch, and the spans of each sequence.
 
-The lengths may be in a memory map or computed on demand. They are read once, in blocks, and never kept.
+Lengths may be in a memory map or computed on demand. They are read in blocks, and never copied as a whole.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class LengthSummary:
 
     count: int  # sequences
     total: int  # tokens of all sequences
-    shortest: int  # tokens of the shortest one
-    longest: int  # tokens of the longest one
-    digest: str  # hexadecimal hash of all lengths in order, whatever integer type held them
+    shortest: int  # tokens of the shortest sequence
+    longest: int  # tokens of the longest sequence
+    digest: str  # hexadecimal hash of all lengths in order, the same for every integer type
 
 
 def open_lengths(lengths: Lengths) -> OpenLengths:
@@ -119,29 +119,29 @@ class Entries:
     limit: int  # longest piece that fits a pack, in real tokens
     oversize: Oversize
     total: int  # number of entries: all sequences except those left out
-    left_out: IntArray
-    counts: dict[str, int]
+    left_out: IntArray  # dataset indices of empty and dropped sequences, ascending
+    counts: dict[str, int]  # sequences that are empty, dropped, truncated and so on, and the tokens lost
     media: Media | None = None
     evenly: bool = False  # whether a step or window takes entries at equal distances
 
     def patches(self, spans: Spans) -> IntArray | None:
-        """Return the image patches of each piece, int64 ``[S]``; None for a data set of text."""
+        """Return the image patches of each piece, int64 ``[S]``; None if the data set is text."""
         return None if self.media is None else self.media(spans.index)[:, 0]
 
     def drawn(self, positions: IntArray, size: int, key: int) -> IntArray:
-        """Return the dataset indices at positions of a shuffle; a step or window takes ``size`` positions."""
+        """Return the dataset indices at positions of a shuffle, of which a step or window takes ``size``."""
         if self.evenly:
             return self.indices(spread(positions, self.total, size, key=key))
         return self.indices(permute(positions, self.total, key=key))
 
     def indices(self, entries: IntArray) -> IntArray:
-        """Return the dataset indices of entries, skipping sequences that are left out."""
+        """Convert numbers of entries to dataset indices, skipping sequences that are left out."""
         if not len(self.left_out):
             return entries
         return entries + np.searchsorted(self.left_out - np.arange(len(self.left_out)), entries, side="right")
 
     def spans(self, indices: IntArray) -> Spans:
-        """Return the pieces of sequences ``indices``, in order; only a split sequence has several."""
+        """Return the pieces of the sequences ``indices``, in order; only a split sequence has several."""
         lengths = read_lengths(self.lengths, indices)
         bad = (lengths < 1) | ((lengths > self.limit) & (self.oversize in ("error", "drop")))
         if bad.any():

@@ -1,11 +1,11 @@
-"""The sequences of a step -> microbatches of groups of ranks, in which several ranks share a long sequence.
+"""The sequences of a step -> groups of ranks in each microbatch; the ranks of a group share one pack.
 
-Every microbatch tiles all ranks with groups of 1, 2, 4, ... neighbours. The ranks of a group share one pack.
-Ranks that wait in every microbatch (FSDP) get even microbatches. Ranks that wait only at the end of the step
-(DDP) get even sums over their microbatches, which saves up to 15 % (benchmarks.dynamic_cp).
+Every microbatch divides all ranks into groups of 1, 2, 4, ... neighbours. FSDP ranks wait for each other in
+every microbatch, so each microbatch gets equal work on all ranks. DDP ranks wait only at the end of the step,
+so each rank gets equal work over the step. That saves up to 15 % (benchmarks.dynamic_cp).
 
-Legend: S sequences, C degrees, R ranks, M microbatches of each rank. The *level* of a microbatch is the work
-to which its ranks are filled.
+Legend: S sequences, C degrees (sizes of groups), R ranks, M microbatches of each rank. The *level* of a
+microbatch is the work to which each of its ranks is filled.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import numpy.typing as npt
 from lightning_thd._checks import host_ints, instance, whole_number
 from lightning_thd.packing.degrees import FloatArray, IntArray, Sharing, Tables, check_tiling
 
-_FULL = 0.96  # Sequences fill at most this share of all slots; free slots let work be spread evenly.
-_FEW = 0.1  # The last sequences get no microbatch of their own if they need less than this share of one.
+_FULL = 0.96  # Sequences fill at most this share of all slots; the free slots make equal work possible.
+_FEW = 0.1  # The last sequences get no new microbatch if they would fill less than this share of it.
 _WIDEST = 2.0  # The highest level that is tried, in units of the lowest.
-_WORTH = 1.1  # A sequence fills up a group only if it costs at most 1.1 times its cheapest degree.
+_WORTH = 1.1  # A sequence may join a group only if that costs at most 1.1 times its cheapest degree.
 _ROUNDING = 1 + 1e-9
 
 
@@ -39,7 +39,7 @@ class SharedBins:
     degree: IntArray  # int64 ``[G]``, ranks of each group
     first: IntArray  # int64 ``[G]``, first rank of each group
     microbatch: IntArray  # int64 ``[G]``, the microbatch in which each group runs
-    load: FloatArray  # float64 ``[G]``, work of each rank of the group, its exchange included
+    load: FloatArray  # float64 ``[G]``, work of each rank of the group, including its exchange of keys
     num_microbatches: int  # microbatches of each rank, the same for all
 
 
@@ -51,7 +51,7 @@ def share_out(
     sharing: Sharing,
     cost: Callable[[IntArray], FloatArray],
 ) -> SharedBins:
-    """Assign a degree, a microbatch and ranks to every sequence, all planned together."""
+    """Assign a degree, a microbatch and ranks to every sequence of a step."""
     whole_number(capacity, "capacity", least=1, advice="It is the most slots of one rank.")
     instance(sharing, "sharing", Sharing, advice="Pass Sharing(max_degree=...).")
     check_tiling(ranks, sharing.max_degree)
@@ -66,12 +66,12 @@ def share_out(
 class _Group:
     """A group of ranks in one microbatch, while it is being filled."""
 
-    at: int  # index of its degree
+    at: int  # index of the degree
     free: int  # slots left
-    first: int = 0  # its first rank
-    microbatch: int = 0  # the microbatch in which it runs
-    load: float = 0.0  # work of each of its ranks
-    members: list[int] = field(default_factory=list)  # its sequences
+    first: int = 0  # the first rank
+    microbatch: int = 0  # the microbatch in which the group runs
+    load: float = 0.0  # work of each rank
+    members: list[int] = field(default_factory=list)  # positions of the sequences
 
 
 class _Left:
@@ -83,15 +83,15 @@ class _Left:
         worth = (tables.total_work <= _WORTH * tables.cheapest)[:, order]
         self.order: list[int] = order.tolist()
         self.slots, self.load = tables.slots[:, order].tolist(), load.tolist()  # at every degree
-        # Rises with the length, even if a user's cost does not.
+        # The most work among a sequence and all shorter ones: it never falls, as bisection requires.
         self.most = np.maximum.accumulate(load, axis=1).tolist()
-        # The shortest sequence that may fill up a group. A longer one spends a smaller share on its exchange.
+        # The shortest sequence that may join a group. A longer one spends a smaller share on its exchange.
         self._shortest = np.where(worth.any(axis=1), worth.argmax(axis=1), len(order)).tolist()
         self.work: list[float] = tables.cheapest[order].tolist()
         self.numbers = list(range(len(order)))
 
     def longest(self, at: int, free: int, room: float) -> int:
-        """Return the place of the longest sequence that fits the free slots and work at a degree, or -1."""
+        """Return the index in ``numbers`` of the longest sequence that fits slots and work left, or -1."""
         fits = min(bisect_right(self.slots[at], free), bisect_right(self.most[at], room))
         return bisect_right(self.numbers, fits - 1) - 1
 
@@ -102,19 +102,22 @@ class _Left:
         group.free -= self.slots[group.at][n]
 
     def fill(self, group: _Group, level: float) -> None:
-        """Fill a group up to a level, the longest sequences first."""
+        """Fill a group up to a level, with the longest sequences first."""
         while (place := self.longest(group.at, group.free, level - group.load)) >= 0:
             if self.numbers[place] < self._shortest[group.at]:
                 break
             self.put(self.numbers.pop(place), group)
 
     def spread(self, queues: Sequence[tuple[float, Sequence[_Group]]]) -> bool:
-        """Put each sequence, longest first, in the queue with least work; False means one fits nowhere."""
+        """Put each sequence, longest first, in the queue with least work; return False if one fits nowhere.
+
+        A queue is the work of a rank, and the groups of the rank that take more sequences.
+        """
         # A queue without enough free slots waits until a later, shorter sequence fits.
         free = [[group.free for group in groups] for _, groups in queues]
         heap = [(work, at) for at, (work, _) in enumerate(queues)]
         heapq.heapify(heap)
-        waiting: list[tuple[int, float, int]] = []  # (-most slots left in a group, work, queue)
+        waiting: list[tuple[int, float, int]] = []  # (-most free slots of a group, work, queue)
         placed: list[tuple[int, _Group]] = []
         for n in reversed(self.numbers):
             while waiting and -waiting[0][0] >= self.slots[0][n]:
@@ -140,7 +143,7 @@ class _Left:
 
 
 def _bins(tables: Tables, groups: list[_Group]) -> SharedBins:
-    """Return the groups as arrays, in the order of microbatches and ranks."""
+    """Convert groups to arrays, in the order of microbatches and ranks."""
     groups = sorted(groups, key=lambda group: (group.microbatch, group.first))
     sizes = [len(group.members) for group in groups]
     return SharedBins(
@@ -156,11 +159,12 @@ def _bins(tables: Tables, groups: list[_Group]) -> SharedBins:
 
 def _even_microbatches(tables: Tables, ranks: int) -> SharedBins:
     """Fill one microbatch after another, each with the longest sequences that are left."""
-    # Other ranks come near the level of a long sequence only with sequences of as much work per slot.
+    # A rank reaches the level of a long sequence only with sequences that are about as long: shorter ones
+    # have less work per slot, so its slots run out first.
     left, slots = _Left(tables), _FULL * ranks * tables.room[0]
     done: list[list[_Group]] = []
     while left.numbers:
-        needed = sum(left.slots[0][n] for n in left.numbers) / slots  # microbatches
+        needed = sum(left.slots[0][n] for n in left.numbers) / slots  # number of microbatches
         mean = sum(left.work[n] for n in left.numbers) / ranks / math.ceil(needed)
         loads = [row[left.numbers[-1]] for row in left.most]
         if needed <= 1 and loads[0] <= mean:
@@ -181,7 +185,7 @@ def _even_microbatches(tables: Tables, ranks: int) -> SharedBins:
 
 
 def _microbatch(left: _Left, tables: Tables, ranks: int, level: float) -> tuple[float, list[_Group], _Left]:
-    """Fill a microbatch to a level; return its work per time, its groups, and the other sequences."""
+    """Fill a microbatch to a level; return its work per time, its groups, and the sequences left."""
     rest, groups, level = copy(left), list[_Group](), level * _ROUNDING
     rest.numbers = list(left.numbers)
     while ranks:
@@ -202,7 +206,7 @@ def _microbatch(left: _Left, tables: Tables, ranks: int, level: float) -> tuple[
 
 
 def _finish(left: _Left, done: list[list[_Group]], room: int, ranks: int, added: int) -> None:
-    """Put the shortest sequences into more microbatches, and into earlier ones that have time left."""
+    """Put the sequences left into ``added`` new microbatches, and into groups below their level."""
     work = sum(left.work[n] for n in left.numbers)
     levels = [max(group.load for group in groups) for groups in done]
     while True:
@@ -215,25 +219,25 @@ def _finish(left: _Left, done: list[list[_Group]], room: int, ranks: int, added:
 
 
 def _even_step(tables: Tables, ranks: int) -> SharedBins:
-    """Give each sequence the fewest ranks that keep it within an even share of the step's work."""
-    # Each rank runs its largest groups first. So all ranks of a group finish the same larger groups at the
-    # same time, and none waits for another.
+    """Give each sequence the fewest ranks whose work for it stays within an even share of the step."""
+    # Each rank runs its largest groups first. So all ranks of a group have run the same larger groups before,
+    # and no rank waits for another.
     even, left = tables.even_time(ranks), _Left(tables)
     load = np.where(tables.possible, tables.load, np.inf)
     within = load <= even
     fewest = np.where(within.any(axis=0), within.argmax(axis=0), load.argmin(axis=0))[left.order].tolist()
     groups: list[_Group] = []
-    work, used = np.zeros(ranks), np.zeros(ranks, dtype=np.int64)  # by rank; used counts microbatches
+    work, used = np.zeros(ranks), np.zeros(ranks, dtype=np.int64)  # work and microbatches of each rank so far
     for at in range(len(tables.degrees) - 1, 0, -1):
-        own = [n for n in left.numbers if fewest[n] == at]
+        shared = [n for n in left.numbers if fewest[n] == at]
         left.numbers = [n for n in left.numbers if fewest[n] != at]
-        for group in _shared_groups(left, tables, at, own[::-1], work, used):
+        for group in _shared_groups(left, tables, at, shared[::-1], work, used):
             before = group.load
             left.fill(group, before + even - float(work[group.first]))
             work[group.first : group.first + tables.degrees[at]] += group.load - before
             groups.append(group)
     slots = sum(left.slots[0][n] for n in left.numbers)
-    share = np.maximum(even - work, 1e-9 * even)  # work each rank can still take; slots are in proportion
+    share = np.maximum(even - work, 1e-9 * even)  # the work that each rank can take; slots are in proportion
     needed = np.ceil(slots / (_FULL * tables.room[0]) * share / share.sum() - 1e-9)
     count = max(1, int((used + needed).max()))
     while True:
@@ -247,14 +251,14 @@ def _even_step(tables: Tables, ranks: int) -> SharedBins:
 
 
 def _shared_groups(
-    left: _Left, tables: Tables, at: int, own: list[int], work: FloatArray, used: IntArray
+    left: _Left, tables: Tables, at: int, numbers: list[int], work: FloatArray, used: IntArray
 ) -> list[_Group]:
-    """Put sequences into groups of a degree on the ranks with least work; update ``work`` and ``used``."""
+    """Put sequences into groups of a degree, on the ranks with least work; update ``work`` and ``used``."""
     size = tables.degrees[at]
     groups: dict[int, list[_Group]] = {first: [] for first in range(0, len(work), size)}
     heap = [(float(work[first]), first) for first in groups]
     heapq.heapify(heap)
-    for n in own:
+    for n in numbers:
         done, first = heap[0]
         group = next((group for group in groups[first] if group.free >= left.slots[at][n]), None)
         if group is None:

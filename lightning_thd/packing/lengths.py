@@ -13,12 +13,12 @@ from lightning_thd.alignment import Alignment
 IntArray = npt.NDArray[np.int64]
 
 MOST_SLOTS = 2**31 - 1  # cu_seqlens are int32
-MOST_RANKS = 2**20  # a plan is a list with an entry for each rank
+MOST_RANKS = 2**20  # a plan holds an entry for each rank
 UNBOUNDED = 2**62  # most patches of a pack if no bound is set
 
 
 def check_capacity(capacity: object) -> None:
-    """Refuse a capacity that holds no token, or more than cu_seqlens can count."""
+    """Raise if the capacity is below 1, or above the largest int32 (cu_seqlens are int32)."""
     advice = "It is the number of slots of a pack, for example 8192."
     whole_number(capacity, "capacity", least=1, most=MOST_SLOTS, advice=advice)
 
@@ -41,10 +41,10 @@ def too_many_patches(index: int, patches: int, most: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slots:
-    """The usable slots of a pack, and the multiple of slots that each sequence takes."""
+    """The usable slots of a pack, and the multiple to which each sequence is padded."""
 
     usable: int  # slots of a pack, a multiple of ``multiple``
-    multiple: int  # slots of a sequence are rounded up to this
+    multiple: int  # slots of a sequence are rounded up to a multiple of this
     patches: int = UNBOUNDED  # most image patches of a pack
 
     def padded(self, lengths: IntArray) -> IntArray:

@@ -1,8 +1,8 @@
-"""Sizes and weights of sources -> how many and which sequences of each an epoch takes.
+"""Sizes and weights of sources -> which sequences of each source an epoch takes.
 
 An epoch of a mixture takes a fixed number of sequences of every source. A source is reshuffled whenever it is
-used up. So after any number of epochs, the uses of two sequences of a source differ by at most one. Nothing
-is stored: draw j of a source is a pure function of seed, source and j.
+used up. So the numbers of times that two sequences of a source were used differ by at most one. Nothing is
+stored: the j-th sequence drawn from a source is a pure function of seed, source and j.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from lightning_thd.packing.planner import LossTokens, PackPlanner, Resumable, op
 IntArray = npt.NDArray[np.int64]
 EpochSize = Literal["longest", "shortest"] | int
 
-_DRAWS = 11  # the purpose of a key; those in windows.py and planner.py are other numbers
+_DRAWS = 11  # mixed into the key that shuffles a source; windows.py and planner.py use other numbers
 _MOST_PASSES = 1000  # An epoch with more passes over a source is probably a mistake, and takes long to plan.
-# Weights of streams become fractions of at most this denominator: 0.3 is 3/10, so that shares stay exact.
-_DENOMINATOR = 10**9
-_KEEP = 2  # planners that are kept: this epoch's, and the next one's, which workers prefetch
+_DENOMINATOR = (
+    10**9
+)  # Weights of streams become fractions with at most this denominator: 0.3 is exactly 3/10.
+_KEEP = 2  # planners that are kept: of this epoch, and of the next epoch, which workers prefetch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,12 +44,12 @@ class Mixing:
     Attributes:
         epoch: the number of sequences in an epoch. ``"longest"`` uses every source completely at least once,
             and ``"shortest"`` uses no sequence twice.
-        dry: only for streams, whose sizes are not known: what happens when a source runs dry. ``"restart"``,
-            the default, reads it again to keep its share, and ends the epoch once every source was
-            used completely. ``"stop"`` ends the epoch, and the other sources continue in the next one where
-            they stopped. ``"rest"`` continues the epoch with the other sources, by their shares.
+        dry: what happens when a source runs dry; only for streams, whose sizes are not known. ``"restart"``,
+            the default, reads the source again, and ends the epoch once every source was used completely.
+            ``"stop"`` ends the epoch; the next epoch continues the other sources where they stopped.
+            ``"rest"`` continues the epoch with the other sources, by their shares.
         shares: the unit of the weights, ``"sequences"`` or ``"tokens"``. Shares of tokens hold over whole
-            passes, and on average within a pass. Streams, whose lengths are unknown, take only sequences.
+            passes, and on average within a pass. Streams, whose lengths are unknown, need ``"sequences"``.
     """
 
     epoch: EpochSize = "longest"
@@ -86,7 +87,7 @@ def share_out(
     shares = {name: value / total for name, value in scaled.items()}
     if isinstance(mixing.epoch, str):
         choose = max if mixing.epoch == "longest" else min
-        # A share that rounds to 0 would need endlessly many passes over the others.
+        # A share of 0 (the weight underflowed) would take infinitely many sequences of the other sources.
         wanted = choose(sizes[name] / shares[name] if shares[name] else math.inf for name in sizes)
         number = round(min(wanted, 2.0 * _MOST_PASSES * sum(sizes.values())))
     else:
@@ -138,7 +139,10 @@ def whole_shares(weights: Sequence[float]) -> list[int]:
 def take_turns(
     shares: Mapping[int, int], drawn: Sequence[int], waiting: Sequence[int], most: int | None = None
 ) -> tuple[list[int], int | None]:
-    """Return the source of each next sequence, and the source that has none for its turn, or None."""
+    """Return the sources of the next sequences, and the source whose turn came when it had none, or None.
+
+    ``drawn`` and ``waiting`` count the sequences of each source that were taken, and that can be taken.
+    """
     names, total = list(shares), sum(shares.values())
     taken = {i: int(drawn[i]) for i in names}
     left = {i: int(waiting[i]) for i in names}
@@ -158,7 +162,7 @@ def take_turns(
                 due = ((twice - 1) * total - twice * behind) / shares[i]
                 if first is None or due < first:
                     first, chosen = due, i
-        assert chosen is not None  # all sources together are one turn behind, so one is behind by 1 / n
+        assert chosen is not None  # all n sources together are one turn behind, so one is behind by 1 / n
         if not left[chosen]:
             return found, chosen
         found.append(chosen)
@@ -169,13 +173,13 @@ def take_turns(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mixture:
-    """Entries of an epoch -> indices into the data of all sources, laid end to end."""
+    """Entries of an epoch -> dataset indices, which number the data of all sources laid end to end."""
 
     names: tuple[str, ...]
-    sizes: IntArray  # sequences of each, int64 ``[K]``
-    counts: IntArray  # entries of each in an epoch, int64 ``[K]``
+    sizes: IntArray  # sequences of each source, int64 ``[K]``
+    counts: IntArray  # sequences that an epoch takes of each source, int64 ``[K]``
     seed: int
-    usable: tuple[IntArray | None, ...]  # positions in each source that take part; None for all
+    usable: tuple[IntArray | None, ...]  # for each source the positions that take part; None for all
 
     @property
     def total(self) -> int:
@@ -194,13 +198,13 @@ class Mixture:
         return found
 
     def _drawn(self, k: int, draws: IntArray) -> IntArray:
-        """Return the position in source ``k`` of each draw; every pass has a shuffle of its own."""
+        """Return the position in source ``k`` of each draw; every pass over a source has its own shuffle."""
         usable = self.usable[k]
         size = int(self.sizes[k]) if usable is None else len(usable)
-        rounds, places = np.divmod(draws, size)
+        passes, places = np.divmod(draws, size)
         found = np.empty(len(draws), np.int64)
-        for number in np.unique(rounds).tolist():
-            now = rounds == number
+        for number in np.unique(passes).tolist():
+            now = passes == number
             found[now] = permute(places[now], size, key=derive_key(self.seed, _DRAWS, k, number))
         return found if usable is None else usable[found]
 
@@ -217,7 +221,7 @@ def make_mixture(
     seed: int = 0,
     most: int | None = None,
 ) -> Mixture:
-    """Build a mixture of sources of known lengths; a sequence of more than ``most`` tokens takes no part."""
+    """Build a mixture from the lengths of its sources, without sequences of more than ``most`` tokens."""
     usable: dict[str, IntArray | None] = {}
     means: dict[str, float] = {}
     instance(lengths, "lengths", Mapping, advice="Pass the lengths of each source, by its name.")
@@ -246,7 +250,7 @@ def make_mixture(
 
 @dataclass(frozen=True, slots=True)
 class _EpochLengths:
-    """The lengths of an epoch's entries, read on demand."""
+    """The lengths of the entries of an epoch, read on demand."""
 
     lengths: OpenLengths
     mixture: Mixture
@@ -260,12 +264,12 @@ class _EpochLengths:
 
 
 def _media_of(media: Media, mixture: Mixture, epoch: int, entries: IntArray) -> IntArray:
-    """Return the patches of an epoch's entries, int64 ``[S, 2]``."""
+    """Return the patches of entries of an epoch, int64 ``[S, 2]``."""
     return media(mixture.indices(epoch, entries))
 
 
 class MixturePlanner(Resumable):
-    """Plans the steps of a mixture; each epoch has a ``PackPlanner`` of its drawn entries."""
+    """Plans the steps of a mixture; a ``PackPlanner`` for each epoch plans the sequences that it takes."""
 
     def __init__(
         self,
@@ -284,7 +288,7 @@ class MixturePlanner(Resumable):
         self._media = open_media(patches, len(lengths))
         summary = summarize(lengths)
         limit = self.slots.usable // self.slots.multiple * self.slots.multiple
-        # These entries cover all data, so that an error names the right sequence and each is counted once.
+        # Entries of all data: an error then names the right sequence, and each sequence is counted once.
         self.entries = make_entries(
             lengths,
             summary,
@@ -305,7 +309,7 @@ class MixturePlanner(Resumable):
 
     def of_epoch(self, epoch: int) -> PackPlanner:
         """Return the planner of the entries of an epoch."""
-        planner = self._planners.get(epoch)  # read once: another thread may plan ahead
+        planner = self._planners.get(epoch)  # read once, because a thread that plans ahead may replace it
         if planner is None:
             drawn = _EpochLengths(self._lengths, self.mixture, epoch)
             media = None if self._media is None else partial(_media_of, self._media, self.mixture, epoch)

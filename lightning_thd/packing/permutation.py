@@ -1,9 +1,9 @@
 """A key and positions -> the entries that a shuffle puts there, without holding the shuffle in memory.
 
 A Feistel network over ``a x b >= n`` with modular addition permutes ``a * b`` values. It is the method FE of
-Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002. A value past n goes through the
-network again until it is below n. With ``a, b`` near sqrt(n), fewer than one in sqrt(n) values do.
-splitmix64 keys each of the eight rounds. No numpy generator is used, so plans do not depend on its release.
+Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002. A value that is not below n goes
+through the network again. With ``a, b`` near sqrt(n), fewer than one in sqrt(n) values need that.
+splitmix64 keys each of the eight rounds. numpy's generators are not used, because they may change.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _U64 = npt.NDArray[np.uint64]
 
 _MASK = (1 << 64) - 1
 _ROUNDS = 8
-# Below this a plain sort by keyed hashes is exactly uniform, and costs less than the network.
+# Up to this many entries, sorting keyed hashes is exactly uniform and costs less than the network.
 _SMALL = 4096
 # splitmix64 (Steele, Lea, Flood 2014): the golden-ratio increment and the two multipliers of its finaliser.
 _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def derive_key(*parts: int) -> int:
-    """Mix ints of any sign into a key in ``[0, 2**64)`` that depends on every one and on their order."""
+    """Mix ints of any sign into a key in ``[0, 2**64)`` that depends on each int and on their order."""
     key = len(parts)
     for part in parts:
         key = _mix_int((key ^ (part & _MASK)) + _GAMMA)
@@ -57,11 +57,10 @@ def permute(positions: npt.ArrayLike, total: int, *, key: int) -> IntArray:
 
 
 def spread(positions: IntArray, total: int, size: int, *, key: int) -> IntArray:
-    """Return the entries at positions ``[K]``; each group of ``size`` positions gets evenly spaced ones.
+    """Return the entries at positions ``[K]``; each group of ``size`` positions gets evenly spaced entries.
 
-    A group takes entries at equal distances, and other groups take those between them. If the last group is
-    smaller, its entries are chosen first. Each group gets ``c * size / total`` of ``c`` neighbouring entries,
-    rounded up or down. The key decides the order of the groups.
+    Of any ``c`` neighbouring entries, each group gets ``c * size / total``, rounded up or down. If the last
+    group is smaller, its entries are chosen first. The key decides the order of the groups.
     """
     groups, rest = divmod(total, size)
     number, place = np.divmod(positions, size)
@@ -79,7 +78,7 @@ def shuffled(total: int, *, key: int) -> IntArray:
 
 
 def keyed_hashes(values: _U64, key: int) -> _U64:
-    """Hash values to 64 random-looking bits each; another key gives other bits."""
+    """Hash each value to 64 pseudo-random bits, which depend on the key."""
     return _mix(values * np.uint64(_GAMMA) + np.uint64(key))
 
 

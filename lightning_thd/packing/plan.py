@@ -17,14 +17,14 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class _StepSize:
-    """A base without fields; for plain dataclasses, a YAML config would take the first one that fits."""
+    """A base that is not a dataclass, so that jsonargparse reads a step size by its class, not its fields."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Packs(_StepSize):
-    """A step size: ``n`` packs in the whole job. ``n`` is ranks times microbatches of each rank.
+    """A step size: ``n`` packs over all ranks. ``n`` is ranks times microbatches of each rank.
 
     Args:
         n: packs, at least one; a multiple of the data-parallel ranks.
@@ -38,7 +38,7 @@ class Packs(_StepSize):
 
 @dataclass(frozen=True, slots=True)
 class Sequences(_StepSize):
-    """A step size: exactly ``n`` sequences, in as many microbatches as they need.
+    """A step size: exactly ``n`` sequences over all ranks, in as many microbatches as they need.
 
     Args:
         n: sequences, at least one.
@@ -56,7 +56,7 @@ class Spans:
 
     index: IntArray  # int64 ``[S]``, dataset indices
     start: IntArray  # int64 ``[S]``, first token of the piece; 0 unless the sequence was split
-    stop: IntArray  # int64 ``[S]``, one past its last token
+    stop: IntArray  # int64 ``[S]``, one past the last token of the piece
     # bool ``[S]``, True if the sequence continues in another piece. The last token of such a piece keeps its
     # target, the token at ``stop``, so that splitting loses no loss token.
     continued: npt.NDArray[np.bool_]
@@ -79,34 +79,34 @@ class Spans:
         )
 
 
-# Spans -> float64 [2, S], the weights of their loss tokens and of their sequences; None if they are unknown.
+# Spans -> float64 [2, S]: the weights of their loss tokens and of their sequences; None if these are unknown.
 Weigh = Callable[[Spans], FloatArray | None]
 
 
 def step_scale(weight: float, *, dp: int, num_microbatches: int) -> float:
-    """Return the factor that turns summed losses, averaged over ranks and microbatches, into the mean."""
+    """Return the loss scale: the mean of ``sum of losses * scale`` over microbatches is the mean loss."""
     return dp * num_microbatches / weight if weight else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepPlan:
-    """The plan of one optimizer step, the same on every rank; all ranks run equally many microbatches."""
+    """The plan of one optimizer step, the same on every rank; all ranks run as many microbatches."""
 
     epoch: int  # number of the epoch
     step: int  # number of the step in its epoch
     dp: int  # data-parallel ranks
     num_microbatches: int  # microbatches of each rank
     spans: Spans  # the pieces of all microbatches, rank after rank, microbatch after microbatch
-    # int64 ``[dp * num_microbatches + 1]``: microbatch ``j`` of rank ``r`` holds the spans ``offsets[r *
-    # num_microbatches + j]`` up to the next entry. It may hold none.
+    # int64 ``[dp * num_microbatches + 1]``, where each microbatch begins in ``spans``. Entry
+    # ``r * num_microbatches + j`` is that of microbatch ``j`` of rank ``r``. A microbatch may be empty.
     offsets: IntArray
-    # float64 ``[dp, num_microbatches]``, the cost of each microbatch in the units of the planner's cost
+    # float64 ``[dp, num_microbatches]``, the work of each microbatch in the unit of the planner's ``Cost``
     work: npt.NDArray[np.float64]
-    span_work: npt.NDArray[np.float64]  # float64 ``[S]``, the cost of each piece, its images included
+    span_work: npt.NDArray[np.float64]  # float64 ``[S]``, the work of each piece, including its images
     patches: IntArray  # int64 ``[S]``, the image patches of each piece
     real_tokens: int  # tokens of all pieces
-    sequences: int  # sequences in the step, a split one counted once
-    weigh: Weigh | None = None  # gives the weights of spans; None when the planner was given no loss tokens
+    sequences: int  # sequences in the step, each split sequence counted once
+    weigh: Weigh | None = None  # computes the weights of spans; None if the planner was given no loss tokens
 
     @classmethod
     def of(
@@ -118,7 +118,7 @@ class StepPlan:
         patches: IntArray,
         weigh: Weigh | None,
     ) -> StepPlan:
-        """Build the plan of a step from its pieces and their work, and compute its other sums."""
+        """Build the plan of a step from its pieces and their work."""
         epoch, step, dp = place
         sums = np.concatenate([[0.0], np.cumsum(span_work)])
         return cls(
@@ -138,17 +138,20 @@ class StepPlan:
 
     @cached_property
     def weights(self) -> FloatArray | None:
-        """Return float64 ``[2, dp, M]``, the weight of each microbatch's loss tokens and of its sequences."""
+        """Return float64 ``[2, dp, M]``: the weights of loss tokens and of sequences in each microbatch."""
         found = None if self.weigh is None else self.weigh(self.spans)
         if found is None:
             return None
         count = len(self.offsets) - 1
-        of = np.repeat(np.arange(count), self.offsets[1:] - self.offsets[:-1])
-        sums = [np.bincount(of, weights=row, minlength=count) for row in found]
+        microbatch = np.repeat(np.arange(count), np.diff(self.offsets))  # for each span
+        sums = [np.bincount(microbatch, weights=row, minlength=count) for row in found]
         return np.array(sums, np.float64).reshape(2, self.dp, -1)
 
     def scales(self, counted: int | None = None) -> tuple[float, float] | None:
-        """Return the loss scale and the sequence scale of the step; None if its loss tokens are unknown."""
+        """Return the loss scale and the sequence scale of the step; None if its loss tokens are unknown.
+
+        Only the first ``counted`` microbatches of each rank count, by default all.
+        """
         if self.weights is None:
             return None
         tokens, sequences = self.weights[:, :, :counted].sum(axis=(1, 2)).tolist()
@@ -162,7 +165,7 @@ class StepPlan:
         return np.diff(before[self.offsets]).reshape(self.dp, -1).astype(np.float64)
 
     def token_scale(self, counted: int | None = None) -> float:
-        """Return dp x microbatches / input tokens of the step."""
+        """Return dp x microbatches / input tokens of the first ``counted`` microbatches of each rank."""
         tokens = float(self.tokens[:, :counted].sum())
         return step_scale(tokens, dp=self.dp, num_microbatches=self.num_microbatches)
 

@@ -1,7 +1,7 @@
 """Lengths, a capacity and a seed -> the plan of any step of any epoch on any number of ranks.
 
 Only the number of packs of each window is stored. Every plan is computed from (seed, epoch, step). So a
-killed job resumes where it stopped, also on another number of ranks, with the same sequences in every step.
+killed job resumes where it stopped, with the same sequences in every step, also on another number of ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ import numpy.typing as npt
 
 from lightning_thd._checks import choice, instance, whole_number
 from lightning_thd.alignment import Alignment
-from lightning_thd.packing.balance import Scheduler, balanced_bins, bounded, scheduled_bins, seated
+from lightning_thd.packing.balance import (
+    Scheduler,
+    balanced_bins,
+    order_by_rank,
+    patch_bound,
+    scheduled_bins,
+)
 from lightning_thd.packing.bins import Packing
 from lightning_thd.packing.cost import Cost, Media, media_table
 from lightning_thd.packing.entries import (
@@ -43,11 +49,11 @@ IntArray = npt.NDArray[np.int64]
 
 # Part of every fingerprint: raise it when the same settings no longer give the same plans.
 _PLAN_VERSION = 1
-_ENTRIES = 10  # the purpose of a key; those in windows.py are other numbers
+_ENTRIES = 10  # mixed into the key that shuffles entries; the keys of windows.py use other numbers
 
 
 class NoSuchStep(IndexError, ValueError):
-    """Raised when a step is asked for that the epoch does not have."""
+    """Raised when a step is requested that the epoch does not have."""
 
 
 class Resumable(ABC):
@@ -76,7 +82,7 @@ class Resumable(ABC):
         }
 
     def resume(self, state: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the epoch and next step of a state; if it is of other data, raise and name each change."""
+        """Return the epoch and next step of a state; raise if other data or settings saved it."""
         instance(state, "state", Mapping, advice="Pass what PackPlanner.state() returned.")
         if state.get("fingerprint") != self.fingerprint():
             saved = state.get("settings", {})
@@ -85,7 +91,7 @@ class Resumable(ABC):
                 for name, value in self.settings.items()
                 if saved.get(name) != value
             ]
-            found = "; ".join(changes) or "its fingerprint is another"
+            found = "; ".join(changes) or "its fingerprint differs"
             raise ValueError(
                 f"The state was saved with other data or settings ({found}), so its steps "
                 "would hold other sequences. Restore the old ones, or start without the state."
@@ -107,7 +113,7 @@ class CountedTargets:
     counts: OpenLengths | None
 
     def __call__(self, spans: Spans) -> FloatArray | None:
-        """Return float64 ``[2, S]``, or None if a span is a part of a sequence with some masked tokens."""
+        """Return float64 ``[2, S]``; None if a sequence is cut whose targets are partly masked."""
         lengths = read_lengths(self.lengths, spans.index)
         counts = lengths - 1 if self.counts is None else read_lengths(self.counts, spans.index)
         wrong = (counts < 0) | (counts >= lengths)
@@ -122,15 +128,17 @@ class CountedTargets:
         if not (whole | full | (counts == 0)).all():
             return None
         targets = spans.lengths - ~spans.continued
-        own = np.where(whole, counts, np.where(full, targets, 0)).astype(np.float64)
-        truncated = (spans.start == 0) & ~spans.continued  # the rest is dropped, not placed in other pieces
-        of_sequence = np.where(truncated, own, counts)
-        share = np.divide(own, of_sequence, out=np.zeros_like(own), where=of_sequence > 0)
-        return np.stack([own, share])
+        of_span = np.where(whole, counts, np.where(full, targets, 0)).astype(np.float64)
+        only = (
+            spans.start == 0
+        ) & ~spans.continued  # the only piece; tokens after a truncated one are dropped
+        of_sequence = np.where(only, of_span, counts)
+        share = np.divide(of_span, of_sequence, out=np.zeros_like(of_span), where=of_sequence > 0)
+        return np.stack([of_span, share])
 
 
 def open_loss_tokens(loss_tokens: LossTokens | None, lengths: OpenLengths) -> Weigh | None:
-    """Check that there is one count per sequence; memory maps and virtual counts are not copied."""
+    """Make a function that weighs spans; counts in memory maps or computed on demand are not copied."""
     if loss_tokens is None or callable(loss_tokens):
         return loss_tokens
     if isinstance(loss_tokens, str) and loss_tokens == "all":
@@ -165,35 +173,35 @@ class PackPlanner(Resumable):
 
     With ``Sequences(n)`` step k takes n entries of the epoch's permutation, balanced over the ranks in as
     many microbatches as they need. With ``Packs(n)`` it takes n packs, made by best fit inside windows of the
-    data set; they are counted once, when the planner is made.
+    data set. The packs are counted once, when the planner is made.
 
     Args:
         lengths: tokens of each sequence: ints ``[N]`` in a list, an array, a memory map, or an object with
-            ``__len__`` and ``__getitem__`` for an array of positions. They are read once, and not kept.
+            ``__len__`` and ``__getitem__`` for an array of positions. They are never copied as a whole.
         capacity: slots of a pack.
         global_batch: ``Packs(n)`` or ``Sequences(n)`` per optimizer step.
-        align: the numbers that padded lengths and totals are multiples of; padding counts against capacity.
+        align: the multiples to which lengths and totals are padded; padding takes slots of the capacity.
         cost: the work of a sequence by its length and patches; the default fits a text model with hidden
             size 4096.
-        window: sequences packed together with ``Packs(n)``; a larger one fills packs better.
+        window: sequences that ``Packs(n)`` packs together; a larger window fills packs better.
         oversize: what to do with a sequence that does not fit a pack: ``error``, ``drop`` it, ``truncate``
             it, ``split`` it in pieces, or let it have its ``own_pack`` above the capacity.
-        tail: what to do if the last step of an epoch has too few packs or sequences: ``pad`` runs it with
-            those that are left, ``drop`` leaves it out.
+        tail: what to do if the last step of an epoch has too few packs or sequences: ``pad`` runs the step
+            with fewer, ``drop`` leaves it out.
         seed: the seed of every shuffle.
-        loss_tokens: targets of each sequence, ints ``[N]``, or ``"all"`` if every token with a next one has a
-            target. A function ``Spans -> float64 [2, S]`` gives the weights of their loss tokens and of their
-            sequences instead. Each plan then holds the loss scale of its step.
+        loss_tokens: number of targets of each sequence, ints ``[N]``, or ``"all"`` if every token except the
+            last has one. Or a function ``Spans -> float64 [2, S]`` that returns the weights of their loss
+            tokens and of their sequences. Each plan then holds the loss scale of its step.
         scheduler: a function that replaces :func:`balance`, for ``Sequences(n)``.
-        schedule: the number of the microbatch of each sequence, ints ``[N]``, for ``Packs(n)``. Every epoch
-            then runs these packs in this order, and the planner makes no packs.
+        schedule: the number of the pack of each sequence, ints ``[N]``, for ``Packs(n)``. Every epoch then
+            runs these packs in the order of their numbers.
         counts: packs of every window, from :attr:`counts` of a planner with the same fingerprint.
-        num_workers: processes that count the packs of the windows; 0 counts them in this one.
+        num_workers: processes that count the packs of the windows; 0 counts them in this process.
         patches: image patches of each sequence, ints ``[N]`` or ``[N, 2]`` as ``Cost`` takes them, or a
             function from an array of positions to int64 ``[S, 2]``; None for text.
-        max_patches: most patches of a pack; a sequence above it can be dropped or have its own pack.
+        max_patches: most patches of a pack; ``oversize`` may drop a sequence with more, or give it a pack.
         evenly: each step of ``Sequences(n)`` and each window of ``Packs(n)`` takes sequences at equal
-            distances in the data set, as mixtures are planned.
+            distances in the data set. Mixtures use this.
 
     Raises:
         ValueError: if a setting cannot be planned; the message names what to change.
@@ -261,8 +269,8 @@ class PackPlanner(Resumable):
             "lengths": summary.digest,
             "capacity": int(capacity),
             "global_batch": repr(global_batch),
-            # If all sequences fit, a step of Sequences(n) holds the same ones with any padding. So a job can
-            # resume with another number of context-parallel ranks.
+            # If all sequences fit, padding does not change which sequences a step of Sequences(n) holds. So a
+            # job can resume with another number of context-parallel ranks.
             "multiples": None
             if isinstance(global_batch, Sequences) and summary.longest <= limit
             else [self.slots.multiple, align.total_multiple if align else 1],
@@ -285,28 +293,28 @@ class PackPlanner(Resumable):
         self._steps = self._count_steps(self.entries.total if self._packs is None else self._packs.total)
 
     def _count_steps(self, units: int) -> int:
-        """Return the number of steps in so many packs or sequences; raise if there is none."""
+        """Return the number of steps that ``units`` packs or sequences make; raise if they make none."""
         n = self.global_batch.n
         if self.tail == "drop" and units < n:
-            raise ValueError(f"{self.global_batch} is more than the {units} of the data set. Set tail='pad'.")
+            raise ValueError(f"{self.global_batch} is more than the {units} in the data set. Set tail='pad'.")
         return units // n if self.tail == "drop" else -(-units // n)
 
     def __len__(self) -> int:
-        """Return the number of steps of an epoch, the same in each."""
+        """Return the number of steps of an epoch; every epoch has the same number."""
         return self._steps
 
     def num_steps(self, epoch: int) -> int:
-        """Return the number of steps of an epoch, the same in each."""
+        """Return the number of steps of an epoch; every epoch has the same number."""
         return self._steps
 
     @property
     def counts(self) -> npt.NDArray[np.uint32] | None:
-        """Return the packs of every window, uint32 ``[W]``, for a later planner; None without windows."""
+        """Return the number of packs of every window, uint32 ``[W]``; None if there are no windows."""
         return self._packs.counts if isinstance(self._packs, WindowedPacks) else None
 
     @property
     def num_packs(self) -> int | None:
-        """Return the packs of an epoch; None with ``Sequences(n)``, which packs each step by itself."""
+        """Return the number of packs of an epoch; None with ``Sequences(n)``, which packs step by step."""
         return None if self._packs is None else self._packs.total
 
     def tail_dropped(self, epoch: int) -> int:
@@ -325,14 +333,14 @@ class PackPlanner(Resumable):
         Args:
             epoch: number of the epoch, from 0.
             k: number of the step in its epoch, below ``len(planner)``.
-            dp: data-parallel ranks. Which sequences the step holds does not depend on it.
+            dp: data-parallel ranks. The sequences of the step do not depend on this number.
 
         Returns:
             The plan, the same on every rank.
 
         Raises:
-            NoSuchStep: for a step past the end of the epoch; an ``IndexError`` and a ``ValueError``.
-            ValueError: when ``Packs(n)`` do not divide among the ranks.
+            NoSuchStep: if the epoch has no such step; it is an ``IndexError`` and a ``ValueError``.
+            ValueError: if ``n`` of ``Packs(n)`` is not a multiple of ``dp``.
         """
         self._check_request(epoch, k, dp)
         if self._packs is None:
@@ -341,13 +349,13 @@ class PackPlanner(Resumable):
             if self.scheduler is None:
                 order, offsets = balanced_bins(padded, self._work(spans), self.slots, dp=dp, patches=patches)
             else:
-                usable, seen = self.slots.usable, bounded(patches, self.slots)
+                bound = patch_bound(patches, self.slots)
                 order, offsets = scheduled_bins(
-                    self.scheduler, padded, usable, dp=dp, cost=self.cost, seen=seen
+                    self.scheduler, padded, self.slots.usable, dp=dp, cost=self.cost, bound=bound
                 )
         else:
             spans, (order, offsets) = self._plan_packs(self._packs, epoch, k, dp)
-        return self._describe(epoch, k, dp, spans.take(order), offsets)
+        return self._make_plan(epoch, k, dp, spans.take(order), offsets)
 
     def _sequences(self, epoch: int, k: int) -> Spans:
         """Return the sequences of a step, in the order of the epoch's permutation."""
@@ -362,12 +370,13 @@ class PackPlanner(Resumable):
     def _plan_packs(
         self, packs: WindowedPacks | ScheduledPacks, epoch: int, k: int, dp: int
     ) -> tuple[Spans, tuple[IntArray, IntArray]]:
+        """Return the spans of a step's packs, and their order and offsets by rank and microbatch."""
         n = self.global_batch.n
         spans, offsets = packs.read(epoch, k * n, min((k + 1) * n, packs.total))
         if n == 1:
             return spans, (np.arange(len(spans)), offsets)
         work = self._work(spans)
-        if len(offsets) - 1 < n:  # the tail has too few packs for all ranks, but perhaps enough sequences
+        if len(offsets) - 1 < n:  # the tail has fewer packs than n: distribute its sequences over n packs
             padded = self.slots.padded(spans.lengths)
             given = Packing(indices=np.arange(len(spans)), offsets=offsets)
             return spans, balanced_bins(
@@ -380,9 +389,9 @@ class PackPlanner(Resumable):
                 patches=self.entries.patches(spans),
             )
         totals = np.add.reduceat(work, offsets[:-1])
-        return spans, seated(np.arange(len(spans)), offsets, totals, dp)
+        return spans, order_by_rank(np.arange(len(spans)), offsets, totals, dp)
 
-    def _describe(self, epoch: int, k: int, dp: int, spans: Spans, offsets: IntArray) -> StepPlan:
+    def _make_plan(self, epoch: int, k: int, dp: int, spans: Spans, offsets: IntArray) -> StepPlan:
         media = self.entries.media
         patches = np.zeros(len(spans), np.int64) if media is None else media(spans.index)[:, 0]
         return StepPlan.of((epoch, k, dp), spans, offsets, self._work(spans), patches, self.weigh)
@@ -393,7 +402,8 @@ class PackPlanner(Resumable):
         whole = all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in (epoch, k))
         if not whole or epoch < 0 or not 0 <= k < self._steps:
             raise NoSuchStep(
-                f"Step {k!r} of epoch {epoch!r} was asked of epochs of {len(self)} steps. Both count from 0."
+                f"Step {k!r} of epoch {epoch!r} was requested, but epochs have {len(self)} steps. Both count "
+                "from 0."
             )
         if isinstance(self.global_batch, Packs) and self.global_batch.n % dp:
             raise ValueError(

@@ -1,7 +1,7 @@
-"""Token ids of sequences -> groups with a common prefix, each planned as one sequence of distinct tokens.
+"""Token ids of sequences -> groups with a common prefix, each planned like one sequence.
 
-A group is a part of the prefix tree over all sequences, and fits a pack. Its sequences are ordered so that
-each shares its longest prefix with the sequence just before it.
+A pack holds the tokens of a shared prefix once. A group is a part of the prefix tree over all sequences, and
+fits a pack. Each of its sequences shares its longest prefix with the sequence just before it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from lightning_thd.packing.plan import Packs, Sequences, Spans, StepPlan
 from lightning_thd.packing.planner import LossTokens, PackPlanner, open_loss_tokens
 
 IntArray = npt.NDArray[np.int64]
-# Sequences that share less than an eighth of the shorter one are planned in separate groups.
+# Two sequences that share less than an eighth of the shorter one are planned in separate groups.
 _LEAST = 8
-_GROUPS = 7  # the purpose of a key: the order of an epoch's groups
+_GROUPS = 7  # mixed into the key that orders the groups of an epoch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -41,12 +41,12 @@ class Groups:
 
     rows: IntArray  # int64 ``[S]``, the sequences, group after group
     offsets: IntArray  # int64 ``[G + 1]``, where each group begins in ``rows``
-    shared: IntArray  # int64 ``[S]``, first tokens that each shares with the one before it in its group
-    repeated: int  # prefixes that several groups compute, because their tree exceeds the capacity
+    shared: IntArray  # int64 ``[S]``, first tokens that each shares with the sequence before it in its group
+    repeated: int  # prefixes that several groups compute, because their sequences exceed the capacity
 
 
 def group_prefixes(ids: Callable[[int], bytes], width: int, rows: IntArray, limit: int, seed: int) -> Groups:
-    """Group sequences by prefix, at most ``limit`` distinct tokens, of ``width`` bytes, per group."""
+    """Group sequences by prefix; a group has at most ``limit`` distinct tokens, of ``width`` bytes each."""
     texts = {row: ids(row) for row in rows.tolist()}
     order = sorted(texts, key=texts.__getitem__)
     lengths = np.array([len(texts[row]) // width for row in order], np.int64)
@@ -75,7 +75,7 @@ def _common(a: bytes, b: bytes, width: int) -> int:
 
 
 class _Cut:
-    """Cuts sorted sequences into groups; each lists ranges of sequences that share ``depth`` tokens."""
+    """Cuts sorted sequences into groups; a group lists ranges of sequences that share ``depth`` tokens."""
 
     def __init__(self, lengths: IntArray, shared: IntArray, limit: int, random: np.random.Generator) -> None:
         self._lengths, self._shared, self._limit, self._random = lengths, shared, limit, random
@@ -87,7 +87,7 @@ class _Cut:
         return int(self._lengths[a:b].sum() - self._shared[a + 1 : b].sum())
 
     def add(self, a: int, b: int) -> None:
-        """Add the sequences ``a`` to ``b`` as one group, or cut them where they share fewest tokens."""
+        """Add the sequences ``a`` to ``b`` as one group, or cut them where neighbours share fewest tokens."""
         waiting = [(a, b)]
         while waiting:
             a, b = waiting.pop()
@@ -103,7 +103,7 @@ class _Cut:
             self.repeated += len(branches) > 1
 
     def _join(self, branches: list[tuple[int, int, int]], depth: int) -> None:
-        """Join branches that share ``depth`` tokens, in a random order, up to the capacity."""
+        """Join branches that share ``depth`` tokens to groups within the capacity, in a random order."""
         used = self._limit + 1
         for at in self._random.permutation(len(branches)).tolist():
             a, b, size = branches[at]
@@ -116,10 +116,10 @@ class _Cut:
 
 
 class PrefixPlanner(PackPlanner):
-    """Plans groups of sequences with a common prefix; arguments are those of ``PackPlanner``.
+    """Plans groups of sequences with a common prefix; the other arguments are those of ``PackPlanner``.
 
-    ``ids`` gives the bytes of a sequence's tokens, 4 each. A pack holds at most ``capacity`` distinct tokens.
-    ``Sequences(n)`` takes exactly n sequences, so the last group of a step may continue in the next one.
+    ``ids`` returns the bytes of a sequence's tokens, 4 bytes each. A pack holds at most ``capacity`` distinct
+    tokens. A step of ``Sequences(n)`` has exactly n, so its last group may continue in the next step.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class PrefixPlanner(PackPlanner):
     ) -> None:
         opened = open_lengths(lengths)
         summary = summarize(opened)
-        settings.pop("patches", None)  # sequences with images are planned one by one, by their tokens
+        settings.pop("patches", None)  # the work of sequences with images is counted by their tokens only
         for name in ("scheduler", "schedule", "max_patches"):
             if settings.pop(name, None) is not None:
                 raise ValueError(
@@ -167,7 +167,7 @@ class PrefixPlanner(PackPlanner):
             "global_batch": repr(global_batch),
             "prefixes": digest,
         }
-        self._row_of = np.zeros(summary.count, np.int64)  # the place of each sequence in the groups
+        self._row_of = np.zeros(summary.count, np.int64)  # the position of each sequence in ``groups.rows``
         self._row_of[found.rows] = np.arange(len(found.rows))
         self._epochs: dict[int, tuple[IntArray, IntArray]] = {}
         if isinstance(global_batch, Sequences):
@@ -180,7 +180,7 @@ class PrefixPlanner(PackPlanner):
         return super().tail_dropped(epoch)
 
     def step(self, epoch: int, k: int, dp: int = 1) -> StepPlan:
-        """Return the plan of a step as ``PackPlanner.step`` does, with the sequences of its groups."""
+        """Return the plan of a step, as ``PackPlanner.step`` does."""
         if isinstance(self.global_batch, Packs):
             plan = super().step(epoch, k, dp)
             firsts = self.groups.offsets[plan.spans.index]
@@ -197,7 +197,7 @@ class PrefixPlanner(PackPlanner):
         return self._of_rows((epoch, k, dp), offsets, firsts[order], stops[order])
 
     def held(self, rows: IntArray) -> IntArray:
-        """Return how many first tokens each sequence of a pack shares with the one before it."""
+        """Return how many first tokens each sequence of a pack shares with the sequence before it."""
         places = self._row_of[rows]
         follows = np.diff(places, prepend=-2) == 1
         return np.where(follows, self.groups.shared[places], 0)
@@ -206,7 +206,7 @@ class PrefixPlanner(PackPlanner):
         return self._group_work[spans.index]
 
     def _slice(self, epoch: int, k: int) -> tuple[IntArray, IntArray]:
-        """Return the ranges of rows that step k takes in an epoch; each is a group or a part of one."""
+        """Return the ranges of rows that step k takes in an epoch; each range is a group or a part of one."""
         if epoch not in self._epochs:
             number = len(self.groups.offsets) - 1
             order = permute(np.arange(number), number, key=derive_key(self.seed, _GROUPS, epoch))
@@ -221,7 +221,7 @@ class PrefixPlanner(PackPlanner):
     def _of_rows(
         self, place: tuple[int, int, int], offsets: IntArray, firsts: IntArray, stops: IntArray
     ) -> StepPlan:
-        """Return the plan of the row ranges ``firsts`` to ``stops``; ``offsets`` marks where bins begin."""
+        """Plan the rows from ``firsts`` to ``stops``; ``offsets`` marks at which range each bin begins."""
         counts = stops - firsts
         before = np.concatenate([[0], np.cumsum(counts)])
         places = np.arange(before[-1]) + np.repeat(firsts - before[:-1], counts)

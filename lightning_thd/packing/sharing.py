@@ -1,7 +1,7 @@
-"""Lengths, one rank's capacity and degrees -> the plan of any step, in which ranks share long sequences.
+"""Lengths, the capacity of a rank, and degrees -> the plan of any step, in which ranks share long sequences.
 
-The sequences of a step are those of ``PackPlanner``. So a killed job resumes with the same sequences in every
-step, on any number of ranks and with any largest degree.
+The degree of a sequence is the number of ranks that share it. A step has the sequences that ``PackPlanner``
+gives it. So a killed job resumes with the same sequences, on any number of ranks and with any largest degree.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ __all__ = ["SharedBins", "Sharing", "Waits", "check_tiling", "share_out"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SharedStepPlan(StepPlan):
-    """One optimizer step in which every microbatch has a degree of its own."""
+    """One optimizer step in which each microbatch has its own degree.
 
-    # All ranks of a group share one pack, and ``spans`` repeats its spans for each of them. ``work`` is the
-    # work of one rank, its exchange included.
+    The ranks of a group share one pack, and ``spans`` repeats its spans for each of them. ``work`` is that of
+    one rank, including its exchange of keys.
+    """
 
     # int64 ``[dp, num_microbatches]``, the number of ranks that share the microbatch. A group of c ranks
     # begins at a multiple of c.
@@ -51,10 +52,11 @@ class SharedStepPlan(StepPlan):
 
 
 class SharedPlanner(PackPlanner):
-    """Plans the steps of every epoch, with degrees, ranks and microbatches planned together."""
+    """Plans the steps of every epoch: the degree, the ranks and the microbatch of each sequence.
 
-    # With Packs(n) a step holds the sequences of n packs that fit the largest group, so that all steps have
-    # about as many tokens. These sequences are then distributed again.
+    With ``Packs(n)`` a step takes the sequences of n packs, each as large as the largest group, so that all
+    steps have about the same number of tokens. Then it distributes these sequences again.
+    """
 
     def __init__(
         self,
@@ -78,12 +80,12 @@ class SharedPlanner(PackPlanner):
             align=sharing.align(sharing.max_degree),
             **options,
         )
-        if self.settings["multiples"] is None:  # all sequences fit, so any capacity gives the same steps
+        if self.settings["multiples"] is None:  # all sequences fit, so steps do not depend on the capacity
             self.settings["capacity"] = None
 
     def step(self, epoch: int, k: int, dp: int = 1) -> SharedStepPlan:
-        """Return the plan of a step without computing those before it; see ``PackPlanner.step``."""
-        self._check_request(epoch, k, 1)  # dp may be any number that groups tile
+        """Return the plan of a step without computing the steps before it; see ``PackPlanner.step``."""
+        self._check_request(epoch, k, 1)  # not dp: n of Packs(n) need not be a multiple of it
         check_tiling(dp, self.sharing.max_degree)
         if self._packs is None:
             spans = self._sequences(epoch, k)
@@ -91,11 +93,11 @@ class SharedPlanner(PackPlanner):
             n = self.global_batch.n
             spans, _ = self._packs.read(epoch, k * n, min((k + 1) * n, self._packs.total))
         bins = share_out(spans.lengths, self.rank_capacity, ranks=dp, sharing=self.sharing, cost=self.cost)
-        whole = self._describe(epoch, k, 1, spans.take(bins.order), bins.offsets)
+        whole = self._make_plan(epoch, k, 1, spans.take(bins.order), bins.offsets)
         group = _groups_of_ranks(bins, dp)
         flat, offsets = regrouped(bins.offsets, group.ravel())
-        counted = {field.name: getattr(whole, field.name) for field in fields(StepPlan)}
-        counted.update(
+        values = {field.name: getattr(whole, field.name) for field in fields(StepPlan)}
+        values.update(
             dp=dp,
             num_microbatches=bins.num_microbatches,
             spans=spans.take(bins.order[flat]),
@@ -104,11 +106,11 @@ class SharedPlanner(PackPlanner):
             span_work=whole.span_work[flat],
             patches=whole.patches[flat],
         )
-        return SharedStepPlan(**counted, degrees=bins.degree[group])
+        return SharedStepPlan(**values, degrees=bins.degree[group])
 
 
 def _groups_of_ranks(bins: SharedBins, dp: int) -> IntArray:
-    """Return the number of the group that each rank runs in each microbatch, int64 ``[dp, M]``."""
+    """Return the index of the group that each rank runs in each microbatch, int64 ``[dp, M]``."""
     group = np.repeat(np.arange(len(bins.degree)), bins.degree)
     within = np.arange(len(group)) - np.repeat(np.cumsum(bins.degree) - bins.degree, bins.degree)
     groups = np.empty((dp, bins.num_microbatches), dtype=np.int64)

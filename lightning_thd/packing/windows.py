@@ -1,7 +1,7 @@
-"""The entries of a data set, and windows or a given schedule -> the packs of an epoch, from any pack on.
+"""Entries of a data set, and a window size or a schedule -> any range of the packs of an epoch.
 
-The seed decides which sequences share a window, so the packs of each window are counted only once. Every
-epoch shuffles the windows, the packs inside each window, and the sequences of equal length.
+Only the seed decides which sequences share a window, so the packs of a window are counted only once. Every
+epoch shuffles the windows, the packs of each window, and the sequences of equal length.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_thd.packing.plan import Spans, join_spans
 
 IntArray = npt.NDArray[np.int64]
 
-# Each shuffle has its own purpose, so that no two shuffles share a key.
+# Each number is mixed into the key of one kind of shuffle, so that no two shuffles share a key.
 _MEMBERS, _WINDOWS, _TIES, _PACKS = range(4)
 
 _BLOCK = 1 << 18  # sequences counted at a time: 2 MiB of each array
@@ -33,11 +33,11 @@ _BLOCK = 1 << 18  # sequences counted at a time: 2 MiB of each array
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class WindowedPacks:
-    """The packs of each epoch, made window by window, with one window in memory."""
+    """The packs of each epoch, made window by window; only one window is in memory."""
 
     entries: Entries  # the sequences that take part
     slots: Slots
-    window: int  # entries of a window; the last one may hold fewer
+    window: int  # entries of a window; the last window may hold fewer
     seed: int
     counts: npt.NDArray[np.uint32]  # uint32 ``[W]``, packs of every window
     _order: tuple[int, IntArray, IntArray] | None = field(default=None, init=False, repr=False)
@@ -45,11 +45,11 @@ class WindowedPacks:
 
     @property
     def total(self) -> int:
-        """Return the number of packs of an epoch, the same in each."""
+        """Return the number of packs of an epoch; every epoch has the same number."""
         return int(self.counts.sum(dtype=np.int64))
 
     def read(self, epoch: int, first: int, last: int) -> tuple[Spans, IntArray]:
-        """Return the packs ``first`` to ``last`` of an epoch: spans, and int64 offsets of packs in them."""
+        """Return the packs ``first`` to ``last`` of an epoch: their spans, and int64 offsets of each pack."""
         order, ends = self._windows(epoch)
         parts, sizes = [], []
         place = int(np.searchsorted(ends, first, side="right"))
@@ -64,7 +64,8 @@ class WindowedPacks:
         return parts[0] if len(parts) == 1 else join_spans(parts), np.cumsum(offsets)
 
     def _windows(self, epoch: int) -> tuple[IntArray, IntArray]:
-        kept = self._order  # read once: another thread may plan ahead
+        """Return the windows in the order of an epoch, and the running sum of their packs."""
+        kept = self._order  # read once, because a thread that plans ahead may replace it
         if kept is None or kept[0] != epoch:
             total = len(self.counts)
             order = permute(np.arange(total), total, key=derive_key(self.seed, _WINDOWS, epoch))
@@ -72,6 +73,7 @@ class WindowedPacks:
         return kept[1:]
 
     def _packs(self, epoch: int, window: int) -> tuple[Spans, IntArray]:
+        """Return the packs of a window in an epoch: their spans, and int64 offsets of each pack."""
         kept = self._packed
         if kept is None or kept[0] != (epoch, window):
             members = window_members(self.entries, self.window, self.seed, window, window + 1)
@@ -115,14 +117,9 @@ def window_members(entries: Entries, window: int, seed: int, first: int, last: i
 
 
 def count_windows(
-    entries: Entries,
-    slots: Slots,
-    window: int,
-    seed: int,
-    *,
-    num_workers: int = 0,
+    entries: Entries, slots: Slots, window: int, seed: int, *, num_workers: int = 0
 ) -> npt.NDArray[np.uint32]:
-    """Count the packs of every window, ``[W]``, in forked processes that use only numpy (0: in this one)."""
+    """Count the packs of every window, ``[W]``, in this process or in forked workers that use only numpy."""
     total = -(-entries.total // window)
     step = max(1, _BLOCK // window)
     blocks = [(first, min(first + step, total)) for first in range(0, total, step)]
@@ -159,7 +156,7 @@ def _count(entries: Entries, spans: Spans, slots: Slots) -> int:
 
 
 _Count = Callable[[tuple[int, int]], npt.NDArray[np.uint32]]
-_kept: list[_Count] = []  # in a forked worker, the function to call; a fork copies it, unpickled
+_kept: list[_Count] = []  # the function that a forked worker calls; a fork copies it without pickling
 
 
 def _keep(count: _Count) -> None:
@@ -172,7 +169,7 @@ def _call_kept(block: tuple[int, int]) -> npt.NDArray[np.uint32]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScheduledPacks:
-    """The packs of a user's schedule, in the order of their numbers, the same in every epoch."""
+    """The packs of a user's schedule, in the order of their numbers; every epoch runs the same packs."""
 
     entries: Entries  # the sequences that take part
     indices: IntArray  # int64 ``[S]``, dataset indices, microbatch after microbatch
@@ -184,13 +181,13 @@ class ScheduledPacks:
         return len(self.offsets) - 1
 
     def digest(self) -> str:
-        """Return a hexadecimal hash of which sequence is in which pack."""
+        """Return a hexadecimal hash of the packs and their sequences."""
         hashed = hashlib.blake2b(self.indices.astype("<i8").tobytes(), digest_size=16)
         hashed.update(self.offsets.astype("<i8").tobytes())
         return hashed.hexdigest()
 
     def read(self, epoch: int, first: int, last: int) -> tuple[Spans, IntArray]:
-        """Return the packs ``first`` to ``last``: their spans, and int64 offsets of each pack in them."""
+        """Return the packs ``first`` to ``last``: their spans, and int64 offsets of each pack."""
         begin = self.offsets[first]
         spans = self.entries.spans(self.indices[begin : self.offsets[last]])
         return spans, self.offsets[first : last + 1] - begin
@@ -199,7 +196,7 @@ class ScheduledPacks:
 def open_schedule(
     schedule: npt.ArrayLike | Sequence[int], entries: Entries, count: int, slots: Slots
 ) -> ScheduledPacks:
-    """Check a schedule ``[N]`` (gaps allowed), and sort sequences by microbatch, without those left out."""
+    """Check a schedule, ints ``[N]`` that may have gaps, and sort the sequences by their microbatch."""
     numbers = np.asarray(schedule)
     if numbers.shape != (count,) or numbers.dtype.kind not in "iu" or (count and numbers.min() < 0):
         raise ValueError(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.balance import bound
 from lightning_thd.packing import Cost, balance
-from lightning_thd.packing.balance import deal, exchange, scheduled_bins
+from lightning_thd.packing.balance import assign_bins, exchange, scheduled_bins
 
 from .shapes import draw
 
@@ -107,7 +107,7 @@ def test_plans_of_special_steps() -> None:
     assert [len(rank) for rank in plan] == [4, 4]
     assert all(sum(lengths[i] for i in bin_) == 10 for rank in plan for bin_ in rank)
     # Microsteps {9, 8}, {6, 5}, {2, 1}: the rank that had 8 gets 6, and so on.
-    seats = deal(np.array([1.0, 9.0, 8.0, 2.0, 5.0, 6.0]), 2).reshape(2, 3)
+    seats = assign_bins(np.array([1.0, 9.0, 8.0, 2.0, 5.0, 6.0]), 2).reshape(2, 3)
     assert seats.tolist() == [[1, 4, 3], [2, 5, 0]]
     # The longest sequence of a microbatch comes first, and equal ones keep their order.
     lengths = np.random.default_rng(0).integers(58, 71, 128)

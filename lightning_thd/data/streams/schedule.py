@@ -15,7 +15,7 @@ import torch
 
 from lightning_thd.data.streams.samples import META
 from lightning_thd.packing import Cost, Packs, Scheduler, Sequences
-from lightning_thd.packing.balance import balanced_bins, bounded, scheduled_bins, seated
+from lightning_thd.packing.balance import balanced_bins, order_by_rank, patch_bound, scheduled_bins
 from lightning_thd.packing.bins import best_fit
 from lightning_thd.packing.lengths import Slots
 from lightning_thd.packing.planner import Tail
@@ -114,9 +114,9 @@ def _step(table: Table, how: Scheduling, num_microbatches: int | None) -> Planne
     lengths = table["length"].astype(np.int64)
     padded, patches = how.slots.padded(lengths), table["patches"].astype(np.int64)
     if how.scheduler is not None:
-        seen = bounded(patches, how.slots)
+        bound = patch_bound(patches, how.slots)
         usable = how.slots.usable
-        order, offsets = scheduled_bins(how.scheduler, padded, usable, dp=how.dp, cost=how.cost, seen=seen)
+        order, offsets = scheduled_bins(how.scheduler, padded, usable, dp=how.dp, cost=how.cost, bound=bound)
     elif len(table) >= _MANY:
         order, offsets = _dealt_bins(table, padded, patches, how, num_microbatches)
     else:
@@ -144,7 +144,7 @@ def _dealt_bins(
     count = how.dp * (num_microbatches or -(-len(packs) // how.dp))
     offsets = np.concatenate([packs.offsets, np.full(count - len(packs), packs.offsets[-1])])
     sums = np.concatenate([[0.0], np.cumsum(work_of(table, how.cost)[packs.indices])])
-    return seated(packs.indices, offsets, np.diff(sums[offsets]), how.dp)
+    return order_by_rank(packs.indices, offsets, np.diff(sums[offsets]), how.dp)
 
 
 _VERSION = 2
