@@ -2,7 +2,7 @@
 
 python examples/quickstart.py --resume --steps 200               # go on from the last checkpoint
 python examples/quickstart.py --data my.jsonl --text-key text    # or a folder of text files
-python examples/quickstart.py --precision bf16-mixed --compile   # twice as fast where the CPU has bf16
+python examples/quickstart.py --precision bf16-mixed --compile   # faster if the CPU multiplies bf16
 """
 
 import argparse

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
+import pkgutil
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import lightning_thd
 from tests.ranks import run_ranks
 from tests.test_readme import _limit_steps
 
@@ -85,3 +89,34 @@ def test_every_page_is_in_the_menu_and_every_example_in_the_gallery() -> None:
     assert [page for page in DOCS.rglob("*.md") if page.relative_to(DOCS).as_posix() not in menu] == []
     files = [*(root / "examples").glob("*.py"), *(root / "examples" / "notebooks").glob("*.ipynb")]
     assert [name for file in files if (name := file.relative_to(root).as_posix()) not in gallery] == []
+
+
+def documented() -> dict[str, Any]:
+    """Every public function, class and method of the package that describes its arguments."""
+    found: dict[str, Any] = {}
+    for info in pkgutil.walk_packages(lightning_thd.__path__, "lightning_thd."):
+        if info.name.endswith("__main__"):
+            continue
+        for value in vars(importlib.import_module(info.name)).values():
+            if getattr(value, "__module__", None) != info.name or not callable(value):
+                continue
+            inner = vars(value).values() if inspect.isclass(value) else ()
+            functions = [getattr(one, "__func__", one) for one in inner]
+            for one in [value, *filter(inspect.isfunction, functions)]:
+                if re.search(r"^\s*Args:\n", one.__doc__ or "", re.M):
+                    found[f"{info.name}.{one.__qualname__}"] = one
+    return found
+
+
+def test_documented_arguments_are_those_of_the_signature() -> None:
+    objects = documented()
+    assert len(objects) > 50
+    for name, value in objects.items():
+        section = re.search(r"^Args:\n((?:    .*\n?|\n)*)", inspect.getdoc(value) or "", re.M)
+        assert section
+        listed = re.findall(r"^    \*{0,2}(\w+)(?: \(.*?\))?:", section[1], re.M)
+        given = [one for one in inspect.signature(value).parameters if one not in ("self", "cls")]
+        if value is lightning_thd.THDModelParallelStrategy:  # it refers to THDDDPStrategy for these
+            given = [one for one in given if not one.startswith("context_") and "_context_" not in one]
+            given.remove("broadcast_data")
+        assert sorted(listed) == sorted(given), name

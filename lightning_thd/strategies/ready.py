@@ -34,8 +34,6 @@ class THDSingleDeviceStrategy(THDStrategyMixin, SingleDeviceStrategy):
 
     Args:
         device: the device; by default the first that the Trainer's ``accelerator`` and ``devices`` choose.
-        broadcast_data: one rank reads for all ranks that share its data. Iterable datasets need it if they do
-            not state which part they read.
         kwargs: the arguments of Lightning's ``SingleDeviceStrategy``.
     """
 
@@ -77,6 +75,8 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
         context_parallel_communication: what attention exchanges. ``all_gather``: all keys and values.
             ``needed``: only those that a query sees. ``ring``: these, one rank after the other. ``ulysses``:
             some rows of all heads for all rows of some heads. ``auto`` chooses the fastest for each layer.
+        broadcast_data: one rank reads for all ranks that share its data. Iterable datasets need it if they do
+            not state which part they read.
         kwargs: the arguments of Lightning's ``DDPStrategy``.
     """
 
