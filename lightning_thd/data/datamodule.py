@@ -164,12 +164,10 @@ class THDDataModule(LogsSources):
         if share_prefixes and self._streams is not None:
             raise ValueError("share_prefixes=True with a stream: it needs the whole set.")
         evaluated = {"val": val, "test": test, "predict": predict}
-        for stage, source in evaluated.items():
-            if isinstance(source, Stream) or (source is not None and is_stream(source)):
-                raise ValueError(f"{stage} is a stream; only train may be one. Pass a dataset.")
-        self._sources = sets.named_sources(
-            {"train": None if self._streams is not None else train, **evaluated}
-        )
+        self._sources = sets.named_sources({"train": None if self._streams else train, **evaluated})
+        for name, source in self._sources.items():
+            if name != "train" and (isinstance(source, Stream) or is_stream(source)):
+                raise ValueError(f"{name} is a stream; only train may be one. Pass a dataset.")
         # If a loader exists, Lightning wants a step for it. A hook here hides the LightningModule's own hook.
         unused = [f"{stage}_dataloader" for stage, source in evaluated.items() if source is None]
         if not sets.is_mixture(train):
@@ -232,7 +230,7 @@ class THDDataModule(LogsSources):
     def prepare_data(self) -> None:
         """Tokenise, count and cache what can be cached; Lightning calls this on one process per node."""
         for name, source in self._sources.items():
-            mixed = sets.is_mixture(source)
+            mixed = name == "train" and sets.is_mixture(source)
             parts = [sets.weighted(*item)[0] for item in source.items()] if mixed else [source]
             if all(map(is_known, parts)):
                 self._open(name)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset
 
+from lightning_thd._checks import described
 from lightning_thd.batch.media import COLUMNS, ExtrasCost
 from lightning_thd.data.read.sources import Opener, Source
 from lightning_thd.data.read.vision_chat import ChatRows
@@ -42,8 +43,7 @@ def join_indices(indices: list[SequenceIndex]) -> SequenceIndex:
         columns: list[NDArray[Any]] = [getattr(index, name) for index in indices]
         if not any(map(len, columns)):
             return columns[0]
-        filled = [x if len(x) else without(index) for x, index in zip(columns, indices, strict=True)]
-        return np.concatenate(filled)
+        return np.concatenate([x if len(x) else without(i) for x, i in zip(columns, indices, strict=True)])
 
     most, start = max(pairs, key=lambda pair: int(pair[0].largest[0]))
     return SequenceIndex(
@@ -120,12 +120,10 @@ def refuse_class_names(name: str, source: Any, opener: Opener, classifier: str) 
 
 def is_mixture(source: object) -> bool:
     """Return whether a source is a dict of named sources, not a dataset of columns or splits."""
-    if not isinstance(source, Mapping) or not source:
+    if not isinstance(source, Mapping) or not source or hasattr(source, "column_names"):
         return False
-    columns = any(name in source for name in ("input_ids", "labels", "text", "messages"))
-    return (not columns and not any(hasattr(part, "column_names") for part in source.values())) or (
-        all(isinstance(part, tuple | list) and len(part) == 2 for part in source.values())
-    )
+    pairs = all(isinstance(part, tuple | list) and len(part) == 2 for part in source.values())
+    return pairs or not any(name in source for name in ("input_ids", "labels"))
 
 
 def weighted(name: str, given: object) -> tuple[Any, float]:
@@ -167,8 +165,12 @@ def named_sources(sources: Mapping[str, Any]) -> dict[str, Any]:
     """Name each source that is given: ``val/code`` if an evaluation stage has several."""
     named: dict[str, Any] = {}
     for stage, source in sources.items():
-        if stage != "train" and is_mixture(source):
-            named |= {f"{stage}/{name}": one for name, one in source.items()}
-        elif source is not None:
-            named[stage] = source
+        if stage == "train" or not is_mixture(source):
+            named |= {} if source is None else {stage: source}
+            continue
+        for name, one in source.items():
+            weight = isinstance(one, tuple | list) and len(one) == 2 and isinstance(one[1], int | float)
+            if one is None or weight or name == "":
+                raise TypeError(f"{stage}[{name!r}] is {described(one)}; wanted a named source, no weight.")
+            named[f"{stage}/{name}"] = one
     return named

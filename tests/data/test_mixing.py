@@ -11,6 +11,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 import torch.distributed as dist
+from datasets import Dataset, DatasetDict
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -61,6 +62,29 @@ def test_named_validation_sets_have_a_metric_each() -> None:
         assert metrics[f"val/loss/{name}"] == pytest.approx(alone["val/loss"], rel=1e-6)
     [both] = make_trainer().validate(module, THDDataModule(val=[*a, *b], capacity=CAPACITY), verbose=False)
     assert metrics["val/loss"] == pytest.approx(both["val/loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("text", "messages")])
+def test_sets_of_hugging_face_have_names_too(names: tuple[str, str]) -> None:
+    sets = {name: Dataset.from_list(sequences(3)) for name in names}
+    data = THDDataModule(sequences(9), capacity=CAPACITY, val=sets)
+    data.setup("fit")
+    assert [next(iter(loader)).set_name for loader in data.val_dataloader()] == list(names)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"a": (sequences(3), 0.5)}, r"val\['a'\] is a tuple.*no weight"),
+        ({"a": None}, r"val\['a'\] is None"),
+        ({"": sequences(3)}, r"val\[''\].*wanted a named source"),
+        ({"a": lambda: iter([])}, "val/a is a stream; only train may be one"),
+        (DatasetDict(a=Dataset.from_list(sequences(3))), r"keys \['a'\] is not a dataset"),
+    ],
+)
+def test_bad_named_sets_are_refused(given: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        THDDataModule(capacity=CAPACITY, val=given).setup("validate")
 
 
 def validate_sets(strategy: str, together: bool) -> float:
