@@ -1,10 +1,10 @@
-"""Queries, keys and values of one rank's shard -> its attention output, with any kernel for whole packs.
+"""Queries, keys and values of one rank's shard -> the shard's attention output, by any attention kernel.
 
 Keys reach other ranks in one of four ways:
 
 - ``all_gather``: every rank gathers all keys and values. The backward pass reduce-scatters their gradients.
-- ``needed``: a rank receives only the keys that its queries see, in one exchange. The host knows its sizes.
-- ``ring``: the needed keys arrive from one rank after the other, and ``merge`` combines the partial results.
+- ``needed``: a rank receives only the keys that its queries see, in one exchange of sizes known on the host.
+- ``ring``: these keys arrive from one rank after the other, and ``merge`` combines the partial results.
 - ``ulysses``: an all-to-all gives each rank the whole pack for H / cp heads; a second one reverses it.
 
 ``auto`` compares ``needed`` and ``ulysses`` for each batch and kind of layer (``parallel.context.costs``).
@@ -34,17 +34,16 @@ Way = Literal["all_gather", "ulysses", "needed", "ring"]
 
 def choose_way(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> Way:
     """Choose how a layer's keys reach other context-parallel ranks; all ranks make the same choice."""
-    ahead = not spec.causal and spec.windowed
-    divides = sizes.heads % layout.cp == 0
+    looks_ahead = not spec.causal and spec.windowed
     asked = layout.communication
-    if asked == "ulysses" or (ahead and asked == "auto"):
-        if not divides:
+    if asked == "ulysses" or (looks_ahead and asked == "auto"):
+        if sizes.heads % layout.cp != 0:
             raise ValueError(
                 f"{sizes.heads} query heads cannot be shared out among {layout.cp} context-parallel ranks; "
                 f"ulysses, and a window that looks ahead, need a multiple of {layout.cp}."
             )
         return "ulysses"
-    if ahead:
+    if looks_ahead:
         raise ValueError(
             f"A window of {spec.left} keys before and {spec.right} after a query looks ahead, which {asked} "
             "cannot do. Use context_parallel_communication='ulysses'."
@@ -52,12 +51,13 @@ def choose_way(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> W
     if asked == "all_gather":
         return asked
     if asked == "auto":
-        return _cheapest(layout, sizes, spec)
-    # With a window, a rank needs few keys, from a number of ranks that varies: one exchange is enough.
+        return _cheaper_way(layout, sizes, spec)
+    # With a window, a rank needs only few keys of other ranks, so one exchange replaces the ring.
     return "needed" if asked == "ring" and layout.layout != "striped" and spec.left >= 0 else asked
 
 
-def _cheapest(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> Way:
+def _cheaper_way(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> Way:
+    """Return ``needed`` or ``ulysses``, compared once per batch and kind of layer."""
     key = ("way", sizes, spec.causal, spec.left)
     if key not in layout.cache:
         counts = needs.need_counts(layout.padded_lengths, **layout.cut, causal=spec.causal, left=spec.left)
@@ -74,10 +74,10 @@ def _pairs(layout: ShardLayout, spec: AttentionSpec) -> tuple[float, float]:
     lengths = np.asarray(layout.padded_lengths, dtype=np.float64)
     if not spec.causal:
         held = [partition.held_lengths(layout.padded_lengths, **layout.cut, rank=r) for r in range(layout.cp)]
-        work = np.array([float((own * lengths).sum()) for own in held])
+        work = np.array([float((queries * lengths).sum()) for queries in held])
     elif spec.left < 0:
         work = partition.causal_work(layout.padded_lengths, **layout.cut)
-    else:  # about the same for every query
+    else:  # all queries see about as many keys, so all ranks have about the same work
         seen = float(np.minimum(lengths, spec.left + 1) @ lengths)
         return seen / layout.cp, seen
     return float(work.max()), float(work.sum())
@@ -110,8 +110,8 @@ def context_parallel_attention(
         q = gathered(rows_to_heads(q_NHD, layout.group), layout.restore)
         k, v = (gathered(rows_to_heads(x, layout.group, wanted), layout.restore) for x in (k_NGD, v_NGE))
         longest, offsets = max(layout.padded_lengths), layout.pack_offsets
-        own = None if sinks is None else sinks.chunk(layout.cp)[layout.rank]
-        out = attend(q, k, v, Offsets(offsets, offsets, longest, longest), sinks=own)
+        rank_sinks = None if sinks is None else sinks.chunk(layout.cp)[layout.rank]
+        out = attend(q, k, v, Offsets(offsets, offsets, longest, longest), sinks=rank_sinks)
         return heads_to_rows(gathered(out, layout.gathered), layout.group)
     if way == "ring":
         steps = needs.ring_steps(layout, causal=spec.causal, left=spec.left)
@@ -120,18 +120,18 @@ def context_parallel_attention(
         return merged_attention(raw_kernel(), ring, q_NHD, k_NGD, v_NGE, spec=spec, sinks=sinks)
     if layout.layout == "striped":
         blocks = needs.block_calls(layout, causal=spec.causal, left=spec.left, gathered=way == "all_gather")
-        k, v = _bring(k_NGD, v_NGE, way, layout, spec, sizes)
+        k, v = _fetch(k_NGD, v_NGE, way, layout, spec, sizes)
         return merged_attention(raw_kernel(), KeySource([blocks]), q_NHD, k, v, spec=spec, sinks=sinks)
     if way == "all_gather":
         call = layout.call(causal=spec.causal, left=spec.left)
     else:
         call = needs.needed_call(layout, causal=spec.causal, left=spec.left)
-    k, v = _bring(k_NGD, v_NGE, way, layout, spec, sizes, call.kv_index)
+    k, v = _fetch(k_NGD, v_NGE, way, layout, spec, sizes, call.kv_index)
     at = Offsets(call.cu_seqlens_q, call.cu_seqlens_kv, call.max_seqlen_q, call.max_seqlen_kv)
     return attend(q_NHD, k, v, at, sinks=sinks)
 
 
-def _bring(
+def _fetch(
     k_NGD: Tensor,
     v_NGE: Tensor,
     way: Way,
@@ -149,7 +149,7 @@ def _bring(
     else:
         plan = needs.exchanged(layout, causal=spec.causal, left=spec.left)
         traffic.count(sum(plan.receive_counts) * sizes.key_bytes, way)
-        if plan.group_rows:  # the same on every rank
+        if plan.group_rows:  # every rank has the same number, so either all exchange or none
             sent = rows.index_select(0, plan.send_rows)
             received = exchange_rows(sent, plan.send_counts, plan.receive_counts, layout.group)
             rows = torch.cat([rows, received])

@@ -82,7 +82,7 @@ def varlen_attention(
     return run(choose(backend, describe(q_THD, v_THD, spec, sinks)), q_THD, k_THD, v_THD, at, spec, sinks)
 
 
-# Takes q, k and v ``[1, H, T, D]``, as transformers has them, and sinks; returns ``[1, T, H, E]``.
+# A function of sinks and of q, k and v ``[1, H, T, D]`` (as in transformers) that returns ``[1, T, H, E]``.
 Bound = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
@@ -102,11 +102,11 @@ def bind(
     sinks: Tensor | None = None,
     keys: Tensor | None = None,
 ) -> Bound:
-    """Check a call and choose its kernel, for all calls of these shapes; ``keys`` are rows of k and v."""
+    """Check a call; return a function for all calls of these shapes. ``keys`` selects rows of k and v."""
     cast = _autocast(q, k, v)
     dtype = None if cast[0] is q and cast[1] is k and cast[2] is v else cast[0].dtype
     q, k, v = cast
-    if keys is not None:  # only their shapes matter here
+    if keys is not None:  # the checks below use only the shapes of k and v
         k, v = (x[:1].expand(keys.shape[0], -1, -1) for x in (k, v))
     _check_tensors(q, k, v, cu_seqlens_q, cu_seqlens_kv)
     _check_sinks(sinks, q)
@@ -127,7 +127,7 @@ def _bind(
     sinks: Tensor | None,
     keys: Tensor | None,
 ) -> Bound:
-    if keys is not None:  # the backward gathers again; "auto" never prefers Transformer Engine to torch
+    if keys is not None:  # _RAW has no "te", but "auto" always finds "torch" before it
         kernel = _RAW[choose("auto", describe(q, v, spec, sinks))]
         return _heads_first(lambda q, k, v, sinks: raw.attend(kernel, q, k, v, at, spec, sinks, keys))
     if layout.in_use:
@@ -168,10 +168,10 @@ def _attend_shard(
         layout.refuse_unknown_offsets(at.cu_q, q.shape[0])
         return attend(q, k, v, at, sinks=sinks)
 
-    def merging() -> raw.RawKernel:  # results are merged by their log-sum-exp
+    def raw_kernel() -> raw.RawKernel:  # partial results are merged by their log-sum-exp
         return _RAW[choose(backend, describe(q, v, spec, sinks, needs_lse=True))]
 
-    return context_parallel_attention(attend, merging, q, k, v, layout=shard, spec=spec, sinks=sinks)
+    return context_parallel_attention(attend, raw_kernel, q, k, v, layout=shard, spec=spec, sinks=sinks)
 
 
 def describe(
@@ -194,7 +194,7 @@ def describe(
 def run(
     name: Kernel, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None
 ) -> Tensor:
-    """Run a given kernel on checked tensors, without context parallelism; ``[Tq, H, E]``."""
+    """Run a given kernel on checked tensors, without context parallelism; return ``[Tq, H, E]``."""
     if name == "cpu":
         return cpu.attend(q, k, v, at, spec, sinks)
     if name == "torch":
@@ -206,7 +206,7 @@ def run(
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast q, k and v to autocast's dtype, as torch's attention does; rotary embeddings make them fp32."""
+    """Cast q, k and v to autocast's dtype, as torch's attention does; rotary embeddings return fp32."""
     device = q.device.type
     if device == "meta" or not torch.is_autocast_enabled(device) or q.dtype == torch.float64:
         return q, k, v
@@ -271,7 +271,8 @@ def _check_offsets(cu_seqlens: Any, device: torch.device, side: str) -> None:
         raise ValueError(f"{name} is on {cu_seqlens.device} but q is on {device}; move it once per batch.")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype != torch.int32:
         raise ValueError(
-            f"{name} is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; want int32 [S + 1], at least one."
+            f"{name} is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; want int32 [S + 1], for at least one "
+            "sequence."
         )
 
 

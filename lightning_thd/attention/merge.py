@@ -1,4 +1,4 @@
-"""Attention of one rank's queries to parts of the keys -> their attention to all keys, by the log-sum-exp.
+"""Attention of one rank's queries to parts of the keys -> attention to all keys, merged by log-sum-exp.
 
 The result over all keys is the sum of the parts' results, each weighted by exp(lse of the part - lse of all).
 With the lse of all keys, a kernel's backward is exact for any part of the keys (``kernels.raw``).
@@ -22,12 +22,15 @@ from lightning_thd.parallel.context.needs import BlockCall, RingStep
 
 
 class KeySource:
-    """The keys of merged attention: first this rank's, then those of each other rank around a ring."""
+    """Yields keys step by step: in step 0 this rank's, then those of the other ranks around a ring.
 
-    _own: Any
-    _at_hand: Any
-    _partial: Any
-    _grad: Any
+    ``rows`` are keys and values as ``joined`` returns them.
+    """
+
+    _local_rows: Any
+    _current_rows: Any
+    _current_grad: Any
+    _local_grad: Any
 
     def __init__(
         self,
@@ -39,45 +42,45 @@ class KeySource:
         self.release()
 
     def begin(self, rows: Tensor) -> None:
-        """Store this rank's rows and start to send the first neighbour the keys that it needs."""
+        """Store this rank's rows and start to send the next rank the rows that it needs."""
         if self.group is not None:
-            _meet(self.group, rows.device)
+            _connect(self.group, rows.device)
         self.release()
-        self._own = rows
+        self._local_rows = rows
         self._send(1)
 
     def rows(self, step: int) -> Tensor:
-        """Wait for a step's keys and start the transfer of the next step's keys."""
+        """Wait for a step's rows and start the transfer of the next step's rows."""
         if step:
             received, works, _ = self._arriving.pop(step)
             _wait(works)
-            self._at_hand = received
+            self._current_rows = received
             self._send(step + 1)
         else:
-            self._at_hand = self._own
-        rows: Tensor = self._at_hand
+            self._current_rows = self._local_rows
+        rows: Tensor = self._current_rows
         return rows
 
     def gradient(self, step: int, dtype: torch.dtype) -> Tensor:
-        """Return a zero tensor in which the gradient of this step's keys is summed."""
-        self._partial = torch.zeros_like(self._at_hand, dtype=dtype)
+        """Return a zero tensor, to which the caller adds the gradient of this step's rows."""
+        self._current_grad = torch.zeros_like(self._current_rows, dtype=dtype)
         if step == 0:
-            self._grad = self._partial
-        partial: Tensor = self._partial
-        return partial
+            self._local_grad = self._current_grad
+        grad: Tensor = self._current_grad
+        return grad
 
-    def give(self, step: int) -> None:
-        """Send the gradient of another rank's keys back, and start to receive one of this rank's keys."""
+    def send_gradient(self, step: int) -> None:
+        """Send the step's gradient to the rank that holds the rows; start to receive one for this rank's."""
         if step:
-            at, own = self.steps[step], self._own
-            sent = self._partial.to(own.dtype)  # the keys' dtype: as many bytes as the keys
+            at = self.steps[step]
+            sent = self._current_grad.to(self._local_rows.dtype)  # as many bytes as the rows
             coming = sent.new_empty((len(at.send_rows), sent.shape[1]))
             works = self._transfer(sent, at.source, coming, at.to)
             self._returning.append((coming, works, sent, at.send_rows))
 
     def total(self) -> Tensor:
         """Wait for the gradients from other ranks, and add them up in the order of the steps."""
-        total: Tensor = self._grad
+        total: Tensor = self._local_grad
         for coming, works, _, at in self._returning:
             _wait(works)
             total.index_add_(0, at, coming.to(total.dtype))
@@ -85,14 +88,14 @@ class KeySource:
 
     def release(self) -> None:
         """Drop the rows and their gradients."""
-        self._own = self._at_hand = self._partial = self._grad = None
+        self._local_rows = self._current_rows = self._current_grad = self._local_grad = None
         self._arriving: dict[int, tuple[Tensor, list[dist.Work], Tensor]] = {}
         self._returning: list[tuple[Tensor, list[dist.Work], Tensor, Tensor]] = []
 
     def _send(self, step: int) -> None:
         if step < len(self.steps):
             at = self.steps[step]
-            sent = self._own.index_select(0, at.send_rows)
+            sent = self._local_rows.index_select(0, at.send_rows)
             received = sent.new_empty((at.receive_count, sent.shape[1]))
             self._arriving[step] = received, self._transfer(sent, at.to, received, at.source), sent
 
@@ -111,14 +114,14 @@ def _wait(works: list[dist.Work]) -> None:
         work.wait()
 
 
-_met: set[str] = set()
+_connected: set[str] = set()
 
 
-def _meet(group: dist.ProcessGroup, device: torch.device) -> None:
+def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
     """Run one collective over all ranks of a group; NCCL needs it before point-to-point messages."""
-    if group.group_name not in _met:
+    if group.group_name not in _connected:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
-        _met.add(group.group_name)
+        _connected.add(group.group_name)
 
 
 def merged_attention(
@@ -158,7 +161,7 @@ class _Merged(torch.autograd.Function):
             rows = source.rows(step)
             for call in calls:
                 k_part, v_part = split(rows.index_select(0, call.kv_index), k, v)
-                part = kernel.forward(_take(q, call), k_part, v_part, _offsets(call), _sides(spec, call))
+                part = kernel.forward(_rows_of(q, call), k_part, v_part, _offsets(call), _spec_of(spec, call))
                 _merge(out, lse, *part, call)
         source.release()
         if sinks is not None:
@@ -180,11 +183,11 @@ class _Merged(torch.autograd.Function):
             drows = source.gradient(step, lse.dtype)
             for call in calls:
                 k_part, v_part = split(rows.index_select(0, call.kv_index), k, v)
-                saved = Saved(_take(q, call), k_part, v_part, _take(out, call), _take(finite, call))
-                parts = ctx.kernel.backward(_take(grad, call), saved, _offsets(call), _sides(spec, call))
+                saved = Saved(_rows_of(q, call), k_part, v_part, _rows_of(out, call), _rows_of(finite, call))
+                parts = ctx.kernel.backward(_rows_of(grad, call), saved, _offsets(call), _spec_of(spec, call))
                 _add(dq, parts[0], call)
                 drows.index_add_(0, call.kv_index, joined(parts[1], parts[2]).to(drows.dtype))
-            source.give(step)
+            source.send_gradient(step)
         dk, dv = split(source.total(), k, v)
         source.release()
         dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
@@ -194,9 +197,9 @@ class _Merged(torch.autograd.Function):
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, call: BlockCall) -> None:
     """Merge the result for another part of the keys into out and lse, in place."""
     part_lse = part_lse.masked_fill(part_lse == torch.inf, -torch.inf).to(lse.dtype)
-    old_out, old_lse = _take(out, call), _take(lse, call)
+    old_out, old_lse = _rows_of(out, call), _rows_of(lse, call)
     new_lse = torch.logaddexp(old_lse, part_lse)
-    # Avoid NaN from -inf - -inf: a query that has seen no key yet gets the weight 0 for both.
+    # A query that has seen no key yet has -inf for both lse; avoid NaN from -inf - -inf.
     floor = new_lse.masked_fill(new_lse == -torch.inf, 0.0)
     old, new = (torch.exp(x - floor).unsqueeze(-1) for x in (old_lse, part_lse))
     merged = old_out * old + part.to(out.dtype) * new
@@ -215,7 +218,8 @@ def _add(total: Tensor, part: Tensor, call: BlockCall) -> None:
         total.index_add_(0, call.q_rows, part.to(total.dtype))
 
 
-def _take(x: Tensor, call: BlockCall) -> Tensor:
+def _rows_of(x: Tensor, call: BlockCall) -> Tensor:
+    """Return the rows of a call's queries."""
     return x if call.q_rows is None else x.index_select(0, call.q_rows)
 
 
@@ -223,7 +227,8 @@ def _offsets(call: BlockCall) -> Offsets:
     return Offsets(call.cu_seqlens_q, call.cu_seqlens_kv, call.max_seqlen_q, call.max_seqlen_kv)
 
 
-def _sides(spec: AttentionSpec, call: BlockCall) -> AttentionSpec:
+def _spec_of(spec: AttentionSpec, call: BlockCall) -> AttentionSpec:
+    """Return the options with the window sides of a call."""
     return AttentionSpec(left=call.left, right=call.right, scale=spec.scale, softcap=spec.softcap)
 
 

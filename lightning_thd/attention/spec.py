@@ -46,7 +46,7 @@ def make_spec(
     """Check and normalise the options of ``varlen_attention``; its docstring explains them."""
     instance(causal, "causal", bool, np.bool_, advice="Pass True or False.")
     for name, value in (("scale", scale), ("softcap", softcap)):
-        if value is not None:  # a size that is being traced may be symbolic
+        if value is not None:  # torch.compile may pass a symbolic float
             instance(value, name, int, float, np.number, torch.SymFloat, advice="Pass a number, or None.")
     left, right = _window_sides(window, causal=causal)
     if causal:
@@ -60,7 +60,7 @@ def make_spec(
     return AttentionSpec(left=left, right=right, scale=float(scale), softcap=float(softcap or 0.0))
 
 
-# The layers of a model call this with few different options.
+# A cache is enough here, because the layers of a model use few different options.
 known_spec = lru_cache(maxsize=256, typed=True)(make_spec)
 
 
@@ -69,7 +69,7 @@ def _window_sides(window: Window, *, causal: bool) -> tuple[int, int]:
         return -1, -1
     if isinstance(window, tuple | list):
         if len(window) != 2 or any(not isinstance(side, int) or side < -1 for side in window):
-            raise ValueError(f"window={window!r}: want (left, right), two ints of at least -1, no limit.")
+            raise ValueError(f"window={window!r}: want (left, right), two ints; -1 means no limit.")
         return window[0], window[1]
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:
         raise ValueError(
@@ -91,7 +91,7 @@ class Offsets(NamedTuple):
     max_kv: int
 
     def checked(self, rows: int, keys: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return offsets on the CPU as ints, after a check that they cover every row of q and of k."""
+        """Read offsets on the CPU, check that they cover every row of q and of k, and return them as ints."""
         cu_q = _checked(self.cu_q, rows, self.max_q, "q")
         if self.cu_kv is self.cu_q and (rows, self.max_q) == (keys, self.max_kv):
             return cu_q, cu_q
@@ -108,7 +108,7 @@ def _checked(cu_seqlens: Tensor, total: int, max_seqlen: int, side: str) -> tupl
         )
     if fall is not None:
         raise ValueError(
-            f"{name} falls from {offsets[fall]} to {offsets[fall + 1]} at sequence {fall}; offsets never do."
+            f"{name} falls from {offsets[fall]} to {offsets[fall + 1]} at sequence {fall}; offsets must not."
         )
     if longest > max_seqlen:
         raise ValueError(

@@ -32,10 +32,11 @@ class Support:
     sizes: Callable[[int, int], tuple[int, int] | None]  # (head size, value size) -> padded sizes, or None
     sizes_text: str
     softcap: bool = False
-    softcap_to: tuple[tuple[int, ...], int] | None = None  # capabilities with a limit, and largest head size
-    ahead: bool = True  # it supports windows without a causal mask
-    sinks: str | None = "through lse"
-    lse: bool = True  # partial results can be merged (context parallelism)
+    # Compute capabilities (major) on which softcap limits the head size, and the largest head size there.
+    softcap_to: tuple[tuple[int, ...], int] | None = None
+    ahead: bool = True  # windows without a causal mask are supported
+    sinks: str | None = "through lse"  # how sinks are applied; None if they are not supported
+    lse: bool = True  # it returns lse, so partial results can be merged (context parallelism)
     deterministic: str = "with torch.use_deterministic_algorithms(True)"
     deterministic_to: int | None = None  # largest head size with a deterministic backward
     capability: tuple[int, ...] | None = None  # compute capabilities (major), None for any
@@ -132,7 +133,8 @@ SUPPORT: dict[Kernel, Support] = {
 
 
 # The order in which "auto" tries kernels, per compute capability, from published speeds. On Hopper,
-# flash-attn 3 is 1.5 to 2.0 times as fast as flash-attn 2, torch's own (Shah et al. 2024, arXiv:2407.08608).
+# flash-attn 3 is 1.5 to 2.0 times as fast as flash-attn 2, which is also torch's kernel (Shah et al. 2024,
+# arXiv:2407.08608).
 _USUAL: tuple[Kernel, ...] = ("cpu", "torch", "flash2", "te", "flash3", "flash4", "efficient", "portable")
 _FASTEST: dict[int, tuple[Kernel, ...]] = {
     9: ("flash3", "flash4", "torch", "flash2", "te", "efficient", "portable"),
@@ -140,7 +142,7 @@ _FASTEST: dict[int, tuple[Kernel, ...]] = {
 }
 
 
-_SAID: set[str] = set()
+_NOTICED: set[str] = set()  # slow kernels whose notice has been printed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,7 +175,7 @@ def choose(backend: Backend, request: Request) -> Kernel:
         asked = backend in ("auto", SUPPORT[kernel].backend)
         if asked and why_not(kernel, request) is None and missing(kernel) is None:
             if backend == "auto" and SUPPORT[kernel].slow and not torch.compiler.is_compiling():
-                _say_slow(kernel, request)
+                _notice_slow(kernel, request)
             return kernel
     lines = [f"backend={backend!r} cannot run this call: {request}."]
     for kernel, row in SUPPORT.items():
@@ -189,11 +191,11 @@ def choose(backend: Backend, request: Request) -> Kernel:
     raise ValueError("\n  ".join(lines))
 
 
-def _say_slow(kernel: Kernel, request: Request) -> None:
+def _notice_slow(kernel: Kernel, request: Request) -> None:
     """Print once that a kernel is slow, which precision is faster, and how to find the faster kernels."""
-    if kernel in _SAID:
+    if kernel in _NOTICED:
         return
-    _SAID.add(kernel)
+    _NOTICED.add(kernel)
     advice, capability = "", request.capability or 0
     if request.device == "cuda" and request.dtype == torch.float32 and capability >= 7:
         half = "bf16-mixed" if capability >= 8 else "16-mixed"

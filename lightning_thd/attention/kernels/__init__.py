@@ -1,1 +1,1 @@
-"""Kernels for whole packs: raw forward and backward of each backend, and what runs them on a CPU."""
+"""Attention kernels for whole packs: the forward and backward of each backend, and the tiles of the CPU's."""

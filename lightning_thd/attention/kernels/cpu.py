@@ -1,7 +1,8 @@
-"""THD tensors and offsets -> attention on the CPU with memory linear in T, as a torch operator or directly.
+"""THD tensors and offsets -> attention on the CPU, with memory linear in T.
 
-The calls run on torch's flash kernel for CPUs. Its causal mask is top-left, it needs E == D, and an empty
-sequence crashes the process. With a softcap, matrix products are used instead.
+Attention runs on torch's flash kernel for CPUs. Its causal mask is top-left, it needs E == D, and an empty
+sequence crashes the process. With a softcap, matrix products are used instead. Plain eager code calls Python
+functions here; torch.compile and dispatch modes see one torch operator.
 
 Legend: T slots, H query heads, G key-value heads, D head size, E value head size, B tiles in a call.
 """
@@ -36,26 +37,26 @@ from lightning_thd.attention.spec import AttentionSpec, Offsets, read_offsets
 _SCORES = 1 << 21
 # If a call would return more elements than this per tensor, its heads are split: 8 MiB in fp32.
 _CALL_ELEMENTS = 1 << 21
-# Up to 24 short sequences get one kernel call each: 0.6 to 1.1 times the time of copies to one padded call.
-# More sequences do too, if their lengths differ and they have 4096 elements (tokens x heads x head size) on
-# average.
+# Up to _FEW short sequences get one kernel call each, which takes 0.6 to 1.1 times as long as copying them to
+# one padded call. So do more sequences, if their lengths differ, they have _LARGE elements (tokens x heads x
+# head size) on average, and there are at least as many heads as threads.
 _FEW, _LARGE = 24, 4096
 
 
 class CpuAttention:
     """The CPU kernel for one batch and kind of layer; it checks offsets and plans its calls only once."""
 
-    __slots__ = ("_at", "_spec", "_work")
+    __slots__ = ("_offsets", "_spec", "_work")
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> None:
         cu_q, cu_kv = at.checked(q.shape[0], k.shape[0])
-        self._at, self._spec = at, spec
+        self._offsets, self._spec = at, spec
         self._work = _work(cu_q, cu_kv, spec, q.shape[1:], k.shape[1], v.shape[2], q.dtype)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """Attend to THD tensors of the shapes and dtype given at construction; return ``[Tq, H, E]``."""
         if not is_plain(q, k, v):
-            return operator(q, k, v, self._at, self._spec, sinks)
+            return operator(q, k, v, self._offsets, self._spec, sinks)
         if self._work.few is not None and sinks is None:
             q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
             return _attend_few(q, k, v, self._work.few, self._spec.scale)[0]
@@ -80,7 +81,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, si
 def operator(
     q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None
 ) -> Tensor:
-    """Call the torch operator, which torch.compile and dispatch modes do not trace; it takes meta tensors."""
+    """Call the torch operator, which torch.compile and dispatch modes do not look into; meta tensors work."""
     _refuse_forward_mode(q, k, v, sinks)
     offsets = (at.cu_q, at.cu_kv)
     out: Tensor = varlen_attention_cpu(q, k, v, *offsets, sinks, at.max_q, at.max_kv, *_options(spec))[0]
@@ -238,7 +239,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
         work: _Work = ctx.work
-        if torch.is_grad_enabled():  # with create_graph=True, the operator raises for a second derivative
+        if torch.is_grad_enabled():  # create_graph=True: this operator raises for a second derivative
             cu_q, cu_kv = (torch.tensor(cu, dtype=torch.int32) for cu in (work.cu_q, work.cu_kv))
             dq, dk, dv = _backward_op(grads[0], q, k, v, out, lse, cu_q, cu_kv, *_options(work.spec))
         else:
@@ -424,9 +425,9 @@ def _backward(
     kernel = _Kernel(spec, Masks(spec, lse.dtype), q.shape[2], v.shape[2])
     for piece in plan.pieces:
         for heads, kv_heads in _head_slices(piece.q.total, q, k, at_least=torch.get_num_threads()):
-            own_q, own_k = [_heads(x, heads) for x in by_q], [_heads(x, kv_heads) for x in by_k]
+            q_part, k_part = [_heads(x, heads) for x in by_q], [_heads(x, kv_heads) for x in by_k]
             grads = _heads(dq, heads), _heads(dk, kv_heads), _heads(dv, kv_heads)
-            _piece_backward(piece, kernel, own_q, own_k, grads)
+            _piece_backward(piece, kernel, q_part, k_part, grads)
     return dq, dk, dv
 
 
@@ -441,7 +442,7 @@ def _piece_forward(
             parts = kernel.forward(call.q.view(_heads(q, heads)), k_part, v_part, call)
             for x, part in zip(results, parts, strict=True):
                 piece.q.put_tiles(_heads(x, heads), part, call.q)
-            del parts, part  # before the next call makes its own: up to 8 MiB each
+            del parts, part  # free up to 8 MiB each before the next call allocates its results
 
 
 def _piece_backward(
@@ -456,19 +457,19 @@ def _piece_backward(
     if piece.once:
         _backward_once(piece, kernel, by_q, by_k, grads)
         return
-    at = (piece.q, piece.k, piece.k)
-    own = [rows.span is not None and x.dtype == wide for x, rows in zip(grads, at, strict=True)]
+    piece_rows = (piece.q, piece.k, piece.k)
+    in_place = [rows.span is not None and x.dtype == wide for x, rows in zip(grads, piece_rows, strict=True)]
     sums = [
-        rows.take(x).zero_() if mine else x.new_zeros(rows.total, *x.shape[1:], dtype=wide)
-        for x, rows, mine in zip(grads, at, own, strict=True)
+        rows.take(x).zero_() if direct else x.new_zeros(rows.total, *x.shape[1:], dtype=wide)
+        for x, rows, direct in zip(grads, piece_rows, in_place, strict=True)
     ]
     for call in piece.calls:
         parts = kernel.backward([call.q.view(x) for x in by_q], [call.k.view(x) for x in by_k], call)
         for total, part, tiles in zip(sums, parts, (call.q, call.k, call.k), strict=True):
             tiles.add(total, part)
-        del parts, part  # before the next call makes its own: up to 8 MiB each
-    for grad, total, rows, mine in zip(grads, sums, at, own, strict=True):
-        if not mine:
+        del parts, part  # free up to 8 MiB each before the next call allocates its results
+    for grad, total, rows, direct in zip(grads, sums, piece_rows, in_place, strict=True):
+        if not direct:
             rows.put(grad, total)
 
 
@@ -485,7 +486,7 @@ def _backward_once(
             call.q.add(dq, parts[0])
         for grad, part in zip(grads[1:], parts[1:], strict=True):
             piece.k.put_tiles(grad, part, call.k)
-        del parts, part  # before the next call makes its own: up to 8 MiB each
+        del parts, part  # free up to 8 MiB each before the next call allocates its results
     assert dq is not None
     piece.q.put(grads[0], dq)
 
@@ -502,8 +503,8 @@ class _Kernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Tiles) -> OutLse:
         spec = self.spec
         if spec.softcap:
-            how: Any = {"mask": self.masks.of(call), "scale": spec.scale, "softcap": spec.softcap}
-            return cpu_tiles.product_forward(q, k, v, **how)
+            options: Any = {"mask": self.masks.of(call), "scale": spec.scale, "softcap": spec.softcap}
+            return cpu_tiles.product_forward(q, k, v, **options)
         causal = call.is_top_left(spec.left, spec.right)
         mask = None if causal else self.masks.of(call)
         q, k, v = (self.widen(x) for x in (q, k, v))
@@ -513,13 +514,13 @@ class _Kernel:
     def backward(self, by_q: list[Tensor], by_k: list[Tensor], call: Tiles) -> Gradients:
         (grad, q, out, lse), (k, v), spec = by_q, by_k, self.spec
         if spec.softcap:
-            how: Any = {"mask": self.masks.of(call), "scale": spec.scale, "softcap": spec.softcap}
-            return cpu_tiles.product_backward(grad, q, k, v, out, lse, **how)
+            options: Any = {"mask": self.masks.of(call), "scale": spec.scale, "softcap": spec.softcap}
+            return cpu_tiles.product_backward(grad, q, k, v, out, lse, **options)
         causal = call.is_top_left(spec.left, spec.right)
         mask = None if causal else self.masks.of(call)
         grad, q, k, v, out = (self.widen(x) for x in (grad, q, k, v, out))
-        how = {"causal": causal, "mask": mask, "scale": spec.scale}
-        dq, dk, dv = cpu_tiles.flash_backward(grad, q, k, v, out, lse, **how)
+        options = {"causal": causal, "mask": mask, "scale": spec.scale}
+        dq, dk, dv = cpu_tiles.flash_backward(grad, q, k, v, out, lse, **options)
         return dq[..., : self.head_size], dk[..., : self.head_size], dv[..., : self.value_size]
 
     def widen(self, x: Tensor) -> Tensor:
@@ -538,11 +539,11 @@ def _heads(x: Tensor, heads: slice | None) -> Tensor:
 
 
 def _head_slices(
-    rows_: int, q: Tensor, k: Tensor, *, at_least: int
+    num_rows: int, q: Tensor, k: Tensor, *, at_least: int
 ) -> Iterator[tuple[slice | None, slice | None]]:
-    """Yield slices of q's and k's heads that bound the memory of a call's results; None means all heads."""
+    """Yield slices of ``at_least`` query heads and their k heads, which bound a call's memory; None: all."""
     kv_heads, groups = k.shape[1], q.shape[1] // k.shape[1]
-    elements = rows_ * groups * q.shape[2]  # the query elements per key-value head
+    elements = num_rows * groups * q.shape[2]  # the query elements per key-value head
     step = max(1, _CALL_ELEMENTS // elements, -(-at_least // groups))
     if step >= kv_heads:
         yield None, None

@@ -1,4 +1,4 @@
-"""Host offsets and a window -> kernel calls: the rows of q and k in each, and the position of its diagonal.
+"""Offsets on the host and a window -> kernel calls: the rows of q and k in each call, and its diagonal.
 
 The flash kernel's causal flag skips keys only 512 at a time, so sequences are cut into tiles. The forward
 cuts queries: a tile has all the keys that its queries see, so no results are merged. The backward cuts keys:
@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Causal sequences up to SHORT tokens share calls: with 8 heads of 64, a call's overhead (about 20 us) equals
-# the arithmetic of 40 tokens. A padded call may compute up to PADDING times its real query-key pairs plus
-# FREE_PAIRS, which account for the overhead.
+# Causal sequences up to SHORT tokens share calls, because a call's overhead (about 20 us) equals the
+# arithmetic of 40 tokens with 8 heads of 64. A padded call may compute up to PADDING times its real query-key
+# pairs, plus FREE_PAIRS, which cost less than the overhead of another call.
 SHORT = 128
 PADDING = 1.25
 FREE_PAIRS = 1500
@@ -49,7 +49,7 @@ MASK_CELLS = 1 << 20
 
 @dataclass(frozen=True)
 class Rows:
-    """Blocks of ``length`` rows of a packed tensor; shorter ones are padded with their first row."""
+    """Blocks of ``length`` rows of a packed tensor; shorter blocks are padded with their first row."""
 
     starts: tuple[int, ...]
     length: int
@@ -96,7 +96,7 @@ class Rows:
         part.index_fill_(0, self._padded, value)
 
     def prepare(self, tiles: Iterable[Spaced]) -> None:
-        """Make all index tensors now; made later, between large temporary tensors, they fragment the heap."""
+        """Make all index tensors now; between large temporary tensors they would fragment the heap."""
         if self.span is None:
             _ = self._indices, self._padded
             for each in (*tiles, self._blocks):
@@ -196,7 +196,7 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Calls that share rows; with ``once``, each key is in one tile and the first call has all queries."""
+    """Calls on the same rows; if ``once``, each key is in one tile and the first call has all queries."""
 
     q: Rows
     k: Rows
@@ -296,7 +296,7 @@ class _Cutter:
     width: int
 
     def blind_rows(self, rows: int, keys: int) -> int:
-        """Count the first queries that see no key: all if there are none, else those before the first."""
+        """Count the queries at the start of a sequence that see no key; without keys, count all queries."""
         if keys == 0:
             return rows
         return min(rows, max(0, rows - keys - self.right)) if self.right >= 0 else 0
@@ -423,7 +423,7 @@ def _triangles(triangles: list[tuple[int, int]], grouped: int, cutter: _Cutter) 
         if length <= grouped and 2 * length * len(run) < CALL_ROWS:
             others += run
         else:
-            blocks.append(Rows(tuple(at for _, at in run), length))
+            blocks.append(Rows(tuple(start for _, start in run), length))
     pieces = []
     for q in blocks + _padded_groups(others):
         k = q if q.span is not None or cutter.by_keys else _whole_vectors(q)

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_thd.attention.kernels.cpu_plan import Tiles
 from lightning_thd.attention.spec import AttentionSpec
 
-# The same operator through torch.ops takes 1 us longer, twice per layer.
+# Calling this operator through torch.ops takes 1 us longer, twice per layer.
 flash: Any = torch._scaled_dot_product_flash_attention_for_cpu
 flash_backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 # The cached causal mask has this many rows and keys: 256 KiB in fp32.
@@ -139,7 +139,8 @@ def product_forward(
 ) -> tuple[Tensor, Tensor]:
     """Attend within every tile by matrix products; return out ``[B, R, H, E]`` and lse ``[B, R, H]``.
 
-    They run in fp32 or fp64. The additive mask is ``[R, K]`` or ``[B, 1, 1, R, K]``; softcap 0 means none.
+    The products run in fp32 or fp64. The additive mask is ``[R, K]`` or ``[B, 1, 1, R, K]``; softcap 0 means
+    no softcap.
     """
     weights = _scores(q_BRHD, k_BKGD, scale / (softcap or 1.0))
     if softcap:

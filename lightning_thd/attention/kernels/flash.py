@@ -1,8 +1,8 @@
 """CUDA tensors -> attention by flash-attn: version 2 on all GPUs, 3 on Hopper, 4 on Hopper and Blackwell.
 
 The calls follow the signatures of flash-attn 2.8, of hopper/flash_attn_interface.py (tag 2.8.3 and main) and
-of flash-attn-4 4.0.0b36. torch.compile can trace imports inside functions. ``support`` has checked that the
-imports work.
+of flash-attn-4 4.0.0b36. Functions here import flash-attn, which torch.compile can trace, after ``support``
+has checked that the import works.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _INTERFACES: dict[int, Any] = {}
 
 @cache
 def prebuilt_trouble(version: int) -> str | None:
-    """Load a prebuilt flash-attn once per process; return None, or the text on what is missing."""
+    """Load a prebuilt flash-attn once per process; return None if it works, else text for an error."""
     if version not in PREBUILT or not _sees_gpu():
         return ""
     if not installed("kernels"):
@@ -36,7 +36,7 @@ def prebuilt_trouble(version: int) -> str | None:
         get_kernel: Any = require("kernels", feature="backend='flash'").get_kernel
         loaded: ModuleType = get_kernel(repository, version=revision)
         _INTERFACES[version] = loaded.flash_attn_interface
-    except Exception as err:  # no network, no build for this torch, another layout
+    except Exception as err:  # for example no network, or no build for this torch
         return f"; and the prebuilt {repository} did not load ({type(err).__name__})"
     return None
 
@@ -125,10 +125,10 @@ def _flash3_signature(function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def _names_of(function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """List a function's parameters, and those without a default for which this module has no value."""
     parameters = inspect.signature(getattr(function, "_init_fn", function)).parameters
-    ours = {"q", "k", "v", "out", "dout", "softmax_lse", "dq", "dk", "dv"}
+    given = {"q", "k", "v", "out", "dout", "softmax_lse", "dq", "dk", "dv"}
     if "dout" not in parameters:  # in a forward, out is an optional tensor to write to
-        ours.remove("out")
-    required = [n for n, p in parameters.items() if p.default is inspect.Parameter.empty and n not in ours]
+        given.remove("out")
+    required = [n for n, p in parameters.items() if p.default is inspect.Parameter.empty and n not in given]
     return tuple(parameters), tuple(required)
 
 

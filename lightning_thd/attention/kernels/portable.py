@@ -1,6 +1,7 @@
 """THD tensors of any device and dtype -> attention by matrix products, on groups of similar lengths.
 
-A row of padding is a copy of its sequence's first row. Offsets unknown on the host are read once per batch.
+A row of padding is a copy of its sequence's first row. If the host does not know the offsets, it reads them
+from the device once per batch.
 
 Legend: T slots, B sequences of a group, R rows of queries, K keys.
 """
@@ -28,7 +29,7 @@ _SCORES = 1 << 20
 
 
 class Rows(NamedTuple):
-    """``taken`` selects the pack's rows for a padded batch; its ``real`` rows are written to ``target``."""
+    """Indices of a padded batch: it copies the pack's rows ``taken``; its rows ``real`` go to ``target``."""
 
     taken: Tensor
     real: Tensor
@@ -76,12 +77,12 @@ class PortableKernel:
         q, k, v, out, lse = saved
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
         for group, mask in _masked_groups(at, spec, lse):
-            weighs = lse.new_full((len(group.q.taken), lse.shape[1]), torch.inf)  # padding gets weights of 0
-            weighs.index_copy_(0, group.q.real, lse.index_select(0, group.q.target))
+            padded_lse = lse.new_full((len(group.q.taken), lse.shape[1]), torch.inf)  # inf: weights of 0
+            padded_lse.index_copy_(0, group.q.real, lse.index_select(0, group.q.target))
             rows = [group.q.batch(x) for x in (grad, q, out)]
             given = rows[0], rows[1], group.k.batch(k), group.k.batch(v), rows[2]
-            how: Any = {"mask": mask, "scale": spec.scale, "softcap": spec.softcap}
-            parts = product_backward(*given, weighs.view(rows[0].shape[:3]), **how)
+            options: Any = {"mask": mask, "scale": spec.scale, "softcap": spec.softcap}
+            parts = product_backward(*given, padded_lse.view(rows[0].shape[:3]), **options)
             group.q.write(dq, parts[0])
             group.k.write(dk, parts[1])
             group.k.write(dv, parts[2])
@@ -111,16 +112,15 @@ def _make_groups(
 ) -> tuple[Group, ...]:
     """Group sequences of similar length, shortest first; leave out sequences without queries or keys."""
     found = [(b - a, d - c, a, c) for (a, b), (c, d) in zip(pairwise(cu_q), pairwise(cu_kv), strict=True)]
-    waiting = sorted(x for x in found if x[0] and x[1])
     groups: list[list[tuple[int, int, int, int]]] = []
-    for one in waiting:
-        last = groups[-1] if groups else []
-        keys = [x[1] for x in (*last, one)]
-        alike = last and one[0] <= _PADDING * last[0][0] + _FREE and max(keys) <= _PADDING * min(keys) + _FREE
-        if alike and len(keys) * one[0] * max(keys) <= _SCORES:
-            last.append(one)
+    for member in sorted(x for x in found if x[0] and x[1]):
+        last, rows = groups[-1] if groups else [], member[0]
+        keys = [x[1] for x in (*last, member)]
+        alike = last and rows <= _PADDING * last[0][0] + _FREE and max(keys) <= _PADDING * min(keys) + _FREE
+        if alike and len(keys) * rows * max(keys) <= _SCORES:
+            last.append(member)
         else:
-            groups.append([one])
+            groups.append([member])
     made: tuple[Group, ...] = uploaded(tuple(_make_group(each, right) for each in groups), device)
     return made
 

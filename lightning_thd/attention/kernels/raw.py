@@ -1,7 +1,7 @@
 """A raw kernel and sinks -> a differentiable attention call; context parallelism uses the same functions.
 
-A raw kernel has a forward that returns out and the log-sum-exp, and a backward that recomputes the weights
-from them. If out and lse include more than the given keys (a sink or other ranks' keys), the gradients are
+A raw kernel has a forward that returns out and lse (log-sum-exp), and a backward that recomputes the weights
+from both. If out and lse include more than the given keys (a sink or other ranks' keys), the gradients are
 those of the complete attention. A sink is an extra key of every query, with a learned logit and a value of
 zero (gpt_oss). It only rescales: ``lse' = log(exp(lse) + exp(sink))``, ``out' = out * exp(lse - lse')``.
 
@@ -40,14 +40,14 @@ class RawKernel(Protocol):
         """Return supported head sizes that are at least the given ones, or None if there are none."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> OutLse:
-        """Return out ``[Tq, H, E]`` and lse ``[Tq, H]``; for queries without keys 0 and inf or -inf."""
+        """Return out ``[Tq, H, E]`` and lse ``[Tq, H]``; without keys, out is 0 and lse is inf or -inf."""
 
     def backward(self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec) -> Gradients:
         """Return the gradients dq, dk and dv."""
 
 
 def any_size(head_size: int, value_size: int) -> tuple[int, int] | None:
-    """Return both head sizes unchanged, for kernels that support any."""
+    """Return both head sizes unchanged, for kernels that support all sizes."""
     return head_size, value_size
 
 

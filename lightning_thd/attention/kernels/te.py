@@ -15,7 +15,7 @@ from lightning_thd._imports import require
 from lightning_thd.attention.spec import AttentionSpec, Offsets
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # as Transformer Engine's own forward is
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # Transformer Engine does the same to its forward
 def attend(
     q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, *, self_attention: bool = True
 ) -> Tensor:
@@ -28,20 +28,20 @@ def attend(
     deterministic = torch.are_deterministic_algorithms_enabled()
     attention = _module(*q.shape[1:], k.shape[1], v.shape[2], spec.scale, self_attention, deterministic)
     mask, left, right = "padding", spec.left, spec.right  # in THD all mask names begin with "padding"
-    if not spec.causal and max(left, right) >= 0:  # it accepts windows only if both sides are bounded
+    if not spec.causal and max(left, right) >= 0:  # its windows need a bound on both sides
         left, right = (at.max_kv if left < 0 else left), (at.max_q if right < 0 else right)
     if spec.causal:
         mask = "padding_causal" if self_attention else "padding_causal_bottom_right"
-    how: dict[str, Any] = {"qkv_format": "thd", "attn_mask_type": mask, "pad_between_seqs": False}
-    how |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_q_padded"), at.cu_q)
-    how |= dict.fromkeys(("cu_seqlens_kv", "cu_seqlens_kv_padded"), at.cu_kv)
-    how |= {"max_seqlen_q": at.max_q, "max_seqlen_kv": at.max_kv, "window_size": (left, right)}
-    # It raises for tensors that start at an offset in their storage, even if they are contiguous.
-    own = [
+    options: dict[str, Any] = {"qkv_format": "thd", "attn_mask_type": mask, "pad_between_seqs": False}
+    options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_q_padded"), at.cu_q)
+    options |= dict.fromkeys(("cu_seqlens_kv", "cu_seqlens_kv_padded"), at.cu_kv)
+    options |= {"max_seqlen_q": at.max_q, "max_seqlen_kv": at.max_kv, "window_size": (left, right)}
+    # Transformer Engine refuses tensors that start at an offset in their storage, even contiguous ones.
+    given = [
         x.clone(memory_format=torch.contiguous_format) if x.storage_offset() else x.contiguous()
         for x in (q, k, v)
     ]
-    out: Tensor = attention(*own, **how)
+    out: Tensor = attention(*given, **options)
     return out.view(q.shape[0], q.shape[1], v.shape[2])
 
 

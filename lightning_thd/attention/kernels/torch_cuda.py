@@ -44,8 +44,8 @@ class AtenFlash:
 class _Flash(torch.autograd.Function):
     """Flash attention without sinks; its backward gets lse exactly as the forward returned it.
 
-    With ``heads_first`` it takes ``[1, H, T, D]`` and returns ``[1, T, H, D]``. A transposition in here adds
-    no nodes to the autograd graph.
+    With ``heads_first`` it takes ``[1, H, T, D]`` and returns ``[1, T, H, D]``: a transposition inside this
+    function adds no nodes to the autograd graph.
     """
 
     @staticmethod
@@ -92,7 +92,7 @@ def _flash_backward(
 
 
 def is_plain_causal(spec: AttentionSpec) -> bool:
-    """Return whether the mask is causal without a window; the kernel gets windows as two sides instead."""
+    """Return whether the mask is causal without a window; the kernel gets a window by its sides only."""
     return spec.left < 0 and spec.right == 0
 
 
@@ -136,7 +136,7 @@ class AtenEfficient:
         q, k, v, out, lse = saved
         heads, kv_heads = q.shape[1], k.shape[1]
         sequence, place = _places(at.cu_q, q.shape[0])
-        rows = -(-at.max_q // 32) * 32  # the kernel's own stride
+        rows = -(-at.max_q // 32) * 32  # the kernel expects lse with rows padded to a multiple of 32
         wide = lse.new_full((at.cu_q.shape[0] - 1, rows, heads), torch.inf, dtype=torch.float32)
         wide = wide.index_put((sequence, place), lse.float()).transpose(1, 2).contiguous()
         no_seed = torch.zeros((), dtype=torch.int64, device=q.device)
