@@ -42,19 +42,19 @@ def check_samples(samples: object) -> list[dict[str, Any]]:
     plain = _plain_rows(samples)
     if plain is None:
         samples = [check_sample(sample, f"Sample {i}") for i, sample in enumerate(samples)]
-        plain = [(one["input_ids"], one.get("labels", one["input_ids"])) for one in samples]
-    if any("labels" in one for one in samples):
+        plain = [(sample["input_ids"], sample.get("labels", sample["input_ids"])) for sample in samples]
+    if any("labels" in sample for sample in samples):
         refuse_shifted(plain, "The samples")
     return list(samples)
 
 
 def _plain_rows(samples: Sequence[Any]) -> list[tuple[NDArray[Any], NDArray[Any]]] | None:
-    """Return ids and labels if samples have only valid arrays of these; else None, for a full check."""
+    """Return ids and labels if all samples are valid and have no other keys; else None, for a full check."""
     rows = []
-    for one in samples:
-        if type(one) is not dict or not one.keys() <= _PLAIN or "input_ids" not in one:
+    for sample in samples:
+        if type(sample) is not dict or not sample.keys() <= _PLAIN or "input_ids" not in sample:
             return None
-        ids, labels = one["input_ids"], one.get("labels", one["input_ids"])
+        ids, labels = sample["input_ids"], sample.get("labels", sample["input_ids"])
         if not (type(ids) is type(labels) is np.ndarray) or not ids.dtype.kind == labels.dtype.kind == "i":
             return None
         if ids.ndim != 1 or not ids.size or labels.shape != ids.shape:
@@ -62,11 +62,11 @@ def _plain_rows(samples: Sequence[Any]) -> list[tuple[NDArray[Any], NDArray[Any]
         rows.append((ids, labels))
     if not rows:
         return rows
-    every = np.concatenate([ids for ids, _ in rows])
-    wrong = every.min() < 0 or every.max() > MOST_ID
+    values = np.concatenate([ids for ids, _ in rows])
+    wrong = values.min() < 0 or values.max() > MOST_ID
     if not wrong and any(labels is not ids for ids, labels in rows):
-        every = np.concatenate([labels for _, labels in rows])
-        wrong = every.max() > MOST_ID or bool(((every < 0) & (every != IGNORE_INDEX)).any())
+        values = np.concatenate([labels for _, labels in rows])
+        wrong = values.max() > MOST_ID or bool(((values < 0) & (values != IGNORE_INDEX)).any())
     return None if wrong else rows
 
 
@@ -115,10 +115,10 @@ def lay_out(
         loss_scale, sequence_scale = mean_scale(weights.total), mean_scale(weights.sequences)
         token_scale = mean_scale(sum(lengths)) if token_scale is None else token_scale
     cu_seqlens_padded = cumulative(padded)
-    # Both offsets have the trailing padding as a sequence, so its real length equals its slots.
+    # Trailing padding is a sequence in both offsets, so all its slots count as its length.
     cu_seqlens = cu_seqlens_padded if dense else cumulative([*lengths, *padded[len(lengths) :]])
-    named = set().union(*samples)
-    extras = {key: joined(samples, key) for key in ([] if named <= COLLATED else inputs(named))}
+    keys = set().union(*samples)
+    extras = {key: joined(samples, key) for key in ([] if keys <= COLLATED else inputs(keys))}
     for key in TYPES:
         if any(key in sample for sample in samples):
             extras[key] = _types(samples, key, starts, lengths, slots)
@@ -202,7 +202,7 @@ def _shift(source: NDArray[np.int64], starts: list[int], lengths: list[int]) -> 
     ends = np.asarray(starts, np.int64) + np.asarray(lengths, np.int64)
     targets[ends - 1] = IGNORE_INDEX
     for end, start in zip(ends.tolist() or [0], [*starts[1:], len(source)], strict=True):
-        if end < start:  # padding
+        if end < start:  # padding between two sequences or at the end
             targets[end:start] = IGNORE_INDEX
     return targets
 
@@ -219,19 +219,19 @@ def _positions(
 ) -> Tensor:
     # Copies of the first part of 0, 1, 2, ... take a third of the time of arange - repeat.
     from_zero = _count_up(1 << max(padded, default=1).bit_length())
-    counted = np.concatenate([from_zero[:n] for n in padded])
+    from_each_start = np.concatenate([from_zero[:n] for n in padded])
     given = [np.asarray(s["position_ids"]) if "position_ids" in s else None for s in samples]
     leading = next((row.shape[:-1] for row in given if row is not None), None)
     if leading is None:
-        return torch.from_numpy(counted)
-    # A sample without positions keeps the counted ones, in all three rows, as text does in M-RoPE.
-    out = np.broadcast_to(counted, (*leading, slots)).copy()
+        return torch.from_numpy(from_each_start)
+    # A sample without positions counts from 0, in all three rows of M-RoPE, as text does.
+    out = np.broadcast_to(from_each_start, (*leading, slots)).copy()
     for i, (start, row, length) in enumerate(zip(starts, given, lengths, strict=True)):
         if row is None:
             continue
         if row.shape != (*leading, length):
             raise ValueError(
-                f"Sample {i} has position_ids of shape {row.shape}, and a sample before it of another kind. "
+                f"Sample {i} has position_ids of shape {row.shape}, unlike an earlier sample. "
                 "Give every sample one position per token, [n], or every sample three, [3, n]."
             )
         out[..., start : start + length] = row
@@ -239,7 +239,7 @@ def _positions(
 
 
 def sequence_labels(samples: Sequence[Sample]) -> Tensor:
-    """Stack the labels of whole sequences to ``[S]`` or ``[S, C]``; the result is fp32 if one label is."""
+    """Stack the labels of whole sequences to ``[S]`` or ``[S, C]``; the result is fp32 if any label is."""
     labels = [sequence_label(sample, f"Sample {i}").get("label") for i, sample in enumerate(samples)]
     if len(shapes := {None if label is None else label.shape for label in labels}) > 1:
         raise ValueError(
@@ -272,10 +272,10 @@ class PackWeights(NamedTuple):
 
     # fp32 ``[T]``, the weight of each slot's target, 0 without a target; None if no sample has weights
     slots: NDArray[np.float32] | None
-    total: float  # their sum; the number of targets if no sample has weights
+    total: float  # the sum of ``slots``; the number of targets if no sample has weights
     # ``[S]``, each sequence's weight divided by the sum of its loss tokens' weights; 0 without loss tokens
     shares: list[float]
-    sequences: float  # the sum of the sequences' weights; a part of a cut sequence counts in proportion
+    sequences: float  # the sum of the sequences' weights; a piece of a sequence counts in proportion
 
 
 def pack_weights(
@@ -288,27 +288,27 @@ def pack_weights(
 ) -> PackWeights:
     """Return the loss weights of a pack from the weights of its samples."""
     weighted = any("weights" in sample for sample in samples)
-    sequence, slots = [1.0] * len(samples), None
+    of_sequences, of_slots = [1.0] * len(samples), None
     if not weighted and not masked:
-        own = [float(n - 1 + ("next_label" in sample)) for n, sample in zip(lengths, samples, strict=True)]
+        sums = [float(n - 1 + ("next_label" in sample)) for n, sample in zip(lengths, samples, strict=True)]
     else:
-        counted = (targets != IGNORE_INDEX).astype(np.float32)
+        of_slots = (targets != IGNORE_INDEX).astype(np.float32)
         for i, (sample, start, length) in enumerate(zip(samples, starts, lengths, strict=True)):
             if weighted:
-                tokens, sequence[i] = sample_weights(sample, length, f"Sample {i}")
-                counted[start : start + length - 1] *= tokens[1:]
-                counted[start + length - 1] *= sample.get("next_weight", sequence[i])
-        sums = np.concatenate([[0.0], np.cumsum(counted, dtype=np.float64)])
+                tokens, of_sequences[i] = sample_weights(sample, length, f"Sample {i}")
+                of_slots[start : start + length - 1] *= tokens[1:]
+                of_slots[start + length - 1] *= sample.get("next_weight", of_sequences[i])
+        running = np.concatenate([[0.0], np.cumsum(of_slots, dtype=np.float64)])
         first = np.asarray(starts, np.int64)
-        own = (sums[first + np.asarray(lengths, np.int64)] - sums[first]).tolist()
-        slots = counted if weighted else None
-    whole = [sample.get("whole_weight", n) for sample, n in zip(samples, own, strict=True)]
-    shares = [weight / n if n > 0 else 0.0 for weight, n in zip(sequence, whole, strict=True)]
+        sums = (running[first + np.asarray(lengths, np.int64)] - running[first]).tolist()
+    # A piece of a cut sequence carries the sum of the whole sequence as ``whole_weight``.
+    whole = [sample.get("whole_weight", n) for sample, n in zip(samples, sums, strict=True)]
+    shares = [weight / n if n > 0 else 0.0 for weight, n in zip(of_sequences, whole, strict=True)]
     return PackWeights(
-        slots=slots,
-        total=sum(own),
+        slots=of_slots if weighted else None,
+        total=sum(sums),
         shares=shares,
-        sequences=sum(n * share for n, share in zip(own, shares, strict=True)),
+        sequences=sum(n * share for n, share in zip(sums, shares, strict=True)),
     )
 
 
@@ -325,7 +325,7 @@ def padded_fields(input_ids: Any, attention_mask: Any, labels: Any) -> dict[str,
             "token ids, and labels that are token ids or -100 to ignore a token."
         )
     rows = zip(ids.numpy(), source.numpy(), mask.numpy(), strict=True)
-    return lay_out([{"input_ids": row[real], "labels": own[real]} for row, own, real in rows])
+    return lay_out([{"input_ids": row[real], "labels": labels[real]} for row, labels, real in rows])
 
 
 def padded_on_host(

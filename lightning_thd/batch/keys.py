@@ -1,4 +1,4 @@
-"""The only table of a sample's keys. Readers, collators and integrations look up here how to treat a key.
+"""The table of a sample's keys, in which readers, collators and integrations look up how to treat a key.
 
 A key that is not in the table and holds a tensor or an array is passed to the model as an extra input.
 """
@@ -15,15 +15,15 @@ Role = Literal[
     "type",  # one value per token, padded with the ids and passed to the model as [1, T]
     "weight",  # the loss weight of the tokens or of the sequence
     "label",  # one value or list per sequence, for heads with one output per sequence
-    "sequence",  # readers that cut a sequence write it for the collator
+    "sequence",  # written by readers that cut a sequence, for the collator
     "media",  # images and video as inputs of the model
     "raw",  # images and video before the model's processor
     "boundary",  # marks where sequences begin, in rows that are already packed
     # The roles below are refused:
     "audio",
     "mask",  # hides tokens from the loss under a name that is not read
-    "other_weight",
-    "other_boundary",
+    "other_weight",  # a weight under a name that is not read
+    "other_boundary",  # boundaries under a name that is not read
     "made",  # an argument that THDBatch.hf_kwargs computes
 ]
 
@@ -74,7 +74,7 @@ COLLATED = frozenset(names("token", "type", "weight", "label", "sequence"))
 
 
 def inputs(sample: Iterable[str]) -> list[str]:
-    """Return the sorted names of a sample's other inputs, which are no tokens, weights or labels: images."""
+    """Return the sorted names of a sample's extra model inputs, such as images: all keys not in COLLATED."""
     return sorted(name for name in sample if name not in COLLATED)
 
 
@@ -92,6 +92,7 @@ def refuse_boundaries(sample: Mapping[str, Any], name: str) -> None:
     """Refuse a sample with boundaries of several sequences, because these would see each other."""
     if found := [key for key, value in sample.items() if KEYS.get(key) == "boundary" and value is not None]:
         raise ValueError(
-            f"{name} carries {', '.join(found)}, as a row of several sequences does, and a sample is one: "
-            "give the sequences one by one, or drop the key. THDDataModule accepts such rows in a dataset."
+            f"{name} carries {', '.join(found)}, which marks several sequences in a row, but a sample is one "
+            "sequence. Give the sequences one by one, or drop the key. THDDataModule accepts such rows in a "
+            "dataset."
         )

@@ -55,7 +55,7 @@ def sizes_of(sample: Mapping[str, Any]) -> tuple[int, int, int, int]:
 
 
 def declared(cost: ExtrasCost, sample: Any, name: str) -> tuple[int, int, int, int]:
-    """Return a sample's sizes from a user's function, which returns a number of patches or grids."""
+    """Return a sample's sizes from a user's function, which returns grids or a number of patches."""
     given = f"{name}: extras_cost(sample)"
     found = host_ints(
         np.asarray(cost(sample)),
@@ -82,7 +82,7 @@ def counted(extras: Mapping[str, Any], vision: Vision | None) -> dict[str, Any]:
     patch = None if vision is None else vision.patch
     if not grids and patch is not None:
         shapes = [shape for name in PIXELS if len(shape := _shape(extras.get(name))) >= 4]
-        rows = [(int(np.prod(of[:-3])), of[-2] // patch, of[-1] // patch) for of in shapes if of[0]]
+        rows = [(int(np.prod(s[:-3])), s[-2] // patch, s[-1] // patch) for s in shapes if s[0]]
         grids = {GRIDS[0]: rows} if rows else {}
     return {**grids, "vision_windows": () if vision is None else vision.windows}
 

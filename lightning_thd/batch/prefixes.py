@@ -1,9 +1,9 @@
-"""Sequences with common prefixes -> a batch with every distinct prefix once, and the indices to read it.
+"""Sequences with common prefixes -> a batch that stores each distinct prefix once, and indices into it.
 
 The sequences of a batch form a tree over their tokens. Each leaf stores the tokens that no earlier leaf has,
-in adjacent slots. Its queries attend, causal from the bottom right, to the keys of the whole path from the
-root, which an index gathers. A token that several sequences share may predict several next tokens. So the
-batch has rows of (slot, target, weight) instead of one target per slot.
+in adjacent slots. An index gathers the keys of the whole path from the root to a leaf, to which the leaf's
+queries attend, causal from the bottom right. A token that several sequences share may predict several next
+tokens. So the batch has rows of (slot, target, weight) instead of one target per slot.
 
 T slots of the pack, N tokens of all sequences laid end to end, R rows of predictions, S sequences.
 """
@@ -45,7 +45,7 @@ class Predictions(NamedTuple):
 
 
 _INDICES = ("token_slots", "token_rows", "slots", "targets", "keys")
-_OF_SEQUENCES = ("cu_seqlens_q", "cu_seqlens_kv", "offsets")
+_OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "offsets")
 
 
 class Prefixes(Immutable):
@@ -66,7 +66,7 @@ class Prefixes(Immutable):
         query_lengths: slots of each leaf and of a trailing pad, on the host; ``key_lengths``: their keys.
     """
 
-    __slots__ = (*_INDICES, *_OF_SEQUENCES, "lengths", "query_lengths", "key_lengths", "prefix_lengths")
+    __slots__ = (*_INDICES, *_OFFSETS, "lengths", "query_lengths", "key_lengths", "prefix_lengths")
 
     token_slots: Tensor
     token_rows: Tensor
@@ -96,7 +96,7 @@ class Prefixes(Immutable):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors by name."""
-        return {name: getattr(self, name) for name in (*_INDICES, *_OF_SEQUENCES)}
+        return {name: getattr(self, name) for name in (*_INDICES, *_OFFSETS)}
 
     def slots_of(self, tokens: Tensor, pad: int) -> Tensor:
         """Return the slots of token numbers, int64 of any shape; numbers from N on give ``pad``."""
@@ -124,8 +124,8 @@ def _refused(name: str) -> property:
     return property(read)
 
 
-_UNSHARED = ("targets", "cu_seqlens", "cu_seqlens_padded", "padded_lengths", "max_seqlen", "max_targets")
-_KEPT = tuple(name for name in THDBatch.__slots__ if name not in _UNSHARED)
+_REFUSED = ("targets", "cu_seqlens", "cu_seqlens_padded", "padded_lengths", "max_seqlen", "max_targets")
+_KEPT = tuple(name for name in THDBatch.__slots__ if name not in _REFUSED)
 
 
 class SharedBatch(THDBatch):
@@ -147,7 +147,7 @@ class SharedBatch(THDBatch):
     max_targets = _refused("max_targets")
 
     @classmethod
-    def _of(cls, state: Mapping[str, Any]) -> SharedBatch:
+    def _from_state(cls, state: Mapping[str, Any]) -> SharedBatch:
         batch = object.__new__(cls)
         batch.__setstate__(dict(state))
         return batch
@@ -175,7 +175,7 @@ class SharedBatch(THDBatch):
     def replace(self, **changes: Any) -> SharedBatch:
         """Return a copy with some fields changed; fields that derive from them are not updated."""
         changes.pop("max_targets", None)
-        return SharedBatch._of({**self.__getstate__(), **changes})
+        return SharedBatch._from_state({**self.__getstate__(), **changes})
 
     def _pin(self) -> PinnedBatch:
         return PinnedBatch(self._tensors(), ())
@@ -239,8 +239,8 @@ class _Tree(NamedTuple):
 
 def prefix_tree(keys: _Ints, lengths: Sequence[int]) -> _Tree | None:
     """Build the tree of shared prefixes from the tokens' keys ``[N]`` or ``[N, C]``; None without any."""
-    # In the order of their bytes, with longer ones first if one is a prefix of the other, a sequence has its
-    # longest common prefix with the sequence right before it.
+    # Sorted by bytes, a sequence has its longest common prefix with the sequence right before it. In
+    # descending order, a sequence comes before those that are its prefixes.
     starts = [0, *accumulate(lengths)]
     raw, width = keys.tobytes(), keys.strides[0]
     rows = [raw[a * width : b * width] for a, b in pairwise(starts)]
@@ -256,13 +256,13 @@ def prefix_tree(keys: _Ints, lengths: Sequence[int]) -> _Tree | None:
     slots, leaves, parts, used = np.empty(starts[-1], np.int64), list[int](), list[_Ints](), 0
     for group in sorted(groups, key=min):
         for before, here in zip([group[0], *group], group, strict=False):
-            first, held, own = starts[here], shared[here], lengths[here] - shared[here]
+            first, held, new = starts[here], shared[here], lengths[here] - shared[here]
             slots[first : first + held] = slots[starts[before] : starts[before] + held]
-            if own:
-                slots[first + held : starts[here + 1]] = np.arange(used, used + own)
+            if new:
+                slots[first + held : starts[here + 1]] = np.arange(used, used + new)
                 parts.append(np.arange(first + held, starts[here + 1]))
                 leaves.append(here)
-                used += own
+                used += new
     return _Tree(leaves, shared, slots, np.concatenate(parts))
 
 
@@ -281,23 +281,23 @@ def lay_out_shared(
     pad_to: int | None = None,
     set_name: str = "",
     microbatch: int = 0,
-    **how: Any,
+    **options: Any,
 ) -> THDBatch:
     """Collate checked samples with every distinct prefix once; return a plain batch if none is shared."""
-    plain = lay_out(samples, **how)
+    plain = lay_out(samples, **options)
     lengths: list[int] = plain["lengths"]
     tree, holders = _tree_of(samples, plain)
     if tree is None:
         if align is not None or pad_to is not None:
-            plain = lay_out(samples, align=align, pad_to=pad_to, **how)
+            plain = lay_out(samples, align=align, pad_to=pad_to, **options)
         return THDBatch(**plain, set_name=set_name, microbatch=microbatch)
-    own = [lengths[leaf] - tree.shared[leaf] for leaf in tree.leaves]
+    stored = [lengths[leaf] - tree.shared[leaf] for leaf in tree.leaves]
     if align is not None and align.sequence_multiple != 1:
         raise ValueError(
             f"share_prefixes=True with an alignment of {align.sequence_multiple} tokens a sequence, for "
             "context parallelism. Set share_prefixes=False or context_parallel_size=1."
         )
-    query_lengths, slots = slots_of(own, align, pad_to)
+    query_lengths, slots = slots_of(stored, align, pad_to)
     pad = slots - len(tree.tokens)
     starts = [0, *accumulate(lengths)]
     keys = [tree.slots[starts[leaf] : starts[leaf + 1]] for leaf in tree.leaves]
@@ -323,8 +323,8 @@ def lay_out_shared(
         prefix_lengths=tree.shared,
         slots=slots,
         loss_tokens=plain["stats"].loss_tokens,
-        windows=how.get("windows", ()),
-        **counted(extras, how.get("vision")),
+        windows=options.get("windows", ()),
+        **counted(extras, options.get("vision")),
     )
     changed = {
         "input_ids": _padded(plain["input_ids"].numpy()[tree.tokens], pad),
@@ -338,7 +338,7 @@ def lay_out_shared(
         "microbatch": microbatch,
         "prefixes": prefixes,
     }
-    return SharedBatch._of({**{name: plain[name] for name in _KEPT if name in plain}, **changed})
+    return SharedBatch._from_state({**{name: plain[name] for name in _KEPT if name in plain}, **changed})
 
 
 def _padded(row: NDArray[Any], pad: int) -> Tensor:
@@ -375,7 +375,7 @@ def _tree_of(samples: Sequence[Mapping[str, Any]], plain: dict[str, Any]) -> tup
         tree = prefix_tree(keys, lengths)
         if tree is None:
             return None, []
-        # A leaf that shares some of its images with its prefix, but not all, shares nothing.
+        # A leaf that shares only some of its images gets a number of its own, so that it shares nothing.
         held = [int(seen[a + n] - seen[a]) for a, n in zip(starts, tree.shared, strict=False)]
         whole = [int(seen[b] - seen[a]) for a, b in pairwise(starts)]
         split = [i for i in tree.leaves if 0 < held[i] < whole[i]]
@@ -395,7 +395,7 @@ def _same_media(samples: Sequence[Mapping[str, Any]]) -> list[int] | None:
         names = inputs(sample)
         if not names:
             found.append(0)
-        elif "mm_token_type_ids" not in sample:
+        elif "mm_token_type_ids" not in sample:  # its image tokens are unknown, so it shares nothing
             found.append(-1 - i)
         else:
             digest = hashlib.blake2b(digest_size=16)

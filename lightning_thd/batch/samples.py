@@ -14,7 +14,7 @@ from lightning_thd._checks import INT64_MAX, as_tensor, described, host_ints, wh
 from lightning_thd.batch.keys import IGNORE_INDEX, KEYS, TYPES, inputs, refuse_boundaries, refuse_keys
 
 MOST_ID = 2**31 - 1  # no vocabulary has a larger id
-_SHIFTED_FROM = 8  # fewer labels may equal the next id, and not their own, by chance
+_SHIFTED_FROM = 8  # fewer labels than this may equal the next id, and not their own id, by chance
 
 
 def check_sample(sample: Any, name: str, *, empty: bool = False) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def _floats(value: Any) -> NDArray[Any]:
 
 
 def is_scalar(value: object) -> bool:
-    """Return whether a value is one number, as the label of a whole sequence."""
+    """Return whether a value is one number, such as the label of a whole sequence."""
     return isinstance(value, int | float | np.generic) or (
         isinstance(value, np.ndarray | Tensor) and value.ndim == 0
     )
@@ -203,7 +203,7 @@ def with_label(sample: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def sample_weights(sample: Mapping[str, Any], length: int, name: str) -> tuple[NDArray[np.float32], float]:
-    """Read a sample's loss weights: fp32 ``[n]``, one per token as a target, and the sequence's weight."""
+    """Read a sample's loss weights: fp32 ``[n]``, one per token as a target, and one for the sequence."""
     given = sample.get("weights", 1.0)
     row = _floats(given)
     if row.dtype.kind not in "iufb" or row.shape not in ((), (length,)):
@@ -228,26 +228,26 @@ def whole_weight(sample: Mapping[str, Any], name: str) -> tuple[float, float]:
 
 
 def refuse_shifted(rows: Iterable[tuple[NDArray[Any], NDArray[Any]]], name: str) -> None:
-    """Raise if labels are already shifted: all equal the next token, and at least 8 differ from their own."""
-    others = 0
+    """Raise if labels are already shifted: all equal the next id, and at least 8 differ from their own id."""
+    differing = 0
     for ids, labels in rows:
         own, following, labels = ids[:-1], ids[1:], labels[:-1]
         learned = labels != IGNORE_INDEX
         if ((labels != following) & learned).any():
             return
-        others += int(np.count_nonzero((labels != own) & learned))
-    if others >= _SHIFTED_FROM:
+        differing += int(np.count_nonzero((labels != own) & learned))
+    if differing >= _SHIFTED_FROM:
         raise ValueError(
-            f"{name}: the labels are the next tokens, as if they were shifted already, and they are shifted "
-            "here. Give the ids themselves as labels, with -100 for tokens to ignore, or no labels."
+            f"{name}: the labels are the next tokens, as if they were shifted already, but collation shifts "
+            "them. Give the ids themselves as labels, with -100 for tokens to ignore, or no labels."
         )
 
 
 def refuse_restart(sample: Mapping[str, Any], name: str, advice: str) -> None:
-    """Raise if position_ids restart inside a sample: it has several sequences, which would see each other."""
+    """Raise if position_ids restart inside a sample: its several sequences would see each other."""
     positions = np.asarray(sample.get("position_ids", ()))
     if positions.ndim == 1 and (positions[1:] == 0).any():
         raise ValueError(
-            f"{name} is bad: its position_ids begin again inside it, as in a row of several sequences, which "
-            f"would see each other. {advice}"
+            f"{name} is bad: its position_ids begin again, as in a row of several sequences, which would see "
+            f"each other. {advice}"
         )

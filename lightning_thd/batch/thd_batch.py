@@ -23,11 +23,11 @@ _TENSORS = ("input_ids", "targets", "position_ids", "cu_seqlens", "cu_seqlens_pa
 _HOST = ("lengths", "padded_lengths", "max_seqlen", "stats", "sequence_ids", "loss_scale", "extras")
 _SCALES = ("sequence_scale", "token_scale", "microbatch")
 _FURTHER = ("weights", "sequence_shares", *_SCALES, "set_name", "max_targets")
-_ROUNDING = 1e-9  # a weight this close to a whole number of tokens (relative) is rounded to it
+_ROUNDING = 1e-9  # a weight is rounded to a whole number of tokens if their relative difference is below this
 
 
 class Immutable:
-    """Base of classes with slots that are set once; not a dataclass, whose fields Lightning would replace."""
+    """Base of classes with immutable slots. They are no dataclasses, because Lightning would change these."""
 
     __slots__ = ()
 
@@ -110,8 +110,8 @@ class THDBatch(_Pinned):
         max_seqlen: longest entry of ``padded_lengths``, at least 1.
         stats: counts of the batch's tokens, slots and sequences, as integers on the host.
         sequence_ids: dataset index of every sequence in ``lengths``.
-        loss_scale: data-parallel ranks x microbatches / loss tokens (or their weight) of the whole step. For
-            a separately collated batch it is 1 / its loss tokens, so ``sum * loss_scale`` is the mean.
+        loss_scale: data-parallel ranks x microbatches / loss tokens (or their weight) of the whole step. A
+            batch that belongs to no step has 1 / its loss tokens, so ``sum * loss_scale`` is the mean.
         extras: extra model inputs, such as ``pixel_values``.
         weights: fp32 ``[T]``, the loss weight of each slot's target; None if no sample has weights.
         sequence_shares: for every sequence in ``lengths``, its weight / the summed weight of its loss tokens,
@@ -222,7 +222,7 @@ class THDBatch(_Pinned):
             sequence_ids: dataset index of every sample; 0, 1, 2, ... by default.
             loss_scale: see the class; by default 1 / loss tokens of this batch, or their weight.
             sequence_scale: see the class; computed from this batch if ``loss_scale`` is not given.
-            token_scale: see the class; computed from this batch if it and ``loss_scale`` are not given.
+            token_scale: see the class; computed from this batch if neither scale is given.
             windows: the attention windows of the model for which ``stats`` counts query-key pairs.
             share_prefixes: store and compute tokens of common prefixes only once. If samples have common
                 prefixes, the batch is a ``SharedBatch`` with the same loss and gradient.
@@ -425,18 +425,18 @@ def collate_checked(
     set_name: str = "",
     microbatch: int = 0,
     share_prefixes: bool = False,
-    **how: Any,
+    **options: Any,
 ) -> THDBatch:
-    """Collate samples that have already been checked; ``how`` has the other arguments of ``collate``."""
+    """Collate samples that have already been checked; ``options`` are other arguments of ``collate``."""
     if share_prefixes:
         from lightning_thd.batch.prefixes import lay_out_shared
 
-        return lay_out_shared(samples, set_name=set_name, microbatch=microbatch, **how)
-    return THDBatch(**lay_out(samples, **how), set_name=set_name, microbatch=microbatch)
+        return lay_out_shared(samples, set_name=set_name, microbatch=microbatch, **options)
+    return THDBatch(**lay_out(samples, **options), set_name=set_name, microbatch=microbatch)
 
 
 class THDStep(Immutable):
-    """All ``microbatches`` of one rank between two optimizer updates; every rank has equally many."""
+    """All ``microbatches`` of one rank between two optimizer updates; all ranks have the same number."""
 
     __slots__ = ("microbatches",)
 

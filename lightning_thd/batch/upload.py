@@ -19,9 +19,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_thd.seqlens import position_ids_from_cu_seqlens
 
-_ALIGNED = 16  # bytes; enough for every dtype
+_ALIGNMENT = 16  # in bytes; enough for every dtype
 _INT32 = np.iinfo(np.int32)
-_MADE = "position_ids"
+_POSITIONS = "position_ids"
 # Offsets on a device -> the tensor's version, and its lengths or values on the host.
 _KNOWN: Any = WeakTensorKeyDictionary()
 
@@ -30,41 +30,41 @@ class _Part(NamedTuple):
     """A tensor in the buffer: its first byte, its dtype and shape there, and its dtype on the device."""
 
     start: int
-    travels: torch.dtype
+    sent_dtype: torch.dtype
     shape: torch.Size
-    wanted: torch.dtype
+    dtype: torch.dtype
 
 
 class PinnedBatch:
     """CPU tensors by name, copied into one page-locked buffer."""
 
     def __init__(self, tensors: dict[str, Tensor], padded_lengths: Sequence[int]) -> None:
-        self._single = dict[str, Tensor]()  # copied one by one: sparse, quantized or already on a device
+        self._separate = dict[str, Tensor]()  # copied one by one: sparse, quantized or already on a device
         self._slots = sum(padded_lengths)
-        positions = tensors[_MADE]
-        self._makes_positions = positions.dtype == torch.int64 and _counts_up(positions, padded_lengths)
+        positions = tensors[_POSITIONS]
+        self._computes_positions = positions.dtype == torch.int64 and _counts_up(positions, padded_lengths)
         sent = {}
         for name, tensor in tensors.items():
             if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_quantized:
-                self._single[name] = tensor
-            elif name != _MADE or not self._makes_positions:
+                self._separate[name] = tensor
+            elif name != _POSITIONS or not self._computes_positions:
                 sent[name] = tensor
         self._parts, self._buffer = _pinned(sent, shrink=True)
 
     def to(self, device: torch.device, *, non_blocking: bool) -> dict[str, Tensor]:
         """Return the tensors on a CUDA device, with their original names and dtypes."""
         buffer = self._buffer.to(device, non_blocking=non_blocking)
-        found = {name: _view(buffer, part).to(part.wanted) for name, part in self._parts.items()}
-        if self._makes_positions:
+        found = {name: _view(buffer, part).to(part.dtype) for name, part in self._parts.items()}
+        if self._computes_positions:
             offsets = found.get("cu_seqlens_padded", found["cu_seqlens"])
-            found[_MADE] = position_ids_from_cu_seqlens(offsets, self._slots)
-        for name, tensor in self._single.items():
+            found[_POSITIONS] = position_ids_from_cu_seqlens(offsets, self._slots)
+        for name, tensor in self._separate.items():
             found[name] = tensor.to(device, non_blocking=non_blocking)
         return found
 
 
 def uploaded(found: Any, device: torch.device) -> Any:
-    """Copy the arrays in nested tuples and lists to a device, and remember int32 vectors as offsets."""
+    """Copy arrays in nested tuples and lists to a device; remember int32 vectors, which are offsets."""
     leaves, structure = tree_flatten(found)
     arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)}
     tensors = {i: torch.from_numpy(array) for i, array in arrays.items()}
@@ -103,9 +103,9 @@ def _pinned(tensors: Mapping[Any, Tensor], *, shrink: bool) -> tuple[dict[Any, _
     """Copy tensors into one page-locked buffer; with ``shrink``, int64 becomes int32 if its values fit."""
     parts, size = dict[Any, _Part](), 0
     for name, tensor in tensors.items():
-        travels = torch.int32 if shrink and _fits(tensor) else tensor.dtype
-        parts[name] = _Part(size, travels, tensor.shape, tensor.dtype)
-        size += -(-tensor.numel() * travels.itemsize // _ALIGNED) * _ALIGNED
+        sent_dtype = torch.int32 if shrink and _fits(tensor) else tensor.dtype
+        parts[name] = _Part(size, sent_dtype, tensor.shape, tensor.dtype)
+        size += -(-tensor.numel() * sent_dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
     buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     for name, part in parts.items():
         _view(buffer, part).copy_(tensors[name])
@@ -113,8 +113,8 @@ def _pinned(tensors: Mapping[Any, Tensor], *, shrink: bool) -> tuple[dict[Any, _
 
 
 def _view(buffer: Tensor, part: _Part) -> Tensor:
-    end = part.start + part.shape.numel() * part.travels.itemsize
-    return buffer[part.start : end].view(part.travels).view(part.shape)
+    end = part.start + part.shape.numel() * part.sent_dtype.itemsize
+    return buffer[part.start : end].view(part.sent_dtype).view(part.shape)
 
 
 def _fits(tensor: Tensor) -> bool:

@@ -52,7 +52,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: two(next_label=-3), "next_label=-3"),
     (lambda: two(use_cache=True), "use_cache, which the batch makes"),
     (lambda: two(input_features=[1]), "audio inputs cannot be packed"),
-    (lambda: two(cu_seqlens=np.array([0, 1, 2])), "cu_seqlens, as a row of several sequences does"),
+    (lambda: two(cu_seqlens=np.array([0, 1, 2])), "cu_seqlens, which marks several sequences in a row"),
     (lambda: two(note="x"), "'note' as str"),
     (
         lambda: THDBatch.collate([{"input_ids": [1], "x": torch.ones(1, n)} for n in (2, 3)]),
@@ -60,7 +60,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     ),
     (
         lambda: THDBatch.collate([{"input_ids": [1], "position_ids": x} for x in ([[0]] * 3, [0])]),
-        r"Sample 1 has position_ids of shape \(1,\), and a sample before it of another kind",
+        r"Sample 1 has position_ids of shape \(1,\), unlike an earlier sample",
     ),
     # Batches
     (lambda: THDBatch.collate([{"input_ids": [1, 2, 3]}], pad_to=2), "need 3 slots but pad_to=2"),

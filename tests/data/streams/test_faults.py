@@ -223,8 +223,8 @@ def test_ranks_that_list_other_shards(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"lengths": [1, 2]}, "carries lengths, as a row of several sequences does, and a sample is one:"),
-        ({"position_ids": [0, 0, 1]}, "its position_ids begin again inside it, as in a row of several"),
+        ({"lengths": [1, 2]}, "carries lengths, which marks several sequences in a row, but a sample is"),
+        ({"position_ids": [0, 0, 1]}, "its position_ids begin again, as in a row of several"),
         ({"next_label": 5}, "it carries 'next_label', which a stream does not read"),
         ({"pixel_values": [[1.0]]}, "carries 'pixel_values' as list. Extras are tensors"),
         ({"audio": [1.0]}, "Samples carry 'audio': audio inputs cannot be packed"),
