@@ -1,4 +1,4 @@
-"""Lightning callbacks: throughput of packed training, and the metric behind it."""
+"""Lightning callbacks that measure throughput, check for leaks and balance experts, and a metric of FLOPs."""
 
 from lightning_thd.callbacks.experts import ExpertBias
 from lightning_thd.callbacks.flops_metric import THDFlops

@@ -63,9 +63,9 @@ class CUDAGraphCallback(L.Callback):
     ``lint_capture(module, batch)`` lists, without a GPU, what prevents a capture.
 
     Args:
-        max_sequences: the number of sequences of each captured shape, one or several. ``"auto"`` chooses one
-            to three, for the packs of the data module's planner. Without a planner it uses the first 32
-            batches. It prints the table of :class:`GraphPlan` once.
+        max_sequences: the number of sequences of each captured shape: one number, or several. ``"auto"``
+            chooses one to three numbers from the packs of the data module's planner or, without a planner,
+            from the first 32 batches. It prints the table of :class:`GraphPlan` once.
         costs: the step times that ``"auto"`` assumes; by default those of a launch-bound step.
         require: raise an error if graphs are not possible, instead of training without them.
         backend: ``"cuda"``, or ``"recording"`` for tests on a CPU.
@@ -122,7 +122,7 @@ class CUDAGraphCallback(L.Callback):
             if self._idle or kwargs:
                 return original(*args, **kwargs)
             if self.step is None and self._choose(trainer, batch):
-                # ``GraphedStep`` passes the module as the first argument; a bound method has it already.
+                # ``GraphedStep`` passes the module as the first argument, which a bound method has already.
                 function = lambda module, *given: original(*given)  # noqa: E731
                 assert self.plan is not None
                 self.step = GraphedStep(
@@ -130,9 +130,9 @@ class CUDAGraphCallback(L.Callback):
                 )
             if self.step is None:
                 return original(*args)
-            spent = self.stats.capture_s
+            capture_s = self.stats.capture_s
             output = self.step(*args)
-            if self.stats.capture_s > spent:
+            if self.stats.capture_s > capture_s:
                 for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set outside __init__
                     if isinstance(callback, THDThroughputMonitor):
                         callback.exclude_step()
@@ -180,7 +180,7 @@ class CUDAGraphCallback(L.Callback):
             )
         rank_zero_info(self.plan.table())
         problem = self.plan.problem()
-        # Without a planner, ranks have seen different batches; they must all capture, or none.
+        # Without a planner, ranks have seen different batches. But either all ranks capture, or none.
         if not all_agree(problem is None, batch.input_ids.device):
             self._stay_idle(problem or "graphs are no gain on another rank, whose message says why")
             return False

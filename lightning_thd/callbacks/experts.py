@@ -29,22 +29,23 @@ _BIAS = "e_score_correction_bias"
 class ExpertChoices:
     """Counts, by hooks on the routers, how many real tokens choose each expert; counts stay on the device."""
 
-    # Only forward passes in training are counted. Compiled layers and CUDA graphs run no hooks: no counts.
+    # Only forward passes in training are counted, and none in compiled layers or CUDA graphs, which run no
+    # hooks.
 
     def __init__(self, module: nn.Module, group: Any = None) -> None:
         kinds = tuple(kind for kind, _ in routers_of(module))
         found = [(n, x) for n, x in module.named_modules() if kinds and isinstance(x, kinds)]
-        known = [(n, x) for n, x in found if isinstance(getattr(x, "num_experts", None), int)]
-        self.names = [name for name, _ in known]
+        routers = {n: x for n, x in found if isinstance(getattr(x, "num_experts", None), int)}
+        self.names = [*routers]
         self.group, self.device = group, next((p.device for p in module.parameters()), torch.device("cpu"))
-        self._experts = max((int(router.num_experts) for _, router in known), default=0)  # type: ignore[arg-type]
+        self._experts = max((int(x.num_experts) for x in routers.values()), default=0)  # type: ignore[arg-type]
         self._counts: Tensor | None = None
         self._handles = [
-            router.register_forward_hook(only_looking(functools.partial(self._see, at)))
-            for at, (_, router) in enumerate(known)
+            router.register_forward_hook(only_looking(functools.partial(self._count, layer)))
+            for layer, router in enumerate(routers.values())
         ]
 
-    def _see(self, layer: int, router: nn.Module, args: Any, output: Any) -> None:
+    def _count(self, layer: int, router: nn.Module, args: Any, output: Any) -> None:
         # Skip recomputation in the backward pass, which would count the same choices twice.
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
             return
@@ -88,7 +89,7 @@ class ExpertChoices:
 
 
 def expert_load(module: nn.Module, group: Any = None) -> ExpertChoices | None:
-    """Start to count; return None if transformers records no routers of the model."""
+    """Start to count a model's choices of experts; return None if transformers knows no routers in it."""
     choices = ExpertChoices(module, group)
     return choices if choices.names else None
 
@@ -161,9 +162,9 @@ class ExpertBias(Callback):
         if every and steps and trainer.global_step % every == 0:
             parts = [b.full_tensor() if isinstance(b, DTensor) else b for b in self._biases]
             largest = torch.stack([part.abs().max().float() for part in parts]).max()
-            value = {"train/experts/bias": float(largest)}
-            trainer._logger_connector._callback_metrics.update({k: torch.tensor(v) for k, v in value.items()})
-            trainer._logger_connector.log_metrics(value)  # type: ignore[arg-type]  # floats are welcome
+            name, value = "train/experts/bias", float(largest)
+            trainer._logger_connector._callback_metrics[name] = torch.tensor(value)
+            trainer._logger_connector.log_metrics({name: value})  # type: ignore[dict-item]  # floats work
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove the hooks."""

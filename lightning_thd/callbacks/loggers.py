@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from lightning.fabric.loggers import TensorBoardLogger
 from lightning.pytorch.loggers import Logger, WandbLogger
 
-# Loggers get only these keys by default; the others are counts, or repeat these in other units.
+# Loggers get only these keys by default. Other keys are counts, or repeat these values in other units.
 _LOGGED = re.compile(
     r".*?(device/(mfu|hfu|tflops_per_gpu|flops_per_sec|(real_)?items_per_sec)|packing/\w+|experts/\w+|total_flops"
     r"|step_time/\w+|cuda_graph/\w+)"
@@ -23,7 +23,7 @@ LAYOUT = {
         "seconds of a step, by part": ["Multiline", ["train/step_time/.*"]],
     }
 }
-# W&B makes no charts of these by default, so that MFU, tokens/s and loss come first.
+# W&B gets no default charts for these keys, so that MFU, tokens/s and loss come first.
 _HIDDEN = ("device/flops_per_sec", "device/items_per_sec", "total_flops", "step_time/*")
 
 

@@ -47,7 +47,7 @@ class LowPrecision:
     ratio: float
 
     def peak(self, peak: float, flops: FlopsBreakdown) -> float:
-        """Return the peak of mixed precision: all FLOPs divided by the sum of both parts' least times."""
+        """Return the peak of mixed precision: all FLOPs divided by the least time for both parts together."""
         low = self.share * flops.linear
         return peak * flops.model / (low / self.ratio + flops.model - low) if flops.model else peak
 
@@ -90,7 +90,7 @@ class Counted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """The counts of all ranks between two reductions, separately for steps left out of the rates."""
+    """The counts of all ranks between two reductions; steps that the rates leave out are separate."""
 
     measured: Counted
     left_out: Counted
@@ -126,7 +126,7 @@ class Meter:
         self.pad_id: int | None = None
         self.experts: ExpertChoices | None = None
         self.capacity = 0  # the slots of a pack by which fill divides; 0 means the slots of the batch
-        self.untold = False
+        self.untold = False  # whether the padding of some rows is unknown
         self.unfilled = False  # whether the last packs had no padding, and their capacity is unknown
         self.padded = [0, 0]  # real tokens and slots of padded rows since this meter was made, over all ranks
         self.steps: list[list[Seen]] = [[]]
@@ -227,7 +227,7 @@ class Meter:
         return {f"{self.name}/{key}": value for key, value in metrics.items()}
 
     def flush(self, *, whole: bool = False) -> list[int]:
-        """Return this rank's counts as integers, of the same number on all ranks, and reset them."""
+        """Return this rank's counts as integers, as many as on every other rank, and reset the counts."""
         running = self.steps.pop() if whole else []
         steps = [step for step in self.steps if step]
         measured = list(chain.from_iterable(steps))
@@ -317,6 +317,7 @@ def interval(rows: list[list[int]], model: FlopsModel | None, work: Work, second
 
 
 def _seconds_by_rate(rows: list[list[int]], counts: int) -> float | None:
+    """Return the time of all slots at the sum of the ranks' rates, if ranks ran unequal numbers of packs."""
     if len({row[2 * counts] for row in rows}) == 1:
         return None
     worked = [(row[COUNTS.index("slots")], row[2 * counts + 3]) for row in rows]
@@ -337,7 +338,7 @@ def _work(stats: SeqStats, model: FlopsModel | None, work: Work) -> float:
 
 
 def count_table(seen: list[_Known], model: FlopsModel | None) -> IntArray:
-    """Return each microbatch's counts ``[microbatches, counts]``, those of the model's windows included."""
+    """Return the counts of each microbatch and of the model's windows, ``[microbatches, counts]``."""
     if not seen:
         return np.zeros((0, num_ints(model)), dtype=np.int64)
     columns = [np.array([_BASE(stats) for stats, _ in seen], dtype=np.int64)]
@@ -410,8 +411,8 @@ def resolve_peak(peak: str | float, device: torch.device, dtype: torch.dtype | s
     name = device_name(device)
     if peak == "measure":
         kind = dtype
-        if isinstance(kind, str):  # torch.mm does not support float8, and tf32 is a mode of float32
-            kind = torch.bfloat16 if kind == "fp8" else torch.float32
+        if isinstance(kind, str):  # torch.mm supports neither FP8 nor FP4, and tf32 is a mode of float32
+            kind = torch.float32 if kind == "tf32" else torch.bfloat16
         found = measure_flops(device, dtype=kind)
         rank_zero_info(f"Measured a peak of {found / 1e12:.3f} TFLOP/s on {name!r} for {dtype}, in {kind}.")
         return found

@@ -27,8 +27,8 @@ from lightning_thd.stats import combine
 
 Policy: TypeAlias = Recompute | Literal["auto"]
 
-_MAX_SHAPES = 4  # A counted step is slow, so only this many shapes are counted.
-_MAX_WATCHED = 3  # After this many steps without a call, the calls of a stage stay unknown.
+_MAX_SHAPES = 4  # A step is slow while torch counts its FLOPs, so only this many shapes are counted.
+_MAX_WATCHED = 3  # A stage's calls are watched again in up to this many steps, until a model is called.
 _INPUTS = ("input_ids", "inputs_embeds", "hidden_states")
 _HEADS = ("score", "classifier", "classification_head", "v_head", "value_head")
 _TOWER = re.compile(r"(?:^|\.)(vision_tower|vision_model|visual|audio_tower|vision_backbone)\.")
@@ -57,7 +57,7 @@ class ModuleFlops:
         self._module, self._given, self._sharded, self._conventions = module, given, sharded, conventions
         self._models: dict[str, FlopsModel | None] = {}  # by stage; "" is the model before the first step
         self._tries: dict[str, int] = {}
-        self._stage = "train"  # the current one; an evaluation may run inside a step
+        self._stage = "train"  # the current one; validation may run between two microbatches of a step
         self._calls: dict[str, dict[str, _Calls]] = {}  # by stage
         self._counter: StepCounter | None = None
         self._shapes: list[int] = []
@@ -73,7 +73,7 @@ class ModuleFlops:
         return self._models.get("train") if self._shapes else self._models[""]
 
     def begin(self, stage: str, batch: Any = None, *, inside: bool = False) -> None:
-        """Watch calls of known models in this step, or count operators; ``inside`` a step, start nothing."""
+        """Start to watch calls of known models or to count operators; not ``inside`` a running step."""
         self._stage = stage
         if stage != "train":
             self._drop_counter()
@@ -94,18 +94,16 @@ class ModuleFlops:
         if stage == "train":
             slow, self._slow = self._slow, False
         if self._counter is not None and step:
-            self._take(self._stop_counter(), stage, step)
+            self._model_from_counter(self._stop_counter(), stage, step)
         if stage in self._calls and not discard and step:
             found = _passes(self._calls[stage], step, sharded=self._sharded)
             if stage == "train":
-                # An interleaved schedule calls the model once for each stage of this rank.
-                calls = max((held.chunks for held in stages_in(self._module)), default=1)
-                found = {
-                    name: Passes(one.training / calls, one.forward / calls) for name, one in found.items()
-                }
+                # An interleaved pipeline schedule calls the model once for each stage of this rank.
+                calls = max((stage_module.chunks for stage_module in stages_in(self._module)), default=1)
+                found = {name: Passes(x.training / calls, x.forward / calls) for name, x in found.items()}
             else:
-                found = {name: Passes(one.training + one.forward) for name, one in found.items()}
-            if any(one.training or one.forward for one in found.values()):
+                found = {name: Passes(x.training + x.forward) for name, x in found.items()}
+            if any(x.training or x.forward for x in found.values()):
                 self._models[stage] = self._find(found)
             self._tries[stage] = self._tries.get(stage, 0) + 1
         self._stop_watch(stage)
@@ -155,14 +153,14 @@ class ModuleFlops:
             self._counter = StepCounter()
             self._counter.__enter__()  # type: ignore[no-untyped-call]
 
-    def _take(self, counter: StepCounter, stage: str, step: Sequence[Seen]) -> None:
+    def _model_from_counter(self, counter: StepCounter, stage: str, step: Sequence[Seen]) -> None:
         name = type(self._module).__name__
         try:
             seen = [stats for stats, _ in resolve(step)]
             least = min(stats.slots for stats in seen)
             layers = counted_layers(counter, combine(seen), least=least, name=name)
-        except ValueError as nothing:
-            rank_zero_info(f"FLOPs are not logged: {nothing}")
+        except ValueError as err:
+            rank_zero_info(f"FLOPs are not logged: {err}")
             return
         conventions = {key: each for key, each in self._conventions.items() if key != "recompute"}
         self._models[stage] = FlopsModel(name=name, layers=layers, **conventions)
@@ -188,7 +186,7 @@ class _Count:
     recomputed: bool = False
 
     def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count a call; a forward pre-hook."""
+        """Count a call, as a forward pre-hook."""
         if torch._C._current_graph_task_id() != -1:  # checkpointing runs the layer again in backward
             self.recomputed = True
             return
@@ -206,7 +204,8 @@ class _Calls:
         layers = [child[0] for child in model.modules() if isinstance(child, nn.ModuleList) and len(child)]
         self._counts = [_Count() for _ in (model, *layers[:1])]
         self._handles: list[RemovableHandle] = []
-        # torch.compile would trace hooks of a module after ``compile()``, and again when they are removed.
+        # After ``compile()``, torch would trace a module's hooks, and trace again without them. So a compiled
+        # module gets no hooks.
         self.visible = model._compiled_call_impl is None
         for module, count in zip((model, *layers[:1]), self._counts, strict=True):
             if module._compiled_call_impl is None:
@@ -220,7 +219,7 @@ class _Calls:
 
     def passes(self, microbatches: int, slots: int) -> Passes | None:
         """Return passes per token, or None if hooks cannot see the calls; ``slots`` is 0 if unknown."""
-        count = next((one for one in self._counts if any(one.number.values())), None)
+        count = next((count for count in self._counts if any(count.number.values())), None)
         if count is None:
             return Passes(0.0, 0.0) if self.visible else None
         known = 0 if count.unknown else slots
@@ -238,6 +237,7 @@ def _passes(watched: dict[str, _Calls], step: Sequence[Seen], *, sharded: bool) 
     }
     found = {}
     for name, calls in watched.items():
+        # Without hooks, a model that got no gradients beside one that did counts as a forward pass.
         unseen = Passes(0.0, 1.0) if any(trained.values()) and not trained[name] else Passes()
         found[name] = calls.passes(len(step), slots) or unseen
     return found
@@ -272,13 +272,13 @@ def find_model(
     recompute: Policy = "auto",
     passes: Mapping[str, Passes] | None = None,
 ) -> FlopsModel | None:
-    """Count every transformers model in ``module`` by path; print why and return None for unknown configs."""
+    """Join the FLOPs of all transformers models in ``module``; None, and a notice, if one is unknown."""
     models = outermost_models(module)
     members, paths = list[Member](), list[str]()
     for path, child in models.items():
         name = path or type(module).__name__
-        through = (passes or {}).get(path, Passes())
-        if not through.training and not through.forward:
+        times = (passes or {}).get(path, Passes())
+        if not times.training and not times.forward:
             continue
         try:
             model = FlopsModel.from_config(child.config, causal=causal, tokens=tokens)
@@ -290,7 +290,7 @@ def find_model(
         if recompute != "auto":
             model = replace(model, recompute=recompute)
         model = _with_own_head(model, child, module)
-        members.append(Member(name=name, model=model, training=through.training, forward=through.forward))
+        members.append(Member(name=name, model=model, training=times.training, forward=times.forward))
         paths.append(path)
     if not members:
         return None
@@ -309,13 +309,13 @@ def _with_own_head(model: FlopsModel, child: nn.Module, module: nn.Module) -> Fl
         return model
     heads = [getattr(child, name) for name in _HEADS if isinstance(getattr(child, name, None), nn.Linear)]
     vocabulary = getattr(child.config, "vocab_size", None)
-    beside = any(isinstance(one, nn.Linear) and one.out_features == vocabulary for one in module.modules())
-    if not heads and beside:
+    elsewhere = any(isinstance(x, nn.Linear) and x.out_features == vocabulary for x in module.modules())
+    if not heads and elsewhere:  # the user's module has a language head of its own
         return model
     pooled = type(child).__name__.endswith(("ForSequenceClassification", "ForMultipleChoice"))
-    transforms = hasattr(child, "head") and not pooled  # ModernBERT has one, for every token
-    gone = ("lm_head",) if transforms else ("lm_head", "transform")
-    layers = [layer for layer in model.layers if layer.path not in gone]
+    transforms = hasattr(child, "head") and not pooled  # ModernBERT transforms every token before the head
+    left_out = ("lm_head",) if transforms else ("lm_head", "transform")
+    layers = [layer for layer in model.layers if layer.path not in left_out]
     for head in heads:
         term = matmul("head", head.in_features * head.out_features, kind="logits")
         trained = any(parameter.requires_grad for parameter in head.parameters() if parameter.ndim > 1)
@@ -332,7 +332,7 @@ def _warn_of_uncounted(
         id(parameter)
         for model in models.values()
         for name, parameter in model.named_parameters()
-        if any(model is one for one in seeing) or not _TOWER.search(name)
+        if any(model is x for x in seeing) or not _TOWER.search(name)
     }
     rest = {
         name: parameter.numel()

@@ -28,7 +28,7 @@ from lightning_thd.report.page import PARTS
 
 _OWN_LOOP_STEPS = 50  # Without a Trainer, metrics are logged once per 50 steps, the Trainer's default.
 _FLUSH_STEPS = 1000  # Without logging, counts are reduced once per 1000 steps, to bound their memory.
-# With several devices both keys of tokens/s exist; the later one, the sum over devices, is shown.
+# Two keys are shown as tokens/s. With several devices both exist, and the second, their sum, is shown.
 _BAR = (
     ("device/real_items_per_sec", "tokens/s"),
     ("real_items_per_sec", "tokens/s"),
@@ -127,7 +127,7 @@ class THDThroughputMonitor(Callback):
         self._last: dict[str, Any] = {}
         self._saving: tuple[Trainer, Any, Any] | None = None
         self._warned = False
-        self._said_untold = self._said_room = False
+        self._noticed_padding = self._noticed_fill = False  # whether each notice has been printed
         self._log: Callable[[dict[str, float], int], object] | None = None
         self._marks = StepMarks(self._clock)
         self._steps = 0
@@ -172,7 +172,7 @@ class THDThroughputMonitor(Callback):
             precision: precision of the matmuls in Lightning's terms: "bf16-mixed", "bf16-true", "32-true".
             log: a function of the metrics and the number of steps, such as Fabric's ``fabric.log_dict``. It
                 is called every ``every_n_steps`` (default 50) steps.
-            capacity: most tokens of a pack, by which ``packing/fill`` divides; None takes its slots.
+            capacity: most tokens of a pack, by which ``packing/fill`` divides; None means a batch's slots.
         """
         if capacity is not None:
             whole_number(capacity, "capacity", least=1, advice="It is that of the THDDataModule.")
@@ -206,7 +206,7 @@ class THDThroughputMonitor(Callback):
     def finish(self) -> dict[str, float]:
         """Log the last steps of a loop without a Lightning Trainer, and return the latest metrics."""
         self._publish(last=True)
-        _say_padding(self._meters["train"])
+        _notice_padding(self._meters["train"])
         return self.latest
 
     def _follow(self) -> None:
@@ -283,17 +283,17 @@ class THDThroughputMonitor(Callback):
         """Log the steps after the last full interval, so that a short fit also gets metrics."""
         if "train" in self._meters and _log_every(trainer):
             self._report(trainer, "train", last=True)
-            _say_padding(self._meters["train"])
+            _notice_padding(self._meters["train"])
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Skip all collectives after an error, because other ranks may not join them."""
         self._failing = True
-        self._let_go()
+        self._remove_hooks()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Restore the Trainer's own methods and remove all hooks."""
         self._last = self.state_dict()
-        self._let_go()
+        self._remove_hooks()
         self._meters, self._hardware, self._flops = {}, None, None
 
     def state_dict(self) -> dict[str, Any]:
@@ -355,7 +355,7 @@ class THDThroughputMonitor(Callback):
         return meter
 
     def _begin_evaluation(self, stage: str, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop the training clock and start an evaluation's; the next training batch resumes the former."""
+        """Stop the training clock until the next training batch, and start the clock of an evaluation."""
         self._marks.pause()
         if "train" in self._meters:
             self._meters["train"].pause()
@@ -383,8 +383,8 @@ class THDThroughputMonitor(Callback):
             self._flops.follow()
         self.latest.update(metrics)
         all_slots = meter.model is not None and meter.model.tokens == "slots"  # by the user's choice
-        if meter.untold and not all_slots and not self._said_untold:
-            self._said_untold = True
+        if meter.untold and not all_slots and not self._noticed_padding:
+            self._noticed_padding = True
             rank_zero_info(
                 "Nothing in a batch of token ids tells which slots are padding. FLOPs and tokens/s are those "
                 "of all slots; MFU, real tokens and packing/fill are not logged. Put attention_mask, "
@@ -392,8 +392,8 @@ class THDThroughputMonitor(Callback):
                 "THDThroughputMonitor(tokens='slots') logs MFU. "
                 "See docs/reference/messages.md#padding."
             )
-        if metrics and meter.unfilled and not self._said_room:
-            self._said_room = True
+        if metrics and meter.unfilled and not self._noticed_fill:
+            self._noticed_fill = True
             rank_zero_info(
                 "packing/fill is 1.0: the packs have no padding, and their capacity is unknown. "
                 "Pass watch(capacity=...), or give the Trainer the THDDataModule or its loader."
@@ -449,7 +449,7 @@ class THDThroughputMonitor(Callback):
         self._saving = trainer, trainer.__dict__.get("save_checkpoint"), save
         trainer.__dict__["save_checkpoint"] = save
 
-    def _let_go(self) -> None:
+    def _remove_hooks(self) -> None:
         if "train" in self._meters and (load := self._meters["train"].experts) is not None:
             load.stop()
         if self._flops is not None:
@@ -457,7 +457,7 @@ class THDThroughputMonitor(Callback):
         if self._saving is None:
             return
         (trainer, before, save), self._saving = self._saving, None
-        if trainer.__dict__.get("save_checkpoint") is save:  # unless someone has wrapped it again
+        if trainer.__dict__.get("save_checkpoint") is save:  # unless other code has replaced it since
             del trainer.__dict__["save_checkpoint"]
             if before is not None:
                 trainer.__dict__["save_checkpoint"] = before
@@ -466,7 +466,8 @@ class THDThroughputMonitor(Callback):
 class StepMarks:
     """Adds up the CPU's time between the hooks of training steps, without a device synchronisation."""
 
-    # The CPU runs ahead of a GPU. Its wait counts in the part in which it waits, at the latest in "other".
+    # The CPU runs ahead of a GPU. When the CPU waits, the wait counts in that part of the step, which is
+    # "other" at the latest.
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -514,7 +515,7 @@ class StepMarks:
         return found
 
 
-def _say_padding(meter: Meter) -> None:
+def _notice_padding(meter: Meter) -> None:
     """Print the share of padding in a run on padded rows, and what packing would save."""
     real, slots = meter.padded
     if 0 < real < slots:

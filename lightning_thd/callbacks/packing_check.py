@@ -27,7 +27,7 @@ class PackingCheck(L.Callback):
             default is the first transformers model in it.
         vocab_size: the number of token ids; by default that of the model's config.
         lengths: the lengths of the test sequences.
-        grad: also check gradients; not if parameters are sharded, because FSDP2 would reduce gradients.
+        grad: also check gradients. Sharded parameters turn this off, because FSDP2 would reduce gradients.
         tolerance: the largest allowed difference between packed and separate sequences; None derives it
             from the dtype.
     """

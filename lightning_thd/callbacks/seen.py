@@ -32,11 +32,11 @@ class Rows:
     images: Mapping[str, Tensor] = field(default_factory=dict)  # grids of patches, meta tensors for pixels
 
     def lengths(self, counts: np.ndarray[Any, Any]) -> tuple[int, ...] | Dense:
-        """Return the lengths from ``counts``, which are on the host by now."""
-        told = bool((counts >= 0).all())
-        if told and self.by_length:
+        """Return the lengths from the values of ``counts`` on the host."""
+        known = bool((counts >= 0).all())
+        if known and self.by_length:
             counts = np.repeat(np.arange(len(counts)), counts)
-        if not told or counts.sum() > self.shape[0] * self.shape[1]:  # the counts do not belong to these rows
+        if not known or counts.sum() > self.shape[0] * self.shape[1]:  # the counts belong to other rows
             return Dense((self.shape[1],) * self.shape[0])
         return tuple(counts.tolist())
 
@@ -50,7 +50,7 @@ class Dense(tuple[int, ...]):
 class Shared(tuple[int, ...]):
     """The lengths of sequences that share prefixes, in the order of their slots."""
 
-    held: tuple[int, ...]  # the number of first tokens of each that an earlier sequence stores
+    held: tuple[int, ...]  # how many first tokens of each sequence an earlier sequence stores
 
     @classmethod
     def of(cls, batch: SharedBatch) -> Shared:
@@ -66,7 +66,7 @@ class Shared(tuple[int, ...]):
 
 
 Lengths: TypeAlias = tuple[int, ...] | Rows | None
-_Look: TypeAlias = Callable[[str], Any]  # a key or attribute of a batch -> its value
+_Lookup: TypeAlias = Callable[[str], Any]  # a key or attribute of a batch -> its value
 # The record of a microbatch: its stats, and its lengths for windows that the stats do not count.
 Seen: TypeAlias = tuple[SeqStats, Lengths]
 
@@ -74,13 +74,13 @@ Seen: TypeAlias = tuple[SeqStats, Lengths]
 def microbatches(batch: Any, pad_id: int | None = None) -> list[Seen]:
     """Return the ``SeqStats`` and, if known, the lengths of every pack and every padded batch in a batch."""
     if isinstance(several := getattr(batch, "microbatches", None), Sequence):
-        return [seen for one in several for seen in microbatches(one, pad_id)]
+        return [seen for microbatch in several for seen in microbatches(microbatch, pad_id)]
     if isinstance(batch, SeqStats):
         return [(batch, None)]
     if isinstance(stats := getattr(batch, "stats", None), SeqStats):
         shared = isinstance(batch, SharedBatch)
         return [(stats, Shared.of(batch) if shared else getattr(batch, "lengths", None))]
-    look: _Look = batch.get if isinstance(batch, Mapping) else lambda name: getattr(batch, name, None)
+    look: _Lookup = batch.get if isinstance(batch, Mapping) else lambda name: getattr(batch, name, None)
     if (ids := look("input_ids")) is not None:
         return _rows(ids, look, pad_id)
     if isinstance(embeds := look("inputs_embeds"), Tensor) and embeds.dim() == 3:
@@ -153,15 +153,15 @@ def _hides_padding(mask: Tensor, ids: Tensor) -> Tensor:
     return (real | (mask == 0)).all() & real.any(1).all() & one_id
 
 
-def _rows(ids: Any, look: _Look, pad_id: int | None) -> list[Seen]:
-    """Return padded rows, with lengths from the other tensors of the batch."""
+def _rows(ids: Any, look: _Lookup, pad_id: int | None) -> list[Seen]:
+    """Return padded rows, with lengths and images from the other tensors of the batch."""
     if isinstance(ids, (list, tuple)):  # lists have one tensor per microbatch for each key
         return [
             seen
-            for i, one in enumerate(ids)
-            for seen in _rows(one, partial(_part, look, i, len(ids)), pad_id)
+            for i, part in enumerate(ids)
+            for seen in _rows(part, partial(_part, look, i, len(ids)), pad_id)
         ]
-    found = _told_rows(ids, look, pad_id)
+    found = _rows_with_lengths(ids, look, pad_id)
     if not found or not (images := _images(look)):
         return found
     ((stats, lengths),) = found
@@ -170,7 +170,7 @@ def _rows(ids: Any, look: _Look, pad_id: int | None) -> list[Seen]:
     return [(stats, replace(lengths, images=images))]
 
 
-def _images(look: _Look) -> dict[str, Tensor]:
+def _images(look: _Lookup) -> dict[str, Tensor]:
     """Return the grids of patches, and meta tensors with the shapes of pixels."""
     grids = {
         name: x.clone() for name in GRIDS if isinstance(x := look(name), Tensor) and x.shape[-1:] == (3,)
@@ -179,8 +179,8 @@ def _images(look: _Look) -> dict[str, Tensor]:
     return {name: x for name, x in {**grids, **shapes}.items() if x.numel()}
 
 
-def _told_rows(ids: Any, look: _Look, pad_id: int | None) -> list[Seen]:
-    """Return one batch of padded rows, with lengths from the other tensors of the batch."""
+def _rows_with_lengths(ids: Any, look: _Lookup, pad_id: int | None) -> list[Seen]:
+    """Return one tensor of padded rows, with lengths from the other tensors of the batch."""
     if not _are_rows(ids):
         return []
     mask, positions, labels = (look(name) for name in ("attention_mask", "position_ids", "labels"))
@@ -193,8 +193,8 @@ def _told_rows(ids: Any, look: _Look, pad_id: int | None) -> list[Seen]:
         if isinstance(offsets := look(name), Tensor) and offsets.dim() == 1:
             return _padded(ids, offsets.long().diff())
     for name in _LENGTHS:
-        if (lengths := look(name)) is not None and (told := _told(lengths, len(ids))) is not None:
-            return _padded(ids, told.clamp(max=ids.shape[1]))  # rows may have been cut since
+        if (given := look(name)) is not None and (lengths := _one_per_row(given, len(ids))) is not None:
+            return _padded(ids, lengths.clamp(max=ids.shape[1]))  # the rows may have been truncated later
     if pad_id is not None and _fits(labels, ids):
         real = ((ids != pad_id) | (labels != -100)).long()
         spans = ids.shape[1] - real.argmax(1) - real.flip(1).argmax(1)  # pad ids between tokens are tokens
@@ -202,7 +202,7 @@ def _told_rows(ids: Any, look: _Look, pad_id: int | None) -> list[Seen]:
     return _dense(ids)
 
 
-def _part(look: _Look, i: int, parts: int, name: str) -> Any:
+def _part(look: _Lookup, i: int, parts: int, name: str) -> Any:
     value = look(name)
     return value[i] if isinstance(value, (list, tuple)) and len(value) == parts else None
 
@@ -216,7 +216,7 @@ def _fits(value: Any, ids: Tensor) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.shape == ids.shape and value.layout is torch.strided
 
 
-def _told(lengths: Any, rows: int) -> Tensor | None:
+def _one_per_row(lengths: Any, rows: int) -> Tensor | None:
     """Return given lengths as a tensor, or None if they are not one integer per row."""
     if not isinstance(lengths, Tensor):
         try:
@@ -261,8 +261,8 @@ def _histogram(lengths: Tensor, longest: int) -> Tensor:
 def _run_lengths(positions: Tensor, mask: Tensor | None) -> Tensor:
     """Count the sequences of each length, ``[N + 1]``; a sequence is a run of positions that count up.
 
-    Without a mask, a run of one slot at an end of a row is padding. If several rows all count up to their
-    last slot, the last slots may be padding, so that the lengths are unknown.
+    Without a mask, a run of one slot at either end of a row is padding. If every one of several rows is a
+    single run, its last slots may be padding, so the lengths are unknown.
     """
     rows, length = positions.shape
     index = torch.arange(length, device=positions.device).expand(rows, length)

@@ -39,7 +39,7 @@ class Backend(Protocol):
 
 
 class CudaBackend:
-    """``torch.cuda.CUDAGraph``; graphs never run at once, so they share a side stream and a memory pool."""
+    """``torch.cuda.CUDAGraph``; only one graph runs at a time, so all share a side stream and memory."""
 
     name = "cuda"
     # cuBLAS, autotuners and lazily built tables settle within two runs. The third run is captured.
@@ -84,11 +84,11 @@ class CudaBackend:
                     raised = error
                     raise
         except Exception as error:
-            if error is not raised:  # the end of the capture failed, too
+            if error is not raised:  # it comes from the end of the capture
                 self._recover(graph)
             raise (raised or error) from None
         finally:
-            del raised  # break the cycle of frame and error, which would keep the batch alive
+            del raised  # break the reference cycle of frame and error, which would keep the batch alive
         return graph, result
 
     def time_s(self, function: Callable[[], object], *, runs: int = 5) -> float:

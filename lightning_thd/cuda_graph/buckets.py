@@ -1,7 +1,7 @@
 """A batch's sizes -> the bucket (fixed shape) that it fits, or why it fits none; a bucket's buffers.
 
-A bucket has T slots and S sequences. It is chosen before any copy, without reading tensors. Dummy sequences
-of equal length, without targets, fill a bucket's tail.
+A bucket has T slots and S sequences. The bucket of a batch is chosen before any copy, without reading
+tensors. Dummy sequences of equal length, without targets, fill a bucket's tail.
 """
 
 from __future__ import annotations
@@ -239,10 +239,10 @@ class StaticInputs:
         lengths = padded_lengths_of(batch, self.bucket)
         _copy(static.cu_seqlens_padded, offsets_of(lengths))
         _copy(static.cu_seqlens, offsets_of(real_lengths_of(batch, lengths)))
-        for name, rest in (("input_ids", 0), ("targets", IGNORE_INDEX)):
+        for name, blank in (("input_ids", 0), ("targets", IGNORE_INDEX)):
             target: Tensor = getattr(static, name)
             target[:used].copy_(getattr(batch, name)[:used], non_blocking=True)
-            target[used:].fill_(rest)
+            target[used:].fill_(blank)
         static.position_ids[..., :used].copy_(batch.position_ids[..., :used], non_blocking=True)
         if tail:  # all dummies but the last are as long as the first one
             positions = torch.remainder(self._arange[:tail], int(lengths[layout.sequences]))

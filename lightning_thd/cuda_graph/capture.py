@@ -51,8 +51,8 @@ def differentiable(output: Any) -> list[Tensor]:
 def differentiate(
     outputs: Sequence[Tensor], leaves: Sequence[Tensor], grad_outputs: Sequence[Tensor] | None = None
 ) -> tuple[Tensor | None, ...]:
-    """Return gradients (None for leaves that no output depends on), without autocast, as ``backward()``."""
-    # Autocast would cast the backward of an operator that ran in fp32.
+    """Return the gradients of leaves; None for leaves that no output depends on."""
+    # Without autocast, as in ``backward()``: it would cast the backward of an operator that ran in fp32.
     starts = [torch.ones_like(x) for x in outputs] if grad_outputs is None else grad_outputs
     with torch.autocast(outputs[0].device.type, enabled=False):
         return torch.autograd.grad(outputs, leaves, starts, allow_unused=True)
@@ -112,7 +112,7 @@ class GraphPair:
             )
         _refuse_foreign_leaves(found, leaves)
         self.grad_outputs = [torch.zeros_like(x) for x in found]
-        with caught(leaves, buffers):
+        with copied_into(buffers, leaves):
             self.backward, self.gradients = backend.capture(
                 lambda: differentiate(found, leaves, self.grad_outputs)
             )
@@ -194,7 +194,7 @@ class GradientBuffers:
 
 
 @contextlib.contextmanager
-def caught(leaves: Sequence[Tensor], buffers: GradientBuffers) -> Iterator[None]:
+def copied_into(buffers: GradientBuffers, leaves: Sequence[Tensor]) -> Iterator[None]:
     """Copy every complete gradient of a backward into its buffer, so that the gradient's memory is freed."""
     handles: list[Any] = [
         leaf.register_hook(functools.partial(buffers.keep, i, leaf))  # type: ignore[no-untyped-call]
@@ -224,8 +224,8 @@ def is_plain(tensor: Tensor) -> bool:
 class StandIns:
     """Leaf tensors that share the memory of a module's parameters, one for each of ``parameters``."""
 
-    # The parameters have DDP's nodes that accumulate gradients; these are of another stream, which makes CUDA
-    # fail the capture. Their hooks would run at capture and again at every replay. Stand-ins have neither.
+    # With DDP, parameters have autograd nodes that accumulate gradients on another stream, so that a capture
+    # fails. The parameters' hooks would run at capture and again at every replay. Stand-ins have neither.
     def __init__(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
         self.leaves: list[Tensor] = [nn.Parameter(parameter.detach()) for parameter in parameters]
         for leaf, parameter in zip(self.leaves, parameters, strict=True):
@@ -334,11 +334,11 @@ def capture_step(subject: Subject, bucket: Bucket, example: Example, shared: Sha
     refuse_sums_over_slots(module)
     refuse_fp8(module)
     parameters: list[Tensor] = [x for x in module.parameters() if x.requires_grad]
-    kinds: Any = {
+    options: Any = {
         "axes": None if batch.position_ids.ndim == 1 else batch.position_ids.shape[0],
         "scale_dtype": torch.float64 if any(x.dtype == torch.float64 for x in parameters) else torch.float32,
     }
-    make_inputs = functools.partial(StaticInputs, bucket, example.device, **kinds)
+    make_inputs = functools.partial(StaticInputs, bucket, example.device, **options)
     hidden = tuple(HostValue(f"argument {i + 2} of the step (batch_idx)") for i in range(len(example.rest)))
     stand_ins = StandIns(module, parameters)
 
@@ -381,11 +381,11 @@ def _warm_up(
         if i == 1:  # the first run may build tables and fill caches
             before = host_state(module)
         use = RandomUse()
-        own = make_inputs()  # kernels may cache results by a tensor's identity
-        own.fill(own.dummy())
+        inputs = make_inputs()  # new tensors, because kernels may cache results by a tensor's identity
+        inputs.fill(inputs.dummy())
         last = i == backend.warm_ups - 1
         with guarded(module) as logged, without_saved_states(use), use:
-            backend.warm_up(functools.partial(_forward_backward, run, own.batch, leaves), last=last)
+            backend.warm_up(functools.partial(_forward_backward, run, inputs.batch, leaves), last=last)
         use.refuse()
         runs.append(logged)
     refuse_host_changes(module, before)
@@ -401,7 +401,7 @@ def _forward_backward(
 
 
 def _checked(output: Any) -> Any:
-    """Return the step's outputs; raise for None and non-tensors, which a replay could not return."""
+    """Return the step's outputs unchanged; raise for None and for other objects than tensors."""
     if output is None:
         raise CaptureError(
             "the step returned None to skip a batch, which a replay cannot decide again. Return the loss."

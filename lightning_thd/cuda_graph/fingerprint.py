@@ -1,8 +1,8 @@
 """A module -> a record of all that its graphs depend on, compared before every replay.
 
 The record has the addresses of tensors, ``requires_grad``, classes and hooks. It also has the numbers,
-strings and objects in submodules, their ``config`` and the hyperparameters. docs/guides/cuda-graphs.md lists
-the rest, which is not compared.
+strings and functions in submodules, their ``config`` and the hyperparameters. docs/guides/cuda-graphs.md
+lists what is not compared.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as every_module
+from torch.nn.modules import module as nn_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchmetrics import Metric
 
@@ -28,13 +28,13 @@ ABSENT = object()
 
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 _FOLLOWED = (*PLAIN, tuple, type, torch.dtype, *_FUNCTIONS)
-_SETTINGS = ("config", "_hparams")  # Their own numbers are compared, too.
+_SETTINGS = ("config", "_hparams")  # The values inside these are compared, too.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _REGISTRIES = ("_parameters", "_buffers", "_modules", *_HOOKS)
 # Attributes of every module, such as its registries and its Trainer. Their changes do not change a step.
 _USUAL = frozenset((*vars(nn.Module()), *vars(L.LightningModule()))) - {"training", "_hparams"}
 _RECIPE = "_thd_fp8"
-_LOOKS = "_thd_only_looks"
+_ONLY_LOOKS = "_thd_only_looks"
 
 F = TypeVar("F")
 _get: Any = dict.get
@@ -42,7 +42,7 @@ _get: Any = dict.get
 
 def only_looking(hook: F) -> F:
     """Mark a hook that does not change the step's results, so that graphs stay valid with and without it."""
-    setattr(hook, _LOOKS, True)
+    setattr(hook, _ONLY_LOOKS, True)
     return hook
 
 
@@ -80,7 +80,7 @@ class Uses:
 
 @contextlib.contextmanager
 def watched(module: nn.Module) -> Iterator[Uses]:
-    """Record the attributes of a module that are read and written in this context; complete at its end."""
+    """Record the attributes of a module that this context reads and writes; complete when it ends."""
     uses, kind = Uses(), type(module)
     before = {id(child): dict(vars(child)) for child in module.modules()}
     if isinstance(module, L.LightningModule):
@@ -117,7 +117,7 @@ class _Space(NamedTuple):
     def counts(self, name: Any, value: Any) -> bool:
         """Return whether a member is compared."""
         if self.whole:
-            return not getattr(value, _LOOKS, False)
+            return not getattr(value, _ONLY_LOOKS, False)
         if name in self.left_out or (name.startswith("_thd_") and name != _RECIPE):
             return False
         if self.read is not None:
@@ -143,7 +143,7 @@ class Fingerprint:
         written: dict[int, set[str]] = {}
         for owner, name in uses.written:
             written.setdefault(owner, set()).add(name)
-        hooks = (getattr(every_module, f"_global{name}") for name in _HOOKS)
+        hooks = (getattr(nn_module, f"_global{name}") for name in _HOOKS)
         spaces = {id(held): _Space(held, "the hooks of every module", True) for held in hooks}
         for path, child in used.items():
             left_out = _USUAL.union(written.get(id(child), ()))
@@ -200,10 +200,10 @@ def _spaces_of(
     for name in _REGISTRIES:
         if type(held.get(name)) in (dict, OrderedDict):  # a scripted module has other types
             yield _Space(held[name], f"{prefix}{name}", True)
-    own = _Space(held, f"the attribute {prefix}", False, frozenset(held), left_out, read)
-    yield own
+    attributes = _Space(held, f"the attribute {prefix}", False, frozenset(held), left_out, read)
+    yield attributes
     for name in _SETTINGS:
-        settings = held.get(name) if own.counts(name, None) else None
+        settings = held.get(name) if attributes.counts(name, None) else None
         inside = settings if isinstance(settings, dict) else getattr(settings, "__dict__", None)
         if isinstance(inside, dict):
             yield _Space(inside, f"the attribute {prefix}{name}.", False, frozenset(inside))

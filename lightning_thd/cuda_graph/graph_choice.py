@@ -33,7 +33,7 @@ _SAMPLE = 512
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphCosts:
-    """Times of an eager and a replayed step, in any one unit; defaults are guesses for a launch-bound step.
+    """Times of an eager and a replayed step, all in one unit; the defaults assume a launch-bound step.
 
     Attributes:
         eager: the time of a step without a graph.
@@ -132,12 +132,12 @@ def plan_graphs(
         raise ValueError(f"No sampled batch fits into slots={slots}. Raise slots to the capacity of a pack.")
     costs = costs or GraphCosts()
     choices = [
-        _judge(f"{k} bucket{'s' * (k > 1)}", best_sequences(needs, k, costs), needs, costs)
+        _evaluate(f"{k} bucket{'s' * (k > 1)}", best_sequences(needs, k, costs), needs, costs)
         for k in range(1, _MOST_BUCKETS + 1)
     ]
     chosen = max(choices, key=lambda c: c.speedup)
     if given:
-        chosen = _judge("given", tuple(sorted(set(given))), needs, costs)
+        chosen = _evaluate("given", tuple(sorted(set(given))), needs, costs)
         choices.append(chosen)
     quantiles = np.quantile(needs, [0.5, 0.9, 0.99, 1.0], method="inverted_cdf").astype(int).tolist()
     found: Any = {"quantiles": tuple(quantiles), "choices": tuple(choices), "chosen": chosen}
@@ -185,7 +185,7 @@ def best_sequences(needs: IntArray, num_buckets: int, costs: GraphCosts) -> tupl
     return best
 
 
-def _judge(name: str, sequences: tuple[int, ...], needs: IntArray, costs: GraphCosts) -> Choice:
+def _evaluate(name: str, sequences: tuple[int, ...], needs: IntArray, costs: GraphCosts) -> Choice:
     return Choice(
         name=name,
         sequences=sequences,

@@ -183,6 +183,7 @@ class GraphedStep:
     def _capture(self, example: Example) -> bool:
         """Capture every bucket under torch's current modes, and return whether that succeeded."""
         started, parameters = time.perf_counter(), self._subject.module.parameters()
+        # All ranks make the first capture. A later one may be this rank's only, so it must not communicate.
         together = self._rounds == 0 or any(isinstance(parameter, DTensor) for parameter in parameters)
         error = self._try_capture(example)
         if all_agree(error is None, example.device) if together else error is None:
@@ -243,7 +244,7 @@ class GraphedStep:
         self.off = error
         self.close()
         if self.require:
-            raise CaptureError(error.message, error.where)  # a new one: the traceback would keep the batch
+            raise CaptureError(error.message, error.where)  # without the traceback, which keeps the batch
         rank_zero_warn(
             f"CUDA graphs are off, training goes on eagerly. {error} "
             "lightning_thd.callbacks.cuda_graph.lint_capture(module, batch) lists everything of this kind."
@@ -275,7 +276,7 @@ def _restore_forward(module: Any, before: Any) -> None:
 def _compare(subject: Subject, step: CapturedStep, example: Example) -> tuple[float, float] | None:
     """Return the seconds of forward and backward, eager and replayed; None if the backend has no times."""
     backend, bucket, layout = subject.backend, step.inputs.bucket, Layout.of_batch(example.batch)
-    slots = example.batch.input_ids.numel()  # with the trailing padding, which FP8 needs
+    slots = example.batch.input_ids.numel()  # trailing padding included, because FP8 needs it
     layout = Layout(slots, layout.sequences, max(layout.max_seqlen, -(-slots // max(1, layout.sequences))))
     if bucket.misfit(layout) is not None:  # the example would not use this bucket
         layout = Layout(bucket.slots, bucket.sequences, bucket.max_seqlen)
@@ -302,8 +303,8 @@ def _modes(example: Example) -> tuple[Any, ...]:
     )
 
 
-# A replay has a bucket's shapes, which differ from the batch's. So a step gives different numbers in a bucket
-# if it divides by the number of slots or sequences, takes a mean over slots, or returns a tensor of slots.
+# A bucket has more slots and sequences than a batch. So a replayed step differs from an eager one if it
+# divides by the number of slots or sequences, takes a mean over slots, or returns a tensor of slots.
 _ADVICE = (
     "Divide by the number of targets, (batch.targets != -100).sum(), or use causal_lm_loss; return and log "
     "sums over tokens, no tensors of slots; or train this step eagerly."
@@ -321,25 +322,25 @@ def prove(subject: Subject, step: CapturedStep, example: Example) -> None:
     batch = step.inputs.dummy(layout)
     batch = batch.replace(input_ids=torch.ones_like(batch.input_ids))  # the bucket's tail has zeros
     use = RandomUse()
-    with restored(subject.module), guarded(subject.module) as said, use:
+    with restored(subject.module), guarded(subject.module) as eager, use:
         wanted = subject(batch, *example.rest)
     with restored(subject.module), guarded(subject.module) as replayed:
         found = step.run(batch)
     bound = _RANDOM if use.draws else _rounding(subject.module, example.device)
-    _differs(found, wanted, "the step returns", bound)
+    _refuse_difference(found, wanted, "the step returns", bound)
     logged = step.logged or replayed
-    if [x.name for x in logged] != [x.name for x in said]:
+    if [x.name for x in logged] != [x.name for x in eager]:
         raise CaptureError(
-            f"the step logs {[x.name for x in logged]} in a graph and {[x.name for x in said]} without. Log "
+            f"the step logs {[x.name for x in logged]} in a graph and {[x.name for x in eager]} without. Log "
             "the same keys for every batch."
         )
-    for ours, theirs in zip(logged, said, strict=True):
-        _differs(ours.value, theirs.value, f"the step logs {ours.name!r}", bound)
-        for name, value in theirs.kwargs.items():
-            kept = ours.kwargs.get(name)
+    for in_graph, in_eager in zip(logged, eager, strict=True):
+        _refuse_difference(in_graph.value, in_eager.value, f"the step logs {in_graph.name!r}", bound)
+        for name, value in in_eager.kwargs.items():
+            kept = in_graph.kwargs.get(name)
             if isinstance(value, PLAIN) and kept != value:
                 raise CaptureError(
-                    f"the step logs {ours.name!r} with {name}={value!r}, which depends on the batch; a "
+                    f"the step logs {in_graph.name!r} with {name}={value!r}, which depends on the batch; a "
                     f"replay would log it with {name}={kept!r} always. Log it in on_train_batch_end."
                 )
 
@@ -358,18 +359,19 @@ def small_layout(bucket: Bucket) -> Layout | None:
     return None
 
 
-def _differs(found: Any, wanted: Any, what: str, bound: float) -> None:
+def _refuse_difference(found: Any, wanted: Any, what: str, bound: float) -> None:
+    """Raise if tensors of a replay differ in shape, or by more than a relative bound, from eager ones."""
     pairs = zip(tree_flatten_with_path(found)[0], tree_flatten_with_path(wanted)[0], strict=True)
-    for (path, ours), (_, theirs) in pairs:
+    for (path, replayed), (_, eager) in pairs:
         name = f"{what} {keystr(path).strip('[]')}".rstrip()
-        if not isinstance(ours, Tensor) or not isinstance(theirs, Tensor):
+        if not isinstance(replayed, Tensor) or not isinstance(eager, Tensor):
             continue
-        if ours.shape != theirs.shape:
+        if replayed.shape != eager.shape:
             raise CaptureError(
-                f"{name}: a tensor of shape {tuple(theirs.shape)}, and {tuple(ours.shape)} from a graph, "
+                f"{name}: a tensor of shape {tuple(eager.shape)}, and {tuple(replayed.shape)} from a graph, "
                 f"which is padded. {_ADVICE}"
             )
-        error = _error(ours.detach().double(), theirs.detach().double())
+        error = _error(replayed.detach().double(), eager.detach().double())
         if error > bound:
             raise CaptureError(
                 f"{name}: a value that differs by {error:.1e} from a graph, which is padded with dummy "

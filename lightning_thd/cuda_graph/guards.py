@@ -42,7 +42,7 @@ def _refuse_value(name: str) -> None:
 
 
 class HostValue:
-    """Replaces a number such as ``batch_idx``: passing it on is allowed, any other use is refused."""
+    """Replaces a number such as ``batch_idx``: a step may pass it on, but any other use is refused."""
 
     def __init__(self, name: str, value: Any = 0) -> None:
         self._name, self._value = name, value
@@ -175,7 +175,7 @@ def refuse_host_changes(module: nn.Module, before: dict[tuple[int, str], Any]) -
 @contextlib.contextmanager
 def restored(module: nn.Module) -> Iterator[None]:
     """Restore random states and the values of buffers when this context ends."""
-    keep_frequencies(module)  # else a graph would use buffers that this context frees at its end
+    keep_frequencies(module)  # otherwise a graph would use buffers that are freed when this context ends
     buffers = [
         (child._buffers, name, x, None if x is None else x.clone())
         for child in module.modules()
@@ -212,12 +212,12 @@ def refuse_fp8(module: nn.Module) -> None:
     ]
     engines = [sys.modules.get(f"transformer_engine.pytorch.{name}") for name in ("quantization", "fp8")]
     states: list[Any] = [getattr(engine, "FP8GlobalStateManager", None) for engine in engines]
-    about_to = bool(layers) and any(state is not None and state.is_fp8_enabled() for state in states)
+    enabled = bool(layers) and any(state is not None and state.is_fp8_enabled() for state in states)
     recipes = [recipe for child in module.modules() if (recipe := child.__dict__.get("_thd_fp8")) is not None]
     history = any(recipe.has_history for recipe in recipes)
     if recipes and not history:
         return  # scales are computed from the current values, inside the graph
-    if history or about_to or any(getattr(layer, "fp8", False) for layer in layers):
+    if history or enabled or any(getattr(layer, "fp8", False) for layer in layers):
         raise CaptureError(
             f"Transformer Engine runs {len(layers)} layers in fp8: their scales follow a history kept beside "
             "the module, which warm-up on dummy tokens would change and a replay would not write. Train "

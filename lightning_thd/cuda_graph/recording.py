@@ -32,7 +32,6 @@ class _Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     results: tuple[Tensor | None, ...]  # None for results that need no copy
-    fills: bool
 
     def run(self) -> None:
         given = tree_leaves(self.function(*self.args, **self.kwargs))
@@ -77,8 +76,7 @@ class Recording:
         """Run every operator again; random ones draw from the generator's current state."""
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for call in self.calls:
-                if not call.fills:
-                    call.run()
+                call.run()
 
 
 def record(function: Callable[[], R], report: Report) -> tuple[Recording, R]:
@@ -173,7 +171,9 @@ class RefuseReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> _Call | None:
-    """Return the record of an operator for replays, or None for a view, which needs no replay."""
+    """Return the record of an operator, or None if replays need not run it: for views and empty tensors."""
+    if func._schema.name in _UNFILLED:
+        return None
     given = {s for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) for s in _storages(x)}
     results = tuple(
         x if isinstance(x, Tensor) and x.numel() and not given & _storages(x) else None
@@ -183,15 +183,14 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any)
     writes = func._schema.is_mutable or func.namespace == "c10d"
     if not writes and all(x is None for x in results):
         return None
-    fills = func._schema.name in _UNFILLED
-    return _Call(func, args, kwargs, results, fills)
+    return _Call(func, args, kwargs, results)
 
 
 def _storages(tensor: Tensor) -> set[int]:
     return {x.untyped_storage().data_ptr() for x in plain_tensors(tensor)} - {0}
 
 
-# Later operators fill the results of these, so a replay need not call them again.
+# Later operators fill the results of these, so that a replay needs no new ones.
 _EMPTY = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 _UNFILLED = tuple(f"aten::{name}" for name in _EMPTY)
 
