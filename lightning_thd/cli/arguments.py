@@ -17,7 +17,7 @@ PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line; for an unknown option they name the most similar one."""
+    """A parser whose errors are one line; for an unknown option, the line names the most similar option."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Refuse unknown options, then parse the arguments."""
@@ -80,7 +80,7 @@ def share(text: str) -> float:
 
 
 def picture(text: str) -> Path:
-    """Return the path of a picture to write; the path is checked before the picture is computed."""
+    """Return the path of a picture to write, checked before the picture is computed."""
     path = Path(text)
     if path.suffix.lower() not in PICTURES:
         raise argparse.ArgumentTypeError(f"{text!r} is not a picture; wanted one of {', '.join(PICTURES)}")

@@ -40,7 +40,7 @@ def check(arguments: Sequence[str]) -> None:
 
 
 def load_model(name: str, attention: str, layers: int | None) -> Any:
-    """Build a causal language model from a config, perhaps of fewer layers, with random weights."""
+    """Build a causal language model from a config, with random weights and at most ``layers`` layers."""
     refuse_unreachable(name)
     require("transformers", feature="lightning-thd check")
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -54,7 +54,7 @@ def load_model(name: str, attention: str, layers: int | None) -> Any:
                 f"--layers {layers}, but {name} has {text.num_hidden_layers}. Pass at most as many."
             )
         text.num_hidden_layers = layers
-        if vars(text).get("layer_types"):  # a property of some configs
+        if vars(text).get("layer_types"):  # in other configs it is a property of the number of layers
             text.layer_types = text.layer_types[:layers]
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()

@@ -23,7 +23,7 @@ from lightning_thd.packing.entries import Oversize
 from lightning_thd.packing.prefixes import PrefixPlanner
 from lightning_thd.report.terminal import Table, show_table
 
-_MFU = 0.4
+_MFU = 0.4  # the MFU that is assumed for a device's speed if --mfu is not given
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +81,7 @@ def plan(arguments: Sequence[str]) -> None:
     parser = plan_parser()
     given = parser.parse_args(list(arguments))
     if given.theme is not None and given.plot is None:
-        parser.error(f"--theme {given.theme} is of the drawing. Pass --plot too.")
+        parser.error(f"--theme {given.theme} sets the drawing's colours. Pass --plot too.")
     expected, packs, held = plan_data(given)
     split = expected.lost.get("split", 0)
     if split > expected.documents / 2:
@@ -132,8 +132,8 @@ def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]], lis
     held = [[0] * len(pack) for pack in packs]
     if isinstance(planner, PrefixPlanner):
         held = [planner.held(pack.index).tolist() for pack in spans]
-    work = [plan.work.sum(axis=1) for plan in plans]
-    total = float(sum(own.sum() for own in work))
+    rank_work = [plan.work.sum(axis=1) for plan in plans]
+    total = float(sum(ranks.sum() for ranks in rank_work))
     patches = sum(int(plan.patches.sum()) for plan in plans)
     text = sum(float(cost(plan.spans.lengths).sum()) for plan in plans) if patches else total
     slots, tokens = len(packs) * given.capacity, sum(map(sum, packs))
@@ -147,7 +147,7 @@ def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]], lis
         packs=len(packs),
         fill=distinct / slots,
         padded_fill=_padded_fill(packs),
-        imbalance=float(np.mean([own.max() / own.mean() for own in work])),
+        imbalance=float(np.mean([ranks.max() / ranks.mean() for ranks in rank_work])),
         tokens_per_s=None
         if model is None or peak is None
         else _speed(packs, held, model, peak, vision=total - text),
@@ -176,7 +176,7 @@ def load_config(path: str) -> Any:
 def _padded_fill(packs: Sequence[Sequence[int]], rows: int = 8) -> float:
     """Return the share of real tokens if batches of ``rows`` sequences were padded to their longest one."""
     flat = [length for pack in packs for length in pack]
-    batches = [flat[at : at + rows] for at in range(0, len(flat), rows)]
+    batches = [flat[start : start + rows] for start in range(0, len(flat), rows)]
     slots = sum(len(batch) * max(batch) for batch in batches)
     return sum(flat) / slots
 
@@ -185,12 +185,10 @@ def _peak(device: str | None, mfu: float | None, model: FlopsModel | None) -> fl
     """Return the expected bf16 FLOP/s of a device, peak times MFU; None without a device."""
     if device is None:
         if mfu is not None:
-            raise ValueError(f"--mfu {mfu:g} asks for a speed, which is a device's. Pass --device too.")
+            raise ValueError(f"--mfu {mfu:g} is for the speed of a device. Pass --device too.")
         return None
     if model is None:
-        raise ValueError(
-            f"--device {device} asks for a speed, which takes a model's FLOPs. Pass --model too."
-        )
+        raise ValueError(f"--device {device} is for a speed, which depends on the model. Pass --model too.")
     peak = peak_flops(device, "bf16")
     if peak is None:
         raise ValueError(

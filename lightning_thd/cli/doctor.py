@@ -1,4 +1,4 @@
-"""This machine -> what is installed, which kernels run here and why others do not, and known-bad versions."""
+"""This machine -> its packages, which kernels run here, why others do not, and known-bad versions."""
 
 from __future__ import annotations
 

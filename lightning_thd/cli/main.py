@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
-import linecache
 import os
 import re
 import sys
 import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_thd import __version__
 from lightning_thd._imports import require
@@ -31,9 +32,11 @@ TRAINING = {
     "test": "run the test set",
     "predict": "predict one result per sequence",
 }
-# Errors of these packages say what to do. If other code, such as the user's, called them, it is a bug.
+# Errors of these types are shown as one line, because they say what to change in the command or the config.
+_REFUSALS = (ValueError, OSError, ImportError, MisconfigurationException)
+# But an error keeps its traceback if it passed through code of any other package, such as the user's.
 _KNOWN = {"lightning_thd", "lightning", "jsonargparse", "transformers", "huggingface_hub"}
-_BETWEEN = {"torch", "tqdm"}  # They iterate our data.
+_ITERATE = {"torch", "tqdm"}  # These may be between a command and an error that this package raised.
 _DEBUG = "JSONARGPARSE_DEBUG"  # the variable by which jsonargparse shows tracebacks
 
 
@@ -62,9 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             _lightning(given[0])
         except Exception as err:
-            if os.environ.get(_DEBUG) == "true" or (found := _refusal_in(err)) is None:
+            if os.environ.get(_DEBUG) == "true" or (refusal := _refusal_in(err)) is None:
                 raise
-            _fail(given[0], found)
+            _fail(given[0], refusal)
     else:
         known = [*TRAINING, *TOOLS]
         meant = nearest(given[0], known).removeprefix("; ").capitalize().removeprefix(".")
@@ -74,15 +77,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _refusal_in(err: BaseException) -> BaseException | None:
-    """Return the error if a package of ``_KNOWN`` raised it on purpose and only such packages called it."""
-    frames = list(traceback.walk_tb(err.__traceback__))
-    owners = [str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in frames]
-    if owners[-1] == "jsonargparse" and err.__cause__ is not None:  # the error of a constructor, retold
+    """Return an error to show as one line, or None if its traceback is needed."""
+    frames = traceback.walk_tb(err.__traceback__)
+    packages = [str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in frames]
+    if packages[-1] == "jsonargparse" and err.__cause__ is not None:  # it repeats the error of a constructor
         return _refusal_in(err.__cause__)
-    callers = _KNOWN | sys.stdlib_module_names | (_BETWEEN if owners[-1] == "lightning_thd" else set())
-    last = linecache.getline(frames[-1][0].f_code.co_filename, frames[-1][1])
-    on_purpose = last.lstrip().startswith("raise ") or isinstance(err, OSError)
-    return err if on_purpose and callers.issuperset(owners) else None
+    allowed = _KNOWN | sys.stdlib_module_names | (_ITERATE if packages[-1] == "lightning_thd" else set())
+    return err if isinstance(err, _REFUSALS) and allowed.issuperset(packages) else None
 
 
 def _fail(command: str, message: object) -> NoReturn:
@@ -96,10 +97,10 @@ def _tool(name: str, arguments: list[str]) -> None:
     try:
         getattr(module, name.replace("-", "_"))(arguments)
         sys.stdout.flush()
-    except BrokenPipeError:  # `| head` closed the pipe; Python would fail again in its last flush
+    except BrokenPipeError:  # `| head` closed the pipe, so that Python's last flush would fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except (ValueError, OSError, ModuleNotFoundError) as err:
+    except _REFUSALS as err:
         _fail(name, err)
 
 
@@ -127,12 +128,12 @@ def _name_nearest(parsers: list[Any]) -> None:
     error = parsers[-1].error
 
     def one_line(message: str, *args: Any, **kwargs: Any) -> Any:
-        known = [option for one in parsers for action in one._actions for option in action.option_strings]
+        known = [name for parser in parsers for action in parser._actions for name in action.option_strings]
         given = [
             text.partition("=")[0] for text in sys.argv[2:] if text.startswith(("--trainer.", "--data."))
         ]
         given += [f"--{name}" for name in re.findall(r"does not accept option '([\w.]+)'", message)]  # YAML
-        # After a second dot come the options of a class, which no parser lists.
+        # Options with a second dot belong to a class, and no parser lists them.
         given = [text for text in given if text.count(".") == 1]
         unknown = [text for text in given if not any(option.startswith(text) for option in known)]
         if unknown:

@@ -1,8 +1,8 @@
 """A module -> a record of all that its graphs depend on, compared before every replay.
 
-The record has the addresses of tensors, ``requires_grad``, classes and hooks. It also has the numbers,
-strings and functions in submodules, their ``config`` and the hyperparameters. docs/guides/cuda-graphs.md
-lists what is not compared.
+The record has the addresses of tensors, ``requires_grad``, classes and hooks. It also has the attributes of
+submodules, of their ``config`` and of the hyperparameters. docs/guides/cuda-graphs.md lists what is not
+compared.
 """
 
 from __future__ import annotations

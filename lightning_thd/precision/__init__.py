@@ -1,4 +1,4 @@
-"""A device -> its fastest precision; a bf16 model -> the same weights in FP8, and packs that fit."""
+"""FP8 for packs: conversion of a model, a Trainer's plugin and a report; a device's fastest precision."""
 
 from lightning_thd.precision.convert import Converted, convert_linear, fp8_context
 from lightning_thd.precision.plugin import FP8Precision

@@ -103,7 +103,7 @@ def replace_layers(
     for path, parent in parents:
         for child_name, child in list(parent.named_children()):
             name = f"{path}.{child_name}" if path else child_name
-            if id(child) in done:  # one layer under two names stays one
+            if id(child) in done:  # a layer under two names stays one layer
                 setattr(parent, child_name, done[id(child)])
                 continue
             reason = _reason(name, child, recipe, keep, convert, min_features)
@@ -172,7 +172,7 @@ def _make_linear(child: nn.Linear, recipe: Recipe) -> nn.Module:
         child.out_features,
         bias=child.bias is not None,
         params_dtype=child.weight.dtype,
-        device="meta",  # allocates no second weight
+        device="meta",  # so that no second weight is allocated
     )
     made.weight = child.weight
     if child.bias is not None:
@@ -210,8 +210,8 @@ def autocast(recipe: Recipe, group: Any = None) -> AbstractContextManager[Any]:
 
 
 def _patch_inductor() -> None:
-    """Apply torchao's workaround of a Triton fault, as its own conversion does before compiling."""
-    with suppress(ModuleNotFoundError, AttributeError):  # torchao 0.18 has it, others may not
+    """Apply torchao's workaround for a Triton bug, as torchao's own conversion does."""
+    with suppress(ModuleNotFoundError, AttributeError):  # torchao 0.18 has it, other releases may not
         patch: Any = require("torchao.float8._inductor_patch", feature="engine='torchao'")
         patch._patch_inductor_min_max_codegen()
 
@@ -235,12 +235,12 @@ def _reason(
     if hasattr(child, "parametrizations"):
         return "has a parametrization, which the replacement would not apply"
     if type(child) is not nn.Linear:
-        return f"is a {type(child).__name__}, no plain nn.Linear"
+        return f"is a {type(child).__name__}, not a plain nn.Linear"
     if "forward" in child.__dict__:
         return "has a forward of its own, patched onto the layer"
     sizes = child.in_features, child.out_features
     if any(size % recipe.features for size in sizes):
-        return f"has {sizes[0]} inputs and {sizes[1]} outputs, no multiples of {recipe.features}"
+        return f"has {sizes[0]} inputs and {sizes[1]} outputs, not multiples of {recipe.features}"
     if min(sizes) < min_features:
         return f"has {min(sizes)} features, fewer than min_features={min_features}"
     if convert is not None and not convert(name, child):
@@ -249,9 +249,9 @@ def _reason(
 
 
 def product_reason(child: nn.Module) -> str:
-    """Return why a layer like ``nn.Linear`` of another class is not converted; "" for all other modules."""
+    """Return why a layer that multiplies by weights, but is no ``nn.Linear``, stays; "" for other modules."""
     if type(child).__name__ == "Conv1D":
-        return "is a transformers Conv1D, no nn.Linear"
+        return "is a transformers Conv1D, not an nn.Linear"
     if any(parameter.dim() == 3 for parameter in child.parameters(recurse=False)):
         return "holds the weights of experts in one tensor, run by grouped products"
     return ""

@@ -61,8 +61,8 @@ class FP8Precision(Precision):
     ) -> None:
         if weights_dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(
-                f"weights_dtype={weights_dtype} does not go with FP8: use torch.bfloat16, or torch.float32 "
-                "for weights in full precision."
+                f"weights_dtype={weights_dtype} cannot be combined with FP8: use torch.bfloat16, or "
+                "torch.float32 for weights in full precision."
             )
         self.keep = (keep,) if isinstance(keep, str) else tuple(keep)
         self.recipe = resolve(recipe, engine, emulate=emulate)
@@ -131,7 +131,7 @@ class FP8Precision(Precision):
     test_step_context = predict_step_context = val_step_context
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass, in the FP8 context if layers are recomputed; they would else run in bf16."""
+        """Run the backward pass, in the FP8 context if it recomputes layers, which else would run in bf16."""
         with ExitStack() as stack:
             if self._recomputes:
                 stack.enter_context(autocast(self.recipe))
@@ -204,8 +204,8 @@ class FP8Precision(Precision):
         self._recomputes = policy != "none" and self.recipe.engine == "te"
         if self._recomputes and self.recipe.has_history:
             raise MisconfigurationException(
-                "recipe='delayed' with activation checkpointing would enter every layer's statistics twice. "
-                "Use recipe='current', which keeps none, or switch checkpointing off."
+                "recipe='delayed' with activation checkpointing would update every layer's statistics twice. "
+                "Use recipe='current', which has no statistics, or switch checkpointing off."
             )
         if self.recipe.engine == "torchao" and not self.recipe.emulate:
             rank_zero_info(

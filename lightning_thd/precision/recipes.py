@@ -91,7 +91,7 @@ def _named(name: str, engine: str, emulate: bool) -> Recipe:
     if engine == "torchao" and name == "current":  # both names mean the same arithmetic
         name = "tensorwise"
     recipes_of = {known.name: known for (its_engine, _), known in _KNOWN.items() if its_engine == engine}
-    choice(name, "recipe", *recipes_of, advice=f"These are engine={engine!r}'s.")
+    choice(name, "recipe", *recipes_of, advice=f"These are the recipes of engine={engine!r}.")
     known = recipes_of[name]
     if engine == "torchao":
         float8 = require("torchao.float8", feature=f"engine='torchao' (recipe={name!r})")
@@ -107,7 +107,7 @@ def _te_object(config: Any) -> Recipe:
         if cls in lineage:
             return replace(_named(name, "te", emulate=False), config=config)
     raise ValueError(
-        f"recipe={config!r} is no Transformer Engine recipe whose alignment is known. Give "
+        f"recipe={config!r} is not a Transformer Engine recipe whose alignment is known. Give "
         f"{', '.join(map(repr, _TE_CLASSES))}, or an object of one of their classes in "
         "transformer_engine.common.recipe."
     )
@@ -187,10 +187,11 @@ def fastest_precision(
         ``"bf16-mixed"`` if a GPU has bf16 hardware, ``"16-mixed"`` on other GPUs with tensor cores, else
         ``"32-true"``. An H100 gives ``"bf16-mixed"``, a T4 ``"16-mixed"``.
     """
-    at = checked_device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
-    if at.type != "cuda" or not torch.cuda.is_available():
+    gpu = torch.cuda.is_available()
+    device = checked_device(("cuda" if gpu else "cpu") if device is None else device)
+    if device.type != "cuda" or not gpu:
         return "32-true"
-    with torch.cuda.device(at):
+    with torch.cuda.device(device):
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return "bf16-mixed"
         return "16-mixed" if torch.cuda.get_device_capability() >= _FP16_CORES else "32-true"

@@ -89,7 +89,7 @@ def _linear_macs(model: nn.Module, active: float) -> float:
         flops = FlopsModel.from_config(configs[0])
     except (IndexError, ValueError):
         groups = weights_by_layer(model, active)
-        return sum(one.macs for path, weights in groups.items() if path != "lm_head" for one in weights)
+        return sum(w.macs for path, weights in groups.items() if path != "lm_head" for w in weights)
     terms = [term for layer in flops.layers for term in layer.terms]
     return sum(term.forward for term in terms if term.basis == "token" and term.kind == "linear") / 2
 

@@ -1,4 +1,4 @@
-"""A theme -> colours and axes that look the same in every picture, on light and dark backgrounds."""
+"""A theme, light or dark -> the colours and axes of all pictures."""
 
 from __future__ import annotations
 

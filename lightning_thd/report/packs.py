@@ -34,30 +34,30 @@ def draw_packs(
         A matplotlib Figure. ``[[3, 5], [8]]`` with capacity 10 fills 80 %.
     """
     held = [[0] * len(pack) for pack in packs] if held is None else held
-    own = [[n - m for n, m in zip(*lane, strict=True)] for lane in zip(packs, held, strict=True)]
+    stored = [[n - m for n, m in zip(*pack, strict=True)] for pack in zip(packs, held, strict=True)]
     if capacity < 1:
         raise ValueError(f"capacity={capacity}; wanted the slots of a pack, 1 or more.")
-    if (longest := max((sum(pack) for pack in own), default=0)) > capacity:
+    if (longest := max((sum(pack) for pack in stored), default=0)) > capacity:
         raise ValueError(
             f"A pack holds {longest} tokens but capacity={capacity}. Pass the capacity it was made for."
         )
     look = look_of(theme)
     figure = new_figure(width, 0.8 + 0.34 * width / 8 * max(2, len(packs)), theme)
     axes = figure.add_subplot()
-    for lane, (lengths, before) in enumerate(zip(own, held, strict=True)):
-        axes.barh(lane, capacity, height=0.72, color=look.padding)
+    for row, (lengths, before) in enumerate(zip(stored, held, strict=True)):
+        axes.barh(row, capacity, height=0.72, color=look.padding)
         start, tree = 0, -1
         for length, shared in zip(lengths, before, strict=True):
             tree += not shared
             colour = CYCLE[tree % len(CYCLE)]
             style = {"color": colour, "alpha": _LIGHTER if shared else None}
-            axes.barh(lane, length, left=start, height=0.72, edgecolor=look.paper, linewidth=0.6, **style)
+            axes.barh(row, length, left=start, height=0.72, edgecolor=look.paper, linewidth=0.6, **style)
             start += length
-    used, shared = sum(map(sum, own)), sum(map(sum, held))
+    used, shared = sum(map(sum, stored)), sum(map(sum, held))
     filled = used / (capacity * len(packs)) if packs else 0.0
-    said = f"{len(packs)} packs, {sum(map(len, packs)):,} sequences, {filled:.1%} filled"
-    said += f", {shared / (used + shared):.1%} shared" if shared else ""
-    dress(axes, theme, title=said, x="slot", y="pack", grid=False)
+    title = f"{len(packs)} packs, {sum(map(len, packs)):,} sequences, {filled:.1%} filled"
+    title += f", {shared / (used + shared):.1%} shared" if shared else ""
+    dress(axes, theme, title=title, x="slot", y="pack", grid=False)
     axes.set_yticks(range(len(packs)))
     axes.set_ylim(max(len(packs), 1) - 0.5, -0.5)
     axes.set_xlim(0, capacity)

@@ -157,9 +157,9 @@ def page(series: Series, file: str | Path, *, theme: PageTheme = "auto") -> Path
         file: the HTML file to write.
         theme: ``light``, ``dark``, or ``auto`` to follow the reader's setting.
     """
-    found, usual = table(series), "light" if theme == "auto" else theme
-    colours, image = _colours(usual), f'<img alt="{html.escape("; ".join(map(_title, _shown(series))))}" '
-    images = f'{image}src="{_data_of(series, usual)}">'
+    found, first = table(series), "light" if theme == "auto" else theme
+    colours, image = _colours(first), f'<img alt="{html.escape("; ".join(map(_title, _shown(series))))}" '
+    images = f'{image}src="{_data_of(series, first)}">'
     if theme == "auto":
         colours += f" @media {_DARK} {{ {_colours('dark')} }}"
         images = f'<source media="{_DARK}" srcset="{_data_of(series, "dark")}">{images}'
@@ -196,8 +196,8 @@ def draw_page(series: Series, theme: Theme) -> Any:
             _draw_curve(axes, series, shown[i], theme)
         else:
             draw_waterfall(axes, series, theme=theme)
-    told = "      ".join(_headlines(series))
-    figure.suptitle(told, color=look.ink, fontsize=12, x=0.02, ha="left")
+    headlines = "      ".join(_headlines(series))
+    figure.suptitle(headlines, color=look.ink, fontsize=12, x=0.02, ha="left")
     figure.supxlabel(_versions(), color=look.ink, alpha=0.75, fontsize=8)
     return figure
 
@@ -217,13 +217,13 @@ def step_times(series: Series) -> dict[str, float]:
 
 def draw_waterfall(axes: Any, series: Series, *, theme: Theme = "light") -> None:
     """Draw the parts of a mean step as bars; each bar starts at the end of the one above."""
-    times, at = step_times(series), 0.0
+    times, start = step_times(series), 0.0
     total = max(sum(times.values()), 1e-9)
     for row, (colour, (title, ms)) in enumerate(zip(CYCLE, times.items(), strict=False)):
-        axes.barh(row, ms, left=at, color=colour, height=0.4)
-        told = f"{title}  {ms:,.1f} ms, {ms / total:.0%}"
-        axes.text(0.005 * total, row - 0.4, told, color=look_of(theme).ink, fontsize=9, va="center")
-        at += ms
+        axes.barh(row, ms, left=start, color=colour, height=0.4)
+        label = f"{title}  {ms:,.1f} ms, {ms / total:.0%}"
+        axes.text(0.005 * total, row - 0.4, label, color=look_of(theme).ink, fontsize=9, va="center")
+        start += ms
     dress(axes, theme, title="where the time of a step goes", x="ms since the step began", grid=False)
     axes.set_yticks([])
     axes.set_ylim(len(times) - 0.6, -0.7)

@@ -14,7 +14,6 @@ class Table:
     columns: tuple[str, ...]
     rows: Sequence[Sequence[str]]
     text: tuple[int, ...] = (0,)
-    title: str = ""
     foot: str = ""
 
     def __str__(self) -> str:
@@ -22,12 +21,12 @@ class Table:
         widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
         body = [
             "  ".join(
-                cell.ljust(size) if at in self.text else cell.rjust(size)
-                for at, (cell, size) in enumerate(zip(row, widths, strict=True))
+                cell.ljust(size) if i in self.text else cell.rjust(size)
+                for i, (cell, size) in enumerate(zip(row, widths, strict=True))
             ).rstrip()
             for row in lines
         ]
-        return "\n".join(part for part in (self.title, *body, self.foot) if part)
+        return "\n".join(part for part in (*body, self.foot) if part)
 
 
 def show_table(table: Table) -> None:

@@ -183,7 +183,7 @@ def test_layers_whose_sizes_do_not_divide_the_blocks_stay(te: State) -> None:
         found = convert_linear(model, recipe=recipe)
         assert found.names == names
         assert f"te {recipe}" in str(fp8_report(model))
-    assert found.kept["odder"] == "has 48 inputs and 40 outputs, no multiples of 32"
+    assert found.kept["odder"] == "has 48 inputs and 40 outputs, not multiples of 32"
 
 
 def test_recipes_of_the_engine_are_taken_as_objects(te: State) -> None:
@@ -194,7 +194,7 @@ def test_recipes_of_the_engine_are_taken_as_objects(te: State) -> None:
     assert (plugin.precision, plugin.recipe.config) == ("fp8-te-blockwise", block)
     assert plugin.alignment(cp=2, tp=2, sequence_parallel=True).total_multiple == 512
     for unknown in (recipes.CustomRecipe(), {"amax_history_len": 16}):
-        with pytest.raises(ValueError, match="is no Transformer Engine recipe whose alignment is known"):
+        with pytest.raises(ValueError, match="is not a Transformer Engine recipe whose alignment is known"):
             FP8Precision(unknown)
     with pytest.raises(ValueError, match=r"recipe='rowwise'; wanted one of delayed, .*engine='te'"):
         FP8Precision("rowwise")

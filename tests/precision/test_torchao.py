@@ -138,7 +138,7 @@ def test_layers_are_kept_with_their_reasons() -> None:
         "patched": "has a forward of its own",
     }
     table = str(fp8_report(model))
-    assert "bf16: has 64 inputs and 40 outputs, no multiples of 16" in table
+    assert "bf16: has 64 inputs and 40 outputs, not multiples of 16" in table
     again = convert_linear(model, engine="torchao", emulate=True, keep="lm_head")
     assert again.kept["good"] == "multiplies in FP8 already"
 
@@ -181,7 +181,7 @@ def test_a_plugin_of_another_recipe_than_the_models_is_refused(tmp_path: Path) -
     [
         ({"recipe": "blockwise", "engine": "torchao"}, "'blockwise'; wanted one of tensorwise, rowwise, row"),
         ({"engine": "cutlass"}, "engine='cutlass'; wanted one of te, torchao"),
-        ({"engine": "torchao", "weights_dtype": torch.float16}, "weights_dtype=torch.float16 does not go"),
+        ({"engine": "torchao", "weights_dtype": torch.float16}, "weights_dtype=torch.float16 cannot be"),
         ({"engine": "te", "emulate": True}, "Transformer Engine cannot emulate FP8"),
         ({"recipe": 3, "engine": "torchao"}, "recipe=3 is not a torchao recipe"),
     ],

@@ -104,9 +104,8 @@ def test_curves_are_inside_their_axes() -> None:
 
 def test_text_is_aligned_and_ticks_are_short(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [("H200", "989.5", "a datasheet"), ("A", "-", "[none]")]
-    show_table(Table(columns=("device", "bf16", "source"), rows=rows, text=(0, 2), title="Peaks"))
+    show_table(Table(columns=("device", "bf16", "source"), rows=rows, text=(0, 2)))
     assert capsys.readouterr().out.splitlines() == [
-        "Peaks",
         "device   bf16  source",
         "H200    989.5  a datasheet",
         "A           -  [none]",
