@@ -351,7 +351,7 @@ def test_the_mean_of_an_evaluation_is_that_over_its_sequences() -> None:
 def test_long_labelled_sequences_are_truncated_but_never_split() -> None:
     given = [*rows(6), {"input_ids": [3] * 50, "label": 1}]
     make_trainer().fit(Classifies(), THDDataModule(given, capacity=40, oversize="truncate"))
-    with pytest.raises(ValueError, match="50 tokens and a label, so it cannot be split"):
+    with pytest.raises(ValueError, match=r"50 tokens\) has a label: set oversize='truncate'"):
         make_trainer().fit(Classifies(), THDDataModule(given, capacity=40, oversize="split"))
 
 

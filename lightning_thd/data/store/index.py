@@ -160,7 +160,7 @@ class SequenceIndex:
         found = len(sample["input_ids"])
         refuse_cut(sample, i, found)
         if "label" in sample and not _is_truncated(start, continued):
-            raise ValueError(f"Sequence {i} has {found} tokens and a label, so it cannot be split.")
+            raise ValueError(f"Sequence {i} ({found} tokens) has a label: set oversize='truncate', no split.")
         if continued:
             sample["next_label"] = int(sample.get("labels", sample["input_ids"])[stop])
         if not _is_truncated(start, continued):
