@@ -32,19 +32,19 @@ _TWIN = "_original_module."  # Fabric's second name for the module that it wraps
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d+)\.(.+)$")
 _VISION = re.compile(r"(?:^|\.)(?:visual|vision_tower|vision_model|multi_modal_projector)\.(.+)$")
 _TEXT = re.compile(r"(?:^|\.)(language_model|text_model)(?:\.|$)")
-# Projections outside the layers that are counted on their own.
-_OWN = re.compile(
+# Projections outside the decoder layers, each of which counts as a layer of its own name.
+_LONE_PROJECTION = re.compile(
     r"(?:^|\.)(per_layer_model_projection|altup_projections|altup_unembed_projections|hc_head|"
     r"project_in|project_out)\."
 )
 _TRANSFORM = re.compile(r"(?:^|\.)(predictions\.transform|vocab_transform|lm_head\.dense|head\.dense)\.")
-# Modules that run before the layers, although their names may come after them.
+# Parts of the names of modules that run before the layers, even if they are listed after the layers.
 _INPUTS = ("embed", "prompt", "prefix", "tower", "audio", "wte", "wpe")
-_NO_LAYERS = ("", "lm_head", "transform", "visual.merger", "visual.patch_embed")
+_OUTSIDE_LAYERS = ("", "lm_head", "transform", "visual.merger", "visual.patch_embed")
 _TWICE = ("modality_router",)  # AltUp routes before and after a layer
 _PLAIN_MATRICES = ("fn", "hc_fn")  # hyper-connections hold parameters without a module
 _ROUTER = ("gate", "router", "shared_expert_gate")
-_OUT = (
+_OUT = (  # the last matmul of a mixer or an MLP
     *("o_proj", "out_proj", "c_proj", "down_proj", "fc2", "fc_out", "dense", "dense_4h_to_h"),
     *("output_linear", "wo", "w2", "dense_attention", "linear_fc2", "proj", "out_lin", "lin2", "o"),
 )
@@ -65,10 +65,10 @@ class Weight:
     path: str
     macs: int  # multiply-adds per token; 0 if the weight is not in a matmul
     trained: bool
-    stage: float  # 0 into the mixer, 1 out of it, 2 into the MLP, 3 out of it; norms between
+    stage: float  # 0 into the mixer, 1 out of the mixer, 2 into the MLP, 3 out of the MLP; norms between
     adapter: str = ""  # "A" or "B" of a low-rank pair
     router: bool = False
-    follows: bool = False  # belongs to no layer, and its name comes after that of the first layer
+    follows: bool = False  # outside the layers, and listed after the first layer
 
 
 def weights_by_layer(module: nn.Module, active: float) -> dict[str, list[Weight]]:
@@ -110,7 +110,7 @@ def _is_idle(name: str, owners: dict[str, nn.Module]) -> bool:
 
 
 def decoder_prefix(names: Iterable[str]) -> str:
-    """Return the prefix of ``layers.0`` in the decoder's names, not in those of a tower."""
+    """Return what precedes ``layers.0`` in the names of the decoder's parameters; towers do not count."""
     indices: dict[str, set[str]] = defaultdict(set)
     for name in names:
         plain = _WRAPPERS.sub("", name + ".")
@@ -121,6 +121,7 @@ def decoder_prefix(names: Iterable[str]) -> str:
 
 
 def _locate(name: str, decoder: str) -> tuple[str, str]:
+    """Return the layer path of a parameter ("" outside all layers), and the name inside that layer."""
     vision = _VISION.search(name)
     layer = _LAYER.search(vision.group(1) if vision else name)
     if layer and not vision and name[: layer.start(1)].rpartition(".")[0].rpartition(".")[0] != decoder:
@@ -131,8 +132,8 @@ def _locate(name: str, decoder: str) -> tuple[str, str]:
         return (f"visual.blocks.{layer.group(1)}", layer.group(2)) if layer else ("visual.merger", name)
     if layer:
         return f"layers.{layer.group(1)}", layer.group(2)
-    if own := _OWN.search(name):
-        return own.group(1), name
+    if lone := _LONE_PROJECTION.search(name):
+        return lone.group(1), name
     if _TRANSFORM.search(name):
         return "transform", name
     head = re.search(r"(?:^|\.)(lm_head|embed_out|output)\.", name)
@@ -140,7 +141,7 @@ def _locate(name: str, decoder: str) -> tuple[str, str]:
 
 
 def _macs(owner: nn.Module, leaf: str, inside: str, parameter: nn.Parameter, active: float) -> int:
-    """Return one parameter's multiply-adds per token; 0 for routers, which this count leaves out."""
+    """Return one parameter's multiply-adds per token; 0 for routers, whose terms are kept apart."""
     if _is_router(inside) or isinstance(owner, nn.Embedding):
         return 0
     if parameter.dim() == 3 and "expert" in inside:
@@ -161,6 +162,7 @@ def _is_router(inside: str) -> bool:
 
 
 def _stage(inside: str) -> float:
+    """Return when a weight runs in its layer, as ``Weight.stage`` defines it."""
     parts = [part for part in _OF_ADAPTER.sub("", inside).split(".")[:-1] if part != "base_layer"]
     parts = [part.lower() for part in parts]
     name = ".".join(parts)
@@ -183,11 +185,11 @@ def layers_of_module(layers: Sequence[Layer], module: nn.Module) -> tuple[tuple[
     """Return the layers as ``module`` trains them, with adapters, and its checkpointing policy."""
     groups = weights_by_layer(module, share_of_experts(module))
     rest = groups.get("", [])
-    ends = [weight.follows or any(key in weight.path for key in _FINAL_NORM) for weight in rest]
     before = [
         weight
-        for weight, end in zip(rest, ends, strict=True)
-        if not end or any(key in weight.path for key in _INPUTS)
+        for weight in rest
+        if any(key in weight.path for key in _INPUTS)
+        or not (weight.follows or any(key in weight.path for key in _FINAL_NORM))
     ]
     hooks = ("_require_grads_hook", "_require_grads_hooks")  # set by enable_input_require_grads
     forced = any(getattr(child, name, None) for child in module.modules() for name in hooks)
@@ -222,7 +224,7 @@ def checkpointing(module: nn.Module) -> tuple[Recompute, set[str]]:
         if function is not None:
             functions.append(function)
             path, inside = _locate(_WRAPPERS.sub("", name + ".") + "weight", decoder)
-            if inside == "weight" and path not in _NO_LAYERS:
+            if inside == "weight" and path not in _OUTSIDE_LAYERS:
                 layers.add(path)
     if not functions:
         return "none", layers
@@ -233,11 +235,11 @@ def checkpointing(module: nn.Module) -> tuple[Recompute, set[str]]:
 
 
 def _keywords(function: Any) -> dict[str, Any]:
-    """Return keywords bound to a checkpoint function, also one wrapped in a closure."""
+    """Return the keywords that are bound to a checkpoint function, even inside closures."""
     if isinstance(function, nn.Module):  # torch's CheckpointWrapper
         reentrant = getattr(function, "checkpoint_impl", None) is CheckpointImpl.REENTRANT
         return {"use_reentrant": reentrant, **_keywords(getattr(function, "checkpoint_fn", None))}
-    for _ in range(4):  # wrappers of wrappers; four are enough
+    for _ in range(4):  # wrappers may wrap wrappers; four levels are enough
         if isinstance(function, partial):
             return dict(function.keywords)
         inner = getattr(function, "__wrapped__", None)
@@ -252,12 +254,12 @@ def _keywords(function: Any) -> dict[str, Any]:
 
 
 def _backward(layer: Layer, weights: list[Weight], upstream: bool) -> tuple[Layer, bool]:
-    """Return a layer with its own backward, and whether the layers after it need input gradients."""
+    """Return a layer with the backward pass of its weights, and whether later layers need input gradients."""
     first = min((weight.stage for weight in weights if weight.trained), default=float("inf"))
     runs = upstream or first < float("inf")
     products = [term for term in layer.terms if _has_weight(term)]
     own, adapters = ([w for w in weights if bool(w.adapter) is added] for added in (False, True))
-    # True if the module's matmul weights are those that the config implies.
+    # True if the module's matmul weights have the sizes that the config implies.
     exact = len({term.basis for term in products}) == 1 and (
         sum(2 * weight.macs for weight in own) == sum(term.forward for term in products)
     )
@@ -267,9 +269,9 @@ def _backward(layer: Layer, weights: list[Weight], upstream: bool) -> tuple[Laye
         if term.kind == "router":
             inputs = inputs if upstream or first < 2 else 0
             learned = learned if any(weight.router and weight.trained for weight in weights) else 0
-        elif _has_weight(term) and exact:  # counted by weight below
+        elif _has_weight(term) and exact:  # one term below counts all weights
             inputs = learned = 0
-        elif _has_weight(term):  # unknown names: use the share of trained parameters
+        elif _has_weight(term):  # the sizes disagree: use the share of trained parameters
             share = [(max(weight.macs, 1), weight.trained) for weight in weights]
             inputs = inputs if runs else 0
             learned = learned * sum(macs for macs, on in share if on) // sum(macs for macs, _ in share)
@@ -297,7 +299,7 @@ def _adapter_terms(layer: Layer, adapters: list[Weight], upstream: bool, first: 
     basis: Basis = next(term.basis for term in layer.terms if _has_weight(term))
     kind = next(term.kind for term in layer.terms if _has_weight(term))
     for weight in adapters:
-        # B's input is the output of A, which is trained; A's input is that of the adapted layer
+        # B's input is the output of A, which is trained; A's input is the input of the adapted layer
         reached = weight.adapter == "B" or upstream or first < weight.stage
         last = weight.adapter == "B" and weight.stage == 3
         term = matmul(f"lora_{weight.adapter}", weight.macs, kind=kind, basis=basis, last=last)

@@ -37,7 +37,7 @@ _RUN_AGAIN: dict[str, Callable[[Term], bool]] = {
     "selective": lambda term: term.kind == "attention",
 }
 
-# Kinds without their own column in ``FlopsBreakdown``, and the column in which they count.
+# Kinds without their own column in ``FlopsBreakdown``, and the column in which they are counted.
 _COLUMN: dict[Kind, Kind] = {"router": "linear", "embedding": "linear"}
 
 
@@ -53,10 +53,12 @@ class FlopsModel:
         tokens: whether terms multiply "real" tokens or "slots".
         embedding: whether the embedding table counts as a matmul, as in verl.
         router: whether the routers of expert layers count.
-        merge: patches that the vision projector merges into one.
+        merge: number of patches that the vision projector merges into one.
         patch: edge of an image patch in pixels; None without a vision tower.
         recompute: what activation checkpointing runs again: "none"; "full", every layer; "early_stop", every
             layer without its last matmul (torch's non-reentrant checkpoint); "selective", attention only.
+        windows: the attention windows of the layers, for ``SeqStats.from_lengths(windows=...)``.
+        vision_windows: the vision tower's window edges in patches, for ``SeqStats.from_lengths``.
     """
 
     name: str
@@ -68,14 +70,14 @@ class FlopsModel:
     merge: int = 4
     patch: int | None = None
     recompute: Recompute = "none"
-    # These are read off the layers once, so that a count per step does not walk hundreds of terms.
+    # Computed once from the layers, so that the count of a step does not go through hundreds of terms.
+    windows: tuple[Window, ...] = field(init=False, repr=False, compare=False)
+    vision_windows: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _tables: dict[str, _Table] = field(init=False, repr=False, compare=False)
-    _windows: tuple[Window, ...] = field(init=False, repr=False, compare=False)
-    _vision_windows: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_conventions(**{name: getattr(self, name) for name in _CHOICES})
-        whole_number(self.merge, "merge", least=1, advice="It is the patches that become one token.")
+        whole_number(self.merge, "merge", least=1, advice="It counts the patches that become one token.")
         flags(embedding=self.embedding, router=self.router)
         tables = {
             "training": _sum_terms(self, lambda layer, term: term.training),
@@ -83,14 +85,12 @@ class FlopsModel:
         }
         for policy, again in _RUN_AGAIN.items():
             tables[policy] = _sum_terms(self, partial(_cost_again, again))
-        seen = {(basis, window) for _, basis, window in tables["forward"]}
-        terms = [term for layer in self.layers for term in layer.terms if (term.basis, term.window) in seen]
-        of_text = [t for t in terms if t.basis in ("pair", "all_pair")]
-        pairs = dict.fromkeys(t.window for t in of_text if t.window is not None)
-        areas = dict.fromkeys(t.window for t in terms if isinstance(t.window, int) and t not in of_text)
+        windowed = [(basis, window) for _, basis, window in tables["forward"] if window is not None]
+        of_text = dict.fromkeys(window for basis, window in windowed if basis in ("pair", "all_pair"))
+        of_vision = dict.fromkeys(window for basis, window in windowed if basis == "patch_window_pair")
         object.__setattr__(self, "_tables", tables)
-        object.__setattr__(self, "_windows", tuple(pairs))
-        object.__setattr__(self, "_vision_windows", tuple(areas))
+        object.__setattr__(self, "windows", tuple(of_text))
+        object.__setattr__(self, "vision_windows", tuple(of_vision))
 
     @classmethod
     def from_config(
@@ -107,7 +107,7 @@ class FlopsModel:
 
         Args:
             config: ``PretrainedConfig`` or the content of a ``config.json``.
-            causal: how pairs are counted. This and the rest are attributes of the class.
+            causal: how pairs are counted; the arguments are explained at the attributes of the class.
             tokens: whether "real" tokens or "slots" count.
             embedding: whether the embedding table counts.
             router: whether the routers count.
@@ -117,8 +117,8 @@ class FlopsModel:
             ValueError: if the family is not known; register it, or use ``from_module``.
         """
         name, layers, merge, patch = read_config(config)
-        how: Any = {"causal": causal, "tokens": tokens, "embedding": embedding, "router": router}
-        return cls(name=name, layers=layers, merge=merge, patch=patch, recompute=recompute, **how)
+        conventions: Any = {"causal": causal, "tokens": tokens, "embedding": embedding, "router": router}
+        return cls(name=name, layers=layers, merge=merge, patch=patch, recompute=recompute, **conventions)
 
     @staticmethod
     def from_module(module: nn.Module, run: Callable[[], object], *, stats: SeqStats) -> FlopsModel:
@@ -137,23 +137,13 @@ class FlopsModel:
     register = staticmethod(register)
 
     @property
-    def windows(self) -> tuple[Window, ...]:
-        """Return the attention windows of the model, for ``SeqStats.from_lengths(windows=...)``."""
-        return self._windows
-
-    @property
-    def vision_windows(self) -> tuple[int, ...]:
-        """Return the vision tower's window edges in patches, for ``SeqStats.from_lengths``."""
-        return self._vision_windows
-
-    @property
     def vision(self) -> Vision:
         """Return the sizes that a collator needs to count images, for ``THDBatch.collate(vision=...)``."""
-        return Vision(windows=self._vision_windows, patch=self.patch)
+        return Vision(windows=self.vision_windows, patch=self.patch)
 
     @property
     def sees_images(self) -> bool:
-        """Return whether the FLOPs of a vision tower are known."""
+        """Return whether the layers include a vision tower."""
         return any("patch" in basis for _, basis, _ in self._tables["forward"])
 
     def training_flops(self, stats: SeqStats, *, recompute: Recompute | None = None) -> FlopsBreakdown:
@@ -161,7 +151,7 @@ class FlopsModel:
 
         Args:
             stats: the batches, counted with this model's windows.
-            recompute: activation checkpointing; the default is the model's own.
+            recompute: the policy of activation checkpointing; None uses the attribute ``recompute``.
         """
         self._check(stats)
         policy = self.recompute if recompute is None else recompute
@@ -187,6 +177,7 @@ class FlopsModel:
         return replace(self, layers=layers, recompute=policy)
 
     def _multiply(self, table: _Table, stats: SeqStats) -> dict[str, int]:
+        """Return the FLOPs of each column: its entries in the table, times their counts in the stats."""
         columns: dict[str, int] = {}
         for (column, basis, window), flops in table.items():
             count, parts = units(
@@ -262,7 +253,7 @@ class Member:
 
 
 def join(members: Sequence[Member]) -> FlopsModel:
-    """Join the FLOPs models of several models, which run on the same batches, into one that counts all."""
+    """Join the FLOPs models of several models that run on the same batches into one FLOPs model."""
     instance(members, "members", list, tuple, advice="Pass a list of Member.")
     if not members:
         raise ValueError("No model was given to count. Give one or more members.")
@@ -275,17 +266,17 @@ def join(members: Sequence[Member]) -> FlopsModel:
     if len(conventions) > 1:
         raise ValueError(
             f"{', '.join(one.name for one in members)} count under different conventions (causal, tokens, "
-            f"embedding, router): {sorted(conventions)}. Build all of them with the same."
+            f"embedding, router): {sorted(conventions)}. Build all of them with the same conventions."
         )
     trained = [one.model.recompute for one in members if one.training and one.model.recompute != "none"]
     policy: Recompute = trained[0] if trained else "none"
-    layers = [layer for one in members for layer in _scaled_layers(one, policy)]
+    layers = [layer for one in members for layer in _scaled_layers(one)]
     name = " + ".join(one.model.name for one in members)
     return replace(first.model, name=name, layers=tuple(layers), recompute=policy)
 
 
-def _scaled_layers(member: Member, policy: Recompute) -> list[Layer]:
-    again = bool(member.training) and member.model.recompute != "none" and policy != "none"
+def _scaled_layers(member: Member) -> list[Layer]:
+    again = bool(member.training) and member.model.recompute != "none"
     return [
         replace(
             layer,
@@ -310,12 +301,12 @@ def _scaled_term(term: Term, member: Member) -> Term:
     )
 
 
-# SeqStats as a list of integers of fixed length: in this form, ranks exchange them and tensors store them.
+# The counts of SeqStats in the order of ``to_ints``, a list that ranks exchange and tensors store.
 COUNTS = tuple(each.name for each in fields(SeqStats) if not each.name.endswith("window_pairs"))
 
 
 def num_ints(model: FlopsModel | None) -> int:
-    """Return the length of the list of ``to_ints`` for ``model``."""
+    """Return the length of the list that ``to_ints`` makes for ``model``."""
     return len(COUNTS) + (len(model.windows) + len(model.vision_windows) if model else 0)
 
 
@@ -331,7 +322,7 @@ def to_ints(stats: SeqStats, model: FlopsModel | None) -> list[int]:
 
 def from_ints(values: Sequence[int] | Sequence[float], model: FlopsModel | None) -> SeqStats:
     """Return the ``SeqStats`` that a list made by ``to_ints`` describes."""
-    assert len(values) == num_ints(model), "the counts are those of another model"
+    assert len(values) == num_ints(model), "the list was made for another model"
     whole = [int(value) for value in values]
     rest = iter(whole[len(COUNTS) :])
     windows = tuple((window, next(rest)) for window in model.windows) if model else ()

@@ -1,8 +1,8 @@
 """A device name and a dtype -> the FLOP/s of dense matmuls: the vendor's figure, or a measurement.
 
 Vendors print figures with 2:4 sparsity for most tensor units, and figures with 16-bit accumulation for
-consumer cards. The table halves both, because training cannot reach them. ``Peak.printed`` is the kind of
-figure that was printed. If torch sees the two dies of a package as two devices, a row is one die.
+consumer cards. The table halves both, because training cannot reach them. ``Peak.printed`` says which
+figure the vendor printed. If torch sees the two dies of a package as two devices, a row is one die.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _COLUMNS: dict[torch.dtype | str, str] = {
     torch.float8_e5m2: "fp8",
     **{name: name for name in ("bf16", "fp16", "tf32", "fp32", "fp8", "fp4")},
 }
-# Words of a device name that say nothing about its peak. Every other word must be in the row.
+# Words of a device name that say nothing about its peak. Every other word must be in the row's name.
 _NEUTRAL = re.compile(
     r"nvidia|amd|intel|instinct|tesla|geforce|quadro|graphics|gpu|tensor|core|accelerator|generation|google|habana"
     r"|\d+gb?|hbm\d\w*|pcie|sxm\d?|oam|ac|hl\d+\w*|3e|vf|od|ts|blackwell"
@@ -41,7 +41,7 @@ def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:
         dtype: a torch dtype, its name, or "bf16", "fp16", "tf32", "fp32", "fp8", "fp4".
 
     Returns:
-        FLOP/s; None for a device or a dtype that the table does not have, and for a slice of a device.
+        FLOP/s; None for a device or a dtype that the table does not have, and for a MIG slice of a GPU.
         ``("NVIDIA H100 80GB HBM3", torch.bfloat16)`` gives 989.4e12.
     """
     if isinstance(dtype, str):
@@ -56,7 +56,7 @@ def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:
 
 
 def find_peak(device_name: str) -> Peak | None:
-    """Return a device's row of the table; all words that tell devices apart must match."""
+    """Return the row of a device; all words of its name that distinguish devices must match."""
     words = re.findall(r"[a-z0-9]+", device_name.lower())
     wanted = {word for word in words if not _NEUTRAL.fullmatch(word)}
     sizes = {int(word.rstrip("gb")) for word in words if re.fullmatch(r"\d+gb?", word)}
@@ -77,7 +77,7 @@ def device_name(device: torch.device | str) -> str:
     return str(library.get_device_name(device))
 
 
-# (rows, inner size, columns). The best of the three counts, because no shape is best on every device.
+# (rows, inner size, columns). The fastest shape counts, because no shape is the fastest on every device.
 _GPU_SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (8192, 4096, 16384))
 _CPU_SHAPES = ((512, 512, 512), (1024, 1024, 1024), (2048, 1024, 1024))
 
@@ -99,7 +99,7 @@ def measure_flops(
     """
     real_number(seconds, "seconds", above=0, advice="Give each shape about 0.1.")
     if not dtype.is_floating_point:
-        raise ValueError(f"dtype={dtype}: peaks are of floating products. Pass torch.bfloat16 or the like.")
+        raise ValueError(f"dtype={dtype} is not a floating-point dtype. Pass one, such as torch.bfloat16.")
     device = torch.device(device)
     shapes = _CPU_SHAPES if device.type == "cpu" else _GPU_SHAPES
     return max(_rate(device, dtype, shape, seconds, clock) for shape in shapes)
@@ -134,7 +134,7 @@ def _rate(
         best = max(best, work * batch / max(now - before, 1e-9))  # other processes delay some rounds, not all
         before = now
         if device.type != "cpu":
-            batch = min(2 * batch, 16)  # a small batch would mostly measure the wait
+            batch = min(2 * batch, 16)  # a small batch would mostly measure the synchronization
     return best
 
 
@@ -143,7 +143,7 @@ Printed: TypeAlias = Literal["dense", "sparse"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
-    """One row: dense TFLOP/s by dtype, None if the device has no such unit or the vendor prints none."""
+    """One row: dense TFLOP/s by dtype, None if the device lacks the unit or the vendor prints no figure."""
 
     name: str  # the words of the device name that distinguish it, in lower case
     bf16: float | None = None  # with 32-bit accumulation
@@ -154,8 +154,8 @@ class Peak:
     fp4: float | None = None
     source: str  # where the figures are printed
     printed: Printed = "dense"  # whether the vendor's tensor figures are dense, or sparse and halved here
-    # Memory sizes of this row's boards in GB, if boards of this number with other sizes have another chip.
-    # A device name without a size matches too, and so does any name if this is empty.
+    # Memory sizes of the row's boards in GB, given if boards of this name with other sizes have another chip.
+    # A device name without a size always matches.
     memory: tuple[int, ...] = ()
 
 
@@ -165,9 +165,9 @@ _ADA = "NVIDIA Ada GPU architecture whitepaper, FP32 accumulate"
 _RTX_BLACKWELL = "NVIDIA RTX Blackwell GPU architecture whitepaper, FP32 accumulate"
 _TURING = "NVIDIA Turing GPU architecture whitepaper, FP32 accumulate, reference boards"
 _RTX_PRO = "NVIDIA RTX Blackwell PRO GPU architecture whitepaper, FP32 accumulate"
-_GB10 = "NVIDIA DGX Spark datasheet: 1 PFLOP/s sparse FP4; the others by Blackwell's ratios"
-_TPU = "Google Cloud TPU documentation, system architecture, a chip"
-_NEURON = "AWS Neuron documentation, a NeuronCore: the chip's figure by its cores"
+_GB10 = "NVIDIA DGX Spark datasheet: 1 PFLOP/s sparse FP4; other dtypes by the ratios of Blackwell"
+_TPU = "Google Cloud TPU documentation, system architecture, per chip"
+_NEURON = "AWS Neuron documentation, per NeuronCore: the chip's figure divided by its cores"
 _GAUDI = "Intel Gaudi product brief"
 _APPLE = "Apple press release, the full GPU of this name; no tensor units"
 _V100 = "NVIDIA V100 datasheet"

@@ -30,9 +30,9 @@ def throughput(
         stats: the counts of the sequences, over all data-parallel ranks.
         seconds: how long the work took.
         model: the model that counts FLOPs; None leaves their keys out.
-        work: a training step, or a forward pass only.
-        recompute: activation checkpointing; the default is the model's own.
-        microbatches: their number over all ranks; None leaves their rate out.
+        work: "training" for forward and backward passes, or "forward".
+        recompute: the policy of activation checkpointing; None uses the one of ``model``.
+        microbatches: their number over all ranks; None leaves out ``device/batches_per_sec``.
         devices: the number of devices, including context-, tensor- and pipeline-parallel ones.
         peak: dense FLOP/s of one device; None leaves MFU and HFU out.
 
@@ -40,7 +40,7 @@ def throughput(
         The values of ``device/flops_per_sec``, ``device/tflops_per_gpu``, ``device/mfu``, ``device/hfu``,
         ``device/items_per_sec`` (slots), ``device/real_items_per_sec``, ``device/samples_per_sec``
         (sequences), ``device/batches_per_sec`` (microbatches), ``packing/fill`` and
-        ``packing/attention_fraction``. With several devices, sums over them have keys without ``device/``.
+        ``packing/attention_fraction``. With several devices, keys without ``device/`` are sums over all.
     """
     passed = "Read the clock before and after: a rate needs time that has passed."
     seconds = real_number(seconds, "seconds", above=0, advice=passed)
@@ -64,7 +64,7 @@ def rates(
     devices: int = 1,
     peak: float | None = None,
 ) -> dict[str, float]:
-    """Return the metrics that depend on time (rates, MFU, HFU); FLOPs of None leave their keys out."""
+    """Return the metrics that depend on time: rates, MFU, HFU. ``flops=None`` leaves out keys of FLOPs."""
     totals = {
         "items": float(stats.slots),
         "real_items": float(stats.real_tokens + stats.shared_tokens),

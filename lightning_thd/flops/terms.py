@@ -1,7 +1,7 @@
 """Terms and layers of a FLOP count, and the FLOPs of a batch by part.
 
 A term is FLOPs per unit of a count in ``SeqStats``; a layer is a list of terms. A multiply-add is two FLOPs.
-Every term has its forward cost and what the backward adds.
+Every term has the cost of its forward pass and the costs of its backward pass.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Term:
     forward: int  # FLOPs per unit in the forward pass
     input_grad: int  # FLOPs per unit of the gradient with respect to the activations
     weight_grad: int  # FLOPs per unit of the gradient with respect to the weights
-    window: Window | None = None  # the layer's; for ``basis="patch_window_pair"`` its edge in patches
+    window: Window | None = None  # of attention; for ``basis="patch_window_pair"`` the edge in patches
     last: bool = False  # the layer's last operation, which torch's checkpointing need not run again
-    again: int | None = None  # FLOPs per unit that a checkpointed layer runs again; None for the forward's
+    again: int | None = None  # FLOPs per unit that checkpointing runs again; None means ``forward``
 
     @property
     def training(self) -> int:
@@ -52,7 +52,7 @@ class Term:
 class Layer:
     """Terms that run together: the backward pass recomputes or skips all of them or none."""
 
-    path: str  # as ``named_modules`` gives it, without the model's own prefix: ``"layers.0"``
+    path: str  # the name in ``named_modules`` without the prefix of the decoder: ``"layers.0"``
     terms: tuple[Term, ...]
     recomputable: bool = True  # activation checkpointing wraps layers of this kind
 
@@ -80,7 +80,7 @@ def scores(
     kind: Kind = "attention",
     name: str = "attention",
 ) -> Term:
-    """Return a term for attention's two products, per (query, key) pair; None is no window."""
+    """Return a term for attention's two products, per query-key pair; ``window=None`` is full attention."""
     cost = 2 * heads * (qk_dim + v_dim)
     return Term(
         name=name, kind=kind, basis=basis, forward=cost, input_grad=2 * cost, weight_grad=0, window=window
@@ -88,29 +88,29 @@ def scores(
 
 
 def recurrence(name: str, flops: int) -> Term:
-    """Return a term for a scan over the tokens without weights of its own."""
+    """Return a term for a scan over the tokens, which has no weights."""
     return Term(name=name, kind="linear", basis="token", forward=flops, input_grad=2 * flops, weight_grad=0)
 
 
 def units(
     basis: Basis, window: Window | None, stats: SeqStats, *, causal: Causal, tokens: Tokens, merge: int
 ) -> tuple[int, int]:
-    """Return the count that a term multiplies, as a fraction, so that half a square stays an integer."""
+    """Return the count that a term multiplies, as numerator and denominator, because a square may be odd."""
     if basis == "token":
         return (stats.real_tokens if tokens == "real" else stats.slots), 1
     if basis == "pair":
-        twice = stats.sum_squares + stats.real_tokens if window is None else 2 * _seen(stats, window)
+        twice = stats.sum_squares + stats.real_tokens if window is None else 2 * _pairs_in(stats, window)
         square = twice if isinstance(window, Blocks) else twice - stats.real_tokens
         return {"half": (square, 2), "exact": (twice, 2), "full": (square, 1)}[causal]
     if basis == "all_pair" and window is not None:  # the pairs of a causal window, mirrored
-        return 2 * _seen(stats, window) - stats.real_tokens, 1
+        return 2 * _pairs_in(stats, window) - stats.real_tokens, 1
     if basis == "patch_window_pair":
         return sum(pairs for edge, pairs in stats.vision_window_pairs if edge == window), 1
     return int(getattr(stats, _COUNTS[basis])), (merge if basis == "merged_patch" else 1)
 
 
-def _seen(stats: SeqStats, window: Window) -> int:
-    """Return the pairs of query and key in a causal window."""
+def _pairs_in(stats: SeqStats, window: Window) -> int:
+    """Return how many query-key pairs of a causal window the stats count."""
     return sum(pairs for counted, pairs in stats.window_pairs if counted == window)
 
 

@@ -1,8 +1,9 @@
 """One step under torch's FLOP counter -> layers, for models without a known config.
 
-Matmuls grow with the slots. Fused attention, counted as dense squares, gives the cost of one pair. torch
-counts grouped products and attention on a CPU as zero, so formulas for them are here. A warning names
-operators without one. Kernels outside torch's dispatcher, as flash-linear-attention's, cannot be seen.
+Matmuls grow with the slots. torch counts fused attention as dense squares, which gives the cost of one
+query-key pair. torch counts grouped products and attention on a CPU as zero, so formulas for them are here.
+A warning names the operators without a formula. The counter cannot see kernels outside torch's dispatcher,
+such as those of flash-linear-attention.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from lightning_thd.stats import SeqStats, window_pairs
 
 _Shape: TypeAlias = Any  # torch.Size: torch's own formulas are untyped
 
-# Operators of these namespaces multiply nothing, except those named below.
+# Operators of these namespaces multiply nothing, except those in ``_PRODUCTS``.
 _PLAIN = (
     *("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "c10d_functional", "fsdp", "dtensor"),
     *("_dtensor", "symm_mem", "rngprims", "inductor", "streams", "debugprims", "quantized_decomposed"),
 )
-_PRODUCTS = (  # operators of aten that have no formula
+_PRODUCTS = (  # products of aten for which torch has no formula
     *("_scaled_grouped_mm", "_scaled_grouped_mm_v2", "_scaled_mm_v2", "_int_mm", "_cdist_forward"),
     *("_weight_int4pack_mm", "_weight_int8pack_mm", "_trilinear", "mkldnn_rnn_layer", "_cudnn_rnn"),
     *("_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "_native_multi_head_attention", "_sparse_addmm"),
@@ -53,8 +54,9 @@ def formulas() -> dict[Any, Any]:
         ("lightning_thd", "varlen_attention_cpu_backward", _varlen_cpu_backward),
     )
     for namespace, name, formula in elsewhere:
-        if hasattr(getattr(torch.ops, namespace), name):
-            found[getattr(getattr(torch.ops, namespace), name)] = formula
+        operator = getattr(getattr(torch.ops, namespace), name, None)
+        if operator is not None:
+            found[operator] = formula
     return found
 
 
@@ -80,7 +82,7 @@ _varlen_cpu_backward._get_raw = True  # type: ignore[attr-defined]
 
 
 def _squares(cu_q: Any, cu_kv: Any, left: int) -> int:
-    """Return query-key pairs as torch counts them: whole squares, although half of one is masked."""
+    """Return query-key pairs as torch counts them: whole squares, although causal masks hide half."""
     queries, keys = cu_q.diff().long(), cu_kv.diff().long()
     if left < 0:
         return int((queries * keys).sum())
@@ -88,7 +90,7 @@ def _squares(cu_q: Any, cu_kv: Any, left: int) -> int:
     return int(2 * seen.sum() - queries.sum())
 
 
-_NEEDED = 4 / 5  # products of attention's backward without the recomputed scores
+_NEEDED = 4 / 5  # four of the five products of attention's backward; the fifth recomputes the scores
 _ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "varlen")
 
 
@@ -122,7 +124,7 @@ def counted_layers(
 ) -> tuple[Layer, ...]:
     """Convert the counts of one training step to layers that scale with its slots and pairs.
 
-    ``least`` is the number of slots of the smallest microbatch; the default is the step's number.
+    ``least`` is the number of slots of the smallest microbatch; the default is ``stats.slots``.
     """
     matmuls = counter.get_total_flops() - sum(counter.attention.values())
     if not matmuls or not stats.slots:
@@ -138,7 +140,7 @@ def counted_layers(
     per_pair = 0.0
     for (operator, rows, length), flops in counter.attention.items():
         whole = "varlen" not in operator and rows * length >= (least or stats.slots)
-        # torch counts the scores twice in a backward pass, but the model needs them once
+        # torch's count of a backward pass includes the recomputed scores, which the model does not need
         needed = flops * _NEEDED if "backward" in operator else flops
         # Attention over all slots of a microbatch sees ``length`` keys from each slot, padding included.
         pairs = length * max(rows * length, stats.slots) if whole else max(stats.sum_squares, 1)

@@ -1,4 +1,4 @@
-"""A model and a ``THDBatch`` -> its share of the step's mean loss, or log-probabilities, without logits.
+"""A model and a ``THDBatch`` -> the batch's share of the step's loss, or log-probabilities, without logits.
 
 T slots in a pack, S sequences, V vocabulary. ``head_call`` calls the model with its head replaced. It also
 records the model's operations on its logits (Granite's division, Cohere's factor, Gemma's cap).
@@ -51,10 +51,10 @@ def causal_lm_loss(
 ) -> Tensor:
     """Sum the negative log-likelihood over a batch's loss tokens, times the batch's scale.
 
-    The mean of this value over microbatches and ranks is the loss of the step. With ``reduction="tokens"``
-    that is the sum over the step's loss tokens, weighted as in the data, divided by their number or weight.
-    With ``"sequences"`` every sequence first averages over its own loss tokens. Then the sequences with loss
-    tokens are averaged, with the data's weights if it has one per sequence. The loss of routers is added.
+    The mean of this value over microbatches and ranks is the loss of the step. With ``reduction="tokens"``,
+    that is the sum over the step's loss tokens divided by their number, or the weighted mean if the data has
+    weights. With ``"sequences"``, each sequence averages over its loss tokens. Then the sequences that have
+    loss tokens are averaged, with the data's weights if it has one per sequence. Losses of routers are added.
 
     Args:
         model: a Hugging Face causal language model built with ``attn_implementation="thd"``, bare or wrapped
@@ -64,26 +64,27 @@ def causal_lm_loss(
         weights: floats ``[T]``, another factor of each slot's loss, without gradient. They do not change the
             divisor. ``classes[batch.targets.clamp(0)]`` weights by target. With shared prefixes ``[N]``.
         label_smoothing: share of a target's mass that is spread over the vocabulary.
-        z_loss: factor of the squared lse of each loss token; None: the config's ``z_loss_coefficient``.
-        mtp_weight: weight of the mean loss of further predictions. If the model calls its head again, call
-            k + 1 predicts the token k places after the next one.
+        z_loss: factor of each loss token's squared log-sum-exp (lse); None: ``config.z_loss_coefficient``.
+        mtp_weight: weight of the mean loss of predictions beyond the next token, if the model calls its head
+            several times. Call k + 1 predicts the token k places after the next token.
         router_balance: the tokens over which experts are balanced. "microbatch" is the model's own loss over
             all slots of the microbatch, if ``config.output_router_logits`` asks for it; it depends on the
             packing. "sequence" averages the balancing losses of the step's sequences, weighted by input
-            tokens; it does not. "step" balances all tokens of the step so far, on all ranks.
+            tokens, whatever the packing. "step" balances all tokens of the step so far, on all ranks.
         router_z_loss: factor of the squared lse of router logits, a mean over the step's input tokens and
-            the layers; None: the config's ``router_z_loss_coef``.
+            the layers; None: ``config.router_z_loss_coef``.
 
     Returns:
         fp32 ``[]`` (fp64 for an fp64 model). Under context parallelism every rank gets the whole pack's loss,
-        with the gradient of its shard. 10 loss tokens and ``loss_scale`` 0.1 give their mean; none gives 0.
+        with the gradient of its shard. 10 loss tokens and ``loss_scale`` 0.1 give their mean. A batch without
+        loss tokens gives 0.
 
     Raises:
         ValueError: for an unsupported model or attention, a batch that does not fit the model, or a reduction
             or balance that needs more than the batch and the model's routers give.
     """
     if mtp_weight is not _MTP_WEIGHT:
-        real_number(mtp_weight, "mtp_weight", advice="It is the weight of further predictions.")
+        real_number(mtp_weight, "mtp_weight", advice="It is the weight of predictions beyond the next token.")
     call = HeadCall.of(model)
     penalties = Penalties(label_smoothing=label_smoothing, z_loss=_z_loss(call) if z_loss is None else z_loss)
     factors = loss_weights(batch, reduction, weights)
@@ -145,7 +146,7 @@ def _loss(
     stats: bool = False,
     routers: Routers | None = None,
 ) -> tuple[Tensor, TokenStats | None]:
-    """Compute the loss; ``factors`` is None when every target counts ``scale``."""
+    """Compute the loss; ``factors`` is None if ``batch.loss_scale`` is the factor of every target."""
     watcher, recorded = watching(batch) if WATCHER or RECORDED.get() is not None else (None, None)
     slots = list[SlotLosses]()
 
@@ -162,7 +163,7 @@ def _loss(
     found = call.run(model, batch, values, size=4 if stats else 1, routers=routers)
     call.choices = None if routers is None else routers.seen
     if watcher is not None and slots:
-        watcher.see(batch, slots[-1], scale or 0.0)  # the last call, if there are two
+        watcher.see(batch, slots[-1], scale or 0.0)  # of the last call, if the model was called twice
     if recorded is not None:
         recorded += slots[-1:]
     loss, *sums = found["values"].unbind()
@@ -178,7 +179,7 @@ def _loss(
 
 @torch.no_grad()
 def _token_stats(call: Call, batch: THDBatch) -> Tensor:
-    """Sum entropies, right predictions and ones over the tokens that a call scores, ``[3]``."""
+    """Sum entropies, right predictions and ones over the loss tokens of a batch, ``[3]``."""
     prepared = prepare(call)
     rows = row_logprobs(prepared.operands, prepared.targets, prepared.settings, entropy=True, right=True)
     each = torch.stack([rows.entropy, rows.right.to(rows.entropy.dtype), torch.ones_like(rows.entropy)], 1)
@@ -203,7 +204,7 @@ def causal_lm_logprobs(
         ``batch.targets[i]``, the token after slot i; ``PackedRollouts`` moves it to that token. With shared
         prefixes the tensors have one entry for each token of every sequence, ``[N]``.
     """
-    LogitMap(temperature=temperature)  # checked before the model runs
+    LogitMap(temperature=temperature)  # checks the temperature before the model runs
     instance(model, "model", nn.Module, advice="Pass the model itself.")
     check_batch(batch)
     instance(entropy, "entropy", bool, advice="Pass True or False.")
@@ -228,11 +229,11 @@ def dft_loss(logp: Tensor, batch: THDBatch) -> Tensor:
     """Compute the loss of dynamic fine-tuning: each token's loss is multiplied by its probability.
 
     arXiv:2508.05629, equation 9: ``-p.detach() log p``. The sum over all targets is multiplied by
-    ``batch.loss_scale``, and each target by its weight, as in ``causal_lm_loss``; ``logp`` are floats
-    ``[T]``, as ``causal_lm_logprobs(model, batch).logp``. A target of probability 1/2 adds 0.347.
+    ``batch.loss_scale``, and each target by its weight, as in ``causal_lm_loss``. ``logp`` are the floats
+    ``[T]`` of ``causal_lm_logprobs(model, batch).logp``. A target of probability 1/2 adds 0.347.
     """
     known = batch.token_targets != IGNORE_INDEX
-    shaped(logp, "logp", known.shape, "one a slot. Pass causal_lm_logprobs(model, batch).logp.")
+    shaped(logp, "logp", known.shape, "one per slot. Pass causal_lm_logprobs(model, batch).logp.")
     losses = torch.where(known, -logp * logp.detach().exp(), 0.0)
     return (losses if batch.weights is None else losses * batch.weights).sum() * batch.loss_scale
 
@@ -249,7 +250,7 @@ def loss_weights(batch: THDBatch, reduction: Reduction, weights: Tensor | None) 
         return None
     slots = batch.targets.shape if shared is None else shared.token_rows.shape
     if weights is not None:
-        shaped(weights, "weights", slots, "one a slot. Put weights of the data into the samples.")
+        shaped(weights, "weights", slots, "one per slot. Put weights of the data into the samples.")
     scale = batch.sequence_scale if reduction == "sequences" else batch.loss_scale
     if scale is None:
         raise ValueError(
@@ -260,7 +261,7 @@ def loss_weights(batch: THDBatch, reduction: Reduction, weights: Tensor | None) 
     def factors(targets: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         if depth:
             raise ValueError(
-                "Weights and reduction='sequences' say nothing of predictions further than the next token. "
+                "Weights and reduction='sequences' do not apply to predictions beyond the next token. "
                 "Use reduction='tokens' without weights."
             )
         wide = torch.float32 if targets.device.type == "mps" else torch.float64  # rounded once, at the end
@@ -277,7 +278,7 @@ def loss_weights(batch: THDBatch, reduction: Reduction, weights: Tensor | None) 
 
 
 def _shares(batch: THDBatch, dtype: torch.dtype) -> Tensor:
-    """Spread every sequence's share over its slots, ``[T]``; 0 in a trailing pad."""
+    """Give each slot its sequence's share of the loss, ``[T]``; 0 in a trailing pad."""
     precise = np.float64 if dtype == torch.float64 else np.float32  # MPS has no fp64
     on_host = np.array([*batch.sequence_shares, 0.0], precise)
     shares: Tensor = uploaded(on_host, batch.input_ids.device).to(dtype)
@@ -295,7 +296,7 @@ def mtp_targets(targets: Tensor, cu_seqlens: Tensor, depth: int, *, ignore_index
     offsets of the sequences with their padding.
     ``([6, 7, -100, 9, -100], [0, 3, 5], 1)`` becomes ``[7, -100, -100, -100, -100]``.
     """
-    depth = whole_number(depth, "depth", advice="0 is the next token, 1 the one after it.")
+    depth = whole_number(depth, "depth", advice="0 is the next token, 1 the token after it.")
     if targets.ndim != 1 or targets.is_floating_point() or targets.dtype == torch.bool:
         raise ValueError(
             f"targets is {targets.dtype} {list(targets.shape)}, wanted int64 [T]. Pass batch.targets."
@@ -314,7 +315,7 @@ def mtp_targets(targets: Tensor, cu_seqlens: Tensor, depth: int, *, ignore_index
 def predicting(
     operands: HeadOperands, batch: THDBatch, depth: int
 ) -> tuple[HeadOperands, Tensor, int | None]:
-    """Return the operands of the rows that predict, their targets, and an upper bound of loss tokens."""
+    """Return operands of the rows that predict, their targets, and an upper bound of the loss tokens."""
     if not isinstance(batch, SharedBatch):
         return operands, targets_after(batch, depth) if depth else batch.targets, batch.max_targets
     if depth:
@@ -324,7 +325,7 @@ def predicting(
 
 
 def targets_after(batch: THDBatch, depth: int) -> Tensor:
-    """Shift a batch's targets by ``depth``; for a shard, gather the whole pack's in one collective."""
+    """Shift a batch's targets by ``depth``; for a shard, gather the pack's targets in one collective."""
     if not isinstance(batch, THDShard):
         return mtp_targets(batch.targets, batch.cu_seqlens_padded, depth)
     layout = batch.layout

@@ -49,9 +49,9 @@ def fused_linear_distillation(
 ) -> Tensor:
     """Compute ``alpha * divergence + (1 - alpha) * cross entropy`` of every token, summed, without logits.
 
-    With ``p`` the teacher's and ``q`` the student's softmax of logits over the temperature: "kl" is
-    ``sum p log(p / q)``, arXiv:1503.02531; "reverse_kl" ``sum q log(q / p)``, MiniLLM, arXiv:2306.08543;
-    "jsd" the generalised Jensen-Shannon divergence ``beta KL(p, m) + (1 - beta) KL(q, m)``,
+    ``p`` is the teacher's and ``q`` the student's softmax of the logits divided by the temperature. "kl" is
+    ``sum p log(p / q)``, arXiv:1503.02531; "reverse_kl" is ``sum q log(q / p)``, MiniLLM, arXiv:2306.08543;
+    "jsd" is the generalised Jensen-Shannon divergence ``beta KL(p, m) + (1 - beta) KL(q, m)``,
     ``m = beta p + (1 - beta) q``, GKD, arXiv:2306.13649, equation 1. There is no factor of the squared
     temperature; put one into ``token_weights`` if you want it. The cross entropy uses temperature 1.
 
@@ -74,8 +74,8 @@ def fused_linear_distillation(
     choice(reduction, "reduction", "sum", "mean")
     if real_number(alpha, "alpha", least=0.0) > 1.0 or real_number(beta, "beta", above=0.0) >= 1.0:
         raise ValueError(
-            f"alpha is {alpha} and beta {beta}, wanted alpha from 0 to 1 and beta above 0 and below 1; at "
-            "its ends the mixture is kind='kl' or 'reverse_kl'."
+            f"alpha is {alpha} and beta {beta}, wanted alpha from 0 to 1 and beta above 0 and below 1. "
+            "For beta 0 or 1 use kind='kl' or 'reverse_kl'."
         )
     student_map = LogitMap(logit_scale, softcap, temperature, valid_vocab_size)
     call = Call(hidden, weight, targets, bias, student_map, ignore_index, tp_group, chunk, loss_tokens)
@@ -113,7 +113,7 @@ def _distillation(
         hard = hard * (1.0 - alpha)
         if alpha == 0.0:
             return hard
-    taught = _head_teacher(call, teacher, prepared, token_weights)
+    teacher_for = _head_teacher(call, teacher, prepared, token_weights)
     operands, settings = prepared.operands, prepared.settings
     if settings.compute == torch.float16:  # gradients are computed before the loss scale is known
         hidden, weight, bias = operands
@@ -121,7 +121,7 @@ def _distillation(
         settings = replace(settings, compute=torch.float32)
 
     def job(head: Head, _: Tensor, weights: Tensor, needs: Needs) -> tuple[Tensor, HeadGradients]:
-        return divergence_and_gradients(head, taught(head), weights, divergence, needs=needs)
+        return divergence_and_gradients(head, teacher_for(head), weights, divergence, needs=needs)
 
     soft = scalar_loss(*operands, prepared.targets, weights, settings, job, "fused_linear_distillation")
     return soft if hard is None else soft + hard
@@ -130,17 +130,17 @@ def _distillation(
 def _head_teacher(
     call: Call, teacher: Call, prepared: Prepared, token_weights: Tensor | float | None
 ) -> Callable[[Head], Teacher]:
-    """Check a teacher's head against the student's; return it for the rows and tiles of the student's."""
-    hidden, how = teacher.hidden, prepared.settings
-    own, _ = prepare_weighted(replace(teacher, tp_group=how.tp_group), token_weights, mean=False)
-    rows, wanted = own.operands[1].shape[0], prepared.operands[1].shape[0]
-    padded = call.logit_map.valid_vocab_size is not None and how.tp_group is None
-    short = rows < how.columns if padded else rows != wanted
+    """Check a teacher's head, and return a function that gives the teacher for a student's head."""
+    hidden, student = teacher.hidden, prepared.settings
+    taught, _ = prepare_weighted(replace(teacher, tp_group=student.tp_group), token_weights, mean=False)
+    rows, wanted = taught.operands[1].shape[0], prepared.operands[1].shape[0]
+    padded = call.logit_map.valid_vocab_size is not None and student.tp_group is None
+    short = rows < student.columns if padded else rows != wanted
     if short or hidden.shape[:-1] != call.hidden.shape[:-1]:
         raise ValueError(
-            f"teacher_hidden is {list(hidden.shape)} and teacher_weight has {rows} rows beside hidden "
-            f"{list(call.hidden.shape)} and {wanted} rows of weight, wanted the same tokens and V. "
+            f"teacher_hidden is {list(hidden.shape)} and teacher_weight has {rows} rows, but hidden is "
+            f"{list(call.hidden.shape)} and weight has {wanted} rows, wanted the same tokens and V. "
             "Vocabularies that are padded differently need valid_vocab_size."
         )
-    settings = replace(own.settings, columns=how.columns, start=how.start)
-    return lambda head: Teacher(Head(own.operands, own.targets, settings, head.tile))
+    settings = replace(taught.settings, columns=student.columns, start=student.start)
+    return lambda head: Teacher(Head(taught.operands, taught.targets, settings, head.tile))

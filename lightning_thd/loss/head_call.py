@@ -3,8 +3,8 @@
 Legend: T slots, H hidden size, V vocabulary. The model's own ``forward`` runs through ``__call__`` with all
 hooks, so FSDP2, DDP, PEFT and checkpointing keep working. The replacements are the same functions in every
 call, so torch.compile does not compile again. The head returns ``LazyLogits``, which record the model's
-operations on them as a ``LogitMap``. If an operation cannot be recorded, or the head is not a plain linear
-layer, the full logits are computed, which takes memory for T x V.
+operations on the logits as a ``LogitMap``. If an operation cannot be recorded, or the head is not a plain
+linear layer, the full logits are computed, which takes memory for T x V.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ Values = Callable[[HeadOperands, int, LogitMap], Tensor]
 
 @dataclass(slots=True)
 class _Job:
-    """One forward pass."""
+    """The inputs and the results of one forward pass."""
 
     values: Values  # see ``HeadCall.run``
     size: int  # how many values a call of the head returns
@@ -93,15 +93,17 @@ class HeadCall:
         self._hooks: list[Any] | None = None  # the hooks for which ``_whole`` was decided
         self._whole = ""  # why the full logits are computed; empty if they are not
         self._warned = False
-        self.choices: Tensor | None = None  # router_balance="step" keeps the step's [E] here
-        self._config: Any = None  # the whole model's; ``config`` is its language model's
+        self.choices: Tensor | None = None  # how often experts were chosen in the step so far, [E]
+        self._config: Any = None  # of the whole model; ``config`` is the part of its language model
         self.config: Any = None
 
     @classmethod
     def of(cls, model: nn.Module) -> HeadCall:
         """Return the ``HeadCall`` of the language model inside ``model``, made in the first call."""
         call = getattr(model, "__dict__", {}).get(_ATTRIBUTE)
-        if call is None or call.inner is not model:  # wrapped, new, or a copy with the original's call
+        if (
+            call is None or call.inner is not model
+        ):  # a wrapper, a new model, or a copy with the original's HeadCall
             inner = language_model(model)
             call = inner.__dict__.get(_ATTRIBUTE)
             if call is None or call.inner is not inner:
@@ -119,7 +121,7 @@ class HeadCall:
         return call
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (type(None), ())  # copies and pickles of the model make their own
+        return (type(None), ())  # copies of the model make a new HeadCall
 
     def run(
         self,
@@ -133,7 +135,8 @@ class HeadCall:
         """Call the model on a batch with its head replaced, and return what the head computed.
 
         If the model changes its logits in another way than its config describes, it is called a second time.
-        ``size`` is n, for stages without a head. Returns ``{"values": [n], "value_1": ..., "aux_loss": []}``.
+        ``size`` is n, which pipeline stages without a head need to know. Returns ``{"values": [n],
+        "value_1": ..., "aux_loss": []}``.
         """
         inner, stage = self.inner, self.inner.__dict__.get(STAGE)
         self._look_at_hooks(model)
@@ -147,8 +150,8 @@ class HeadCall:
                     made.over = True
             if not job.called:
                 raise ValueError(
-                    f"{type(model).__name__} never called {type(inner).__name__}.forward as it is now: "
-                    "it holds a forward from before, as PEFT's adaption prompts do. Use another wrapper."
+                    f"{type(model).__name__} never called the replaced {type(inner).__name__}.forward: "
+                    "it holds an earlier forward, as PEFT's adaption prompts do. Use another wrapper."
                 )
             if job.whole:
                 self._warn_of_memory(job.whole)
@@ -156,14 +159,14 @@ class HeadCall:
             if self._followed(job, again=attempt > 0) or (stage is not None and not stage.again()):
                 break
         for name, value in job.found.items():
-            # FSDP2 with an output_dtype (Accelerate's default for bf16) rounds what leaves the model.
+            # FSDP2 with an output_dtype (Accelerate's default for bf16) rounds the model's outputs.
             if outputs[name].dtype.itemsize < value.dtype.itemsize:
                 outputs[name] = value
         found: dict[str, Tensor] = outputs
         return found
 
     def _call(self, model: nn.Module, batch: THDBatch, job: _Job) -> Any:
-        """Call the model with its forward and its head's replaced."""
+        """Call the model, with its forward and the forward of its head replaced."""
         inner, before = self.inner, getattr(STATE, "scope", None)
         own = inner.__dict__.get("forward")
         kwargs = batch.hf_kwargs()
@@ -187,8 +190,8 @@ class HeadCall:
         if job.lost:
             if job.stage is not None:
                 raise NotImplementedError(
-                    f"In a pipeline causal_lm_loss follows factors, a tanh cap, casts and vocabulary slices "
-                    f"of logits, and {job.lost}. Set pipeline_parallel_size=1."
+                    f"In a pipeline causal_lm_loss supports factors, a tanh cap, casts and vocabulary slices "
+                    f"of logits, but {job.lost}. Set pipeline_parallel_size=1."
                 )
             self._whole = job.lost
             return False
@@ -200,7 +203,7 @@ class HeadCall:
             return True
         self.logit_map = found
         if again:
-            self._whole = "the model does something else to them at every call"
+            self._whole = "the model changes them in another way in every call"
         return False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -236,6 +239,7 @@ class HeadCall:
         return logits
 
     def _finish(self, outputs: Any) -> Any:
+        """Return the values of a pass in place of the model's outputs; the outputs if the values are lost."""
         if torch.compiler.is_compiling():
             return _outside_compile(self._finish, outputs)
         job = self._job
@@ -249,7 +253,7 @@ class HeadCall:
         source = logits.source if isinstance(logits, LazyLogits) else None
         if not job.lost and not any(made is source for made in lazy):
             _require_logits(outputs, self.inner)
-            job.lost = "the model returns others than those of its head"
+            job.lost = "the model returns other logits than those of its head"
         if job.lost:
             return outputs
         assert isinstance(logits, LazyLogits)
@@ -386,8 +390,8 @@ def guess_logit_map(inner: Any) -> LogitMap:
 
 
 def plain_linear(head: Any, forward: object) -> nn.Linear | None:
-    """Return the head if it is a plain linear layer, or None; ``forward`` is one that others set on it."""
-    if hasattr(head, "_orig_mod"):  # torch.compile's wrapper, whose forward is its own
+    """Return the head if it is a plain linear layer, or None; ``forward`` is a forward that was set on it."""
+    if hasattr(head, "_orig_mod"):  # torch.compile's wrapper has another forward
         head = head._orig_mod
         forward = head.__dict__.get("forward")
     copies = head._modules.get("modules_to_save")
@@ -399,7 +403,7 @@ def plain_linear(head: Any, forward: object) -> nn.Linear | None:
         return None
     weight = head._parameters.get("weight")
     if type(weight) is not nn.Parameter and is_dtensor(weight):
-        linear: nn.Linear = head  # tensor parallelism sets its own forward
+        linear: nn.Linear = head  # tensor parallelism has set another forward
         return linear
     kind = type(weight)
     quantised = weight is not None and kind is not nn.Parameter and not kind.__module__.startswith("torch.")

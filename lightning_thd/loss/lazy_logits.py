@@ -40,7 +40,7 @@ class Record:
         """Return the recorded operations as a map."""
         if not self.capped:
             return LogitMap(scale=self.inner, valid_vocab_size=self.columns)
-        # LogitMap is cap tanh(scale x / cap): cap = |outer|, scale = inner * outer, as tanh is odd.
+        # LogitMap is cap tanh(scale x / cap): cap = |outer|, scale = inner * outer, because tanh is odd.
         return LogitMap(scale=self.inner * self.outer, softcap=abs(self.outer), valid_vocab_size=self.columns)
 
 
@@ -52,8 +52,8 @@ class LazyLogits(Tensor):
     learns: bool  # whether gradients were on when the head ran
     made_from: LazyLogits | None = None  # the result of the head; None if this is the result itself
     lost: str = ""  # the last operation on a head's result that cannot be recorded
-    over: bool = False  # whether their forward pass is over; set only on a head's result
-    aliases: bool = False  # whether they may share memory with other logits
+    over: bool = False  # whether the forward pass is over; set only on a head's result
+    aliases: bool = False  # whether these logits may share memory with other logits
     placements = ()  # a tensor-parallel head's hook compares these, then calls the two methods below
 
     @property
@@ -100,8 +100,8 @@ class LazyLogits(Tensor):
                 if logits.source.over:
                     raise ValueError(
                         f"{asked or func!r} was applied to logits that a hook or a model kept from a loss or "
-                        "from log-probabilities, which never made them. Read them before the model returns, "
-                        "and they are computed; or call the model itself."
+                        "from log-probabilities, which compute no logits. Read them before the model "
+                        "returns, so that they are computed, or call the model itself."
                     )
                 logits.source.lost = asked or repr(func)
         args, kwargs = tree_map_only(LazyLogits, _zeros, (args, kwargs))
@@ -116,7 +116,7 @@ def _zeros(logits: LazyLogits) -> Tensor:
 
 def _changed(logits: LazyLogits, record: Record, *, aliases: bool) -> LazyLogits:
     """Return new logits with another record; ``logits`` are unchanged."""
-    made: LazyLogits = _Again.apply(logits, record.columns)  # type: ignore[no-untyped-call]
+    made: LazyLogits = _Copy.apply(logits, record.columns)  # type: ignore[no-untyped-call]
     made.record, made.count, made.learns = record, logits.count, logits.learns
     made.made_from, made.aliases = logits.source, aliases
     return made
@@ -185,11 +185,11 @@ _HARMLESS = frozenset(
 
 # ---- Values in place of logits
 
-_OTHERS = "the logits' gradient did not come from open_values"
+_NOT_OPENED = "the logits' gradient did not come from open_values"
 
 
 def _stored(values: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor of a shape whose storage holds ``values``; all its entries show the first value."""
+    """Return a tensor of ``shape`` whose storage holds ``values``; each of its entries is the first value."""
     return values.new_empty(0).set_(values.clone().untyped_storage(), 0, shape, (0,) * len(shape))
 
 
@@ -202,11 +202,11 @@ class _Carry(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        assert not any(grad.stride()), _OTHERS
+        assert not any(grad.stride()), _NOT_OPENED
         return grad.as_strided((ctx.count,), (1,), 0).clone(), None
 
 
-class _Again(torch.autograd.Function):
+class _Copy(torch.autograd.Function):
     """Copies logits to a new object without new memory, so that its operations get their own record."""
 
     @staticmethod
@@ -217,7 +217,7 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        assert not any(grads[0].stride()), _OTHERS
+        assert not any(grads[0].stride()), _NOT_OPENED
         return grads[0].as_strided(ctx.shape, grads[0].stride()), None
 
 

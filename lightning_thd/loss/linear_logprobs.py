@@ -73,14 +73,14 @@ def fused_linear_logprobs(
         targets: int64 ``[T]`` (or ``[...]``), indices into the whole vocabulary, or ``ignore_index``.
         bias: ``[V]``.
         temperature: divides the logits after the cap.
-        softcap: cap on the logits, applied before the temperature; None for none.
+        softcap: cap on the logits, applied before the temperature; None for no cap.
         logit_scale: factor before the cap.
         ignore_index: the target that does not count; its rows are left out of the products.
         valid_vocab_size: number of real columns, if the vocabulary is padded.
         rows: int64 ``[R]`` indices, or bool ``[T]``: the tokens to compute, for example those of a response.
         tp_group: ranks that share the vocabulary: one collective forward, one backward.
-        chunk: tokens of a tile; "auto" keeps two tiles within a byte budget. It only affects rounding.
-        loss_tokens: upper bound of targets that count, if the host knows it; then nothing waits for a GPU.
+        chunk: tokens of a tile; "auto" keeps two tiles within a byte budget. It affects rounding only.
+        loss_tokens: upper bound of the targets that count, if known; then Python does not wait for a GPU.
         entropy: whether to compute the entropy; False saves a pass over every tile.
 
     Returns:
@@ -135,7 +135,7 @@ def row_logprobs(
 def _logits_logprobs(logits: Tensor, targets: Tensor, settings: Settings) -> RowValues:
     """Compute ``row_logprobs`` of logits ``[R, V]`` by torch's own functions."""
     wide = logits.to(settings.accumulator)
-    if settings.ignore_index is not None:  # a row that does not count may hold anything
+    if settings.ignore_index is not None:  # a row that does not count may hold NaN
         wide = torch.where((targets != settings.ignore_index)[:, None], wide, 0.0)
     z = settings.logit_map.apply_(wide.clone())
     log_p, lse = z.log_softmax(-1), z.logsumexp(-1)
@@ -159,7 +159,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 stats, _ = merge_ranks(stats, stats[:0], head.weight.shape[0], settings.tp_group)
         log_sum = stats[SUM].log()
         lse = stats[MAX] + log_sum
-        # The largest logit and log(sum) are subtracted one by one: exact if the target is nearly certain.
+        # Subtracting the largest logit and log(sum) one by one is exact if the target is nearly certain.
         logp = stats[TARGET] - stats[MAX] - log_sum
         if exact is not None:  # the target's logit is exact, the largest logit may be rounded
             logp = logp.clamp_max_(0.0)

@@ -57,12 +57,12 @@ def fused_linear_cross_entropy(
 
     The other arguments are those of ``fused_linear_logprobs``. ``token_weights`` ``[T]`` are factors of each
     token's loss and get no gradient. ``label_smoothing`` is the share of the target's mass that is spread
-    over the vocabulary. ``z_loss`` is the factor of lse squared, added for each token. ``reduction`` is
+    over the vocabulary. ``z_loss`` is the factor of each token's squared log-sum-exp (lse). ``reduction`` is
     "sum", or "mean": the sum divided by the number of tokens that count (0 if there are none).
 
     Returns:
-        fp32 ``[]`` (fp64 for fp64 inputs). Hidden ``[[0.]]``, weight ``[[1.], [2.]]``, target 0 give
-        ``0.6931``.
+        fp32 ``[]`` (fp64 for fp64 inputs). Hidden ``[[0.]]``, weight ``[[1.], [2.]]`` and target 0
+        give ``0.6931``.
     """
     instance(weight, "weight", Tensor, advice="Pass the head's weight, not logits.")
     advice = "For one value per token use fused_linear_logprobs(...).logp."
@@ -107,23 +107,23 @@ def prepare_weighted(
     call: Call, token_weights: Tensor | float | None, *, mean: bool
 ) -> tuple[Prepared, Tensor]:
     """Prepare a call, and return the weights ``[R]`` of its rows, 0 for ignored targets."""
-    each = isinstance(token_weights, Tensor) and token_weights.ndim > 0
-    given = plain(call.targets) if each or mean else call.targets
-    if isinstance(token_weights, Tensor) and each:
-        if token_weights.numel() != given.numel():
+    per_token = token_weights if isinstance(token_weights, Tensor) and token_weights.ndim > 0 else None
+    targets = plain(call.targets) if per_token is not None or mean else call.targets
+    if per_token is not None:
+        if per_token.numel() != targets.numel():
             raise ValueError(
-                f"token_weights is {list(token_weights.shape)}, wanted one a token, {list(given.shape)}."
+                f"token_weights is {list(per_token.shape)}, wanted one per token, {list(targets.shape)}."
             )
-        weightless = token_weights.detach().reshape(given.shape) == 0
-        call = replace(call, targets=torch.where(weightless, call.ignore_index, given))
+        weightless = per_token.detach().reshape(targets.shape) == 0
+        call = replace(call, targets=torch.where(weightless, call.ignore_index, targets))
     elif not isinstance(token_weights, Tensor | None) and (
         type(token_weights) is not float or not math.isfinite(token_weights)
     ):
         token_weights = real_number(token_weights, "token_weights")
     prepared = prepare(call)
     kept, wide = prepared.kept, prepared.settings.accumulator
-    if isinstance(token_weights, Tensor) and each:
-        weights = token_weights.detach().flatten().to(wide)
+    if per_token is not None:
+        weights = per_token.detach().flatten().to(wide)
         weights = weights if kept is None else weights[kept]
     else:
         weights = torch.ones(prepared.targets.shape, dtype=wide, device=prepared.targets.device)
@@ -131,7 +131,7 @@ def prepare_weighted(
     if prepared.counts is not None:
         weights = torch.where(prepared.counts, weights, 0.0)
     if mean:
-        weights = weights / (given != call.ignore_index).sum().clamp_min(1)
+        weights = weights / (targets != call.ignore_index).sum().clamp_min(1)
     return prepared, weights
 
 
@@ -147,7 +147,7 @@ class _ScalarLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             refuse_double_backward(ctx.name)
-        saved = ctx.saved_tensors  # read once: torch.utils.checkpoint allows no second read
+        saved = ctx.saved_tensors  # read once, because torch.utils.checkpoint allows no second read
         # Gradients are scaled in place, so they serve one backward pass; a second one computes them again.
         found, ctx.found = ctx.found, None
         if found is None:

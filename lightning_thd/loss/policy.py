@@ -4,14 +4,14 @@ T slots, B rows (rollouts). A value of a slot belongs to the token that the slot
 ``causal_lm_logprobs(model, rollouts.batch).logp``; ``rollouts.pack`` converts padded values. Slots that
 predict no response token are ignored. Each loss is one number ``[]``. The losses share these arguments:
 
-- ``logp`` and ``old_logp``, floats ``[T]``: log-probabilities under the policy and under the one that
-  sampled,
+- ``logp`` and ``old_logp``, floats ``[T]``: log-probabilities under the trained policy, and under the policy
+  that sampled the responses,
 - ``advantages``, ``[T]``, or ``[B]`` for one per row: they get no gradient,
 - ``rollouts``: the pack,
-- ``clip`` and ``clip_high``: the ratio of the policies is clipped to ``1 - clip`` to ``1 + clip_high``;
-  ``clip_high`` None is ``clip``,
-- ``reference_logp``, floats ``[T]``: log-probabilities under the reference; ``beta``: the factor of the
-  divergence from it,
+- ``clip`` and ``clip_high``: the ratio of the policies is clipped to between ``1 - clip`` and
+  ``1 + clip_high``; None for ``clip_high`` means ``clip``,
+- ``reference_logp``, floats ``[T]``: log-probabilities under the reference model; ``beta``: the factor of the
+  divergence from that model,
 - ``weights``, floats ``[T]``: a factor of each token's loss, which does not change the divisor,
 - ``scale``: replaces the division by the number of rows or tokens. For a step of several microbatches or
   ranks, pass ranks x microbatches / the step's rows or tokens. The mean over microbatches and ranks is then
@@ -54,7 +54,7 @@ def ppo_clip_loss(
     uses ``clip_high=0.28``. Ratios of 1 and advantages of 1 give -1.
     """
     bounds = _bounds(clip, clip_high)
-    _, ratio, of_slot = _slots(logp, old_logp, advantages, rollouts, weights)
+    _, ratio, of_slot = _slot_values(logp, old_logp, advantages, rollouts, weights)
     losses = -torch.minimum(ratio * of_slot, ratio.clamp(*bounds) * of_slot)
     if dual_clip is not None:
         real_number(dual_clip, "dual_clip", above=1.0)
@@ -82,7 +82,7 @@ def grpo_loss(
 
     A token's loss is ``-min(r A, clip(r) A) + beta (e^(ref - logp) - (ref - logp) - 1)``, GRPO,
     arXiv:2402.03300, equations 3 and 4. ``largest_ratio`` bounds the unclipped ratio, as INTELLECT-2 does,
-    arXiv:2505.07291. If the policy itself sampled, pass ``logp.detach()`` as ``old_logp``. Kinds:
+    arXiv:2505.07291. If the trained policy sampled, pass ``logp.detach()`` as ``old_logp``. Kinds:
 
     - "grpo": the mean over rows of each row's mean over its tokens.
     - "dr_grpo": the sum over all tokens / (rows x ``max_tokens``), Dr. GRPO, arXiv:2503.20783; tokens of long
@@ -93,7 +93,7 @@ def grpo_loss(
     """
     choice(kind, "kind", *get_args(GRPOKind))
     bounds = _bounds(clip, clip_high)
-    logp, ratio, of_slot = _slots(logp, old_logp, advantages, rollouts, weights)
+    logp, ratio, of_slot = _slot_values(logp, old_logp, advantages, rollouts, weights)
     clipped = ratio.clamp(*bounds)
     if largest_ratio is not None:
         real_number(largest_ratio, "largest_ratio", above=1.0)
@@ -123,11 +123,11 @@ def gspo_loss(
     and the divergence is averaged over each row's tokens. Equal policies and advantages of 1 give -1.
     """
     low, high = _bounds(clip, clip_high)
-    given = _given(rollouts, logp=logp, old_logp=old_logp)
+    given = _masked(rollouts, logp=logp, old_logp=old_logp)
     rows, of_row = rollouts.shape[:1], advantages.detach()
-    shaped(advantages, "advantages", rows, "one a row.")
+    shaped(advantages, "advantages", rows, "one per row.")
     if weights is not None:
-        shaped(weights, "weights", rows, "one a row.")
+        shaped(weights, "weights", rows, "one per row.")
     ratio = _ratio(rollouts.means(given["logp"] - given["old_logp"].detach()))
     losses = -torch.minimum(ratio * of_row, ratio.clamp(low, high) * of_row)
     losses = torch.where(rollouts.counts > 0, losses, 0.0)
@@ -154,7 +154,7 @@ def cispo_loss(
     give 2.
     """
     real_number(largest_ratio, "largest_ratio", above=0.0)
-    logp, ratio, of_slot = _slots(logp, old_logp, advantages, rollouts, weights)
+    logp, ratio, of_slot = _slot_values(logp, old_logp, advantages, rollouts, weights)
     losses = -ratio.detach().clamp(max=largest_ratio) * of_slot * logp
     return _reduced(losses, rollouts, "token_mean", None, weights, scale)
 
@@ -178,7 +178,7 @@ def sapo_loss(
     """
     real_number(temperature, "temperature", above=0.0)
     real_number(temperature_negative, "temperature_negative", above=0.0)
-    _, ratio, of_slot = _slots(logp, old_logp, advantages, rollouts, weights)
+    _, ratio, of_slot = _slot_values(logp, old_logp, advantages, rollouts, weights)
     t = torch.full_like(of_slot, temperature).masked_fill(of_slot <= 0, temperature_negative)
     losses = -4.0 / t * torch.sigmoid(t * (ratio - 1.0)) * of_slot
     return _reduced(losses, rollouts, "grpo", None, weights, scale)
@@ -205,8 +205,8 @@ def vespo_loss(
     for name, pair in (("k", k), ("lam", lam)):
         for value in pair:
             real_number(value, name, least=0.0)
-    given = _given(rollouts, logp=logp, old_logp=old_logp)
-    shaped(advantages, "advantages", rollouts.shape[:1], "one a row.")
+    given = _masked(rollouts, logp=logp, old_logp=old_logp)
+    shaped(advantages, "advantages", rollouts.shape[:1], "one per row.")
     of_row = advantages.detach()
     distance = (given["logp"] - given["old_logp"]).detach().clamp(-20.0, 20.0)
     log_w = rollouts.sums(distance).clamp(math.log(1e-8), 20.0)
@@ -257,22 +257,22 @@ def _ratio(distance: Tensor) -> Tensor:
     return distance.clamp(max=math.log(torch.finfo(distance.dtype).max) - 1.0).exp()
 
 
-def _slots(
+def _slot_values(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, rollouts: PackedRollouts, weights: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probabilities, ratios and advantages ``[T]``; 0, 1 and 0 in slots that do not count."""
-    given = _given(rollouts, weights, logp=logp, old_logp=old_logp)
+    given = _masked(rollouts, weights, logp=logp, old_logp=old_logp)
     of_slot = _advantages(advantages, rollouts)
     return given["logp"], _ratio(given["logp"] - given["old_logp"].detach()), of_slot
 
 
-def _given(rollouts: PackedRollouts, factors: Tensor | None = None, **values: Tensor) -> dict[str, Tensor]:
-    """Check values of slots, and set those that do not count, or have a factor of 0, to 0."""
+def _masked(rollouts: PackedRollouts, factors: Tensor | None = None, **values: Tensor) -> dict[str, Tensor]:
+    """Check values of slots, and set them to 0 in slots that do not count or have a factor of 0."""
     counts = rollouts.batch.token_targets != IGNORE_INDEX
     if isinstance(factors, Tensor) and factors.shape == counts.shape:
         counts = counts & (factors != 0)
     for name, value in values.items():
-        shaped(value, name, counts.shape, "one a slot. Convert padded values by rollouts.pack(...).")
+        shaped(value, name, counts.shape, "one per slot. Convert padded values by rollouts.pack(...).")
     return {name: torch.where(counts, value, 0.0) for name, value in values.items()}
 
 
@@ -286,8 +286,8 @@ def _advantages(advantages: Tensor, rollouts: PackedRollouts) -> Tensor:
     if advantages.shape == (rows,) and slots != (rows,):
         of_row = torch.cat([advantages.detach(), advantages.new_zeros(1)])
         return of_row.index_select(0, rollouts.row)
-    shaped(advantages, "advantages", slots, f"one a slot, or one a row, [{rows}].")
-    return _given(rollouts, advantages=advantages)["advantages"].detach()
+    shaped(advantages, "advantages", slots, f"one per slot, or one per row, [{rows}].")
+    return _masked(rollouts, advantages=advantages)["advantages"].detach()
 
 
 def _divergence(
@@ -300,11 +300,11 @@ def _divergence(
     """Return ``beta`` times the divergence estimate of arXiv:2402.03300, equation 4, ``[T]``."""
     real_number(beta, "beta", least=0.0)
     if (reference_logp is None) != (beta == 0):
-        given_too = "absent" if reference_logp is None else "given"
-        raise ValueError(f"beta is {beta} and reference_logp {given_too}, wanted both, or neither.")
+        state = "absent" if reference_logp is None else "given"
+        raise ValueError(f"beta is {beta} and reference_logp {state}, wanted both, or neither.")
     if reference_logp is None:
         return torch.zeros_like(logp)
-    given = _given(rollouts, weights, reference_logp=reference_logp)
+    given = _masked(rollouts, weights, reference_logp=reference_logp)
     distance = given["reference_logp"].detach() - logp
     return beta * (distance.exp() - distance - 1.0)
 
@@ -318,7 +318,7 @@ def _reduced(
     scale: float | None,
 ) -> Tensor:
     if weights is not None:
-        factors = _given(rollouts, weights=weights)["weights"].detach()
+        factors = _masked(rollouts, weights=weights)["weights"].detach()
         losses = torch.where(factors != 0, losses, 0.0) * factors
     rows = rollouts.means(losses) if kind == "grpo" else rollouts.sums(losses)
     if max_tokens is not None:

@@ -6,8 +6,8 @@ chosen responses and the second half the rejected ones, use ``chosen, rejected =
 is one number ``[]``. The losses share these arguments:
 
 - ``chosen`` and ``rejected``, floats ``[P]``: log-probabilities of the responses of each pair in nats, and
-  ``reference_chosen`` and ``reference_rejected``: the same under the reference,
-- ``beta``: the strength of the pull to the reference, or the scale of the rewards,
+  ``reference_chosen`` and ``reference_rejected``: the same under the reference model,
+- ``beta``: the strength of the pull to the reference model, or the scale of the rewards,
 - ``label_smoothing``: the share of labels that are assumed to be wrong, below 0.5,
 - ``weights``, floats ``[P]``: factors of the pairs; the loss is then divided by their sum,
 - ``scale``: replaces the division. For a step of several microbatches or ranks, pass ranks x microbatches /
@@ -56,7 +56,7 @@ def sequence_sums(values: Tensor, batch: THDBatch) -> Tensor:
     targets = batch.token_targets
     if not values.is_floating_point() or values.shape != targets.shape:
         raise ValueError(
-            f"values is {values.dtype} {list(values.shape)}, wanted floats {list(targets.shape)}, one a slot."
+            f"values is {values.dtype} {list(values.shape)}, wanted floats {list(targets.shape)}."
         )
     sequence = seq_idx_from_cu_seqlens(batch.token_offsets, values.shape[0]).flatten().long()
     counted = torch.where(targets != IGNORE_INDEX, values, 0.0)
@@ -100,16 +100,16 @@ def dpo_loss(
       ``chosen - rejected`` and the same difference of the reference, arXiv:2406.05882. Pass all pairs of a
       step in one call, without ``weights`` and ``scale``.
 
-    ``label_smoothing`` is for the kinds built on "sigmoid", "robust" and "exo_pair". "ipo" and "sigmoid_norm"
-    need ``chosen_tokens`` and ``rejected_tokens``, ``[P]``, the tokens of each response. Equal
-    log-probabilities everywhere give ``log 2`` for "sigmoid".
+    ``label_smoothing`` is for "sigmoid", "sigmoid_norm", "aot", "aot_unpaired", "robust" and "exo_pair".
+    "ipo" and "sigmoid_norm" need ``chosen_tokens`` and ``rejected_tokens``, ``[P]``, the tokens of each
+    response. Equal log-probabilities everywhere give ``log 2`` for "sigmoid".
     """
     choice(kind, "kind", *get_args(DPOKind))
     references = {"reference_chosen": reference_chosen, "reference_rejected": reference_rejected}
     _check_rows(chosen=chosen, rejected=rejected, **references)
     real_number(beta, "beta", above=0.0)
     _check_smoothing(kind, label_smoothing)
-    chosen, rejected, reference_chosen, reference_rejected = _counted(
+    chosen, rejected, reference_chosen, reference_rejected = _masked(
         weights, chosen, rejected, reference_chosen, reference_rejected
     )
     c, r = chosen - reference_chosen, rejected - reference_rejected
@@ -141,7 +141,7 @@ def _robust(c: Tensor, r: Tensor, beta: float, e: float) -> Tensor:
 
 def _exo(c: Tensor, r: Tensor, beta: float, e: float) -> Tensor:
     d = beta * (c - r)
-    limit = torch.finfo(d.dtype).max / 2  # there sigmoid is 0 or 1; 0 times infinity would be NaN
+    limit = torch.finfo(d.dtype).max / 2  # sigmoid is 0 or 1 there; 0 times infinity would be NaN
     d = d.clamp(-limit, limit)
     likelier = d.sigmoid() * (logsigmoid(d) - math.log1p(-e))
     return likelier + (-d).sigmoid() * (logsigmoid(-d) - math.log(e))
@@ -192,7 +192,7 @@ def orpo_loss(
     """
     _check_rows(chosen=chosen, rejected=rejected)
     real_number(beta, "beta", above=0.0)
-    chosen, rejected = _counted(weights, chosen, rejected, blank=-1.0)
+    chosen, rejected = _masked(weights, chosen, rejected, blank=-1.0)
     log_odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
     return _weighted_mean(-beta * logsigmoid(log_odds), weights, scale)
 
@@ -220,13 +220,14 @@ def simpo_loss(
 
     ``-log sigmoid(beta (chosen - rejected) - margin)``, SimPO, arXiv:2405.14734, equation 6; smoothed as in
     ``dpo_loss``. ``chosen`` and ``rejected`` are means over each response's tokens. ``margin`` is the paper's
-    gamma: the chosen reward should be larger by it. Equal log-probabilities and no margin give ``log 2``.
+    gamma, the least difference of rewards that is wanted. Equal log-probabilities and no margin give
+    ``log 2``.
     """
     _check_rows(chosen=chosen, rejected=rejected)
     real_number(beta, "beta", above=0.0)
     real_number(margin, "margin")
     _check_smoothing("sigmoid", label_smoothing)
-    chosen, rejected = _counted(weights, chosen, rejected)
+    chosen, rejected = _masked(weights, chosen, rejected)
     z = beta * (chosen - rejected) - margin
     return _weighted_mean(_smoothed(z, label_smoothing), weights, scale)
 
@@ -267,7 +268,7 @@ def kto_loss(
         raise ValueError(f"divergence is {list(divergence.shape)}, wanted one number for the step.")
     else:
         divergence = divergence.detach()
-    logps, reference_logps = _counted(weights, logps, reference_logps)
+    logps, reference_logps = _masked(weights, logps, reference_logps)
     distance = logps - reference_logps - divergence
     losses = torch.where(
         desirable,
@@ -296,9 +297,9 @@ def reward_pair_loss(
     if not isinstance(margin, Tensor):
         real_number(margin, "margin")
     real_number(centre, "centre", least=0.0)
-    chosen, rejected = _counted(weights, chosen, rejected)
+    chosen, rejected = _masked(weights, chosen, rejected)
     if isinstance(margin, Tensor):
-        (margin,) = _counted(weights, margin)
+        (margin,) = _masked(weights, margin)
     losses = -logsigmoid(chosen - rejected - margin)
     if centre:
         losses = losses + centre * (chosen + rejected).square()
@@ -306,12 +307,12 @@ def reward_pair_loss(
 
 
 def _check_smoothing(kind: str, value: float) -> None:
-    """Refuse label smoothing of 0.5 or more, smoothing that a kind does not have, and 0 if it needs some."""
+    """Refuse label smoothing of 0.5 or more, smoothing that a kind lacks, and 0 if the kind needs some."""
     real_number(value, "label_smoothing", least=0.0)
     needed = kind == "exo_pair"
     if value >= 0.5 or (value and kind not in _SMOOTH) or (needed and not value):
-        wanted = "above 0, 1e-3 for example," if needed else f"0 but for {', '.join(_SMOOTH)},"
-        raise ValueError(f"label_smoothing is {value!r} with {kind=}, wanted {wanted} and below 0.5.")
+        wanted = "above 0, 1e-3 for example" if needed else f"0, except for {', '.join(_SMOOTH)}"
+        raise ValueError(f"label_smoothing is {value!r} with {kind=}, wanted below 0.5, and {wanted}.")
 
 
 def _weighted_mean(losses: Tensor, weights: Tensor | None, scale: float | None) -> Tensor:
@@ -327,7 +328,7 @@ def _weighted_mean(losses: Tensor, weights: Tensor | None, scale: float | None) 
     return losses.sum() / torch.where(total == 0, torch.ones_like(total), total)
 
 
-def _counted(weights: Tensor | None, *rows: Tensor, blank: float = 0.0) -> tuple[Tensor, ...]:
+def _masked(weights: Tensor | None, *rows: Tensor, blank: float = 0.0) -> tuple[Tensor, ...]:
     """Set rows ``[P]`` of weight 0 to ``blank``, so that a NaN there reaches neither loss nor gradient."""
     if weights is None:
         return rows
@@ -341,6 +342,6 @@ def _check_rows(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.ndim != 1 or tensor.shape != shape:
             shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-            raise ValueError(f"Shapes are {shapes}, wanted one number a response, [P], of each.")
+            raise ValueError(f"Shapes are {shapes}, wanted one number per response, [P], of each.")
         if not tensor.dtype.is_floating_point and not name.endswith("_tokens"):
             raise ValueError(f"{name} is {tensor.dtype}, wanted floats.")

@@ -16,11 +16,11 @@ from lightning_thd.loss.tiles.logits import Head, LogitMap, Operands, Settings
 from lightning_thd.loss.tiles.products import has_autocast, is_native
 
 _FLOATS = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
-# If the share of ignored rows is smaller, computing them costs less than copying the other rows.
+# If a smaller share of rows is ignored, computing these rows costs less than copying all others.
 _WORTH_SKIPPING = 0.05
 # Types that hold no DTensor.
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
-# On these devices Python waits for a number that it reads, so the caller's number of loss tokens is used.
+# To read a number from these devices, Python waits. So the caller's number of loss tokens is used there.
 _WAITS = {"cuda"}
 
 
@@ -48,7 +48,7 @@ class Prepared:
     operands: Operands  # hidden ``[R, H]``, weight and bias, which autograd follows
     targets: Tensor  # int64 ``[R]``
     counts: Tensor | None  # bool ``[R]``, False for ignored targets; None if all count
-    kept: Tensor | None  # int64 ``[R]``, the rows' indices in the flattened ``shape``; None for all
+    kept: Tensor | None  # int64 ``[R]``, indices of the rows in the flattened ``shape``; None for all
     shape: torch.Size  # the shape of the results
     settings: Settings  # dtypes, tile size, vocabulary and group
 
@@ -64,7 +64,7 @@ class Prepared:
 
 
 def scoring_head(operands: Operands, targets: Tensor, how: Settings, chunk: int | None = None) -> Head:
-    """Build the ``Head`` of a loop over tiles that fit their budget; ``chunk`` overrides the settings'."""
+    """Build the ``Head`` of a loop over tiles that fit their budget; ``chunk`` overrides ``how.chunk``."""
     hidden, itemsize, chosen = operands[0], how.accumulator.itemsize, chunk or how.chunk
     tile = tile_shape(hidden.shape[0], how.columns, device=hidden.device, itemsize=itemsize, chunk=chosen)
     return Head(operands, targets, how, tile)
@@ -152,7 +152,7 @@ def _local(call: Call) -> Call:
 def rows_with_target(
     targets: Tensor, ignore_index: int, *, at_most: int | None = None
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """Return the rows whose target counts, their targets, and which of these count; None for all.
+    """Return the rows whose target counts, their targets, and which of them count; None means all.
 
     With ``at_most``, no number is read from the device, and ignored rows fill the result up to that number.
     """
@@ -188,7 +188,7 @@ def check_operands(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, autoc
             "fp16. Cast one of them, or call under torch.autocast, which casts both."
         )
     if bias is not None:
-        shaped(bias, "bias", weight.shape[:1], "one a row of weight.")
+        shaped(bias, "bias", weight.shape[:1], "one per row of weight.")
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None:
             _check_device(name, tensor, hidden)
@@ -204,7 +204,7 @@ def _check_device(name: str, tensor: Tensor, hidden: Tensor) -> None:
 def _check_targets(targets: Tensor, hidden: Tensor) -> None:
     """Check that targets are integers, one per row of ``hidden``, on its device."""
     if targets.shape != hidden.shape[:-1]:
-        what = "already shifted: targets[i] is what token i predicts."
+        what = "already shifted: targets[i] is the token that token i predicts."
         shaped(targets, "targets", hidden.shape[:-1], what)
     if targets.dtype.is_floating_point or targets.dtype in (torch.bool, torch.uint8):
         raise ValueError(f"targets is {targets.dtype}, wanted int64 indices into the vocabulary.")
@@ -247,8 +247,8 @@ def refuse_double_backward(name: str) -> None:
     """Refuse ``create_graph=True``, a backward pass that is itself recorded."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            f"{name} was differentiated with create_graph=True, but it keeps no logits to differentiate "
-            "twice. Use create_graph=False, or materialised logits for a second derivative."
+            f"{name} was differentiated with create_graph=True, but it keeps no logits for a second "
+            "derivative. Use create_graph=False, or materialised logits."
         )
 
 
@@ -296,10 +296,11 @@ def local_hidden(hidden: Any, group: dist.ProcessGroup | None) -> tuple[Tensor, 
 def group_of_operands(
     hidden: Tensor, weight: Any, group: dist.ProcessGroup | None
 ) -> dist.ProcessGroup | None:
-    """Return the tensor-parallel group of a distributed weight passed to a fused loss."""
-    own = vocabulary_group(weight)
+    """Return the tensor-parallel group of a distributed weight; ``group`` is the caller's, if given."""
+    sharded_over = vocabulary_group(weight)
     if group is not None:
-        if own is None or dist.get_process_group_ranks(own) != dist.get_process_group_ranks(group):
+        known = None if sharded_over is None else dist.get_process_group_ranks(sharded_over)
+        if known != dist.get_process_group_ranks(group):
             raise ValueError(
                 f"weight is a DTensor placed as {tuple(weight.placements)} and tp_group another group, "
                 "wanted the group its rows are sharded over. Leave tp_group out, or pass weight.to_local()."
@@ -308,7 +309,7 @@ def group_of_operands(
     names = weight.device_mesh.mesh_dim_names or ()
     cut = [name for name, p in zip(names, weight.placements, strict=False) if not p.is_replicate()]
     if is_dtensor(hidden) or any("tp" in name or "tensor" in name for name in cut[:1]):
-        return own
+        return sharded_over
     raise ValueError(
         f"weight is a DTensor placed as {tuple(weight.placements)} on {weight.device_mesh} and hidden a "
         "plain tensor, so it is unknown whether the ranks hold the same tokens. If they do, pass "

@@ -32,8 +32,8 @@ class PackedRollouts:
     Attributes:
         batch: the pack; its targets are the response tokens, all others -100.
         held: int64 ``[T]``, the index of each slot's token in the flattened rows; B * N for padding.
-        predicted: int64 ``[T]``, the index of the token after it; B * N if there is none.
-        row: int64 ``[T]``, the row of each slot's sequence, its padding included; B for the trailing pad.
+        predicted: int64 ``[T]``, the index of the token that each slot predicts; B * N if there is none.
+        row: int64 ``[T]``, the row of each slot, also of padding inside sequences; B for the trailing pad.
         counts: int64 ``[B]``, response tokens of every row that can be predicted.
         shape: (B, N).
     """
@@ -97,7 +97,7 @@ class PackedRollouts:
     def to(self, device: torch.device | str) -> PackedRollouts:
         """Move pack and index plan to a device; a move from the CPU reads nothing back."""
         plan = {name: getattr(self, name) for name in ("held", "predicted", "row", "counts")}
-        extras = self.batch.extras  # the plan travels in the batch's one upload
+        extras = self.batch.extras  # the plan travels with the batch, in one upload
         moved = self.batch.replace(extras={**extras, **plan}).to(device)
         arrived: dict[str, Any] = {name: moved.extras[name] for name in plan}
         batch = moved.replace(extras={key: moved.extras[key] for key in extras})
@@ -159,7 +159,7 @@ class PackedRollouts:
 
 
 def _index_plan(mask: Tensor, batch: THDBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each slot's own token, the token that it predicts, and its row of the mask ``[B, N]``."""
+    """Return each slot's token, the token that the slot predicts, and its row of the mask ``[B, N]``."""
     nowhere = mask.numel()
     tokens = mask.flatten().nonzero().squeeze(1)
     sequences = len(batch.lengths)
@@ -179,7 +179,7 @@ def _index_plan(mask: Tensor, batch: THDBatch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def segment_sums(values: Tensor, segment: Tensor, num_segments: int) -> Tensor:
-    """Sum values ``[T]`` per segment, in ascending segments; leave out segments from ``num_segments`` on."""
+    """Sum values ``[T]`` by their ascending ``segment``; leave out segments from ``num_segments`` on."""
     bounds = torch.arange(num_segments + 1, device=segment.device)
     offsets = torch.searchsorted(segment.contiguous(), bounds)
     sums: Tensor = torch.segment_reduce(values, "sum", offsets=offsets, initial=0, unsafe=True)

@@ -55,11 +55,11 @@ class Routers:
     balance: RouterBalance | None  # the tokens to balance over; None computes the z-loss only
     coefficient: float  # factor of the balancing loss
     z_loss: float  # factor of the mean squared logsumexp
-    experts: Experts  # those of the model
+    experts: Experts  # the experts of the model
     batch: THDBatch  # the microbatch
     stage: Stage | None  # the stage of a pipeline that this rank holds
-    before: Tensor | None  # choices ``[E]`` in the step's earlier microbatches, over all ranks
-    seen: Tensor | None = None  # choices ``[E]`` including this microbatch
+    before: Tensor | None  # how often all ranks chose each expert in the step's earlier microbatches, ``[E]``
+    seen: Tensor | None = None  # the same sum, including this microbatch
 
     @contextlib.contextmanager
     def asked(self, inner: Any, kwargs: dict[str, Any]) -> Generator[None]:
@@ -83,14 +83,14 @@ class Routers:
         slots = self.batch.input_ids.shape[-1]
         if any(layer.shape != (slots, count) for layer in given) or not (given or self.stage):
             raise ValueError(
-                f"{type(inner).__name__} hands out router logits {[list(layer.shape) for layer in logits]}, "
+                f"{type(inner).__name__} returns router logits {[list(layer.shape) for layer in logits]}, "
                 f"wanted [{slots}, {count}] of each. Set router_balance='microbatch' and router_z_loss=0."
             )
         trained = sum(any(p.requires_grad for p in router.parameters()) for router in routers)
         attached = sum(layer.requires_grad for layer in given)
         if self.stage is None and torch.is_grad_enabled() and attached < trained:
             raise ValueError(
-                f"{type(inner).__name__} hands out router logits without a gradient, as activation "
+                f"{type(inner).__name__} returns router logits without a gradient, as activation "
                 "checkpoints with use_reentrant=True do: its routers would not be balanced. Set "
                 "use_reentrant=False. See docs/reference/messages.md#experts."
             )
@@ -134,11 +134,11 @@ class Routers:
             rows = chosen.sum(1) / top_k
             total = total + self.coefficient * (balance_of(likely, chosen, top_k) @ rows) * (scale / layers)
         if self.balance == "step":
-            own = chosen.sum(0)
+            choices = chosen.sum(0)
             if dist.is_initialized():
                 relay = None if self.stage is None else self.stage.balance
-                dist.all_reduce(own, group=None if relay is None else relay.group)
-            self.seen = own if self.before is None else own + self.before
+                dist.all_reduce(choices, group=None if relay is None else relay.group)
+            self.seen = choices if self.before is None else choices + self.before
             share = self.seen / (self.seen.sum() / top_k).clamp_min(1.0)
             total = total + self.coefficient * count * (share @ likely.sum(0)) * (scale / layers)
         return total
@@ -156,10 +156,10 @@ def routers_for(
     inner, stage = call.inner, stage_of(call.inner)
     wanted: RouterBalance | None = balance
     if balance == "microbatch":
-        own = wants_balance(inner) and module_of_loss(inner) is not None
-        if not z_loss and not (own and stage is not None):
+        balances = wants_balance(inner) and module_of_loss(inner) is not None
+        if not z_loss and not (balances and stage is not None):
             return None
-        wanted = "microbatch" if own else None
+        wanted = "microbatch" if balances else None
     what = f"router_balance={balance!r}" if balance != "microbatch" else f"router_z_loss={z_loss}"
     if call.experts is None:
         call.experts = _experts_of(inner, call.config, what)
@@ -168,11 +168,11 @@ def routers_for(
             f"{what} needs batch.token_scale, the weight of the step's input tokens. Use THDDataModule, or "
             "pass token_scale to THDBatch.collate. See docs/reference/messages.md#experts."
         )
-    if balance != "microbatch" and not batch.token_scale:  # an evaluation: ranks may run different numbers
+    if balance != "microbatch" and not batch.token_scale:  # an evaluation, in which ranks may differ in calls
         wanted = None
     if wanted == "microbatch" and isinstance(batch, SharedBatch):
         raise ValueError(
-            f"{what} cannot run beside the model's own balancing loss, which counts shared slots once. Set "
+            f"{what} does not combine with the model's balancing loss, which counts shared slots once. Set "
             "router_balance='sequence' or share_prefixes=False."
         )
     coefficient = call.balance_coefficient
@@ -190,13 +190,13 @@ def _experts_of(inner: Any, config: Any, what: str) -> Experts:
     kinds, name = routers_of(inner), type(inner).__name__
     if not kinds:
         raise ValueError(
-            f"{what} needs the logits of routers, and {name} hands out none. Leave it out. "
+            f"{what} needs the logits of routers, and {name} returns none. Leave it out. "
             "See docs/reference/messages.md#experts."
         )
     scores = scores_of(inner)
     count, top_k = _first(_EXPERTS, inner, config), _first(("num_experts_per_tok",), inner, config)
     if scores is None or count is None or top_k is None:
-        unknown = "balancing formula" if scores is None else "number of experts, or of experts a token,"
+        unknown = "balancing formula" if scores is None else "number of experts, or of experts per token,"
         raise ValueError(
             f"{what} needs the {unknown} of {name}, which is not known. Use router_balance='microbatch', "
             "which leaves the loss to the model, and no router z-loss."

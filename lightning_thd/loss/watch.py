@@ -24,14 +24,14 @@ class SlotLosses(NamedTuple):
 
     losses: Tensor  # weight times loss of each row, ``[R]``
     weights: Tensor  # the weight of each row, times the scale of the batch, ``[R]``
-    kept: Tensor | None  # int64 ``[R]``, their slots; None for all slots
+    kept: Tensor | None  # int64 ``[R]``, the slots of the rows; None for all slots
 
 
 class Watcher(Protocol):
-    """The interface of an object that is shown the slot losses of batches it asks for."""
+    """The interface of an object that receives the slot losses of the batches it wants."""
 
     def wants(self, batch: THDBatch) -> bool:
-        """Return whether to show this watcher the losses of a batch."""
+        """Return whether this watcher wants the losses of a batch."""
 
     def see(self, batch: THDBatch, slots: SlotLosses, scale: float) -> None:
         """Receive the losses of a batch and its scale; must not read the device."""
@@ -47,7 +47,7 @@ def watch(watcher: Watcher) -> None:
 
 
 def watching(batch: THDBatch) -> tuple[Watcher | None, list[SlotLosses] | None]:
-    """Return the watcher of a training batch, and the list for a recorded step's losses, or None for each."""
+    """Return the watcher of a training batch, and the list of a recorded step's losses; each may be None."""
     recorded = RECORDED.get()
     watcher = WATCHER[0]() if WATCHER else None
     if watcher is None or shapes_are_static() or not torch.is_grad_enabled() or not watcher.wants(batch):
@@ -84,13 +84,13 @@ def log_token_losses(batch: THDBatch, losses: Tensor, weights: Tensor | None = N
     instance(batch, "batch", THDBatch, advice="Pass the batch that training_step was given.")
     targets = batch.token_targets
     for name, values in (("losses", losses), ("weights", losses if weights is None else weights)):
-        shaped(values, name, targets.shape, "one a slot, as batch.targets.")
+        shaped(values, name, targets.shape, "one per slot, as batch.targets.")
     counts = targets != IGNORE_INDEX
     factors = torch.ones_like(losses) if weights is None else weights.detach().to(losses.dtype)
     factors = torch.where(counts, factors, 0.0)
     summed = torch.where(counts, losses.detach() * factors, 0.0)
     watcher, found = watching(batch)
-    if found is not None:  # scaled as causal_lm_loss scales its losses
+    if found is not None:  # with the scale of the batch, as in causal_lm_loss
         scale: Tensor | float = 0.0 if batch.loss_scale is None else batch.loss_scale
         found.append(SlotLosses(summed * scale, factors * scale, None))
     if watcher is not None:

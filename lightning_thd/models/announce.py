@@ -3,8 +3,8 @@
 ``watch_models`` patches ``PreTrainedModel``. A model that is built with "thd" or switched to it gets two
 hooks, ``enter`` and ``leave``. The forward of every model class gets a guard. The hooks find the pack in
 the arguments of a call, or take the batch that a loss has announced. The guard sees the calls that the hooks
-miss: ``model.forward(...)``, a model whose config was switched by hand, and a model with "thd" inside one
-without. It announces the first and refuses the others, because their sequences would see each other.
+miss: ``model.forward(...)``, a model whose config was switched by hand, and a model with "thd" inside a model
+without. The guard announces the first and refuses the others, because their sequences would see each other.
 
 Hooks are functions of this module, so that a model that carries them can be copied, pickled and compiled.
 """
@@ -67,9 +67,9 @@ if TYPE_CHECKING:
     from lightning_thd.batch import THDBatch
 
 NAME: Final = "thd"
-# The key is the id of the model, so that a copy is not confused with its original.
+# Hooked models by their id, which a copy of a model does not share with its original.
 _MODELS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-# Classes of all models ever hooked. While it is empty, the guard need not watch calls of other models.
+# Class names of all models ever hooked. While the set is empty, the guard need not watch other models.
 _HOOKED: set[str] = set()
 
 
@@ -168,9 +168,10 @@ def adopt(model: Any) -> None:
 
 
 def _settle(model: nn.Module, *, follow: bool) -> None:
-    """Set "thd" on every model around a language model with "thd"; replace it if that model has lost it.
+    """Set "thd" on every model around a language model with "thd".
 
-    ``follow`` is False if the caller named the attention of the outer model, which then keeps "thd".
+    If the language model has lost "thd", outer models get its attention too if ``follow``. Else they keep
+    "thd", because the caller has asked for it by name.
     """
     inside: list[Any] = [x for x in model.modules() if hasattr(type(x), "get_correct_attn_implementation")]
     for inner in reversed(inside):
@@ -212,18 +213,20 @@ def enter(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Find the pack in a model's arguments, check it, and push it on the stack of running models."""
     config = model.config
-    if config._attn_implementation != NAME:  # changed by set_attn_implementation, or by another model
+    if (
+        config._attn_implementation != NAME
+    ):  # changed by set_attn_implementation, or by another model with the same config
         _refuse_pack(model, kwargs.get("cu_seq_lens_q"))
         return None
     outer: Scope | None = getattr(STATE, "scope", None)
     if outer is None and getattr(model, "_thd_packs_rows", False):
-        return None  # its forward decides what becomes a pack: see run_as_pack
+        return None  # the model's forward decides what becomes a pack: see run_as_pack
     # A loop may pass a batch in place of tensors, to run its whole step inside the model's call.
     if args and isinstance(args[0], torch.Tensor | None):
         named = _by_name(model._thd_parameters, args, kwargs)
         args, kwargs = ((), named) if named is not None else (args, kwargs)
     if outer is not None and outer.families:
-        families, masks = outer.families, outer.masks  # a caller may pass its masks to an inner model
+        families, masks = outer.families, outer.masks  # an outer model may pass its masks to an inner model
         embeds = kwargs.get("inputs_embeds")
         # An inner model that gets embeddings of all the pack's slots continues the language model.
         continues = embeds is not None and outer.pack is not None and embeds.shape[1] == outer.pack.slots
@@ -241,7 +244,7 @@ def enter(
     inner = text is None and offsets is None  # some models do not pass the boundaries to inner models
     if pack is None or not (inner or pack.cu_seqlens_q is offsets):
         pack = find_pack(outer, args, kwargs)
-    if REAL in kwargs or SHARED in kwargs:  # only for us: no model accepts them
+    if REAL in kwargs or SHARED in kwargs:  # models do not accept these arguments
         kwargs = {name: value for name, value in kwargs.items() if name not in (REAL, SHARED)}
     if pack is not None:
         refuse_call(model, kwargs)
@@ -301,11 +304,11 @@ def _call_announced(
 
 
 def _report(model: Any, pack: Pack, caller: Caller) -> None:
-    """Report the pack to the model around this one, which has no "thd"; refuse it if that computes a loss."""
+    """Report the pack to the outer model, which has no "thd"; refuse the pack if that model has labels."""
     if caller.labelled is not None:
         raise ValueError(
-            f"{caller.labelled} got labels, and {type(model).__name__}, a model inside it, a pack: a loss "
-            f"over the row would cross its sequences. Call set_attn_implementation('thd') on the outer "
+            f"{caller.labelled} got labels, and {type(model).__name__}, a model inside it, got a pack: a "
+            f"loss over the row would mix sequences. Call set_attn_implementation('thd') on the outer "
             f"{caller.labelled}, or leave labels out and compute the loss from the logits."
         )
     caller.pack = pack
@@ -315,7 +318,7 @@ def _other_attention(model: Any, attention: str | None) -> str:
     """Return why a model cannot run packs if its language model has another attention."""
     return (
         f"{type(model).__name__} got a pack, and its language model runs attn_implementation={attention!r}, "
-        "through which sequences of a pack would see each other. Call set_attn_implementation('thd') on "
+        "with which sequences of a pack would see each other. Call set_attn_implementation('thd') on "
         "the whole model. See docs/reference/messages.md#attention."
     )
 
@@ -326,7 +329,7 @@ def _refuse_pack(model: Any, offsets: Any) -> None:
     if offsets is not None and offsets.shape[0] > 2 and attention in ("eager", "sdpa", "flex_attention"):
         raise ValueError(
             f"{type(model).__name__} was given 'thd', got a pack and runs attn_implementation={attention!r}, "
-            "under which sequences of a pack may see each other: it was switched, or another model was built "
+            "with which sequences of a pack may see each other. It was switched, or another model was built "
             "from its config object. Call model.set_attn_implementation('thd'), and give each model a copy "
             "of the config. See docs/reference/messages.md#attention."
         )
@@ -346,7 +349,7 @@ def _refuse_wrong_layers(model: Any) -> None:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _reason_of(model_id: int) -> str | None:
     model = _MODELS.get(model_id)
-    if model is None:  # its class has its own method to copy or unpickle it
+    if model is None:  # the model's class defines how it is copied or unpickled
         return "A copied model cannot be checked while it is compiled. Call it once uncompiled first."
     return _unknown_layers(model)
 
@@ -372,7 +375,7 @@ def guard(model_class: Any) -> None:
     @functools.wraps(forward)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
         scope: Scope | None = getattr(STATE, "scope", None)
-        if scope is not None and scope.module is self:  # announced by its hooks
+        if scope is not None and scope.module is self:  # the hooks have announced this call
             return forward(self, *args, **kwargs)
         if self.config._attn_implementation == NAME and getattr(self, "_thd_installed", False):
             return _call_announced(self, functools.partial(forward, self), args, kwargs)
@@ -381,7 +384,7 @@ def guard(model_class: Any) -> None:
         if SHARED in kwargs:
             raise ValueError(
                 f"{type(self).__name__} got a batch whose sequences share prefixes and runs "
-                f"attn_implementation={self.config._attn_implementation!r}, which does not know them. Build "
+                f"attn_implementation={self.config._attn_implementation!r}, which cannot share them. Build "
                 "it with attn_implementation='thd', or collate with share_prefixes=False."
             )
         if not _HOOKED:
@@ -458,7 +461,7 @@ def carry_scope(checkpoint: Callable[..., Any], *, compilable: bool) -> Callable
 
     The backward pass recomputes after the model has returned, perhaps after other microbatches, in another
     thread. ``compilable`` means that torch.compile traces the layers without a graph break. Then the
-    boundaries are inputs of the graph. Layers that break the graph run again in Python and need the scope.
+    boundaries are inputs of the graph. Layers that break the graph run again in Python, and need the scope.
     """
     if getattr(checkpoint, "_thd_carries", False):
         return checkpoint

@@ -18,7 +18,8 @@ from lightning_thd.models.pack import CAUSAL, NOTES, STATE, Pack, Scope, current
 from lightning_thd.parallel.context import layout
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
-_UNTOLD: Final = (None, None, False)  # no window, no chunk, and not every key is visible
+# What an ordinary mask tells: no window, no chunk, and not every key is visible.
+_UNTOLD: Final = (None, None, False)
 _UNSET: Final = -1  # `sliding_window` was not passed; None is a value with another meaning
 # transformers passes these arguments to every attention, and none of its own implementations uses them for
 # scores. Any other argument that is not None might change the result, so it raises an error.
@@ -61,9 +62,9 @@ def thd_attention(
     """Attend inside the sequences of a pack: the function behind ``attn_implementation="thd"``.
 
     The boundaries come from the arguments, else from the announced pack. Without either, every row is one
-    sequence. Layers of one kind share their checks and kernel for an announced pack. ``is_causal`` and
-    ``sliding_window`` default to the layer's own. Other arguments that would change the result raise. Takes
-    ``[B, H, T, D]``, ``[B, G, T, D]``, ``[B, G, T, E]`` and sinks ``[H]``, returns ``[B, T, H, E]`` and None.
+    sequence. In an announced pack, layers of one kind share one check and one kernel. ``is_causal`` and
+    ``sliding_window`` default to attributes of the layer. Other arguments that would change the result raise.
+    Takes ``[B, H, T, D]``, ``[B, G, T, D]``, ``[B, G, T, E]``, sinks ``[H]``; returns ``[B, T, H, E]``, None.
     """
     told: tuple[Any, ...] = _UNTOLD if attention_mask is None else _told(attention_mask)
     compiling = torch.compiler.is_compiling()
@@ -74,7 +75,7 @@ def thd_attention(
     if cu_seq_lens_q is None:
         pack = current_pack()
     elif pack is not None and cu_seq_lens_q is not pack.cu_seqlens_q:
-        pack = None  # the boundaries are not the announced pack's
+        pack = None  # the boundaries belong to another pack
     elif pack is not None and cu_seq_lens_k is not None and cu_seq_lens_k is not pack.cu_seqlens_k:
         pack = None
     kind: tuple[Any, ...] | None = None
@@ -113,7 +114,7 @@ def _attend_first(
     pack: Pack | None,
     kind: tuple[Any, ...] | None,
 ) -> Tensor:
-    """Attend in the first layer of its kind: check it, choose its kernel and keep that for the others."""
+    """Attend in the first layer of its kind: check the layer, choose a kernel, and keep it for the others."""
     query, key, value, s_aux = tensors
     is_causal, sliding_window, scaling, softcap = layer
     told_window, chunk, both_ways = told
@@ -137,20 +138,23 @@ def _attend_first(
             know_offsets(pack.cu_seqlens_k, pack.prefixes.key_lengths)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     bound = bind(q, k, v, *bounds[:4], sinks=s_aux, keys=bounds.keys, **_options(*options))
-    pack.cache[kind] = bound, getattr(module, "config", None)  # kept alive: the key has its id
+    pack.cache[kind] = (
+        bound,
+        getattr(module, "config", None),
+    )  # keeps the config alive, whose id is in the key
     return bound(query, key, value, s_aux)
 
 
 def _window(module: nn.Module, given: int | None, *, causal: bool) -> int | None:
-    """Return the window of a layer, which must be the one it was built with."""
+    """Return a layer's window; refuse a layer whose window has changed since it was built."""
     own = getattr(module, "sliding_window", None)
     if own != (built := module.__dict__.get(NOTES[0], own)):
         raise ValueError(
-            f"{type(module).__name__} was built with sliding_window={built} and now says {own}. Build the "
+            f"{type(module).__name__} was built with sliding_window={built} and now has {own}. Build the "
             "model from a config with the new window."
         )
     window = own if given == _UNSET else given
-    # For a decoder with is_causal=False in its config, transformers' window excludes the token itself.
+    # If a decoder has is_causal=False in its config, transformers' window does not count the token itself.
     late = not causal and window is not None and getattr(module, "config", None) is not None
     if late and not getattr(module.config, "is_causal", True):
         assert window is not None
@@ -212,14 +216,14 @@ def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
         return asked[0] == CAUSAL
     if not stated and scope is not None and scope.pack is not None:
         raise ValueError(
-            f"{type(module).__name__} says is_causal=False in a model that builds a causal and a "
+            f"{type(module).__name__} has is_causal=False in a model that builds a causal and a "
             "bidirectional mask. Use padded rows with attn_implementation='eager'."
         )
     return stated
 
 
 def _refuse_other_keys(module: nn.Module, query: Tensor, key: Tensor) -> None:
-    """Refuse keys other than those of the pack's own slots, which no boundary assigns to a sequence."""
+    """Refuse keys that are not slots of the pack, because no boundary assigns them to a sequence."""
     raise ValueError(
         f"{type(module).__name__} attends from {query.shape[2]} slots of a pack to {key.shape[2]} keys, so "
         "it adds keys of its own. Use padded rows with attn_implementation='eager'."
@@ -249,16 +253,16 @@ def _given(
 
 
 def _without_padding(module: nn.Module, bounds: _Boundaries) -> _Boundaries:
-    """Separate padding inside sequences from the tokens of layers that are not causal."""
+    """Make the padding inside each sequence a sequence of its own, for layers that are not causal."""
     pack = current_pack()
     if pack is None or pack.cu_seqlens_real is None or bounds.cu_seqlens_q.shape != pack.cu_seqlens_q.shape:
         return bounds
-    pack.refuse_shard(module, "lets tokens see later ones, and context parallelism pads sequences")
+    pack.refuse_shard(module, "lets tokens see later tokens, and context parallelism pads sequences")
     return bounds._replace(cu_seqlens_q=pack.token_bounds, cu_seqlens_k=pack.token_bounds)
 
 
 def _in_chunks(module: nn.Module, bounds: _Boundaries, chunk: int, slots: int) -> _Boundaries:
-    """Cut sequences at multiples of ``chunk``: tokens in different chunks of Llama 4 hide from each other."""
+    """Cut sequences at multiples of ``chunk``, because Llama 4's tokens see only keys of their chunk."""
     if layout.in_use and layout.layout_of(bounds.cu_seqlens_q) is not None:
         raise ValueError(
             f"{type(module).__name__} attends in chunks of {chunk}: use sequences of at most {chunk}, or "
@@ -287,11 +291,12 @@ def chunk_offsets(cu_seqlens: Tensor, slots: int, chunk: int) -> Tensor:
 
 
 def _ambient(module: nn.Module, query: Tensor, key: Tensor, *, causal: bool) -> _Boundaries:
+    """Return the boundaries of the announced pack; without a pack, every row is one sequence."""
     pack = current_pack()
     rows, slots, slots_k = query.shape[0], query.shape[2], key.shape[2]
     if pack is not None and rows == 1 and slots == pack.slots and slots_k == slots:
         if not causal:
-            pack.refuse_prefixes(module, "lets tokens see later ones, which differ between the sequences")
+            pack.refuse_prefixes(module, "lets tokens see later tokens, which differ between the sequences")
         keys = None if pack.prefixes is None else pack.prefixes.keys
         return _Boundaries(pack.cu_seqlens_q, pack.cu_seqlens_k, pack.max_length_q, pack.max_length_k, keys)
     if pack is not None and rows == 1 and slots == pack.slots:
@@ -317,7 +322,7 @@ def _refuse(module: nn.Module, attention_mask: Tensor | None, dropout: float, ot
     scope, name = current_scope(), type(module).__name__
     if attention_mask is not None and scope is not None and scope.module is not None:
         raise ValueError(
-            f"{name} makes an attention mask of its own, {tuple(attention_mask.shape)}, with a pattern that "
+            f"{name} makes its own attention mask, {tuple(attention_mask.shape)}, with a pattern that "
             "'thd' does not apply. Use attn_implementation='eager' for this model."
         )
     if attention_mask is not None:
@@ -329,7 +334,7 @@ def _refuse(module: nn.Module, attention_mask: Tensor | None, dropout: float, ot
         config = getattr(module, "config", None)
         keys = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "attn_dropout")
         key = next((key for key in keys if getattr(config, key, None)), "attention_dropout (or attn_pdrop)")
-        raise ValueError(f"{name} wants attention dropout {dropout}. Set {key} of the config to 0.0.")
+        raise ValueError(f"{name} uses attention dropout {dropout}. Set {key} of the config to 0.0.")
     for given, value in others.items():
         if not (value is None or value is False or given in _INERT):
             raise ValueError(

@@ -50,23 +50,23 @@ def thd_mask(
             "Pack the rows instead: THDBatch.from_padded(input_ids, attention_mask). To generate from "
             "left-padded rows, use rows of equal length, or model.set_attn_implementation('eager')."
         )
-    # If transformers does not allow a skip, the mask is more than causal or bidirectional.
+    # If transformers does not allow to skip the mask, the mask is more than causal or bidirectional.
     plain = allow_is_causal_skip if allow_is_bidirectional_skip is None else allow_is_bidirectional_skip
     if not plain:
-        plain, wanted, window = _equals_plain(mask_function, kind)
+        plain, is_read, window = _equals_plain(mask_function, kind)
         local_size = local_size or window
-        if wanted:
+        if is_read:
             raise ValueError(
                 f"{type(config).__name__}: this model chooses the keys of every token by an index, or adds "
                 "to its mask. Use padded rows with attn_implementation='eager'."
             )
     if not plain:
         raise ValueError(
-            f"{type(config).__name__}: this model needs a mask with a pattern of its own. Leave "
+            f"{type(config).__name__}: this model needs a mask with a special pattern. Leave "
             "token_type_ids and images out, or use padded rows with attn_implementation='eager'."
         )
-    told = local_size is None or _PASSES_WINDOW.get(type(config), False)
-    if local_size is not None and not told and longest_sequence(q_length) > local_size:
+    passed = _PASSES_WINDOW.get(type(config), False)
+    if local_size is not None and not passed and longest_sequence(q_length) > local_size:
         if getattr(config, "model_type", "") in HANDS_MASKS_ON:
             return tell_limit(local_size, chunk=hasattr(config, "attention_chunk_size"), device=device)
         raise ValueError(
@@ -86,7 +86,7 @@ def shows_all(mask: Tensor, pack: Pack | None) -> bool:
         return True
     shown = bool(mask.all()) if mask.dtype == torch.bool else not bool(mask.any())
     if shown and pack is not None:
-        pack.cache["shows all"] = mask  # one for all layers
+        pack.cache["shows all"] = mask  # all layers get the same mask
     return shown
 
 
@@ -104,7 +104,7 @@ def told_limit(mask: Tensor | None) -> tuple[int | None, int | None]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _equals_plain(mask_function: Callable[..., Any] | None, kind: str) -> tuple[bool, bool, int | None]:
-    """Return whether a composed mask equals a plain one, whether the model reads it, and its window."""
+    """Return whether a composed mask equals a plain mask, whether the model reads it, and its window."""
     window: int | None = None
     added = kind == BIDIRECTIONAL
     parts = list(_parts(mask_function))
@@ -131,7 +131,7 @@ def _parts(mask_function: Callable[..., Any] | None) -> Iterator[Callable[..., A
         yield from _parts(part)
 
 
-# Config class of a model -> whether the model passes its window to the attention call, beside the mask.
+# Config class -> whether the model passes its window to the attention call too, not only in the mask.
 _PASSES_WINDOW: dict[type, bool] = {}
 
 

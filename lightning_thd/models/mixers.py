@@ -1,8 +1,8 @@
-"""State-space, linear-attention and short-convolution layers -> the same layers, reset at boundaries.
+"""State-space, linear-attention and short-convolution layers -> the same layers, reset at every sequence.
 
 The forward method of each class is patched once. Inside a pack, it passes seq_idx and cu_seqlens to the fused
 kernels. Without usable kernels it runs on padded groups of sequences. On a context-parallel shard it passes
-states between ranks (``passing``). A layer whose kernels return no state runs on the gathered pack.
+states between ranks (see ``passing``). A layer whose kernels return no state runs on the gathered pack.
 
 Legend: T slots in a pack, N = T / cp slots of a shard.
 """
@@ -32,7 +32,7 @@ from lightning_thd.parallel.context.layout import ShardLayout
 from lightning_thd.parallel.shard import gather_pack
 from lightning_thd.seqlens import cu_seqlens_from_lengths
 
-# Packages whose kernels keep the sequences of a pack apart in a layer; None if a layer has no such kernels.
+# Class of a layer -> packages whose kernels keep the sequences of a pack apart; None without such kernels.
 _SSD: Final = ("mamba_ssm", "causal_conv1d")
 _DELTA: Final = ("fla", "causal_conv1d")
 MIXERS: Final[dict[str, tuple[str, ...] | None]] = {
@@ -49,7 +49,7 @@ MIXERS: Final[dict[str, tuple[str, ...] | None]] = {
     **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")),
 }
 # Layers that return several values per token: queries, keys and values.
-_SEVERAL: Final = frozenset({"ZayaCCAProjection"})
+_SEVERAL_OUTPUTS: Final = frozenset({"ZayaCCAProjection"})
 _CACHES = ("cache_params", "past_key_values", "past_key_value", "state")
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
@@ -67,7 +67,7 @@ def has_mixers(model: nn.Module) -> bool:
 
 
 def _pack_aware(cls: type, forward: Callable[..., Any]) -> Callable[..., Any]:
-    kernels, carried, several = MIXERS[cls.__name__], adopt_functions(cls), cls.__name__ in _SEVERAL
+    kernels, carried, several = MIXERS[cls.__name__], adopt_functions(cls), cls.__name__ in _SEVERAL_OUTPUTS
     tokens_name = list(inspect.signature(forward).parameters)[1]
 
     @functools.wraps(forward)
@@ -110,7 +110,7 @@ def _refuse(module: nn.Module, tokens: Tensor, pack: Pack, kwargs: dict[str, Any
             f"{type(module).__name__} got {tuple(tokens.shape)} while the model runs on a pack of "
             f"{pack.slots} slots; wanted [1, {pack.slots}, ...]. Pass this layer the tokens of the pack only."
         )
-    pack.refuse_prefixes(module, "carries a state or a convolution along each of them")
+    pack.refuse_prefixes(module, "carries a state or a convolution along each sequence")
     for name in (*_CACHES, "attention_mask"):
         if kwargs.get(name) is not None:
             raise ValueError(
@@ -119,14 +119,14 @@ def _refuse(module: nn.Module, tokens: Tensor, pack: Pack, kwargs: dict[str, Any
 
 
 def can_run(kernels: tuple[str, ...] | None, tokens: Tensor) -> bool:
-    """Return whether a layer's own kernels run on the device of its input, and keep sequences apart."""
+    """Return whether a layer's fused kernels run on the device of ``tokens``, and keep sequences apart."""
     if kernels is None or not _on_gpu(tokens) or ("fla" in kernels and shapes_are_static()):
         return False  # fla's kernels copy values from the device, which a recorded step cannot do
     return bool(_usable(kernels, tokens.device.index or 0))
 
 
 def boundaries(kernels: tuple[str, ...], pack: Pack, layer: type) -> dict[str, Any]:
-    """Return the boundaries of sequences as keywords that transformers passes on to the kernels."""
+    """Return the boundaries of sequences as keyword arguments that transformers passes to the kernels."""
     found: dict[str, Any] = {"seq_idx": pack.seq_idx, "cu_seq_lens_q": pack.cu_seqlens_q}
     rule = getattr(sys.modules.get(layer.__module__), "torch_chunk_gated_delta_rule", None)
     # Since 5.20, transformers passes a kernel only the keywords that the kernel takes.
@@ -163,7 +163,7 @@ def _on_gpu(tokens: Tensor) -> bool:
 def run_on_pack(
     function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], shard: ShardLayout
 ) -> Any:
-    """Call a layer on the whole pack, gathered from ``[1, N, ...]``, and keep this rank's slots."""
+    """Gather ``[1, N, ...]`` of all ranks, call a layer on the whole pack, and keep this rank's slots."""
     scope = current_scope()
     assert scope is not None
 

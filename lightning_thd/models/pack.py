@@ -1,7 +1,7 @@
-"""The boundaries of the pack that a model runs on, and the stack of running models where layers find them.
+"""The boundaries of the pack that a model runs on, and the stack of running models for its layers.
 
-Some families pass no keyword arguments down to their layers. A model therefore pushes a ``Scope`` when it
-starts and pops it when it ends (``announce``).
+Some families pass no keyword arguments to their layers. So a model pushes a ``Scope`` with its pack on a
+stack when it starts, and pops the scope when it ends (see ``announce``). Layers read the top of the stack.
 
 Legend: T slots in a pack, S sequences (a trailing pad included).
 """
@@ -30,7 +30,7 @@ from lightning_thd.seqlens import cu_seqlens_from_lengths, seq_idx_from_cu_seqle
 REAL: Final = "cu_seq_lens_real"
 SHARED: Final = "shared_prefixes"
 PACK_KWARGS: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", REAL)
-# Attributes for the window with which a layer was built, and for config values that a model's layers keep.
+# Attributes that note the window of a layer, and config values of a model, at their construction.
 NOTES: Final = ("_thd_window", "_thd_construction")
 # The kinds of mask that a model can ask for.
 CAUSAL: Final = "causal"
@@ -41,8 +41,8 @@ class Pack:
     """The boundaries of the sequences in one row of T slots.
 
     ``cu_seqlens_real`` holds cumulative lengths without padding, None if no sequence is padded inside. If
-    sequences share ``prefixes``, offsets and ``lengths`` are those of the leaves of the prefix tree, and keys
-    are rows of ``prefixes.keys``. ``cache`` holds values that all layers share, computed once per batch.
+    sequences share ``prefixes``, offsets and ``lengths`` belong to leaves of the prefix tree, and keys are
+    gathered by ``prefixes.keys``. ``cache`` holds values that all layers share, computed once per batch.
     """
 
     __slots__ = (
@@ -66,15 +66,15 @@ class Pack:
         self.cu_seqlens_q = cu_seqlens_q
         self.prefixes = prefixes
         self.cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-        # Host integers are kept as shapes of tensors without storage: torch.compile makes a size that changes
-        # symbolic, but compiles again for every new value of a plain int attribute.
+        # Integers are kept as shapes of empty tensors. torch.compile makes a changing size symbolic, but it
+        # compiles again for every new value of an int attribute.
         self._extent_q = cu_seqlens_q.new_empty(max_length_q, 0)
         self._extent_k = cu_seqlens_q.new_empty(max_length_q if max_length_k is None else max_length_k, 0)
         self._slots = cu_seqlens_q.new_empty(slots, 0)
         self._lengths = None if lengths is None else tuple(lengths)
         self.cu_seqlens_real = cu_seqlens_real
         self._real_lengths = None if real_lengths is None else tuple(real_lengths)
-        self._sequences: Tensor | None = None  # one row per sequence without the trailing pad, if known
+        self._sequences: Tensor | None = None  # S is its number of rows, without the trailing pad
         self._real: Tensor | None = None
         self.cache: dict[Any, Any] = {}
 
@@ -209,21 +209,21 @@ class Scope:
 
 @dataclass(slots=True, eq=False)
 class Caller:
-    """A running model without "thd": the class name of the one with labels, and the pack of an inner one."""
+    """A running model without "thd", which may contain a model with "thd"."""
 
-    labelled: str | None
-    pack: Pack | None = None
+    labelled: str | None  # class name of the model that got labels: this one or an outer one
+    pack: Pack | None = None  # the pack of an inner model with "thd"
 
 
-# The top of the stack, one per thread, because backward recomputes checkpoints in its own threads. A subclass
-# with defaults would fail: torch.compile (2.13) loses values that a traced hook stores in one.
+# The top of the stack in each thread, because backward recomputes checkpoints in its own threads. Not a
+# subclass with defaults: torch.compile (2.13) loses values that a traced hook stores in a subclass.
 STATE = threading.local()
 STATE.scope = None
 STATE.caller = None
 
 
 def real_slots(pack: Pack) -> Tensor | None:
-    """Return which slots hold tokens, bool ``[T]``; None if the pack does not know where it is padded."""
+    """Return which slots hold tokens, bool ``[T]``; None if the places of padding are unknown."""
     if pack._real is None and pack.prefixes is not None:
         blank = torch.zeros(pack.slots, dtype=torch.bool, device=pack.cu_seqlens_q.device)
         pack._real = blank.index_fill(0, pack.prefixes.token_slots, True)
@@ -235,7 +235,7 @@ def real_slots(pack: Pack) -> Tensor | None:
 
 
 def sequence_of_slots(count: int, slots: int, padded: Tensor, real: Tensor | None) -> Tensor:
-    """Return the sequence of each slot, int64 ``[T]``; all padding, also inside sequences, gets ``count``."""
+    """Return the sequence index of each slot, int64 ``[T]``; padding, also in sequences, gets ``count``."""
     found = seq_idx_from_cu_seqlens(padded, slots).flatten().long()
     if real is not None:
         place = torch.arange(slots, device=found.device) - padded[found]
@@ -344,7 +344,7 @@ def _pack_from_kwargs(kwargs: dict[str, Any], tokens: Tensor | None, outer: Pack
     _check_offsets(kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"))
     real = kwargs.get(REAL)
     if real is None and outer is not None and outer.slots == tokens.shape[1]:
-        real = outer.cu_seqlens_real  # only the calling model received them
+        real = outer.cu_seqlens_real  # only the outermost model gets them as an argument
     return Pack(
         cu_seqlens_q=kwargs["cu_seq_lens_q"],
         max_length_q=kwargs["max_length_q"],
@@ -357,10 +357,10 @@ def _pack_from_kwargs(kwargs: dict[str, Any], tokens: Tensor | None, outer: Pack
 def _check_offsets(offsets: Any, offsets_k: Any) -> None:
     """Refuse values that are not offsets, and offsets of keys that differ from those of queries."""
     for name, value in (("cu_seq_lens_q", offsets), ("cu_seq_lens_k", offsets_k)):
-        known = isinstance(value, Tensor)
-        if (known and value.ndim == 1 and value.dtype == torch.int32) or value is None:
+        is_tensor = isinstance(value, Tensor)
+        if (is_tensor and value.ndim == 1 and value.dtype == torch.int32) or value is None:
             continue
-        got = f"{value.dtype} of shape {tuple(value.shape)}" if known else type(value).__name__
+        got = f"{value.dtype} of shape {tuple(value.shape)}" if is_tensor else type(value).__name__
         raise ValueError(f"{name} is {got}; wanted int32 offsets [S + 1], as batch.hf_kwargs() gives.")
     if offsets_k is None or offsets_k is offsets:
         return
@@ -378,9 +378,11 @@ def pack_from_positions(position_ids: Tensor | None) -> Pack | None:
     """Build a pack from positions that restart, ``[B, T]`` or (M-RoPE) ``[3, B, T]``; reads the device."""
     if position_ids is None or position_ids.shape[-1] < 2:
         return None
-    steps = position_ids.long().diff(dim=-1)  # torch subtracts no uint16, and uint8 never goes below 0
+    steps = position_ids.long().diff(
+        dim=-1
+    )  # torch cannot subtract uint16, and uint8 has no differences below 0
     if torch.compiler.is_compiling():
-        # A read would break the graph. A pack that is treated as one sequence would leak.
+        # A read would break the graph. A pack that is taken for one sequence would leak.
         torch._assert_async(
             (steps >= 0).all() if position_ids.ndim == 3 else (steps == 1).all(),
             "positions restart inside a row, but a compiled model cannot see where: pass batch.hf_kwargs().",

@@ -1,6 +1,7 @@
 """Lengths of a pack -> a few padded batches of sequences of similar length, and indices back to the pack.
 
-Causal layers without a packed kernel run on these exactly: padding behind a sequence cannot change it.
+Causal layers without a packed kernel give exact results on these batches, because padding behind a sequence
+cannot change the sequence.
 
 Legend: T slots in a pack, S sequences, N rows of a group, L its longest row.
 """
@@ -19,12 +20,12 @@ from torch import Tensor
 
 from lightning_thd.batch.upload import uploaded
 
-# Rows of one group are at least this share of the longest, so padding costs at most a third of a group. Below
-# 32 slots a call costs more than the padding.
+# Sequences of one group have at least this share of its longest length, so padding is at most a third. All
+# sequences of at most 32 slots share one group, because a call costs more than their padding.
 _SHARE = 2 / 3
 _SMALL = 32
 IntArray = npt.NDArray[np.int64]
-# Most slots of a group of fixed size, per token of the pack. Above this, eager groups are far faster.
+# A group of fixed size has at most this many slots per token of the pack; else eager groups are far faster.
 _STATIC_WASTE = 32
 
 
@@ -54,7 +55,7 @@ def padded_rows(
     while len(order):
         longest = int(sizes[order[0]])
         smallest = 1 if longest <= _SMALL else int(np.ceil(longest * _SHARE))
-        count = int(np.count_nonzero(sizes[order] >= smallest))  # order is by falling length
+        count = int(np.count_nonzero(sizes[order] >= smallest))  # ``order`` is by decreasing length
         members, order = order[:count], order[count:]
         offsets = np.arange(longest)
         inside = offsets < sizes[members, None]
@@ -97,13 +98,15 @@ def run_grouped(
 ) -> Any:
     """Call a causal function on each padded group and put its outputs back in the order of the pack.
 
-    Arguments ``[1, T, ...]``, also in a tuple, are regrouped. If the function returns a tuple, entries after
-    the first are final states of groups and become None; with ``several`` they belong to tokens too.
+    Arguments ``[1, T, ...]``, also in a tuple, are regrouped. If the function returns a tuple, only its first
+    entry belongs to tokens; the others are final states of groups and become None. With ``several``, all
+    entries belong to tokens.
     """
     outputs = []
     for source in groups.sources:
-        take = of_tokens(functools.partial(_rows_of, source), slots)
-        outputs.append(function(*map(take, args), **{name: take(value) for name, value in kwargs.items()}))
+        regroup = of_tokens(functools.partial(_rows_of, source), slots)
+        grouped = {name: regroup(value) for name, value in kwargs.items()}
+        outputs.append(function(*map(regroup, args), **grouped))
     if isinstance(outputs[0], tuple):
         parts = list(zip(*outputs, strict=True))
         tokens = len(parts) if several else 1

@@ -1,7 +1,7 @@
 """A model that pools a row of tokens to one output -> one output for every sequence of a pack.
 
-Heads of classifiers and reward models read single tokens of a row, or its mean. The layers below the head run
-on the pack. Then the head's own code runs on their outputs, as padded rows in groups of similar length.
+Heads of classifiers and reward models read single tokens of a row, or the mean of the row. The layers below
+the head run on the pack. Their outputs become padded rows, in groups of similar length, for the head.
 
 Legend: T slots in a pack, S sequences, N rows of a group, L its longest row, C labels.
 """
@@ -67,7 +67,7 @@ def _pool(model: Any, pack: Pack, output: Any) -> Any:
     num_sequences = pack.cu_seqlens_q.shape[0] - 1
     logits = getattr(output, "logits", None)
     shape = logits.shape if isinstance(logits, Tensor) and logits.ndim == 2 else (0, 0)
-    if num_sequences > 1 and shape[0] == 1 and shape[1] != pack.slots:  # T logits are one score per slot
+    if num_sequences > 1 and shape[0] == 1 and shape[1] != pack.slots:  # [1, T] is one score per slot
         raise ValueError(
             f"{type(model).__name__} returns one row of logits for a pack of {num_sequences} sequences. "
             "Feed it padded rows, or pool the hidden states of its base model by batch.unpack()."
@@ -82,7 +82,7 @@ def _pool(model: Any, pack: Pack, output: Any) -> Any:
             f"{type(model).__name__} makes its pooler_output by code that cannot be repeated for every "
             f"sequence of a pack (its pooler is a {type(pooler).__name__}). Feed it padded rows."
         )
-    pack.refuse_prefixes(model, "its pooler reads the first token of every one")
+    pack.refuse_prefixes(model, "its pooler reads the first token of every sequence")
     starts = pack.cu_seqlens_q[:-1].long().clamp(max=pack.slots - 1)
     output.pooler_output = _run_pooler(model, hidden[0].index_select(0, starts)[:, None])
     return output
@@ -133,8 +133,8 @@ def _classify(forward: Callable[..., Any], model: Any, given: dict[str, Any], pa
     base = model.base_model
     if base is model or pack.shard is not None or shapes_are_static() or 0 in pack.lengths:
         raise ValueError(
-            f"{type(model).__name__} makes one row of every sequence, which needs whole sequences, none "
-            "empty: train it without context parallelism and without CUDA graphs."
+            f"{type(model).__name__} computes one row per sequence, which needs whole sequences that are not "
+            "empty. Train it without context parallelism and without CUDA graphs."
         )
     labels = given.pop("labels", None)
     outputs: list[Any] = []
@@ -147,14 +147,14 @@ def _classify(forward: Callable[..., Any], model: Any, given: dict[str, Any], pa
     shared = pack.prefixes
     lengths = pack.real_lengths if shared is None else shared.lengths
     padded = pack.lengths if shared is None else shared.lengths
-    filler, ids = _filler(model), given.get("input_ids")
+    padding_id, ids = _padding_id(model), given.get("input_ids")
     if ids is None:  # the caller gave embeddings, so any id but padding will do
-        ids = torch.full((1, pack.slots), filler + 1, device=logits.device)
+        ids = torch.full((1, pack.slots), padding_id + 1, device=logits.device)
     rows = torch.empty(len(padded), logits.shape[-1], dtype=logits.dtype, device=logits.device)
     for members, places in uploaded(list(padded_rows(lengths, padded)), logits.device):
         source = places if shared is None else shared.slots_of(places, pack.slots)
         real = source < pack.slots
-        token_rows = torch.where(real, ids[0][source.clamp(max=pack.slots - 1)], filler)
+        token_rows = torch.where(real, ids[0][source.clamp(max=pack.slots - 1)], padding_id)
         with _base_returns(model, _padded_output(base, outputs[0], source, pack)):
             part = forward(model, input_ids=token_rows, attention_mask=real.long()).logits
         rows = rows.index_copy(0, members, part.to(rows.dtype))
@@ -162,8 +162,8 @@ def _classify(forward: Callable[..., Any], model: Any, given: dict[str, Any], pa
     return output
 
 
-def _filler(model: Any) -> int:
-    """Return the token id of padding in rows made from a pack: the model's own, or -1 if it has none."""
+def _padding_id(model: Any) -> int:
+    """Return the padding id for rows that are made from a pack: the model's padding id, or -1 without one."""
     pad = model.config.get_text_config().pad_token_id
     return -1 if pad is None else int(pad)
 
@@ -173,7 +173,7 @@ def _base_returns(model: Any, output: Any) -> Generator[None]:
     """Make the base model return ``output``, and the head expect our padding id, inside this context."""
     scope, base, text = current_scope(), model.base_model, model.config.get_text_config()
     assert scope is not None
-    pad, text.pad_token_id = text.pad_token_id, _filler(model)
+    pad, text.pad_token_id = text.pad_token_id, _padding_id(model)
     base.__dict__["forward"] = lambda *_, **__: output
     try:
         with scoped(Scope(None, scope.outer, module=model, families=scope.families)):
@@ -207,7 +207,7 @@ def _loss(model: Any, rows: Tensor, labels: Tensor) -> Tensor:
             f"{type(model).__name__} got {labels.shape[0]} labels for a pack of {rows.shape[0]} sequences. "
             "Pass at most one per sequence."
         )
-    if not labels.shape[0]:  # an empty microbatch, whose mean over nothing would be NaN
+    if not labels.shape[0]:  # an empty microbatch: the mean over no labels would be NaN
         return rows.sum() * 0.0
     loss: Tensor = ForSequenceClassificationLoss(labels, rows[: labels.shape[0]], model.config)
     return loss

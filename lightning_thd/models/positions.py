@@ -3,11 +3,11 @@
 Classes are patched once. Without a pack they work as before.
 
 - Position embeddings of the RoBERTa kind start at ``padding_idx + 1`` and skip padding tokens.
-- Longrope and dynamic ropes depend on the longest position of the whole call. So each sequence that is
-  longer than the trained length gets its own call.
+- Longrope and dynamic ropes depend on the longest position in the whole call. So each sequence that is
+  longer than the trained length gets a separate call.
 - ESM scales a row by the share of its tokens that is masked, and Llama 4 scales queries by their slot.
-- Gemma3n's padding token has a zero embedding, at which the gradient is infinite. Times the zero of a
-  trailing pad, that gives NaN.
+- Gemma3n's padding token has a zero embedding, at which a norm has an infinite gradient. Multiplied by the
+  zero gradient of a trailing pad, that gives NaN.
 
 Legend: T slots in a pack.
 """
@@ -70,7 +70,7 @@ def padded_positions(
     input_ids: Tensor | None, position_ids: Tensor | None, padding_idx: int, pack: Pack
 ) -> Tensor:
     """Count positions of each sequence as RoBERTa does: from ``padding_idx + 1``, skipping padding."""
-    # A sequence may begin on another rank, or share the slots of its first tokens with another sequence.
+    # The first tokens of a sequence may be on another rank, or in the slots of another sequence.
     if pack.shard is not None or pack.prefixes is not None:
         assert position_ids is not None
         return position_ids + (padding_idx + 1)
@@ -88,7 +88,7 @@ _HIDDEN_IN_TRAINING = 0.15 * 0.8
 
 
 def _without_masked(embeds: Tensor, masked: Tensor, pack: Pack) -> Tensor:
-    """Zero ESM's masked tokens, and scale each sequence by the share of its own tokens that is masked."""
+    """Zero ESM's masked tokens, and scale each sequence by the share of its tokens that is masked."""
     members, offsets = pack.seq_idx[0].long(), pack.cu_seqlens_q
     lengths = (offsets if pack.cu_seqlens_real is None else pack.cu_seqlens_real).diff()
     counts = torch.zeros_like(lengths, dtype=torch.float32).index_add(0, members, masked[0].float())
@@ -111,11 +111,11 @@ def adopt_row_scales(model_class: type) -> None:
     for cls in layer_classes(model_class):
         names = getattr(getattr(inspect.unwrap(cls.forward), "__code__", None), "co_names", ())
         if not hasattr(cls, "config_class") and {"arange", "get_seq_length"} <= {*names}:
-            patch_forward("row scales", cls, "_thd_scale", _behind_sequences)
+            patch_forward("row scales", cls, "_thd_scale", _scale_by_sequence)
 
 
-class _Before:
-    """An empty cache whose length is one offset per slot, so that every sequence counts from 0."""
+class _CacheOfOffsets:
+    """An empty key-value cache whose length is one offset per slot, so that every sequence counts from 0."""
 
     def __init__(self, lengths: Tensor) -> None:
         self.lengths = lengths
@@ -127,7 +127,7 @@ class _Before:
         return key, value
 
 
-def _behind_sequences(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _scale_by_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def forward_in_pack(self: Any, *args: Any, **kwargs: Any) -> Any:
         pack = model_pack()
@@ -140,7 +140,7 @@ def _behind_sequences(forward: Callable[..., Any]) -> Callable[..., Any]:
             if max(shard.padded_lengths) >= limit:
                 pack.refuse_shard(self, f"scales queries by their position in a sequence from {limit} on")
             counted = torch.zeros_like(slots)
-        return forward(self, *args, **{**kwargs, "past_key_values": _Before(counted - slots)})
+        return forward(self, *args, **{**kwargs, "past_key_values": _CacheOfOffsets(counted - slots)})
 
     return forward_in_pack
 
@@ -173,7 +173,7 @@ def _rope_types(config: Any) -> Iterator[str]:
 def _by_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def forward_in_pack(self: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        pack = current_pack() and model_pack()  # the first raises if a recomputation lost its pack
+        pack = current_pack() and model_pack()  # current_pack raises if a recomputation lost its pack
         kind = self.rope_type
         layer_type = kwargs.get("layer_type", args[0] if args else None)
         kind = kind[layer_type] if isinstance(kind, dict) else kind
@@ -181,7 +181,9 @@ def _by_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
             return forward(self, x, position_ids, *args, **kwargs)
 
         def run(position_ids: Tensor) -> Any:
-            return _forget_and_run(forward, self, x, position_ids, *args, **kwargs)
+            if "dynamic" in kind:
+                _reset_frequencies(self, "" if layer_type is None else f"{layer_type}_", position_ids.device)
+            return forward(self, x, position_ids, *args, **kwargs)
 
         if kind == "longrope":
             parameters = self.config.rope_parameters
@@ -189,7 +191,7 @@ def _by_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
             limit = parameters["original_max_position_embeddings"]
         else:
             limit = self.original_max_seq_len
-        # If no sequence exceeds the limit, one call serves all. The longest length is already on the host.
+        # If no sequence exceeds the limit, one call is right for all. The host knows the longest length.
         if pack.longest <= limit:
             return run(position_ids)
         pack.refuse_prefixes(self, f"has other frequencies for sequences longer than {limit} tokens")
@@ -223,11 +225,11 @@ def _one_by_one(
     for end, slots, length in zip(accumulate(pack.lengths), pack.lengths, lengths, strict=True):
         if length > limit:
             positions = position_ids[..., end - slots : end]
-            own = run(positions if length == slots else positions.clamp(max=length - 1))
+            part = run(positions if length == slots else positions.clamp(max=length - 1))
             if isinstance(whole, Tensor):  # cosine and sine as one complex number
-                whole = _place(own, whole, end)
+                whole = _place(part, whole, end)
             else:
-                whole = tuple(_place(one, all_of, end) for one, all_of in zip(own, whole, strict=True))
+                whole = tuple(_place(new, old, end) for new, old in zip(part, whole, strict=True))
     return whole
 
 
@@ -238,18 +240,11 @@ def _place(value: Tensor, whole: Tensor, end: int) -> Tensor:
     return placed
 
 
-def _forget_and_run(
-    forward: Callable[..., Any], rotary: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
-) -> Any:
-    """Run a rotary embedding with its original frequencies, and forget longer sequences that it has seen."""
-    layer_type = kwargs.get("layer_type", args[0] if args else None)
-    kind = rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]
-    prefix = "" if layer_type is None else f"{layer_type}_"
-    if "dynamic" in kind:  # it keeps the frequencies of the longest sequence so far
-        setattr(rotary, f"{prefix}max_seq_len_cached", rotary.original_max_seq_len)
-        original = getattr(rotary, f"{prefix}original_inv_freq")
-        rotary.register_buffer(f"{prefix}inv_freq", original.to(position_ids.device), persistent=False)
-    return forward(rotary, x, position_ids, *args, **kwargs)
+def _reset_frequencies(rotary: Any, prefix: str, device: torch.device) -> None:
+    """Restore a dynamic rope's original frequencies; it keeps those of the longest sequence so far."""
+    setattr(rotary, f"{prefix}max_seq_len_cached", rotary.original_max_seq_len)
+    original = getattr(rotary, f"{prefix}original_inv_freq")
+    rotary.register_buffer(f"{prefix}inv_freq", original.to(device), persistent=False)
 
 
 # ---- Rotary frequencies that a wrapper rounded
@@ -277,15 +272,17 @@ def _restore(rotary: Any) -> None:
         if rounded is None or exact is None or rounded.dtype not in _HALF or exact.shape != rounded.shape:
             continue
         exact = exact.to(rounded.device, torch.float32)
-        if torch.equal(exact.to(rounded.dtype), rounded):  # else set by hand, or changed by longer sequences
+        if torch.equal(
+            exact.to(rounded.dtype), rounded
+        ):  # else they were set by hand, or for longer sequences
             rotary._buffers[name] = exact
 
 
 # ---- Embeddings of padding that are zero
 
-# Its square is far above the smallest number of float32 and bfloat16, and far below the epsilon of any norm.
+# The square of _TINY is far above the smallest number of float32 and bfloat16, and far below any epsilon.
 _TINY = 1e-12
-_TINY_HALF = 2.0**-11  # its square is one of the smallest numbers of float16
+_TINY_HALF = 2.0**-11  # the square, 2**-22, is one of the smallest numbers of float16
 
 
 def adopt_zero_embeddings(model_class: type) -> None:

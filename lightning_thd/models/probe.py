@@ -1,8 +1,8 @@
 """A model -> a report that no sequence of a pack sees another, or an error that names the layer.
 
 The probe runs packs of random tokens and changes one sequence at a time. A change in another sequence's
-logits is a leak, and so is a gradient at its inputs. A sequence must give the same result in its own pack,
-and with transformers' own eager attention. A trailing pad must not change any gradient.
+logits is a leak, and so is a gradient at that sequence's inputs. A sequence must give the same result in a
+pack of its own, and with transformers' eager attention. A trailing pad must not change any gradient.
 
 Legend: T slots in a pack, V vocabulary.
 """
@@ -40,13 +40,14 @@ from lightning_thd.models.probe_report import PackingLeakError, PackingReport
 Forward = Callable[[nn.Module, THDBatch], Any]
 LENGTHS = (7, 1, 16, 3, 8)
 
-# Relative to the largest logit. A leak compares runs of the same shapes, which differ only by the order of
-# sums in expert kernels. An error compares packs of other shapes, which differ by rounding.
+# Tolerances by dtype, relative to the largest logit. Runs that are compared for a leak have the same shapes,
+# and differ only by the order of sums in expert kernels. Runs that are compared for an error have other
+# shapes, and differ by rounding.
 _LEAK: dict[torch.dtype, float] = {torch.float64: 1e-12, torch.float32: 1e-6}
 _ERROR: dict[torch.dtype, float] = {torch.float64: 1e-9, torch.float32: 1e-4}
 _HALF_LEAK, _HALF_ERROR = 1e-2, 5e-2
-_PAD = 5  # slots
-_MANY = 300_000_000  # parameters; two copies of their gradients should still fit beside the model
+_PAD = 5  # slots of the trailing pad
+_MANY = 300_000_000  # parameters, up to which two copies of their gradients should fit into memory too
 
 
 def check_options(vocab_size: object, tolerance: object) -> None:
@@ -77,7 +78,7 @@ def check_packing(
 
     Args:
         model: a Hugging Face causal LM, or any model that ``forward`` can call.
-        vocab_size: V; the default is the config's.
+        vocab_size: V; the default is read from the config.
         lengths: lengths of at least two sequences; include 1, and one longer than the model's window.
         grad: check gradients of the inputs too.
         forward: ``forward(model, batch)`` returns logits ``[T, V]`` or ``[1, T, V]``. The default is
@@ -130,6 +131,7 @@ def check_packing(
 
 
 def _judged(probe: _Probe, tolerance: float | None) -> PackingReport:
+    """Return the report of a probe; if it is not ok, search the first wrong module too."""
     report = probe.report(tolerance)
     return report if report.ok else probe.report(tolerance, module=probe.culprit(report))
 
@@ -157,8 +159,8 @@ class _Probe:
         self.grad = grad
         self.inputs: Tensor | None = None
         self.dtype = torch.float32
-        self.measured: dict[str, Any] = {"leak": 0.0, "error": 0.0, "gradient_leak": None}
-        self.measured["gradient_error"] = None
+        self.measured: dict[str, Any] = {"leak": 0.0, "error": 0.0}
+        self.measured |= {"gradient_leak": None, "gradient_error": None}
         self.worst: dict[str, int] = {}  # the sequence at which each number was measured
         self.skipped: list[str] = []
         self._measure()
@@ -172,11 +174,11 @@ class _Probe:
     def changed(self, index: int) -> THDBatch:
         """Return the pack with every token of one sequence replaced."""
         ids = self.batch.input_ids.clone()
-        own = slots_of(self.batch, index)
-        spare = torch.unique(ids)
-        # Take the next of the token ids in the pack, so that each token changes and none is special.
-        rank = torch.searchsorted(spare, ids[own])
-        ids[own] = spare[(rank + 1) % len(spare)]
+        slots = slots_of(self.batch, index)
+        known = torch.unique(ids)
+        # Each token becomes the next larger id of the pack: each token changes, and no special token appears.
+        rank = torch.searchsorted(known, ids[slots])
+        ids[slots] = known[(rank + 1) % len(known)]
         return self.batch.replace(input_ids=ids)
 
     def alone(self, index: int) -> THDBatch:
@@ -194,6 +196,7 @@ class _Probe:
         return logits
 
     def _measure(self) -> None:
+        """Measure the leak of every changed sequence, and compare every sequence with its own pack."""
         with torch.set_grad_enabled(self.grad), self._inputs_watched():
             whole = self.logits(self.batch)
             inputs = self.inputs
@@ -210,21 +213,22 @@ class _Probe:
                 self._compare(index, whole, inputs, scale)
 
     def _compare(self, index: int, whole: Tensor, inputs: Tensor | None, scale: float) -> None:
-        own = slots_of(self.batch, index)
+        """Compare the logits and input gradients of one sequence in the pack and in its own pack."""
+        slots = slots_of(self.batch, index)
         alone = self.logits(self.alone(index))
-        self.keep("error", (alone.detach() - whole.detach()[own]).abs().max().item() / scale, index)
+        self.keep("error", (alone.detach() - whole.detach()[slots]).abs().max().item() / scale, index)
         if not self.grad:
             return
         assert inputs is not None
         assert self.inputs is not None
         weights = torch.randn_like(alone)
         last = index == len(self.batch.lengths) - 1
-        (packed_grad,) = torch.autograd.grad((whole[own] * weights).sum(), inputs, retain_graph=not last)
+        (packed_grad,) = torch.autograd.grad((whole[slots] * weights).sum(), inputs, retain_graph=not last)
         (alone_grad,) = torch.autograd.grad((alone * weights).sum(), self.inputs)
         packed_grad, alone_grad = packed_grad.flatten(0, -2), alone_grad.flatten(0, -2)
         largest = max(alone_grad.abs().max().item(), torch.finfo(alone_grad.dtype).tiny)
-        self.keep("gradient_error", (packed_grad[own] - alone_grad).abs().max().item() / largest, index)
-        packed_grad[own] = 0
+        self.keep("gradient_error", (packed_grad[slots] - alone_grad).abs().max().item() / largest, index)
+        packed_grad[slots] = 0
         self.keep("gradient_leak", packed_grad.abs().max().item() / largest, index)
 
     def compare_with_stock(self) -> None:
@@ -233,7 +237,9 @@ class _Probe:
             self.skipped.append("stock eager attention: not a transformers model")
             return
         ids, lengths = self.batch.input_ids, self.batch.lengths
-        order = sorted(range(len(lengths)), key=lambda i: lengths[i])  # a dynamic rope remembers longer ones
+        order = sorted(
+            range(len(lengths)), key=lambda i: lengths[i]
+        )  # a dynamic rope keeps the longest length
         try:
             with torch.no_grad():
                 wanted = {i: logits_alone(self.model, ids[slots_of(self.batch, i)]) for i in order}
@@ -285,7 +291,7 @@ class _Probe:
             if not torch.is_grad_enabled():
                 return output
             self.inputs = output.detach().requires_grad_()
-            return self.inputs.clone()  # some models change it in place
+            return self.inputs.clone()  # some models change the output in place
 
         handle = embedding_of(self.model).register_forward_hook(cut)
         try:
@@ -294,6 +300,7 @@ class _Probe:
             handle.remove()
 
     def report(self, tolerance: float | None, *, module: str | None = None) -> PackingReport:
+        """Return the measurements as a report; ``module`` is the first wrong module."""
         config: Any = getattr(self.model, "config", None)
         return PackingReport(
             model=type(self.model).__name__,
@@ -312,21 +319,20 @@ class _Probe:
         with torch.no_grad():
             if report.batch_norms and report.same and not report.leaks:
                 return report.batch_norms[0]
-            run = partial(partial, self.logits)
+            run_pack, tolerance = partial(self.logits, self.batch), report.tolerance
             if report.leak > report.leak_tolerance:
                 others = torch.ones(self.batch.input_ids.shape[-1], dtype=torch.bool)
                 others[slots_of(self.batch, self.worst["leak"])] = False
-                rows, changed = others.nonzero()[:, 0], self.changed(self.worst["leak"])
-                return first_leaking_module(self.model, run(self.batch), run(changed), rows, rows)
-            how = {"tolerance": report.tolerance}
+                changed, rows = self.changed(self.worst["leak"]), others.nonzero()[:, 0]
+                return first_leaking_module(self.model, run_pack, partial(self.logits, changed), rows, rows)
+            index = self.worst["error" if report.matches_stock else "reference_error"]
+            alone, slots = self.alone(index), slots_of(self.batch, index)
+            run_alone, rows = partial(self.logits, alone), torch.arange(len(alone.input_ids))
             if not report.matches_stock:
-                one = self.alone(self.worst["reference_error"])
-                rows = torch.arange(len(one.input_ids))
-                stock = partial(logits_alone, self.model, one.input_ids)
-                return first_leaking_module(self.model, run(one), stock, rows, rows, **how)
-            own, one = slots_of(self.batch, self.worst["error"]), self.alone(self.worst["error"])
-            there, rows = torch.arange(own.start, own.stop), torch.arange(len(one.input_ids))
-            return first_leaking_module(self.model, run(self.batch), run(one), there, rows, **how)
+                stock = partial(logits_alone, self.model, alone.input_ids)
+                return first_leaking_module(self.model, run_alone, stock, rows, rows, tolerance=tolerance)
+            there = rows + slots.start
+            return first_leaking_module(self.model, run_pack, run_alone, there, rows, tolerance=tolerance)
 
 
 # ---- The pack and the call
@@ -365,8 +371,8 @@ def _ordinary_tokens(model: nn.Module, vocab_size: int) -> Tensor:
             if name.endswith(("token_id", "token_ids", "token_index")):
                 special.update(value if isinstance(value, list | tuple) else [value])
     tokens = torch.arange(vocab_size)
-    meant = torch.tensor([token for token in special if isinstance(token, int)], dtype=torch.int64)
-    return tokens[~torch.isin(tokens, meant)]
+    ids = torch.tensor([token for token in special if isinstance(token, int)], dtype=torch.int64)
+    return tokens[~torch.isin(tokens, ids)]
 
 
 def embedding_of(model: nn.Module) -> nn.Embedding:

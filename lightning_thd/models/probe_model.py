@@ -33,7 +33,7 @@ def undisturbed(model: nn.Module) -> Generator[None]:
 
 _HALF = (torch.bfloat16, torch.float16)
 _DTYPES = (torch.float64, torch.float32, *_HALF)
-_NOISE = 0.02  # standard deviation, transformers' usual initialisation
+_NOISE = 0.02  # standard deviation of transformers' usual initialisation
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def in_fp32(model: nn.Module, *, most: int) -> Generator[bool]:
         for device in devices:
             stack.enter_context(torch.autocast(device, enabled=False))
         try:
-            torch.set_default_dtype(torch.float32)  # Lightning's "bf16-true" sets another
+            torch.set_default_dtype(torch.float32)  # Lightning's "bf16-true" sets bfloat16
             for tensor in halves:
                 tensor.data = tensor.data.float()
             yield True
@@ -115,37 +115,28 @@ def calls_noted(modules: dict[str, nn.Module]) -> Generator[list[str]]:
 
 # ---- Stock attention
 
-# In slots. Longer sequences make the probe slow on a CPU, so the probe lowers larger limits to _LOW.
+# In slots. Sequences beyond _REACH make the probe slow on a CPU, so the probe lowers larger limits to _LOW.
 _REACH, _LOW = 1024, 9
 _LIMITS = frozenset(
     {"sliding_window", "attention_chunk_size", "attention_window_size", "chunk_size", "mamba_chunk_size"}
     | {"floor_scale", "log_scaling_n_floor", "local_attention", "sliding_window_size", "window_size"}
 )
-# The lengths that dynamic rotary embeddings keep.
+# The attributes in which dynamic rotary embeddings keep lengths.
 _ROPE_LIMITS = ("original_max_seq_len", "max_seq_len_cached")
 
 
-@contextmanager
-def eager(model: nn.Module) -> Generator[None]:
-    """Switch every layer of the model to transformers' own eager attention inside this context."""
+def logits_alone(model: nn.Module, input_ids: Tensor) -> Tensor:
+    """Return the logits ``[T, V]`` of one sequence ``[T]``, with transformers' eager attention."""
+    no_cache = {} if getattr(model.config, "use_cache", None) is None else {"use_cache": False}
     configs = attention_configs(model)
     chosen = [config._attn_implementation_internal for config in configs]
     try:
         for config in configs:
             config._attn_implementation_internal = "eager"
-        yield
+        logits: Tensor = model(input_ids=input_ids[None], **no_cache).logits[0]
     finally:
         for config, name in zip(configs, chosen, strict=True):
             config._attn_implementation_internal = name
-
-
-def logits_alone(model: nn.Module, input_ids: Tensor) -> Tensor:
-    """Return the logits ``[T, V]`` of one document ``[T]`` by a plain call with stock eager attention."""
-    config: Any = model.config
-    no_cache = {} if getattr(config, "use_cache", None) is None else {"use_cache": False}
-    with eager(model):
-        output = model(input_ids=input_ids[None], **no_cache)
-    logits: Tensor = output.logits[0]
     return logits
 
 
@@ -163,7 +154,7 @@ def lowered_limits(model: nn.Module) -> Generator[None]:
     try:
         for holder, name, _ in far:
             _set(holder, name, _LOW)
-        for module, name, _ in noted if far else ():  # the noted limits are no longer true
+        for module, name, _ in noted if far else ():  # a lowered limit differs from the note of its value
             del module.__dict__[name]
         yield
     finally:
@@ -238,8 +229,8 @@ def first_leaking_module(
     return None
 
 
-def _agree(ours: Iterable[Tensor], theirs: Iterable[Tensor], tolerance: float) -> bool:
-    for a, b in zip(ours, theirs, strict=False):
+def _agree(first: Iterable[Tensor], second: Iterable[Tensor], tolerance: float) -> bool:
+    for a, b in zip(first, second, strict=False):
         if a.shape != b.shape:
             continue
         largest = a.abs().max().item() if a.numel() else 0.0
@@ -250,7 +241,7 @@ def _agree(ours: Iterable[Tensor], theirs: Iterable[Tensor], tolerance: float) -
 
 @contextmanager
 def _recorded(model: nn.Module, rows: Tensor) -> Generator[dict[_Key, _Call]]:
-    """Record the per-token tensors of every call of every module, for packs of a few dozen tokens."""
+    """Record, on the CPU, rows of the per-token tensors of every call of every module; for small packs."""
     calls: dict[_Key, _Call] = {}
     counts: defaultdict[str, int] = defaultdict(int)
     handles = []
@@ -259,7 +250,7 @@ def _recorded(model: nn.Module, rows: Tensor) -> Generator[dict[_Key, _Call]]:
     def watch(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             given = (*args, *kwargs.values())
-            if not slots:  # the embedding's call is the first to end, and its ids are T
+            if not slots:  # the embedding's call ends first, and its input is the T ids
                 slots.extend([value.numel() for value in given if isinstance(value, Tensor)][:1])
             calls[name, counts[name]] = _token_rows(given, slots, rows), _token_rows((output,), slots, rows)
             counts[name] += 1
@@ -276,6 +267,7 @@ def _recorded(model: nn.Module, rows: Tensor) -> Generator[dict[_Key, _Call]]:
 
 
 def _token_rows(values: Iterable[Any], slots: list[int], rows: Tensor) -> list[Tensor]:
+    """Return the given rows of all floating-point tensors that have a dimension of T slots."""
     found: list[Tensor] = []
     for value in _tensors(values):
         dim = next((d for d, size in enumerate(value.shape) if slots and size == slots[0]), None)

@@ -10,7 +10,7 @@ _SOFTMAX = 1e-5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackingReport:
-    """The errors the leak probe measured, each relative to the largest value of its kind.
+    """The errors that the leak probe measured, each relative to the largest value of its kind.
 
     Attributes:
         model: class of the model.
@@ -19,15 +19,15 @@ class PackingReport:
         lengths: lengths of the sequences in the pack.
         leak: largest change of a logit when another sequence changes.
         gradient_leak: largest gradient that reaches an input of another sequence, if asked for.
-        error: largest difference of a logit between the pack and the sequence in a pack of its own.
-        gradient_error: the same difference for gradients of the inputs, if asked for.
+        error: largest difference between a sequence's logits in the pack and in a pack of its own.
+        gradient_error: the same for the gradients of the sequence's inputs, if asked for.
         leak_tolerance: largest ``leak`` and ``gradient_leak`` that pass.
         tolerance: largest ``error`` and ``gradient_error`` that pass.
         reference_error: largest difference of a logit from stock eager attention, if that was run.
         pad_error: largest difference that a trailing pad makes to the gradient of a parameter, if asked for.
         batch_norms: names of the batch norms that would average over a pack in training.
         skipped: the checks that were skipped, and why.
-        module: first module whose inputs are clean and whose outputs are not; None when all is well.
+        module: first module whose inputs agree and whose outputs differ; None if every check passes.
     """
 
     model: str
@@ -48,7 +48,7 @@ class PackingReport:
 
     @property
     def leaks(self) -> bool:
-        """Return whether a sequence sees another one."""
+        """Return whether a sequence sees another sequence."""
         # Written so that NaN counts as a leak.
         return not (self.leak <= self.leak_tolerance and (self.gradient_leak or 0.0) <= self.leak_tolerance)
 

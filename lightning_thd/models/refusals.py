@@ -28,7 +28,7 @@ def refuse_own_attention(model: Any) -> None:
     """Refuse a model class whose attention ignores ``attn_implementation``: Bloom, Falcon, GPT-J, MPT, ..."""
     source = _source(type(model).__module__)
     table = next((name for name in _TABLE.findall(source) if "VISION" not in name), None)
-    own = f"{type(model).__name__} has an attention of its own"
+    own = f"{type(model).__name__} has its own attention"
     advice = "Use padded rows with attn_implementation='eager', or a model that uses AttentionInterface."
     if table is not None and not _sees_images(model):
         raise ValueError(f"{own}, from {table}, which has no 'thd'. {advice}")
@@ -104,9 +104,10 @@ def refuse_early_release(model_type: str, installed: str) -> None:
     needed = _EXACT_FROM.get(model_type)
     numbers = tuple(int(part) for part in installed.split(".")[:2] if part.isdigit())
     if needed is not None and len(numbers) == 2 and numbers < needed:
-        exact = f"it is exact from {'.'.join(map(str, needed))} on"
-        what = f"{model_type} differs between a pack and its sequences alone with transformers {installed}"
-        raise ValueError(f"{what}; {exact}. Install that, or feed it padded rows.")
+        raise ValueError(
+            f"With transformers {installed}, {model_type} differs between a pack and single sequences; it is "
+            f"exact from {'.'.join(map(str, needed))} on. Install that release, or feed it padded rows."
+        )
 
 
 def _refuse_layer(found: _Found) -> None:
@@ -171,8 +172,8 @@ def _language_modules(model: Any) -> Iterator[_Found]:
 
 
 def note_construction(model: Any) -> None:
-    """Note the windows of a model's layers, and the config values that masks read again in each call."""
-    if not any(True for _ in model.children()):  # its layers are not built yet
+    """Note the windows of a model's layers, and the config values that masks read in every call."""
+    if not any(True for _ in model.children()):  # the layers are not built yet
         return
     windows = [
         module.__dict__.setdefault(NOTES[0], module.sliding_window)
@@ -184,7 +185,7 @@ def note_construction(model: Any) -> None:
 
 
 def _read_late(config: Any, names: list[str]) -> list[Any]:
-    """Return these values of a config and of the configs inside it."""
+    """Return the named values of a config and of the configs inside it."""
     found: list[Any] = [getattr(config, name, None) for name in names]
     inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
     return found + [_read_late(part, names) for part in inner if hasattr(part, "sub_configs")]
@@ -241,7 +242,7 @@ def refuse_call(model: Any, kwargs: dict[str, Any]) -> None:
         method = getattr(method, "value", method)
         if method is not None and method not in _TOKEN_BY_TOKEN and not config.is_prompt_learning:
             raise ValueError(
-                f"The adapter {name!r} ({method}) is not known to change every token by itself. Use LoRA."
+                f"The adapter {name!r} ({method}) is not known to change each token independently. Use LoRA."
             )
         for option in ("alora_invocation_tokens", "velora_config"):
             if getattr(config, option, None) is not None:
@@ -252,19 +253,17 @@ def refuse_call(model: Any, kwargs: dict[str, Any]) -> None:
 
 def _refuse_plain_positions(model: nn.Module, position_ids: Tensor | None) -> None:
     """Refuse images for a model with M-RoPE if the pack's positions are those of plain text."""
-    owners = (model, getattr(model, "model", None))
-    if position_ids is None or position_ids.ndim == 3:
-        return
-    if any(hasattr(owner, "get_rope_index") for owner in owners):
+    is_plain = position_ids is not None and position_ids.ndim != 3
+    if is_plain and any(hasattr(x, "get_rope_index") for x in (model, getattr(model, "model", None))):
         raise ValueError(
             f"{type(model).__name__} got images in a pack and position_ids {tuple(position_ids.shape)}. A "
-            "model with M-RoPE needs position_ids [3, 1, T]: compute every sample's own positions with "
+            "model with M-RoPE needs position_ids [3, 1, T]: compute the positions of every sample with "
             "model.model.get_rope_index(...)."
         )
 
 
 def refuse_losing_adapters(wrapper: Any) -> None:
-    """Refuse adapters of a ``PeftModel`` that put tokens before every row, or add to the model's own loss."""
+    """Refuse adapters of a ``PeftModel`` that put tokens before every row, or add a term to the loss."""
     active = getattr(wrapper, "active_adapters", None) or [getattr(wrapper, "active_adapter", "default")]
     configs = getattr(wrapper, "peft_config", None)
     for name, config in configs.items() if isinstance(configs, dict) else ():
@@ -283,7 +282,7 @@ def refuse_losing_adapters(wrapper: Any) -> None:
             )
 
 
-# Losses over the next token, losses over the same token, and labels of a whole row.
+# Loss types over the next token, loss types over the same token, and arguments that label a whole row.
 _SHIFTED: Final = ("ForCausalLM", "ForConditionalGeneration")
 _IN_PLACE: Final = ("ForMaskedLM", "ForTokenClassification", "ForSequenceClassification")
 _ROW_LABELS: Final = ("start_positions", "end_positions", "next_sentence_label", "sentence_order_label")
@@ -323,16 +322,16 @@ def keep_labels_inside(model: Any, kwargs: dict[str, Any], pack: Pack) -> dict[s
 
 
 def _refuse_shifted(model: Any, input_ids: Any, labels: Any) -> None:
-    """Refuse labels that are next tokens already, as a batch's targets are: the model shifts them again."""
+    """Refuse labels that are next tokens already, as ``batch.targets`` are; the model shifts them again."""
     rows = [host_values(x) if isinstance(x, Tensor) else None for x in (input_ids, labels)]
     if rows[0] is None or rows[1] is None or rows[0].shape != rows[1].shape:
-        return  # on a device, or being traced
+        return  # the values are on a device, or traced
     ids, given = (row.reshape(-1) for row in rows if row is not None)
     try:
         refuse_shifted([(ids, given)], "labels=")
     except ValueError as err:
         raise ValueError(
             f"{type(model).__name__} got labels with a pack: the labels are the next tokens already, as "
-            "batch.targets are, and the model shifts labels by itself. Pass shift_labels=labels beside "
-            "them, or use lightning_thd.causal_lm_loss(model, batch). See docs/reference/messages.md#labels."
+            "batch.targets are, and the model shifts labels by itself. Pass shift_labels=labels too, "
+            "or use lightning_thd.causal_lm_loss(model, batch). See docs/reference/messages.md#labels."
         ) from err

@@ -1,4 +1,4 @@
-"""The name ``"thd"`` -> entries in transformers' tables of attentions and masks, once that is imported.
+"""The name ``"thd"`` -> entries in transformers' tables of attentions and masks, when it is imported.
 
 If transformers is too old, or its internals have changed, its import works and only "thd" raises an error.
 """
@@ -13,15 +13,15 @@ from types import ModuleType
 from typing import Any, Final
 
 NAME = "thd"
-# In 5.14 Mamba2 leaks silently, and 5.15 does not show that it shards a head over ranks. setup.cfg asks for
-# 5.19, the oldest release that the tests use: 5.18 returns no logits of DeepSeek's routers, which raises.
+# Release 5.14 leaks in Mamba2 silently, and 5.15 does not show that a head is sharded over ranks. setup.cfg
+# asks for 5.19, the oldest release in tests; 5.18 returns no logits of DeepSeek's routers, which raises.
 OLDEST: Final = (5, 17)
 Callback = Callable[[ModuleType], None]
 _done: set[str] = set()
 
 
 def register_thd() -> None:
-    """Register ``attn_implementation="thd"`` with transformers once that is imported.
+    """Register ``attn_implementation="thd"`` now, or when transformers is imported.
 
     Safe to call any number of times; ``import lightning_thd`` calls it.
     """
@@ -38,7 +38,7 @@ def register_thd() -> None:
 def _installed() -> str:
     try:
         return version("transformers")
-    except PackageNotFoundError:  # a source tree on the path
+    except PackageNotFoundError:  # transformers is a source tree on the path
         return "of unknown version"
 
 
@@ -58,7 +58,7 @@ def _refusal(what: str) -> Callable[..., Any]:
 def _register(table: Any, install: Callable[[], Callable[..., Any]]) -> None:
     """Register "thd" in a table; a problem raises an error in calls of models, never in the import."""
     if table is None:
-        return  # transformers itself refuses the name then
+        return  # transformers has no such table and refuses the name
     numbers = tuple(int(part) for part in _installed().split(".")[:2] if part.isdigit())
     if len(numbers) == 2 and numbers < OLDEST:
         table.register(NAME, _refusal("it is too old"))
@@ -66,7 +66,7 @@ def _register(table: Any, install: Callable[[], Callable[..., Any]]) -> None:
     try:
         table.register(NAME, install())
     except (AttributeError, ImportError, TypeError, ValueError) as error:
-        table.register(NAME, _refusal(f"it has changed underneath ({error})"))
+        table.register(NAME, _refusal(f"its internals have changed ({error})"))
 
 
 def _register_attention(modeling_utils: ModuleType) -> None:
@@ -108,25 +108,20 @@ class _Finder:
         """Return the spec of a module from the next finder, with a loader that runs the callback."""
         if name not in self.callbacks:
             return None
-        for finder in sys.meta_path:
-            find_spec = None if finder is self else getattr(finder, "find_spec", None)
-            spec: ModuleSpec | None = None if find_spec is None else find_spec(name, path, target)
-            if spec is not None and spec.loader is not None:
-                self._extend(spec)
-                return spec
-        return None
-
-    def _extend(self, spec: ModuleSpec) -> None:
-        loader = spec.loader
-        assert loader is not None
-        execute = loader.exec_module
+        finders = [getattr(finder, "find_spec", None) for finder in sys.meta_path if finder is not self]
+        specs = (find_spec(name, path, target) for find_spec in finders if find_spec is not None)
+        spec: ModuleSpec | None = next((x for x in specs if x is not None and x.loader is not None), None)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            for callback in self.callbacks.pop(spec.name, []):
+            for callback in self.callbacks.pop(name, []):
                 callback(module)
 
-        loader.exec_module = exec_module  # type: ignore[method-assign]
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 _finder = _Finder()

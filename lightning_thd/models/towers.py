@@ -24,7 +24,7 @@ def adopt_tower(model_class: Any) -> None:
     known = any(model_class.__module__.endswith(f".modeling_{kind}") for kind in _KINDS)
     names = vars(model_class).get("forward") and inspect.unwrap(model_class.forward).__code__.co_names
     if not known or "get_vision_attention_seqlens" not in (names or ()) or not hasattr(module, _ASKED):
-        return  # an earlier release loops over the images in another form, which is exact too
+        return  # earlier releases loop over the images in another way, which is exact too
     if hasattr(model_class.forward, "_thd_tower"):
         return
     patch("vision towers", model_class, "forward", _with_longest(model_class.forward))
@@ -51,7 +51,7 @@ def _with_longest(forward: Any) -> Any:
 
     @functools.wraps(forward)
     def forward_of_tower(self: Any, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Any:
-        if self.config._attn_implementation == "thd":  # one read of the device instead of one per layer
+        if self.config._attn_implementation == "thd":  # reads the device once instead of once per layer
             areas = [(height, width) for _, height, width in grid_thw.tolist()]
             kwargs.setdefault("max_seqlen", max(height * width for height, width in areas))
             if windows:

@@ -1,8 +1,8 @@
 """Models built on the meta device -> the weights that a rank keeps, drawn at random or read from a folder.
 
 A drawn weight has the same values however the model is split, because its generator is seeded with the job's
-seed and the weight's name. ``from_pretrained`` returns a model without memory. Later, transformers reads and
-converts the rank's tensors into a copy of the model's skeleton, which holds only those tensors.
+seed and the weight's name. In ``postponed_reading``, ``from_pretrained`` returns a model on the meta device.
+Later transformers reads and converts the tensors that a rank keeps, into a copy of the model with only those.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _initialise(module: nn.Module, names: Mapping[int, str], seed: int) -> None:
             return
         is_model = hasattr(child, "config") and callable(getattr(type(child), "_init_weights", None))
         own: Any = child if is_model else model
-        added = getattr(child, "adapter_layer_names", ())  # PEFT's, not the model's own
+        added = getattr(child, "adapter_layer_names", ())  # children that PEFT has added
         for name, below in child.named_children():
             walk(below, f"{path}.{name}" if path else name, None if name in added else own)
         torch.manual_seed(_seed_of(f"{path}()", seed))
@@ -190,7 +190,9 @@ class _Unread:
     """A model that ``from_pretrained`` built on the meta device and whose tensors are not read yet."""
 
     skeleton: nn.Module  # a copy of the model on the meta device
-    tensors: dict[str, Tensor]  # its parameters and buffers by name; wrapping and cutting keep them
+    tensors: dict[
+        str, Tensor
+    ]  # the model's parameters and buffers by name; wrapping and cutting keep these objects
     versions: dict[str, int]  # the tensors' versions, which rise with every write
     files: list[str]  # paths of safetensors files
     options: Any  # how to read them
@@ -265,6 +267,7 @@ def require_unchanged(module: nn.Module) -> None:
 
 
 def _read(module: nn.Module, unread: _Unread) -> None:
+    """Read the tensors that ``module`` still holds of one model, and put them in place."""
     held = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
     kept = {name: tensor for name, tensor in unread.tensors.items() if id(tensor) in held and tensor.is_meta}
     skeleton: Any = unread.skeleton
@@ -274,11 +277,11 @@ def _read(module: nn.Module, unread: _Unread) -> None:
             del table[name]
     given = skeleton, None, unread.files, unread.options
     found, _ = type(skeleton)._load_pretrained_model(*given, expected_keys=expected)
-    _check(skeleton, found, kept)
+    _check_read(skeleton, found, kept)
     read: dict[int, Tensor] = {}
     for name, tensor in kept.items():
         new = _tensor(skeleton, name)
-        if not new.is_meta:  # it gets the dtype and requires_grad of the tensor that it replaces
+        if not new.is_meta:  # the new tensor gets the dtype and requires_grad of the old one
             data = new.detach().to(tensor.dtype)
             plain = not isinstance(tensor, nn.Parameter)
             read[id(tensor)] = data if plain else nn.Parameter(data, tensor.requires_grad)
@@ -287,8 +290,8 @@ def _read(module: nn.Module, unread: _Unread) -> None:
             table[name] = read[id(held_there)]
 
 
-def _check(skeleton: nn.Module, found: Any, kept: dict[str, Tensor]) -> None:
-    """Raise if tensors do not fit the model, and warn if the folder lacks some."""
+def _check_read(skeleton: nn.Module, found: Any, kept: dict[str, Tensor]) -> None:
+    """Raise if tensors that were read do not fit the model, and warn if the folder lacks some."""
     wrong = [*map(str, found.mismatched_keys), *map(str, found.conversion_errors), *found.error_msgs]
     if wrong:
         raise ValueError(

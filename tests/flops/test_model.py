@@ -190,7 +190,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: tiny(4).training_flops(EIGHT), "has attention windows .4., which the stats do not count"),
     (lambda: read_config(vision_config("qwen2_5_vl")).training_flops(IMAGES), "has windows of .4. patches"),
     (lambda: llama().training_flops(IMAGES), "hold 124 image patches, but no vision tower is known for"),
-    (lambda: FlopsModel(name="", layers=(), merge=0), "merge=0; wanted 1 or more. It is the patches"),
+    (lambda: FlopsModel(name="", layers=(), merge=0), "merge=0; wanted 1 or more. It counts the patches"),
     (lambda: count_by_torch(lambda: None), "torch counted 0 FLOPs of matmuls in Identity on 8 slots"),
     (lambda: count_by_torch(opaque_step), "torch has no formula for lightning_thd_test::secret_product"),
     (lambda: join([]), "No model was given to count. Give one or more members"),
@@ -208,7 +208,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         (lambda peak=peak: throughput(EIGHT, seconds=1.0, peak=peak), "is not a device's dense FLOP/s. Give")
         for peak in (0, -1e12, math.nan, math.inf, True, "fast")
     ],
-    (lambda: measure_flops(dtype=torch.int8, device="cpu"), "dtype=torch.int8: peaks are of floating"),
+    (lambda: measure_flops(dtype=torch.int8, device="cpu"), "dtype=torch.int8 is not a floating-point"),
     (lambda: peak_flops("NVIDIA H100", "bf17"), "dtype='bf17' is not a torch dtype or one of bf16"),
 ]
 

@@ -226,7 +226,11 @@ def all_doubled(module: nn.Module, args: Any, output: Any) -> Any:
         ("", all_doubled, r"all_doubled \(test_head_call.py.* may read them"),
         ("lm_head", lambda m, i, o: o + 1.0, "the model applies add to them"),
         ("lm_head", lambda m, i, o: o.detach() + m.weight.sum(), "the model applies detach to them"),
-        ("lm_head", lambda m, i, o: i[0] @ m.weight.T * 3.0, "the model returns others than those of its"),
+        (
+            "lm_head",
+            lambda m, i, o: i[0] @ m.weight.T * 3.0,
+            "the model returns other logits than those of its",
+        ),
         ("lm_head", lambda m, i, o: o.argmax() and None, "the model applies argmax to them"),
         (
             "lm_head",
@@ -294,7 +298,7 @@ def test_a_factor_of_a_heads_hook_is_recorded_and_gradients_of_logits_are_whole(
 def test_a_model_that_does_something_else_at_every_call_is_computed_whole() -> None:
     model, factors = tiny_llama(torch.float64), iter((2.0, 3.0, 4.0, 4.0))
     model.lm_head.register_forward_hook(lambda m, i, o: o * next(factors))
-    with pytest.warns(UserWarning, match=WHOLE + "the model does something else to them at every call"):
+    with pytest.warns(UserWarning, match=WHOLE + "the model changes them in another way in every call"):
         compare(model)
 
 

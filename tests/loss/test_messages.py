@@ -92,11 +92,11 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: nll(reduction="none"), "reduction.*none.*wanted.*sum"),
     (lambda: nll(label_smoothing=1.0), "label_smoothing is 1.0, wanted at least 0 and below 1"),
     (lambda: nll(z_loss=-1.0), "z_loss=-1.0; wanted a finite number of 0.0 or more"),
-    (lambda: nll(token_weights=torch.ones(3)), r"token_weights is \[3\], wanted one a token"),
+    (lambda: nll(token_weights=torch.ones(3)), r"token_weights is \[3\], wanted one per token"),
     (lambda: distil(kind="js"), "kind.*js.*wanted one of kl, reverse_kl, jsd"),
     (lambda: distil(alpha=1.5), "alpha is 1.5 and beta 0.5, wanted alpha from 0 to 1"),
-    (lambda: distil(beta=1.0), "its ends the mixture is kind='kl'"),
-    (lambda: distil(teacher_weight=torch.zeros(100, 8)), "100 rows beside.*need valid_vocab_size"),
+    (lambda: distil(beta=1.0), "For beta 0 or 1 use kind='kl'"),
+    (lambda: distil(teacher_weight=torch.zeros(100, 8)), "100 rows, but.*need valid_vocab_size"),
     # Models and batches
     (another_attention, r"LlamaForCausalLM runs attn_implementation='sdpa'.*'thd'"),
     (lambda: causal_lm_loss(nn.Linear(2, 2), BATCH), "got a Linear, wanted a Hugging Face causal"),
@@ -105,10 +105,10 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: whole(return_dict=False), "returned a tuple without logits.*return_dict"),
     (lambda: whole(logits_to_keep=3), r"\[1, 3, 32\] for 28 targets.*logits_to_keep"),
     (lambda: loss(reduction="mean"), "reduction.*mean.*wanted.*tokens.*sequences"),
-    (lambda: loss(weights=torch.ones(3)), r"weights is \[3\], wanted \[28\], one a slot"),
+    (lambda: loss(weights=torch.ones(3)), r"weights is \[3\], wanted \[28\], one per slot"),
     (lambda: loss(label_smoothing="0.1"), "label_smoothing is a str.*wanted a number"),
     (lambda: loss(BATCH.replace(sequence_scale=None), reduction="sequences"), "needs batch.sequence_scale"),
-    (lambda: dft_loss(ONE, THREE), r"logp is \[2\], wanted \[3\], one a slot"),
+    (lambda: dft_loss(ONE, THREE), r"logp is \[2\], wanted \[3\], one per slot"),
     (lambda: mtp_targets(ONE, THREE.cu_seqlens, 1), r"targets is torch.float32 \[2\], wanted int64"),
     (lambda: preference.sequence_sums(ONE, THREE), r"values is torch.float32 \[2\], wanted floats \[3\]"),
     (
@@ -125,10 +125,10 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: PackedRollouts.from_padded(IDS.float(), MASK), "input_ids is torch.float32; wanted an integer"),
     (lambda: PackedRollouts.from_padded(IDS, MASK * 0), "without a real token"),
     (lambda: PackedRollouts.from_padded(IDS, MASK, response_mask=MASK + 1), "that attention_mask hides"),
-    (lambda: grpo(logp=torch.zeros(26)), r"logp is \[26\], wanted \[5\], one a slot"),
+    (lambda: grpo(logp=torch.zeros(26)), r"logp is \[26\], wanted \[5\], one per slot"),
     (
         lambda: grpo(advantages=torch.ones(3)),
-        r"advantages is \[3\], wanted \[5\], one a slot, or one a row",
+        r"advantages is \[3\], wanted \[5\], one per slot, or one per row",
     ),
     (lambda: grpo(kind="x"), "kind.*x.*wanted one of grpo"),
     (lambda: grpo(kind="dr_grpo"), "got no max_tokens"),
@@ -136,19 +136,19 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: grpo(clip=0.0), "clip=0.0; wanted a finite number above 0.0"),
     (lambda: grpo(scale="1"), "scale is a str.*wanted a number"),
     (lambda: ppo(dual_clip=1.0), "dual_clip=1.0"),
-    (lambda: gspo(advantages=FIVE), r"advantages is \[5\], wanted \[2\], one a row"),
-    (lambda: gspo(weights=FIVE), r"weights is \[5\], wanted \[2\], one a row"),
+    (lambda: gspo(advantages=FIVE), r"advantages is \[5\], wanted \[2\], one per row"),
+    (lambda: gspo(weights=FIVE), r"weights is \[5\], wanted \[2\], one per row"),
     (lambda: policy.group_advantages(FIVE, 2), r"rewards is torch.float32 \[5\] with group_size=2"),
     (lambda: policy.group_advantages(ONE, 1), "group of at least 2"),
     # Pairs
-    (lambda: dpo(reference_rejected=FIVE), r"'reference_rejected': \[5\]}, wanted one number a response"),
+    (lambda: dpo(reference_rejected=FIVE), r"'reference_rejected': \[5\]}, wanted one number per response"),
     (lambda: dpo(weights=FIVE), r"'weights': \[5\]"),
     (lambda: dpo(kind="dpo"), "kind.*dpo.*wanted one of sigmoid, hinge"),
     (lambda: dpo(beta=0.0), "beta=0.0; wanted a finite number above 0.0"),
     (lambda: dpo(kind="ipo"), "kind='ipo' averages over tokens, wanted chosen_tokens"),
     (lambda: dpo(kind="aot", scale=0.5), "sorts the pairs of a step"),
     (lambda: dpo(kind="hinge", label_smoothing=0.1), "label_smoothing is 0.1 with kind='hinge'"),
-    (lambda: dpo(kind="exo_pair"), "with kind='exo_pair', wanted above 0"),
+    (lambda: dpo(kind="exo_pair"), "with kind='exo_pair', wanted below 0.5, and above 0"),
     (lambda: preference.kto_loss(ONE, ONE, ONE), r"desirable is torch.float32 \[2\], wanted bool"),
     (
         lambda: preference.kto_loss(ONE, ONE, ONE > 0, divergence=ONE),
@@ -175,7 +175,7 @@ def test_weights_do_not_reach_further_tokens_and_a_balancing_loss_needs_its_coef
         return outputs
 
     model.forward = forward
-    with pytest.raises(ValueError, match="say nothing of predictions further than the next"):
+    with pytest.raises(ValueError, match="do not apply to predictions beyond the next"):
         causal_lm_loss(model, BATCH, reduction="sequences")
     with pytest.raises(ValueError, match="an auxiliary loss, but neither it nor its config has router"):
         causal_lm_loss(model, BATCH)

@@ -214,7 +214,7 @@ def test_refusals() -> None:
     without.config.router_aux_loss_coef = without.router_aux_loss_coef = None
     sequence: dict[str, Any] = {"router_balance": "sequence"}
     cases: list[tuple[Any, THDBatch, dict[str, Any], str]] = [
-        (family_model("llama"), batch, sequence, "LlamaForCausalLM hands out none"),
+        (family_model("llama"), batch, sequence, "LlamaForCausalLM returns none"),
         (model, batch.replace(token_scale=None), sequence, "needs batch.token_scale"),
         (model, batch, {"router_z_loss": -0.1}, "router_z_loss=-0.1; wanted a finite number of 0 or more"),
         (model, batch, {"router_balance": "batch"}, "wanted one of microbatch, sequence, step"),

@@ -39,7 +39,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("PrefixTuningConfig", VIRTUAL, r"\(PREFIX_TUNING\) puts virtual tokens before every"),
     ("AdaLoraConfig", RANKS, r"\(ADALORA\) adds a penalty .* \(orth_reg_weight=0.5\)"),
     ("AdaptionPromptConfig", {"adapter_len": 4, "adapter_layers": 1}, "never called .* adaption prompts"),
-    ("LilyConfig", {**QUERIES, "r": 4}, r"\(LILY\) is not known to change every token by"),
+    ("LilyConfig", {**QUERIES, "r": 4}, r"\(LILY\) is not known to change each token"),
 ]
 
 

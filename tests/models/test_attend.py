@@ -174,7 +174,7 @@ def test_rows_and_keys_that_are_not_those_of_the_pack_are_refused(
 @pytest.mark.parametrize(
     ("masks", "mask", "message"),
     [
-        ((), MASK, r"Layer makes an attention mask of its own, \(1, 1, 3, 3\)"),
+        ((), MASK, r"Layer makes its own attention mask, \(1, 1, 3, 3\)"),
         (("causal", "bidirectional"), None, "a causal and a bidirectional mask"),
     ],
 )

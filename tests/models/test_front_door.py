@@ -135,7 +135,7 @@ def test_a_language_model_put_into_a_model_that_knows_nothing_of_it(compiled: bo
     model.load_state_dict(stock.state_dict())
     call = called(model, compiled)
     with pytest.raises(
-        ValueError, match=r"LlavaForConditionalGeneration got labels, and \w+, a model inside it, a pack"
+        ValueError, match=r"LlavaForConditionalGeneration got labels, and \w+, a model inside it, got a pack"
     ):
         call(**batch.hf_kwargs(), labels=batch.input_ids[None])
     want = [stock(input_ids=ids[None]).logits[0] for ids in samples()]

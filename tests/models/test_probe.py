@@ -395,5 +395,5 @@ def test_a_window_put_on_a_layer_is_refused() -> None:
     model: Any = build_tiny("gemma2", "Gemma2ForCausalLM", "thd")
     model.model.layers[0].self_attn.sliding_window = None
     batch = THDBatch.collate([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
-    with pytest.raises(ValueError, match="Gemma2Attention was built with sliding_window=8 and now says None"):
+    with pytest.raises(ValueError, match="Gemma2Attention was built with sliding_window=8 and now has None"):
         model(**batch.hf_kwargs())

@@ -60,7 +60,7 @@ def test_a_tower_with_a_config_of_its_own_is_none_of_its_business() -> None:
 
 def test_families_that_an_early_release_computes_otherwise() -> None:
     with pytest.raises(
-        ValueError, match=r"moshi differs between a pack .* transformers 5.17.0; it is exact from 5.18"
+        ValueError, match=r"transformers 5.17.0, moshi differs between a pack .*; it is exact from 5.18"
     ):
         refuse_early_release("moshi", "5.17.0")
     refuse_early_release("moshi", "5.18.0")
@@ -87,7 +87,7 @@ def test_labels_that_are_shifted_already_are_refused_and_not_shifted_twice() -> 
     )
     with pytest.raises(ValueError, match=message):
         model(**batch.hf_kwargs(), labels=batch.targets[None])
-    with pytest.raises(ValueError, match="Pass shift_labels=labels beside them"):
+    with pytest.raises(ValueError, match="Pass shift_labels=labels too"):
         model(**pack(pad_to=60).hf_kwargs(), labels=pack(pad_to=60).targets[None])
     shifted = model(**batch.hf_kwargs(), labels=batch.targets[None], shift_labels=batch.targets[None]).loss
     assert torch.equal(shifted, model(**batch.hf_kwargs(), labels=batch.input_ids[None]).loss)
@@ -123,8 +123,8 @@ def test_a_loss_over_a_whole_row_is_refused() -> None:
     ("family", "name", "labels", "message"),
     [
         ("llama", "LlamaForCausalLM", True, "got labels and one rank's shard of a pack"),
-        ("llama", "LlamaForSequenceClassification", False, "makes one row of every sequence, which needs"),
-        ("bert", "BertForMaskedLM", False, "lets tokens see later ones, and context parallelism pads"),
+        ("llama", "LlamaForSequenceClassification", False, "computes one row per sequence, which needs"),
+        ("bert", "BertForMaskedLM", False, "lets tokens see later tokens, and context parallelism pads"),
     ],
 )
 def test_what_needs_whole_sequences_refuses_a_shard(

@@ -34,7 +34,7 @@ def test_after_import_runs_once_for_a_later_import(tmp_path: object, monkeypatch
     ("installed", "error", "message"),
     [
         ("5.16.0", None, "5.16.0: it is too old"),
-        ("5.99.0", TypeError("no config"), r"5.99.0: it has changed underneath \(no config\)"),
+        ("5.99.0", TypeError("no config"), r"5.99.0: its internals have changed \(no config\)"),
     ],
 )
 def test_another_transformers_refuses_thd_alone(

@@ -82,18 +82,14 @@ def shared_size(sizes: Sizes) -> int:
 
 
 _SHARED_GATE = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text")
-
-
 _ATTENTION = ("full_attention", "attention", "sliding_attention", "chunked_attention", "indexed_attention")
-
-
-# Families whose window is off unless use_sliding_window is set.
-_WINDOW_ASKED = ("qwen2", "qwen3", "smollm3")
+# Families that ignore their window unless use_sliding_window is set.
+_WINDOW_OFF = ("qwen2", "qwen3", "smollm3")
 
 
 def mixer(sizes: Sizes, index: int) -> list[Term]:
     """Return the terms by which layer ``index`` mixes its tokens."""
-    if sizes.model_type == "falcon_h1":  # both in every layer, side by side
+    if sizes.model_type == "falcon_h1":  # every layer runs both, side by side
         return [*_mamba2(sizes), *_attention(sizes, index)]
     kinds = sizes.get("layers_block_type", "layer_types")
     kind = kinds[index] if kinds else "mamba" if sizes.model_type in _SCANS_ONLY else "full_attention"
@@ -119,17 +115,17 @@ def window_of(sizes: Sizes, index: int) -> Window | None:
             return Chunk(sizes.size("attention_chunk_size"))
         windowed = kinds[index] == "sliding_attention"
     else:
-        windowed = sizes.get("use_sliding_window", default=not sizes.model_type.startswith(_WINDOW_ASKED))
+        windowed = sizes.get("use_sliding_window", default=not sizes.model_type.startswith(_WINDOW_OFF))
     size = sizes.get("sliding_window")
-    if sizes.model_type == "modernbert":  # half of it on each side, beside the token's own key
+    if sizes.model_type == "modernbert":  # a token sees its own key, and half of local_attention on each side
         size = sizes.size("local_attention") // 2 + 1
     elif size and sees_both_ways(sizes) and isinstance(sizes.config, Mapping):
-        size = size // 2 + 1  # as in Gemma 3's class; the file's number covers both sides
+        size = size // 2 + 1  # as in Gemma 3's config class; the number in config.json covers both sides
     return size if windowed and isinstance(size, int) and size > 0 else None
 
 
 def sees_both_ways(sizes: Sizes) -> bool:
-    """Return whether a token sees later ones; a window of W is then W - 1 keys on each side and its own."""
+    """Return whether a token sees later tokens; a window of W then holds W - 1 keys on each side."""
     encoder = sizes.model_type in ("modernbert", "eurobert")
     return encoder or sizes.get("use_bidirectional_attention") in (True, "all")
 

@@ -1,7 +1,7 @@
 """Sizes -> terms of one part of a layer: attention, MLP, experts, state space, linear attention.
 
 The coefficients are those of published counters, which are named beside them. The tests compare every
-projection with torch's own counter. h is the hidden size.
+projection with torch's own counter.
 """
 
 from __future__ import annotations
@@ -55,11 +55,17 @@ def latent_attention(
     ]
 
 
-def indexer(hidden: int, q_rank: int, *, heads: int, head_dim: int) -> list[Term]:
-    """Return the terms of DeepSeek's lightning indexer, which scores every pair to pick the best keys."""
+def indexer(
+    hidden: int, q_rank: int, *, heads: int, head_dim: int, keys: int = 1, window: Window | None = None
+) -> list[Term]:
+    """Return the terms of DeepSeek's lightning indexer, which scores every pair to pick the best keys.
+
+    It passes on no gradient. ``keys`` is the number of projections from which its keys are made.
+    """
     terms = [
-        matmul("indexer", q_rank * heads * head_dim + hidden * head_dim + hidden * heads),
-        scores(heads, head_dim, 1, name="indexer_scores"),  # the weighted sum over heads is one more product
+        matmul("indexer", q_rank * heads * head_dim + hidden * (keys * head_dim + heads)),
+        # the weighted sum over heads counts like values of size 1
+        scores(heads, head_dim, 1, window=window, name="indexer_scores"),
     ]
     return [replace(term, input_grad=0, weight_grad=0) for term in terms]
 
@@ -67,7 +73,7 @@ def indexer(hidden: int, q_rank: int, *, heads: int, head_dim: int) -> list[Term
 def cross_attention(
     hidden: int, heads: int, kv_heads: int, head_dim: int, *, kv_hidden: int | None = None
 ) -> list[Term]:
-    """Return the terms of attention to another sequence of its own length, never masked."""
+    """Return the terms of attention without a mask to another sequence, such as the patches of an image."""
     source = hidden if kv_hidden is None else kv_hidden
     return [
         matmul("cross_q", hidden * heads * head_dim),
@@ -111,7 +117,7 @@ def experts(
     terms = [matmul("router", hidden * num_experts, kind="router")]
     if latent:
         terms.append(matmul("latent_in", hidden * latent))
-    # No matmul here ends the layer: the backward needs the outputs, which the router's weights multiply.
+    # No matmul here is the last: the router's weights multiply the outputs, so the backward needs them.
     terms += mlp(width, inner * top_k, gated=gated, name="experts", last=False)
     if latent:
         terms.append(matmul("latent_out", latent * hidden, last=not shared))
@@ -123,7 +129,7 @@ def experts(
 
 
 def _scanned(hidden: int, inner: int, projected: int, *between: Term) -> list[Term]:
-    """Return the terms of a mixer: a projection in, the terms between, and one from ``inner`` out."""
+    """Return a mixer's terms: in-projection (``projected`` multiply-adds), ``between``, out-projection."""
     return [matmul("in", projected), *between, matmul("out", inner * hidden)]
 
 

@@ -1,7 +1,7 @@
 """A transformers config -> the layers of its model, by ``model_type``.
 
-Most families are one decoder. Its variants (windows, experts, latent attention, state-space layers) are read
-from the config. ``register`` adds families that are not here.
+Most families share one decoder, whose variants (windows, experts, latent attention, state-space layers) are
+read from the config. ``register`` adds families that are not here.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def register(model_type: str, builder: Callable[[Any], Sequence[Layer]]) -> None
     """
     if not model_type or not callable(builder):
         raise ValueError(
-            f"register({model_type!r}, {builder!r}) wants a model_type and a function from config to layers."
+            f"register({model_type!r}, {builder!r}) needs a model_type and a function from config to layers."
         )
     _REGISTERED[model_type] = builder
 
@@ -88,7 +88,8 @@ def _decoder(sizes: Sizes, *, gated: bool = True) -> list[Layer]:
 def _mixers_only(sizes: Sizes) -> list[Layer]:
     """Return Mamba's layers, each a mixer and nothing else."""
     return [
-        Layer(path=f"layers.{index}", terms=_ends(mixer(sizes, index))) for index in range(sizes.num_layers)
+        Layer(path=f"layers.{index}", terms=_mark_end(mixer(sizes, index)))
+        for index in range(sizes.num_layers)
     ]
 
 
@@ -101,17 +102,17 @@ def _one_part_a_layer(sizes: Sizes) -> list[Layer]:
         elif kind == "moe":
             terms = tuple(moe(sizes, index, gated=False))
         else:
-            terms = _ends(mixer(sizes, index))
+            terms = _mark_end(mixer(sizes, index))
         layers.append(Layer(path=f"layers.{index}", terms=terms))
     return layers
 
 
 def _zamba2(sizes: Sizes) -> list[Layer]:
-    """Return Zamba 2's layers: each is a Mamba 2, and hybrid layers run a shared transformer before it."""
+    """Return Zamba 2's layers: each is a Mamba 2; hybrid layers first run a shared transformer."""
     hidden, inner, rank = sizes.hidden, sizes.inner, sizes.size("adapter_rank", default=0)
     layers = []
     for index, kind in enumerate(sizes.get("layers_block_type", "layer_types", default=())):
-        terms = _ends(mixer(sizes, index))
+        terms = _mark_end(mixer(sizes, index))
         if kind == "hybrid":
             head_dim = sizes.size("attention_head_dim", default=2 * hidden // sizes.heads)
             shared = parts.attention(hidden, sizes.heads, sizes.kv_heads, head_dim, input_size=2 * hidden)
@@ -126,7 +127,7 @@ def _zamba2(sizes: Sizes) -> list[Layer]:
 
 
 def _mllama(sizes: Sizes) -> list[Layer]:
-    """Return the text layers of Llama 3.2 Vision, some of which attend to the image instead."""
+    """Return the text layers of Llama 3.2 Vision, some of which attend to the image instead of the text."""
     crossing = set(sizes.get("cross_attention_layers", default=()))
     layers = []
     shape = sizes.hidden, sizes.heads, sizes.kv_heads, sizes.head_dim
@@ -151,7 +152,7 @@ def _modernbert(sizes: Sizes) -> list[Layer]:
     return [*_decoder(sizes), lone("transform", head)]
 
 
-def _ends(terms: list[Term]) -> tuple[Term, ...]:
+def _mark_end(terms: list[Term]) -> tuple[Term, ...]:
     """Return the terms, with the last one marked as the end of its layer."""
     return (*terms[:-1], replace(terms[-1], last=True))
 

@@ -13,7 +13,7 @@ from lightning_thd._imports import available
 
 
 class Sizes:
-    """Reads sizes from a config under the first of several names that it has."""
+    """Reads sizes from a config, trying the names that different families give to a size."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -90,8 +90,9 @@ class Sizes:
         return self.size(*names, default=4 * self.hidden)
 
 
+# Families whose config class computes the kind of every layer if the file does not list the kinds.
 _KINDS = ("layer_types", "layers_block_type")
-_MIXED = (
+_MIXED_LAYERS = (
     "gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text vaultgemma olmo3 olmo_hybrid cohere2 "
     "cohere2_moe exaone4 exaone_moe cwm granite_swa granitemoe_swa gpt_oss llama4_text dots1 mellum "
     "ministral qwen3_next qwen3_5_text qwen3_5_moe_text kimi_linear bamba granitemoehybrid jamba lfm2 "
@@ -107,12 +108,12 @@ def completed(config: Any, known: Collection[str]) -> Any:
         return config
     family = config.get("model_type")
     if family not in known:  # a multimodal config, whose sub-configs leave out their defaults
-        made = _made(config)
+        made = _transformers_config(config)
         return config if made is None else made
     missing = _missing(config)
     if not missing:
         return config
-    made = _made(config)
+    made = _transformers_config(config)
     if made is None:
         raise ValueError(
             f"The config of model_type={family!r} has no {missing}, which gives the kind of each layer, and "
@@ -126,14 +127,14 @@ def _missing(config: Mapping[str, Any]) -> str:
     """Return the missing key that should list the kinds of a config's layers, or '' if none is missing."""
     family = config.get("model_type")
     windowed = config.get("use_sliding_window") and config.get("max_window_layers") is not None
-    if (family in _MIXED.split() or windowed) and not any(config.get(name) for name in _KINDS):
+    if (family in _MIXED_LAYERS.split() or windowed) and not any(config.get(name) for name in _KINDS):
         return "layer_types"
     if family in _MIXED_MLPS.split() and all(config.get(name) is None for name in _SPARSE_NAMES):
         return "mlp_layer_types"
     return ""
 
 
-def _made(config: Mapping[str, Any]) -> Any:
+def _transformers_config(config: Mapping[str, Any]) -> Any:
     """Return the config of transformers' class, or None if there is no such class."""
     if not available("transformers"):
         return None

@@ -75,26 +75,17 @@ def _compressed(sizes: Sizes, kind: str) -> list[Term]:
             f"model_type={sizes.model_type!r} has a layer of type {kind!r}, for which compress_rates={rates} "
             "has no entry. Add the number of tokens per block of that type."
         )
-    sparse = kind == _SPARSE
-    blocks = Blocks(rates[kind], sizes.size("index_topk") if sparse else None)
-    heads, head_dim = sizes.heads, sizes.head_dim
+    hidden, heads, head_dim, indexer = sizes.hidden, sizes.heads, sizes.head_dim, list[Term]()
+    sparse, blocks = kind == _SPARSE, Blocks(rates[kind])
+    if sparse:  # the indexer has its own compressor
+        shape = {"heads": sizes.size("index_n_heads"), "head_dim": sizes.size("index_head_dim")}
+        indexer = parts.indexer(hidden, sizes.size("q_lora_rank"), keys=4, window=blocks, **shape)
+        blocks = Blocks(rates[kind], sizes.size("index_topk"))
     return [
-        matmul("compressor", 2 * sizes.hidden * head_dim * (2 if sparse else 1)),
-        *(_choice(sizes, rates[kind]) if sparse else ()),
+        matmul("compressor", 2 * hidden * head_dim * (2 if sparse else 1)),
+        *indexer,
         scores(heads, head_dim, head_dim, window=blocks, name="blocks"),
     ]
-
-
-def _choice(sizes: Sizes, rate: int) -> list[Term]:
-    """Return the terms of the indexer, which has its own compressor; its choice passes on no gradient."""
-    heads, head_dim = sizes.size("index_n_heads"), sizes.size("index_head_dim")
-    projections = sizes.size("q_lora_rank") * heads * head_dim + sizes.hidden * (4 * head_dim + heads)
-    terms = [
-        matmul("indexer", projections),
-        # the weighted sum over heads is one more product
-        scores(heads, head_dim, 1, window=Blocks(rate), name="indexer_scores"),
-    ]
-    return [replace(term, input_grad=0, weight_grad=0) for term in terms]
 
 
 def gemma3n(sizes: Sizes) -> list[Layer]:
@@ -102,7 +93,7 @@ def gemma3n(sizes: Sizes) -> list[Layer]:
     hidden, streams = sizes.hidden, sizes.size("altup_num_inputs")
     inner = sizes.get("intermediate_size")
     widened = (streams - 1) * hidden * hidden
-    layers = [*_own_inputs(sizes), lone("altup_projections", matmul("altup_in", widened))]
+    layers = [*_layer_inputs_projection(sizes), lone("altup_projections", matmul("altup_in", widened))]
     for index in range(sizes.num_layers):
         terms = [
             # Streams are predicted and corrected by two routings and an n x n product.
@@ -111,18 +102,18 @@ def gemma3n(sizes: Sizes) -> list[Layer]:
             matmul("laurel", 2 * hidden * sizes.size("laurel_rank")),
             *_gemma_attention(sizes, index, heads=sizes.kv_heads, head_dim=sizes.head_dim),
             *parts.mlp(hidden, inner if isinstance(inner, int) else inner[index], last=False),
-            *_own_input(sizes),
+            *_layer_input(sizes),
         ]
         layers.append(Layer(path=f"layers.{index}", terms=tuple(terms)))
     return [*layers, lone("altup_unembed_projections", matmul("altup_out", widened))]
 
 
 def gemma4(sizes: Sizes) -> list[Layer]:
-    """Return Gemma 4's layers between embedding and logits: wider heads where attention is global."""
-    layers = _own_inputs(sizes)
+    """Return Gemma 4's layers between embedding and logits: heads are wider in layers of global attention."""
+    layers = _layer_inputs_projection(sizes)
     for index in range(sizes.num_layers):
         heads, head_dim = _gemma_heads(sizes, index)
-        wide = 2 if sizes.get("use_double_wide_mlp") and _reads_others(sizes, index) else 1
+        wide = 2 if sizes.get("use_double_wide_mlp") and _shares_kv(sizes, index) else 1
         terms = [
             *_gemma_attention(sizes, index, heads=heads, head_dim=head_dim),
             *parts.mlp(sizes.hidden, wide * sizes.inner, last=False),
@@ -134,20 +125,20 @@ def gemma4(sizes: Sizes) -> list[Layer]:
                 num_experts=sizes.size("num_experts"),
                 top_k=active_experts(sizes, index),
             )
-        layers.append(Layer(path=f"layers.{index}", terms=(*terms, *_own_input(sizes))))
+        layers.append(Layer(path=f"layers.{index}", terms=(*terms, *_layer_input(sizes))))
     return layers
 
 
-def _own_inputs(sizes: Sizes) -> list[Layer]:
-    """Return the projection of the embedding to each layer's own (per-layer) input."""
+def _layer_inputs_projection(sizes: Sizes) -> list[Layer]:
+    """Return the projection of the embedding to the additional inputs of all layers, if there are any."""
     width = sizes.optional("hidden_size_per_layer_input")
     if not width:
         return []
     return [lone("per_layer_model_projection", matmul("own_inputs", sizes.hidden * sizes.num_layers * width))]
 
 
-def _own_input(sizes: Sizes) -> list[Term]:
-    """Return the terms of a layer's gate on its per-layer input, and of the projection back."""
+def _layer_input(sizes: Sizes) -> list[Term]:
+    """Return the terms of the gate on a layer's additional input, and of the projection back."""
     width = sizes.optional("hidden_size_per_layer_input")
     macs = sizes.hidden * width
     # A norm follows, whose backward needs the last output.
@@ -158,15 +149,15 @@ def _gemma_attention(sizes: Sizes, index: int, *, heads: int, head_dim: int) -> 
     hidden, queries = sizes.hidden, sizes.heads
     kinds = sizes.get("layer_types")
     one_for_both = sizes.get("attention_k_eq_v") and kinds and kinds[index] == "full_attention"
-    made = 0 if _reads_others(sizes, index) else (1 if one_for_both else 2)
+    projections = 0 if _shares_kv(sizes, index) else (1 if one_for_both else 2)
     return [
-        matmul("qkv", hidden * head_dim * (queries + made * heads)),
+        matmul("qkv", hidden * head_dim * (queries + projections * heads)),
         scores(queries, head_dim, head_dim, window=window_of(sizes, index)),
         matmul("out", queries * head_dim * hidden),
     ]
 
 
-def _reads_others(sizes: Sizes, index: int) -> bool:
+def _shares_kv(sizes: Sizes, index: int) -> bool:
     """Return whether a layer uses the keys and values of an earlier one."""
     return index >= sizes.num_layers - sizes.optional("num_kv_shared_layers")
 
@@ -176,14 +167,14 @@ def _gemma_heads(sizes: Sizes, index: int) -> tuple[int, int]:
     kinds = sizes.get("layer_types")
     kind = kinds[index] if kinds else None
     table: Any = sizes.get("per_layer_config")
-    if table is not None and not isinstance(table, Mapping):  # transformers' own object, with all sizes
-        own = Sizes(table[index])
-        return own.kv_heads, own.head_dim
+    if table is not None and not isinstance(table, Mapping):  # transformers' object, which has all sizes
+        layer = Sizes(table[index])
+        return layer.kv_heads, layer.head_dim
     if table is not None:
         keys = (key for key in table if key == kind or (str(key).isdigit() and int(key) == index))
-        own = Sizes(table[key] if (key := next(keys, None)) is not None else {})  # a number ("05") or a kind
-        heads = own.size("num_key_value_heads", default=sizes.kv_heads)
-        return heads, own.size("head_dim", default=sizes.head_dim)
+        layer = Sizes(table[key] if (key := next(keys, None)) is not None else {})  # by number ("05") or kind
+        heads = layer.size("num_key_value_heads", default=sizes.kv_heads)
+        return heads, layer.size("head_dim", default=sizes.head_dim)
     if kind != "full_attention":
         return sizes.kv_heads, sizes.head_dim
     shared = sizes.get("num_global_key_value_heads") if sizes.get("attention_k_eq_v", default=True) else None
@@ -227,7 +218,7 @@ def _clip(config: Sizes, sizes: Sizes) -> tuple[list[Layer], int, int | None]:
     """Return the layers of Llava's CLIP tower and projector: images of one size, with a class token each."""
     hidden, patch, heads = sizes.hidden, sizes.size("patch_size", default=32), sizes.heads
     patches = (sizes.size("image_size", default=224) // patch) ** 2
-    tokens = Fraction(patches + 1, patches)  # the class token's share of the work goes to the patches
+    tokens = Fraction(patches + 1, patches)  # the work of the class token is divided over the patches
     embed = matmul("patch_embed", 3 * patch**2 * hidden, kind="vision", basis="patch")
     block = _vision_block(hidden, heads, sizes.inner, tokens=tokens)
     chosen = config.get("vision_feature_layer", default=-2)
@@ -252,17 +243,17 @@ def _vision_block(
     tokens: Fraction = Fraction(1),  # tokens per patch
 ) -> tuple[Term, ...]:
     """Return the terms of a tower's block: attention between the patches of a frame or window, and an MLP."""
-    of: Any = {"kind": "vision", "basis": "patch_pair" if window is None else "patch_window_pair"}
-    pairs = scores(heads, hidden // heads, hidden // heads, window=window, name="vision_attention", **of)
+    common: Any = {"kind": "vision", "basis": "patch_pair" if window is None else "patch_window_pair"}
+    pairs = scores(heads, hidden // heads, hidden // heads, window=window, name="vision_attention", **common)
     terms = [
         matmul("vision_qkv", 3 * hidden * hidden, kind="vision", basis="patch"),
         matmul("vision_out", hidden * hidden, kind="vision", basis="patch"),
         *parts.mlp(hidden, inner, gated=gated, name="vision_mlp", kind="vision", basis="patch"),
     ]
-    return (_times(pairs, tokens**2), *(_times(term, tokens) for term in terms))
+    return (_scaled(pairs, tokens**2), *(_scaled(term, tokens) for term in terms))
 
 
-def _times(term: Term, factor: Fraction) -> Term:
+def _scaled(term: Term, factor: Fraction) -> Term:
     costs = (term.forward, term.input_grad, term.weight_grad)
     forward, input_grad, weight_grad = (round(cost * factor) for cost in costs)
     return replace(term, forward=forward, input_grad=input_grad, weight_grad=weight_grad)

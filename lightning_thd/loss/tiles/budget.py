@@ -11,7 +11,7 @@ import torch
 # tokens x 152k vocabulary are 75 times 256 MiB, which is large enough to fill the device.
 CPU_BYTES = 16 * 2**20
 _ACCELERATOR_BYTES = 256 * 2**20
-# Most columns of a tile.
+# Largest number of columns of a tile.
 _WIDEST = {"cpu": 2048}
 _WIDEST_ACCELERATOR = 8192
 

@@ -18,7 +18,7 @@ from lightning_thd.loss.tiles.products import accumulate, operand, product
 
 # Hidden ``[R, H]``, weight ``[V, H]`` and bias ``[V]``.
 Operands = tuple[Tensor, Tensor, Tensor | None]
-# Whether each of them needs a gradient.
+# Whether each operand needs a gradient.
 Needs = tuple[bool, bool, bool]
 
 
@@ -27,7 +27,7 @@ class LogitMap:
     """The map ``z = cap * tanh(scale * x / cap) / temperature``; uncapped ``scale * x / temperature``."""
 
     scale: float = 1.0  # factor before the cap; granite's 1 / ``logits_scaling``, cohere's ``logit_scale``
-    softcap: float | None = None  # the cap, in logits; None for none. Gemma 2 has 30
+    softcap: float | None = None  # the cap, in logits; None for no cap. Gemma 2 has 30
     temperature: float = 1.0  # divides the capped logits
     valid_vocab_size: int | None = None  # number of real columns of the vocabulary; None for all
 
@@ -69,7 +69,7 @@ class Settings:
     chunk: int | Literal["auto"]  # tokens of a tile, the caller's argument
     tp_group: dist.ProcessGroup | None  # ranks that share the vocabulary
     partial_hidden: bool  # the gradient of hidden is left for the caller to reduce over ``tp_group``
-    ignore_index: int | None = None  # marks rows that do not count; None if all do
+    ignore_index: int | None = None  # the target of rows that do not count; None if all rows count
     of_logits: bool = False  # the hidden states are logits already, and the weight is empty
 
 
@@ -78,7 +78,7 @@ class Head:
 
     def __init__(self, operands: Operands, targets: Tensor, how: Settings, tile: tuple[int, int]) -> None:
         self.hidden, self.weight, self.bias = operands
-        # Rows with False count as zeros, whatever their values; None if all rows count.
+        # Rows that are False are replaced by zeros; None if all rows count.
         self.counts = None if how.ignore_index is None else targets != how.ignore_index
         self.how, self.tile = how, tile
         rows = self.hidden.shape[0]
@@ -91,7 +91,7 @@ class Head:
         return self.hidden.new_empty(size, dtype=dtype or self.how.accumulator)
 
     def counted(self, x: Tensor, rows: slice | Tensor) -> Tensor:
-        """Select rows ``[c, ...]``, zeros in those that do not count: a NaN times zero is a NaN."""
+        """Select rows ``[c, ...]``, with zeros in rows that do not count: a NaN times zero is a NaN."""
         return x[rows] if self.counts is None else torch.where(self.counts[rows, None], x[rows], 0.0)
 
     def inputs(self, rows: slice | Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class Head:
 class HeadGradients:
     """Gradients of a head's operands; None for those that need none."""
 
-    hidden: Tensor | None  # ``[R, H]``, in the accumulator's dtype, or its own if the outer loop is over rows
+    hidden: Tensor | None  # ``[R, H]``, in its own dtype if the outer loop is over rows, else in bias's dtype
     weight: Tensor | None  # ``[V, H]``, in its own dtype
     bias: Tensor | None  # ``[V]``, in the accumulator's dtype
 

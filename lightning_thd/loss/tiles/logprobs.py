@@ -1,7 +1,7 @@
 """Hidden states x head weight, in tiles of tokens and vocabulary -> softmax statistics, and gradients.
 
 R rows (tokens with a target), V vocabulary columns held here, c x v one tile. The vocabulary is the outer
-loop: a tile of the weight is read once, widened once, and its gradient is finished before the next one.
+loop: a tile of the weight is read and widened once, and its gradient is finished before the next tile.
 """
 
 from __future__ import annotations
@@ -75,9 +75,10 @@ def gradients(
     return sums.result()
 
 
-# The rest is for CPUs with native bf16. Rounding a product to bf16 changes a logit by up to 2^-8 of it. The
-# error of a log-sum is almost 0 if thousands of tokens share the probability, and 0.06 if one token has it
-# all. So rows of a tile whose rounding would show are computed again exactly, and so is every target's logit.
+# The rest is for CPUs with native bf16. Rounding a product to bf16 changes a logit by up to 2^-8 of its size.
+# The error of a log-sum is almost 0 if thousands of tokens share the probability, and 0.06 if one token has
+# it all. So rows of a tile whose rounding would show are computed again exactly, and so is the logit of every
+# target.
 
 
 def may_round(head: Head) -> bool:

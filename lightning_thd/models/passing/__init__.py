@@ -1,1 +1,1 @@
-"""Recurrent layers on context-parallel shards: ranks pass states on instead of gathering packs."""
+"""Recurrent layers on context-parallel shards: ranks send states to each other instead of gathering packs."""

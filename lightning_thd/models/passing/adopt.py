@@ -1,9 +1,10 @@
 """transformers' convolutions, scans and delta rules -> the same functions, which also run on shards.
 
-Layers look the functions up in their own Python module, where each is patched once. A convolution of width W
-reads W - 1 earlier slots, as an attention window does. So the functions of attention plan its exchange.
+Layers look these functions up in their Python module, where each function is patched once. A stretch is a
+part of a sequence on one rank. A convolution of width W reads W - 1 earlier slots, as an attention window
+does, so the functions of attention plan which slots the ranks exchange.
 
-Legend: N slots of a shard, C channels, M slots of all stretches, each with the W - 1 inputs before it.
+Legend: N slots of a shard, C channels.
 """
 
 from __future__ import annotations
@@ -55,14 +56,14 @@ def scan_state_space(
     **options: Any,
 ) -> Tensor:
     """Scan a shard in place of transformers' ``mamba2_chunk_scan``, with the same arguments."""
-    others = _others(options, refused=("z", "initial_states"))
+    kept = _kernel_options(options, refused=("z", "initial_states"))
     if dt.dtype in (torch.float16, torch.bfloat16):
         dt = dt.float()
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     heads, size = x.shape[-2:]
     recurrence = StateSpace(
-        scan=functools.partial(original, **others),
+        scan=functools.partial(original, **kept),
         decay=decay,
         skip=D,
         chunk_size=chunk_size,
@@ -82,28 +83,28 @@ def run_delta_rule(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Run a delta rule on a shard, in place of transformers' function, with the same arguments."""
-    others = _others(options, refused=("initial_state",))
+    kept = _kernel_options(options, refused=("initial_state",))
     recurrence = DeltaRule(
-        rule=original, options=others, state_shape=(value.shape[-2], key.shape[-1], value.shape[-1])
+        rule=original, options=kept, state_shape=(value.shape[-2], key.shape[-1], value.shape[-1])
     )
     return scan_shard(recurrence, (query[0], key[0], value[0], g[0], beta[0]), layout)[None], None
 
 
-def _others(options: dict[str, Any], *, refused: tuple[str, ...]) -> dict[str, Any]:
-    """Return a kernel's options without those that are set here for shards; refuse unsupported ones."""
+def _kernel_options(options: dict[str, Any], *, refused: tuple[str, ...]) -> dict[str, Any]:
+    """Return a kernel's options without those that this module sets for shards; refuse ``refused`` ones."""
     for name in refused:
         if options.get(name) is not None:
             raise ValueError(
                 f"A recurrent layer on a shard passes {name} to its kernel: set context_parallel_size=1."
             )
-    return {name: value for name, value in options.items() if name not in (*_OWN_OPTIONS, *refused)}
+    return {name: value for name, value in options.items() if name not in (*_SET_HERE, *refused)}
 
 
 def _no_fused_path(*_: Any, **__: Any) -> None:
     """Replace a kernel that fuses convolution and scan; None means that it is unavailable."""
 
 
-_OWN_OPTIONS: Final = (
+_SET_HERE: Final = (
     *("seq_idx", "cu_seqlens", "cu_seqlens_cpu", "cu_seq_lens_q"),
     *("return_final_states", "output_final_state"),
 )
@@ -129,7 +130,7 @@ def adopt_functions(layer: type) -> frozenset[str]:
     for name in (_CONVOLUTION, *scans, _FUSED):
         function = getattr(module, name, None)
         if function is not None and not hasattr(function, "_thd_shards"):
-            patch("mixer kernels", module, name, _aware(name, function))
+            patch("mixer kernels", module, name, _shard_aware(name, function))
     return frozenset({_CONVOLUTION, *scans})
 
 
@@ -151,13 +152,13 @@ def run_on_shard(
     called = sorted(name for name in running.called if name != _FUSED)
     if called != sorted(wanted):
         raise RuntimeError(
-            f"A recurrent layer on a context-parallel shard called {called} where {sorted(wanted)} carry its "
+            f"A recurrent layer on a context-parallel shard called {called}, but {sorted(wanted)} carry its "
             "state. Another kernel replaces them (use_kernels=True?). Set context_parallel_size=1."
         )
     return out
 
 
-def _aware(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _shard_aware(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def on_shards(*args: Any, **kwargs: Any) -> Any:
         running = getattr(_STATE, "running", None) if layouts.in_use else None
@@ -168,7 +169,7 @@ def _aware(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         return (rules | _SCANS)[name](original, running.layout, *args, **kwargs)
 
     on_shards._thd_shards = True  # type: ignore[attr-defined]
-    if not hasattr(original, "__wrapped__"):  # mixers.py recognises transformers' version by it
+    if not hasattr(original, "__wrapped__"):  # mixers.py recognises transformers' version by __wrapped__
         del on_shards.__wrapped__
     return on_shards
 
@@ -191,11 +192,11 @@ def _names_in(forward: Callable[..., Any], depth: int = 4) -> set[str]:
 
 
 class _Reach(NamedTuple):
-    """Indices for stretches with the inputs before them: their slots, their batches, and this rank's rows."""
+    """Indices for a convolution over the stretches of a shard."""
 
-    rows: Tensor
-    sources: tuple[Tensor, ...]
-    own: Tensor
+    rows: Tensor  # the slots of all stretches, each with the W - 1 slots before it
+    sources: tuple[Tensor, ...]  # per group of stretches: ``[stretches, longest]``, indices into ``rows``
+    own: Tensor  # ``[N]``, where the outputs of this rank's slots are in the groups laid end to end
 
 
 def convolve_shard(
@@ -208,7 +209,7 @@ def convolve_shard(
     **options: Any,
 ) -> Tensor:
     """Run a causal convolution, weight ``[C, W]``, over stretches of a shard ``[1, C, N]``; a collective."""
-    others = _others(options, refused=("initial_states", "final_states_out"))
+    kept = _kernel_options(options, refused=("initial_states", "final_states_out"))
     left = weight.shape[-1] - 1
     plan = needs.exchanged(layout, causal=True, left=left)
     rows = x_1CN[0].transpose(0, 1)
@@ -223,7 +224,7 @@ def convolve_shard(
     outputs = []
     for source in reach.sources:
         grid = taken.index_select(0, source.flatten()).unflatten(0, source.shape)  # type: ignore[no-untyped-call]
-        out = original(grid.transpose(1, 2).contiguous(), weight, bias, activation=activation, **others)
+        out = original(grid.transpose(1, 2).contiguous(), weight, bias, activation=activation, **kept)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     own: Tensor = torch.cat(outputs).index_select(0, reach.own)
     return own.transpose(0, 1)[None]

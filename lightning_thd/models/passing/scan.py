@@ -1,12 +1,12 @@
 """Inputs of a recurrent layer on one rank's shard -> its output, with states passed from rank to rank.
 
 A stretch is a part of a sequence on one rank. All ranks run their stretches at the same time. Stretches that
-continue on another rank run first. One exchange sends their states and changes, and each rank then computes
-its entering states along the sequences.
+continue on another rank run first. One exchange sends their final states and their changes. From these each
+rank computes the states that enter its stretches.
 
 The state decays by one number per head and slot (Mamba-2), or is multiplied by a matrix (gated delta rules).
 Both are linear in the entering state. So a stretch can run before that state is known. Its output is the
-output without the state, plus a term that is read from the state when it arrives.
+output without an entering state, plus a term that is computed from that state when it arrives.
 
 Legend: N slots of a shard, R rows, L slots of the longest, H heads, K and V sizes of the state.
 """
@@ -43,12 +43,12 @@ class Spanned(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateSpace:
-    """The recurrence of Mamba 2, of x ``[R, L, H, P]``, dt ``[R, L, H]``, B and C ``[R, L, G, S]``."""
+    """The recurrence of Mamba 2 over x ``[R, L, H, P]``, dt ``[R, L, H]``, B and C ``[R, L, G, S]``."""
 
     scan: Callable[..., Any]  # transformers' or mamba-ssm's function on rows
     decay: Tensor  # ``[H]``, the layer's A, below 0
     skip: Tensor | None  # ``[H]`` D, or None
-    chunk_size: int  # slots that the scan takes at once
+    chunk_size: int  # slots that the scan processes at once
     state_shape: tuple[int, ...]  # H, P, S
 
     @property
@@ -59,8 +59,8 @@ class StateSpace:
     def run(self, inputs: Inputs, entering: Tensor | None) -> tuple[Tensor, Tensor]:
         """Scan rows of a state-space layer; zero time steps in the padding do not change the state."""
         x, dt, b, c = inputs
-        how: Any = {"chunk_size": self.chunk_size, "D": self.skip, "initial_states": entering}
-        out, state = self.scan(x, dt, self.decay, b, c, **how, return_final_states=True)
+        options: Any = {"chunk_size": self.chunk_size, "D": self.skip, "initial_states": entering}
+        out, state = self.scan(x, dt, self.decay, b, c, **options, return_final_states=True)
         return out, state
 
     def span(self, inputs: Inputs) -> Spanned:
@@ -83,7 +83,7 @@ class StateSpace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeltaRule:
-    """The gated delta rule of q, k ``[R, L, h, K]``, v ``[R, L, H, V]``, gates and beta of H heads."""
+    """The gated delta rule over q, k ``[R, L, h, K]``, v ``[R, L, H, V]``, gates and beta of H heads."""
 
     rule: Callable[..., Any]  # transformers' or flash-linear-attention's function on rows
     options: dict[str, Any]  # further arguments, the same for all rows
@@ -104,7 +104,7 @@ class DeltaRule:
         return out, state
 
     def span(self, inputs: Inputs) -> Spanned:
-        """Run rows before the entering state is known, with an identity state that becomes their change."""
+        """Run rows before the entering state is known; an identity in the state becomes their change."""
         q, k, v, g, beta = inputs
         heads, keys, values = self.state_shape
         wide = torch.cat([v, v.new_zeros(*v.shape[:-1], keys)], dim=-1)
@@ -134,15 +134,15 @@ class _Rows(NamedTuple):
     slots: Tensor
 
 
-class _At(NamedTuple):
-    """The plan of a shard's stretches as index tensors on the device."""
+class _ShardPlan(NamedTuple):
+    """A ``StatePlan``, which explains the fields of the same names, as index tensors on the device."""
 
     plan: StatePlan
-    whole: list[_Rows]
-    opening: list[_Rows]
-    spanning: list[_Rows]
-    closing: list[_Rows]
-    back: Tensor
+    whole: list[_Rows]  # whole sequences
+    opening: list[_Rows]  # first stretches of sequences
+    spanning: list[_Rows]  # stretches in the middle of sequences
+    closing: list[_Rows]  # last stretches of sequences
+    back: Tensor  # ``[N]``, the place of each slot among the outputs laid end to end
     send_states: list[Tensor]
     send_changes: list[Tensor]
     steps: list[tuple[Tensor, Tensor]]
@@ -155,20 +155,20 @@ def scan_shard(recurrence: Recurrence, inputs: Inputs, layout: ShardLayout) -> T
     padded = tuple(torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for x in inputs)
     outputs: list[Tensor] = []
     opened = [_run(recurrence, padded, rows, None, outputs) for rows in at.opening]
-    spanned = [recurrence.span(_take(padded, rows)) for rows in at.spanning]
-    entering = _pass(recurrence, at, opened, spanned, inputs[0], layout)
-    spans = sum(len(rows.members) for rows in at.spanning)
+    spanned = [recurrence.span(_gather(padded, rows)) for rows in at.spanning]
+    entering = _entering_states(recurrence, at, opened, spanned, inputs[0], layout)
+    num_spanning = sum(len(rows.members) for rows in at.spanning)  # their states come first in ``entering``
     for rows, one in zip(at.spanning, spanned, strict=True):
         read = one.read(entering.index_select(0, rows.members))
         outputs.append((one.out + read.to(one.out.dtype)).flatten(0, 1))
     for rows in at.closing:
-        _run(recurrence, padded, rows, entering.index_select(0, rows.members + spans), outputs)
+        _run(recurrence, padded, rows, entering.index_select(0, rows.members + num_spanning), outputs)
     for rows in at.whole:
         _run(recurrence, padded, rows, None, outputs)
     return keep_path(torch.cat(outputs).index_select(0, at.back), entering)
 
 
-def _take(padded: Inputs, rows: _Rows) -> Inputs:
+def _gather(padded: Inputs, rows: _Rows) -> Inputs:
     flat = rows.slots.flatten()
     return tuple(x.index_select(0, flat).view(*rows.slots.shape, *x.shape[1:]) for x in padded)
 
@@ -176,42 +176,43 @@ def _take(padded: Inputs, rows: _Rows) -> Inputs:
 def _run(
     recurrence: Recurrence, padded: Inputs, rows: _Rows, entering: Tensor | None, outputs: list[Tensor]
 ) -> Tensor:
-    out, state = recurrence.run(_take(padded, rows), entering)
+    """Run stretches, append their outputs to ``outputs`` and return their final states."""
+    out, state = recurrence.run(_gather(padded, rows), entering)
     outputs.append(out.flatten(0, 1))
     return state
 
 
-def _pass(
+def _entering_states(
     recurrence: Recurrence,
-    at: _At,
+    at: _ShardPlan,
     opened: list[Tensor],
     spanned: list[Spanned],
-    some: Tensor,
+    like: Tensor,
     layout: ShardLayout,
 ) -> Tensor:
     """Exchange states and changes, and return the states that enter this rank's stretches; a collective."""
-    kept = torch.float64 if some.dtype == torch.float64 else torch.float32  # also on ranks without stretches
-    none = some.new_zeros(0, dtype=kept)
+    kept = torch.float64 if like.dtype == torch.float64 else torch.float32  # also on ranks without stretches
+    none = like.new_zeros(0, dtype=kept)
     left = [*_in_order(opened, at.opening), *_in_order([one.state for one in spanned], at.spanning)]
     states = torch.cat([none.view(0, *recurrence.state_shape), *(x.to(kept) for x in left)])
     changed = _in_order([one.change for one in spanned], at.spanning)
     changes = torch.cat([none.view(0, *recurrence.change_shape), *(x.to(kept) for x in changed)])
     if at.plan.moved.any():  # the same on every rank
-        more = _exchange(recurrence, at, states, changes, some, layout)
-        states, changes = torch.cat([states, more[0]]), torch.cat([changes, more[1]])
-    behind: list[Tensor] = []
-    with torch.autocast(some.device.type, enabled=False):
-        for which, through in at.steps:
-            state = states.index_select(0, which)
-            if behind:
-                before = behind[-1][: len(which)]
-                state = state + recurrence.carry(changes.index_select(0, through), before)
-            behind.append(state)
-    return torch.cat([*behind, states[:0]]).index_select(0, at.entering)
+        received = _exchange(recurrence, at, states, changes, like, layout)
+        states, changes = torch.cat([states, received[0]]), torch.cat([changes, received[1]])
+    carried: list[Tensor] = []  # the states after each step along the sequences
+    with torch.autocast(like.device.type, enabled=False):
+        for left_by, changed_by in at.steps:
+            state = states.index_select(0, left_by)
+            if carried:
+                before = carried[-1][: len(left_by)]
+                state = state + recurrence.carry(changes.index_select(0, changed_by), before)
+            carried.append(state)
+    return torch.cat([*carried, states[:0]]).index_select(0, at.entering)
 
 
 def _in_order(found: list[Tensor], rows: Sequence[_Rows]) -> list[Tensor]:
-    """Reorder the results of groups of rows to the order of their stretches."""
+    """Concatenate the results of groups in the order of their stretches; an empty list without groups."""
     if not found:
         return []
     members = torch.cat([one.members for one in rows])
@@ -219,7 +220,7 @@ def _in_order(found: list[Tensor], rows: Sequence[_Rows]) -> list[Tensor]:
 
 
 def _exchange(
-    recurrence: Recurrence, at: _At, states: Tensor, changes: Tensor, some: Tensor, layout: ShardLayout
+    recurrence: Recurrence, at: _ShardPlan, states: Tensor, changes: Tensor, like: Tensor, layout: ShardLayout
 ) -> tuple[Tensor, Tensor]:
     """Send each rank its states and changes in one message, and return those received; a collective."""
     assert layout.group is not None
@@ -230,7 +231,7 @@ def _exchange(
     state, change = math.prod(recurrence.state_shape), math.prod(recurrence.change_shape)
     counted = list(zip(at.plan.receive_states, at.plan.receive_changes, strict=True))
     sizes = [states_of * state + changes_of * change for states_of, changes_of in counted]
-    sent = keep_path(torch.cat(parts), some)  # backward's exchange then runs on every rank, or on none
+    sent = keep_path(torch.cat(parts), like)  # so that all ranks run the exchange of backward, or none does
     received = exchange_rows(sent, [len(part) for part in parts], sizes, layout.group)
     traffic.count(received.numel() * received.element_size(), "states")
     found: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -241,7 +242,7 @@ def _exchange(
     return torch.cat(found[0]), torch.cat(found[1])
 
 
-def _plan(layout: ShardLayout) -> _At:
+def _plan(layout: ShardLayout) -> _ShardPlan:
     plan, slots = plan_states(layout.padded_lengths, **layout.cut, rank=layout.rank), layout.local_slots
     kinds = [_group(kind, slots) for kind in (plan.opening, plan.spanning, plan.closing, plan.whole)]
     steps = [(step.states, step.changes) for step in plan.steps]
@@ -249,11 +250,13 @@ def _plan(layout: ShardLayout) -> _At:
     sent = (*kinds, back, [*plan.send_states], [*plan.send_changes], steps, plan.entering)
     *groups, back, send_states, send_changes, steps, entering = layout.put(sent)
     opening, spanning, closing, whole = ([_Rows(*each) for each in kind] for kind in groups)
-    return _At(plan, whole, opening, spanning, closing, back, send_states, send_changes, steps, entering)
+    return _ShardPlan(
+        plan, whole, opening, spanning, closing, back, send_states, send_changes, steps, entering
+    )
 
 
 def _group(kind: Ints, slots: int) -> list[tuple[Ints, Ints]]:
-    """Group P stretches of similar length, on the host; ``kind`` is first rows and lengths, ``[2, P]``."""
+    """Group P stretches of similar length, on the host; ``kind`` holds first rows and lengths, ``[2, P]``."""
     first, lengths = kind
     rows = np.append(ranges(first, first + lengths), slots)
     return [(members, rows[grid]) for members, grid in padded_rows(lengths)]

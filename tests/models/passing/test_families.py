@@ -119,7 +119,7 @@ def replaced() -> None:
     module = sys.modules[type(model).__module__]
     module.causal_conv1d_fn = module.causal_conv1d_fn.__wrapped__  # type: ignore[attr-defined]
     batch = THDBatch.collate([{"input_ids": torch.arange(8)}], align=Alignment.for_(cp=2))
-    with pytest.raises(RuntimeError, match="called \\[\\] where \\['causal_conv1d_fn'\\] carry its state"):
+    with pytest.raises(RuntimeError, match="called \\[\\], but \\['causal_conv1d_fn'\\] carry its state"):
         causal_lm_loss(model, shard_batch(batch, group=group))
 
 
