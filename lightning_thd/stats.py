@@ -255,13 +255,13 @@ class SeqStats:
         return self if other == 0 else NotImplemented
 
 
-_COUNTS = tuple(field.name for field in fields(SeqStats) if not field.name.endswith("window_pairs"))
+COUNTS = tuple(field.name for field in fields(SeqStats) if not field.name.endswith("window_pairs"))
 
 
 def combine(stats: Iterable[SeqStats]) -> SeqStats:
     """Add ``SeqStats`` with the same windows; stats without tokens need no windows."""
     stats = list(stats)
-    totals: dict[str, Any] = {name: sum([getattr(one, name) for one in stats]) for name in _COUNTS}
+    totals: dict[str, Any] = {name: sum([getattr(one, name) for one in stats]) for name in COUNTS}
     totals["window_pairs"] = _join([(one.window_pairs, one.slots) for one in stats], "windows")
     totals["vision_window_pairs"] = _join(
         [(one.vision_window_pairs, one.vision_patches) for one in stats], "vision_windows"

@@ -21,13 +21,13 @@ from torch import nn
 from lightning_thd.callbacks.experts import ExpertChoices
 from lightning_thd.callbacks.seen import Dense, Rows, Seen, Shared, microbatches, resolve
 from lightning_thd.data.trainer_link import recipe_of
-from lightning_thd.flops.model import COUNTS, FlopsModel, from_ints, num_ints
+from lightning_thd.flops.model import FlopsModel, from_ints, num_ints
 from lightning_thd.flops.peaks import device_name, measure_flops, peak_flops, synchronize
 from lightning_thd.flops.rates import Work, count, packing, rates
 from lightning_thd.flops.terms import COLUMNS, FlopsBreakdown
 from lightning_thd.parallel.across_ranks import communication_device, gather_ints, group_size
 from lightning_thd.precision.report import fp8_share
-from lightning_thd.stats import IntArray, SeqStats, Window, window_pairs
+from lightning_thd.stats import COUNTS, IntArray, SeqStats, Window, window_pairs
 
 # The counts of a microbatch, and its lengths on the host.
 _Known: TypeAlias = tuple[SeqStats, tuple[int, ...] | None]

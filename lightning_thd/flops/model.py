@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from lightning_thd._checks import flags, instance, whole_number
+from lightning_thd._checks import choice, flags, instance, whole_number
 from lightning_thd.flops.backward import layers_of_module
 from lightning_thd.flops.families.registry import read_config, register
 from lightning_thd.flops.terms import (
@@ -22,7 +22,7 @@ from lightning_thd.flops.terms import (
     units,
 )
 from lightning_thd.flops.torch_counter import StepCounter, counted_layers
-from lightning_thd.stats import SeqStats, Vision, Window
+from lightning_thd.stats import COUNTS, SeqStats, Vision, Window
 
 if TYPE_CHECKING:
     from torch import nn
@@ -238,8 +238,7 @@ def _cost_again(runs_again: Callable[[Term], bool], layer: Layer, term: Term) ->
 def check_conventions(**given: str) -> None:
     """Refuse unknown values of ``causal``, ``tokens`` or ``recompute``."""
     for name, value in given.items():
-        if value not in _CHOICES[name]:
-            raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, _CHOICES[name]))}.")
+        choice(value, name, *_CHOICES[name])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -270,24 +269,21 @@ def join(members: Sequence[Member]) -> FlopsModel:
         )
     trained = [one.model.recompute for one in members if one.training and one.model.recompute != "none"]
     policy: Recompute = trained[0] if trained else "none"
-    layers = [layer for one in members for layer in _scaled_layers(one)]
+    layers = [
+        replace(
+            layer,
+            recomputable=layer.recomputable and bool(one.training) and one.model.recompute != "none",
+            terms=tuple(_scaled_term(term, one) for term in layer.terms),
+        )
+        for one in members
+        for layer in one.model.layers
+    ]
     name = " + ".join(one.model.name for one in members)
     return replace(first.model, name=name, layers=tuple(layers), recompute=policy)
 
 
-def _scaled_layers(member: Member) -> list[Layer]:
-    again = bool(member.training) and member.model.recompute != "none"
-    return [
-        replace(
-            layer,
-            recomputable=layer.recomputable and again,
-            terms=tuple(_scaled_term(term, member) for term in layer.terms),
-        )
-        for layer in member.model.layers
-    ]
-
-
 def _scaled_term(term: Term, member: Member) -> Term:
+    """Multiply the costs of a term by how often a token passes through the model."""
     if term.basis == "merged_patch":  # models may merge different numbers of patches
         names = ("forward", "input_grad", "weight_grad")
         merged: Any = {name: getattr(term, name) // member.model.merge for name in names}
@@ -301,17 +297,13 @@ def _scaled_term(term: Term, member: Member) -> Term:
     )
 
 
-# The counts of SeqStats in the order of ``to_ints``, a list that ranks exchange and tensors store.
-COUNTS = tuple(each.name for each in fields(SeqStats) if not each.name.endswith("window_pairs"))
-
-
 def num_ints(model: FlopsModel | None) -> int:
     """Return the length of the list that ``to_ints`` makes for ``model``."""
     return len(COUNTS) + (len(model.windows) + len(model.vision_windows) if model else 0)
 
 
 def to_ints(stats: SeqStats, model: FlopsModel | None) -> list[int]:
-    """Return the counts as a list in a fixed order, then the pairs of every window of ``model``."""
+    """Return a list that ranks can exchange: the counts in a fixed order, then the pairs of each window."""
     pairs, areas = dict(stats.window_pairs), dict(stats.vision_window_pairs)
     return [
         *(int(getattr(stats, name)) for name in COUNTS),

@@ -38,7 +38,7 @@ class Term:
     forward: int  # FLOPs per unit in the forward pass
     input_grad: int  # FLOPs per unit of the gradient with respect to the activations
     weight_grad: int  # FLOPs per unit of the gradient with respect to the weights
-    window: Window | None = None  # of attention; for ``basis="patch_window_pair"`` the edge in patches
+    window: Window | None = None  # the attention window; with basis "patch_window_pair" its edge
     last: bool = False  # the layer's last operation, which torch's checkpointing need not run again
     again: int | None = None  # FLOPs per unit that checkpointing runs again; None means ``forward``
 

@@ -163,7 +163,7 @@ def _loss(
     found = call.run(model, batch, values, size=4 if stats else 1, routers=routers)
     call.choices = None if routers is None else routers.seen
     if watcher is not None and slots:
-        watcher.see(batch, slots[-1], scale or 0.0)  # of the last call, if the model was called twice
+        watcher.see(batch, slots[-1], scale or 0.0)  # the last call counts, if the model was called twice
     if recorded is not None:
         recorded += slots[-1:]
     loss, *sums = found["values"].unbind()

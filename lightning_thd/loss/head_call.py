@@ -94,7 +94,7 @@ class HeadCall:
         self._whole = ""  # why the full logits are computed; empty if they are not
         self._warned = False
         self.choices: Tensor | None = None  # how often experts were chosen in the step so far, [E]
-        self._config: Any = None  # of the whole model; ``config`` is the part of its language model
+        self._config: Any = None  # the whole model's config; ``config`` is its language model's
         self.config: Any = None
 
     @classmethod

@@ -18,8 +18,7 @@ from lightning_thd.models.pack import CAUSAL, NOTES, STATE, Pack, Scope, current
 from lightning_thd.parallel.context import layout
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
-# What an ordinary mask tells: no window, no chunk, and not every key is visible.
-_UNTOLD: Final = (None, None, False)
+_UNTOLD: Final = (None, None, False)  # a mask that encodes no window and no chunk, and may hide keys
 _UNSET: Final = -1  # `sliding_window` was not passed; None is a value with another meaning
 # transformers passes these arguments to every attention, and none of its own implementations uses them for
 # scores. Any other argument that is not None might change the result, so it raises an error.

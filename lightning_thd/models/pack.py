@@ -46,7 +46,7 @@ class Pack:
     """
 
     __slots__ = (
-        *("_extent_k", "_extent_q", "_lengths", "_real", "_real_lengths", "_sequences", "_slots", "cache"),
+        *("_extent_k", "_extent_q", "_lengths", "_real_lengths", "_sequences", "_slots", "cache"),
         *("cu_seqlens_k", "cu_seqlens_q", "cu_seqlens_real", "prefixes"),
     )
 
@@ -75,7 +75,6 @@ class Pack:
         self.cu_seqlens_real = cu_seqlens_real
         self._real_lengths = None if real_lengths is None else tuple(real_lengths)
         self._sequences: Tensor | None = None  # S is its number of rows, without the trailing pad
-        self._real: Tensor | None = None
         self.cache: dict[Any, Any] = {}
 
     @classmethod
@@ -224,14 +223,14 @@ STATE.caller = None
 
 def real_slots(pack: Pack) -> Tensor | None:
     """Return which slots hold tokens, bool ``[T]``; None if the places of padding are unknown."""
-    if pack._real is None and pack.prefixes is not None:
+    if "real_slots" not in pack.cache and pack.prefixes is not None:
         blank = torch.zeros(pack.slots, dtype=torch.bool, device=pack.cu_seqlens_q.device)
-        pack._real = blank.index_fill(0, pack.prefixes.token_slots, True)
-    if pack._real is None and pack._sequences is not None:
+        pack.cache["real_slots"] = blank.index_fill(0, pack.prefixes.token_slots, True)
+    if "real_slots" not in pack.cache and pack._sequences is not None:
         count = len(pack._sequences)
         found = sequence_of_slots(count, pack.slots, pack.cu_seqlens_q, pack.cu_seqlens_real)
-        pack._real = found < count
-    return pack._real
+        pack.cache["real_slots"] = found < count
+    return pack.cache.get("real_slots")
 
 
 def sequence_of_slots(count: int, slots: int, padded: Tensor, real: Tensor | None) -> Tensor:

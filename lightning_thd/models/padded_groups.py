@@ -20,8 +20,8 @@ from torch import Tensor
 
 from lightning_thd.batch.upload import uploaded
 
-# Sequences of one group have at least this share of its longest length, so padding is at most a third. All
-# sequences of at most 32 slots share one group, because a call costs more than their padding.
+# Sequences of a group have at least this share of its longest, so padding is at most a third of the group.
+# Sequences of up to 32 slots share one group, because another call costs more than their padding.
 _SHARE = 2 / 3
 _SMALL = 32
 IntArray = npt.NDArray[np.int64]

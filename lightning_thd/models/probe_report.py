@@ -80,22 +80,18 @@ class PackingReport:
 
     def __str__(self) -> str:
         built = "" if self.attention is None else f" ({self.layers} layers, attention {self.attention})"
-        lines = [
-            f"{self.model}{built}, lengths {self.lengths}",
-            f"  leak into other sequences   {self.leak:.1e} (allowed {self.leak_tolerance:.0e})",
-            f"  packed against alone        {self.error:.1e} (allowed {self.tolerance:.0e})",
-        ]
-        if self.gradient_leak is not None:
-            lines += [
-                f"  gradient leak               {self.gradient_leak:.1e} (allowed {self.leak_tolerance:.0e})",
-                f"  gradient against alone      {self.gradient_error:.1e} (allowed {self.tolerance:.0e})",
-            ]
-        for name, value, allowed in (
-            ("against stock eager        ", self.reference_error, self.reference_tolerance),
-            ("gradient with trailing pad ", self.pad_error, self.tolerance),
-        ):
+        measured = (
+            ("leak into other sequences", self.leak, self.leak_tolerance),
+            ("packed against alone", self.error, self.tolerance),
+            ("gradient leak", self.gradient_leak, self.leak_tolerance),
+            ("gradient against alone", self.gradient_error, self.tolerance),
+            ("against stock eager", self.reference_error, self.reference_tolerance),
+            ("gradient with trailing pad", self.pad_error, self.tolerance),
+        )
+        lines = [f"{self.model}{built}, lengths {self.lengths}"]
+        for name, value, allowed in measured:
             if value is not None:
-                lines.append(f"  {name} {value:.1e} (allowed {allowed:.0e})")
+                lines.append(f"  {name:<27} {value:.1e} (allowed {allowed:.0e})")
         lines += [f"  averages in training        {name}, a batch norm" for name in self.batch_norms]
         lines += [f"  not looked at               {what}" for what in self.skipped]
         lines.append(f"  first wrong module          {self.module or 'none'}")

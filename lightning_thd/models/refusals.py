@@ -253,8 +253,8 @@ def refuse_call(model: Any, kwargs: dict[str, Any]) -> None:
 
 def _refuse_plain_positions(model: nn.Module, position_ids: Tensor | None) -> None:
     """Refuse images for a model with M-RoPE if the pack's positions are those of plain text."""
-    is_plain = position_ids is not None and position_ids.ndim != 3
-    if is_plain and any(hasattr(x, "get_rope_index") for x in (model, getattr(model, "model", None))):
+    has_rope_index = any(hasattr(x, "get_rope_index") for x in (model, getattr(model, "model", None)))
+    if has_rope_index and position_ids is not None and position_ids.ndim != 3:
         raise ValueError(
             f"{type(model).__name__} got images in a pack and position_ids {tuple(position_ids.shape)}. A "
             "model with M-RoPE needs position_ids [3, 1, T]: compute the positions of every sample with "

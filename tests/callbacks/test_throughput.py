@@ -295,7 +295,7 @@ def test_measuring_happens_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ({"peak": "fast"}, "peak='fast' is not a device's dense FLOP/s.* 'measure' to time matmuls"),
         ({"every_n_steps": 0}, "every_n_steps=0; wanted 1 or more"),
         ({"warmup_steps": -1}, "warmup_steps=-1; wanted 0 or more"),
-        *[({name: "third"}, f"{name}='third' is not one of") for name in ("causal", "tokens", "recompute")],
+        *[({name: "third"}, f"{name}='third'; wanted one of") for name in ("causal", "tokens", "recompute")],
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -185,7 +185,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         "_attention', for which compress_rates=",
     ),
     (lambda: read_config({"model_type": "gemma2", "num_attention_heads": "x"}), "transformers cannot read"),
-    (lambda: llama(causal="other"), "causal='other' is not"),
+    (lambda: llama(causal="other"), "causal='other'; wanted one of half"),
     (lambda: llama().training_flops(SeqStats.from_lengths([8], windows=(64,))), "count windows .64., but"),
     (lambda: tiny(4).training_flops(EIGHT), "has attention windows .4., which the stats do not count"),
     (lambda: read_config(vision_config("qwen2_5_vl")).training_flops(IMAGES), "has windows of .4. patches"),

@@ -121,7 +121,7 @@ def check_logprobs(case: Case, *, use: tuple[int, ...] = (0, 1, 2), chunk: Any =
 )
 def test_any_shape_and_tile(chunk: Any, widest: int, **settings: Any) -> None:
     few = 7 * 5 * 16 if widest == 7 else budget.CPU_BYTES
-    with mock.patch.dict(budget._WIDEST, cpu=widest), mock.patch.object(budget, "CPU_BYTES", few):
+    with mock.patch.object(budget, "_CPU_COLUMNS", widest), mock.patch.object(budget, "CPU_BYTES", few):
         check_logprobs(Case(**settings, bias=True), chunk=chunk)
 
 

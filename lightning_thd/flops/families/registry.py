@@ -22,11 +22,10 @@ Read = Callable[[Sizes], list[Layer]]  # gives the layers between embedding and 
 
 def read_config(config: Any) -> tuple[str, tuple[Layer, ...], int, int | None]:
     """Return a config's model type, its layers, how many patches merge into one, and a patch's edge."""
-    if Sizes(config).model_type in _REGISTERED:
-        name = Sizes(config).model_type
-        layers = _REGISTERED[name](config)
-        seen = Sizes(config).sub("vision_config")
-        return name, tuple(layers), 4, None if seen is None else seen.get("patch_size")
+    if (name := Sizes(config).model_type) in _REGISTERED:
+        vision_sizes = Sizes(config).sub("vision_config")
+        patch = None if vision_sizes is None else vision_sizes.get("patch_size")
+        return name, tuple(_REGISTERED[name](config)), 4, patch
     sizes = Sizes(completed(config, _FAMILIES))
     text = sizes.sub("text_config") or sizes
     read = _FAMILIES.get(text.model_type) or _FAMILIES.get(sizes.model_type)

@@ -107,20 +107,17 @@ def completed(config: Any, known: Collection[str]) -> Any:
     if not isinstance(config, Mapping):
         return config
     family = config.get("model_type")
-    if family not in known:  # a multimodal config, whose sub-configs leave out their defaults
-        made = _transformers_config(config)
-        return config if made is None else made
     missing = _missing(config)
-    if not missing:
+    if family in known and not missing:
         return config
     made = _transformers_config(config)
-    if made is None:
+    if made is None and family in known:
         raise ValueError(
             f"The config of model_type={family!r} has no {missing}, which gives the kind of each layer, and "
             "transformers does not import here or does not know the family. Add it, or pip install "
             "'lightning_thd[hf]'."
         )
-    return made
+    return config if made is None else made  # a multimodal config leaves out defaults in its sub-configs
 
 
 def _missing(config: Mapping[str, Any]) -> str:

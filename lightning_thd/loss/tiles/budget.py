@@ -12,17 +12,16 @@ import torch
 CPU_BYTES = 16 * 2**20
 _ACCELERATOR_BYTES = 256 * 2**20
 # Largest number of columns of a tile.
-_WIDEST = {"cpu": 2048}
-_WIDEST_ACCELERATOR = 8192
+_CPU_COLUMNS, _ACCELERATOR_COLUMNS = 2048, 8192
 
 
 def tile_shape(
     rows: int, columns: int, *, device: torch.device, itemsize: int, chunk: int | Literal["auto"]
 ) -> tuple[int, int]:
     """Choose the rows and columns of a tile so that two tiles fit the budget of their device."""
-    budget = CPU_BYTES if device.type == "cpu" else _ACCELERATOR_BYTES
-    elements = budget // (2 * itemsize)
-    widest = _WIDEST.get(device.type, _WIDEST_ACCELERATOR)
+    on_cpu = device.type == "cpu"
+    elements = (CPU_BYTES if on_cpu else _ACCELERATOR_BYTES) // (2 * itemsize)
+    widest = _CPU_COLUMNS if on_cpu else _ACCELERATOR_COLUMNS
     if chunk == "auto":
         wide = max(1, min(columns, widest))
         return max(1, min(rows, elements // wide)), wide
