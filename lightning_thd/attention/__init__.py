@@ -1,4 +1,4 @@
-"""Attention on packed sequences: ``varlen_attention``, its kernels, and the table of what each supports."""
+"""Attention on packed sequences: ``varlen_attention``, and the table of its kernels and their features."""
 
 from lightning_thd.attention.entry import varlen_attention
 from lightning_thd.attention.support import SUPPORT, support_table

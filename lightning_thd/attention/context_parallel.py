@@ -70,7 +70,7 @@ def _cheaper_way(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) ->
 
 
 def _pairs(layout: ShardLayout, spec: AttentionSpec) -> tuple[float, float]:
-    """Count the query-key pairs of the busiest rank and of all ranks; with a window, return upper bounds."""
+    """Count the query-key pairs of the busiest rank, and those of all ranks; upper bounds with a window."""
     lengths = np.asarray(layout.padded_lengths, dtype=np.float64)
     if not spec.causal:
         held = [partition.held_lengths(layout.padded_lengths, **layout.cut, rank=r) for r in range(layout.cp)]
@@ -157,7 +157,7 @@ def _fetch(
 
 
 def _wanted_kv_heads(heads: int, kv_heads: int, layout: ShardLayout) -> Tensor | None:
-    """Return the key-value heads that every rank's query heads need, int64 ``[cp * g]``, or None."""
+    """Return the key-value heads to send, g to each rank, int64 ``[cp * g]``; None if cp divides G."""
     cp, share = layout.cp, heads // kv_heads
     if kv_heads % cp == 0:
         return None

@@ -67,7 +67,7 @@ def varlen_attention(
         backend: a backend of ``support_table()``, or "auto" for the fastest that supports this call.
 
     Returns:
-        ``[Tq, H, E]`` in the dtype of q; 0 for a query that sees no key. One sequence of one token returns v.
+        ``[Tq, H, E]`` in the dtype of q; 0 for a query that sees no key. A sequence of one token gives its v.
     """
     if isinstance(q_THD, Tensor) and isinstance(k_THD, Tensor) and isinstance(v_THD, Tensor):
         q_THD, k_THD, v_THD = _autocast(q_THD, k_THD, v_THD)

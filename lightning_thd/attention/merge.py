@@ -22,10 +22,7 @@ from lightning_thd.parallel.context.needs import BlockCall, RingStep
 
 
 class KeySource:
-    """Yields keys step by step: in step 0 this rank's, then those of the other ranks around a ring.
-
-    ``rows`` are keys and values as ``joined`` returns them.
-    """
+    """The keys and values by step, as ``joined`` rows: this rank's in step 0, then other ranks' in a ring."""
 
     _local_rows: Any
     _current_rows: Any
@@ -70,10 +67,10 @@ class KeySource:
         return grad
 
     def send_gradient(self, step: int) -> None:
-        """Send the step's gradient to the rank that holds the rows; start to receive one for this rank's."""
+        """Send the step's gradient to the rank of its rows, and start to receive one for the local rows."""
         if step:
             at = self.steps[step]
-            sent = self._current_grad.to(self._local_rows.dtype)  # as many bytes as the rows
+            sent = self._current_grad.to(self._local_rows.dtype)  # in the rows' dtype
             coming = sent.new_empty((len(at.send_rows), sent.shape[1]))
             works = self._transfer(sent, at.source, coming, at.to)
             self._returning.append((coming, works, sent, at.send_rows))
@@ -175,7 +172,7 @@ class _Merged(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
         grad, source, spec = grads[0].contiguous(), ctx.source, ctx.spec
-        finite = lse.masked_fill(lse == -torch.inf, torch.inf)  # such rows get the weights exp(-inf) = 0
+        finite = lse.masked_fill(lse == -torch.inf, torch.inf)  # queries without keys get weights of 0
         dq = torch.zeros_like(q, dtype=lse.dtype)
         source.begin(joined(k, v))
         for step, calls in enumerate(source.calls):
@@ -199,7 +196,7 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, call: Block
     part_lse = part_lse.masked_fill(part_lse == torch.inf, -torch.inf).to(lse.dtype)
     old_out, old_lse = _rows_of(out, call), _rows_of(lse, call)
     new_lse = torch.logaddexp(old_lse, part_lse)
-    # A query that has seen no key yet has -inf for both lse; avoid NaN from -inf - -inf.
+    # If a query has seen no key yet, both lse are -inf. Subtract 0 from them, because -inf - -inf is NaN.
     floor = new_lse.masked_fill(new_lse == -torch.inf, 0.0)
     old, new = (torch.exp(x - floor).unsqueeze(-1) for x in (old_lse, part_lse))
     merged = old_out * old + part.to(out.dtype) * new

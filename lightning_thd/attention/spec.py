@@ -60,7 +60,7 @@ def make_spec(
     return AttentionSpec(left=left, right=right, scale=float(scale), softcap=float(softcap or 0.0))
 
 
-# A cache is enough here, because the layers of a model use few different options.
+# Specs are cached, because the layers of a model use few different options.
 known_spec = lru_cache(maxsize=256, typed=True)(make_spec)
 
 
@@ -108,7 +108,8 @@ def _checked(cu_seqlens: Tensor, total: int, max_seqlen: int, side: str) -> tupl
         )
     if fall is not None:
         raise ValueError(
-            f"{name} falls from {offsets[fall]} to {offsets[fall + 1]} at sequence {fall}; offsets must not."
+            f"{name} falls from {offsets[fall]} to {offsets[fall + 1]} at sequence {fall}; "
+            "offsets must never fall."
         )
     if longest > max_seqlen:
         raise ValueError(

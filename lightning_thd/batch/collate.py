@@ -243,8 +243,8 @@ def sequence_labels(samples: Sequence[Sample]) -> Tensor:
     labels = [sequence_label(sample, f"Sample {i}").get("label") for i, sample in enumerate(samples)]
     if len(shapes := {None if label is None else label.shape for label in labels}) > 1:
         raise ValueError(
-            f"Some samples of a batch have a label of another shape than others, or none: {shapes}. Give "
-            "every sample one label, or a list with as many labels."
+            f"The labels of a batch have several shapes, or a sample has none: {shapes}. Give every sample "
+            "one number, or every sample a list of the same length."
         )
     return torch.from_numpy(np.stack([label for label in labels if label is not None]))
 

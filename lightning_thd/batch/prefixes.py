@@ -1,9 +1,9 @@
 """Sequences with common prefixes -> a batch that stores each distinct prefix once, and indices into it.
 
 The sequences of a batch form a tree over their tokens. Each leaf stores the tokens that no earlier leaf has,
-in adjacent slots. An index gathers the keys of the whole path from the root to a leaf, to which the leaf's
-queries attend, causal from the bottom right. A token that several sequences share may predict several next
-tokens. So the batch has rows of (slot, target, weight) instead of one target per slot.
+in adjacent slots. Its queries attend, causal from the bottom right, to the keys of the whole path from the
+root; an index gathers these keys. A token that several sequences share may predict several next tokens. So
+the batch has rows of (slot, target, weight) instead of one target per slot.
 
 T slots of the pack, N tokens of all sequences laid end to end, R rows of predictions, S sequences.
 """
@@ -60,7 +60,8 @@ class Prefixes(Immutable):
         slots: int64 ``[R]``, the slot of each row.
         targets: int64 ``[R]``, the target token of each row.
         keys: int64 ``[K]``, the slots of the keys of every leaf, root first.
-        cu_seqlens_q: int32 ``[leaves + 1]``, offsets of the leaves' slots; ``cu_seqlens_kv``: of their keys.
+        cu_seqlens_q: int32 ``[leaves + 1]``, offsets of the leaves' slots.
+        cu_seqlens_kv: int32 ``[leaves + 1]``, offsets of the leaves' keys.
         offsets: int32 ``[S + 1]``, offsets of the sequences among the N tokens.
         lengths: tokens of each sequence, on the host; earlier leaves store ``prefix_lengths`` of them.
         query_lengths: slots of each leaf and of a trailing pad, on the host; ``key_lengths``: their keys.
@@ -104,7 +105,7 @@ class Prefixes(Immutable):
         return known[tokens.clamp(max=len(known) - 1)]
 
     def of_tokens(self, rows: Tensor, fill: float = 0.0) -> Tensor:
-        """Return each token's row of ``[R, ...]`` as ``[N, ...]``; ``fill`` for tokens without prediction."""
+        """Return values of rows ``[R, ...]`` by token, ``[N, ...]``; ``fill`` for tokens without a row."""
         return torch.cat([rows, rows.new_full((1, *rows.shape[1:]), fill)]).index_select(0, self.token_rows)
 
     def of_rows(self, tokens: Tensor) -> Tensor:
@@ -138,13 +139,6 @@ class SharedBatch(THDBatch):
     __slots__ = ("prefixes",)
 
     prefixes: Prefixes
-
-    targets = _refused("targets")
-    cu_seqlens = _refused("cu_seqlens")
-    cu_seqlens_padded = _refused("cu_seqlens_padded")
-    padded_lengths = _refused("padded_lengths")
-    max_seqlen = _refused("max_seqlen")
-    max_targets = _refused("max_targets")
 
     @classmethod
     def _from_state(cls, state: Mapping[str, Any]) -> SharedBatch:
@@ -225,7 +219,8 @@ class SharedBatch(THDBatch):
         return seq_idx_from_cu_seqlens(self.prefixes.offsets, sum(self.lengths)).flatten().long()
 
 
-# ---- The layout
+for _name in _REFUSED:
+    setattr(SharedBatch, _name, _refused(_name))
 
 
 class _Tree(NamedTuple):
@@ -238,7 +233,7 @@ class _Tree(NamedTuple):
 
 
 def prefix_tree(keys: _Ints, lengths: Sequence[int]) -> _Tree | None:
-    """Build the tree of shared prefixes from the tokens' keys ``[N]`` or ``[N, C]``; None without any."""
+    """Build the prefix tree from keys of tokens, ``[N]`` or ``[N, C]``; None if no prefix is shared."""
     # Sorted by bytes, a sequence has its longest common prefix with the sequence right before it. In
     # descending order, a sequence comes before those that are its prefixes.
     starts = [0, *accumulate(lengths)]

@@ -27,7 +27,7 @@ _ROUNDING = 1e-9  # a weight is rounded to a whole number of tokens if their rel
 
 
 class Immutable:
-    """Base of classes with immutable slots. They are no dataclasses, because Lightning would change these."""
+    """Base of immutable classes with slots. Dataclasses would not do, because Lightning sets their fields."""
 
     __slots__ = ()
 
@@ -50,7 +50,7 @@ class Immutable:
 
 
 class _Rows(Tensor):
-    """A meta tensor whose ``size(0)`` is a weight, which need not be whole."""
+    """A meta tensor whose ``size(0)`` is a weight, not always a whole number."""
 
     weight: float
 

@@ -162,7 +162,7 @@ class CUDAGraphCallback(L.Callback):
         """Choose buckets once enough batches are known; return whether there are graphs to capture."""
         if not isinstance(batch, THDBatch):
             if not self._seen:
-                self._stay_idle(f"the batches are {type(batch).__name__}, and graphs are for THDBatch")
+                self._stay_idle(f"the batches are {type(batch).__name__}, and graphs need THDBatch")
             return False
         planner = getattr(trainer.train_dataloader, "planner", None)
         if isinstance(planner, PackPlanner):
@@ -182,7 +182,7 @@ class CUDAGraphCallback(L.Callback):
         problem = self.plan.problem()
         # Without a planner, ranks have seen different batches. But either all ranks capture, or none.
         if not all_agree(problem is None, batch.input_ids.device):
-            self._stay_idle(problem or "graphs are no gain on another rank, whose message says why")
+            self._stay_idle(problem or "graphs gain nothing on another rank, whose message says why")
             return False
         return True
 

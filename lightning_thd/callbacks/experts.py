@@ -117,7 +117,7 @@ class ExpertBias(Callback):
         self._counted = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the biases and start to count."""
+        """Find the biases and start to count choices."""
         self._choices = ExpertChoices(pl_module, stage_group(trainer.strategy))
         named = [*pl_module.named_buffers(), *pl_module.named_parameters()]
         biases = {name: value for name, value in named if name.rpartition(".")[2] == _BIAS}

@@ -100,7 +100,7 @@ class Interval:
     mean: float  # mean work of the ranks, summed over the steps
     untold: int = 0  # slots of rows whose padding is unknown, counted as real tokens
     padded_real: int = 0  # real tokens of the rows whose padding is known
-    padded_slots: int = 0  # slots of these rows
+    padded_slots: int = 0  # slots of the rows whose padding is known
     room: int = 0  # the capacity of the packs, plus the slots of padded rows
 
     def __add__(self, other: Interval) -> Interval:
@@ -317,7 +317,7 @@ def interval(rows: list[list[int]], model: FlopsModel | None, work: Work, second
 
 
 def _seconds_by_rate(rows: list[list[int]], counts: int) -> float | None:
-    """Return the time of all slots at the sum of the ranks' rates, if ranks ran unequal numbers of packs."""
+    """Return the time of all slots at the ranks' summed rates; None if all ran as many microbatches."""
     if len({row[2 * counts] for row in rows}) == 1:
         return None
     worked = [(row[COUNTS.index("slots")], row[2 * counts + 3]) for row in rows]

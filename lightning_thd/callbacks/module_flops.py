@@ -28,7 +28,7 @@ from lightning_thd.stats import combine
 Policy: TypeAlias = Recompute | Literal["auto"]
 
 _MAX_SHAPES = 4  # A step is slow while torch counts its FLOPs, so only this many shapes are counted.
-_MAX_WATCHED = 3  # A stage's calls are watched again in up to this many steps, until a model is called.
+_MAX_WATCHED = 3  # Calls of models are watched in up to this many steps of a stage, until there is one.
 _INPUTS = ("input_ids", "inputs_embeds", "hidden_states")
 _HEADS = ("score", "classifier", "classification_head", "v_head", "value_head")
 _TOWER = re.compile(r"(?:^|\.)(vision_tower|vision_model|visual|audio_tower|vision_backbone)\.")
@@ -62,7 +62,7 @@ class ModuleFlops:
         self._counter: StepCounter | None = None
         self._shapes: list[int] = []
         self._slow = False  # operators were counted in the running step
-        self._weights = list(module.parameters())  # the weights that the models below know
+        self._weights = list(module.parameters())  # the weights when the FLOPs models were built
         self._trained = [weight.requires_grad for weight in self._weights]
         self._models[""] = self._find({}) if given is None else given
 
@@ -89,7 +89,7 @@ class ModuleFlops:
             self._count(batch)
 
     def end(self, stage: str, step: Sequence[Seen], *, discard: bool = False) -> bool:
-        """Update a stage's FLOPs model from its first step; return whether that slowed the step down."""
+        """Update a stage's FLOPs model from its first step; return whether the counting slowed the step."""
         slow = False
         if stage == "train":
             slow, self._slow = self._slow, False
@@ -272,7 +272,7 @@ def find_model(
     recompute: Policy = "auto",
     passes: Mapping[str, Passes] | None = None,
 ) -> FlopsModel | None:
-    """Join the FLOPs of all transformers models in ``module``; None, and a notice, if one is unknown."""
+    """Join the FLOPs of all transformers models in a module; if one is unknown, say why and return None."""
     models = outermost_models(module)
     members, paths = list[Member](), list[str]()
     for path, child in models.items():

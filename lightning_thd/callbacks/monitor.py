@@ -64,8 +64,8 @@ def _evaluation_hooks(stage: str) -> Any:
 class THDThroughputMonitor(Callback):
     """Logs FLOP/s, MFU, HFU, tokens/s and packing quality, from the real lengths of the sequences.
 
-    Once per interval, one collective and one device read turn the counts of all ranks into metrics. They have
-    the names of Lightning's ``ThroughputMonitor``, and more: see docs/reference/keys.md.
+    Once per interval, one collective and one device read turn the counts of all ranks into metrics. Their
+    names are those of Lightning's ``ThroughputMonitor`` and some more, listed in docs/reference/keys.md.
     In padded rows, only real tokens count. They are found from ``attention_mask``, ``position_ids``,
     ``lengths`` or -100 labels, and a message at the end says what packing would save. The rates leave out
     validation, checkpoints, compilation and the first ``warmup_steps``.
@@ -305,7 +305,7 @@ class THDThroughputMonitor(Callback):
         self._restored = state_dict
 
     def _open(self, stage: str, trainer: Trainer, pl_module: LightningModule) -> Meter:
-        """Create the meter of a stage; the first one of a run looks up the peak and the FLOPs model."""
+        """Create the meter of a stage; the first meter of a run looks up the peak and the FLOPs model."""
         strategy = trainer.strategy
         if self._hardware is None:
             self._flops = self._flops_of(
@@ -466,8 +466,7 @@ class THDThroughputMonitor(Callback):
 class StepMarks:
     """Adds up the CPU's time between the hooks of training steps, without a device synchronisation."""
 
-    # The CPU runs ahead of a GPU. When the CPU waits, the wait counts in that part of the step, which is
-    # "other" at the latest.
+    # The CPU runs ahead of a GPU. A wait for the GPU counts in the part of the step in which the CPU waits.
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -23,8 +23,8 @@ class PackingCheck(L.Callback):
     other, the run stops with ``PackingLeakError``, which names the module.
 
     Args:
-        model: the attribute of the Lightning module with the model, dots allowed (``"policy.model"``). The
-            default is the first transformers model in it.
+        model: the attribute of the Lightning module that holds the model; dots are allowed
+            (``"policy.model"``). The default is the first transformers model in the module.
         vocab_size: the number of token ids; by default that of the model's config.
         lengths: the lengths of the test sequences.
         grad: also check gradients. Sharded parameters turn this off, because FSDP2 would reduce gradients.
@@ -80,6 +80,6 @@ def find_model(pl_module: nn.Module, name: str | None) -> nn.Module:
             return found
     raise MisconfigurationException(
         f"PackingCheck found no transformers model in {type(pl_module).__name__}. Name the attribute that "
-        "holds yours, PackingCheck(model='net', vocab_size=...); its forward takes a THDBatch and returns "
-        "logits."
+        "holds your model, PackingCheck(model='net', vocab_size=...). Its forward must take a THDBatch and "
+        "return logits."
     )

@@ -36,7 +36,7 @@ TRAINING = {
 _REFUSALS = (ValueError, OSError, ImportError, MisconfigurationException)
 # But an error keeps its traceback if it passed through code of any other package, such as the user's.
 _KNOWN = {"lightning_thd", "lightning", "jsonargparse", "transformers", "huggingface_hub"}
-_ITERATE = {"torch", "tqdm"}  # These may be between a command and an error that this package raised.
+_ITERATE = {"torch", "tqdm"}  # These iterate our data, so they may be in the traceback of our own errors.
 _DEBUG = "JSONARGPARSE_DEBUG"  # the variable by which jsonargparse shows tracebacks
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_thd._checks import host_ints
 from lightning_thd.batch import IGNORE_INDEX, THDBatch
+from lightning_thd.batch.collate import cumulative
 from lightning_thd.cuda_graph.errors import refuse
 from lightning_thd.seqlens import cu_seqlens_from_lengths, pad_cu_seqlens
 
@@ -112,14 +113,9 @@ def padded_lengths_of(batch: THDBatch, bucket: Bucket) -> Ints:
 
 
 def real_lengths_of(batch: THDBatch, padded_lengths: Ints) -> Ints:
-    """Return the real and the dummies' lengths, int64 ``[S]``: 3, 2 and a dummy of 8 give [3, 2, 8]."""
+    """Return a batch's real lengths and its dummies' lengths, int64 ``[S]``."""
     kept = Layout.of_batch(batch).sequences
     return np.concatenate([np.asarray(batch.lengths[:kept], dtype=np.int64), padded_lengths[kept:]])
-
-
-def offsets_of(lengths: Ints) -> Tensor:
-    """Return int32 offsets ``[S + 1]`` on the CPU: the cumulative sum of lengths from 0."""
-    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
 
 
 def dummy_batch(layout: Layout, device: torch.device, *, axes: int | None = None) -> THDBatch:
@@ -132,7 +128,11 @@ def dummy_batch(layout: Layout, device: torch.device, *, axes: int | None = None
     return batch.to(device)
 
 
-_FIELDS = ("input_ids", "targets", "position_ids", "cu_seqlens", "cu_seqlens_padded")
+# The fields that a captured step may read.
+_KEPT = (
+    *("input_ids", "targets", "position_ids", "cu_seqlens", "cu_seqlens_padded"),
+    *("max_seqlen", "loss_scale", "extras", "weights"),
+)
 # The host fields of a batch, which a graph cannot update.
 _HIDDEN = (
     *("lengths", "padded_lengths", "stats", "sequence_ids"),
@@ -158,34 +158,29 @@ class StaticBatch(THDBatch):
 
     __slots__ = ()
 
-    max_targets = None  # changes from batch to batch
+    max_targets = None  # unknown, because it changes from batch to batch
 
     @classmethod
-    def build(cls, *, max_seqlen: int, loss_scale: Tensor, **fields: Any) -> StaticBatch:
-        """Build a static batch from its tensors."""
+    def build(cls, **fields: Any) -> StaticBatch:
+        """Build a static batch from its tensors and its ``max_seqlen``."""
         batch = object.__new__(cls)
-        batch._set(**fields, max_seqlen=max_seqlen, loss_scale=loss_scale, extras={}, weights=None)
+        batch._set(**{"extras": {}, "weights": None, **fields})
         return batch
 
     @classmethod
     def watching(cls, batch: THDBatch) -> StaticBatch:
         """Build a static batch from a real one; it reports reads of host values, and returns the values."""
+        fields = {name: getattr(batch, name) for name in _KEPT}
         scale = torch.full((), batch.loss_scale, device=batch.input_ids.device)
-        tensors = {name: getattr(batch, name) for name in _FIELDS}
-        watching = cls.build(max_seqlen=batch.max_seqlen, loss_scale=scale, **tensors)
-        watching._set(extras=batch.extras, weights=batch.weights)
+        watching = cls.build(**{**fields, "loss_scale": scale})
         for name in _HIDDEN:
             THDBatch.__dict__[name].__set__(watching, getattr(batch, name))
         return watching
 
     def replace(self, **changes: object) -> Any:
         """Return a copy with some tensors changed."""
-        copy = object.__new__(StaticBatch)
-        kept = (*_FIELDS, "max_seqlen", "loss_scale", "extras", "weights")
-        copy._set(**{name: getattr(self, name) for name in kept})
         changes.pop("max_targets", None)  # None for all static batches
-        copy._set(**changes)
-        return copy
+        return StaticBatch.build(**{**{name: getattr(self, name) for name in _KEPT}, **changes})
 
     def _real_offsets(self) -> Tensor | None:
         """Always return the buffer of offsets, because another replay may pad the sequences."""
@@ -208,7 +203,7 @@ class StaticInputs:
         device: torch.device,
         *,
         axes: int | None,  # the number of M-RoPE's position axes, or None
-        scale_dtype: torch.dtype,  # fp32, with the effect of a Python number; fp64 for fp64 models
+        scale_dtype: torch.dtype,  # fp64 for fp64 models, else fp32
     ) -> None:
         self.bucket, self.axes = bucket, axes
         self._device, slots = device, bucket.slots
@@ -237,8 +232,8 @@ class StaticInputs:
         static, layout = self.batch, Layout.of_batch(batch)
         used, tail = layout.slots, self.bucket.slots - layout.slots
         lengths = padded_lengths_of(batch, self.bucket)
-        _copy(static.cu_seqlens_padded, offsets_of(lengths))
-        _copy(static.cu_seqlens, offsets_of(real_lengths_of(batch, lengths)))
+        _copy(static.cu_seqlens_padded, cumulative(lengths.tolist()))
+        _copy(static.cu_seqlens, cumulative(real_lengths_of(batch, lengths).tolist()))
         for name, blank in (("input_ids", 0), ("targets", IGNORE_INDEX)):
             target: Tensor = getattr(static, name)
             target[:used].copy_(getattr(batch, name)[:used], non_blocking=True)

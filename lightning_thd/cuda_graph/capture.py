@@ -217,7 +217,7 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is not of a subclass, such as DTensor, with its memory in other tensors."""
+    """Return whether a tensor is of no subclass, such as DTensor, whose values are in other tensors."""
     return type(tensor) in (Tensor, nn.Parameter)
 
 

@@ -15,11 +15,10 @@ import torch
 from lightning_thd import batch
 from lightning_thd._user_code import calling_frame
 
-_HERE = os.path.dirname(__file__) + os.sep
 # Code that runs between the user's line and this one. Model libraries are not listed: a problem in their code
 # is reported at their line.
 _MACHINERY = (
-    _HERE,
+    os.path.dirname(__file__) + os.sep,
     os.path.dirname(os.path.abspath(batch.__file__)) + os.sep,
     os.path.join(os.path.dirname(os.path.dirname(__file__)), "callbacks", "cuda_graph.py"),
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,

@@ -9,6 +9,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +37,7 @@ from lightning_thd.cuda_graph.capture import (
 )
 from lightning_thd.cuda_graph.errors import CaptureError, as_capture_error
 from lightning_thd.cuda_graph.fingerprint import PLAIN, Fingerprint, Uses
-from lightning_thd.cuda_graph.guards import RandomUse, guarded, restored, sharded_by
+from lightning_thd.cuda_graph.guards import RandomUse, attribute, guarded, restored, sharded_by
 from lightning_thd.parallel.across_ranks import all_agree
 from lightning_thd.parallel.shard import THDShard
 
@@ -252,25 +253,14 @@ class GraphedStep:
 
     def _through_ddp(self, batch: Any, *rest: Any) -> Any:
         """Run the step inside the DDP wrapper's forward, so that DDP reduces the gradients."""
-        inner: Any = self._subject.module
-        before = inner.__dict__.get("forward")
 
         def forward(*args: Any) -> Any:
-            _restore_forward(inner, before)
+            replaced.close()  # the step calls the module's own forward
             return self._run(*args)
 
-        inner.forward = forward
-        try:
+        with ExitStack() as replaced:
+            replaced.enter_context(attribute(self._subject.module, "forward", forward))
             return self.wrapped(batch, *rest)
-        finally:
-            _restore_forward(inner, before)
-
-
-def _restore_forward(module: Any, before: Any) -> None:
-    if before is not None:
-        module.forward = before
-    elif "forward" in module.__dict__:
-        del module.forward
 
 
 def _compare(subject: Subject, step: CapturedStep, example: Example) -> tuple[float, float] | None:

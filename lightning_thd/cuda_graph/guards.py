@@ -1,7 +1,7 @@
 """A module under capture -> its logged values, and errors for work that a replay would not repeat.
 
-``torch.utils.checkpoint`` reads and sets the state of the random generator on the host. We skip this in steps
-without random operators, and refuse other steps: a recomputed dropout mask would differ from the first.
+``torch.utils.checkpoint`` reads and sets the state of the random generator on the host. A capture skips this
+for steps without random operators. It refuses other steps, whose recomputed dropout masks would differ.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def guarded(module: nn.Module) -> Iterator[list[LoggedValue]]:
             log(name, value, *args, **kwargs)
 
     trainer = module._trainer
-    with _attribute(module, "log", log), _attribute(module, "log_dict", log_dict):
+    with attribute(module, "log", log), attribute(module, "log_dict", log_dict):
         if trainer is not None:
             module._trainer = _TrainerGuard(trainer)  # type: ignore[assignment]
         try:
@@ -115,7 +115,8 @@ def guarded(module: nn.Module) -> Iterator[list[LoggedValue]]:
 
 
 @contextlib.contextmanager
-def _attribute(module: nn.Module, name: str, value: Callable[..., Any]) -> Iterator[None]:
+def attribute(module: nn.Module, name: str, value: Callable[..., Any]) -> Iterator[None]:
+    """Set an attribute of a module inside this context."""
     before = module.__dict__.get(name)
     module.__dict__[name] = value
     try:

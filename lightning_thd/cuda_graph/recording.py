@@ -55,7 +55,7 @@ def _finish(function: Any, results: list[Any]) -> None:
 
 
 def _finished(result: Any) -> Any:
-    """Wait for a recorded collective (some copy results only then), and return a finished handle."""
+    """Wait for a recorded collective, because some copy results only then; return finished handles."""
     leaves, spec = tree_flatten(result)
     for i, x in enumerate(leaves):
         if isinstance(x, torch.ScriptObject):
@@ -73,7 +73,7 @@ class Recording:
         self.calls: list[_Call] = []
 
     def replay(self) -> None:
-        """Run every operator again; random ones draw from the generator's current state."""
+        """Run every operator again; random operators draw from the generator's current state."""
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for call in self.calls:
                 call.run()

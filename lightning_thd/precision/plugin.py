@@ -111,12 +111,10 @@ class FP8Precision(Precision):
         return module
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which tensors are created in ``weights_dtype``."""
+        """Return a context in which tensors and modules are created in ``weights_dtype``."""
         return _DtypeContextManager(self.weights_dtype)
 
-    def module_init_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which modules are created in ``weights_dtype``."""
-        return self.tensor_init_context()
+    module_init_context = tensor_init_context
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the FP8 context of a training step; its statistics are shared over the step's ranks."""

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd._static import static_shapes
 from lightning_thd.batch import IGNORE_INDEX
+from lightning_thd.batch.collate import cumulative
 from lightning_thd.callbacks.cuda_graph import Bucket, GraphedStep, make_buckets
-from lightning_thd.cuda_graph.buckets import Layout, choose, offsets_of, padded_lengths_of, real_lengths_of
+from lightning_thd.cuda_graph.buckets import Layout, choose, padded_lengths_of, real_lengths_of
 from lightning_thd.cuda_graph.recording import RecordingBackend
 from lightning_thd.seqlens import position_ids_from_cu_seqlens
 from tests.tiny import VOCAB, tiny_llama
@@ -34,9 +35,9 @@ def pad_batch(batch: THDBatch, bucket: Bucket) -> THDBatch:
     """Pad a batch eagerly to a bucket's T slots and S + 1 offsets, on its device; the tail has no targets."""
     used, device = Layout.of_batch(batch).slots, batch.input_ids.device
     lengths = padded_lengths_of(batch, bucket)
-    padded = offsets_of(lengths)
+    padded = cumulative(lengths.tolist())
     same = tuple(batch.padded_lengths[: len(batch.lengths)]) == batch.lengths
-    real = padded if same else offsets_of(real_lengths_of(batch, lengths))
+    real = padded if same else cumulative(real_lengths_of(batch, lengths).tolist())
     positions = position_ids_from_cu_seqlens(padded, bucket.slots)[used:].to(device)
     tail = positions.shape[0]
     positions = positions.expand(*batch.position_ids.shape[:-1], tail)

@@ -250,8 +250,8 @@ def test_a_causal_loss_looks_past_the_labels_of_sequences() -> None:
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ([0, None, 1], "have a label of another shape than others, or none"),
-        ([[0, 1], [1], [1, 1]], "have a label of another shape"),
+        ([0, None, 1], "labels of a batch have several shapes, or"),
+        ([[0, 1], [1], [1, 1]], "labels of a batch have several shapes"),
         (["pos", "neg", "pos"], "label='pos'; wanted one finite number"),
         ([float("nan"), 0.0, 1.0], "label=nan; wanted one finite number"),
         ([[[1]], [[2]], [[3]]], "wanted one finite number for the sequence"),

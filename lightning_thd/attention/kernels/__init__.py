@@ -1,1 +1,1 @@
-"""Attention kernels for whole packs: the forward and backward of each backend, and the tiles of the CPU's."""
+"""Attention kernels for whole packs: the forward and backward pass of each backend."""

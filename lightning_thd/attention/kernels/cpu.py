@@ -38,8 +38,8 @@ _SCORES = 1 << 21
 # If a call would return more elements than this per tensor, its heads are split: 8 MiB in fp32.
 _CALL_ELEMENTS = 1 << 21
 # Up to _FEW short sequences get one kernel call each, which takes 0.6 to 1.1 times as long as copying them to
-# one padded call. So do more sequences, if their lengths differ, they have _LARGE elements (tokens x heads x
-# head size) on average, and there are at least as many heads as threads.
+# one padded call. More sequences also get one call each if their lengths differ, they have _LARGE elements
+# (tokens x heads x head size) on average, and there are at least as many heads as threads.
 _FEW, _LARGE = 24, 4096
 
 
@@ -116,7 +116,7 @@ def _refuse_forward_mode(*tensors: Tensor | None) -> None:
 
 
 class _Few(NamedTuple):
-    """The numbers of queries and keys of a few sequences, and which of them are causal."""
+    """The numbers of queries and keys of a few sequences, and which sequences are causal."""
 
     rows: list[int]
     keys: list[int]
@@ -239,7 +239,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
         work: _Work = ctx.work
-        if torch.is_grad_enabled():  # create_graph=True: this operator raises for a second derivative
+        if torch.is_grad_enabled():  # with create_graph=True; this operator refuses a second derivative
             cu_q, cu_kv = (torch.tensor(cu, dtype=torch.int32) for cu in (work.cu_q, work.cu_kv))
             dq, dk, dv = _backward_op(grads[0], q, k, v, out, lse, cu_q, cu_kv, *_options(work.spec))
         else:
@@ -351,7 +351,7 @@ def forward(
     spec: AttentionSpec,
     sinks: Tensor | None = None,
 ) -> OutLse:
-    """Return out ``[Tq, H, E]`` and lse ``[Tq, H]`` (fp32 or fp64); 0 and -inf for queries without keys."""
+    """Return out ``[Tq, H, E]`` and fp32 or fp64 lse ``[Tq, H]``; without keys, they are 0 and -inf."""
     return _forward(_work_of(q_THD, k_THD, v_THE, cu_q, cu_kv, spec), q_THD, k_THD, v_THE, sinks)
 
 
@@ -541,7 +541,7 @@ def _heads(x: Tensor, heads: slice | None) -> Tensor:
 def _head_slices(
     num_rows: int, q: Tensor, k: Tensor, *, at_least: int
 ) -> Iterator[tuple[slice | None, slice | None]]:
-    """Yield slices of ``at_least`` query heads and their k heads, which bound a call's memory; None: all."""
+    """Yield slices of the heads of q and of k, to bound a call's memory; a slice None means all heads."""
     kv_heads, groups = k.shape[1], q.shape[1] // k.shape[1]
     elements = num_rows * groups * q.shape[2]  # the query elements per key-value head
     step = max(1, _CALL_ELEMENTS // elements, -(-at_least // groups))

@@ -77,7 +77,7 @@ class PortableKernel:
         q, k, v, out, lse = saved
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
         for group, mask in _masked_groups(at, spec, lse):
-            padded_lse = lse.new_full((len(group.q.taken), lse.shape[1]), torch.inf)  # inf: weights of 0
+            padded_lse = lse.new_full((len(group.q.taken), lse.shape[1]), torch.inf)  # padding: weights of 0
             padded_lse.index_copy_(0, group.q.real, lse.index_select(0, group.q.target))
             rows = [group.q.batch(x) for x in (grad, q, out)]
             given = rows[0], rows[1], group.k.batch(k), group.k.batch(v), rows[2]

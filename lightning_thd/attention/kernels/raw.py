@@ -132,7 +132,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse, cu_q, cu_kv, sinks, keys = ctx.saved_tensors
         grad = grads[0].contiguous()
         at = Offsets(cu_q, cu_kv, *ctx.longest)
-        finite = lse.masked_fill(lse == -torch.inf, torch.inf)  # such rows get the weights exp(-inf) = 0
+        finite = lse.masked_fill(lse == -torch.inf, torch.inf)  # queries without keys get weights of 0
         saved = Saved(q, gathered(k, keys), gathered(v, keys), out, finite)
         dq, dk, dv = ctx.kernel.backward(grad, saved, at, ctx.spec)
         dk, dv = (_summed(x, keys, k.shape[0]) for x in (dk, dv))

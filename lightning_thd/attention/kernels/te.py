@@ -20,7 +20,7 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, *, self_attention: bool = True
 ) -> Tensor:
     """Attend from queries ``[Tq, H, D]`` to ``[Tkv, G, D]`` and ``[Tkv, G, E]``; return ``[Tq, H, E]``."""
-    if spec.windowed and not self_attention:  # errors of 0.04 on an H200 with fewer keys than queries
+    if spec.windowed and not self_attention:  # an H200 gave errors of 0.04 with fewer keys than queries
         raise ValueError(
             "backend='te' cannot run this call: its windows are not exact if queries and keys have "
             "different lengths. Use backend='auto', which chooses another kernel."
