@@ -7,6 +7,9 @@ dual-chunk shards is at most 1.05.
 
 Packs are best-fit decreasing (bfd), whose sequences are of like lengths, or filled in the order of arrival
 (next_fit), whose are not. Each sequence and the pack are padded as the layout asks. No collective runs.
+
+A second table has all layouts: the keys that ranks receive by "needed" over those of an all-gather, and the
+heaviest rank's share of attention's pairs.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from benchmarks.balance import LLAMA_8B
 from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.flops import FlopsModel
 from lightning_thd.packing import Cost, pack_lengths
+from lightning_thd.parallel.context.needs import need_counts
 from lightning_thd.parallel.context.partition import causal_work
 
 Algorithm: TypeAlias = Literal["bfd", "next_fit"]
@@ -89,6 +93,13 @@ def measure(shape: str, capacity: int, cp: int, algorithm: Algorithm, layout: La
     return Balance(work=float(np.mean(work)), worst=max(work), pairs=float(np.mean(pairs)))
 
 
+def keys_received(shape: str, capacity: int, cp: int, layout: Layout) -> float:
+    """The keys that all ranks receive of each other by "needed", over those of an all-gather, as a mean."""
+    packs = draw_packs(shape, capacity, "bfd", Alignment.for_(cp=cp, layout=layout))
+    needed = [need_counts(lengths, cp=cp, layout=layout).sum() for lengths in packs]
+    return float(np.mean([n / ((cp - 1) * sum(pack)) for n, pack in zip(needed, packs, strict=True)]))
+
+
 def main(argv: list[str] | None = None) -> None:
     """Print the table."""
     print(f"{PACKS} packs each; max / mean over ranks: work, its worst pack, attention pairs alone")
@@ -103,6 +114,11 @@ def main(argv: list[str] | None = None) -> None:
             f"{found.work:>10.3f}{found.worst:>8.3f}{found.pairs:>8.3f}" for found in (dual, contiguous)
         )
         print(name.ljust(32) + figures + ("  met" if kept.met else "  MISSED"))
+    print("\nkeys received by needed / by all_gather, and attention pairs of the heaviest rank / mean; bfd")
+    for (shape, capacity, cp), layout in product(COLUMNS, get_args(Layout)):
+        pairs = measure(shape, capacity, cp, "bfd", layout).pairs
+        name = f"{shape} {capacity // 1024}k cp {cp}, {layout}"
+        print(f"{name:<32}{keys_received(shape, capacity, cp, layout):>10.3f}{pairs:>8.3f}")
 
 
 if __name__ == "__main__":
