@@ -26,7 +26,7 @@ from lightning_thd.batch.collate import cumulative, joined, lay_out, slots_of
 from lightning_thd.batch.keys import IGNORE_INDEX, TYPES, inputs
 from lightning_thd.batch.media import counted
 from lightning_thd.batch.thd_batch import Immutable, THDBatch, rows_of_slots
-from lightning_thd.batch.upload import PinnedBatch
+from lightning_thd.batch.upload import PinnedBatch, know_offsets
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 from lightning_thd.stats import SeqStats
 
@@ -187,6 +187,8 @@ class SharedBatch(THDBatch):
             owner, _, key = name.rpartition(".") if name.startswith("prefixes.") else name.partition(".")
             parts[owner if key else ""][key or name] = tensor
         prefixes = Prefixes(**{**self.prefixes.__getstate__(), **parts["prefixes"]})
+        know_offsets(prefixes.cu_seqlens_q, prefixes.query_lengths)
+        know_offsets(prefixes.cu_seqlens_kv, prefixes.key_lengths)
         return self.replace(**parts[""], extras=parts["extras"], prefixes=prefixes)
 
     def _boundaries(self) -> dict[str, Any]:

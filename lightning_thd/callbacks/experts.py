@@ -145,7 +145,7 @@ class ExpertBias(Callback):
                 "See docs/reference/messages.md#experts."
             )
         self._counted = True
-        moves = self.rate * torch.sign(counts.double().mean(1, keepdim=True) - counts)
+        moves = self.rate * torch.sign(counts.sum(1, keepdim=True) - counts * counts.shape[1])
         with torch.no_grad():
             for bias, move in zip(self._biases, moves, strict=True):
                 whole = move.to(bias.device, bias.dtype).view(bias.shape)

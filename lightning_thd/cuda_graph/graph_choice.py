@@ -97,6 +97,8 @@ class GraphPlan:
 
     def problem(self) -> str | None:
         """Return why no graph is worth a capture, or None."""
+        if not any(self.quantiles):
+            return "every sampled batch computes shared prefixes once, which captured steps cannot"
         if not self.chosen.sequences:
             return "a replay is not expected to be faster than eager for any number of sequences"
         if self.chosen.coverage == 0.0:
@@ -115,6 +117,9 @@ def plan_for(
     longest = min(summarize(planner.entries.lengths).longest, slots)
     max_seqlen = int(planner.slots.padded(np.array([longest]))[0])
     layouts = sample_layouts(planner, dp=dp)
+    if all(x.slots > slots for x in layouts):  # only the distinct tokens of such a batch fit
+        none = Choice(name="none", sequences=(), coverage=0.0, speedup=1.0)
+        return GraphPlan(slots=slots, max_seqlen=max_seqlen, quantiles=(0,) * 4, choices=(none,), chosen=none)
     return plan_graphs(layouts, slots=slots, max_seqlen=max_seqlen, costs=costs, given=given)
 
 

@@ -17,7 +17,7 @@ from lightning_thd.batch.upload import uploaded
 from lightning_thd.data.loader import THDLoader
 from lightning_thd.data.trainer_link import hook_of_module
 from lightning_thd.loss.watch import SlotLosses, watch
-from lightning_thd.parallel.shard import THDShard
+from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
 
 class SourceLog:
@@ -61,12 +61,10 @@ class SourceLog:
 
     def _source_of_slots(self, batch: THDBatch) -> Tensor:
         """Return the number of each slot's source, int64 ``[T]``; padding gets the number after the last."""
-        padding = len(self._names)
         sources = self.loader.source.source_of(np.asarray(batch.sequence_ids, np.int64))
-        trailing = np.full(len(batch.padded_lengths) - len(sources), padding)
-        on_host = np.repeat(np.concatenate([sources, trailing]), batch.padded_lengths)
-        found: Tensor = uploaded(on_host, batch.targets.device)
-        return found.index_select(0, batch.layout.own) if isinstance(batch, THDShard) else found
+        of_sequence: Tensor = uploaded(np.append(sources, len(self._names)), batch.targets.device)
+        sequence = seq_idx_from_cu_seqlens(batch.cu_seqlens_padded, batch.targets.shape[-1])
+        return of_sequence.index_select(0, sequence.flatten())
 
     def flush(self, trainer: L.Trainer) -> None:
         """Log the steps since the last log; a collective."""

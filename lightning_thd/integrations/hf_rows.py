@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_thd._checks import flags
 from lightning_thd._find import unwrapped
 from lightning_thd.batch import THDBatch
+from lightning_thd.batch.collate import padded_on_host
 from lightning_thd.batch.prefixes import SharedBatch
 from lightning_thd.batch.thd_batch import collate_checked
 from lightning_thd.integrations.hf_data import TrainerBase
@@ -170,11 +171,9 @@ def _packed(model: Any, rows: Tensor, mask: Tensor, labels: Tensor | None, told:
             f"{type(model).__name__} balances its experts over the tokens of a batch (output_router_logits), "
             "and those of shared prefixes count once. Set router_aux_loss_coef=0.0 or share_prefixes=False."
         )
-    kept = mask.bool()
-    lengths: list[int] = kept.sum(1).tolist()
-    found = {"input_ids": rows} if labels is None else {"input_ids": rows, "labels": labels}
-    split = {name: torch.split(values[kept].long().cpu(), lengths) for name, values in found.items()}
-    samples = [{name: split[name][i].numpy() for name in split} for i in range(len(lengths))]
+    ids, kept, own = padded_on_host(rows, mask, rows if labels is None else labels, "labels")
+    given = {"input_ids": ids} if labels is None else {"input_ids": ids, "labels": own}
+    samples = [{name: x[i][kept[i]].numpy() for name, x in given.items()} for i in range(len(ids))]
     return collate_checked(samples, share_prefixes=True).to(rows.device)
 
 

@@ -117,7 +117,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         self._meter.capacity = capacity
         self._metered, self._followed = False, -1  # _followed: the last step with a check of the weights
         self._trained_sequences, self._trained_tokens = 0, 0
-        self._token_sums: dict[str, Tensor] = {}  # by mode, until they are logged
+        self._token_sums: dict[str, list[Tensor]] = {}  # by mode, until they are logged
         self._refuse_settings()
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -161,14 +161,15 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         if not self._watches:
             return causal_lm_loss(model, batch, **how)
         loss, stats = causal_lm_loss_and_stats(model, batch, **how)
-        mode, own = "train" if model.training else "eval", torch.stack(stats).double()
-        self._token_sums[mode] = own + self._token_sums.get(mode, 0.0)
+        mode = "train" if model.training else "eval"
+        self._token_sums.setdefault(mode, []).append(torch.stack(stats))
         return loss
 
     def _token_metrics(self, mode: str) -> dict[str, float]:
         """Return the entropy and accuracy of the loss tokens since the last call; this is a collective."""
-        sums = self._token_sums.pop(mode, torch.zeros(3, dtype=torch.float64, device=self.args.device))
-        entropy, correct, tokens = self.accelerator.reduce(sums, reduction="sum").tolist()
+        rows = [torch.zeros(3, device=self.args.device), *self._token_sums.pop(mode, ())]
+        sums = self.accelerator.reduce(torch.stack(rows).sum(0), reduction="sum")  # fp32: MPS has no fp64
+        entropy, correct, tokens = sums.tolist()
         return {"entropy": entropy / max(tokens, 1.0), "mean_token_accuracy": correct / max(tokens, 1.0)}
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -224,6 +225,8 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         super().log(logs, *args, **kwargs)
 
     def _sum_over_ranks(self, count: int) -> int:
+        if self.args.world_size == 1:
+            return count
         total = torch.tensor(count, device=self.args.device)
         return int(self.accelerator.reduce(total, reduction="sum"))
 

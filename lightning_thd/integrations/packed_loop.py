@@ -396,7 +396,7 @@ def mean_loss(
     """Return the mean loss over all loss tokens of a set, by weight, and their number; a collective."""
     # A loss that is not linear in batch.loss_scale, as with reduction="sequences", raises. Without a loss
     # token the mean is NaN: 0 would be the best loss.
-    total = torch.zeros(3, dtype=torch.float64)
+    losses, counts = list[Tensor](), list[tuple[float, int]]()
     with evaluating(model):
         for batch in batches:
             moved = batch.to(device)
@@ -405,9 +405,11 @@ def mean_loss(
             weight = batch.loss_tokens if weights is None else float(weights.sum(dtype=torch.float64))
             # Compute the batch's mean, so that an unscaled balancing loss of experts gets the same weight.
             scaled = moved.replace(loss_scale=1 / (weight or 1.0), sequence_scale=None, token_scale=0.0)
-            total[0] += float(loss_fn(model, cut(scaled))) * weight
-            total[1] += weight
-            total[2] += batch.loss_tokens
+            losses.append(loss_fn(model, cut(scaled)).detach())
+            counts.append((weight, batch.loss_tokens))
+    values = torch.stack(losses).tolist() if losses else []  # read once, after all batches
+    rows = [(loss * weight, weight, tokens) for loss, (weight, tokens) in zip(values, counts, strict=True)]
+    total = torch.tensor([(0.0, 0.0, 0), *rows], dtype=torch.float64).sum(0)
     if dist.is_initialized():
         total = total.to(communication_device(group, device))
         dist.all_reduce(total, group=group)

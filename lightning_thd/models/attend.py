@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lightning_thd.attention import varlen_attention
 from lightning_thd.attention.entry import bind
-from lightning_thd.batch.upload import know_offsets
 from lightning_thd.models.masks import shows_all, told_limit
 from lightning_thd.models.pack import CAUSAL, NOTES, STATE, Pack, Scope, current_pack, current_scope
 from lightning_thd.parallel.context import layout
@@ -131,10 +130,6 @@ def _attend_first(
         return _attend_unbound(query, key, value, bounds, options, s_aux)
     if query.shape[0] != 1:
         return _attend_unbound(query, key, value, bounds, options, s_aux)
-    if pack._lengths is not None and not query.is_cpu:
-        know_offsets(pack.cu_seqlens_q, pack._lengths)
-        if pack.prefixes is not None:
-            know_offsets(pack.cu_seqlens_k, pack.prefixes.key_lengths)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     bound = bind(q, k, v, *bounds[:4], sinks=s_aux, keys=bounds.keys, **_options(*options))
     pack.cache[kind] = (

@@ -22,6 +22,7 @@ from lightning_thd._static import STATIC
 from lightning_thd.batch import THDBatch
 from lightning_thd.batch.prefixes import Prefixes, SharedBatch
 from lightning_thd.batch.thd_batch import check_batch
+from lightning_thd.batch.upload import host_offsets, uploaded
 from lightning_thd.parallel.context import layout
 from lightning_thd.parallel.context.layout import ShardLayout
 from lightning_thd.parallel.shard import THDShard
@@ -46,7 +47,7 @@ class Pack:
     """
 
     __slots__ = (
-        *("_extent_k", "_extent_q", "_lengths", "_real_lengths", "_sequences", "_slots", "cache"),
+        *("_extent_k", "_extent_q", "_lengths", "_sequences", "_slots", "cache"),
         *("cu_seqlens_k", "cu_seqlens_q", "cu_seqlens_real", "prefixes"),
     )
 
@@ -60,7 +61,6 @@ class Pack:
         slots: int,
         lengths: Sequence[int] | None = None,
         cu_seqlens_real: Tensor | None = None,
-        real_lengths: Sequence[int] | None = None,
         prefixes: Prefixes | None = None,
     ) -> None:
         self.cu_seqlens_q = cu_seqlens_q
@@ -73,7 +73,6 @@ class Pack:
         self._slots = cu_seqlens_q.new_empty(slots, 0)
         self._lengths = None if lengths is None else tuple(lengths)
         self.cu_seqlens_real = cu_seqlens_real
-        self._real_lengths = None if real_lengths is None else tuple(real_lengths)
         self._sequences: Tensor | None = None  # S is its number of rows, without the trailing pad
         self.cache: dict[Any, Any] = {}
 
@@ -89,7 +88,6 @@ class Pack:
             slots=batch.input_ids.shape[-1],
             lengths=batch.padded_lengths,
             cu_seqlens_real=batch.cu_seqlens if padded else None,
-            real_lengths=(*batch.lengths, *batch.padded_lengths[len(batch.lengths) :]) if padded else None,
         )
         pack._sequences = batch.cu_seqlens_padded.new_empty(len(batch.lengths), 0)
         return pack
@@ -148,7 +146,7 @@ class Pack:
     def lengths(self) -> tuple[int, ...]:
         """Return the slots of every sequence; a pack that was not made from a batch reads the device once."""
         if self._lengths is None:
-            offsets = self.cu_seqlens_q.tolist()
+            offsets = list(host_offsets(self.cu_seqlens_q))
             lengths = [there - here for here, there in pairwise(offsets)]
             if offsets[:1] != [0] or offsets[-1] != self.slots or min(lengths, default=0) < 0:
                 raise ValueError(
@@ -163,9 +161,7 @@ class Pack:
         """Return the number of real tokens of every sequence; a trailing pad counts with all its slots."""
         if self.cu_seqlens_real is None:
             return self.lengths
-        if self._real_lengths is None:
-            self._real_lengths = tuple(self.cu_seqlens_real.diff().tolist())
-        return self._real_lengths
+        return tuple(b - a for a, b in pairwise(host_offsets(self.cu_seqlens_real)))
 
     @property
     def token_bounds(self) -> Tensor:
@@ -261,10 +257,7 @@ def scoped(scope: Scope) -> Generator[None]:
 
 @contextmanager
 def packed(batch: THDBatch) -> Generator[None]:
-    """Announce a batch, on the device of the model, to all layers of models called inside this context.
-
-    ``model(**batch.hf_kwargs())`` is correct without it, but then reads lengths back from the device.
-    """
+    """Announce a batch, on the device of the model, to all layers of models called inside this context."""
     check_batch(batch)
     with scoped(Scope(Pack.from_batch(batch), None)):
         yield
@@ -405,5 +398,5 @@ def pack_from_positions(position_ids: Tensor | None) -> Pack | None:
     slots = position_ids.shape[-1]
     starts = [0, *(i + 1 for i, goes_on in enumerate(continues[0]) if not goes_on), slots]
     lengths = [end - start for start, end in pairwise(starts)]
-    offsets = cu_seqlens_from_lengths(lengths).to(position_ids.device)
+    offsets = uploaded(cu_seqlens_from_lengths(lengths).numpy(), position_ids.device)
     return Pack(cu_seqlens_q=offsets, max_length_q=max(lengths), slots=slots, lengths=lengths)

@@ -27,6 +27,7 @@ from lightning_thd.cuda_graph.graph_choice import (
     sample_layouts,
 )
 from lightning_thd.packing import PackPlanner, Packs, Sequences
+from lightning_thd.packing.prefixes import PrefixPlanner
 from lightning_thd.seqlens import check_cu_seqlens
 from tests.cuda_graph.support import pad_batch
 
@@ -175,6 +176,12 @@ def test_the_choice_is_the_best_of_all(
 def test_needs_count_the_dummies_of_the_tail() -> None:
     layouts = [Layout(90, 5, 30), Layout(100, 5, 30), Layout(10, 1, 10), Layout(101, 1, 30)]
     assert needed_sequences(layouts, 100, 30).tolist() == [6, 5, 4]
+
+
+def test_packs_that_fit_only_by_their_shared_prefixes_are_not_captured() -> None:
+    rows = [np.array([1] * 50 + [i], "<i4").tobytes() for i in range(20)]
+    planner = PrefixPlanner(np.full(20, 51), 64, ids=rows.__getitem__, global_batch=Packs(1))
+    assert "shared prefixes" in str(plan_for(planner).problem())
 
 
 @pytest.mark.parametrize("batch", [Packs(4), Sequences(40)])

@@ -16,6 +16,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_thd import CUDAGraphCallback, Sequences, THDDataModule, causal_lm_loss
+from lightning_thd.batch.upload import uploaded
+from lightning_thd.data import source_log
 from lightning_thd.loss import log_token_losses
 from lightning_thd.module import CausalLMModule
 from tests.data.support import CAPACITY, flat, make_trainer
@@ -46,6 +48,17 @@ def test_epochs_of_a_mixture_use_each_source_as_often_as_it_says(step: Any) -> N
         assert all(epoch[i] == 1 for i in range(8, 22))
         total += epoch
         assert max(total[i] for i in range(8)) - min(total[i] for i in range(8)) <= 1
+
+
+def test_the_sources_of_a_batch_are_uploaded_by_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(
+        source_log, "uploaded", lambda x, device: (sizes.append(len(x)), uploaded(x, device))[1]
+    )
+    module = TinyModule()
+    make_trainer(max_steps=3).fit(module, mixture())
+    assert len(sizes) == 3
+    assert all(n == len(batch) + 1 for n, batch in zip(sizes, module.seen, strict=True)), sizes
 
 
 def test_named_validation_sets_have_a_metric_each() -> None:

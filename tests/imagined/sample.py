@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from lightning_thd import Sequences, THDBatch, THDDataModule, THDThroughputMonitor, causal_lm_loss
 from lightning_thd.batch.upload import host_offsets, uploaded
+from lightning_thd.integrations.hf_rows import _packed
+from lightning_thd.integrations.packed_loop import mean_loss
 from lightning_thd.precision import fastest_precision
 from tests.imagined.gpu import data, imagined_gpu
 from tests.loss.cases import CONFIG
@@ -74,6 +76,10 @@ def check_uploads(log: Any) -> None:
             assert (batch.cu_seqlens is batch.cu_seqlens_padded) == (
                 there.cu_seqlens is there.cu_seqlens_padded
             )
+            log.reads.clear()
+            for offsets in ("cu_seqlens", "cu_seqlens_padded"):
+                assert host_offsets(getattr(there, offsets)) == tuple(getattr(batch, offsets).tolist())
+            assert not log.reads, (name, log.reads)
 
 
 def check_offsets(log: Any) -> None:
@@ -87,6 +93,20 @@ def check_offsets(log: Any) -> None:
     assert len(log.reads) == 1, log.reads
     ours += 1
     assert host_offsets(ours) == (1, 4, 9)
+
+
+def check_whole_sets(log: Any) -> None:
+    """An evaluation reads once, also the rows that become a pack with shared prefixes."""
+    model = make_model().cuda()
+    sets = [batches()[name] for name in ("plain", "labels", "nothing")]
+    log.reads.clear()
+    mean_loss(causal_lm_loss, model, sets, device=torch.device("cuda"))
+    assert len(log.reads) == 1, log.reads
+    rows = torch.ones(3, 8, dtype=torch.int64, device="cuda")
+    model._thd_shares_prefixes = True
+    log.reads.clear()
+    _packed(model, rows, rows, rows, {})
+    assert len(log.reads) == 1, log.reads
 
 
 def check_precisions() -> None:
@@ -166,6 +186,7 @@ def main() -> None:
         if what == "sample":
             check_uploads(log)
             check_offsets(log)
+            check_whole_sets(log)
         check_training(log, "bf16-mixed" if what == "sample" else what)
 
 
