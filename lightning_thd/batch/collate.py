@@ -89,7 +89,7 @@ def lay_out(
         raise ValueError(f"There are {len(ids)} samples but {len(sequence_ids)} sequence_ids. Give one each.")
     padded, slots = slots_of(lengths, align, pad_to)
     starts = [0, *accumulate(padded)][: len(lengths)]
-    dense = padded[: len(lengths)] == lengths
+    dense = padded[: len(lengths)] == lengths  # no padding between sequences
 
     input_ids = _end_to_end(ids, starts, slots, dense, fill=0)
     source, masked = input_ids, any("labels" in sample for sample in samples)

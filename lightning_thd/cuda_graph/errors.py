@@ -15,8 +15,8 @@ import torch
 from lightning_thd import batch
 from lightning_thd._user_code import calling_frame
 
-# Code that runs between the user's line and this one. Model libraries are not listed: a problem in their code
-# is reported at their line.
+# Code that may run between a line of the user and ``refuse``. Model libraries are not listed, so a problem in
+# a library is reported with the library's line.
 _MACHINERY = (
     os.path.dirname(__file__) + os.sep,
     os.path.dirname(os.path.abspath(batch.__file__)) + os.sep,

@@ -34,15 +34,15 @@ class _Call:
     results: tuple[Tensor | None, ...]  # None for results that need no copy
 
     def run(self) -> None:
-        given = tree_leaves(self.function(*self.args, **self.kwargs))
-        _finish(self.function, given)
-        for kept, new in zip(self.results, given, strict=True):
+        results = tree_leaves(self.function(*self.args, **self.kwargs))
+        _wait_for_replayed(self.function, results)
+        for kept, new in zip(self.results, results, strict=True):
             if kept is not None:
                 for target, source in zip(plain_tensors(kept), plain_tensors(new), strict=True):
                     target.copy_(source)
 
 
-def _finish(function: Any, results: list[Any]) -> None:
+def _wait_for_replayed(function: Any, results: list[Any]) -> None:
     """If a replayed operator is a collective, wait until its results are complete."""
     if function.namespace == "_c10d_functional":
         for x in results:
@@ -54,7 +54,7 @@ def _finish(function: Any, results: list[Any]) -> None:
                 Work.unbox(x).wait()
 
 
-def _finished(result: Any) -> Any:
+def _wait_for_recorded(result: Any) -> Any:
     """Wait for a recorded collective, because some copy results only then; return finished handles."""
     leaves, spec = tree_flatten(result)
     for i, x in enumerate(leaves):
@@ -155,7 +155,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call = _call(func, args, kwargs, result)
         if call is not None:
             self._tape.calls.append(call)
-        return _finished(result) if func.namespace == "c10d" else result
+        return _wait_for_recorded(result) if func.namespace == "c10d" else result
 
 
 class RefuseReads(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -184,8 +184,8 @@ def _make_linear(child: nn.Linear, recipe: Recipe) -> nn.Module:
 def _without_extra_state(linear: type[nn.Module]) -> type[nn.Module]:
     """Return the engine's layer with the state of ``nn.Linear``, so that both load each other's checkpoints.
 
-    The engine's extra state is empty; for delayed scaling it is a pickle that the engine refuses to load.
-    ``FP8Precision`` keeps those statistics as tensors.
+    The engine's extra state is empty, except for delayed scaling: there it is a pickle of statistics, which
+    the engine refuses to load. ``FP8Precision`` keeps those statistics as tensors.
     """
     plain = {name: getattr(nn.Module, name) for name in ("get_extra_state", "set_extra_state")}
     return type(linear.__name__, (linear,), {"__module__": linear.__module__, **plain})
@@ -249,7 +249,7 @@ def _reason(
 
 
 def product_reason(child: nn.Module) -> str:
-    """Return why a layer that multiplies by weights, but is no ``nn.Linear``, stays; "" for other modules."""
+    """Return why a layer with products of weights is not an ``nn.Linear``; "" for all other modules."""
     if type(child).__name__ == "Conv1D":
         return "is a transformers Conv1D, not an nn.Linear"
     if any(parameter.dim() == 3 for parameter in child.parameters(recurse=False)):

@@ -16,12 +16,12 @@ CYCLE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Look:
-    """Colours of one theme: background, text and axes, grid, empty slots."""
+    """Colours of one theme."""
 
-    paper: str
-    ink: str
-    quiet: str
-    padding: str
+    paper: str  # background
+    ink: str  # text
+    quiet: str  # axes and grid
+    padding: str  # empty slots
 
 
 LOOKS: dict[Theme, Look] = {

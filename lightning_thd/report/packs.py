@@ -26,7 +26,7 @@ def draw_packs(
         packs: the lengths of each pack's sequences.
         capacity: the slots of a pack.
         held: for each sequence, the number of its first tokens that an earlier sequence of the pack stores.
-            The sequence gets a lighter tone of the earlier one's colour; only its other tokens are drawn.
+            Only the tokens after them are drawn, in a lighter tone of the earlier sequence's colour.
         theme: ``light`` or ``dark``.
         width: width of the picture, in inches; the height of the bars is proportional to it.
 

@@ -127,18 +127,33 @@ class _Work:
     """The kernel calls for one batch's offsets and one kind of layer, forward and backward."""
 
     def __init__(
-        self, cu_q: tuple[int, ...], cu_kv: tuple[int, ...], spec: AttentionSpec, width: tuple[int, int]
+        self,
+        cu_q: tuple[int, ...],
+        cu_kv: tuple[int, ...],
+        spec: AttentionSpec,
+        width: tuple[int, int],  # query heads, head size
+        kv_heads: int,
+        value_size: int,
+        dtype: torch.dtype,
     ) -> None:
-        self.cu_q, self.cu_kv, self.spec, self.width = cu_q, cu_kv, spec, width
-        self.few: _Few | None = None
+        self.cu_q, self.cu_kv, self.spec = cu_q, cu_kv, spec
+        self._heads, self._size = heads, size = width
         self._plans: dict[bool, Plan] = {}
+        count = len(cu_q) - 1
+        equal = len({b - a for a, b in pairwise(cu_q)}) == 1  # one call can run them all
+        large = cu_q[-1] * heads * size >= _LARGE * count
+        one_each = count <= _FEW or (large and not equal and torch.get_num_threads() <= heads)
+        shares = heads == kv_heads or cpu_tiles.kernel_shares_heads()
+        exact = dtype in (torch.float32, torch.float64)  # torch's own backward in half precision is slow
+        fits = one_each and shares and exact and value_size == size and not spec.softcap
+        self.few = _few(cu_q, cu_kv, spec) if fits else None
 
     def plan(self, *, by_keys: bool) -> Plan:
         """Return the calls of the forward, or with ``by_keys`` those of the backward, which splits keys."""
         if by_keys not in self._plans:
-            (heads, size), spec = self.width, self.spec
+            heads, width, spec = self._heads, self._heads * self._size, self.spec
             # A call on one sequence keeps as many threads busy as there are heads.
-            longest = GROUPED_ELEMENTS // (heads * size) if torch.get_num_threads() <= heads else SHORT
+            longest = GROUPED_ELEMENTS // width if torch.get_num_threads() <= heads else SHORT
             self._plans[by_keys] = make_plan(
                 self.cu_q,
                 self.cu_kv,
@@ -147,30 +162,12 @@ class _Work:
                 by_keys=by_keys,
                 max_cells=max(1, _SCORES // heads) if spec.softcap else None,
                 grouped=min(SHORT, longest),
-                width=heads * size,
+                width=width,
             )
         return self._plans[by_keys]
 
 
-@lru_cache(maxsize=32)
-def _work(
-    cu_q: tuple[int, ...],
-    cu_kv: tuple[int, ...],
-    spec: AttentionSpec,
-    width: tuple[int, int],
-    kv_heads: int,
-    value_size: int,
-    dtype: torch.dtype,
-) -> _Work:
-    work = _Work(cu_q, cu_kv, spec, width)
-    shares = width[0] == kv_heads or cpu_tiles.kernel_shares_heads()
-    exact = dtype in (torch.float32, torch.float64)  # torch's own backward in half precision is slow
-    large = cu_q[-1] * width[0] * width[1] >= _LARGE * (len(cu_q) - 1)
-    equal = len({b - a for a, b in pairwise(cu_q)}) == 1  # one call can run them all
-    many = len(cu_q) > _FEW + 1 and (equal or not large or torch.get_num_threads() > width[0])
-    if not many and not spec.softcap and value_size == width[1] and shares and exact:
-        work.few = _few(cu_q, cu_kv, spec)
-    return work
+_work = lru_cache(maxsize=32)(_Work)
 
 
 def _few(cu_q: tuple[int, ...], cu_kv: tuple[int, ...], spec: AttentionSpec) -> _Few | None:
@@ -179,10 +176,10 @@ def _few(cu_q: tuple[int, ...], cu_kv: tuple[int, ...], spec: AttentionSpec) -> 
     if min(*rows, *keys) == 0 or max(*rows, *keys) > SHORT:
         return None
     causal = []
-    for a, b in zip(rows, keys, strict=True):
-        to_the_left = spec.left < 0 or spec.left >= b - 1
-        sees_all = to_the_left and (spec.right < 0 or spec.right >= a - 1)
-        if not sees_all and not (to_the_left and spec.right == 0 and a == b):
+    for num_rows, num_keys in zip(rows, keys, strict=True):
+        no_left_side = spec.left < 0 or spec.left >= num_keys - 1
+        sees_all = no_left_side and (spec.right < 0 or spec.right >= num_rows - 1)
+        if not sees_all and not (no_left_side and spec.right == 0 and num_rows == num_keys):
             return None
         causal.append(not sees_all)
     return _Few(rows, keys, causal)
@@ -230,7 +227,9 @@ def _heads_first(x: Tensor, lengths: list[int]) -> tuple[Tensor, ...]:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, work: _Work, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        out, lse = _forward(work, q, k, v, sinks)
+        out, lse = _forward(work, q, k, v)
+        if sinks is not None:
+            out, lse = apply_sinks(out, lse, sinks)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.work = work
         return out
@@ -352,7 +351,8 @@ def forward(
     sinks: Tensor | None = None,
 ) -> OutLse:
     """Return out ``[Tq, H, E]`` and fp32 or fp64 lse ``[Tq, H]``; without keys, they are 0 and -inf."""
-    return _forward(_work_of(q_THD, k_THD, v_THE, cu_q, cu_kv, spec), q_THD, k_THD, v_THE, sinks)
+    out, lse = _forward(_work_of(q_THD, k_THD, v_THE, cu_q, cu_kv, spec), q_THD, k_THD, v_THE)
+    return (out, lse) if sinks is None else apply_sinks(out, lse, sinks)
 
 
 def _work_of(
@@ -361,11 +361,10 @@ def _work_of(
     return _work(tuple(cu_q), tuple(cu_kv), spec, q.shape[1:], k.shape[1], v.shape[2], q.dtype)
 
 
-def _forward(work: _Work, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> OutLse:
+def _forward(work: _Work, q: Tensor, k: Tensor, v: Tensor) -> OutLse:
     q, k, v = (_dense_rows(x) for x in (q, k, v))
     if work.few is not None:
-        out, lse = _few_forward(work.few, q, k, v, work.spec.scale)
-        return (out, lse) if sinks is None else apply_sinks(out, lse, sinks)
+        return _few_forward(work.few, q, k, v, work.spec.scale)
     plan, spec = work.plan(by_keys=False), work.spec
     if plan.at_once is not None and q.shape[2] == v.shape[2] and q.dtype != torch.float16:
         (call,) = plan.at_once.calls  # the call runs on views, so no row is copied
@@ -373,7 +372,7 @@ def _forward(work: _Work, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None)
         causal = call.is_top_left(spec.left, spec.right)
         parts = cpu_tiles.flash_forward(*given, causal=causal, mask=None, scale=spec.scale)
         out, lse = (x.flatten(0, 1).contiguous() for x in parts)
-        return (out, lse) if sinks is None else apply_sinks(out, lse, sinks)
+        return out, lse
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
     for start, stop in plan.blank_q:
@@ -382,7 +381,7 @@ def _forward(work: _Work, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None)
     kernel = _Kernel(spec, Masks(spec, lse.dtype), q.shape[2], v.shape[2])
     for piece in plan.pieces:
         _piece_forward(piece, kernel, (q, k, v), (out, lse))
-    return (out, lse) if sinks is None else apply_sinks(out, lse, sinks)
+    return out, lse
 
 
 def backward(

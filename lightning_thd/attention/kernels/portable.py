@@ -29,11 +29,11 @@ _SCORES = 1 << 20
 
 
 class Rows(NamedTuple):
-    """Indices of a padded batch: it copies the pack's rows ``taken``; its rows ``real`` go to ``target``."""
+    """The rows of a padded batch, as indices into the pack, and its rows that are not padding."""
 
-    taken: Tensor
-    real: Tensor
-    target: Tensor
+    taken: Tensor  # for each row of the batch, the row of the pack to copy
+    real: Tensor  # the rows of the batch whose results count
+    target: Tensor  # for each of these, the row of the pack to write
     length: int
 
     def batch(self, x: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ def _make_group(members: list[tuple[int, int, int, int]], right: int) -> Group:
     real, real_k = row < lengths[:, None], key < key_lengths[:, None]
     q = starts[:, None] + np.where(real, row, 0)
     k = key_starts[:, None] + np.where(real_k, key, 0)
-    if right >= 0:  # the first queries may see no key
+    if right >= 0:  # the first queries may see no key; their results stay 0
         real &= row + (key_lengths - lengths)[:, None] + right >= 0
     return Group(_rows(q, real), _rows(k, real_k), lengths, key_lengths)
 

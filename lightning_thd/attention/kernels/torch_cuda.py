@@ -92,7 +92,7 @@ def _flash_backward(
 
 
 def is_plain_causal(spec: AttentionSpec) -> bool:
-    """Return whether the mask is causal without a window; the kernel gets a window by its sides only."""
+    """Return the kernel's causal flag: it is False with a window, whose sides then define the mask."""
     return spec.left < 0 and spec.right == 0
 
 
