@@ -86,7 +86,7 @@ class ModuleFlops:
                     name: _Calls(model, lambda: self._stage == stage) for name, model in models
                 }
         elif batch is not None:
-            self._count(batch)
+            self._start_counter(batch)
 
     def end(self, stage: str, step: Sequence[Seen], *, discard: bool = False) -> bool:
         """Update a stage's FLOPs model from its first step; return whether the counting slowed the step."""
@@ -140,7 +140,7 @@ class ModuleFlops:
     def _find(self, passes: dict[str, Passes]) -> FlopsModel | None:
         return find_model(self._module, passes=passes, **self._conventions)
 
-    def _count(self, batch: Any) -> None:
+    def _start_counter(self, batch: Any) -> None:
         slots = combine([stats for stats, _ in microbatches(batch)]).slots
         if slots and slots not in self._shapes and len(self._shapes) < _MAX_SHAPES:
             if not self._shapes:

@@ -58,7 +58,8 @@ class Shared(tuple[int, ...]):
         prefixes = batch.prefixes
         pairs = list(zip(batch.lengths, prefixes.prefix_lengths, strict=True))
         rows = zip(prefixes.key_lengths, prefixes.query_lengths, strict=True)
-        leaves = [(path, path - own) for path, own in rows][: sum(held < length for length, held in pairs)]
+        leaves = [(keys, keys - queries) for keys, queries in rows]
+        leaves = leaves[: sum(held < length for length, held in pairs)]  # without a trailing pad
         ordered = [*leaves, *((length, held) for length, held in pairs if held == length)]
         found = cls(length for length, _ in ordered)
         found.held = tuple(held for _, held in ordered)
@@ -97,10 +98,10 @@ def resolve(
 ) -> list[tuple[SeqStats, tuple[int, ...] | None]]:
     """Return the records with all lengths, and with ``vision`` also images, after one read per device."""
     padded = [lengths for _, lengths in seen if isinstance(lengths, Rows)]
-    held = [rows.counts for rows in padded]
-    held += [x for rows in padded for x in rows.images.values() if vision is not None and not x.is_meta]
+    wanted = [rows.counts for rows in padded]
+    wanted += [x for rows in padded for x in rows.images.values() if vision is not None and not x.is_meta]
     by_device: dict[torch.device, list[Tensor]] = {}
-    for tensor in held:
+    for tensor in wanted:
         by_device.setdefault(tensor.device, []).append(tensor)
     found: dict[int, np.ndarray[Any, Any]] = {}
     for several in by_device.values():
@@ -238,7 +239,7 @@ def _dense(ids: Tensor) -> list[Seen]:
 
 
 def _real(mask: Tensor) -> Tensor:
-    """Return the slots that a mask shows; in an additive float mask (no positive value) 0 shows."""
+    """Return the slots that a mask keeps: nonzero values, or the 0s of an additive mask (floats up to 0)."""
     return torch.where((mask > 0).any(), mask > 0, mask == 0) if mask.is_floating_point() else mask != 0
 
 
@@ -267,9 +268,9 @@ def _run_lengths(positions: Tensor, mask: Tensor | None) -> Tensor:
     rows, length = positions.shape
     index = torch.arange(length, device=positions.device).expand(rows, length)
     real = torch.ones_like(positions, dtype=torch.bool) if mask is None else _real(mask)
-    goes_on = (positions[:, 1:] == positions[:, :-1] + 1) & real[:, 1:] & real[:, :-1]
+    continues = (positions[:, 1:] == positions[:, :-1] + 1) & real[:, 1:] & real[:, :-1]
     edge = torch.zeros_like(real[:, :1])
-    starts, ends = (real & ~torch.cat(pair, 1) for pair in ((edge, goes_on), (goes_on, edge)))
+    starts, ends = (real & ~torch.cat(pair, 1) for pair in ((edge, continues), (continues, edge)))
     first = torch.where(starts, index, 0).cummax(1).values
     lengths = torch.where(ends, index - first + 1, 0)
     if mask is None and length > 1:

@@ -1,7 +1,8 @@
 """A module under capture -> its logged values, and errors for work that a replay would not repeat.
 
-``torch.utils.checkpoint`` reads and sets the state of the random generator on the host. A capture skips this
-for steps without random operators. It refuses other steps, whose recomputed dropout masks would differ.
+``torch.utils.checkpoint`` reads and sets the state of the random generator on the host. For steps without
+random operators, a capture skips this. Steps with dropout are refused, because the masks of the second
+forward pass would differ.
 """
 
 from __future__ import annotations
@@ -167,8 +168,8 @@ def refuse_host_changes(module: nn.Module, before: dict[tuple[int, str], Any]) -
         index, name = key
         owner = type(list(module.modules())[index]).__name__
         raise CaptureError(
-            f"the step changes {owner}.{name}, which a replay does not run again, or, if it is a buffer, "
-            "updates with the dummy tokens of the tail too. Move counters, lists, metrics and running "
+            f"the step changes {owner}.{name}. A replay would not change it again; if it is a buffer, a "
+            "replay would also count the dummy tokens of the tail. Move counters, lists, metrics and running "
             "statistics to on_train_batch_end."
         )
 
@@ -195,7 +196,7 @@ def restored(module: nn.Module) -> Iterator[None]:
 
 
 def refuse_sums_over_slots(module: nn.Module) -> None:
-    """Refuse losses that also count padding, as a MoE balancing loss does: dummy tokens change them."""
+    """Refuse losses that dummy tokens would change, such as the balancing loss of a MoE model."""
     for child in module.modules():
         if getattr(getattr(child, "config", None), "output_router_logits", False):
             raise CaptureError(

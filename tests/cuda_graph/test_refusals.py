@@ -113,7 +113,7 @@ class Extra(nn.Module):
     [
         (
             "in place",
-            r"the step changes Extra.total, which a replay does not run again, or, if it is a buffer",
+            r"the step changes Extra.total. A replay would not change it again; if it is a buffer",
         ),
         ("rebound", r"the step changes Extra.total"),
         ("outside", r"trains a tensor of shape \(\) that is not a parameter of the module"),
