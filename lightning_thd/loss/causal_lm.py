@@ -22,7 +22,7 @@ from lightning_thd.batch.upload import uploaded
 from lightning_thd.loss.head_call import HeadCall, HeadOperands
 from lightning_thd.loss.linear_logprobs import LogProbs, linear_logprobs, row_logprobs
 from lightning_thd.loss.linear_nll import linear_nll
-from lightning_thd.loss.prepare import Call, prepare
+from lightning_thd.loss.prepare import LossArgs, prepare
 from lightning_thd.loss.router_balance import RouterBalance, Routers, routers_for
 from lightning_thd.loss.tiles.logits import LogitMap
 from lightning_thd.loss.tiles.nll import Penalties
@@ -155,10 +155,10 @@ def _loss(
         weight: Tensor | float = batch.loss_scale
         if factors is not None:
             targets, weight = factors(targets, depth)
-        fused = operands.call(targets, logit_map, most)
+        args = operands.loss_args(targets, logit_map, most)
         see = slots.append if not depth and (watcher is not None or recorded is not None) else None
-        found: Tensor = linear_nll(fused, penalties, token_weights=weight, see=see)[None]
-        return torch.cat([found, _token_stats(fused, batch)]) if stats else found
+        found: Tensor = linear_nll(args, penalties, token_weights=weight, see=see)[None]
+        return torch.cat([found, _token_stats(args, batch)]) if stats else found
 
     found = call.run(model, batch, values, size=4 if stats else 1, routers=routers)
     call.choices = None if routers is None else routers.seen
@@ -178,9 +178,9 @@ def _loss(
 
 
 @torch.no_grad()
-def _token_stats(call: Call, batch: THDBatch) -> Tensor:
+def _token_stats(args: LossArgs, batch: THDBatch) -> Tensor:
     """Sum entropies, right predictions and ones over the loss tokens of a batch, ``[3]``."""
-    prepared = prepare(call)
+    prepared = prepare(args)
     rows = row_logprobs(prepared.operands, prepared.targets, prepared.settings, entropy=True, right=True)
     each = torch.stack([rows.entropy, rows.right.to(rows.entropy.dtype), torch.ones_like(rows.entropy)], 1)
     sums = prepared.restore(each).flatten(0, -2)
@@ -212,8 +212,8 @@ def causal_lm_logprobs(
 
     def values(operands: HeadOperands, depth: int, logit_map: LogitMap) -> Tensor:
         operands, targets, most = predicting(operands, batch, depth)
-        call = operands.call(targets, replace(logit_map, temperature=temperature), most)
-        results = linear_logprobs(call, entropy=entropy)
+        args = operands.loss_args(targets, replace(logit_map, temperature=temperature), most)
+        results = linear_logprobs(args, entropy=entropy)
         return torch.cat([part.flatten() for part in results if part is not None])
 
     shared = batch.prefixes if isinstance(batch, SharedBatch) else None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_thd._checks import choice, real_number
 from lightning_thd.loss.linear_nll import linear_nll, prepare_weighted, scalar_loss
-from lightning_thd.loss.prepare import Call, Prepared, is_dtensor, local_hidden, plain
+from lightning_thd.loss.prepare import LossArgs, Prepared, is_dtensor, local_hidden, plain
 from lightning_thd.loss.tiles.divergence import Divergence, Kind, Teacher, divergence_and_gradients
 from lightning_thd.loss.tiles.logits import Head, HeadGradients, LogitMap, Needs
 from lightning_thd.loss.tiles.nll import Penalties
@@ -78,11 +78,11 @@ def fused_linear_distillation(
             "For beta 0 or 1 use kind='kl' or 'reverse_kl'."
         )
     student_map = LogitMap(logit_scale, softcap, temperature, valid_vocab_size)
-    call = Call(hidden, weight, targets, bias, student_map, ignore_index, tp_group, chunk, loss_tokens)
+    student = LossArgs(hidden, weight, targets, bias, student_map, ignore_index, tp_group, chunk, loss_tokens)
     if is_dtensor(teacher_hidden):
         teacher_hidden = local_hidden(teacher_hidden, None)[0]
     teacher = replace(
-        call,
+        student,
         hidden=teacher_hidden.detach(),
         weight=plain(teacher_weight).detach(),
         bias=None if teacher_bias is None else plain(teacher_bias).detach(),
@@ -90,30 +90,30 @@ def fused_linear_distillation(
         targets=plain(targets),
     )
     divergence, mean = Divergence(kind=kind, beta=beta), reduction == "mean"
-    loss: Tensor = _distillation(call, teacher, divergence, alpha, token_weights, mean)
+    loss: Tensor = _distillation(student, teacher, divergence, alpha, token_weights, mean)
     return loss
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _distillation(
-    call: Call,
-    teacher: Call,
+    student: LossArgs,
+    teacher: LossArgs,
     divergence: Divergence,
     alpha: float,
     token_weights: Tensor | float | None,
     mean: bool,
 ) -> Tensor:
-    """Compute ``fused_linear_distillation`` from the calls of a student and a teacher, and a divergence."""
-    prepared, weights = prepare_weighted(call, token_weights, mean=mean)
+    """Compute ``fused_linear_distillation`` from the arguments of student and teacher."""
+    prepared, weights = prepare_weighted(student, token_weights, mean=mean)
     weights = weights * alpha
     hard: Tensor | None = None
     if alpha < 1.0:
-        untempered = replace(call, logit_map=replace(call.logit_map, temperature=1.0))
+        untempered = replace(student, logit_map=replace(student.logit_map, temperature=1.0))
         hard = linear_nll(untempered, Penalties(), token_weights=token_weights, mean=mean)
         hard = hard * (1.0 - alpha)
         if alpha == 0.0:
             return hard
-    teacher_for = _head_teacher(call, teacher, prepared, token_weights)
+    teacher_for = _head_teacher(student, teacher, prepared, token_weights)
     operands, settings = prepared.operands, prepared.settings
     if settings.compute == torch.float16:  # gradients are computed before the loss scale is known
         hidden, weight, bias = operands
@@ -128,19 +128,19 @@ def _distillation(
 
 
 def _head_teacher(
-    call: Call, teacher: Call, prepared: Prepared, token_weights: Tensor | float | None
+    student: LossArgs, teacher: LossArgs, prepared: Prepared, token_weights: Tensor | float | None
 ) -> Callable[[Head], Teacher]:
     """Check a teacher's head, and return a function that gives the teacher for a student's head."""
-    hidden, student = teacher.hidden, prepared.settings
-    taught, _ = prepare_weighted(replace(teacher, tp_group=student.tp_group), token_weights, mean=False)
+    hidden, settings = teacher.hidden, prepared.settings
+    taught, _ = prepare_weighted(replace(teacher, tp_group=settings.tp_group), token_weights, mean=False)
     rows, wanted = taught.operands[1].shape[0], prepared.operands[1].shape[0]
-    padded = call.logit_map.valid_vocab_size is not None and student.tp_group is None
-    short = rows < student.columns if padded else rows != wanted
-    if short or hidden.shape[:-1] != call.hidden.shape[:-1]:
+    padded = student.logit_map.valid_vocab_size is not None and settings.tp_group is None
+    short = rows < settings.columns if padded else rows != wanted
+    if short or hidden.shape[:-1] != student.hidden.shape[:-1]:
         raise ValueError(
             f"teacher_hidden is {list(hidden.shape)} and teacher_weight has {rows} rows, but hidden is "
-            f"{list(call.hidden.shape)} and weight has {wanted} rows, wanted the same tokens and V. "
+            f"{list(student.hidden.shape)} and weight has {wanted} rows, wanted the same tokens and V. "
             "Vocabularies that are padded differently need valid_vocab_size."
         )
-    settings = replace(taught.settings, columns=student.columns, start=student.start)
-    return lambda head: Teacher(Head(taught.operands, taught.targets, settings, head.tile))
+    matched = replace(taught.settings, columns=settings.columns, start=settings.start)
+    return lambda head: Teacher(Head(taught.operands, taught.targets, matched, head.tile))

@@ -24,7 +24,7 @@ from lightning_thd._find import text_config, unwrapped
 from lightning_thd._user_code import users_function
 from lightning_thd.batch import THDBatch
 from lightning_thd.loss.lazy_logits import LazyLogits, Record, carry_values, open_values
-from lightning_thd.loss.prepare import Call, is_dtensor, local_hidden, plain, vocabulary_group
+from lightning_thd.loss.prepare import LossArgs, is_dtensor, local_hidden, plain, vocabulary_group
 from lightning_thd.loss.router_balance import Experts, Routers
 from lightning_thd.loss.tiles.logits import LogitMap
 from lightning_thd.models.pack import STATE, announced
@@ -50,11 +50,11 @@ class HeadOperands:
         """Return operands with the hidden states of some slots, int64 ``[R]``; slots may repeat."""
         return replace(self, hidden=self.hidden.flatten(0, -2).index_select(0, slots))
 
-    def call(self, targets: Tensor, logit_map: LogitMap, loss_tokens: int | None) -> Call:
-        """Build the arguments of a fused loss, with one target per slot; ``loss_tokens`` as in ``Call``."""
+    def loss_args(self, targets: Tensor, logit_map: LogitMap, loss_tokens: int | None) -> LossArgs:
+        """Build the arguments of a fused loss, with one target per slot."""
         targets = targets.view(self.hidden.shape[:-1])
         how = {"tp_group": self.tp_group, "loss_tokens": loss_tokens, "partial_hidden": self.partial_hidden}
-        return Call(self.hidden, self.weight, targets, self.bias, logit_map, **how)  # type: ignore[arg-type]
+        return LossArgs(self.hidden, self.weight, targets, self.bias, logit_map, **how)  # type: ignore[arg-type]
 
 
 # (the head's operands, the number of earlier calls of the head, the logit map) -> the values of the slots

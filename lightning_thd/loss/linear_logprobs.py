@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_thd._checks import instance
-from lightning_thd.loss.prepare import Call, prepare, refuse_double_backward, scoring_head
+from lightning_thd.loss.prepare import LossArgs, prepare, refuse_double_grad, scoring_head
 from lightning_thd.loss.tiles.logits import LogitMap, Operands, Settings
 from lightning_thd.loss.tiles.logprobs import gradients, may_round, rounded_statistics, softmax_statistics
 from lightning_thd.loss.tiles.products import without_autocast
@@ -92,16 +92,18 @@ def fused_linear_logprobs(
     """
     instance(weight, "weight", Tensor, advice="Pass the head's weight, not logits.")
     logit_map = LogitMap(logit_scale, softcap, temperature, valid_vocab_size)
-    call = Call(hidden, weight, targets, bias, logit_map, ignore_index, tp_group, chunk, loss_tokens, rows)
-    results: LogProbs = linear_logprobs(call, entropy=entropy)
+    args = LossArgs(
+        hidden, weight, targets, bias, logit_map, ignore_index, tp_group, chunk, loss_tokens, rows
+    )
+    results: LogProbs = linear_logprobs(args, entropy=entropy)
     return results
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def linear_logprobs(call: Call, *, entropy: bool) -> LogProbs:
-    """Compute ``fused_linear_logprobs`` from the arguments as one ``Call``."""
+def linear_logprobs(args: LossArgs, *, entropy: bool) -> LogProbs:
+    """Compute ``fused_linear_logprobs`` from its arguments."""
     instance(entropy, "entropy", bool)
-    prepared = prepare(call)
+    prepared = prepare(args)
     found = row_logprobs(prepared.operands, prepared.targets, prepared.settings, entropy=entropy)
     return LogProbs(found.logp, found.entropy if entropy else None, found.lse).map(prepared.restore)
 
@@ -177,7 +179,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_double_backward("fused_linear_logprobs")
+        refuse_double_grad("fused_linear_logprobs")
         *operands, targets, lse, entropy, exact = ctx.saved_tensors
         group = ctx.settings.tp_group
         head = scoring_head(tuple(operands), targets, ctx.settings)

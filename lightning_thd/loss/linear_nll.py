@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_thd._checks import choice, instance, real_number
 from lightning_thd._static import STATIC
 from lightning_thd.loss.linear_logprobs import row_logprobs
-from lightning_thd.loss.prepare import Call, Prepared, plain, prepare, refuse_double_backward, scoring_head
+from lightning_thd.loss.prepare import LossArgs, Prepared, plain, prepare, refuse_double_grad, scoring_head
 from lightning_thd.loss.tiles.logits import Head, HeadGradients, LogitMap, Needs
 from lightning_thd.loss.tiles.nll import Penalties, nll_and_gradients
 from lightning_thd.loss.tiles.products import without_autocast
@@ -68,23 +68,23 @@ def fused_linear_cross_entropy(
     advice = "For one value per token use fused_linear_logprobs(...).logp."
     choice(reduction, "reduction", "sum", "mean", advice=advice)
     logit_map = LogitMap(logit_scale, softcap, temperature, valid_vocab_size)
-    call = Call(hidden, weight, targets, bias, logit_map, ignore_index, tp_group, chunk, loss_tokens)
+    args = LossArgs(hidden, weight, targets, bias, logit_map, ignore_index, tp_group, chunk, loss_tokens)
     penalties = Penalties(label_smoothing=label_smoothing, z_loss=z_loss)
-    loss: Tensor = linear_nll(call, penalties, token_weights=token_weights, mean=reduction == "mean")
+    loss: Tensor = linear_nll(args, penalties, token_weights=token_weights, mean=reduction == "mean")
     return loss
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def linear_nll(
-    call: Call,
+    args: LossArgs,
     penalties: Penalties,
     *,
     token_weights: Tensor | float | None,
     mean: bool = False,
     see: Callable[[SlotLosses], None] | None = None,
 ) -> Tensor:
-    """Compute ``fused_linear_cross_entropy`` from a ``Call``; ``see`` gets the losses of rows, detached."""
-    prepared, weights = prepare_weighted(call, token_weights, mean=mean)
+    """Compute ``fused_linear_cross_entropy`` from its arguments; ``see`` gets detached losses of rows."""
+    prepared, weights = prepare_weighted(args, token_weights, mean=mean)
     operands, targets, settings = prepared.operands, prepared.targets, prepared.settings
     wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
     tiled = settings.tp_group is None and settings.compute != torch.float16 and not settings.of_logits
@@ -104,23 +104,23 @@ def linear_nll(
 
 
 def prepare_weighted(
-    call: Call, token_weights: Tensor | float | None, *, mean: bool
+    args: LossArgs, token_weights: Tensor | float | None, *, mean: bool
 ) -> tuple[Prepared, Tensor]:
-    """Prepare a call, and return the weights ``[R]`` of its rows, 0 for ignored targets."""
+    """Prepare the arguments, and return the weights of the rows, ``[R]``, 0 for ignored targets."""
     per_token = token_weights if isinstance(token_weights, Tensor) and token_weights.ndim > 0 else None
-    targets = plain(call.targets) if per_token is not None or mean else call.targets
+    targets = plain(args.targets) if per_token is not None or mean else args.targets
     if per_token is not None:
         if per_token.numel() != targets.numel():
             raise ValueError(
                 f"token_weights is {list(per_token.shape)}, wanted one per token, {list(targets.shape)}."
             )
         weightless = per_token.detach().reshape(targets.shape) == 0
-        call = replace(call, targets=torch.where(weightless, call.ignore_index, targets))
+        args = replace(args, targets=torch.where(weightless, args.ignore_index, targets))
     elif not isinstance(token_weights, Tensor | None) and (
         type(token_weights) is not float or not math.isfinite(token_weights)
     ):
         token_weights = real_number(token_weights, "token_weights")
-    prepared = prepare(call)
+    prepared = prepare(args)
     kept, wide = prepared.kept, prepared.settings.accumulator
     if per_token is not None:
         weights = per_token.detach().flatten().to(wide)
@@ -131,7 +131,7 @@ def prepare_weighted(
     if prepared.counts is not None:
         weights = torch.where(prepared.counts, weights, 0.0)
     if mean:
-        weights = weights / (targets != call.ignore_index).sum().clamp_min(1)
+        weights = weights / (targets != args.ignore_index).sum().clamp_min(1)
     return prepared, weights
 
 
@@ -146,7 +146,7 @@ class _ScalarLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            refuse_double_backward(ctx.name)
+            refuse_double_grad(ctx.name)
         saved = ctx.saved_tensors  # read once, because torch.utils.checkpoint allows no second read
         # Gradients are scaled in place, so they serve one backward pass; a second one computes them again.
         found, ctx.found = ctx.found, None

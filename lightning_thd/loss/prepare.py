@@ -25,7 +25,7 @@ _WAITS = {"cuda"}
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class LossArgs:
     """The arguments of ``fused_linear_logprobs``; without ``weight``, ``hidden`` are logits ``[..., V]``."""
 
     hidden: Tensor
@@ -38,7 +38,7 @@ class Call:
     chunk: int | Literal["auto"] = "auto"
     loss_tokens: int | None = None
     rows: Tensor | None = None
-    partial_hidden: bool = False
+    partial_hidden: bool = False  # the caller reduces the gradient of ``hidden`` over the group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,21 +70,21 @@ def scoring_head(operands: Operands, targets: Tensor, how: Settings, chunk: int 
     return Head(operands, targets, how, tile)
 
 
-def prepare(call: Call) -> Prepared:
+def prepare(args: LossArgs) -> Prepared:
     """Check the arguments of a fused loss, flatten them and select the rows to multiply."""
-    given = (call.hidden, call.weight, call.bias, call.targets)
+    given = (args.hidden, args.weight, args.bias, args.targets)
     if not {type(x) for x in given} <= _PLAIN:
-        call = _local(call)
-    hidden, weight, group = call.hidden, call.weight, call.tp_group
+        args = _local(args)
+    hidden, weight, group = args.hidden, args.weight, args.tp_group
     autocast = has_autocast(hidden.device)
     if weight is None:
         shard, weight = hidden.shape[-1], hidden.new_empty(0)
     else:
-        check_operands(hidden, weight, call.bias, autocast=autocast)
+        check_operands(hidden, weight, args.bias, autocast=autocast)
         shard = weight.shape[0]
     ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    _check_targets(call.targets, hidden)
-    hidden, valid = hidden.flatten(0, -2), call.logit_map.valid_vocab_size
+    _check_targets(args.targets, hidden)
+    hidden, valid = hidden.flatten(0, -2), args.logit_map.valid_vocab_size
     vocabulary = shard * ranks if valid is None else valid
     if vocabulary > shard * ranks:
         raise ValueError(
@@ -95,57 +95,57 @@ def prepare(call: Call) -> Prepared:
     compute = hidden.dtype
     if autocast:  # autocast does not cast fp64
         compute = wide if wide == torch.float64 else torch.get_autocast_dtype(hidden.device.type)
-    targets, shape = call.targets.flatten().long(), call.targets.shape
+    targets, shape = args.targets.flatten().long(), args.targets.shape
     kept: Tensor | None = None
     picked: Tensor | None = None
-    if type(call.ignore_index) is not int:
-        whole_number(call.ignore_index, "ignore_index", least=None)
+    if type(args.ignore_index) is not int:
+        whole_number(args.ignore_index, "ignore_index", least=None)
     counts: Tensor | None
-    if call.rows is not None:
-        picked = _check_rows(call.rows, hidden)
+    if args.rows is not None:
+        picked = _check_rows(args.rows, hidden)
         shape, targets = picked.shape, targets[picked]
-        counts = targets != call.ignore_index
+        counts = targets != args.ignore_index
     else:
-        known = call.loss_tokens if hidden.device.type in _WAITS else None
-        kept, targets, counts = rows_with_target(targets, call.ignore_index, at_most=known)
+        known = args.loss_tokens if hidden.device.type in _WAITS else None
+        kept, targets, counts = rows_with_target(targets, args.ignore_index, at_most=known)
         picked = kept
     if picked is not None:
         hidden = hidden.index_select(0, picked)
-    _check_target_values(targets, counts, call.ignore_index, vocabulary)
+    _check_target_values(targets, counts, args.ignore_index, vocabulary)
     return Prepared(
-        operands=(hidden, weight, call.bias),
+        operands=(hidden, weight, args.bias),
         targets=targets,
         counts=counts,
         kept=kept,
         shape=shape,
         settings=Settings(
-            logit_map=call.logit_map,
+            logit_map=args.logit_map,
             vocabulary=vocabulary,
             columns=max(0, min(shard, vocabulary - rank * shard)),
             start=rank * shard,
             compute=compute,
             accumulator=wide,
             native=is_native(compute, hidden.device),
-            chunk=call.chunk,
+            chunk=args.chunk,
             tp_group=group,
-            partial_hidden=call.partial_hidden,
-            ignore_index=None if counts is None else call.ignore_index,
-            of_logits=call.weight is None,
+            partial_hidden=args.partial_hidden,
+            ignore_index=None if counts is None else args.ignore_index,
+            of_logits=args.weight is None,
         ),
     )
 
 
-def _local(call: Call) -> Call:
+def _local(args: LossArgs) -> LossArgs:
     """Replace DTensors by this rank's part of them."""
-    hidden, group, partial = call.hidden, call.tp_group, call.partial_hidden
-    if is_dtensor(call.weight):
-        group = group_of_operands(hidden, call.weight, group)
+    hidden, group, partial = args.hidden, args.tp_group, args.partial_hidden
+    if is_dtensor(args.weight):
+        group = group_of_operands(hidden, args.weight, group)
     if is_dtensor(hidden):
         hidden, partial = local_hidden(hidden, group)
-    bias = None if call.bias is None else plain(call.bias)
-    weight, targets = plain(call.weight), plain(call.targets)
+    bias = None if args.bias is None else plain(args.bias)
+    weight, targets = plain(args.weight), plain(args.targets)
     return replace(
-        call, hidden=hidden, weight=weight, bias=bias, targets=targets, tp_group=group, partial_hidden=partial
+        args, hidden=hidden, weight=weight, bias=bias, targets=targets, tp_group=group, partial_hidden=partial
     )
 
 
@@ -243,7 +243,7 @@ def _check_rows(rows: Tensor, hidden: Tensor) -> Tensor:
     return rows.long()
 
 
-def refuse_double_backward(name: str) -> None:
+def refuse_double_grad(name: str) -> None:
     """Refuse ``create_graph=True``, a backward pass that is itself recorded."""
     if torch.is_grad_enabled():
         raise RuntimeError(

@@ -29,7 +29,7 @@ from lightning_thd.loss import (
 )
 from lightning_thd.loss.linear_logprobs import linear_logprobs
 from lightning_thd.loss.linear_nll import linear_nll
-from lightning_thd.loss.prepare import Call
+from lightning_thd.loss.prepare import LossArgs
 from lightning_thd.loss.tiles import budget
 from lightning_thd.loss.tiles.nll import Penalties
 from tests.loss.oracles import Case, Largest, relative, wide
@@ -223,7 +223,7 @@ def test_a_number_of_loss_tokens_known_on_the_host_changes_nothing(monkeypatch: 
     leaves, targets = Case(ignored=0.5).tensors()
     count = 16  # CPUs multiply the rows of an incomplete block of 8 by other code, which rounds otherwise
     targets = targets.masked_fill((targets != -100).cumsum(0) > count, -100)
-    call = Call(hidden=leaves[0], weight=leaves[1], targets=targets)
+    call = LossArgs(hidden=leaves[0], weight=leaves[1], targets=targets)
     found = []
     for loss_tokens in (None, count, count + 8):
         given = replace(call, loss_tokens=loss_tokens)
