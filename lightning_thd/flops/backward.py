@@ -104,7 +104,7 @@ def _is_idle(name: str, owners: dict[str, nn.Module]) -> bool:
     off = wrapper.disable_adapters or getattr(wrapper, "merged", False)
     active = () if off else wrapper.active_adapters
     if found.group(1) == "original_module":
-        copies = getattr(wrapper, "modules_to_save", None)  # None: an adapter holds the module
+        copies = getattr(wrapper, "modules_to_save", None)  # None if an adapter holds the module
         return copies is None or any(adapter in copies for adapter in active)
     return found.group(2) not in active
 

@@ -33,7 +33,7 @@ from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 Reduction = Literal["tokens", "sequences"]
 # (targets, depth) -> targets int64 [T] and the factor of each target's loss [T]
 Factors = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-# DeepSeek-V3 (arXiv:2412.19437, section 2.2) starts with 0.3 times the mean loss of further predictions.
+# DeepSeek-V3 (arXiv:2412.19437, section 2.2) starts with 0.3 for predictions beyond the next token.
 _MTP_WEIGHT = 0.3
 
 
@@ -99,9 +99,9 @@ def causal_lm_loss(
 
 
 class TokenStats(NamedTuple):
-    """Sums over a batch's loss tokens, ``[]`` each: entropies in nats, right predictions, and tokens.
+    """Sums over a batch's loss tokens, ``[]`` each: entropies in nats, correct predictions, and tokens.
 
-    A prediction is right if no other token is likelier than the target.
+    A prediction is correct if no other token is likelier than the target.
     """
 
     entropy: Tensor
@@ -179,7 +179,7 @@ def _loss(
 
 @torch.no_grad()
 def _token_stats(args: LossArgs, batch: THDBatch) -> Tensor:
-    """Sum entropies, right predictions and ones over the loss tokens of a batch, ``[3]``."""
+    """Sum entropies, correct predictions and ones over the loss tokens of a batch, ``[3]``."""
     prepared = prepare(args)
     rows = row_logprobs(prepared.operands, prepared.targets, prepared.settings, entropy=True, right=True)
     each = torch.stack([rows.entropy, rows.right.to(rows.entropy.dtype), torch.ones_like(rows.entropy)], 1)
@@ -200,7 +200,7 @@ def causal_lm_logprobs(
     logits after the model's own scale and cap. ``entropy=False`` leaves the entropy out.
 
     Returns:
-        Three tensors ``[T]``, 0 where there is no target; fp32 (fp64 for an fp64 model). Entry i belongs to
+        Three tensors ``[T]``, 0 for slots without a target; fp32 (fp64 for an fp64 model). Entry i belongs to
         ``batch.targets[i]``, the token after slot i; ``PackedRollouts`` moves it to that token. With shared
         prefixes the tensors have one entry for each token of every sequence, ``[N]``.
     """
@@ -239,7 +239,7 @@ def dft_loss(logp: Tensor, batch: THDBatch) -> Tensor:
 
 
 def loss_weights(batch: THDBatch, reduction: Reduction, weights: Tensor | None) -> Factors | None:
-    """Return the function that gives each target its factor; None if the batch's scale is the only one."""
+    """Return a function that gives each target its factor; None if ``batch.loss_scale`` is all."""
     if type(batch) is not THDBatch:
         check_batch(batch)
     if reduction != "tokens":

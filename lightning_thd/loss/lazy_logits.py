@@ -50,7 +50,7 @@ class LazyLogits(Tensor):
     record: Record
     count: int
     learns: bool  # whether gradients were on when the head ran
-    made_from: LazyLogits | None = None  # the result of the head; None if this is the result itself
+    made_from: LazyLogits | None = None  # the result of the head; None for the result itself
     lost: str = ""  # the last operation on a head's result that cannot be recorded
     over: bool = False  # whether the forward pass is over; set only on a head's result
     aliases: bool = False  # whether these logits may share memory with other logits

@@ -173,8 +173,8 @@ def sapo_loss(
     """Compute the SAPO loss: ``-4 / t sigmoid(t (r - 1)) A`` per token, a soft gate instead of a clip.
 
     SAPO, arXiv:2511.20347: the mean over rows of each row's mean over its tokens. ``temperature`` is t for
-    tokens with a positive advantage, ``temperature_negative`` for the others. With a larger t the gate closes
-    earlier. Ratios of 1 and advantages of 1 give -2.
+    tokens with a positive advantage, ``temperature_negative`` for all other tokens. With a larger t the gate
+    closes earlier. Ratios of 1 and advantages of 1 give -2.
     """
     real_number(temperature, "temperature", above=0.0)
     real_number(temperature_negative, "temperature_negative", above=0.0)
@@ -198,8 +198,8 @@ def vespo_loss(
 
     VESPO, arXiv:2602.10693: ``phi(w) = w^k e^(lam (1 - w))`` with ``w = exp(sum(logp - old_logp))`` over the
     response gets no gradient. The loss is the mean over all response tokens. A token's ``logp - old_logp`` is
-    clamped to 20 nats, and w to 1e-8 to e^20. ``advantages`` are ``[B]``. ``k`` and ``lam`` have one value
-    for advantages of 0 and more, and one for negative advantages. Equal policies, advantages of 1 and
+    clamped to -20 to 20 nats, and w to 1e-8 to e^20. ``advantages`` are ``[B]``. ``k`` and ``lam`` have one
+    value for advantages of 0 and more, and one for negative advantages. Equal policies, advantages of 1 and
     log-probabilities of -2 give 2.
     """
     for name, pair in (("k", k), ("lam", lam)):

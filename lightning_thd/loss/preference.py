@@ -80,7 +80,8 @@ def dpo_loss(
     """Compute the DPO loss, or a variant, of pairs of responses and their reference log-probabilities.
 
     ``chosen`` and ``rejected`` are sums over the tokens of a response. ``c`` and ``r`` are their differences
-    from the reference, ``b`` is ``beta``, ``e`` is ``label_smoothing``, and ``d = b (c - r)``:
+    from the reference log-probabilities, ``b`` is ``beta``, ``e`` is ``label_smoothing``, and
+    ``d = b (c - r)``:
 
     - "sigmoid": ``-log sigmoid(d)``, DPO, arXiv:2305.18290, equation 7; with ``label_smoothing``
       ``-(1 - e) log sigmoid(d) - e log sigmoid(-d)``, cDPO.

@@ -20,7 +20,7 @@ _FLOATS = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 _WORTH_SKIPPING = 0.05
 # Types that hold no DTensor.
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
-# To read a number from these devices, Python waits. So the caller's number of loss tokens is used there.
+# Reading a number from these devices makes Python wait, so the caller's number of loss tokens is used.
 _WAITS = {"cuda"}
 
 

@@ -1,9 +1,9 @@
 """Padded rollouts ``[B, N]`` <-> one pack ``[T]``, by an index plan that is computed once.
 
-B rows of N slots, T slots in the pack. A slot of the pack holds a token, and predicts the next one of its
+B rows of N slots, T slots in the pack. A slot of the pack holds a token, and predicts the next token of its
 sequence. Values of tokens (masks, rewards) go to the slot that holds the token. Values of predictions
-(log-probabilities, entropies, advantages) go to the slot that predicts it. Unpacked, ``logp[b, n]`` is the
-log-probability of ``input_ids[b, n]``, so callers need not shift by one.
+(log-probabilities, entropies, advantages) go to the slot that predicts the token. Unpacked, ``logp[b, n]`` is
+the log-probability of ``input_ids[b, n]``, so callers need not shift by one.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class PackedRollouts:
 
         Args:
             input_ids: ints ``[B, N]``, prompt and response.
-            attention_mask: ``[B, N]``, 1 for real tokens, else 0; left, right or ragged padding. Rows
-                without a token keep their index.
+            attention_mask: ``[B, N]``, 1 for real tokens, else 0; left, right or ragged padding. A row
+                without tokens keeps its index.
             response_mask: ``[B, N]``, nonzero for tokens that the policy sampled; the default is
                 ``attention_mask``.
             align: the multiples that lengths and the total must have.

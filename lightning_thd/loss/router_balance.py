@@ -1,7 +1,7 @@
 """A model's router logits and a ``THDBatch`` -> the balancing loss of its experts, over sequences or a step.
 
-transformers balances experts over all slots of a microbatch, so its loss depends on the packing. The formulas
-are in docs/guides/experts.md. Legend: T slots, S sequences, E experts, K chosen experts per token.
+transformers balances experts over all slots of a microbatch, so that loss depends on the packing. The
+formulas are in docs/guides/experts.md. Legend: T slots, S sequences, E experts, K chosen experts per token.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Routers:
                 setattr(module, FUNCTION, before)
 
     def loss(self, inner: Any, outputs: Any) -> Tensor:
-        """Compute the loss ``[]`` of a model's outputs; stages without the head return a NaN for backward."""
+        """Compute the loss ``[]`` of a model's outputs; stages without the head return NaN."""
         logits: tuple[Tensor, ...] = getattr(outputs, "router_logits", None) or ()
         given = [layer.reshape(-1, layer.shape[-1]) for layer in logits]
         (groups, of_tokens), (count, top_k, scores, routers) = self._groups(), self.experts
@@ -168,7 +168,7 @@ def routers_for(
             f"{what} needs batch.token_scale, the weight of the step's input tokens. Use THDDataModule, or "
             "pass token_scale to THDBatch.collate. See docs/reference/messages.md#experts."
         )
-    if balance != "microbatch" and not batch.token_scale:  # an evaluation, in which ranks may differ in calls
+    if balance != "microbatch" and not batch.token_scale:  # an evaluation: a collective could hang
         wanted = None
     if wanted == "microbatch" and isinstance(batch, SharedBatch):
         raise ValueError(

@@ -170,8 +170,8 @@ def adopt(model: Any) -> None:
 def _settle(model: nn.Module, *, follow: bool) -> None:
     """Set "thd" on every model around a language model with "thd".
 
-    If the language model has lost "thd", outer models get its attention too if ``follow``. Else they keep
-    "thd", because the caller has asked for it by name.
+    If the language model has lost "thd", ``follow`` gives its new attention to the outer models. Without
+    ``follow`` they keep "thd", because the caller has asked for it by name.
     """
     inside: list[Any] = [x for x in model.modules() if hasattr(type(x), "get_correct_attn_implementation")]
     for inner in reversed(inside):
@@ -349,7 +349,7 @@ def _refuse_wrong_layers(model: Any) -> None:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _reason_of(model_id: int) -> str | None:
     model = _MODELS.get(model_id)
-    if model is None:  # the model's class defines how it is copied or unpickled
+    if model is None:  # never adopted, because its class has its own copy or unpickle method
         return "A copied model cannot be checked while it is compiled. Call it once uncompiled first."
     return _unknown_layers(model)
 

@@ -97,7 +97,7 @@ def thd_attention(
 
 
 def _told(attention_mask: Tensor) -> tuple[int | None, int | None, bool]:
-    """Decode window, chunk and whether all keys are visible from a placeholder mask; else ``_UNTOLD``."""
+    """Decode a mask: its window, its chunk and whether all keys are visible; ``_UNTOLD`` for other masks."""
     window, chunk = told_limit(attention_mask)
     shown = shows_all(attention_mask, current_pack())
     return (window, chunk, shown) if shown or window is not None or chunk is not None else _UNTOLD
@@ -112,7 +112,7 @@ def _attend_first(
     pack: Pack | None,
     kind: tuple[Any, ...] | None,
 ) -> Tensor:
-    """Attend in the first layer of its kind: check the layer, choose a kernel, and keep it for the others."""
+    """Attend in the first layer of its kind: check the layer, choose a kernel, and cache the kernel."""
     query, key, value, s_aux = tensors
     is_causal, sliding_window, scaling, softcap = layer
     told_window, chunk, both_ways = told
@@ -132,10 +132,7 @@ def _attend_first(
         return _attend_unbound(query, key, value, bounds, options, s_aux)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     bound = bind(q, k, v, *bounds[:4], sinks=s_aux, keys=bounds.keys, **_options(*options))
-    pack.cache[kind] = (
-        bound,
-        getattr(module, "config", None),
-    )  # keeps the config alive, whose id is in the key
+    pack.cache[kind] = bound, getattr(module, "config", None)  # keeps alive the config, whose id is in kind
     return bound(query, key, value, s_aux)
 
 

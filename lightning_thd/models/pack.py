@@ -210,8 +210,8 @@ class Caller:
     pack: Pack | None = None  # the pack of an inner model with "thd"
 
 
-# The top of the stack in each thread, because backward recomputes checkpoints in its own threads. Not a
-# subclass with defaults: torch.compile (2.13) loses values that a traced hook stores in a subclass.
+# The top of the stack in each thread, because backward recomputes checkpoints in its own threads. A subclass
+# with defaults would fail, because torch.compile (2.13) loses values that a traced hook stores in it.
 STATE = threading.local()
 STATE.scope = None
 STATE.caller = None
@@ -370,9 +370,7 @@ def pack_from_positions(position_ids: Tensor | None) -> Pack | None:
     """Build a pack from positions that restart, ``[B, T]`` or (M-RoPE) ``[3, B, T]``; reads the device."""
     if position_ids is None or position_ids.shape[-1] < 2:
         return None
-    steps = position_ids.long().diff(
-        dim=-1
-    )  # torch cannot subtract uint16, and uint8 has no differences below 0
+    steps = position_ids.long().diff(dim=-1)  # int64, because uint8 has no differences below 0
     if torch.compiler.is_compiling():
         # A read would break the graph. A pack that is taken for one sequence would leak.
         torch._assert_async(

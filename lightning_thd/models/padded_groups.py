@@ -116,7 +116,7 @@ def run_grouped(
 
 
 def of_tokens(function: Callable[[Tensor], Tensor], slots: int) -> Callable[[Any], Any]:
-    """Wrap a function to apply it only to tensors ``[1, slots, ...]``, also in tuples; others pass as is."""
+    """Wrap a function to apply it only to tensors ``[1, slots, ...]``, also in tuples; all else passes."""
 
     def apply(value: Any) -> Any:
         if isinstance(value, tuple):

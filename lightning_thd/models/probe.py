@@ -47,7 +47,7 @@ _LEAK: dict[torch.dtype, float] = {torch.float64: 1e-12, torch.float32: 1e-6}
 _ERROR: dict[torch.dtype, float] = {torch.float64: 1e-9, torch.float32: 1e-4}
 _HALF_LEAK, _HALF_ERROR = 1e-2, 5e-2
 _PAD = 5  # slots of the trailing pad
-_MANY = 300_000_000  # parameters, up to which two copies of their gradients should fit into memory too
+_MANY = 300_000_000  # parameters; up to this number two copies of the gradients should fit too
 
 
 def check_options(vocab_size: object, tolerance: object) -> None:
@@ -131,7 +131,7 @@ def check_packing(
 
 
 def _judged(probe: _Probe, tolerance: float | None) -> PackingReport:
-    """Return the report of a probe; if it is not ok, search the first wrong module too."""
+    """Return the report of a probe; if it is not ok, search for the first wrong module too."""
     report = probe.report(tolerance)
     return report if report.ok else probe.report(tolerance, module=probe.culprit(report))
 
@@ -237,9 +237,7 @@ class _Probe:
             self.skipped.append("stock eager attention: not a transformers model")
             return
         ids, lengths = self.batch.input_ids, self.batch.lengths
-        order = sorted(
-            range(len(lengths)), key=lambda i: lengths[i]
-        )  # a dynamic rope keeps the longest length
+        order = sorted(range(len(lengths)), key=lambda i: lengths[i])  # dynamic ropes keep the longest length
         try:
             with torch.no_grad():
                 wanted = {i: logits_alone(self.model, ids[slots_of(self.batch, i)]) for i in order}
@@ -351,7 +349,7 @@ def random_pack(model: nn.Module, vocab_size: int | None, lengths: Sequence[int]
     config = text_config(getattr(model, "config", None))
     size = vocab_size or getattr(config, "vocab_size", None)
     if size is None or size < 8:
-        raise ValueError(f"vocab_size={size} of {type(model).__name__}: pass the number of tokens, from 8.")
+        raise ValueError(f"vocab_size={size} of {type(model).__name__}: pass the number of tokens, >= 8.")
     ordinary = _ordinary_tokens(model, size)
     generator = torch.Generator().manual_seed(seed)
     picked = [ordinary[torch.randint(len(ordinary), (n,), generator=generator)] for n in lengths]

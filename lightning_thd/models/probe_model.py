@@ -65,7 +65,7 @@ def working_dtype(model: nn.Module, logits: Tensor) -> torch.dtype:
 
 @contextmanager
 def in_fp32(model: nn.Module, *, most: int) -> Generator[bool]:
-    """Compute in fp32 without autocast inside this context; yield False if it cannot or already does."""
+    """Compute in fp32 without autocast inside this context; yield False if this is impossible or needless."""
     tensors = [*model.parameters(), *model.buffers()]
     halves = [tensor for tensor in tensors if tensor.dtype in _HALF]
     devices = {tensor.device.type for tensor in tensors} - {"meta"}
@@ -154,7 +154,7 @@ def lowered_limits(model: nn.Module) -> Generator[None]:
     try:
         for holder, name, _ in far:
             _set(holder, name, _LOW)
-        for module, name, _ in noted if far else ():  # a lowered limit differs from the note of its value
+        for module, name, _ in noted if far else ():  # notes of lowered limits would be wrong
             del module.__dict__[name]
         yield
     finally:

@@ -94,8 +94,8 @@ def refuse_unknown_layers(model: nn.Module) -> None:
         _refuse_layer(found)
     if not aware:
         raise ValueError(
-            f"{type(model).__name__} has no layer that knows about packs: no attention that asks for its "
-            "implementation, and no layer from lightning_thd.models.mixers.MIXERS. Feed it padded rows."
+            f"{type(model).__name__} has no layer that knows about packs: no attention that reads "
+            "attn_implementation, and no layer from lightning_thd.models.mixers.MIXERS. Feed it padded rows."
         )
 
 
@@ -126,7 +126,7 @@ def _refuse_layer(found: _Found) -> None:
         raise ValueError(f"{found.name} ({kind}) is a DoRA layer cut by tensor parallelism. Use plain LoRA.")
     if getattr(module, "trigram_input", False):
         raise ValueError(
-            f"{found.name} ({kind}) joins each token with the one before and the one after. Build the model "
+            f"{found.name} ({kind}) joins each token with its two neighbours. Build the model "
             "with trigram_input=False, or feed it padded rows."
         )
     if not _POSITION_TABLE.search(kind) or "Rotary" in kind:

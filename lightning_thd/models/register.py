@@ -1,4 +1,4 @@
-"""The name ``"thd"`` -> entries in transformers' tables of attentions and masks, when it is imported.
+"""The name ``"thd"`` -> entries in transformers' tables of attention functions and masks.
 
 If transformers is too old, or its internals have changed, its import works and only "thd" raises an error.
 """
@@ -128,7 +128,7 @@ _finder = _Finder()
 
 
 def after_import(name: str, callback: Callback) -> None:
-    """Run ``callback(module)`` after ``name`` has been imported; its errors fail the import."""
+    """Run ``callback(module)`` after ``name`` has been imported; errors of the callback fail the import."""
     module = sys.modules.get(name)
     if module is not None:
         callback(module)

@@ -1,6 +1,7 @@
 """Vision towers of the Qwen-VL families -> one attention call per layer for all images of a pack.
 
-transformers calls every attention except flash once per image. With "thd" these towers use flash's branch.
+transformers calls attention once per image, except for flash attention. With "thd" these towers take the
+branch for flash attention.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ def adopt_tower(model_class: Any) -> None:
         return
     patch("vision towers", model_class, "forward", _with_longest(model_class.forward))
     if not hasattr(getattr(module, _ASKED), "_thd_tower"):
-        patch("vision towers", module, _ASKED, _or_thd(getattr(module, _ASKED)))
+        patch("vision towers", module, _ASKED, _also_for_thd(getattr(module, _ASKED)))
     for layer in vars(module).values():
         if inspect.isclass(layer) and layer.__name__.endswith("VisionAttention"):
             patch("vision towers", layer, "_thd_tower", True)
 
 
-def _or_thd(asked: Any) -> Any:
+def _also_for_thd(asked: Any) -> Any:
+    """Wrap transformers' test for flash attention, so that it is true for "thd" too."""
+
     @functools.wraps(asked)
     def is_flash_attention_requested(config: Any = None, *args: Any, **kwargs: Any) -> bool:
         if config is not None and config._attn_implementation == "thd":
@@ -47,6 +50,7 @@ def _or_thd(asked: Any) -> Any:
 
 
 def _with_longest(forward: Any) -> Any:
+    """Wrap a tower's forward to pass the patches of the largest image and window to its layers."""
     windows = "max_window_seqlen" in inspect.unwrap(forward).__code__.co_consts
 
     @functools.wraps(forward)

@@ -2,7 +2,7 @@
 
 A drawn weight has the same values however the model is split, because its generator is seeded with the job's
 seed and the weight's name. In ``postponed_reading``, ``from_pretrained`` returns a model on the meta device.
-Later transformers reads and converts the tensors that a rank keeps, into a copy of the model with only those.
+``read_weights`` lets transformers read a rank's tensors into a copy of the model, and takes them from there.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def _held(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, Tensor 
 
 
 def _like(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor or parameter like a meta tensor, on a device, with every entry marked as unset."""
     data = torch.empty_like(tensor.detach(), device=device)
     if data.dtype != torch.bool:
         data.fill_(_unset(data.dtype))
@@ -190,12 +191,10 @@ class _Unread:
     """A model that ``from_pretrained`` built on the meta device and whose tensors are not read yet."""
 
     skeleton: nn.Module  # a copy of the model on the meta device
-    tensors: dict[
-        str, Tensor
-    ]  # the model's parameters and buffers by name; wrapping and cutting keep these objects
+    tensors: dict[str, Tensor]  # parameters and buffers by name; wrapping and cutting keep these objects
     versions: dict[str, int]  # the tensors' versions, which rise with every write
     files: list[str]  # paths of safetensors files
-    options: Any  # how to read them
+    options: Any  # transformers' options for reading the files
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # a copy of the model has no tensors to read

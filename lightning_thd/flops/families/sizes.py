@@ -90,8 +90,8 @@ class Sizes:
         return self.size(*names, default=4 * self.hidden)
 
 
-# Families whose config class computes the kind of every layer if the file does not list the kinds.
 _KINDS = ("layer_types", "layers_block_type")
+# Families whose config class computes the kind of every layer if the file does not list the kinds.
 _MIXED_LAYERS = (
     "gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text vaultgemma olmo3 olmo_hybrid cohere2 "
     "cohere2_moe exaone4 exaone_moe cwm granite_swa granitemoe_swa gpt_oss llama4_text dots1 mellum "
@@ -103,7 +103,7 @@ _MIXED_MLPS = "hy_v3 glm4_moe_lite axk1 glm_moe_dsa deepseek_v32 deepseek_v4 kim
 
 
 def completed(config: Any, known: Collection[str]) -> Any:
-    """Return a config with the kind of every layer."""
+    """Return a config that lists the kind of every layer; transformers' class completes other configs."""
     if not isinstance(config, Mapping):
         return config
     family = config.get("model_type")

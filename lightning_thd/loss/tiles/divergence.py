@@ -66,7 +66,7 @@ class Divergence:
 
 
 class Teacher:
-    """A teacher's hidden states and head, with the rows, columns and tiles of the student's."""
+    """A teacher's hidden states and head, with the rows, columns and tiles of the student's head."""
 
     def __init__(self, head: Head) -> None:
         self.stash = Stash(head)

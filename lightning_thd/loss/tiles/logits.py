@@ -64,7 +64,7 @@ class Settings:
     columns: int  # real columns on this rank; the others pad the vocabulary
     start: int  # vocabulary index of this rank's first column
     compute: torch.dtype  # dtype of the products' inputs
-    accumulator: torch.dtype  # dtype of their sums and of the results
+    accumulator: torch.dtype  # dtype of the products and of the results
     native: bool  # the CPU's bf16 instructions compute the products; gradients are rounded to bf16
     chunk: int | Literal["auto"]  # tokens of a tile, the caller's argument
     tp_group: dist.ProcessGroup | None  # ranks that share the vocabulary
@@ -128,7 +128,7 @@ class Head:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadGradients:
-    """Gradients of a head's operands; None for those that need none."""
+    """Gradients of a head's operands; None for an operand that needs none."""
 
     hidden: Tensor | None  # ``[R, H]``, in its own dtype if the outer loop is over rows, else in bias's dtype
     weight: Tensor | None  # ``[V, H]``, in its own dtype
@@ -144,7 +144,10 @@ class HeadGradients:
 
 
 class GradientSums:
-    """Accumulators of the operands' gradients; the operand of the outer loop is finished tile by tile."""
+    """Accumulators of the operands' gradients, for loops over tiles of rows and of columns.
+
+    If the outer loop is over rows, the gradient of hidden is finished tile by tile, else that of the weight.
+    """
 
     def __init__(self, head: Head, *, needs: Needs, rows_outside: bool) -> None:
         self.head, self.rows_outside = head, rows_outside
@@ -167,7 +170,7 @@ class GradientSums:
         self._blank = torch.empty_like if rows and how.columns else torch.zeros_like
 
     def open(self, outer: slice) -> None:
-        """Begin a tile of the outer loop, with a wide accumulator if its gradient is narrow."""
+        """Begin a tile of the outer loop; a gradient in a narrow dtype is summed in a wide tile."""
         total = self.hidden if self.rows_outside else self.weight
         if total is not None:
             wide, tile = self.head.how.accumulator, total[outer]

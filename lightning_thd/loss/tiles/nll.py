@@ -28,7 +28,7 @@ from lightning_thd.loss.tiles.softmax import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Penalties:
-    """Label smoothing and z-loss, which are added to the likelihood."""
+    """Label smoothing and z-loss, which are added to the negative log-likelihood."""
 
     label_smoothing: float = 0.0  # share of the target's mass that is spread over the vocabulary, 0 to 1
     # factor of lse squared, where lse is the log of the sum of a row's exponentiated logits

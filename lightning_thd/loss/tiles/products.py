@@ -1,12 +1,12 @@
-"""Two tiles -> their product in full precision, whatever the inputs are stored in.
+"""Two tiles -> their product in full precision, whatever the dtype of the inputs.
 
 Legend: c rows of a tile, v columns, k summed. A product rounded to bf16 is off by 0.06 at a logit of 20.
 Products that become results are therefore computed in fp32. CUDA's tensor cores return fp32; a CPU that
 multiplies bf16 natively adds two rounded parts; other devices widen the tiles first. Products that become
 gradients are rounded as the model's own products are.
 
-In fp32 on a CPU torch.mm calls MKL, which uses only AVX2 on processors not made by Intel; oneDNN uses
-AVX-512 on all of them. Measured on an AMD EPYC (Zen 5), one thread, 1024 x 1024 x 2048: 95 and 195 GFLOP/s.
+In fp32 on a CPU torch.mm calls MKL, which uses only AVX2 on processors not made by Intel; oneDNN uses AVX-512
+on all of them. Measured on an AMD EPYC (Zen 5), one thread, 1024 x 1024 x 2048: 95 against 195 GFLOP/s.
 torch.exp calls MKL too: it takes 0.69 ns per number, while a multiplication and exp2 take 0.24 ns.
 """
 
@@ -123,10 +123,10 @@ def accumulate(total: Tensor, a: Tensor, b: Tensor, compute: torch.dtype, *, fir
     if compute == total.dtype or (compute != torch.float16 and not a.is_cuda and not native):
         a, b = a.to(compute).to(total.dtype), b.to(compute).to(total.dtype)
         rows = max(1, _SUMMED // max(1, b.shape[1]) if a.device.type == "cpu" else a.shape[0])
-        for start in range(0, a.shape[0], rows):  # in parts: oneDNN returns a new tensor
+        for start in range(0, a.shape[0], rows):  # in parts, because oneDNN returns a new tensor
             part, large = total[start : start + rows], a.numel() * b.shape[1] >= _WORTH_A_KERNEL
             found = one_dnn_product(a[start : start + rows], b) if large else None
-            if found is None:  # not addmm_: torch counts no FLOPs in it
+            if found is None:  # not addmm_, in which torch counts no FLOPs
                 torch.addmm(part, a[start : start + rows], b, beta=0 if first else 1, out=part)
             elif first:
                 part.copy_(found)

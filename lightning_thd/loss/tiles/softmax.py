@@ -21,7 +21,7 @@ from lightning_thd.parallel.exchange import stacked
 LOWEST = -1e4
 # Rows of the statistics: largest logit m, sum e^(z-m), sum e^(z-m) (z-m), the target's z, sum z.
 MAX, SUM, WEIGHTED, TARGET, TOTAL = range(5)
-# Groups whose shards are known to be equal; accelerators read the sizes back once, the CPU in every call.
+# Groups whose shards are known to be equal. Sizes on an accelerator are read once, on the CPU in every call.
 _EQUAL_SHARDS: set[tuple[int, int]] = set()
 
 
@@ -81,7 +81,7 @@ class RowGradients:
 def logit_gradient(
     logit_map: LogitMap, z: Tensor, e: Tensor, targets: Tensor, lse: Tensor, wanted: RowGradients
 ) -> Tensor:
-    """Turn mapped logits ``z`` ``[c, v]`` into the gradient of the raw product, in ``z`` or the scratch."""
+    """Turn mapped logits ``z`` ``[c, v]`` into the gradient of the raw product, in ``z`` or ``e``."""
     factor = logit_map.scale / logit_map.temperature
     direct = (wanted.direct * factor)[:, None]
     capped = logit_map.softcap is not None

@@ -1,4 +1,4 @@
-"""Inputs of a recurrent layer on one rank's shard -> its output, with states passed from rank to rank.
+"""Inputs of a recurrent layer on one rank's shard -> the layer's output, with states passed between ranks.
 
 A stretch is a part of a sequence on one rank. All ranks run their stretches at the same time. Stretches that
 continue on another rank run first. One exchange sends their final states and their changes. From these each
@@ -8,7 +8,7 @@ The state decays by one number per head and slot (Mamba-2), or is multiplied by 
 Both are linear in the entering state. So a stretch can run before that state is known. Its output is the
 output without an entering state, plus a term that is computed from that state when it arrives.
 
-Legend: N slots of a shard, R rows, L slots of the longest, H heads, K and V sizes of the state.
+Legend: N slots of a shard, R rows, L slots of the longest row, H heads, K and V sizes of the state.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class DeltaRule:
         return out, state
 
     def span(self, inputs: Inputs) -> Spanned:
-        """Run rows before the entering state is known; an identity in the state becomes their change."""
+        """Run rows before the entering state is known; an identity matrix as a state becomes their change."""
         q, k, v, g, beta = inputs
         heads, keys, values = self.state_shape
         wide = torch.cat([v, v.new_zeros(*v.shape[:-1], keys)], dim=-1)
