@@ -21,7 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 
 from lightning_thd.flops.families.layers import active_share
 from lightning_thd.flops.families.sizes import Sizes
-from lightning_thd.flops.terms import Basis, Layer, Recompute, Term, matmul
+from lightning_thd.flops.terms import Layer, Recompute, Term, matmul
 
 # Wrappers of compile, FSDP, Fabric, checkpointing and PEFT's trained copies add these parts to the names.
 _WRAPPERS = re.compile(
@@ -294,15 +294,15 @@ def _has_weight(term: Term) -> bool:
 
 
 def _adapter_terms(layer: Layer, adapters: list[Weight], upstream: bool, first: float) -> Iterator[Term]:
+    """Yield the terms of a layer's low-rank adapters; ``first`` is the stage of its first trained weight."""
     if not adapters:
         return
-    basis: Basis = next(term.basis for term in layer.terms if _has_weight(term))
-    kind = next(term.kind for term in layer.terms if _has_weight(term))
+    like = next(term for term in layer.terms if _has_weight(term))
     for weight in adapters:
         # B's input is the output of A, which is trained; A's input is the input of the adapted layer
         reached = weight.adapter == "B" or upstream or first < weight.stage
         last = weight.adapter == "B" and weight.stage == 3
-        term = matmul(f"lora_{weight.adapter}", weight.macs, kind=kind, basis=basis, last=last)
+        term = matmul(f"lora_{weight.adapter}", weight.macs, kind=like.kind, basis=like.basis, last=last)
         yield replace(
             term,
             input_grad=term.input_grad if reached else 0,

@@ -96,21 +96,16 @@ def prepare(args: LossArgs) -> Prepared:
     if autocast:  # autocast does not cast fp64
         compute = wide if wide == torch.float64 else torch.get_autocast_dtype(hidden.device.type)
     targets, shape = args.targets.flatten().long(), args.targets.shape
-    kept: Tensor | None = None
-    picked: Tensor | None = None
     if type(args.ignore_index) is not int:
         whole_number(args.ignore_index, "ignore_index", least=None)
-    counts: Tensor | None
-    if args.rows is not None:
-        picked = _check_rows(args.rows, hidden)
-        shape, targets = picked.shape, targets[picked]
-        counts = targets != args.ignore_index
-    else:
+    if args.rows is None:
         known = args.loss_tokens if hidden.device.type in _WAITS else None
         kept, targets, counts = rows_with_target(targets, args.ignore_index, at_most=known)
-        picked = kept
-    if picked is not None:
-        hidden = hidden.index_select(0, picked)
+        hidden = hidden if kept is None else hidden.index_select(0, kept)
+    else:
+        chosen = _check_rows(args.rows, hidden)
+        hidden, targets, shape = hidden.index_select(0, chosen), targets[chosen], chosen.shape
+        kept, counts = None, targets != args.ignore_index
     _check_target_values(targets, counts, args.ignore_index, vocabulary)
     return Prepared(
         operands=(hidden, weight, args.bias),

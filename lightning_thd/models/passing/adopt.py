@@ -100,10 +100,6 @@ def _kernel_options(options: dict[str, Any], *, refused: tuple[str, ...]) -> dic
     return {name: value for name, value in options.items() if name not in (*_SET_HERE, *refused)}
 
 
-def _no_fused_path(*_: Any, **__: Any) -> None:
-    """Replace a kernel that fuses convolution and scan; None means that it is unavailable."""
-
-
 _SET_HERE: Final = (
     *("seq_idx", "cu_seqlens", "cu_seqlens_cpu", "cu_seq_lens_q"),
     *("return_final_states", "output_final_state"),
@@ -165,8 +161,10 @@ def _shard_aware(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         if running is None:
             return original(*args, **kwargs)
         running.called.append(name)
-        rules: dict[str, Callable[..., Any]] = {_CONVOLUTION: convolve_shard, _FUSED: _no_fused_path}
-        return (rules | _SCANS)[name](original, running.layout, *args, **kwargs)
+        if name == _FUSED:  # None means that the kernel, which fuses convolution and scan, is unavailable
+            return None
+        function: Callable[..., Any] = _SCANS.get(name, convolve_shard)
+        return function(original, running.layout, *args, **kwargs)
 
     on_shards._thd_shards = True  # type: ignore[attr-defined]
     if not hasattr(original, "__wrapped__"):  # mixers.py recognises transformers' version by __wrapped__
