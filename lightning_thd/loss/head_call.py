@@ -175,7 +175,7 @@ class HeadCall:
         STATE.scope, self._job = announced(batch, kwargs), job
         job.head.__dict__["forward"], inner.__dict__["forward"] = self.head_forward, self.forward
         try:
-            with nullcontext() if job.routers is None else job.routers.asked(inner, kwargs):
+            with nullcontext() if job.routers is None else job.routers.requested(inner, kwargs):
                 return model(**kwargs)
         finally:
             STATE.scope, self._job = before, None

@@ -62,7 +62,7 @@ class Routers:
     seen: Tensor | None = None  # the same sum, including this microbatch
 
     @contextlib.contextmanager
-    def asked(self, inner: Any, kwargs: dict[str, Any]) -> Generator[None]:
+    def requested(self, inner: Any, kwargs: dict[str, Any]) -> Generator[None]:
         """Request router logits, and switch off the model's own balancing loss, inside this context."""
         kwargs["output_router_logits"] = True
         module = module_of_loss(inner)
@@ -168,7 +168,7 @@ def routers_for(
             f"{what} needs batch.token_scale, the weight of the step's input tokens. Use THDDataModule, or "
             "pass token_scale to THDBatch.collate. See docs/reference/messages.md#experts."
         )
-    if balance != "microbatch" and not batch.token_scale:  # an evaluation: a collective could hang
+    if balance != "microbatch" and not batch.token_scale:  # an evaluation, in which collectives could hang
         wanted = None
     if wanted == "microbatch" and isinstance(batch, SharedBatch):
         raise ValueError(

@@ -117,7 +117,6 @@ class PackingLeakError(RuntimeError):
         if report.attention is None:  # not a transformers model
             remedy = "Let every layer stop at batch.cu_seqlens: call varlen_attention, read position_ids"
         super().__init__(
-            f"{report.model} {what}; the first module that does is "
-            f"{report.module or 'not a module of its own'}.\n{report}\n"
+            f"{report.model} {what}; the first wrong module is {report.module or 'unknown'}.\n{report}\n"
             f"{remedy}. See docs/reference/messages.md#leaks."
         )

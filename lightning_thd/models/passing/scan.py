@@ -134,10 +134,10 @@ class _Rows(NamedTuple):
     slots: Tensor
 
 
-class _ShardPlan(NamedTuple):
+class _Plan(NamedTuple):
     """A ``StatePlan``, which explains the fields of the same names, as index tensors on the device."""
 
-    plan: StatePlan
+    host: StatePlan  # the plan in numpy arrays
     whole: list[_Rows]  # whole sequences
     opening: list[_Rows]  # first stretches of sequences
     spanning: list[_Rows]  # stretches in the middle of sequences
@@ -151,24 +151,25 @@ class _ShardPlan(NamedTuple):
 
 def scan_shard(recurrence: Recurrence, inputs: Inputs, layout: ShardLayout) -> Tensor:
     """Run a recurrent layer on this rank's shard of a pack, with states of the other ranks; a collective."""
-    at = layout.once("states", lambda: _plan(layout))
+    plan = layout.once("states", lambda: _plan(layout))
     padded = tuple(torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for x in inputs)
     outputs: list[Tensor] = []
-    opened = [_run(recurrence, padded, rows, None, outputs) for rows in at.opening]
-    spanned = [recurrence.span(_gather(padded, rows)) for rows in at.spanning]
-    entering = _entering_states(recurrence, at, opened, spanned, inputs[0], layout)
-    num_spanning = sum(len(rows.members) for rows in at.spanning)  # their states come first in ``entering``
-    for rows, one in zip(at.spanning, spanned, strict=True):
+    opened = [_run(recurrence, padded, rows, None, outputs) for rows in plan.opening]
+    spanned = [recurrence.span(_gather(padded, rows)) for rows in plan.spanning]
+    entering = _entering_states(recurrence, plan, opened, spanned, inputs[0], layout)
+    num_spanning = sum(len(rows.members) for rows in plan.spanning)  # their states come first in entering
+    for rows, one in zip(plan.spanning, spanned, strict=True):
         read = one.read(entering.index_select(0, rows.members))
         outputs.append((one.out + read.to(one.out.dtype)).flatten(0, 1))
-    for rows in at.closing:
+    for rows in plan.closing:
         _run(recurrence, padded, rows, entering.index_select(0, rows.members + num_spanning), outputs)
-    for rows in at.whole:
+    for rows in plan.whole:
         _run(recurrence, padded, rows, None, outputs)
-    return keep_path(torch.cat(outputs).index_select(0, at.back), entering)
+    return keep_path(torch.cat(outputs).index_select(0, plan.back), entering)
 
 
 def _gather(padded: Inputs, rows: _Rows) -> Inputs:
+    """Gather the inputs of stretches as rows; slot N holds the zeros of padding."""
     flat = rows.slots.flatten()
     return tuple(x.index_select(0, flat).view(*rows.slots.shape, *x.shape[1:]) for x in padded)
 
@@ -184,31 +185,32 @@ def _run(
 
 def _entering_states(
     recurrence: Recurrence,
-    at: _ShardPlan,
+    plan: _Plan,
     opened: list[Tensor],
     spanned: list[Spanned],
     like: Tensor,
     layout: ShardLayout,
 ) -> Tensor:
     """Exchange states and changes, and return the states that enter this rank's stretches; a collective."""
-    kept = torch.float64 if like.dtype == torch.float64 else torch.float32  # also on ranks without stretches
-    none = like.new_zeros(0, dtype=kept)
-    left = [*_in_order(opened, at.opening), *_in_order([one.state for one in spanned], at.spanning)]
-    states = torch.cat([none.view(0, *recurrence.state_shape), *(x.to(kept) for x in left)])
-    changed = _in_order([one.change for one in spanned], at.spanning)
-    changes = torch.cat([none.view(0, *recurrence.change_shape), *(x.to(kept) for x in changed)])
-    if at.plan.moved.any():  # the same on every rank
-        received = _exchange(recurrence, at, states, changes, like, layout)
+    # Ranks without stretches need empty tensors of the same dtype.
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    empty = like.new_zeros(0, dtype=dtype)
+    left = [*_in_order(opened, plan.opening), *_in_order([one.state for one in spanned], plan.spanning)]
+    states = torch.cat([empty.view(0, *recurrence.state_shape), *(x.to(dtype) for x in left)])
+    changed = _in_order([one.change for one in spanned], plan.spanning)
+    changes = torch.cat([empty.view(0, *recurrence.change_shape), *(x.to(dtype) for x in changed)])
+    if plan.host.moved.any():  # the same on every rank
+        received = _exchange(recurrence, plan, states, changes, like, layout)
         states, changes = torch.cat([states, received[0]]), torch.cat([changes, received[1]])
     carried: list[Tensor] = []  # the states after each step along the sequences
     with torch.autocast(like.device.type, enabled=False):
-        for left_by, changed_by in at.steps:
+        for left_by, changed_by in plan.steps:
             state = states.index_select(0, left_by)
             if carried:
                 before = carried[-1][: len(left_by)]
                 state = state + recurrence.carry(changes.index_select(0, changed_by), before)
             carried.append(state)
-    return torch.cat([*carried, states[:0]]).index_select(0, at.entering)
+    return torch.cat([*carried, states[:0]]).index_select(0, plan.entering)
 
 
 def _in_order(found: list[Tensor], rows: Sequence[_Rows]) -> list[Tensor]:
@@ -220,16 +222,16 @@ def _in_order(found: list[Tensor], rows: Sequence[_Rows]) -> list[Tensor]:
 
 
 def _exchange(
-    recurrence: Recurrence, at: _ShardPlan, states: Tensor, changes: Tensor, like: Tensor, layout: ShardLayout
+    recurrence: Recurrence, plan: _Plan, states: Tensor, changes: Tensor, like: Tensor, layout: ShardLayout
 ) -> tuple[Tensor, Tensor]:
     """Send each rank its states and changes in one message, and return those received; a collective."""
     assert layout.group is not None
     parts = [
         torch.cat([states.index_select(0, s).flatten(), changes.index_select(0, c).flatten()])
-        for s, c in zip(at.send_states, at.send_changes, strict=True)
+        for s, c in zip(plan.send_states, plan.send_changes, strict=True)
     ]
     state, change = math.prod(recurrence.state_shape), math.prod(recurrence.change_shape)
-    counted = list(zip(at.plan.receive_states, at.plan.receive_changes, strict=True))
+    counted = list(zip(plan.host.receive_states, plan.host.receive_changes, strict=True))
     sizes = [states_of * state + changes_of * change for states_of, changes_of in counted]
     sent = keep_path(torch.cat(parts), like)  # so that all ranks run the exchange of backward, or none does
     received = exchange_rows(sent, [len(part) for part in parts], sizes, layout.group)
@@ -242,7 +244,7 @@ def _exchange(
     return torch.cat(found[0]), torch.cat(found[1])
 
 
-def _plan(layout: ShardLayout) -> _ShardPlan:
+def _plan(layout: ShardLayout) -> _Plan:
     plan, slots = plan_states(layout.padded_lengths, **layout.cut, rank=layout.rank), layout.local_slots
     kinds = [_group(kind, slots) for kind in (plan.opening, plan.spanning, plan.closing, plan.whole)]
     steps = [(step.states, step.changes) for step in plan.steps]
@@ -250,9 +252,7 @@ def _plan(layout: ShardLayout) -> _ShardPlan:
     sent = (*kinds, back, [*plan.send_states], [*plan.send_changes], steps, plan.entering)
     *groups, back, send_states, send_changes, steps, entering = layout.put(sent)
     opening, spanning, closing, whole = ([_Rows(*each) for each in kind] for kind in groups)
-    return _ShardPlan(
-        plan, whole, opening, spanning, closing, back, send_states, send_changes, steps, entering
-    )
+    return _Plan(plan, whole, opening, spanning, closing, back, send_states, send_changes, steps, entering)
 
 
 def _group(kind: Ints, slots: int) -> list[tuple[Ints, Ints]]:
