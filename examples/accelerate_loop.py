@@ -1,7 +1,7 @@
-"""An Accelerate loop on packs: python examples/accelerate_loop.py, or accelerate launch / torchrun around it.
+"""An Accelerate loop on packs. Run it with python examples/accelerate_loop.py, accelerate launch or torchrun.
 
-The same data and model as the quickstart, with Sequences(16): exactly 16 documents to a step, on any number
-of processes. MFU and tokens/s go to TensorBoard through accelerator.log.
+It uses the data and the model of the quickstart. With Sequences(16), every step has exactly 16 documents, on
+any number of processes. MFU and tokens/s go to TensorBoard through accelerator.log.
 """
 
 import argparse

@@ -1,10 +1,10 @@
 """Fine-tune on conversations: no conversation sees another, and the loss counts the assistant's words.
 
 python examples/chat_sft.py                     # questions about Python's own functions
-python examples/chat_sft.py --data chats.jsonl  # a line: {"messages": [{"role": ..., "content": ...}, ...]}
+python examples/chat_sft.py --data chats.jsonl  # lines of {"messages": [{"role": ..., "content": ...}, ...]}
 
-Any tokenizer with a chat template does: tokenizer="the name of an instruction-tuned model". Here a small one
-is trained, so that nothing has to be downloaded.
+Any tokenizer with a chat template works: tokenizer="the name of an instruction-tuned model". This script
+trains a small tokenizer, so that nothing has to be downloaded.
 """
 
 import argparse
@@ -27,7 +27,7 @@ TEMPLATE = (
 
 
 def make_chats() -> list[dict[str, list[dict[str, str]]]]:
-    """One conversation for every function of the standard library that has a docstring."""
+    """Make one conversation for every function of the standard library that has a docstring."""
     chats = []
     for source in stdlib_documents():
         node = ast.parse(source.lstrip()).body[0] if source.startswith("def ") else None

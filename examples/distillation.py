@@ -1,4 +1,4 @@
-"""A small model learns another one's predictions on packs, without the logits of either.
+"""A student model learns a teacher's predictions on packs, and neither model computes logits.
 
 python examples/distillation.py
 """
@@ -30,14 +30,14 @@ def main() -> None:
     for step in range(arguments.steps):
         batch = make_batch().to(device)
         with torch.no_grad(), bf16:
-            taught = teacher.model(**batch.hf_kwargs()).last_hidden_state[0]
+            teacher_hidden = teacher.model(**batch.hf_kwargs()).last_hidden_state[0]
         with bf16:
             hidden = student.model(**batch.hf_kwargs()).last_hidden_state[0]
             loss = fused_linear_distillation(
                 hidden,
                 student.lm_head.weight,
                 batch.targets,
-                teacher_hidden=taught,
+                teacher_hidden=teacher_hidden,
                 teacher_weight=teacher.lm_head.weight,
                 kind="jsd",
                 temperature=2.0,

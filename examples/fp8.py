@@ -1,6 +1,6 @@
 """Packed training in FP8: ``python examples/fp8.py`` rounds to FP8 and multiplies in fp32, on any machine.
 
-On a GPU from Ada on give ``--recipe current`` (Transformer Engine), or another recipe: see ``--help``.
+On an Ada GPU or newer, pass ``--recipe current`` (Transformer Engine) or another recipe: see ``--help``.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Module(L.LightningModule):
         self.losses: list[Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """The same code as in bf16."""
+        """Return the loss; the code is the same as in bf16."""
         loss = causal_lm_loss(self.model, batch)
         self.losses.append(loss.detach())
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Weights stay what they were: the optimizer may be made before or after the conversion."""
+        """Return AdamW; it may be made before or after the conversion, which keeps the weights."""
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 

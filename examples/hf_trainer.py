@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer on packs: python examples/hf_trainer.py, or torchrun around it."""
+"""Hugging Face's Trainer on packs. Run it with python examples/hf_trainer.py or torchrun."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""A state-space hybrid on packs: no document hands its state to the next, with or without fused kernels.
+"""A state-space hybrid on packs: no document passes its state to the next, with or without fused kernels.
 
 python examples/hybrid_mamba.py
 """

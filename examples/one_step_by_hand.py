@@ -1,4 +1,4 @@
-"""One training step by hand, without Lightning: every hop of a plain step, with its numbers.
+"""One training step by hand, without Lightning: every stage of a plain step, with its numbers.
 
 python examples/one_step_by_hand.py
 """
@@ -17,7 +17,7 @@ from lightning_thd.packing import PackPlanner
 def main() -> None:
     torch.manual_seed(0)
 
-    # 1. Open a source into a table of lengths and loss tokens. Every row is checked here, once.
+    # 1. Read a source into a table of lengths and loss tokens. Every row is checked here, once.
     texts = ["packed", "training", "of", "many", "short", "documents"]
     dataset = [{"input_ids": list(text.encode())} for text in texts]
     index = build_index(dataset)
@@ -42,38 +42,38 @@ def main() -> None:
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     batch = batch.to(model.device)
 
-    # 6. causal_lm_loss does hops 7 to 12. They follow one by one.
+    # 6. causal_lm_loss does the stages 7 to 12, which follow one by one.
     loss = causal_lm_loss(model, batch)
 
     # 7. Announce the batch to the layers; the head is left out, so no logits exist.
     with packed(batch):
-        # 8. The model's own forward runs. 9. Each layer finds the boundaries and its bound kernel.
+        # 8. The model's own forward runs. 9. Each layer finds the boundaries of the batch and its kernel.
         hidden = model.model(**batch.hf_kwargs()).last_hidden_state[0]
     print("8  hidden states    ", list(hidden.shape))
 
     # 10. What the kernel computes: attention inside every sequence, never across.
     q = k = v = torch.randn(len(batch.input_ids), 2, 8, device=model.device)
-    at, longest = batch.cu_seqlens, batch.max_seqlen
-    whole = varlen_attention(q, k, v, at, at, longest, longest)
+    offsets, longest = batch.cu_seqlens, batch.max_seqlen
+    whole = varlen_attention(q, k, v, offsets, offsets, longest, longest)
     first = slice(0, batch.lengths[0])
     part = torch.nn.functional.scaled_dot_product_attention(
         *(x[first].transpose(0, 1) for x in (q, k, v)), is_causal=True
     )
     print("10 attention differs ", f"{(whole[first] - part.transpose(0, 1)).abs().max():.0e}")
 
-    # 11. The fused loss: hidden states and the head's weight to a sum over targets, tile by tile.
+    # 11. The fused loss computes the sum over targets from hidden states and the head's weight, in tiles.
     summed = fused_linear_cross_entropy(hidden, model.lm_head.weight, batch.targets, reduction="sum")
 
-    # 12. Times the scale it is this microbatch's share. The mean over the microbatches is the step's loss.
+    # 12. The sum times the scale is this microbatch's share. The mean over microbatches is the step's loss.
     share = summed * batch.loss_scale
     print("12 loss             ", f"{share:.4f}, by causal_lm_loss {loss:.4f}")
     torch.testing.assert_close(share, loss)
 
-    # The oracle: every sequence of the pack on its own, with transformers' own attention and loss.
+    # The check: run every sequence of the pack separately, with transformers' attention and torch's loss.
     model.set_attn_implementation("eager")
-    alone = sum(one_sequence(model, texts[i]) for i in batch.sequence_ids)
-    print("   one at a time    ", f"{alone * batch.loss_scale:.4f}")
-    torch.testing.assert_close(share, alone * batch.loss_scale)
+    unpacked = sum(one_sequence(model, texts[i]) for i in batch.sequence_ids)
+    print("   one at a time    ", f"{unpacked * batch.loss_scale:.4f}")
+    torch.testing.assert_close(share, unpacked * batch.loss_scale)
 
     loss.backward()
     torch.optim.AdamW(model.parameters(), lr=1e-3).step()

@@ -1,4 +1,4 @@
-"""A transformer of your own, without transformers: varlen_attention is all that packing asks of it.
+"""Your own transformer, without the transformers library: packing only needs a call of varlen_attention.
 
 python examples/own_module.py
 """

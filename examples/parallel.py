@@ -26,7 +26,7 @@ from lightning_thd.strategies import THDModelParallelStrategy
 
 
 class LanguageModel(L.LightningModule):
-    """A model as for one process; the strategy shards it."""
+    """A model written for one process; the strategy shards it."""
 
     def configure_model(self) -> None:
         if hasattr(self, "model"):
@@ -81,8 +81,9 @@ def main() -> None:
     data = THDDataModule(StdlibText(max_bytes=512), capacity=2_048, global_batch=Sequences(32))
     trainer.fit(LanguageModel(), data)
     if trainer.is_global_zero:
-        loss, at = float(trainer.callback_metrics["train/loss"]), trainer.strategy.sizes
-        print(f"dp {at.data} x cp {at.context} x tp {at.tensor}: step {trainer.global_step}, loss {loss:.4f}")
+        loss, sizes = float(trainer.callback_metrics["train/loss"]), trainer.strategy.sizes
+        axes = f"dp {sizes.data} x cp {sizes.context} x tp {sizes.tensor}"
+        print(f"{axes}: step {trainer.global_step}, loss {loss:.4f}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ def make_pairs(pairs: int, columns: int) -> PackedRollouts:
     """Pack random prompts with two answers each: the chosen ones in the first half of the rows."""
     prompt = torch.randint(0, 256, (pairs, 4)).repeat(2, 1)
     ids = torch.cat([prompt, torch.randint(0, 256, (2 * pairs, columns - 4))], dim=1)
-    ids[:pairs, 4:] = ids[:pairs, 4:] // 2  # what makes an answer good here: small bytes
+    ids[:pairs, 4:] = ids[:pairs, 4:] // 2  # in this toy task, small bytes make an answer good
     lengths = torch.randint(8, columns + 1, (2 * pairs,))
     attention_mask = (torch.arange(columns) < lengths[:, None]).long()
     response_mask = attention_mask * (torch.arange(columns) >= 4)
@@ -47,7 +47,7 @@ def main() -> None:
         if step % 5 == 0 or step == arguments.steps - 1:  # item() waits for the device
             chosen, rejected = (logps - reference_logps).detach().chunk(2)
             right = (chosen > rejected).float().mean().item()
-            print(f"step {step}: loss {loss.item():.3f}, {right:.0%} of the pairs ordered as they should be")
+            print(f"step {step}: loss {loss.item():.3f}, {right:.0%} of the pairs in the right order")
 
 
 if __name__ == "__main__":

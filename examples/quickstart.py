@@ -1,6 +1,6 @@
 """Train a small Qwen3 on packed text: Python's standard library, or your own.
 
-python examples/quickstart.py --resume --steps 200               # go on from the last checkpoint
+python examples/quickstart.py --resume --steps 200               # continue from the last checkpoint
 python examples/quickstart.py --data my.jsonl --text-key text    # or a folder of text files
 python examples/quickstart.py --precision bf16-mixed --compile   # faster if the CPU multiplies bf16
 """
@@ -74,11 +74,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--data", help="a .jsonl file, a text file or a folder of text files")
     parser.add_argument("--text-key", default="text", help="the key of the text in a JSONL object")
-    parser.add_argument("--steps", type=int, default=100, help="of the whole run, a resumed one included")
+    parser.add_argument("--steps", type=int, default=100, help="of the whole run, also if it is resumed")
     parser.add_argument("--out", default="runs/quickstart")
-    parser.add_argument("--precision", default=fastest_precision(), help="that of the Trainer")
+    parser.add_argument("--precision", default=fastest_precision(), help="the Trainer's precision")
     parser.add_argument("--compile", action="store_true", help="compile the layers")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --out")
     args = parser.parse_args()
     if args.resume and not Path(args.out, "checkpoints", "last.ckpt").exists():
         parser.error(f"--resume: {args.out}/checkpoints holds no last.ckpt; one is written every 20 steps")

@@ -1,8 +1,8 @@
 """Train on packs under Ray Train: steps of exactly 16 sequences, on any number of workers.
 
-python examples/ray_train.py --workers 2             # the same command again goes on from the last checkpoint
-python examples/ray_train.py --workers 8 --least 4   # with fewer workers if there are no more
-python examples/ray_train.py --ray-data              # Ray Data reads; a restarted job reads from its start
+python examples/ray_train.py --workers 2             # run it again to continue from the last checkpoint
+python examples/ray_train.py --workers 8 --least 4   # on 4 to 8 workers, as many as there are
+python examples/ray_train.py --ray-data              # Ray Data reads; a restarted job reads from the start
 """
 
 import argparse
@@ -76,10 +76,10 @@ def train_on_a_worker(given: dict) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--least", type=int, help="go on with so many workers if there are no more")
+    parser.add_argument("--least", type=int, help="the fewest workers on which to train")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--ray-data", action="store_true", help="read by Ray Data")
-    parser.add_argument("--out", default="runs/ray", help="a second run here goes on from its checkpoint")
+    parser.add_argument("--out", default="runs/ray", help="a second run continues from the checkpoint here")
     args = parser.parse_args()
     ray.init(num_cpus=args.workers + 1, include_dashboard=False)  # in a cluster: ray.init()
     texts = [f"document {i} " * (1 + i % 20) for i in range(400)]

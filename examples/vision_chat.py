@@ -1,8 +1,8 @@
-"""Train a vision-language model on chats with images: a file, a processor, and a falling loss.
+"""Train a vision-language model on chats with images, from a file of chats and a processor.
 
 python examples/vision_chat.py
 
-It writes images, and chats about them. A small Llava and its processor need no download.
+The script writes images and chats about them. It builds a small Llava and its processor without a download.
 """
 
 import argparse
@@ -45,8 +45,8 @@ def main() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=signs, eos_token="</s>")
     tokenizer.add_tokens(["<user>", "<assistant>", "<image>"], special_tokens=True)
     images = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
-    how = {"patch_size": 14, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
-    processor = LlavaProcessor(images, tokenizer, chat_template=TEMPLATE, **how)
+    sizes = {"patch_size": 14, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
+    processor = LlavaProcessor(images, tokenizer, chat_template=TEMPLATE, **sizes)
     vision = {**LAYERS, "model_type": "clip_vision_model", "patch_size": 14, "image_size": 28}
     text = {**LAYERS, "model_type": "llama", "vocab_size": len(tokenizer)}
     config = LlavaConfig(vision_config=vision, text_config=text, image_token_id=processor.image_token_id)

@@ -1,9 +1,9 @@
-"""Train a vision-language model on packs: images and captions of varying size, none sees another.
+"""Train a vision-language model on packs of images with captions; no image or caption sees another's.
 
 python examples/vision_language.py
 
-The images are coloured squares on black, of any height and width; the caption says where. A small
-Qwen2.5-VL and its image processor are built from configs, so that nothing has to be downloaded.
+An image is a coloured square on black, of any height and width; its caption says where the square is. A
+small Qwen2.5-VL and its image processor are built from configs, so that nothing has to be downloaded.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A module -> the transformers models inside it and their configs; no other file searches for them."""
+"""A module -> the transformers models inside it and their configs; all other files search with these."""
 
 from __future__ import annotations
 
@@ -26,8 +26,13 @@ def unwrapped(model: Any, *, on_peft: Callable[[Any], None] | None = None) -> An
             return model
 
 
+def has_parameters(module: nn.Module) -> bool:
+    """Return whether a module or one of its submodules has parameters."""
+    return any(True for _ in module.parameters())
+
+
 def models_in(module: nn.Module | None) -> Iterator[tuple[str, Any]]:
-    """Yield path and module for every module with a transformers config, outer ones first."""
+    """Yield the path and the module of every module with a transformers config, outer modules first."""
     for name, child in module.named_modules() if module is not None else ():
         if hasattr(getattr(child, "config", None), "get_text_config"):
             yield name, child
@@ -35,10 +40,11 @@ def models_in(module: nn.Module | None) -> Iterator[tuple[str, Any]]:
 
 def outermost_models(module: nn.Module | None) -> dict[str, Any]:
     """Return the models that no other model holds, by path; the path of ``module`` itself is ""."""
-    found: dict[str, Any] = {}  # a config with a model_type is enough: FLOPs are counted without transformers
+    found: dict[str, Any] = {}
     for name, child in module.named_modules() if module is not None else ():
-        known = getattr(getattr(child, "config", None), "model_type", None)
-        if known and not any(outer == "" or name.startswith(f"{outer}.") for outer in found):
+        # Any config with a model_type counts, because FLOPs are counted without transformers, too.
+        model_type = getattr(getattr(child, "config", None), "model_type", None)
+        if model_type and not any(outer == "" or name.startswith(f"{outer}.") for outer in found):
             found[name] = child
     return found
 
@@ -46,7 +52,7 @@ def outermost_models(module: nn.Module | None) -> dict[str, Any]:
 def model_with_head(module: nn.Module) -> Any | None:
     """Return the outermost model that owns a language model's head, or None."""
     for _, child in models_in(module):
-        # PEFT's wrappers pass on the attributes of the model inside, but not those of its class.
+        # Look at the class: a PEFT wrapper has all attributes of the model inside, but its class does not.
         if hasattr(type(child), "get_output_embeddings") and isinstance(
             child.get_output_embeddings(), nn.Module
         ):
@@ -64,8 +70,8 @@ def text_config(config: Any) -> Any:
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
-# Attributes that hold the language model's config in other configs. ``get_text_config`` tries the same
-# names, but reads some twenty attributes and copies the config of an encoder-decoder.
+# The attributes in which a composite config holds the language model's config. ``get_text_config`` tries the
+# same names but is slower: it reads some twenty attributes and copies the config of an encoder-decoder.
 TEXT_CONFIGS = frozenset(("decoder", "generator", "text_config"))
 
 

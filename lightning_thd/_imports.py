@@ -7,7 +7,7 @@ import importlib.util
 from functools import cache
 from types import ModuleType
 
-_KERNELS = "pip install --no-build-isolation "  # builds such a package against the installed torch
+_BUILD = "pip install --no-build-isolation "  # compiles a package against the installed torch
 # Import names -> how to install them, if that is not ``pip install`` with the same name.
 _HINTS = {
     "transformers": "pip install 'lightning_thd[hf]'",
@@ -18,11 +18,11 @@ _HINTS = {
     "jsonargparse": "pip install 'lightning_thd[cli]'",
     "matplotlib": "pip install 'lightning_thd[plots]'",
     "torchao": "pip install 'lightning_thd[fp8]'",
-    "flash_attn": f"{_KERNELS}flash-attn",
+    "flash_attn": f"{_BUILD}flash-attn",
     "flash_attn_interface": "build the hopper folder of the flash-attention repository (flash-attn 3)",
-    "transformer_engine": f"{_KERNELS}'transformer-engine[pytorch]'",
-    "mamba_ssm": f"{_KERNELS}mamba-ssm",
-    "causal_conv1d": f"{_KERNELS}causal-conv1d",
+    "transformer_engine": f"{_BUILD}'transformer-engine[pytorch]'",
+    "mamba_ssm": f"{_BUILD}mamba-ssm",
+    "causal_conv1d": f"{_BUILD}causal-conv1d",
     "fla": "pip install flash-linear-attention",
 }
 
@@ -41,7 +41,7 @@ def trouble(name: str, install: str = "") -> str | None:
         if importlib.util.find_spec(top) is None:
             return f"{name} does not import here: {install}"
         importlib.import_module(name)
-    except Exception as err:  # a build for another ABI raises many kinds
+    except Exception as err:  # a build for another ABI raises exceptions of many classes
         line = f"{err}".partition("\n")[0]
         if isinstance(err, ModuleNotFoundError):  # a submodule or a dependency is missing
             return f"{name} does not import here ({line}): {install}"
@@ -63,10 +63,10 @@ def installed(name: str) -> bool:
 
 
 def require(name: str, *, feature: str) -> ModuleType:
-    """Import a module, or raise ModuleNotFoundError with the command that installs what a feature needs."""
+    """Import the module that a feature needs; if that fails, raise an error with the install command."""
     try:
         return importlib.import_module(name)
-    except Exception as err:  # a build for another ABI raises many kinds
+    except Exception as err:  # a build for another ABI raises exceptions of many classes
         raise ModuleNotFoundError(
             f"{feature} needs the package {name!r}, which does not import here ({err}). "
             f"Install it: {_hint(name)}."

@@ -15,7 +15,7 @@ from packaging.version import Version
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownBad:
-    """One combination of installed versions and device that is known to fail, and what to do about it."""
+    """One combination of installed versions and device that is known to fail, and how to avoid it."""
 
     feature: str  # the import name of the package that fails, or "graphs"
     versions: Mapping[str, str] = field(default_factory=dict)  # ranges by distribution; all must match
@@ -31,7 +31,7 @@ TABLE: tuple[KnownBad, ...] = (
         versions={"fla-core": ">=0", "triton": ">=3.4,<3.7.1"},
         without="tilelang",
         capability=9,
-        problem="flash-linear-attention refuses its gated backward, which is wrong here (its issue 640)",
+        problem="fla refuses its gated backward, which computes wrong numbers here (fla's issue 640)",
         instead="install triton>=3.7.1 or tilelang",
     ),
     KnownBad(
@@ -57,7 +57,7 @@ def known_problems(
     capability: int | None = None,
     version_of: Callable[[str], str | None] = installed_version,
 ) -> list[KnownBad]:
-    """Return the known-bad combinations of this machine, of one feature or of all."""
+    """Return the entries of ``TABLE`` that apply to this machine, for one feature or for all."""
     return [
         entry
         for entry in TABLE

@@ -33,10 +33,7 @@ PATCHES: Final[dict[str, Patch]] = {
         "models/announce.py",
     ),
     "masks": Patch("transformers.masking_utils._preprocess_mask_arguments", "models/masks.py"),
-    "mixers": Patch(
-        "forward of state-space, linear-attention and short-convolution layers",
-        "models/mixers.py",
-    ),
+    "mixers": Patch("forward of state-space, linear-attention and convolution layers", "models/mixers.py"),
     "mixer kernels": Patch(
         "causal_conv1d_fn, mamba2_chunk_scan and delta rules in transformers' modeling files",
         "models/passing/adopt.py",
@@ -50,10 +47,7 @@ PATCHES: Final[dict[str, Patch]] = {
         "forward of Qwen-VL's vision towers, is_flash_attention_requested in their modules, their attention",
         "models/towers.py",
     ),
-    "ropes": Patch(
-        "forward of rotary embeddings in models with longrope or dynamic ropes",
-        "models/positions.py",
-    ),
+    "ropes": Patch("forward of rotary embeddings with longrope or dynamic ropes", "models/positions.py"),
     "zero embeddings": Patch("forward of Gemma 3n's scaled word embeddings", "models/positions.py"),
     "classifiers": Patch("forward of ...ForSequenceClassification", "models/pooled_heads.py"),
     "postponed weights": Patch(
@@ -62,12 +56,10 @@ PATCHES: Final[dict[str, Patch]] = {
     ),
     "seeded weights": Patch("the functions of transformers.initialization, for a while", "models/weights.py"),
     "head call": Patch(
-        "forward of a model and of its head, on the objects, for a while",
-        "loss/head_call.py",
+        "forward of a model and of its head, on the objects, for a while", "loss/head_call.py"
     ),
     "experts' loss": Patch(
-        "transformers' load_balancing_loss_func in one modeling file, for a while",
-        "parallel/pipeline",
+        "transformers' load_balancing_loss_func in one modeling file, for a while", "parallel/pipeline"
     ),
     "cut layers": Patch(
         "forward of layers cut by tensor parallelism, sequence parallelism or pipelines, on the objects",
@@ -75,13 +67,11 @@ PATCHES: Final[dict[str, Patch]] = {
     ),
     "metrics": Patch("_forward_cache, _computed and process_group of torchmetrics' objects", "strategies"),
     "stage norms": Patch(
-        "torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype, for a while",
-        "strategies",
+        "torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype, for a while", "strategies"
     ),
     "pipeline logs": Patch("LightningModule.log on the object, for a while", "strategies"),
     "graphed step": Patch(
-        "training_step of a LightningModule and forward of a model, on the objects, for a while",
-        "cuda_graph",
+        "training_step of a LightningModule and forward of a model, on the objects, for a while", "cuda_graph"
     ),
     "guarded captures": Patch(
         "LightningModule._trainer, torch.get_rng_state and .set_rng_state, "
@@ -89,23 +79,22 @@ PATCHES: Final[dict[str, Patch]] = {
         "cuda_graph",
     ),
     "autocast on meta": Patch(
-        "torch.is_autocast_enabled and its kin, torch.amp.autocast_mode.is_autocast_available, for a while",
+        "torch's functions that read autocast, torch.amp.autocast_mode.is_autocast_available, for a while",
         "cuda_graph",
     ),
     "saving": Patch("Trainer.save_checkpoint on the object, for a while", "callbacks"),
     "rows as packs": Patch("forward of a TRL trainer's model, on the object", "integrations"),
     "resumed counters": Patch(
-        "counters of Lightning's loops; hooks of LightningDataModule, on the object",
-        "data",
+        "counters of Lightning's loops; hooks of LightningDataModule, on the object", "data"
     ),
     "worker info": Patch("torch.utils.data._utils.worker._worker_info, for a while", "data"),
 }
-# All that ``patch`` has replaced in this process: (row, "module.Class.name").
+# What ``patch`` has replaced in this process: (row, "module.Class.name").
 APPLIED: Final[set[tuple[str, str]]] = set()
 
 
 def patch(row: str, owner: Any, name: str, value: Any) -> None:
-    """Replace ``owner.name`` permanently, under a ``row`` of ``PATCHES``."""
+    """Replace the attribute ``name`` of a class or module permanently; ``row`` is its key in ``PATCHES``."""
     assert row in PATCHES, row
     path = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
     APPLIED.add((row, f"{path}.{name}"))

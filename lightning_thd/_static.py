@@ -1,4 +1,4 @@
-"""A context for recording a step; code asks this module whether it may read values of tensors."""
+"""A context in which a step is recorded for later batches; code inside must not read values of tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STATIC: ContextVar[bool] = ContextVar("lightning_thd_static_shapes", default=Fal
 
 @contextlib.contextmanager
 def static_shapes() -> Iterator[None]:
-    """Forbid reads of tensor values in this context, because a recorded step replays on other batches."""
+    """Forbid reads of tensor values in this context, because the recorded step replays on other batches."""
     token = STATIC.set(True)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The running call -> the line of the user's own code that made the call, for messages."""
+"""The call stack -> the innermost line in the user's code, for messages."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-# Code in installed packages, in the standard library and in this package is not the user's.
-_OTHERS = (
+# Files that start with these are not the user's.
+_NOT_THE_USERS = (
     sysconfig.get_path("purelib"),
     sysconfig.get_path("platlib"),
     sysconfig.get_path("stdlib"),
     str(Path(__file__).parent),
-    "<",
+    "<",  # code without a file, such as <frozen importlib>
 )
 _TYPED = ("<ipython", "<stdin", "<string")  # Python's file names for code from a prompt or a notebook
 
 
 def is_users(file: str) -> bool:
-    """Return whether a source file is the user's, not one of an installed package or of this one."""
-    return not (file.startswith(_OTHERS) or "site-packages" in file or "dist-packages" in file)
+    """Return whether a source file is the user's; installed packages and this package are not."""
+    return not (file.startswith(_NOT_THE_USERS) or "site-packages" in file or "dist-packages" in file)
 
 
 def calling_frame(wanted: Callable[[str], bool] = is_users) -> FrameType | None:
-    """Return the innermost running frame for whose file ``wanted`` returns True."""
+    """Return the innermost frame of the call stack with a ``wanted`` file, or None."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not wanted(frame.f_code.co_filename):
         frame = frame.f_back
@@ -37,13 +37,13 @@ def calling_frame(wanted: Callable[[str], bool] = is_users) -> FrameType | None:
 
 
 def user_line() -> str:
-    """Return the user's innermost running line, such as ``train.py:12: loss = model(x)``."""
+    """Return the innermost line of the user's code that runs, such as ``train.py:12: loss = model(x)``."""
     frame = calling_frame()
     return "an unknown line" if frame is None else described(frame.f_code.co_filename, frame.f_lineno)
 
 
 def described(file: str, number: int) -> str:
-    """Format a line for messages: file, number and text."""
+    """Format a source line for messages: file name, line number and text."""
     text = linecache.getline(file, number).strip()
     return f"{Path(file).name}:{number}: {text}" if text else f"{Path(file).name}:{number}"
 

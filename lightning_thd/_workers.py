@@ -7,15 +7,15 @@ from multiprocessing import util
 
 
 def end_with_parent(worker: int) -> None:
-    """End a worker with an unread queue if its parent was killed; this is a ``worker_init_fn``.
+    """Let a worker exit although its queue is unread, if its parent was killed (a ``worker_init_fn``).
 
-    A process waits at its end until another has read all that it sent. torch's workers notice a killed
-    parent, but would then wait for ever and keep all their memory.
+    A process that exits waits until its queues have been read. A worker of torch notices that its parent was
+    killed, but would then wait forever and keep its memory.
     """
-    # A queue's own finalizer, which waits, has the priority -5. Users' finalizers, above 0, run earlier.
-    util.Finalize(None, _end_if_alone, args=(os.getppid(),), exitpriority=-1)
+    # Finalizers run in descending priority: users' (above 0), this one, then the queue's, which waits (-5).
+    util.Finalize(None, _end_if_orphaned, args=(os.getppid(),), exitpriority=-1)
 
 
-def _end_if_alone(parent: int) -> None:
+def _end_if_orphaned(parent: int) -> None:
     if os.getppid() != parent:
         os._exit(1)

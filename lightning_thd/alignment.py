@@ -1,10 +1,10 @@
-"""A parallel layout and an FP8 recipe -> the multiples for lengths and totals, and the padded numbers.
+"""A parallel layout and an FP8 recipe -> the multiples to which sequences and packs are padded.
 
-Kernels check the slots of one rank, not those of the pack. Before sequence parallelism gathers the slots,
-a rank has T / (cp x tp) of them; afterwards it has T / cp. Padding every sequence for all these checks wastes
-up to 10 % of a pack of chats. So sequences are padded only for context parallelism, and the whole pack is
-padded once for everything else. This wastes 1 to 3 % (python -m benchmarks.segments prints both). The
-padding at the end of a pack is a sequence of its own, so no token attends to it.
+Kernels check the number of slots on one rank. Of a pack's T slots, a rank has T / (cp x tp) before sequence
+parallelism gathers them, and T / cp afterwards. Padding every sequence for all these checks wastes up to 10 %
+of a pack of chats. So sequences are padded only for context parallelism, and the whole pack is padded once
+for everything else. This wastes 1 to 3 % (python -m benchmarks.segments prints both). The padding at the end
+of a pack is a separate sequence, so no token attends to it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Recipe = Literal["tensorwise", "blockwise", "mxfp8", "nvfp4"]
 Layout = Literal["dual_chunk", "contiguous", "striped", "mixed"]
 
 
-# The slots of one rank must be a multiple of these numbers, for any cp and tp. Transformer Engine (main,
-# 2026) and torch 2.13 check them on the rows of an input, before sequence parallelism gathers them, and on
-# the inner dimension of a weight gradient. Rules for feature dimensions depend on the model's sizes only.
+# The number of slots on one rank must be a multiple of these numbers. Transformer Engine (main, 2026) and
+# torch 2.13 check this for the rows of an input, before sequence parallelism gathers them, and for the inner
+# dimension of a weight gradient. Their rules for feature dimensions concern only the model's sizes.
 TOKEN_MULTIPLE: dict[Recipe, int] = {
     "tensorwise": 16,  # CanonicalizeGemmInput, for delayed and current scaling; torch._scaled_mm for torchao
     "blockwise": 128,  # one scale for 128 slots: Float8BlockQuantizer.is_quantizable
@@ -47,7 +47,8 @@ class Alignment:
             object.__setattr__(self, name, number)
         if self.total_multiple % self.sequence_multiple:
             raise ValueError(
-                f"{self}: the total must be a multiple of sequence_multiple, or the trailing pad is none. "
+                f"{self}: total_multiple must be a multiple of sequence_multiple, because the padding of a "
+                "pack is a sequence too. "
                 f"Use total_multiple={math.lcm(self.sequence_multiple, self.total_multiple)}."
             )
 
@@ -102,6 +103,6 @@ class Alignment:
         slots = whole_number(slots, "slots")
         if slots % self.total_multiple:
             raise ValueError(
-                f"A pack has {slots} slots; wanted a multiple of {self.total_multiple}, as THDBatch.collate "
-                f"pads with align= and THDDataModule by itself. Use {self.padded_total(slots)} slots."
+                f"A pack has {slots} slots; wanted a multiple of {self.total_multiple}. THDDataModule pads "
+                f"packs itself; else pass align= to THDBatch.collate. Use {self.padded_total(slots)} slots."
             )

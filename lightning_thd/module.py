@@ -25,10 +25,7 @@ ATTENTION = "thd"
 
 
 def adamw(
-    groups: Iterable[Tensor] | Iterable[dict[str, Any]],
-    *,
-    lr: float,
-    betas: tuple[float, float],
+    groups: Iterable[Tensor] | Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float]
 ) -> torch.optim.AdamW:
     """Build AdamW; it is fused if all parameters are unsharded floats on a CPU or CUDA device."""
     given: list[Any] = list(groups)
@@ -52,7 +49,7 @@ def warmup_and_cosine(step: int, *, steps: int, warmup_fraction: float, final: f
     return final + (1 - final) * (1 + math.cos(math.pi * passed)) / 2
 
 
-_MISSPELT = 0.93  # similarity of two names from which one counts as a misspelling of the other
+_MISSPELT = 0.93  # if difflib finds two names at least this similar, one is a misspelling of the other
 
 
 def _may_fuse(parameter: Tensor) -> bool:
@@ -61,15 +58,15 @@ def _may_fuse(parameter: Tensor) -> bool:
 
 
 def _refuse_misspelt(arguments: Iterable[str], make: Callable[[], Any]) -> None:
-    """Refuse unknown config arguments with names like known ones, because a config accepts any name."""
+    """Refuse arguments whose names resemble known ones, because a config silently accepts any name."""
     try:
         default = make()
     except Exception:  # a few configs cannot be made without arguments
         return
     known = {name.lstrip("_") for name in (*default.to_dict(), *vars(default), *default.attribute_map)}
     for name in arguments:
-        read = name.lstrip("_") in known or hasattr(type(default), name)
-        if not read and (meant := get_close_matches(name, known, 1, _MISSPELT)):
+        is_known = name.lstrip("_") in known or hasattr(type(default), name)
+        if not is_known and (meant := get_close_matches(name, known, 1, _MISSPELT)):
             raise ValueError(
                 f"config holds {name!r}, which {type(default).__name__} does not read; did you mean "
                 f"{meant[0]!r}?"
@@ -89,17 +86,17 @@ class CausalLMModule(L.LightningModule):
             dtype. A saved model is loaded in the dtype of the Trainer's precision (fp32 for ``"32-true"`` and
             ``"bf16-mixed"``), whatever dtype it was saved in.
         config: arguments of a Hugging Face config, with ``model_type``, instead of ``model``; weights are
-            initialised in the same dtype.
+            initialised in the dtype of the Trainer's precision.
         lr: peak learning rate.
         weight_decay: weight decay of AdamW for matrices; vectors are not decayed.
         betas: betas of AdamW.
-        warmup_fraction: share of all steps in which the rate rises from 0.
-        final_lr_fraction: share of ``lr`` that is left at the last step.
-        compile: ``layers`` compiles the model's layers with torch.compile; ``off`` runs eagerly. One graph
-            serves all layers and packs of any size. The first step compiles it in some ten seconds on a CPU,
-            or reads it from torch's cache on disk if an earlier run compiled it.
+        warmup_fraction: share of all steps in which the learning rate rises from 0.
+        final_lr_fraction: the learning rate of the last step, as a share of ``lr``.
+        compile: ``layers`` compiles the model's layers with torch.compile; ``off`` runs eagerly. One compiled
+            graph serves all layers and packs of any size. Compiling it takes some ten seconds on a CPU in the
+            first step; later runs read it from torch's cache on disk.
         router_balance: the tokens over which experts are balanced, see ``causal_lm_loss``. Evaluation losses
-            leave out the balancing losses "sequence" and "step".
+            do not contain the balancing losses "sequence" and "step".
 
     Raises:
         ValueError: if not exactly one of ``model`` and ``config`` is given, or an argument is invalid.
@@ -151,7 +148,7 @@ class CausalLMModule(L.LightningModule):
         self.save_hyperparameters({**named, **rates, **options}, logger=False)
 
     def configure_model(self) -> None:
-        """Build the model when the strategy calls for it, on its device and in its dtype."""
+        """Build the model; the strategy has set the default device and dtype when it calls this hook."""
         if self.model is None:
             self.model = self._build()
             self.model.train()
@@ -185,8 +182,9 @@ class CausalLMModule(L.LightningModule):
     def _log_loss(self, stage: str, batch: THDBatch, batch_idx: int, dataloader_idx: int) -> None:
         if batch_idx == dataloader_idx == 0:
             self._losses.clear()  # an interrupted evaluation leaves losses behind
-        without = batch.replace(token_scale=0.0) if self.router_balance != "microbatch" else batch
-        loss = causal_lm_loss(self._built, without, router_balance=self.router_balance)
+        if self.router_balance != "microbatch":
+            batch = batch.replace(token_scale=0.0)  # leaves out the balancing loss
+        loss = causal_lm_loss(self._built, batch, router_balance=self.router_balance)
         names = getattr(getattr(self.trainer, "datamodule", None), "set_names", {}).get(stage)
         if not names:
             self.log(f"{stage}/loss", loss, prog_bar=stage == "val", on_epoch=True, sync_dist=True)
@@ -197,15 +195,15 @@ class CausalLMModule(L.LightningModule):
         self._losses.append((loss.detach() * weight, weight))
 
     def _log_mean(self, stage: str) -> None:
-        """Log one mean over several loaders and all ranks, because Lightning has no such mean."""
+        """Log one mean over several loaders and all ranks, because Lightning cannot compute it."""
         if not self._losses:
             return
         total = sum(weight for _, weight in self._losses)
         mean = torch.stack([loss for loss, _ in self._losses]).sum() / (total or 1.0)
         self._losses.clear()
-        # Lightning's mean over ranks is rounded down if the weights are integers. With floats it is exact.
-        weight: Any = total
-        self.log(f"{stage}/loss", mean, prog_bar=stage == "val", batch_size=weight, sync_dist=True)
+        # With integer weights, Lightning rounds the mean over ranks down; with floats it is exact.
+        batch_size: Any = total
+        self.log(f"{stage}/loss", mean, prog_bar=stage == "val", batch_size=batch_size, sync_dist=True)
 
     def predict_step(
         self, batch: THDBatch, batch_idx: int, dataloader_idx: int = 0
@@ -225,9 +223,8 @@ class CausalLMModule(L.LightningModule):
         steps = self.trainer.estimated_stepping_batches
         if math.isinf(steps):
             raise MisconfigurationException(
-                "CausalLMModule lets its rate fall over all steps, but neither max_steps nor max_epochs of "
-                "the Trainer says how many there are (a stream has no length). Set max_steps=, or override "
-                "configure_optimizers."
+                "CausalLMModule decays its learning rate over all steps, but the Trainer does not know their "
+                "number (a stream has no length). Set max_steps=, or override configure_optimizers."
             )
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer,
@@ -251,7 +248,7 @@ class CausalLMModule(L.LightningModule):
             return self._make()
         transformers = require("transformers", feature="CausalLMModule with a config or a path")
         auto = transformers.AutoModelForCausalLM
-        # Load in the Trainer's precision: else "32-true" would train weights saved in bf16 in bf16.
+        # Load in the Trainer's precision: else weights saved in bf16 would train in bf16 under "32-true".
         options = {"attn_implementation": ATTENTION, "dtype": torch.get_default_dtype()}
         if isinstance(self._make, str):
             return cast("nn.Module", auto.from_pretrained(self._make, **options))

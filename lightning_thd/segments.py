@@ -2,11 +2,11 @@
 
 Legend: T slots in a row, M = max_segments. Ids count from 1, and 0 is padding.
 
-Every slot gets an order number. A query sees a key of its own id if the query's number is at least the key's.
-So a query sees some key if its number is at least the lowest one of the id's keys. A key is seen if its
-number is at most the highest one of the id's queries. One minimum and one maximum per id replace the T x T
-mask. Ids may be in any order, in several runs, with padding between them, on one side only, or cut for
-context parallelism (striped, dual-chunk, contiguous).
+Every slot gets an order number. A query sees a key of its id if the query's number is at least the key's.
+So a query sees some key if its number is at least the lowest number of the id's keys. A key is seen if its
+number is at most the highest number of the id's queries. One minimum and one maximum per id replace the T x T
+mask. Ids may be in any order, in several runs, with padding between them, among the queries or keys only, or
+cut for context parallelism (striped, dual-chunk, contiguous).
 """
 
 from __future__ import annotations
@@ -39,20 +39,14 @@ class SegmentLayout(NamedTuple):
 
 @torch.no_grad()
 def seqlens_offsets(
-    ids_q: Ints,
-    ids_kv: Ints,
-    pos_q: Ints | None,
-    pos_kv: Ints | None,
-    *,
-    mask: MaskFamily,
-    max_segments: int,
+    ids_q: Ints, ids_kv: Ints, pos_q: Ints | None, pos_kv: Ints | None, *, mask: MaskFamily, max_segments: int
 ) -> SegmentLayout:
     """Compute lengths and offsets of the segments that attention visits, without reading the device.
 
     Args:
         ids_q: int32 or int64 ``[..., Tq]``, in ``[0, max_segments]``.
-        ids_kv: the same for keys, ``[..., Tkv]``. If both sides are the same tensor objects, the work is
-            done once.
+        ids_kv: the same for keys, ``[..., Tkv]``. If the ids and positions of both sides are the same
+            objects, they are processed once.
         pos_q: positions inside the segments, in the shape of ``ids_q``; not used with "padding".
         pos_kv: the same for keys.
         mask: "causal" lets a query see keys up to its position; "causal_bottom_right" counts positions from
@@ -72,11 +66,15 @@ def seqlens_offsets(
     same = ids_q is ids_kv and pos_q is pos_kv
     ids_q, pos_q = _check_side(ids_q, pos_q, mask, max_segments, "q")
     if same:
-        # Every slot sees itself, so the mask hides no slot completely.
+        # Every slot sees itself, so all queries see a key, and all keys are seen.
         lengths, offsets, starts = _describe(ids_q, max_segments)
         return SegmentLayout(lengths, lengths, offsets, offsets, starts, starts)
     ids_kv, pos_kv = _check_side(ids_kv, pos_kv, mask, max_segments, "kv")
-    _check_batch(ids_q, ids_kv)
+    if ids_q.shape[:-1] != ids_kv.shape[:-1] or ids_q.device != ids_kv.device:
+        raise ValueError(
+            f"ids_q is {list(ids_q.shape)} on {ids_q.device} and ids_kv {list(ids_kv.shape)} on "
+            f"{ids_kv.device}; wanted the same batch dimensions and device. Expand or move one of them."
+        )
     keys_q, keys_kv = _keys(ids_q, pos_q, mask), _keys(ids_kv, pos_kv, mask)
     lowest_kv = _reduce(ids_kv, keys_kv, max_segments, "amin")
     highest_q = _reduce(ids_q, keys_q, max_segments, "amax")
@@ -105,14 +103,14 @@ def _run_lengths(ids: Tensor) -> Tensor:
 
 
 def _run_starts(ids: Tensor) -> Tensor:
-    """Mark the slots whose id differs from the one before; the first slot starts a run."""
+    """Mark the first slot, and every slot whose id differs from the id of the slot before."""
     starts = torch.ones(ids.shape, dtype=torch.bool, device=ids.device)
     starts[..., 1:] = ids[..., 1:] != ids[..., :-1]
     return starts
 
 
 def _reduce(ids: Tensor, keys: Tensor, max_segments: int, reduce: Literal["amin", "amax"]) -> Tensor:
-    """Return the lowest or highest order number per id; for absent ids, a bound that no number reaches."""
+    """Return the lowest or highest order number per id; for absent ids and id 0, the dtype's limit."""
     limits = torch.iinfo(keys.dtype)
     unreachable = limits.max if reduce == "amin" else limits.min
     bounds = keys.new_full((*ids.shape[:-1], max_segments + 1), unreachable)
@@ -174,11 +172,3 @@ def _check_side(
             "from 1."
         )
     return ids, pos
-
-
-def _check_batch(ids_q: Tensor, ids_kv: Tensor) -> None:
-    if ids_q.shape[:-1] != ids_kv.shape[:-1] or ids_q.device != ids_kv.device:
-        raise ValueError(
-            f"ids_q is {list(ids_q.shape)} on {ids_q.device} and ids_kv {list(ids_kv.shape)} on "
-            f"{ids_kv.device}; wanted the same batch dimensions and device. Expand or move one of them."
-        )

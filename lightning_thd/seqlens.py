@@ -1,11 +1,11 @@
-"""Sequence lengths in any form (lengths, cu_seqlens, ...) -> another form, in O(T + S), without device reads.
+"""Lengths, cu_seqlens, position ids or sequence numbers -> another of these forms, in time O(T + S).
 
 Legend: T slots in a pack, S sequences. ``cu_seqlens`` is int32 ``[S + 1]``, starts at 0, never decreases.
 
-Sizes that depend on data (T, S) are arguments. So every function runs on a GPU without waiting for it, on the
-meta device and inside ``torch.compile(fullgraph=True)``. Values are checked only in lists, numpy arrays and
-CPU tensors, which are cheap to read. Only ``check_cu_seqlens``, and ``pad_cu_seqlens`` without lengths, read
-from a device. Every function also accepts lists and arrays instead of tensors.
+T and S are arguments where they cannot be read from shapes. So the host never waits for a GPU, and every
+function runs on the meta device and inside ``torch.compile(fullgraph=True)``. Only ``check_cu_seqlens``, and
+``pad_cu_seqlens`` without lengths, read from a device. Values are checked only in lists, numpy arrays and CPU
+tensors, which are cheap to read. Every function accepts lists and arrays as well as tensors.
 """
 
 from __future__ import annotations
@@ -129,15 +129,15 @@ def pad_cu_seqlens(
     """Pad offsets with dummy sequences to a fixed number of sequences and slots, as a CUDA graph needs.
 
     Offsets up to the last real token stay. Dummy sequences of equal length fill the tail up to ``total``.
-    They use as many spare entries as possible, which is cheapest for attention; then ``total`` repeats. If
-    offsets come with and without padding, both get the same tail, each to its own total.
+    There are as many dummies as entries are spare, because many short sequences are cheapest for attention.
+    If the tail is shorter, the last entries repeat ``total``.
 
     Args:
         cu_seqlens: int32 ``[S + 1]``. Empty sequences at its end are dropped.
         num_sequences: number of sequences of the result, known on the host.
         total: number of slots T of the result, known on the host.
         max_seqlen: the longest sequence that the kernel allows, in tokens; None means no limit.
-        lengths: the S lengths on the host, with which a device tensor need not be read.
+        lengths: the S lengths on the host; with them, a tensor on a device is not read.
 
     Returns:
         int32 ``[num_sequences + 1]`` on the same device. ``([0, 3, 5], 4, 9)`` becomes ``[0, 3, 5, 7, 9]``,
@@ -162,8 +162,8 @@ def pad_cu_seqlens(
     if max_seqlen is not None and max(step, *known, 0) > _count(max_seqlen, "max_seqlen"):
         raise ValueError(
             f"A sequence has {max(known, default=0)} tokens, and a tail of {tail} slots over {spare} spare "
-            f"sequences makes them {step} long, but max_seqlen={max_seqlen}. Use a bucket of longer "
-            "max_seqlen, of more sequences or of fewer slots."
+            f"sequences makes them {step} long, but max_seqlen={max_seqlen}. Use a bucket with a larger "
+            "max_seqlen, with more sequences or with fewer slots."
         )
     ends = torch.arange(1, spare + 1, device=cu_seqlens.device) * step + used
     return torch.cat([cu_seqlens[: kept + 1], ends.clamp(max=total).to(torch.int32)])
@@ -184,7 +184,7 @@ def check_cu_seqlens(cu_seqlens: Ints, total: int) -> None:
 
 
 def host_values(tensor: Tensor) -> npt.NDArray[np.integer] | None:
-    """Return the values of a plain CPU tensor; None for other tensors, and while code is traced."""
+    """Return the values of a plain CPU tensor; None for other tensors, or while code is traced."""
     if torch.compiler.is_compiling() or type(tensor) is not Tensor or tensor.device.type != "cpu":
         return None
     if shapes_are_static():  # a recorded step must not depend on the values of its first batch
@@ -208,7 +208,7 @@ def _count(count: Any, name: str) -> int:
 
 
 def _offsets(cu_seqlens: Any, total: int | None) -> Tensor:
-    """Return offsets as an int32 tensor; a list or array of any integers becomes one on the CPU."""
+    """Return checked offsets as an int32 tensor; lists and arrays of any integers become CPU tensors."""
     if not isinstance(cu_seqlens, Tensor):
         found = int_tensor(cu_seqlens, "cu_seqlens")
         if not torch.compiler.is_compiling() and found.numel() and int(found.max()) > INT32_MAX:
@@ -236,7 +236,7 @@ def _check_offsets(host: npt.NDArray[np.integer], total: int | None) -> None:
         i = int(falls[0])
         raise ValueError(
             f"cu_seqlens decreases from {host[i]} to {host[i + 1]} at entry {i + 1}; wanted offsets that "
-            "never decrease. Were lengths passed, or a sum past int32? Call cu_seqlens_from_lengths(lengths)."
+            "never decrease. Are they lengths, or did a sum overflow? Call cu_seqlens_from_lengths(lengths)."
         )
     if total is not None and host[-1] != total:
         raise ValueError(
@@ -276,7 +276,7 @@ def _check_position_ids(host: npt.NDArray[np.integer], num_sequences: int) -> No
 
 
 def _host_lengths(cu_seqlens: Tensor, lengths: Sequence[int] | None) -> list[int]:
-    """Return lengths as plain ints, which torch.compile treats as constants."""
+    """Return the lengths between offsets as plain ints, which torch.compile treats as constants."""
     if lengths is None:
         if cu_seqlens.device.type == "meta":
             raise ValueError("cu_seqlens is on the meta device, which holds no values. Pass lengths=.")

@@ -1,7 +1,7 @@
 """Sequence lengths or cu_seqlens on the host -> SeqStats, the counts of a batch as host integers.
 
 FLOPs are linear in these integers. So the counts of microbatches, steps and ranks are added first, and
-``flops.FlopsModel`` converts the sum to FLOPs once. This module makes no tensors and reads no device.
+``flops.FlopsModel`` converts the sum to FLOPs once. This module makes no tensors.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
     "window_pairs",
 ]
 
-_NO_PICTURES: tuple[int, int, tuple[tuple[int, int], ...]] = (0, 0, ())  # the result of ``_vision`` for text
+_NO_PICTURES: tuple[int, int, tuple[tuple[int, int], ...]] = (0, 0, ())  # what ``_vision`` returns for text
 _LARGEST = 2**62  # tokens of a window; more would overflow int64 in the sums below
 
 
@@ -47,7 +47,7 @@ class Chunk:
     size: int  # tokens in a chunk; ``Chunk(4)`` lets token 5 of a sequence see tokens 4 and 5
 
     def __post_init__(self) -> None:
-        whole_number(self.size, "Chunk.size", least=1, most=_LARGEST, advice="It is the tokens of a chunk.")
+        whole_number(self.size, "Chunk.size", least=1, most=_LARGEST, advice="Pass the tokens of a chunk.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,11 @@ class Blocks:
     A query sees the blocks that end at its own token or before, but at most ``most`` of them.
     """
 
-    size: int  # tokens in a block; with ``Blocks(4)`` tokens 0 to 2 of a sequence see no key, 3 to 6 one key
+    size: int  # tokens in a block; with ``Blocks(4)``, tokens 0 to 2 of a sequence see no key, 3 to 6 one key
     most: int | None = None  # the largest number of keys that a query sees; None means all
 
     def __post_init__(self) -> None:
-        whole_number(self.size, "Blocks.size", least=1, most=_LARGEST, advice="It is the tokens of a block.")
+        whole_number(self.size, "Blocks.size", least=1, most=_LARGEST, advice="Pass the tokens of a block.")
         if self.most is not None:
             whole_number(self.most, "Blocks.most", least=1, most=_LARGEST, advice="None means all of them.")
 
@@ -73,7 +73,7 @@ Window: TypeAlias = int | Chunk | Blocks
 class Vision:
     """The sizes of a model's vision tower that are needed to count images."""
 
-    windows: tuple[int, ...] = ()  # edge lengths of its attention windows, in patches
+    windows: tuple[int, ...] = ()  # edge lengths of the tower's attention windows, in patches
     patch: int | None = None  # edge length of a patch in pixels, for images without a grid; None if unknown
 
 
@@ -90,12 +90,12 @@ class SeqStats:
         sequences: sequences of at least one token.
         sum_squares: sum of the squared lengths.
         window_pairs: per window, the (query, key) pairs of causal attention: sum of min(i + 1, window).
-        cross_tokens: tokens of the other side, from which cross-attention gets keys and values.
-        cross_pairs: sum of length x other length.
+        cross_tokens: tokens, such as an encoder's, from which cross-attention gets keys and values.
+        cross_pairs: sum over sequences of their length x their cross tokens.
         vision_patches: patches of all images and video frames.
         vision_squares: sum over frames of the squared number of patches.
         vision_window_pairs: per window edge (in patches), the sum over windows of squared patches.
-        shared_tokens: tokens that are not computed again, because another sequence has the same prefix.
+        shared_tokens: tokens that are not computed, because another sequence has the same prefix.
     """
 
     real_tokens: int = 0
@@ -142,21 +142,21 @@ class SeqStats:
             video_grid_thw: the same for each video.
             vision_windows: window edges of the vision tower, in patches (``FlopsModel.vision_windows``).
             prefix_lengths: per sequence, the number of first tokens that another sequence computes
-                (``batch.prefixes.prefix_lengths``); their tokens, squares and pairs are not counted again.
+                (``batch.prefixes.prefix_lengths``); their tokens, squares and pairs are left out.
 
         Returns:
             ``([3, 5], windows=(2,))`` gives 8 tokens, 34 squares and 5 + 9 = 14 pairs of window 2.
         """
         lengths = _lengths(lengths)
-        before, shared = lengths[:0], 0
+        prefixes, shared = lengths[:0], 0
         if prefix_lengths is not None:
-            before = _lengths(prefix_lengths)
-            if before.shape != lengths.shape or (before > lengths).any():
+            prefixes = _lengths(prefix_lengths)
+            if prefixes.shape != lengths.shape or (prefixes > lengths).any():
                 raise ValueError(
-                    f"prefix_lengths {_short(before.tolist())} do not fit lengths "
+                    f"prefix_lengths {_short(prefixes.tolist())} do not fit lengths "
                     f"{_short(lengths.tolist())}. Pass one for each sequence, at most its length."
                 )
-            shared = int(before.sum())
+            shared = int(prefixes.sum())
         real_tokens, sequences = int(lengths.sum()) - shared, int(np.count_nonzero(lengths))
         slots = real_tokens if slots is None else slots
         loss_tokens = real_tokens + shared - sequences if loss_tokens is None else loss_tokens
@@ -165,7 +165,7 @@ class SeqStats:
             loss_tokens = whole_number(loss_tokens, "loss_tokens", least=None)
         if slots < real_tokens:
             raise ValueError(
-                f"slots={slots} is less than the {real_tokens} real tokens. Leave it out if none is padded."
+                f"slots={slots} is less than the {real_tokens} real tokens. Leave it out without padding."
             )
         if not 0 <= loss_tokens <= slots + shared:
             raise ValueError(
@@ -180,9 +180,9 @@ class SeqStats:
             slots=slots,
             loss_tokens=loss_tokens,
             sequences=sequences,
-            sum_squares=int(lengths @ lengths - before @ before),
+            sum_squares=int(lengths @ lengths - prefixes @ prefixes),
             window_pairs=tuple(
-                (each, _pairs(lengths, each, _total) - (_pairs(before, each, _total) if shared else 0))
+                (each, _pairs(lengths, each, _total) - (_pairs(prefixes, each, _total) if shared else 0))
                 for each in windows
             ),
             cross_tokens=cross_tokens,
@@ -206,7 +206,7 @@ class SeqStats:
         video_grid_thw: IntRows | None = None,
         vision_windows: Iterable[int] = (),
     ) -> SeqStats:
-        """Count a batch from cumulative lengths in the forms of data pipelines, with padded tails.
+        """Count a batch from cumulative lengths as data pipelines pass them, with or without a padded tail.
 
         Lengths come from unpadded offsets if they are given. Offsets after ``argmin``, repeats of the last
         offset, and a tail of -1 or 0 are ignored. Fewer than two offsets mean that rows are not packed: every
@@ -215,7 +215,7 @@ class SeqStats:
         Args:
             cu_seqlens: ``[S + 1]``, or ``[rows, S + 1]`` if every row starts at 0; None for dense rows.
             cu_seqlens_unpadded: the same without the padding between sequences.
-            argmin: number of valid offsets, an int or a tensor of one; None or 0 if all are valid.
+            argmin: number of valid offsets, as an int or a one-element tensor; None or 0 if all are valid.
             shape: (rows, row length) of the token tensor, for the dense fallback and the number of slots.
             windows: attention windows of the model (``FlopsModel.windows``).
             image_grid_thw: ``[N, 3]`` frames, rows and columns of patches of each image.
@@ -223,7 +223,7 @@ class SeqStats:
             vision_windows: window edges of the vision tower, in patches.
 
         Returns:
-            ``([0, 3, 8, 8, -1])`` has lengths 3 and 5; ``([0], shape=(1, 8))`` has the one length 8.
+            ``([0, 3, 8, 8, -1])`` has lengths 3 and 5; ``([0], shape=(1, 8))`` has one sequence of length 8.
         """
         padded = _offset_rows(cu_seqlens, "cu_seqlens")
         rows = [
@@ -234,15 +234,15 @@ class SeqStats:
         for row in rows:
             if len(row) > 1:
                 lengths += np.diff(row).tolist()
-            else:  # one sequence per row; if this is the only row, the same holds for all rows of ``shape``
+            else:  # this row is one sequence; offsets of a single row stand for all rows of ``shape``
                 row_count, row_length = _dense_shape(shape, row)
                 lengths += [row_length] * (row_count if len(rows) == 1 else 1)
-        held = sum(max(row, default=0) for row in padded)
-        given = 0 if shape is None else math.prod(_dense_shape(shape, []))
+        slots_of_offsets = sum(max(row, default=0) for row in padded)
+        slots_of_shape = 0 if shape is None else math.prod(_dense_shape(shape, []))
         return cls.from_lengths(
             lengths,
             windows=windows,
-            slots=max(given, held, sum(lengths)),
+            slots=max(slots_of_shape, slots_of_offsets, sum(lengths)),
             image_grid_thw=image_grid_thw,
             video_grid_thw=video_grid_thw,
             vision_windows=vision_windows,
@@ -272,7 +272,7 @@ def combine(stats: Iterable[SeqStats]) -> SeqStats:
 def _join(
     counted: list[tuple[tuple[tuple[Any, int], ...], int]], argument: str
 ) -> tuple[tuple[Any, int], ...]:
-    """Sum the pairs of each window; raise if the stats of a nonempty batch do not have all windows."""
+    """Sum the pairs of each window; raise if the stats of a nonempty batch lack a window."""
     totals: dict[Any, int] = {}
     for pairs, _ in counted:
         for window, count in pairs:
@@ -288,11 +288,11 @@ def _join(
 
 
 def window_pairs(lengths: Ints, window: Window, *, ends: Ints) -> IntArray:
-    """Count the (query, key) pairs of causal attention with a window, per run of lengths up to ``ends``."""
+    """Count the (query, key) pairs of causal attention with a window, per run; run i ends at ``ends[i]``."""
     values, runs = _lengths(lengths), host_ints(ends, "ends")
     if not runs.size or runs[0] < 0 or runs[-1] != values.size or (np.diff(runs) < 0).any():
         raise ValueError(
-            f"ends {_short(runs.tolist())} do not cut {values.size} lengths into runs, or decrease. Pass the "
+            f"ends {_short(runs.tolist())} decrease, or do not end at the {values.size} lengths. Pass the "
             "number of lengths up to the end of each run."
         )
     starts = np.concatenate(([0], runs[:-1]))
@@ -308,7 +308,7 @@ def window_pairs(lengths: Ints, window: Window, *, ends: Ints) -> IntArray:
 
 
 def _pairs(lengths: IntArray, window: Window, sums: Callable[[IntArray], _Sum]) -> _Sum:
-    """Count the query-key pairs of a window from sums over lengths."""
+    """Count the (query, key) pairs of a window; ``sums`` adds one value per length, in total or per run."""
     if isinstance(window, Blocks):  # a block is seen by its last token and by all later tokens
         seen: IntArray = lengths // window.size
         seen = seen if window.most is None else np.minimum(seen, window.most)
@@ -427,7 +427,7 @@ def _trim(row: list[int], argmin: int | Tensor | IntArray | None) -> list[int]:
     falls = any(here > there for here, there in pairwise(offsets))
     if falls or (offsets and offsets[0] != 0):
         raise ValueError(
-            f"cu_seqlens {_short(row)} must start at 0 and never decrease, but for a tail of -1 or 0."
+            f"cu_seqlens {_short(row)} must start at 0 and never decrease, except for a tail of -1 or 0."
         )
     return offsets
 

@@ -102,7 +102,9 @@ def test_the_rate_is_that_of_the_whole_run_also_after_a_resume_with_more_steps(t
         torch_says.step()
         both.step()
     assert whole == pytest.approx(wanted, rel=1e-9)
-    with pytest.raises(MisconfigurationException, match="lets its rate fall over all steps.*Set max_steps="):
+    with pytest.raises(
+        MisconfigurationException, match="decays its learning rate over all steps.*Set max_steps="
+    ):
         fit_rates(tmp_path, max_time="00:00:00:09", max_epochs=-1)
     fit_rates(tmp_path, max_steps=10, max_epochs=-1)
     assert fit_rates(tmp_path, tmp_path / "rates.ckpt", max_steps=24, max_epochs=-1)[1:] == whole[11:]

@@ -14,7 +14,7 @@ __all__ = ["PackedLoop", "ThroughputCallback", "packed_trainer", "prepare_fabric
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs transformers when it is asked for."""
+    """Import ``ThroughputCallback``, which needs transformers, at its first use."""
     if name == "ThroughputCallback":
         from lightning_thd.integrations.hf_callback import ThroughputCallback
 

@@ -46,17 +46,17 @@ def prepare_thd(
 ) -> PackedLoop:
     """Prepare a model, packed data and an optimizer for an Accelerate loop.
 
-    The plan gives every data-parallel rank its own packs. ``accelerator.save_state`` and ``load_state``
+    The plan gives every data-parallel rank different packs. ``accelerator.save_state`` and ``load_state``
     resume exactly; with ``Sequences(n)`` also on another number of processes.
 
     Args:
         accelerator: an ``accelerate.Accelerator``. Its ``gradient_accumulation_steps`` is the number of packs
-            a rank runs in a step of ``Packs``.
+            that a rank runs in a step of ``Packs``.
         model: built with ``attn_implementation="thd"``, not prepared yet.
         data: a ``THDDataModule``, or a loader that its ``train_steps`` returned.
         optimizer: an optimizer of the model's parameters, or a list; ``loop.optimizer`` is then a list too.
-        scheduler: steps once per optimizer step on any number of processes; not prepared by Accelerate.
-        loss_fn: ``(model, batch) -> loss``, with ``batch.loss_scale`` in it.
+        scheduler: a scheduler that Accelerate has not prepared; it steps once per optimizer step.
+        loss_fn: ``(model, batch) -> loss``, which multiplies the loss by ``batch.loss_scale``.
         router_balance: the tokens over which ``causal_lm_loss`` balances experts.
         peak: dense FLOP/s of a device, for MFU: see ``THDThroughputMonitor``.
         log_every_n_steps: steps between two calls of ``accelerator.log``.
@@ -93,18 +93,17 @@ def prepare_thd(
     model, *prepared = accelerator.prepare(model, *optimizers)
     optimizer = prepared if several else prepared[0]
     if scheduler is not None:
-        # With split_batches it steps once per optimizer step, on any number of processes.
+        # With split_batches, the scheduler steps once per optimizer step, on any number of processes.
         scheduler = schedulers.AcceleratedScheduler(scheduler, prepared, split_batches=True)
 
     def backward(loss: Tensor) -> None:
-        # Around whole steps, accumulate() would skip all but every k-th step.
         if not accelerator.sync_gradients:
             raise ValueError(
-                "loop.backward() runs inside accelerator.accumulate(), but what the loader gives is a whole "
-                "optimizer step, and Accelerate would skip steps. Leave accumulate() out; "
+                "loop.backward() runs inside accelerator.accumulate(), but the loader yields whole optimizer "
+                "steps, of which Accelerate would skip most. Leave accumulate() out; "
                 "gradient_accumulation_steps says how many packs a step has."
             )
-        # Accelerate divides by its accumulation steps; a step's microbatches are weighted already.
+        # Accelerate divides by its accumulation steps, but the loop has divided the loss already.
         accelerator.backward(loss * accelerator.gradient_accumulation_steps)
 
     engine = Engine(
@@ -133,7 +132,7 @@ def prepare_thd(
 
 
 def _refuse_fast_scheduler(accelerator: Any, scheduler: Any) -> None:
-    """Refuse a scheduler prepared by Accelerate, which steps once for every process."""
+    """Refuse a scheduler that Accelerate would step once per process in every optimizer step."""
     processes = accelerator.num_processes
     steps_once = getattr(scheduler, "split_batches", True) or not getattr(scheduler, "step_with_optimizer", 1)
     if processes > 1 and type(scheduler).__module__.startswith("accelerate.") and not steps_once:
@@ -166,7 +165,7 @@ def data_rank(accelerator: Any) -> tuple[int, int, Any]:
     if mesh is None:
         return accelerator.process_index, accelerator.num_processes, None
     names = [name for name in ("dp_replicate", "dp_shard") if name in (mesh.mesh_dim_names or ())]
-    if not names:  # all ranks read the same packs; None would be the world, and count a pack once per rank
+    if not names:  # all ranks read the same packs; as one group, they would count each pack several times
         ranks_apart = [[rank] for rank in range(mesh.size())]
         own, _ = dist.new_subgroups_by_enumeration(ranks_apart)  # type: ignore[no-untyped-call]
         return 0, 1, own

@@ -51,7 +51,7 @@ def prepare_fabric(
             ``loop.optimizer`` is a list. For strategies that replace parameters, pass a function that makes
             the optimizers of the prepared model.
         accumulate: packs per rank in a step of ``Packs``; 1 with ``Sequences(n)``.
-        loss_fn: ``(model, batch) -> loss``, which applies ``batch.loss_scale``.
+        loss_fn: ``(model, batch) -> loss``, which multiplies the loss by ``batch.loss_scale``.
         router_balance: the tokens over which ``causal_lm_loss`` balances experts.
         peak: dense FLOP/s of a device, for MFU: see ``THDThroughputMonitor``.
         log_every_n_steps: steps between two calls of ``fabric.log_dict``.
@@ -64,7 +64,7 @@ def prepare_fabric(
         to ``fabric.save``. To resume, pass the same dict to ``fabric.load``.
 
     Raises:
-        ValueError: if the data is of another kind, the optimizer's parameters were replaced, or the strategy
+        ValueError: if the data is of another type, the optimizer's parameters were replaced, or the strategy
             runs steps or cuts batches by itself.
     """
     if (found := refused_engine(type(fabric.strategy))) is not None:
@@ -106,7 +106,7 @@ def prepare_fabric(
 def data_rank(fabric: Fabric) -> tuple[int, int, Any]:
     """Return this rank's index among the ranks with different data, their number and their group."""
     mesh = getattr(fabric.strategy, "_device_mesh", None)
-    if mesh is None:  # the mesh of FSDP1 replicates and shards: all its ranks read different data
+    if mesh is None:  # all ranks read different data, also those of FSDP1's mesh
         return fabric.global_rank, fabric.world_size, None
     axis = mesh["data_parallel"]
     return axis.get_local_rank(), axis.size(), axis.get_group()

@@ -43,7 +43,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         warmup_steps: int = 1,
     ) -> None:
         self.monitor = THDThroughputMonitor(peak=peak, flops_model=flops_model, warmup_steps=warmup_steps)
-        self.looks = True  # whether the hook counts the inputs of the model
+        self.counts_calls = True  # whether the hook counts the inputs of the model
         self._handle: RemovableHandle | None = None
         self._pending: dict[str, float] = {}
 
@@ -52,7 +52,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         trainer.callback_handler.callbacks.insert(0, self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Find the FLOPs model, and watch the inputs of the model with a hook."""
+        """Find the FLOPs model, and register a hook that counts the inputs of the model."""
         model: nn.Module = kwargs["model"]
         self.monitor.watch(model, precision=precision_of(args))
         self._handle = model.register_forward_pre_hook(
@@ -64,7 +64,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self.monitor._begin_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Close the step, and stop the clock while the Trainer evaluates or saves."""
+        """End the step, and stop the clock while the Trainer evaluates or saves."""
         self.monitor._end_step()
         step, every = state.global_step, state.logging_steps or 0
         if control.should_log or (every and step % every == 0) or step == state.max_steps:
@@ -96,7 +96,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
     def _look(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count the rows of a call; this is a forward pre-hook of the model."""
-        if self.looks:
+        if self.counts_calls:
             named = dict(kwargs) if "input_ids" in kwargs or not args else {**kwargs, "input_ids": args[0]}
             self.count(module, named)
 

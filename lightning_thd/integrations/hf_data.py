@@ -24,24 +24,22 @@ from lightning_thd.data.streams import Stream, is_stream
 # The base of the mixins of ``packed_trainer``, which use the attributes of a Trainer.
 TrainerBase: Any = object
 _FILE = "thd_data.pt"  # in a checkpoint's folder
-# Columns that are packed or checked.
-_LOOKED_AT = frozenset(PER_TOKEN)
-# Arguments of THDDataModule that decide how rows are read. Others plan training, not evaluation.
+# Arguments of THDDataModule that decide how rows are read. All others concern only training.
 OF_READING = frozenset({"cache_dir", "empty", "max_errors", "on_error", "vocab_size"})
 _MASKS = ("completion_mask", "assistant_masks")  # TRL's columns: 1 for tokens to learn
 
 
-def packed_dataset(dataset: Any, taken: frozenset[str] = frozenset()) -> MapDataset:
-    """Return a dataset whose rows hold only ids and labels; refuse other columns that are in ``taken``."""
+def packed_dataset(dataset: Any, arguments: frozenset[str] = frozenset()) -> MapDataset:
+    """Return a dataset of ids and labels; refuse rows with other columns that are the model's arguments."""
     if dataset is None:
         raise ValueError(
             "The Trainer has no dataset to pack. Pass train_dataset=, or eval_dataset= to evaluate."
         )
-    return cast("MapDataset", WithLabels(as_dataset(dataset), taken))
+    return cast("MapDataset", WithLabels(as_dataset(dataset), arguments))
 
 
 def arguments_of(model: Any) -> frozenset[str]:
-    """Return the names of the arguments of a model's ``forward``, under its adapters if it has any."""
+    """Return the names of the arguments of a model's ``forward``, or of the model inside adapters."""
     return frozenset(inspect.signature(unwrapped(model).forward).parameters)
 
 
@@ -56,10 +54,10 @@ def with_labels(sample: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class WithLabels:
-    """A dataset of dicts whose masks of learned tokens become labels; ``taken`` as for ``packed_dataset``."""
+    """A dataset of dicts whose masks of learned tokens become labels; see ``packed_dataset``."""
 
-    def __init__(self, dataset: Any, taken: frozenset[str] = frozenset()) -> None:
-        self._dataset, self._further = dataset, sorted(taken - _LOOKED_AT)
+    def __init__(self, dataset: Any, arguments: frozenset[str] = frozenset()) -> None:
+        self._dataset, self._refused = dataset, sorted(arguments - frozenset(PER_TOKEN))
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -70,11 +68,11 @@ class WithLabels:
             raise ValueError(
                 f"Row {i} of the dataset has the keys {list(self._dataset[i])} and no input_ids. Tokenise it."
             )
-        self._refuse_what_is_left_out(sample, i)
+        self._refuse_columns(sample, i)
         return {name: sample[name] for name in ("input_ids", "labels") if name in sample}
 
-    def _refuse_what_is_left_out(self, sample: Mapping[str, Any], i: int) -> None:
-        """Raise for columns that would change what the model computes; Trainer passes them to the model."""
+    def _refuse_columns(self, sample: Mapping[str, Any], i: int) -> None:
+        """Refuse columns that Trainer would pass to the model, if they would change the model's output."""
         length = len(sample["input_ids"])
         if sample.get("attention_mask") is not None:
             check_attention_mask(sample, length, f"Row {i} of the dataset")
@@ -84,7 +82,7 @@ class WithLabels:
                 f"Row {i} of the dataset has position_ids that do not count from 0 to {length - 1}. Give one "
                 "sequence per row without them, or use Lightning's Trainer with THDDataModule."
             )
-        others = [name for name in self._further if sample.get(name) is not None]
+        others = [name for name in self._refused if sample.get(name) is not None]
         others += [name for name in TYPES if sample.get(name) is not None and np.any(sample[name])]
         if others:
             raise ValueError(
@@ -116,7 +114,7 @@ def streamed_dataset(dataset: Any, trainer: type) -> Any:
 
 def _with_listed_labels(record: Mapping[str, Any]) -> Mapping[str, Any]:
     found = with_labels(record)
-    labels = found.get("labels")  # those that TRL made are a list already
+    labels = found.get("labels")  # labels that TRL made are a list already
     return {**found, "labels": labels.tolist()} if isinstance(labels, np.ndarray) else found
 
 
@@ -159,7 +157,7 @@ class PositionMixin(TrainerBase):  # type: ignore[misc]
 
 
 class TrainerPacks:
-    """An iterable of packs for Trainer, which calls ``begin`` first; ``steps`` counts its finished steps."""
+    """An iterable of packs for Trainer; ``begin`` runs before the first, ``steps`` returns ended steps."""
 
     def __init__(
         self,
@@ -182,19 +180,19 @@ class TrainerPacks:
             yield {"batch": batch}
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch when Trainer asks for it, unless it has begun already."""
+        """Begin an epoch when Trainer calls this, unless the epoch has begun already."""
         self.loader.begin_epoch(epoch)
 
     def save(self, folder: str | Path) -> None:
         """Write the position into a checkpoint's folder, atomically."""
-        # A checkpoint may be saved inside a step, whose packs are handed out already.
+        # A checkpoint may be saved inside a step, of which the loader has yielded packs already.
         done = (self._steps() - self._before) * self.loader.per_step
         path = Path(folder) / _FILE
         torch.save(self.loader.state_after(done), path.with_suffix(".partial"))
         os.replace(path.with_suffix(".partial"), path)
 
     def load(self, folder: str | Path) -> None:
-        """Restore the position from a checkpoint's folder; refuse one of other data or settings."""
+        """Restore the position from a checkpoint's folder; refuse a position in other data or settings."""
         path, advice = Path(folder) / _FILE, "TrainingArguments(ignore_data_skip=True) begins the data again."
         if not path.is_file():
             raise ValueError(

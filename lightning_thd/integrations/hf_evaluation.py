@@ -37,7 +37,7 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
     _evaluated: tuple[str, int] | None = None  # the last metrics' prefix, and their number of packs
 
     @property
-    def _watches(self) -> bool:
+    def _logs_entropy(self) -> bool:
         """Return whether to log entropy and token accuracy; TRL does, transformers does not."""
         return hasattr(self, "_metrics")
 
@@ -104,7 +104,7 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
         with self._paused():
             self._prepare_for_evaluation()
             self.callback_handler.eval_dataloader = dataloader
-            packs, device = self._packs_told_of(dataloader), torch.device(self.args.device)
+            packs, device = self._with_callbacks(dataloader), torch.device(self.args.device)
             loss_fn = in_low_precision(self._loss, self.model)
             loss, tokens = mean_loss(loss_fn, self.model, packs, device=device, seen=seen)
         predictions, labels, ids = (None, None, None) if prediction_loss_only else rows.gather()
@@ -112,7 +112,7 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
         if self.compute_metrics is not None and predictions is not None:
             found = transformers.EvalPrediction(predictions=predictions, label_ids=labels, inputs=ids)
             metrics = self.compute_metrics(found)
-        if self._watches:
+        if self._logs_entropy:
             metrics |= self._token_metrics("eval")
         metrics = {**metrics, "loss": loss, "loss_tokens": float(tokens)}
         self._evaluated = metric_key_prefix, len(dataloader)
@@ -126,8 +126,8 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
             num_samples=self._sum_over_ranks(sequences),
         )
 
-    def _packs_told_of(self, dataloader: TrainerPacks) -> Iterator[THDBatch]:
-        """Yield the packs of a loader, and call the callbacks after each has run."""
+    def _with_callbacks(self, dataloader: TrainerPacks) -> Iterator[THDBatch]:
+        """Yield the packs of a loader, and call Trainer's callbacks after each pack has run."""
         for inputs in dataloader:
             yield cast("THDBatch", inputs["batch"])
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
@@ -145,7 +145,7 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
             evaluate()
 
     def _count_packs(self, metrics: dict[str, float]) -> None:
-        """Correct the steps per second: Trainer divides rows by a batch size, and packs have none."""
+        """Correct the steps per second, which Trainer computes from a batch size that packs do not have."""
         prefix, packs = self._evaluated or ("", 0)
         if (rate := f"{prefix}_steps_per_second") in metrics:
             metrics[rate] = round(packs / metrics[f"{prefix}_runtime"], 3)
@@ -153,7 +153,7 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
 
 
 class Rows:
-    """Collects logits, labels and, if wanted, inputs of sequences over ranks, in the order of the dataset."""
+    """Collects logits, labels and optionally inputs of all ranks' sequences, in the order of the dataset."""
 
     def __init__(self, preprocess: Callable[[Any, Tensor], Any] | None, *, inputs: bool) -> None:
         self._preprocess, self._inputs = preprocess, inputs

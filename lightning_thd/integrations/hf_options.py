@@ -34,7 +34,7 @@ _HONOURED = """
 """
 HONOURED = frozenset(_HONOURED.split())
 
-# Options that packs do not read, since what they set follows from packing.
+# Options that packs do not read, because packing decides what they would set.
 _IRRELEVANT = """
     per_device_train_batch_size per_device_eval_batch_size average_tokens_across_devices use_cache
     accelerator_config dataloader_persistent_workers remove_unused_columns length_column_name
@@ -53,28 +53,19 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "packing": (_OFF, _PACKS),
         "padding_free": (_OFF, _PACKS),
         "eval_packing": (_OFF, _PACKS),
-        "loss_type": (
-            ("nll", None),
-            "is another loss. Use prepare_thd(loss_fn=...), as loss.dft_loss for 'dft'",
-        ),
+        "loss_type": (("nll", None), "is another loss. Use prepare_thd(loss_fn=loss.dft_loss) for 'dft'"),
         "neftune_noise_alpha": ((None,), "scales its noise by the pack's length. Leave it at None"),
         "use_liger_kernel": (_OFF, "replaces the forward pass and the loss over packs. Leave it at False"),
         "auto_find_batch_size": (_OFF, "halves a batch size, but a batch is a pack. Lower capacity"),
-        "train_sampling_strategy": (
-            ("random", None),
-            "orders rows, but packs are planned. Leave it at 'random'",
-        ),
+        "train_sampling_strategy": (("random", None), "orders rows, but packs are planned. Use 'random'"),
         "dataloader_drop_last": (_OFF, "drops a last batch of rows. Use data_kwargs={'tail': 'drop'}"),
-        "dataloader_in_order": ((True, None), "mixes the packs of steps. Leave it at True"),
+        "dataloader_in_order": ((True, None), "mixes the packs of different steps. Leave it at True"),
         "dataloader_multiprocessing_context": ((None,), "starts workers in another way. Leave it at None"),
         "label_names": ((None, ["labels"], []), "names columns that packs do not take. Name labels 'labels'"),
         "eval_do_concat_batches": ((True, None), "wants predictions in batches of rows. Leave it at True"),
         "include_for_metrics": ((), "wants a loss of every batch of rows. Leave 'loss' out"),
         "batch_eval_metrics": (_OFF, "wants metrics of batches of rows. Leave it at False"),
-        "deepspeed": (
-            (None,),
-            "steps in an engine of its own. Use fsdp, or Lightning's THDModelParallelStrategy",
-        ),
+        "deepspeed": ((None,), "has its own engine. Use fsdp, or Lightning's THDModelParallelStrategy"),
     }
 )
 
@@ -100,7 +91,7 @@ def refuse_options(args: Any) -> None:
                 "Leave it at its default."
             )
         elif value is not None:  # TRL turns its default "auto" into None
-            rank_zero_info(f"{given} has no effect on packs; capacity= says how many tokens one holds.")
+            rank_zero_info(f"{given} has no effect on packs; capacity= sets how many tokens a pack holds.")
 
 
 def refuse_engines(trainer: Any) -> None:
@@ -123,7 +114,7 @@ def refuse_engines(trainer: Any) -> None:
 
 
 def _is_changed(args: Any, field: dataclasses.Field[Any]) -> bool:
-    """Return whether an option of transformers or TRL differs from its default; others count as unchanged."""
+    """Return whether an option differs from its default; options of a user's class count as unchanged."""
     owners = [base for base in type(args).__mro__ if field.name in inspect.get_annotations(base)]
     theirs = bool(owners) and owners[-1].__module__.partition(".")[0] in ("transformers", "trl")
     default = field.default
@@ -147,7 +138,7 @@ REPLACED = (
 
 
 def refuse_trainer(trainer_class: type, known: tuple[type, ...]) -> None:
-    """Refuse a class whose own loss or data loading packs would skip, except ``known`` classes."""
+    """Refuse a class that defines a method which packed_trainer replaces; ``known`` classes may."""
     for name in REPLACED:
         owner = next((base for base in trainer_class.__mro__ if name in base.__dict__), None)
         if owner is None or any(owner is base for known_class in known for base in known_class.__mro__):

@@ -28,24 +28,25 @@ from lightning_thd.models.announce import NAME, run_as_pack
 
 # TRL's trainers whose rows go into one pack; they are named, so that TRL need not be imported.
 ROW_TRAINERS = frozenset({"DPOTrainer", "RewardTrainer", "GRPOTrainer"})
+# Arguments of a call that are packed or replaced here, and those that are passed on to the model.
 _OF_ROWS = frozenset({"input_ids", "attention_mask", "labels", "fused_lm_head", "use_cache"})
-_KEPT = frozenset({"output_router_logits", "num_items_in_batch", "return_dict"})
+_PASSED_ON = frozenset({"output_router_logits", "num_items_in_batch", "return_dict"})
 
-_BATCH_IS_PACK = "a pack is what a batch of per_device_train_batch_size rows holds"
+_BATCH_IS_PACK = "a batch of per_device_train_batch_size rows is one pack"
 # Arguments of packed_trainer that only other trainers take, and why.
 _NOT_FOR_ROWS = {
     "capacity": _BATCH_IS_PACK,
     "data_kwargs": _BATCH_IS_PACK,
-    "router_balance": "TRL means its loss over pairs or groups, and adds the model's own balancing loss",
+    "router_balance": "TRL averages over pairs or groups, and adds the model's own balancing loss",
 }
 
 # Option: why it is refused. All others keep TRL's meaning.
 REFUSED_FOR_ROWS: dict[str, str] = {
     "padding_free": "packs by itself, before packed_trainer does",
     "use_liger_kernel": "replaces parts of the model that run on packs here",
-    "torch_compile": "compiles the model for rows of one shape, and every pack has another",
-    "deepspeed": "runs the model in an engine of its own",
-    "neftune_noise_alpha": "scales its noise by the length of the row, which is the whole pack's",
+    "torch_compile": "compiles the model for rows of one shape, but every pack has another shape",
+    "deepspeed": "runs the model in its own engine",
+    "neftune_noise_alpha": "scales its noise by the row's length, which would be the whole pack's",
     "use_transformers_continuous_batching": "generates with an attention that packs by itself",
     "use_transformers_paged": "generates with an attention that packs by itself",
 }
@@ -75,7 +76,7 @@ class PackedRowsMixin(TrainerBase):  # type: ignore[misc]
 
             measure = ThroughputCallback(peak=peak)
             measure.add_to(self)
-            measure.looks = False  # it must not count the padded rows, which do not run
+            measure.counts_calls = False  # calls have padded rows, which do not run
             unwrapped(self.accelerator.unwrap_model(self.model))._thd_throughput = measure
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,17 +99,17 @@ class PackedRowsMixin(TrainerBase):  # type: ignore[misc]
 
 
 def pack_rows(model: Any, *, share_prefixes: bool = False) -> None:
-    """Make a transformers model run padded rows as one pack, in place; the rows it returns are the same.
+    """Make a transformers model run padded rows as one pack, in place; it still returns padded rows.
 
     With ``share_prefixes``, the common prefix of rows runs once. Only TRL's calls for log-probabilities
     (``fused_lm_head=True``) and calls of a classifier run as packs; others run on padded rows.
     """
     if getattr(model, "_thd_packs_rows", False):
         return
-    others = model.config._attn_implementation
+    padded = model.config._attn_implementation
     model.set_attn_implementation(NAME)
     model._thd_packs_rows, model._thd_shares_prefixes = True, share_prefixes
-    model._thd_other_attention = "eager" if others == NAME else others
+    model._thd_padded_attention = "eager" if padded == NAME else padded
     model._thd_padded_forward = model.forward
     signature = inspect.signature(model.forward)
     itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
@@ -116,23 +117,25 @@ def pack_rows(model: Any, *, share_prefixes: bool = False) -> None:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return _forward_rows(self, *args, **kwargs)
 
-    forward.__signature__ = signature.replace(  # type: ignore[attr-defined]  # for generation, which reads it
+    forward.__signature__ = signature.replace(  # type: ignore[attr-defined]  # generation reads it
         parameters=[itself, *signature.parameters.values()]
     )
-    model.forward = MethodType(forward, model)  # bound to the model, so that a copy's forward runs the copy
+    model.forward = MethodType(forward, model)  # a bound method, so that a copy of the model runs the copy
 
 
 def _forward_rows(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a model's call for log-probabilities or classes as a pack, and any other on padded rows."""
     classifies = "ForSequenceClassification" in type(model).__name__
     if kwargs.get("fused_lm_head") or (classifies and kwargs.get("attention_mask") is not None):
-        return _run(model, model._thd_padded_forward, kwargs)
-    with _attention(model, model._thd_other_attention):
+        return _run_pack(model, model._thd_padded_forward, kwargs)
+    with _attention(model, model._thd_padded_attention):
         return model._thd_padded_forward(*args, **kwargs)
 
 
-def _run(model: Any, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
-    unknown = [name for name, value in given.items() if value is not None and name not in _OF_ROWS | _KEPT]
+def _run_pack(model: Any, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """Run a call's rows as one pack, and return the outputs as TRL's rows."""
+    known = _OF_ROWS | _PASSED_ON
+    unknown = [name for name, value in given.items() if value is not None and name not in known]
     if unknown or given.get("use_cache"):
         raise ValueError(
             f"{type(model).__name__} got {', '.join(unknown) or 'use_cache=True'} beside padded rows, and "
@@ -140,36 +143,37 @@ def _run(model: Any, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
         )
     rows = given["input_ids"]
     mask = torch.ones_like(rows) if given.get("attention_mask") is None else given["attention_mask"]
-    told = {name: given[name] for name in _KEPT if given.get(name) is not None}
-    batch = _packed(model, rows, mask, given.get("labels"), told)
+    passed_on = {name: given[name] for name in _PASSED_ON if given.get(name) is not None}
+    batch = _packed(model, rows, mask, given.get("labels"), passed_on)
     if (measure := getattr(model, "_thd_throughput", None)) is not None:
         measure.count(model, batch)
     if not given.get("fused_lm_head"):
-        return run_as_pack(model, forward, batch, **told)
+        return run_as_pack(model, forward, batch, **passed_on)
     shared = batch.prefixes if isinstance(batch, SharedBatch) else None
     targets = batch.targets if shared is None else shared.targets
     with contextlib.nullcontext() if shared is None else _hidden_at(model, shared.slots):
-        output = run_as_pack(model, forward, batch, fused_lm_head=True, shift_labels=targets[None], **told)
+        passed_on |= {"fused_lm_head": True, "shift_labels": targets[None]}
+        output = run_as_pack(model, forward, batch, **passed_on)
     for name, value in list(output.items()):
         if isinstance(value, Tensor) and value.shape == (1, len(targets)):
             values = value[0] if shared is None else shared.of_tokens(value[0])
             # TRL's rows [B, N - 1], 0 for tokens that nothing predicts
             output[name] = values.new_zeros(mask.shape).masked_scatter(mask.bool(), values)[:, :-1]
-    if shared is not None:  # TRL would average over predictions, of which one may score several tokens
+    if shared is not None:  # a prediction may score several tokens, but TRL would count it once
         scored = (shared.token_rows < len(shared.targets)).sum().clamp(min=1)
-        output["loss"] = -output["log_probs"].sum() / told.get("num_items_in_batch", scored)
+        output["loss"] = -output["log_probs"].sum() / passed_on.get("num_items_in_batch", scored)
     return output
 
 
-def _packed(model: Any, rows: Tensor, mask: Tensor, labels: Tensor | None, told: dict[str, Any]) -> THDBatch:
+def _packed(model: Any, rows: Tensor, mask: Tensor, labels: Tensor | None, options: Any) -> THDBatch:
     """Pack padded rows; with shared prefixes, ids and labels are read once from the device."""
     if not model._thd_shares_prefixes:
         return THDBatch.from_padded(rows, mask, labels)
     balances = getattr(model.config.get_text_config(), "output_router_logits", False)
-    if told.get("output_router_logits", balances):
+    if options.get("output_router_logits", balances):
         raise ValueError(
             f"{type(model).__name__} balances its experts over the tokens of a batch (output_router_logits), "
-            "and those of shared prefixes count once. Set router_aux_loss_coef=0.0 or share_prefixes=False."
+            "but shared prefixes count once. Set router_aux_loss_coef=0.0 or share_prefixes=False."
         )
     ids, kept, own = padded_on_host(rows, mask, rows if labels is None else labels, "labels")
     given = {"input_ids": ids} if labels is None else {"input_ids": ids, "labels": own}
@@ -198,12 +202,12 @@ def _attention(model: nn.Module, name: str) -> Generator[None]:
     recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     if torch.is_grad_enabled() and recomputes and model.training:
         raise ValueError(
-            f"{type(model).__name__} was called on padded rows for something else than log-probabilities, "
-            "with gradients and gradient checkpointing. Call it under torch.no_grad()."
+            f"{type(model).__name__} was called on padded rows, but not for log-probabilities, with "
+            "gradients and gradient checkpointing. Call it under torch.no_grad()."
         )
     configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     chosen = [config for config in configs if getattr(config, "_attn_implementation", None) == NAME]
-    for config in chosen:  # several modules may share one
+    for config in chosen:
         config._attn_implementation_internal = name  # setting the public name would switch towers too
     try:
         yield

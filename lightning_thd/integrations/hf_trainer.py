@@ -30,12 +30,7 @@ from lightning_thd.integrations.hf_data import (
     streamed_dataset,
 )
 from lightning_thd.integrations.hf_evaluation import EvaluationMixin
-from lightning_thd.integrations.hf_options import (
-    precision_of,
-    refuse_engines,
-    refuse_options,
-    refuse_trainer,
-)
+from lightning_thd.integrations.hf_options import precision_of, refuse_engines, refuse_options, refuse_trainer
 from lightning_thd.integrations.hf_rows import ROW_TRAINERS, PackedRowsMixin
 from lightning_thd.integrations.packed_loop import sum_over_packs
 from lightning_thd.loss import causal_lm_loss, causal_lm_loss_and_stats
@@ -71,7 +66,7 @@ def packed_trainer(trainer_class: type | None = None) -> type:
         raise TypeError(
             f"trainer_class is {described(base)}; wanted transformers.Trainer or a subclass of it."
         )
-    trl: Any = sys.modules.get("trl")  # imported by whoever passes one of its classes
+    trl: Any = sys.modules.get("trl")  # a user who passes a class of TRL has imported it
     for name in ROW_TRAINERS if trl is not None else ():
         if issubclass(base, getattr(trl, name)):
             return type(f"Packed{base.__name__}", (PackedRowsMixin, base), {"__doc__": base.__doc__})
@@ -115,7 +110,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         self._capacity, self._peak, self._data_kwargs = capacity, peak, dict(data_kwargs or {})
         self._meter = Meter("train", "training", time.perf_counter)
         self._meter.capacity = capacity
-        self._metered, self._followed = False, -1  # _followed: the last step with a check of the weights
+        self._metered, self._checked_step = False, -1  # the last step with a check for unfrozen weights
         self._trained_sequences, self._trained_tokens = 0, 0
         self._token_sums: dict[str, list[Tensor]] = {}  # by mode, until they are logged
         self._refuse_settings()
@@ -156,11 +151,11 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         return loss_fn(model, inputs["batch"].to(self.args.device))
 
     def _loss(self, model: nn.Module, batch: THDBatch) -> Tensor:
-        how: Any = {"label_smoothing": float(self.args.label_smoothing_factor)}
-        how["router_balance"] = self._router_balance
-        if not self._watches:
-            return causal_lm_loss(model, batch, **how)
-        loss, stats = causal_lm_loss_and_stats(model, batch, **how)
+        options: Any = {"label_smoothing": float(self.args.label_smoothing_factor)}
+        options["router_balance"] = self._router_balance
+        if not self._logs_entropy:
+            return causal_lm_loss(model, batch, **options)
+        loss, stats = causal_lm_loss_and_stats(model, batch, **options)
         mode = "train" if model.training else "eval"
         self._token_sums.setdefault(mode, []).append(torch.stack(stats))
         return loss
@@ -175,23 +170,23 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Train on one pack or all packs of a step, and add their tokens to the throughput counters."""
         meter = self._ready
-        if self._followed != self.state.global_step and self._flops.outdated:  # a callback unfroze weights
+        if self._checked_step != self.state.global_step and self._flops.outdated:  # weights were unfrozen
             meter.reduce()
             self._flops.follow()
             meter.model = self._flops.model("train")
-        self._followed = self.state.global_step
+        self._checked_step = self.state.global_step
         meter.resume()
-        one, step = super().training_step, inputs["batch"]
+        run, step = super().training_step, inputs["batch"]
         if isinstance(step, THDStep):
             before = self.current_gradient_accumulation_steps
             self.current_gradient_accumulation_steps = len(step)
             try:
                 no_sync = self.accelerator.no_sync
-                loss = sum_over_packs(step, no_sync, model, lambda batch: one(model, {"batch": batch}))
+                loss = sum_over_packs(step, no_sync, model, lambda batch: run(model, {"batch": batch}))
             finally:
                 self.current_gradient_accumulation_steps = before
         else:
-            loss = one(model, inputs)
+            loss = run(model, inputs)
         for batch in packs_of(inputs):
             self._meter.add(batch)
             self._trained_sequences += len(batch.lengths)
@@ -213,12 +208,12 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         """Add throughput, MFU and packing to the Trainer's own logs."""
         self._count_packs(logs)
         planner = None if self._packs is None else self._packs.loader.planner
-        if planner is not None:  # Trainer counts from the pack that it resumed at
+        if planner is not None:  # Trainer's own epoch counts only the packs since it resumed
             self.state.epoch = self.state.global_step / planner.num_steps(0)
         if "loss" in logs and self._metered:
             ours = for_loggers(self._meter.close())  # reporters put "train/" before every key themselves
             logs = {**logs, **{key.removeprefix("train/"): value for key, value in ours.items()}}
-            theirs = getattr(self, "_metrics", None)  # for TRL, whose own compute_loss would fill them
+            theirs = getattr(self, "_metrics", None)  # TRL's compute_loss, which does not run, would fill it
             if theirs is not None:
                 theirs["train"]["num_tokens"] = [self._sum_over_ranks(self._trained_tokens)]
                 theirs["train"].update({key: [value] for key, value in self._token_metrics("train").items()})
@@ -243,7 +238,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         return wanted.n if wanted is not None else int(args.gradient_accumulation_steps * args.world_size)
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
-        # Trainer would count packs. Newer ones multiply by the share of all steps that this call ran.
+        # Trainer would count packs. Newer versions also multiply by the share of all steps in this call.
         samples = self._sum_over_ranks(self._trained_sequences)
         before = getattr(self, "_initial_global_step", None)
         if before is not None:
@@ -263,6 +258,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
 
     @property
     def _ready(self) -> Meter:
+        """Return the throughput meter; set it up for the model on first use."""
         if not self._metered:
             self._meter.hardware = Hardware.of(
                 self.model,

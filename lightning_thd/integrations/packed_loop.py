@@ -52,7 +52,7 @@ LossFn: TypeAlias = Callable[[nn.Module, THDBatch], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shared:
-    """Which packs a rank reads: its index among ranks with different data, and its shard of each pack."""
+    """The packs that a rank reads, by its index among ranks with different data, and its shard of each."""
 
     rank: int
     ranks: int
@@ -97,7 +97,7 @@ def share_packs(
         return Shared(rank=rank, ranks=ranks, data_group=group)
     if ranks != dist.get_world_size():
         raise ValueError(
-            f"context_parallel_size={size} where {ranks} of {dist.get_world_size()} processes read different "
+            f"context_parallel_size={size}, but {ranks} of {dist.get_world_size()} processes read different "
             "data: other axes of the mesh share weights. Use a mesh of data-parallel ranks, or Lightning."
         )
     if model_alignment(model) is not None:
@@ -129,7 +129,7 @@ class Engine:
     device: torch.device
     devices: int  # devices of the whole job
     shared: Shared
-    precision: str  # Lightning's name of it, such as "bf16-mixed"
+    precision: str  # Lightning's name of the precision, such as "bf16-mixed"
 
 
 class PackedLoop:
@@ -191,7 +191,7 @@ class PackedLoop:
             self._meter.reduce(whole=True)
             self._flops.follow()
         self._meter.resume()
-        self._flops.stop()  # after a step that raised
+        self._flops.stop()  # ends the count of a step that raised an error
         self._flops.begin("train")
         step = step.to(self._engine.device)
         loss = sum_over_packs(
@@ -218,8 +218,8 @@ class PackedLoop:
                     "evaluate() runs one set, but val= names several. Pass them one by one, with name=."
                 )
         running, shared = self._meter.pause(), self._engine.shared
-        where: Any = {"device": self._engine.device, "group": shared.data_group, "cut": shared.cut}
-        loss, tokens = mean_loss(self._loss_fn, self.model, batches, **where)
+        options: Any = {"device": self._engine.device, "group": shared.data_group, "cut": shared.cut}
+        loss, tokens = mean_loss(self._loss_fn, self.model, batches, **options)
         if running:
             self._meter.resume()
         metrics = {f"{name}/loss": loss, f"{name}/loss_tokens": float(tokens)}
@@ -293,7 +293,7 @@ class PackedLoop:
     def _run(self, batch: THDBatch, microbatches: int) -> Tensor:
         batch = self._engine.shared.cut(batch)
         loss = self._loss_fn(self.model, batch) if self._graphed is None else self._graphed(batch)
-        refuse_unused_layout(batch)  # an attention that did not see the other ranks' slots
+        refuse_unused_layout(batch)
         loss = loss / microbatches
         self._engine.backward(loss)
         return loss.detach()
@@ -331,13 +331,13 @@ def as_loader(
         return data.train_steps()
     if not isinstance(data, THDLoader):
         raise ValueError(
-            f"prepare_thd got data of type {type(data).__name__}, wanted a THDDataModule, or what its "
-            "train_steps() returns. Write THDDataModule(dataset, capacity=...) instead."
+            f"prepare_thd got data of type {type(data).__name__}, wanted a THDDataModule, or the loader that "
+            "its train_steps() returns. Write THDDataModule(dataset, capacity=...) instead."
         )
     if shared.size > 1:
         raise ValueError(
-            f"context_parallel_size={shared.size} with a ready {type(data).__name__}, which was planned "
-            "without it. Pass the THDDataModule itself."
+            f"context_parallel_size={shared.size}, but the given {type(data).__name__} was planned without "
+            "context parallelism. Pass the THDDataModule itself."
         )
     return data
 
@@ -386,16 +386,16 @@ def evaluating(model: nn.Module) -> Generator[None]:
 def mean_loss(
     loss_fn: LossFn,
     model: nn.Module,
-    batches: Iterable[THDBatch],  # this rank's, with every sequence once over all ranks
+    batches: Iterable[THDBatch],  # this rank's batches; over all ranks, every sequence occurs once
     *,
     device: torch.device,
     group: Any = None,
     seen: Callable[[THDBatch], None] = lambda batch: None,  # called with a batch before it runs
     cut: Callable[[THDBatch], THDBatch] = lambda batch: batch,  # keeps this rank's part of a batch
 ) -> tuple[float, int]:
-    """Return the mean loss over all loss tokens of a set, by weight, and their number; a collective."""
+    """Return the weighted mean loss over all loss tokens of a set, and their number; a collective."""
     # A loss that is not linear in batch.loss_scale, as with reduction="sequences", raises. Without a loss
-    # token the mean is NaN: 0 would be the best loss.
+    # token the mean is NaN, because 0 would look like a perfect loss.
     losses, counts = list[Tensor](), list[tuple[float, int]]()
     with evaluating(model):
         for batch in batches:

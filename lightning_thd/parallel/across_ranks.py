@@ -1,4 +1,4 @@
-"""Values of this rank -> those of every rank of a group, or an error on all ranks if they must agree."""
+"""Values of this rank -> the values of all ranks of a group, or an error on all ranks if they differ."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch.distributed as dist
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.parallel.mesh import AxisSizes
 
-# torch 2.13 renamed it; the old name warns there, and 2.11 lacks the new one.
+# torch 2.13 renamed the function and warns about the old name; torch 2.11 lacks the new name.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def gather_ints(values: Sequence[int], *, group: Any, device: torch.device) -> list[list[int]]:
-    """Gather equally many integers from every rank of ``group``, in its order; None is the world."""
+    """Gather equally many integers from every rank of ``group``, in rank order; None is the world."""
     if group_size(group) == 1:
         return [list(values)]
     mine = torch.tensor(values, dtype=torch.int64).to(device)
@@ -34,7 +34,7 @@ def group_size(group: Any) -> int:
 
 
 def data_parallel_group(strategy: Any) -> Any:
-    """Return the group of a Trainer's ranks with different sequences; None is the world."""
+    """Return the group over which a Trainer's ranks read different sequences; None is the world."""
     group = getattr(strategy, "data_parallel_group", None)
     if group is not None:
         return group
@@ -51,7 +51,7 @@ def stage_group(strategy: Any) -> Any:
 
 
 def communication_device(group: Any, device: torch.device) -> torch.device:
-    """Return the device for a collective over ``group`` of a rank that works on ``device``."""
+    """Return the device of tensors for a collective over ``group``: the CPU with gloo, else ``device``."""
     if not (dist.is_available() and dist.is_initialized()):
         return torch.device("cpu")
     return torch.device("cpu") if dist.get_backend(group) == "gloo" else device
@@ -73,7 +73,7 @@ def on_host(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def broadcast_object(value: Any, group: dist.ProcessGroup | None, source: int) -> Any:
-    """Return, on every rank of a group, the object that its global rank ``source`` gives."""
+    """Return the object of the global rank ``source`` on every rank of a group."""
     found = [value]
     dist.broadcast_object_list(found, source, group=group)
     return found[0]
@@ -94,20 +94,21 @@ def require_same(
 
 def digests(batch: THDBatch | THDStep) -> tuple[int, int]:
     """Return two int63 hashes of a batch: of all its data, and of the values that all ranks share."""
-    own = batch.microbatches if isinstance(batch, THDStep) else (batch,)
+    microbatches = batch.microbatches if isinstance(batch, THDStep) else (batch,)
     everything = hashlib.sha256()
-    for one in own:
-        everything.update(repr((one.sequence_ids, one.lengths)).encode())
-        for row in (one.input_ids, one.token_targets, one.token_offsets):
+    for each in microbatches:
+        everything.update(repr((each.sequence_ids, each.lengths)).encode())
+        for row in (each.input_ids, each.token_targets, each.token_offsets):
             everything.update(row.cpu().numpy().tobytes())
-    # Evaluation scales every batch by its own tokens; a step has one scale for all.
-    shared = [len(own), *(one.loss_scale for one in own[:1])] if isinstance(batch, THDStep) else [1]
-    everything.update(repr([one.loss_scale for one in own]).encode())
-    return _int63(everything.digest()), _int63(hashlib.sha256(repr(shared).encode()).digest())
+    scales = [each.loss_scale for each in microbatches]
+    everything.update(repr(scales).encode())
+    # A step has one loss scale for all ranks; in evaluation, every batch has a different scale.
+    shared = [len(scales), *scales[:1]] if isinstance(batch, THDStep) else [1]
+    return int63(everything.digest()), int63(hashlib.sha256(repr(shared).encode()).digest())
 
 
 def check_agreement(batch: THDBatch | THDStep, sizes: AxisSizes, device: torch.device) -> None:
-    """Raise, on every rank, unless peers hold the same batch and all ranks run the same step."""
+    """Raise, on every rank, unless ranks that share a pack read the same one and all run the same step."""
     found = gather_ints(digests(batch), group=None, device=device)
     for data in range(sizes.data):
         ranks = sizes.readers(data)
@@ -119,10 +120,11 @@ def check_agreement(batch: THDBatch | THDStep, sizes: AxisSizes, device: torch.d
             )
     if len({shared for _, shared in found}) > 1:
         raise ValueError(
-            "Ranks have steps of different numbers of microbatches or loss scales. Plan steps "
-            "from the same lengths and seed on every rank, as THDDataModule does."
+            "Ranks have steps with different numbers of microbatches or loss scales. Plan steps from the "
+            "same lengths and seed on every rank, as THDDataModule does."
         )
 
 
-def _int63(digest: bytes) -> int:
+def int63(digest: bytes) -> int:
+    """Return the first 63 bits of a digest as a number, which fits a signed int64."""
     return int.from_bytes(digest[:8], "big") >> 1

@@ -1,7 +1,7 @@
-"""Random numbers of ranks that work on the same tokens -> the same numbers on all of them.
+"""A microbatch or a layer -> a random stream with the same numbers on all ranks that compute the same values.
 
-With different dropout masks, the copies of weights on tensor-parallel ranks would become different. With one
-random stream for all stages of a pipeline, their first layers would have the same masks.
+With different dropout masks, the copies of weights on tensor-parallel ranks would become different. If all
+stages of a pipeline drew from the same stream, the first layers of all stages would have the same masks.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 
 class SharedDraws:
-    """Gives every microbatch its own random stream, the same on all ranks with the same ``place``."""
+    """Gives every microbatch a separate random stream, the same on all ranks with the same ``place``."""
 
     def __init__(self, seed: int, place: int) -> None:
         self._seed, self._place, self._count = seed, place, 0
 
     @contextmanager
     def microbatch(self) -> Generator[None]:
-        """Draw from the next microbatch's stream inside this context, and from the global one again after."""
+        """Draw from the next microbatch's stream inside this context, and restore the global stream after."""
         saved = states()
         self.begin()
         try:
@@ -62,13 +62,14 @@ def has_dropout(model: Any) -> bool:
 
 
 def draw_from_own_stream(layer: nn.Module, index: int) -> None:
-    """Let a layer of a pipeline draw from a stream seeded by its index and the global stream, in place."""
+    """Make a pipeline's layer draw from a stream that is seeded by its index and by the global stream."""
     saved: list[list[Tensor]] = []
 
     def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
-        number = take_number()
+        number = draw_number()
         saved.append(states())
-        torch.manual_seed((number + 0x9E3779B97F4A7C15 * (index + 1)) % 2**63)  # the golden ratio's bits
+        # 2**64 / golden ratio: seeds of neighbouring layers are far apart.
+        torch.manual_seed((number + 0x9E3779B97F4A7C15 * (index + 1)) % 2**63)
 
     def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         restore(saved.pop())
@@ -77,6 +78,6 @@ def draw_from_own_stream(layer: nn.Module, index: int) -> None:
     layer.register_forward_hook(leave, always_call=True)
 
 
-def take_number() -> int:
-    """Draw a number from the CPU's stream: one per layer on all ranks, so that users' draws stay the same."""
+def draw_number() -> int:
+    """Draw a number from the CPU's stream; all stages draw one per layer, so it stays equal on all ranks."""
     return int(torch.empty((), dtype=torch.int64).random_())

@@ -1,6 +1,6 @@
-"""Tensors of one rank -> those that its queries, heads or layers need from other ranks, differentiably.
+"""A tensor of each rank -> the sum, the gathered rows or the exchanged parts, differentiable.
 
-All ranks of ``group`` call the functions in the same order. Gradients are of the sum of all ranks' losses.
+All ranks of ``group`` call the functions in the same order. Gradients are those of the sum of all losses.
 
 Legend: P ranks of the group, N rows of one rank, H heads.
 """
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-# torch 2.13 renamed both; the older ones have the same arguments.
+# torch 2.13 renamed both functions and kept their arguments.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 Map = Callable[[Tensor], Tensor]
@@ -85,7 +85,7 @@ class _SumGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # Copy them, because autograd may pass the same gradient to others.
+        # Copy the gradients, because autograd may pass the same tensor to other functions.
         summed = [grad.clone(memory_format=torch.contiguous_format) for grad in grads]
         for grad in summed:
             dist.all_reduce(grad, group=ctx.group)
@@ -114,24 +114,24 @@ def _own_part(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 
 def gather_same(x: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
-    """Gather the ranks' parts along ``dim``, for work that is the same on all ranks, gradients included."""
+    """Gather the ranks' parts along ``dim``; cut the gradient, which is the same on all ranks."""
     own = partial(_own_part, group=group, dim=dim)
     return mapped(x, partial(_gather_dim, group=group, dim=dim), own)
 
 
 def keep_own(x: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
-    """Keep this rank's part along ``dim`` of a tensor that all ranks have; the gradient is gathered."""
+    """Keep this rank's part along ``dim`` of a tensor that is the same on all ranks; gather the gradient."""
     own = partial(_own_part, group=group, dim=dim)
     return mapped(x, own, partial(_gather_dim, group=group, dim=dim))
 
 
 def all_gather_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather all ranks' rows, equally many, as ``[P * N, ...]``; the gradient is reduce-scattered."""
+    """Gather all ranks' rows, N of each rank, as ``[P * N, ...]``; reduce-scatter the gradient."""
     return mapped(rows, partial(stacked, group=group), partial(_scattered, group=group))
 
 
 def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send ``sent[i]`` rows to rank i, rank 0's first; receive ``received[i]``. Gradients are sent back."""
+    """Send ``sent[i]`` rows to rank i, first rank 0's, and receive ``received[i]``; send gradients back."""
     there = partial(_exchanged, sent=sent, received=received, group=group)
     return mapped(rows, there, partial(_exchanged, sent=received, received=sent, group=group))
 
@@ -142,24 +142,27 @@ def sum_gradients(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def sum_all_gradients(tensors: tuple[Tensor, ...], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """Apply ``sum_gradients`` to several tensors at one point of the backward pass, in one order."""
+    """Apply ``sum_gradients`` to several tensors, whose gradients all ranks sum in the same order."""
     out: tuple[Tensor, ...] = _SumGradients.apply(group, *tensors)  # type: ignore[no-untyped-call]
     return out
 
 
 def keep_path(out: Tensor, *inputs: Tensor) -> Tensor:
-    """Tie ``inputs`` to ``out`` by a zero gradient, so that their collectives run backward on every rank."""
+    """Return ``out`` and give ``inputs`` a zero gradient, so that every rank runs their backward pass."""
     kept: Tensor = _KeepPath.apply(out, *inputs)  # type: ignore[no-untyped-call]
     return kept
 
 
 def sum_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-reduce partial sums whose total all ranks use alike; the gradient passes unchanged."""
+    """All-reduce partial sums; the gradient is unchanged, because all ranks do the same with the total."""
     return mapped(x, partial(reduced, group=group), lambda gradient: gradient)
 
 
 def rows_to_heads(x_NHD: Tensor, group: dist.ProcessGroup, heads: Tensor | None = None) -> Tensor:
-    """Exchange all heads of this rank's rows for its own ``heads`` of all rows, ``[P * N, h, D]``."""
+    """Send each rank h heads of this rank's rows; return this rank's h heads of all rows, ``[P * N, h, D]``.
+
+    ``heads``, int64 ``[P * h]``, lists the heads that are sent, rank 0's first; None sends all in order.
+    """
     ranks = group.size()
     wanted = x_NHD if heads is None else x_NHD.index_select(1, heads)
     sent = wanted.unflatten(1, (ranks, -1)).transpose(0, 1)  # type: ignore[no-untyped-call]

@@ -1,7 +1,8 @@
 """A LightningModule -> its models sharded by FSDP2 over all ranks that see different tokens.
 
-A vision tower runs only if a pack has images, but if one rank skipped it, the others would wait for it. So if
-any rank has images, all ranks give the tower's weights a gradient, which is zero on ranks without images.
+A vision tower runs only if a pack has images. If one rank skipped the tower's backward pass, the other ranks
+would wait in its collectives. So if any rank has images, all ranks give the tower's weights a gradient, which
+is zero on ranks without images.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_thd._find import models_in
+from lightning_thd._find import has_parameters, models_in
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.parallel.exchange import keep_path
 
@@ -33,15 +34,15 @@ def shard_parameters(
     """Shard every model of a LightningModule by FSDP2, layer by layer, and vision towers with the root."""
     if own := [name for name, _ in module.named_parameters(recurse=False)]:
         raise ValueError(
-            f"{type(module).__name__} holds the parameters {own} itself, and FSDP2 gathers weights when the "
-            "forward of a submodule is called. Move them into an nn.Module that it calls."
+            f"{type(module).__name__} holds the parameters {own} itself, but FSDP2 gathers only the weights "
+            "of submodules, when their forward is called. Move them into a submodule."
         )
     roots: list[FSDPModule] = []
-    how: dict[str, Any] = {"mesh": mesh, "mp_policy": policy or MixedPrecisionPolicy()}
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy or MixedPrecisionPolicy()}
     for root in models_of(module):
         for layer in layers_of(root):
-            fully_shard(layer, reshard_after_forward=reshard_after_forward, **how)
-        roots.append(fully_shard(root, **how))
+            fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
+        roots.append(fully_shard(root, **options))
     if mesh.device_type == "cpu":  # gloo has no averaging reduce-scatter
         for sharded in roots:
             sharded.set_force_sum_reduction_for_comms(True)
@@ -49,17 +50,18 @@ def shard_parameters(
 
 
 def models_of(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the models a LightningModule calls: its children, and those inside ModuleList and ModuleDict."""
+    """Yield the models of a LightningModule: its children and the elements of ModuleLists and ModuleDicts."""
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from models_of(child)
-        elif any(True for _ in child.parameters()):
+        elif has_parameters(child):
             yield child
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """List the modules that FSDP2 gathers one at a time: a model's layers, or else elements of ModuleLists.
+    """List the modules that FSDP2 gathers one at a time.
 
+    These are the classes in the model's ``_no_split_modules``, or without that list, elements of ModuleLists.
     Layers of a vision tower run only on some ranks, so they are gathered with the model.
     """
     towers = towers_of(model)
@@ -71,7 +73,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
             if child in towers:
                 continue
             if type(child).__name__ in names or (not names and isinstance(module, nn.ModuleList)):
-                if any(True for _ in child.parameters()):
+                if has_parameters(child):
                     found.append(child)
             else:
                 walk(child)
@@ -95,7 +97,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 def towers_of(model: nn.Module) -> list[nn.Module]:
     """List the modules of a multimodal model beside its language model, such as a vision tower."""
-    embedding, head = (_called(model, f"get_{side}_embeddings") for side in ("input", "output"))
+    embedding, head = (_result_of(model, f"get_{side}_embeddings") for side in ("input", "output"))
     # The language model is the innermost transformers model that holds the input embedding.
     around = [x for _, x in models_in(model) if any(inner is embedding for inner in x.modules())]
     language: nn.Module | None = around[-1] if around else None
@@ -107,7 +109,7 @@ def towers_of(model: nn.Module) -> list[nn.Module]:
                 continue
             if any(inner in (language, head) for inner in child.modules()):
                 walk(child)
-            elif any(True for _ in child.parameters()):
+            elif has_parameters(child):
                 found.append(child)
 
     if language is not None and language is not model:
@@ -115,16 +117,16 @@ def towers_of(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _called(model: Any, getter: str) -> nn.Module | None:
+def _result_of(model: Any, getter: str) -> nn.Module | None:
     try:
         part = getattr(model, getter, lambda: None)()
-    except NotImplementedError:  # transformers raises it for a model without one
+    except NotImplementedError:  # the model has no such module
         return None
     return part if isinstance(part, nn.Module) else None
 
 
 class TowerPaths:
-    """Ties a model's towers to its embedding while ``active``, so backward passes reach their gradients."""
+    """Gives the weights of a model's towers a zero gradient, through its embedding, while ``active``."""
 
     def __init__(self, model: Any) -> None:
         self.active = False
@@ -134,13 +136,13 @@ class TowerPaths:
     def _tie(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
         if not (self.active and torch.is_grad_enabled()):
             return out
-        # Look them up here, inside the model's forward call, because FSDP2 has gathered them by now.
+        # Look the weights up inside the model's forward call, because FSDP2 has gathered them by then.
         weights = [p for tower in self._towers for p in tower.parameters() if p.requires_grad]
         return keep_path(out, *weights)
 
 
 def tower_paths(module: nn.Module, *, make: bool) -> Iterator[TowerPaths]:
-    """Yield the paths of the models that train towers, which an earlier fit may have made."""
+    """Yield the ``TowerPaths`` of models that train towers; ``make`` creates those that are missing."""
     for model in models_of(module):
         paths = model.__dict__.get(_PATHS)
         if paths is None and make and trains_towers(model):
@@ -155,7 +157,7 @@ def trains_towers(model: nn.Module) -> bool:
 
 
 def any_rank_sees(batch: object, group: dist.ProcessGroup) -> bool:
-    """Return whether any rank's batch has images or the like; one all-reduce of 4 bytes in CPU memory."""
+    """Return whether any rank's batch has inputs of a tower; one all-reduce of 4 bytes in CPU memory."""
     seen = torch.tensor(float(_sees(batch)))
     dist.all_reduce(seen, dist.ReduceOp.MAX, group=group)
     return bool(seen)

@@ -1,6 +1,7 @@
-"""Sizes of the axes and the number of processes -> the mesh of ranks, context inside data, tensor innermost.
+"""The sizes of the parallel axes and the number of processes -> the mesh of ranks.
 
-Ranks of one tensor-parallel group are neighbours, because they exchange the most data.
+The axes are, from the outermost to the innermost: pipeline, data, context, tensor. So the ranks of a
+tensor-parallel group, which exchange the most data, are neighbours.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def resolve_sizes(
 
 
 def check_sizes(*, data: object, replicas: object = 1, **others: object) -> None:
-    """Raise for a size that is not a number of ranks."""
+    """Raise unless every size is a whole number above 0; ``data`` may also be "auto"."""
     if data != "auto":
         whole_number(data, "data_parallel_size", least=1, advice="Or pass 'auto'.")
     for name, size in others.items():
@@ -118,7 +119,7 @@ def make_meshes(sizes: AxisSizes, device_type: str, *, replicas: int = 1) -> Mes
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
     data_context = mesh[DATA, CONTEXT]._flatten("data_context_parallel")
     shards, tensor = data_context, mesh[TENSOR]
-    if replicas > 1:  # needs its own mesh: torch cannot shard over two axes if one is flattened
+    if replicas > 1:  # this needs another mesh: torch cannot shard over two axes if one is flattened
         sharing = (sizes.pipeline, replicas, sizes.data * sizes.context // replicas, sizes.tensor)
         named = (PIPELINE, "replicas", "shards", TENSOR)
         weights = init_device_mesh(device_type, sharing, mesh_dim_names=named)
@@ -134,7 +135,7 @@ def make_meshes(sizes: AxisSizes, device_type: str, *, replicas: int = 1) -> Mes
 
 
 def another_group(sizes: AxisSizes, *, timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """Create a second process group of this rank's pipeline; a collective of the whole job."""
+    """Create a second process group for the stages of this rank's pipeline; all ranks must call this."""
     rank = dist.get_rank()
     own: dist.ProcessGroup | None = None
     for place in range(sizes.stage):

@@ -1,8 +1,8 @@
-"""Routers' logits of a mixture of experts -> sums over groups of tokens, of all layers and pipeline stages.
+"""Router logits of a mixture of experts -> sums per group of tokens, over all layers and pipeline stages.
 
-A balancing loss multiplies the share of tokens of an expert by the expert's mean probability (Switch
+A balancing loss multiplies an expert's share of the tokens by the expert's mean probability (Switch
 Transformers, arXiv:2101.03961, equations 4 to 6), both over all layers. So each stage of a pipeline adds the
-sums of its layers to those of the stages before, and sends them to the next stage.
+sums of its layers to the sums that it received, and sends the result to the next stage.
 
 Legend: T slots, E experts, K experts a token, G groups of slots.
 """
@@ -39,32 +39,33 @@ def router_sums(
     scores: Scores = "softmax",
     slots: Tensor | None = None,
 ) -> Tensor:
-    """Sum over layers and the slots of each group, ``[G, 2 E + 1]`` in fp32 or wider.
+    """Sum over layers and the slots of each of ``size`` groups; return ``[size, 2 E + 1]``, fp32 or wider.
 
     There are E sums of probabilities, E counts of choices and a sum of squared lse. ``logits`` are ``[T, E]``
     of each layer. ``groups``, int64 ``[T]``, has the group of each slot. If sequences share slots, ``slots``,
     int64 ``[N]``, has the slot of each token, and ``groups`` is ``[N]``.
     """
     wide = torch.promote_types(logits[0].dtype, torch.float32) if logits else torch.float32
-    number = logits[0].shape[0] if logits else groups.numel()
-    rows = torch.zeros(number, 2 * experts + 1, dtype=wide, device=groups.device)
+    total = logits[0].shape[0] if logits else groups.numel()
+    rows = torch.zeros(total, 2 * experts + 1, dtype=wide, device=groups.device)
     for layer in logits:
         values = layer.to(groups.device, wide)
         if scores == "softmax":
-            likely = values.softmax(-1)
+            probabilities = values.softmax(-1)
         else:
-            likely = values.sigmoid()
-            likely = likely / likely.sum(-1, keepdim=True)
-        chosen = torch.zeros_like(likely).scatter_(1, likely.topk(top_k, dim=-1).indices, 1.0)
-        rows = rows + torch.cat([likely, chosen, values.logsumexp(-1, keepdim=True).square()], dim=1)
+            probabilities = values.sigmoid()
+            probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+        best = probabilities.topk(top_k, dim=-1).indices
+        chosen = torch.zeros_like(probabilities).scatter_(1, best, 1.0)
+        rows = rows + torch.cat([probabilities, chosen, values.logsumexp(-1, keepdim=True).square()], dim=1)
     rows = rows if slots is None else rows.index_select(0, slots)
     return rows.new_zeros(size, rows.shape[1]).index_add(0, groups, rows)
 
 
-def balance_of(likely: Tensor, chosen: Tensor, top_k: int) -> Tensor:
+def balance_of(probabilities: Tensor, chosen: Tensor, top_k: int) -> Tensor:
     """Compute the balancing loss ``[G]`` of groups from their sums ``[G, E]``; 0 for an empty group."""
     rows = (chosen.sum(1) / top_k).clamp_min(1.0)
-    return (chosen * likely).sum(1) / rows.square() * chosen.shape[1]
+    return (chosen * probabilities).sum(1) / rows.square() * chosen.shape[1]
 
 
 def module_of_loss(inner: Any) -> Any:
@@ -74,7 +75,7 @@ def module_of_loss(inner: Any) -> Any:
 
 
 def routers_of(inner: nn.Module) -> list[tuple[type[nn.Module], int]]:
-    """Return the classes of layers that return router logits, with the logits' index in their output."""
+    """Return the classes of layers that return router logits, each with the logits' index in its output."""
     recorded = (getattr(type(part), "_can_record_outputs", None) or {} for part in inner.modules())
     found = [spec for table in recorded if (spec := table.get("router_logits")) is not None]
     flat = [one for spec in found for one in (spec if isinstance(spec, list) else [spec])]
@@ -88,7 +89,7 @@ def wants_balance(inner: Any) -> bool:
 
 
 def scores_of(inner: Any) -> Scores | None:
-    """Return how a model turns logits into probabilities in its balancing loss; None if that is not known."""
+    """Return how a model's balancing loss turns logits into probabilities; None if its formula is unknown."""
     module = module_of_loss(inner)
     if module is not None:
         return "softmax" if _is_switch(getattr(module, FUNCTION)) else None
@@ -103,7 +104,7 @@ def _is_switch(function: Callable[..., Any]) -> bool:
     logits = tuple(torch.randn(7, 5, generator=generator) for _ in range(2))
     try:
         theirs = function(logits, 5, 2, None)
-    except (TypeError, ValueError, RuntimeError, IndexError):  # another signature
+    except (TypeError, ValueError, RuntimeError, IndexError):  # the function has another signature
         return False
     sums = router_sums(logits, torch.zeros(7, dtype=torch.int64), 1, experts=5, top_k=2)
     ours = balance_of(sums[:, :5], sums[:, 5:10], 2)
@@ -111,7 +112,7 @@ def _is_switch(function: Callable[..., Any]) -> bool:
 
 
 def _scores_in(kind: type[nn.Module]) -> Scores | None:
-    """Read from a router's source whether it compares sigmoids or a softmax of the logits it returns."""
+    """Read from a router's source whether it applies a sigmoid or a softmax to the logits that it returns."""
     try:
         source = inspect.getsource(kind)
     except (OSError, TypeError):
@@ -121,15 +122,16 @@ def _scores_in(kind: type[nn.Module]) -> Scores | None:
 
 
 class RouterRelay:
-    """Adds up the sums of routers from the first stage of a pipeline to the last."""
+    """Adds up router sums from the first stage of a pipeline to the last."""
 
     def __init__(self, channel: Channel, stage: Stage, group: dist.ProcessGroup | None = None) -> None:
-        self.channel = channel  # sends a microbatch's sums to later stages, their gradient back, in fp64
-        self.stage, self.group = stage, group  # the ranks that hold the same layers; None is the world
+        self.channel = channel  # sends sums to later stages and their gradients back, in fp64
+        self.stage = stage
+        self.group = group  # the ranks that hold the same layers; None is the world
         self.received: Tensor | None = None
 
     def add(self, own: Tensor) -> Tensor:
-        """Return all stages' sums, or on a stage without the head a NaN that leads back to ``own``."""
+        """Return all stages' sums; without the head, return a NaN whose backward pass reaches ``own``."""
         own, stage = own.to(self.channel.dtype(own.device)), self.stage
         if not torch.is_grad_enabled():
             own = own.clone()
@@ -137,7 +139,7 @@ class RouterRelay:
             return own
         anchor = torch.zeros((), device=own.device, requires_grad=True)
         if stage.has_stage_before:
-            if self.received is None:  # a repeated call has its sums already
+            if self.received is None:  # a repeated call has received the sums already
                 self.received = Receive.apply(anchor, self.channel, own.shape)  # type: ignore[no-untyped-call]
             own = own + self.received
         send: Any = Send.apply

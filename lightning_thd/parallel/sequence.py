@@ -1,4 +1,4 @@
-"""A tensor-parallel model -> the same model with slots divided among its ranks outside of blocks.
+"""A tensor-parallel model -> the same model, whose ranks each hold a part of the slots between blocks.
 
 Norms, residuals and dropout then work on T / tp slots, which saves memory. Every attention or feed-forward
 block of a layer gathers its input, and keeps only this rank's slots of its output.
@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_thd._find import has_parameters
 from lightning_thd.parallel.exchange import gather_same, keep_own
 from lightning_thd.parallel.fsdp import layers_of, towers_of
 from lightning_thd.parallel.pipeline.stage import PassThrough, stage_of
@@ -25,20 +26,20 @@ def apply_sequence_parallel(model: Any, group: dist.ProcessGroup) -> None:
     """Change a model in place: between its blocks, each tensor-parallel rank holds a part of the slots."""
     if towers_of(model):
         raise ValueError(
-            f"sequence_parallel=True, but {type(model).__name__} puts what its tower sees between the "
+            f"sequence_parallel=True, but {type(model).__name__} inserts the outputs of its tower among the "
             "embeddings of the whole pack. Set sequence_parallel=False."
         )
     layers = layers_of(model)
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     base = _holder(model, layers)
     around = base.children() if base is not None else ()
-    last = [child for child in around if _is_norm(child) or isinstance(child, PassThrough)]
-    if not layers or embedding is None or len(last) != 1:
+    norms = [child for child in around if _is_norm(child) or isinstance(child, PassThrough)]
+    if not layers or embedding is None or len(norms) != 1:
         raise ValueError(
             f"sequence_parallel=True wants layers, an embedding and one last norm; {type(model).__name__} "
-            f"has {len(layers)} layers, {len(last)} norms beside them. Set sequence_parallel=False."
+            f"has {len(layers)} layers, {len(norms)} norms beside them. Set sequence_parallel=False."
         )
-    for module in _embeddings(base, [embedding, last[0], *layers]):
+    for module in _embeddings(base, [embedding, norms[0], *layers]):
         _keep_output(module, group)
     for layer in layers:
         if own := [name for name, _ in layer.named_parameters(recurse=False)]:
@@ -53,11 +54,11 @@ def apply_sequence_parallel(model: Any, group: dist.ProcessGroup) -> None:
             else:
                 _gather_and_keep(child, group)
     stage = stage_of(model)
-    if isinstance(last[0], PassThrough):  # a stage of a pipeline that has no last norm
-        _gather_output(last[0], group, lambda: False)
+    if isinstance(norms[0], PassThrough):  # a stage of a pipeline that has no last norm
+        _gather_output(norms[0], group, lambda: False)
         return
-    sum_own_gradients(last[0], group)
-    _gather_output(last[0], group, lambda: stage is None or stage.holds_head)
+    sum_own_gradients(norms[0], group)
+    _gather_output(norms[0], group, lambda: stage is None or stage.holds_head)
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -75,7 +76,7 @@ def _holder(model: nn.Module, layers: list[nn.Module]) -> nn.Module | None:
 
 
 def _embeddings(base: Any, known: list[nn.Module]) -> list[nn.Module]:
-    """Return the embeddings beside the layers: those of tokens, and of positions if there are any."""
+    """Return the embeddings beside the layers: of tokens, and of positions if there are any."""
     inside = {id(part) for module in known for part in module.modules()}
     found = [known[0]]
     for name, child in base.named_children():
@@ -92,6 +93,7 @@ def _embeddings(base: Any, known: list[nn.Module]) -> list[nn.Module]:
 
 
 def _keep_output(module: Any, group: dist.ProcessGroup) -> None:
+    """Keep only this rank's slots of a module's output."""
     forward = module.forward
 
     def keeping_forward(*args: Any, **kwargs: Any) -> Tensor:
@@ -112,7 +114,7 @@ def check_slots(slots: int, ranks: int) -> None:
 
 
 def _gather_output(module: Any, group: dist.ProcessGroup, wanted: Callable[[], bool]) -> None:
-    """Gather all slots after a module, or return a tensor of that shape if its values are not needed."""
+    """Gather all slots of a module's output; return any tensor of that shape if it is not ``wanted``."""
     forward = module.forward
 
     def gathering_forward(x: Tensor) -> Tensor:
@@ -124,9 +126,9 @@ def _gather_output(module: Any, group: dist.ProcessGroup, wanted: Callable[[], b
     module.forward = gathering_forward
 
 
-def _gather_and_keep(module: nn.Module, group: dist.ProcessGroup) -> None:
+def _gather_and_keep(module: Any, group: dist.ProcessGroup) -> None:
     """Gather all slots for a block's input, and keep this rank's slots of its output."""
-    if not any(True for _ in module.parameters()):  # dropout and identity: slots are independent
+    if not has_parameters(module):  # dropout and identity: slots are independent
         return
     forward = module.forward
 
@@ -137,10 +139,9 @@ def _gather_and_keep(module: nn.Module, group: dist.ProcessGroup) -> None:
             return gather_same(value, group, dim=1) if _is_hidden(value) and value.shape[1] == rows else value
 
         out = forward(*map(gathered, args), **{name: gathered(value) for name, value in kwargs.items()})
-        return _keep(out, rows * group.size(), group)
+        return _own_slots(out, rows * group.size(), group)
 
-    block: Any = module
-    block.forward = gathering_forward
+    module.forward = gathering_forward
 
 
 def _slots_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -159,9 +160,10 @@ def _is_hidden(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 3 and value.is_floating_point()
 
 
-def _keep(out: Any, slots: int, group: dist.ProcessGroup) -> Any:
+def _own_slots(out: Any, slots: int, group: dist.ProcessGroup) -> Any:
+    """Keep this rank's slots of every tensor of a block's output that has all slots."""
     if isinstance(out, Tensor) and out.ndim == 3 and out.shape[1] == slots:
         return keep_own(out, group, dim=1)
     if isinstance(out, tuple):
-        return tuple(_keep(value, slots, group) for value in out)
+        return tuple(_own_slots(value, slots, group) for value in out)
     return out

@@ -1,4 +1,4 @@
-"""A ``THDBatch`` -> the ``THDShard`` that one context-parallel rank holds of it.
+"""A ``THDBatch`` -> the part of it that one context-parallel rank holds, a ``THDShard``.
 
 Legend: T slots in a pack, N = T / cp slots of a shard.
 """
@@ -28,11 +28,10 @@ _BATCH_FIELDS = THDBatch.__slots__
 class THDShard(THDBatch):
     """The slice of a pack that one context-parallel rank holds, in place of a ``THDBatch``.
 
-    ``layout`` says which slice of which pack it is.
-    ``input_ids``, ``targets``, ``position_ids`` have N slots; ``cu_seqlens`` and ``cu_seqlens_padded`` have
-    one entry per sequence, which is empty if other ranks hold the sequence. ``lengths``,
-    ``padded_lengths``, ``stats`` and ``sequence_ids`` are the whole pack's. ``loss_scale`` is cp times the
-    pack's, because the mean over ranks also divides by cp.
+    ``layout`` describes the slice. ``input_ids``, ``targets``, ``position_ids`` have N slots. ``cu_seqlens``
+    and ``cu_seqlens_padded`` count every sequence of the pack; a sequence that only other ranks hold is
+    empty. ``lengths``, ``padded_lengths``, ``stats`` and ``sequence_ids`` are the whole pack's.
+    ``loss_scale`` is cp times the pack's, because the mean over ranks also divides by cp.
     """
 
     __slots__ = ("layout",)
@@ -86,7 +85,8 @@ class THDShard(THDBatch):
         return super().unpack(gather_pack(x, self.layout))
 
     def __iter__(self) -> Iterator[Tensor]:
-        # The weight of the pack, the same on its cp ranks, because the mean of their losses is the pack's.
+        # Lightning weighs a logged loss by this. All cp ranks give the weight of the pack, because their
+        # losses have the pack's loss as mean.
         yield weighing_rows(self.layout.cp / self.loss_scale if self.loss_scale else 0.0)
 
 
@@ -110,7 +110,7 @@ def shard_batch(
     check_batch(batch)
     if isinstance(batch, SharedBatch):
         raise ValueError(
-            "A batch with share_prefixes=True came to context parallelism, which cuts every sequence. Set "
+            "Context parallelism cuts every sequence, but this batch has share_prefixes=True. Set "
             "context_parallel_size=1, or collate with share_prefixes=False."
         )
     known = cp is not None and rank is not None
@@ -119,7 +119,7 @@ def shard_batch(
     if cp is None or rank is None:
         assert group is not None
         cp, rank = group.size(), group.rank()
-    at = ShardLayout(
+    shard_layout = ShardLayout(
         batch.padded_lengths,
         cp=cp,
         rank=rank,
@@ -128,23 +128,23 @@ def shard_batch(
         communication=communication,
         device=batch.input_ids.device,
     )
-    own = at.own
-    traffic.run(at.local_slots)
+    own = shard_layout.own
+    traffic.count_slots(shard_layout.local_slots)
     real = held_real_lengths(batch.lengths, batch.padded_lengths, cp=cp, rank=rank, layout=layout)
     return THDShard._of(
         batch,
         input_ids=batch.input_ids.index_select(-1, own),
         targets=batch.targets.index_select(-1, own),
         position_ids=batch.position_ids.index_select(-1, own),
-        cu_seqlens=at.put(offsets_of(real)),
-        cu_seqlens_padded=at.offsets(),
-        max_seqlen=max(1, int(at.held.max(initial=1))),
+        cu_seqlens=shard_layout.put(offsets_of(real)),
+        cu_seqlens_padded=shard_layout.offsets(),
+        max_seqlen=max(1, int(shard_layout.held.max(initial=1))),
         loss_scale=batch.loss_scale * cp,
         weights=None if batch.weights is None else batch.weights.index_select(-1, own),
         sequence_scale=None if batch.sequence_scale is None else batch.sequence_scale * cp,
         token_scale=None if batch.token_scale is None else batch.token_scale * cp,
         extras=_cut_extras(batch, own),
-        layout=at,
+        layout=shard_layout,
     )
 
 
@@ -155,14 +155,14 @@ def pack_value(loss: Tensor, batch: THDBatch) -> Tensor:
     return mapped(loss, lambda own: reduced(own, group) / group.size(), lambda gradient: gradient)
 
 
-def shard_step(step: THDStep, **how: Any) -> THDStep:
-    """Cut every microbatch of a step; see ``shard_batch``."""
+def shard_step(step: THDStep, **options: Any) -> THDStep:
+    """Cut every microbatch of a step; ``options`` are those of ``shard_batch``."""
     instance(step, "step", THDStep, advice="Pass THDStep(microbatches).")
-    return THDStep([shard_batch(batch, **how) for batch in step.microbatches])
+    return THDStep([shard_batch(batch, **options) for batch in step.microbatches])
 
 
 def _cut_extras(batch: THDBatch, own: Tensor) -> dict[str, Tensor]:
-    """Cut extras with one value a slot, ``[1, T]``, and refuse all others."""
+    """Cut extras that have a value per slot, ``[1, T, ...]``, and refuse all other extras."""
     slots = batch.input_ids.shape[-1]
     extras = {}
     for name, value in batch.extras.items():

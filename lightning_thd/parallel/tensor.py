@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from lightning_thd._find import model_with_head
+from lightning_thd._find import has_parameters, model_with_head
 from lightning_thd.parallel.exchange import (
     gather_same,
     keep_own,
@@ -74,7 +74,7 @@ def _match(model: nn.Module, plan: Mapping[str, str]) -> list[tuple[str, nn.Modu
                     f"{', '.join(_STYLES)}. Pass tensor_parallel_plan={{...}}."
                 )
             # The replacement of another pipeline stage's embedding or head has nothing to cut.
-            if not isinstance(module, nn.ModuleList) and any(True for _ in module.parameters()):
+            if not isinstance(module, nn.ModuleList) and has_parameters(module):
                 found.append((name, module, style))
     return found
 
@@ -85,7 +85,7 @@ def _pattern(entry: str) -> re.Pattern[str]:
 
 
 def _between_products(model: nn.Module, matched: list[tuple[str, nn.Module, str]]) -> list[nn.Module]:
-    """Return activations and head norms that a plan leaves out; refuse blocks that compare cut columns."""
+    """Return activations and head norms that a plan leaves out; refuse blocks whose columns interact."""
     known = {id(module) for _, module, _ in matched}
     whole = {id(module) for _, module, style in matched if style == "colwise_gather_output"}
     found = []
@@ -97,7 +97,7 @@ def _between_products(model: nn.Module, matched: list[tuple[str, nn.Module, str]
                 "activations that tensor parallelism cuts. Set config.activation_sparsity_pattern to zeros."
             )
         for name, child in block.named_children():
-            if id(child) in known or not any(True for _ in child.parameters()):
+            if id(child) in known or not has_parameters(child):
                 continue
             if norm := _HEAD_NORM.fullmatch(name):
                 if id(getattr(block, f"{norm[1]}_proj", None)) in whole:
@@ -114,7 +114,7 @@ def _between_products(model: nn.Module, matched: list[tuple[str, nn.Module, str]
 
 
 class _Shards:
-    """Cuts parameters into DTensor shards, a tied parameter only once."""
+    """Cuts parameters into DTensor shards; modules with a tied parameter get the same shard."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -122,7 +122,7 @@ class _Shards:
         self._made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
 
     def was_cut(self, parameter: nn.Parameter | None) -> bool:
-        """Return whether a shard was made of this whole parameter."""
+        """Return whether ``cut`` has replaced this whole parameter in some module."""
         return parameter is not None and id(parameter) in self._made
 
     def cut(self, module: nn.Module, name: str, dim: int) -> None:
@@ -133,13 +133,13 @@ class _Shards:
         if id(parameter) not in self._made:
             shard = distribute_tensor(parameter.detach(), self.mesh, [Shard(dim)], src_data_rank=None)
             cut = nn.Parameter(shard, requires_grad=parameter.requires_grad)
-            self._made[id(parameter)] = (parameter, cut)  # keeps the old one, so that its id is not reused
+            self._made[id(parameter)] = (parameter, cut)  # keep the parameter, so that its id is not reused
         module._parameters[name] = self._made[id(parameter)][1]
 
 
 @contextlib.contextmanager
 def parameters_as(module: nn.Module, change: Callable[[Tensor], Tensor | None]) -> Generator[None]:
-    """Replace a module's own parameters by ``change(parameter)`` inside this context."""
+    """Replace a module's direct parameters by ``change(parameter)`` inside this context."""
     own = {name: value for name, value in module._parameters.items() if value is not None}
     parameters: dict[str, Any] = module._parameters
     parameters.update({name: change(value) for name, value in own.items()})
@@ -150,6 +150,7 @@ def parameters_as(module: nn.Module, change: Callable[[Tensor], Tensor | None]) 
 
 
 def _colwise(module: Any, shards: _Shards) -> None:
+    """Cut a layer by output features; each rank computes its part of the output."""
     shards.cut(module, "weight", 0)
     shards.cut(module, "bias", 0)
     forward, group = module.forward, shards.group
@@ -173,6 +174,7 @@ def _colwise_gather_output(module: Any, shards: _Shards) -> None:
 
 
 def _rowwise(module: Any, shards: _Shards) -> None:
+    """Cut a layer by input features, of which each rank has its part, and sum the ranks' outputs."""
     shards.cut(module, "weight", 1)
     forward, group = module.forward, shards.group
 
@@ -186,7 +188,7 @@ def _rowwise(module: Any, shards: _Shards) -> None:
 
 
 def _rowwise_split_input(module: Any, shards: _Shards) -> None:
-    """Cut a layer by input features; each rank takes its part of the whole input."""
+    """Cut a layer by input features; each rank has the whole input and takes its part."""
     _rowwise(module, shards)
     forward, group = module.forward, shards.group
 
@@ -201,7 +203,7 @@ def _embedding(module: Any, shards: _Shards) -> None:
     rows = module.num_embeddings // shards.group.size()
     first = shards.group.rank() * rows
     shards.cut(module, "weight", 0)
-    if module.padding_idx is not None:  # this row gets no gradient, on whichever rank it is
+    if module.padding_idx is not None:  # keep the row without a gradient on the rank that holds it
         inside = first <= module.padding_idx < first + rows
         module.padding_idx = module.padding_idx - first if inside else None
     forward, group = module.forward, shards.group
@@ -227,38 +229,37 @@ def sum_own_gradients(module: Any, group: dist.ProcessGroup) -> None:
     module.forward = summing_forward
 
 
-def _experts(module: nn.Module, shards: _Shards) -> None:
+def _experts(experts: Any, shards: _Shards) -> None:
     """Give each rank some whole experts, and sum the ranks' outputs for every token."""
-    experts: Any = module
     count = experts.num_experts // shards.group.size()
     first = shards.group.rank() * count
-    for name in list(module._parameters):
-        shards.cut(module, name, 0)
-    # With these attributes, transformers takes the index num_experts for an expert of another rank.
+    for name in list(experts._parameters):
+        shards.cut(experts, name, 0)
+    # With these attributes, transformers treats the index num_experts as an expert of another rank.
     experts.num_experts, experts._is_expert_parallel = count, True
-    forward, group = module.forward, shards.group
-    passes_over = _passes_over_others(experts)
+    forward, group = experts.forward, shards.group
+    skips_others = _skips_other_experts(experts)
 
     def experts_forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         own = index - first
         missing = (own < 0) | (own >= count)
         hidden, weights = sum_all_gradients((hidden, weights), group)
-        with parameters_as(module, local):
-            if passes_over:
+        with parameters_as(experts, local):
+            if skips_others:
                 masked = weights.masked_fill(missing, 0.0)
                 out: Tensor = forward(hidden, own.masked_fill(missing, count), masked)
             else:
-                out = _choices_alone(forward, hidden, own, weights, ~missing)
-            # If no token chose an expert of this rank, the output is a constant without a gradient. But FSDP2
-            # needs gradients of the same parameters on every rank.
-            unused = () if out.requires_grad else tuple(module.parameters(recurse=False))
+                out = _run_wanted(forward, hidden, own, weights, ~missing)
+            # If no token chose an expert of this rank, the output has no gradient. But FSDP2 needs a gradient
+            # for the same parameters on every rank.
+            unused = () if out.requires_grad else tuple(experts.parameters(recurse=False))
             out = keep_path(out, hidden, weights, *unused)
         return sum_ranks(out, group)
 
-    module.forward = experts_forward
+    experts.forward = experts_forward
 
 
-def _passes_over_others(experts: Any) -> bool:
+def _skips_other_experts(experts: Any) -> bool:
     """Return whether a class of experts skips tokens routed to index ``num_experts``."""
     chosen = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     if chosen not in (None, "eager"):
@@ -267,10 +268,10 @@ def _passes_over_others(experts: Any) -> bool:
     return "num_experts + 1" in inspect.getsource(own)
 
 
-def _choices_alone(
+def _run_wanted(
     forward: Callable[..., Tensor], hidden: Tensor, index: Tensor, weights: Tensor, wanted: Tensor
 ) -> Tensor:
-    """Run experts on one row for each wanted choice ``[T, K]``, and sum the rows of every token."""
+    """Run experts only for the wanted choices ``[T, K]``, one row each, and sum the rows of every token."""
     tokens, places = wanted.nonzero(as_tuple=True)
     chosen, weight = index[tokens, places][:, None], weights[tokens, places][:, None]
     return torch.zeros_like(hidden).index_add(0, tokens, forward(hidden[tokens], chosen, weight))
@@ -368,13 +369,14 @@ def model_plan(model: nn.Module, ranks: int = 1) -> dict[str, str]:
             "tensor_parallel_plan={'model.layers.*.self_attn.q_proj': 'colwise', ...}."
         )
     embedding, head = _name_of(model, "get_input_embeddings"), _name_of(model, "get_output_embeddings")
-    tied = embedding is not None and head is not None and _tied(model)
-    if tied and head in plan:
-        assert embedding is not None
-        plan[embedding] = "embedding_rowwise"
-    elif tied and embedding in plan:
-        assert head is not None
-        plan[head] = "colwise_gather_output"
+    if embedding is None or head is None:
+        return plan
+    inputs, outputs = model.get_submodule(embedding), model.get_submodule(head)
+    if getattr(inputs, "weight", None) is getattr(outputs, "weight", 0):  # cut a tied weight in both modules
+        if head in plan:
+            plan[embedding] = "embedding_rowwise"
+        elif embedding in plan:
+            plan[head] = "colwise_gather_output"
     return plan
 
 
@@ -392,7 +394,7 @@ def _in_wrapper(model: nn.Module, inner: nn.Module, plan: Mapping[str, str]) -> 
 
 
 def _without_other_styles(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Leave out blocks of which a plan cuts single parameters, or by unsupported styles; they stay whole."""
+    """Leave out blocks with unsupported styles, or styles for single parameters; these blocks stay whole."""
     others = {name for name, style in plan.items() if style not in _STYLES}
     blocks = set()
     for name, module in model.named_modules():
@@ -440,11 +442,6 @@ def check_heads(model: nn.Module, ranks: int, plan: Mapping[str, str]) -> None:
         if isinstance(heads, int):
             advice = "Lower tensor_parallel_size and raise context_parallel_size or data_parallel_size."
             _require_divided(f"{type(model).__name__} has {name}={heads}", heads, ranks, advice)
-
-
-def _tied(model: Any) -> bool:
-    weight = getattr(model.get_input_embeddings(), "weight", None)
-    return weight is getattr(model.get_output_embeddings(), "weight", 0)
 
 
 def _name_of(model: Any, getter: str) -> str | None:

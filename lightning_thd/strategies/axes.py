@@ -24,8 +24,8 @@ class Axes:
 
     sizes: AxisSizes
     data_rank: int  # this rank's index among the ranks that read different data
-    wire: torch.device  # the device on which the job's process group communicates
-    meshes: Meshes | None  # None if every rank holds all weights and reads its own data
+    collective_device: torch.device  # where tensors must be for collectives of the whole job
+    meshes: Meshes | None  # None if every rank holds all weights and reads different data
     # Groups that share microbatches under dynamic context parallelism, by size.
     degree_groups: Mapping[int, dist.ProcessGroup] | None
 
@@ -40,12 +40,12 @@ def cuts_weights(strategy: object) -> bool:
 
 
 def gathers_once(strategy: Any) -> bool:
-    """Return whether the ranks of FSDP2 gather weights in a step's first microbatch only."""
+    """Return whether FSDP2 gathers weights only in the first microbatch of a step."""
     return cuts_weights(strategy) and getattr(strategy, "reshard_after_forward", None) is False
 
 
 def start_axes(strategy: Any, start: Callable[[], None]) -> Axes:
-    """Start the job's process group and build the mesh of its axes; ``start`` is the base's own method."""
+    """Start the process group and build the mesh; ``start`` is the base strategy's ``setup_environment``."""
     _refuse_axes(strategy)
     start_again(strategy)
     cuts, meshes = cuts_weights(strategy), None
@@ -55,16 +55,16 @@ def start_axes(strategy: Any, start: Callable[[], None]) -> Axes:
         meshes = make_meshes(sizes, strategy.root_device.type, replicas=strategy.data_parallel_replicas)
     if cuts and meshes is not None:
         strategy._device_mesh = strategy.lightning_module._device_mesh = meshes.axes
-    wire = communication_device(None, strategy.root_device)
+    device = communication_device(None, strategy.root_device)
     groups = None
     if (sharing := strategy.sharing) is not None:
-        groups = make_degree_groups(sizes.data, sharing.max_degree, tp=sharing.tp, device=wire)
+        groups = make_degree_groups(sizes.data, sharing.max_degree, tp=sharing.tp, device=device)
     rank = sizes.data_rank(getattr(strategy, "global_rank", 0))
-    return Axes(sizes=sizes, data_rank=rank, wire=wire, meshes=meshes, degree_groups=groups)
+    return Axes(sizes=sizes, data_rank=rank, collective_device=device, meshes=meshes, degree_groups=groups)
 
 
 def sizes_of(strategy: Any) -> AxisSizes:
-    """Return the sizes that a strategy's attributes ask for, checked against the job."""
+    """Return the sizes that a strategy's attributes set, checked against the number of processes."""
     return resolve_sizes(
         getattr(strategy, "world_size", 1),
         data=strategy.data_parallel_size,
@@ -81,29 +81,29 @@ def fixed_context(strategy: Any) -> int:
 
 
 def _refuse_axes(strategy: Any) -> None:
-    """Refuse sizes that shard weights in a strategy that keeps them whole, and sizes given as arguments."""
+    """Refuse sizes given as Lightning's arguments, and sharding by a strategy that keeps weights whole."""
     if cuts_weights(strategy):
         given = {name: getattr(strategy, f"_{name}_parallel_size") for name in ("data", "tensor")}
         if set(given.values()) != {"auto"}:
             raise MisconfigurationException(
-                f"{type(strategy).__name__} was given sizes as arguments ({given}), without context "
-                "parallelism. Set the attributes data_parallel_size and tensor_parallel_size instead."
+                f"{type(strategy).__name__} was given sizes as arguments ({given}), which leave no ranks for "
+                "context parallelism. Set the attributes data_parallel_size and tensor_parallel_size instead."
             )
         return
     for name in ("data_parallel_replicas", "tensor_parallel_size", "pipeline_parallel_size"):
         if (size := getattr(strategy, name)) != 1:
             raise MisconfigurationException(
-                f"{name}={size} under {type(strategy).__name__}, which does not share weights out. Use "
+                f"{name}={size} under {type(strategy).__name__}, which keeps all weights on every rank. Use "
                 "THDModelParallelStrategy, or leave it at 1."
             )
 
 
 def start_again(strategy: Any) -> None:
-    """Start the process group of a job that torchrun has restarted, with new keys in torchrun's store."""
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    """Start the process group of a restarted job under new keys, because torchrun's store keeps old ones."""
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     environment = getattr(strategy, "cluster_environment", None)
-    if start == "0" or not shared or environment is None or dist.is_initialized():
+    if restarts == "0" or not shared or environment is None or dist.is_initialized():
         return
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
@@ -112,6 +112,6 @@ def start_again(strategy: Any) -> None:
     _init_dist_connection(
         environment,
         strategy._get_process_group_backend(),
-        store=PrefixStore(f"start_{start}", store),
+        store=PrefixStore(f"start_{restarts}", store),
         **options,
     )

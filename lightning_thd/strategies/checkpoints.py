@@ -1,9 +1,10 @@
-"""Checkpoints of any layout -> the form this layout loads; folders are written in the background.
+"""A checkpoint of any parallel layout -> the form that this layout loads.
 
 Lightning writes weights and optimizer states of a ``ModelParallelStrategy`` as a folder in torch's
-distributed format, and everything else as one file in it. Layers have the names of the whole model on every
-stage of a pipeline, so the stages write one folder too. In optimizer states, torch numbers the parameters in
-the order of the groups, Lightning in the order of the module, and torch's distributed checkpoints use names.
+distributed format, with one more file for everything else. ``BackgroundSaves`` writes such folders in the
+background. Layers have the names of the whole model on every stage of a pipeline, so the stages write one
+folder too. In optimizer states, torch numbers the parameters in the order of the groups, Lightning in the
+order of the module, and torch's distributed checkpoints use names.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -39,17 +40,17 @@ from torch.optim import Optimizer
 
 from lightning_thd.strategies.axes import cuts_weights
 
-FRESH = "lightning_thd_fresh_optimizers"  # the key for indices of optimizers that had made no step
+FRESH = "lightning_thd_fresh_optimizers"  # the key for the indices of optimizers without a step so far
 
 
 class Checkpoints:
-    """Saves and loads the checkpoints of a strategy; ``base`` is always the base strategy's own method."""
+    """Saves and loads a strategy's checkpoints; ``base`` is the base strategy's method for the same task."""
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
         self._background: BackgroundSaves | None = None
 
-    def require_known(self) -> None:
+    def refuse_unsupported(self) -> None:
         """Refuse background saves of whole weights, and sharded weights saved as one file."""
         strategy, name = self._strategy, type(self._strategy).__name__
         if not cuts_weights(strategy) and strategy.asynchronous_checkpoints:
@@ -59,15 +60,15 @@ class Checkpoints:
             )
         if cuts_weights(strategy) and not strategy._save_distributed_checkpoint:
             raise MisconfigurationException(
-                f"save_distributed_checkpoint=False under {name}, whose checkpoints are folders that every "
-                "rank writes its part of. Leave it True; save_pretrained(folder) writes whole weights."
+                f"save_distributed_checkpoint=False under {name}, whose checkpoints are folders with a part "
+                "from every rank. Leave it True; save_pretrained(folder) writes whole weights."
             )
 
     def open(self) -> None:
-        """Prepare for saves of folders in the background, if they are asked for; a collective."""
+        """Prepare for background saves, if the user wants them; a collective."""
         strategy = self._strategy
-        asked = strategy.asynchronous_checkpoints or isinstance(strategy.checkpoint_io, AsyncCheckpointIO)
-        if asked and self._background is None:
+        wanted = strategy.asynchronous_checkpoints or isinstance(strategy.checkpoint_io, AsyncCheckpointIO)
+        if wanted and self._background is None:
             self._background = BackgroundSaves(is_first=strategy.is_global_zero)
 
     def wait(self) -> None:
@@ -84,10 +85,10 @@ class Checkpoints:
     def save(
         self, base: Callable[..., None], checkpoint: dict[str, Any], filepath: Any, options: Any
     ) -> None:
-        """Write a checkpoint, in the background if set."""
+        """Write a checkpoint, in the background after ``open`` has prepared for it."""
         strategy, pipeline = self._strategy, self._strategy._pipeline
         fresh = [i for i, optimizer in enumerate(strategy.optimizers) if not optimizer.state]
-        if pipeline is not None:  # one stage may train nothing
+        if pipeline is not None:  # a stage that trains nothing has no state after a step either
             found: list[list[int]] = [[]] * pipeline.channel.ranks
             dist.all_gather_object(found, fresh, group=pipeline.channel.down)
             fresh = [i for i in fresh if all(i in other for other in found)]
@@ -99,14 +100,14 @@ class Checkpoints:
         base(checkpoint, filepath, storage_options=options)
 
     def remove(self, base: Callable[[Any], None], filepath: Any) -> None:
-        """Remove a checkpoint, once the one that is being written is complete."""
+        """Remove a checkpoint, when the checkpoint that is being written is complete."""
         if self._background is None:
             base(filepath)
         else:
             self._background.remove(partial(base, filepath))
 
     def optimizer_state(self, base: Callable[[Any], dict[str, Any]], optimizer: Any) -> dict[str, Any]:
-        """Return an optimizer's state, empty before its first step, with the names of all stages."""
+        """Return an optimizer's state, empty before its first step, with parameter names of all stages."""
         strategy, pipeline = self._strategy, self._strategy._pipeline
         if not cuts_weights(strategy):
             return base(optimizer)
@@ -114,7 +115,7 @@ class Checkpoints:
         fresh = not inner.state
         with trained(inner.state):
             state = base(optimizer)
-        if fresh:  # torch has made a step with zero gradients, which Adam would count
+        if fresh:  # to know the state's form, torch has made a step with zero gradients; Adam would count it
             inner.state.clear()
         if pipeline is not None:
             state = complete_groups(renamed(state, pipeline.head_name), pipeline.channel.down)
@@ -142,7 +143,7 @@ class Checkpoints:
                 f"{path} is not a checkpoint folder, and a pipeline loads only folders. Load the file "
                 "without pipeline_parallel_size and save it with THDModelParallelStrategy() once."
             )
-        if strategy.optimizers:  # Clear the state torch made for optimizers that had made no step when saved.
+        if strategy.optimizers:  # torch makes a state for optimizers that were saved before their first step
             for i in checkpoint.get(FRESH, ()):
                 strategy.optimizers[i].state.clear()
         return checkpoint
@@ -161,13 +162,15 @@ class Checkpoints:
         return loaded
 
     def _load_folder(self, path: Path, names: Mapping[str, str], weights_only: bool | None) -> dict[str, Any]:
-        """Load weights and optimizer states; ``names`` maps names here to names in the folder."""
+        """Load weights and optimizer states; ``names`` maps the model's names to the folder's."""
         model, optimizers = self._strategy.model, self._strategy.optimizers
         weights = {"state_dict": get_model_state_dict(model)}
         load(weights, checkpoint_id=path)
         model.load_state_dict(weights["state_dict"], strict=self._strategy.lightning_module.strict_loading)
-        drop_unknown_options(optimizers, path)
-        with trained(parameters_of_folder(path, optimizers, model, names)):
+        keys = FileSystemReader(path).read_metadata().state_dict_metadata.keys()
+        drop_unknown_options(optimizers, keys)
+        names_here = {value: name for name, value in names.items()}
+        with trained(parameters_with_states(keys, optimizers, model, names_here)):
             load_states_of_folder(path, optimizers, model, names)
         return _rest_of(path, weights_only)
 
@@ -184,17 +187,17 @@ class Checkpoints:
 
 
 class BackgroundSaves:
-    """Writes one folder at a time, under another name until it is complete; all ranks construct it."""
+    """Writes one folder at a time, under a temporary name until it is complete; all ranks construct it."""
 
     def __init__(self, *, is_first: bool) -> None:
-        # The thread needs its own group: two threads on one group would receive each other's messages.
+        # The thread needs a separate group: two threads on one group would receive each other's messages.
         self._group = dist.new_group(backend="gloo")
         self._is_first = is_first  # the first rank renames and removes folders
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._running: Future[None] | None = None
 
     def save(self, checkpoint: dict[str, Any], path: Path) -> None:
-        """Begin to write a copy of a checkpoint to a folder, once the one before is written; a collective."""
+        """Wait for the checkpoint before, then begin to write a copy of this one; a collective."""
         self.wait()
         part = path.with_name(f".{path.name}.part")
         if self._is_first:
@@ -227,20 +230,20 @@ class BackgroundSaves:
         shutil.rmtree(old, ignore_errors=True)
 
     def remove(self, removal: Callable[[], None]) -> None:
-        """Run ``removal`` of a checkpoint on the first rank, once the one being written is complete."""
+        """Run ``removal`` on the first rank, when the checkpoint that is being written is complete."""
         if not self._is_first:
             return
         if self._running is None:
             removal()
         else:
-            self._thread.submit(self._after, self._running, removal)
+            self._thread.submit(self._remove_after, self._running, removal)
 
-    def _after(self, running: Future[None], removal: Callable[[], None]) -> None:
-        if running.exception() is None:  # Otherwise only the older checkpoint exists; keep it.
+    def _remove_after(self, save: Future[None], removal: Callable[[], None]) -> None:
+        if save.exception() is None:  # after a failed save, only the older checkpoint exists
             removal()
 
     def wait(self) -> None:
-        """Wait until the checkpoint is written; all ranks wait for the first rank; a collective."""
+        """Wait until the first rank has completed the checkpoint; a collective."""
         if self._running is not None:
             self.close()
             dist.barrier(group=self._group)
@@ -277,7 +280,7 @@ def _rest_of(path: Path, weights_only: bool | None) -> dict[str, Any]:
 
 
 def by_index(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) -> Mapping[str, Any]:
-    """Replace names of parameters in a state by their numbers, as ``optimizer.state_dict()`` has them."""
+    """Replace the names of parameters in a state by the numbers that ``optimizer.state_dict()`` uses."""
     if _is_numbered(state):
         return state
     state = by_name(state, optimizer, module)
@@ -306,8 +309,8 @@ def by_name(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) -
         own = [len(group["params"]) for group in optimizer.param_groups]
         if sizes != own:
             raise ValueError(
-                f"The checkpoint's optimizer has groups of {sizes} parameters, but this one of {own}. Make "
-                "it with the same groups: states are numbered."
+                f"The checkpoint's optimizer has groups of {sizes} parameters, but this optimizer has groups "
+                f"of {own}. Make it with the same groups, because the saved states are numbered."
             )
         names = names_in(optimizer, module)
     else:
@@ -326,7 +329,7 @@ def _is_numbered(state: Mapping[str, Any]) -> bool:
 
 
 def names_in(optimizer: Optimizer, module: nn.Module) -> list[str]:
-    """Return the names of an optimizer's parameters, as checkpoints have them, group after group."""
+    """Return the names of an optimizer's parameters in checkpoints, group after group."""
     names = {id(parameter): _plain(name) for name, parameter in module.named_parameters()}
     return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -338,13 +341,13 @@ def _plain(name: str) -> str:
 
 
 def refuse_unknown(saved: Iterable[str], optimizer: Optimizer, module: nn.Module) -> None:
-    """Refuse a checkpoint with states of parameters that its optimizer does not hold: they would be lost."""
+    """Refuse saved states of parameters that the optimizer does not hold, because they would be lost."""
     others = {_plain(name) for name, _ in module.named_parameters()} - set(names_in(optimizer, module))
     lost = sorted(set(saved) & others)
     if lost:
         raise ValueError(
-            f"The checkpoint has the optimizer's state of {len(lost)} parameters that this one does not "
-            f"hold, {lost[:3]} among them. Give it the parameters it had. It does not update frozen ones."
+            f"The checkpoint has states of {len(lost)} parameters that the optimizer does not hold, "
+            f"{lost[:3]} among them. Give the optimizer these parameters too; it does not update frozen ones."
         )
 
 
@@ -396,7 +399,7 @@ def load_whole_states(
 def set_state(
     model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], options: StateDictOptions
 ) -> None:
-    """Load an optimizer's state, and the options of its empty groups, of which torch loads one at most."""
+    """Load an optimizer's state; load its empty groups here, because torch can load at most one of them."""
     groups, saved = optimizer.param_groups, state["param_groups"]
     empty = {i: group for i, group in enumerate(groups) if not group["params"]}
     if not empty:
@@ -419,7 +422,7 @@ def set_state(
 def load_states_of_folder(
     path: Path, optimizers: Iterable[Optimizer], model: nn.Module, names: Mapping[str, str]
 ) -> None:
-    """Load optimizers from a checkpoint folder; ``names`` maps names here to names there. A collective."""
+    """Load optimizers from a folder; ``names`` maps the model's names to the folder's. A collective."""
     back = {value: name for name, value in names.items()}
     for i, optimizer in enumerate(optimizers):
         own: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
@@ -456,27 +459,24 @@ def complete_groups(state: dict[str, Any], group: dist.ProcessGroup) -> dict[str
     return state
 
 
-def parameters_of_folder(
-    path: Path, optimizers: Sequence[Optimizer], module: nn.Module, names: Mapping[str, str]
+def parameters_with_states(
+    keys: Collection[str], optimizers: Sequence[Optimizer], module: nn.Module, names: Mapping[str, str]
 ) -> list[nn.Parameter]:
-    """Return the parameters whose optimizer states a checkpoint folder has; ``names`` as above."""
-    back = {value: name for name, value in names.items()}
-    keys = FileSystemReader(path).read_metadata().state_dict_metadata.keys() if optimizers else ()
+    """Return the parameters with states among a folder's ``keys``; ``names`` maps folder to model names."""
     found = []
     for i, optimizer in enumerate(optimizers):
         start = f"optimizer_{i}.state."
         saved = {key.removeprefix(start).rpartition(".")[0] for key in keys if key.startswith(start)}
-        saved = {back.get(name, name) for name in saved}
+        saved = {names.get(name, name) for name in saved}
         refuse_unknown(saved, optimizer, module)
         found += parameters_in(optimizer, module, saved)
     return found
 
 
-def drop_unknown_options(optimizers: Iterable[Optimizer], path: str | Path) -> None:
-    """Drop optimizer options that a checkpoint folder lacks, such as a rate finder's ``initial_lr``."""
-    known = FileSystemReader(path).read_metadata().state_dict_metadata.keys()
+def drop_unknown_options(optimizers: Iterable[Optimizer], keys: Collection[str]) -> None:
+    """Drop options that are not among a checkpoint folder's keys, such as a rate finder's ``initial_lr``."""
     for i, optimizer in enumerate(optimizers):
         for k, group in enumerate(optimizer.param_groups):
             for option in [name for name in group if name != "params"]:
-                if f"optimizer_{i}.param_groups.{k}.{option}" not in known:
+                if f"optimizer_{i}.param_groups.{k}.{option}" not in keys:
                     del group[option]

@@ -20,13 +20,13 @@ from lightning_thd.parallel.shard import THDShard
 
 _TORCH_CP = "torch.distributed.tensor.experimental._context_parallel._attention"
 
-# Part of a name, of Lightning's strategies or Accelerate's types -> why our steps cannot run in that engine.
+# A part of the name of a Lightning strategy or Accelerate type -> why our steps cannot run in that engine.
 # Names are compared, because an import of the classes would need their packages.
 _REFUSED_ENGINES = {
     "deepspeed": "whose engine accumulates, clips and steps by itself",
     "megatron": "which runs the model and its steps by itself",
     "xla": "which compiles one step of fixed shapes",
-    "dataparallel": "which cuts packs and their cu_seqlens in pieces, one a device",
+    "dataparallel": "which cuts packs and their cu_seqlens in pieces, one per device",
 }
 
 
@@ -54,7 +54,7 @@ def refuse_engine(strategy: type) -> None:
 
 
 def refuse_other_attention(module: nn.Module, cp: int) -> None:
-    """Refuse a model whose attention would see only the slots of its own rank."""
+    """Refuse a model whose attention would see only the slots of one rank."""
     for name, child in module.named_modules():
         chosen = getattr(getattr(child, "config", None), "_attn_implementation", None)
         other = chosen not in (None, "thd") and hasattr(child, "set_attn_implementation")
@@ -78,7 +78,7 @@ def refuse_unused_layout(batch: object) -> None:
 def refuse_second_context_parallelism(module: nn.Module | None, cp: int) -> None:
     """Refuse Accelerate's or torch's context parallelism beside ours, which would cut packs twice."""
     torch_cp: Any = sys.modules.get(_TORCH_CP)
-    # torch either replaces attention by a wrapper, which stays in its list of wrappers for ever, or lets
+    # torch either replaces attention by a wrapper, which stays in torch's list of wrappers forever, or lets
     # DTensor handle the operators of attention.
     wrapped = nn.functional.scaled_dot_product_attention in getattr(torch_cp, "_replaced_functions", {})
     operators = getattr(torch_cp, "custom_ops", {}).keys()
@@ -108,7 +108,7 @@ def refuse_compiled_module(module: object, sizes: AxisSizes) -> None:
     if sizes.peers > 1 and getattr(module, "_compiler_ctx", None) is not None:
         raise MisconfigurationException(
             f"torch.compile({type(module).__name__}) while {sizes.peers} ranks share each pack: compiled "
-            "collectives can wait for each other for ever. Compile only its model: self.model.compile()."
+            "collectives can wait for each other forever. Compile only its model: self.model.compile()."
         )
 
 
@@ -122,19 +122,19 @@ def refuse_static_graph(model: object) -> None:
 
 
 def refuse_lbfgs(optimizers: list[Any], sizes: AxisSizes) -> None:
-    """Refuse torch's LBFGS if ranks hold different weights, because its steps need products over all."""
+    """Refuse torch's LBFGS if ranks hold different weights, because it needs products over all weights."""
     if sizes.tensor * sizes.pipeline == 1:
         return
     for optimizer in optimizers:
         if isinstance(getattr(optimizer, "optimizer", optimizer), LBFGS):
             raise MisconfigurationException(
                 f"LBFGS with tensor_parallel_size={sizes.tensor}, pipeline_parallel_size={sizes.pipeline}: "
-                "it decides by products over all weights, but a rank has only a part. Set both sizes to 1."
+                "LBFGS needs products over all weights, but a rank has only a part. Set both sizes to 1."
             )
 
 
 def refuse_callbacks(callbacks: Iterable[Any], strategy: Any) -> None:
-    """Refuse callbacks that copy weights cut over ranks, or unfreeze weights that ranks never average."""
+    """Refuse callbacks that copy weights cut over ranks, or unfreeze weights that DDP would not average."""
     shards = isinstance(strategy, ModelParallelStrategy)
     refused = (WeightAveraging, StochasticWeightAveraging, BaseFinetuning) if shards else (BaseFinetuning,)
     for callback in callbacks:
@@ -146,7 +146,7 @@ def refuse_callbacks(callbacks: Iterable[Any], strategy: Any) -> None:
 
 
 def refuse_unfrozen(frozen: Iterable[nn.Parameter]) -> None:
-    """Refuse weights that are trained by now but were frozen when DDP wrapped the module."""
+    """Refuse to train weights that were frozen when DDP wrapped the module."""
     if any(parameter.requires_grad for parameter in frozen):
         raise MisconfigurationException(
             "Weights were unfrozen after DDP wrapped the module, and DDP does not average their gradients. "
@@ -160,13 +160,13 @@ def refuse_partial_sharding(model: nn.Module, sizes: AxisSizes) -> None:
     for name, parameter in model.named_parameters():
         if wanted == 1 or not parameter.requires_grad:
             continue
-        over = 1
+        ranks = 1
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
             named = zip(mesh.mesh_dim_names or ("",) * mesh.ndim, mesh.shape, strict=True)
-            over = math.prod(size for axis, size in named if axis != TENSOR)
-        if over != wanted:
+            ranks = math.prod(size for axis, size in named if axis != TENSOR)
+        if ranks != wanted:
             raise MisconfigurationException(
-                f"{name} was sharded over {over} ranks in configure_model(), but {wanted} ranks see "
+                f"{name} was sharded over {ranks} ranks in configure_model(), but {wanted} ranks see "
                 "different tokens. Call fully_shard on the whole model over 'data_context_parallel'."
             )

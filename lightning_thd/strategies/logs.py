@@ -28,11 +28,12 @@ class StepLogs:
     def __init__(self, trainer: L.Trainer, *, microbatches: int) -> None:
         self._trainer, self._microbatches = trainer, microbatches
         self._logged: dict[str, list[Tensor]] = {}
-        several, known = microbatches > 1, self._values()
-        self._late = {key: value for key, value in known.items() if several and value.meta.sync.should}
+        # Values whose reduction over ranks waits for the end of the step.
+        known = self._values() if microbatches > 1 else {}
+        self._late = {key: value for key, value in known.items() if value.meta.sync.should}
 
     def begin(self, batch: THDBatch) -> str | None:
-        """Let Lightning log a microbatch as if ``training_step`` ran; return the name of the running hook."""
+        """Let Lightning log as in ``training_step``; return the name of the hook that really runs."""
         if self._results is not None:
             weigh(self._results, batch)
             for value in self._values().values():
@@ -41,7 +42,8 @@ class StepLogs:
             value.meta.sync._fn = value.meta.sync.no_op
         module = self._trainer.lightning_module
         before, module._current_fx_name = module._current_fx_name, _FX
-        # Another hook may have logged since. Without this, the first batch of an epoch restarts its sums.
+        # Another hook may have logged since the last microbatch. Then, without this line, Lightning would
+        # restart the epoch's sums in the first batch of an epoch.
         self._trainer._logger_connector._current_fx = _FX
         return before
 
@@ -65,7 +67,7 @@ class StepLogs:
             value.meta.sync._generate_sync_fn()
 
     def finish(self) -> None:
-        """Write the reduced values to where Lightning reads the values of the step."""
+        """Reduce the collected values, and store the results where Lightning reads a step's values."""
         for key, value in self._values().items():
             if values := self._logged.get(key):
                 reduced = _reduce(torch.stack(values), value.meta)
@@ -73,7 +75,7 @@ class StepLogs:
                 if not value.meta.on_epoch:
                     value.value = value._forward_cache
         self._logged.clear()
-        # Values that other hooks log from now on get the step's weight: its loss tokens on this rank.
+        # Values that later hooks log get the step's weight: its loss tokens on this rank.
         if self._results is not None and self._results.batch_size is not None:
             self._results.batch_size *= self._microbatches
 
@@ -91,7 +93,7 @@ class StepLogs:
 
 
 def weigh(results: Any, batch: THDBatch) -> None:
-    """Weight values logged on_epoch by the loss tokens of the step's mean microbatch, a float."""
+    """Weight values logged on_epoch by the step's loss tokens per microbatch and rank, a float."""
     results.batch = batch
     results.batch_size = 1.0 / batch.loss_scale if batch.loss_scale else 0
 
@@ -142,12 +144,12 @@ def groups_of_sums(*, dynamic: bool) -> str:
     return f"self.trainer.strategy.data_parallel_group for a value of the whole pack, or to {own}. {_MORE}"
 
 
-def _is_away(value: Any) -> bool:
+def _is_on_device(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.is_cpu
 
 
 class RecordedLogs:
-    """Records the ``self.log`` calls of a pipeline's step, and logs the last stage's on every stage."""
+    """Records the ``self.log`` calls of a pipeline's step, and logs the last stage's values on all stages."""
 
     def __init__(self, trainer: L.Trainer, channel: Channel) -> None:
         self._trainer, self._channel = trainer, channel
@@ -181,27 +183,29 @@ class RecordedLogs:
         """Return the last stage's losses and what it logged in each microbatch, by one read of the device."""
         chunk = max(chunk for _, chunk in self._calls)
         logged = [{k: value for k, (value, _) in self._calls[m, chunk].items()} for m in range(len(losses))]
-        away = [*losses, *(x for row in logged for x in row.values() if _is_away(x))]
-        numbers = iter(torch.stack([x.reshape(()).double() for x in away]).tolist())
-        found = [next(numbers) for _ in losses]
-        rows = [{k: next(numbers) if _is_away(x) else float(x) for k, x in row.items()} for row in logged]
-        return found, rows
+        on_device = [*losses, *(x for row in logged for x in row.values() if _is_on_device(x))]
+        numbers = iter(torch.stack([x.reshape(()).double() for x in on_device]).tolist())
+        read = [next(numbers) for _ in losses]
+        rows = [
+            {k: next(numbers) if _is_on_device(x) else float(x) for k, x in row.items()} for row in logged
+        ]
+        return read, rows
 
     def log(self, batches: Sequence[THDBatch], logged: Sequence[Mapping[str, float]]) -> None:
-        """Log the last stage's values of every microbatch, in running order, on this rank."""
+        """Log the last stage's values of every microbatch, in the order of the microbatches, on this rank."""
         module, device = self._trainer.lightning_module, self._trainer.strategy.root_device
         logs = StepLogs(self._trainer, microbatches=len(logged))
-        # On the device: sync_dist reduces them there, and NCCL refuses CPU tensors.
+        # The values go to the device, because sync_dist reduces them there and NCCL refuses CPU tensors.
         rows = uploaded([np.array([*values.values()], np.float64) for values in logged], device)
         for m, values in enumerate(logged):
             before = logs.begin(batches[m])
-            own = [calls for (at, _), calls in self._calls.items() if at == m]
-            options = {name: how for calls in own for name, (_, how) in calls.items()}
+            own = [calls for (microbatch, _), calls in self._calls.items() if microbatch == m]
+            options = {name: given for calls in own for name, (_, given) in calls.items()}
             for name, value in zip(values, rows[m], strict=True):
                 if name not in options:
                     raise MisconfigurationException(
-                        f"The last pipeline stage logged {name!r} in training_step and this one did not. Log "
-                        "the same names on every rank, whatever the loss is."
+                        f"The last pipeline stage logged {name!r} in training_step, but this stage did not. "
+                        "Log the same names on every rank, whatever the loss is."
                     )
                 module.log(name, value, **options[name])
             logs.end(before)

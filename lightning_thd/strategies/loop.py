@@ -1,7 +1,7 @@
-"""A ``THDStep`` -> all its microbatches, run inside one Lightning batch under automatic optimisation.
+"""A ``THDStep`` -> one optimizer step over all its microbatches, inside one Lightning batch.
 
-Lightning's closure runs training_step, then zero_grad, then backward. So the first microbatch's forward runs
-in ``training_step`` and the others in ``backward``, between one zero_grad and one step.
+Under automatic optimisation, Lightning's closure calls training_step, then zero_grad, then backward. So the
+first microbatch's forward pass runs in ``training_step`` and all other passes in ``backward``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StepLoop:
         """Return whether the first microbatch of a step has run and the step has not ended."""
         return self._step is not None
 
-    def first(self, batch: Any, *rest: Any) -> Any:
+    def first(self, batch: Any, *args: Any) -> Any:
         """Run the first microbatch forward and return what the user's ``training_step`` returned."""
         trainer = self._strategy._trainer
         if not trainer.lightning_module.automatic_optimization:
@@ -52,23 +52,23 @@ class StepLoop:
             )
         if len(batch) > 1:
             refuse_static_graph(self._strategy.model)
-        self._step = (batch, rest)
+        self._step = (batch, args)
         self._logs = StepLogs(trainer, microbatches=len(batch))
-        output = self._forward(batch.microbatches[0], rest, last=len(batch) == 1)
+        output = self._forward(batch.microbatches[0], args, last=len(batch) == 1)
         warn_of_extras(output, len(batch))
         self._losses = [loss_of(output).detach()]
         return output
 
     def rest(self, first_loss: Tensor, backward: Callable[[Tensor], Tensor]) -> Tensor:
-        """Backpropagate the first microbatch, then run the others; each loss is divided by their number."""
+        """Backpropagate the first microbatch, then run the others; divide each loss by their number."""
         assert self._step is not None
         assert self._logs is not None
-        step, rest = self._step
+        step, args = self._step
         with self._synchronised(last=len(step) == 1):
             result = backward(first_loss / len(step))
         for i, batch in enumerate(step.microbatches[1:], start=2):
             last = i == len(step)
-            loss = loss_of(self._forward(batch, rest, last=last))
+            loss = loss_of(self._forward(batch, args, last=last))
             self._losses.append(loss.detach())
             with self._synchronised(last=last):
                 result = backward(loss / len(step))
@@ -86,12 +86,12 @@ class StepLoop:
         """Forget the step, also after an error."""
         self._step, self._logs, self._losses = None, None, []
 
-    def _forward(self, batch: THDBatch, rest: tuple[Any, ...], *, last: bool) -> Any:
+    def _forward(self, batch: THDBatch, args: tuple[Any, ...], *, last: bool) -> Any:
         assert self._logs is not None
         before = self._logs.begin(batch)
         try:
             with self._synchronised(last=last):
-                output = self._run(batch, *rest)
+                output = self._run(batch, *args)
         finally:
             self._logs.close()
         self._logs.end(before)
@@ -99,11 +99,14 @@ class StepLoop:
 
     @contextmanager
     def _synchronised(self, *, last: bool) -> Generator[None]:
-        """Before the last microbatch, leave gradients unreduced, and weights gathered if settings allow."""
+        """Before the last microbatch, leave gradients unreduced; leave weights gathered if settings allow."""
         if last:
             yield
             return
-        with self._strategy.block_backward_sync(), _kept_weights(self._strategy):
+        with contextlib.ExitStack() as contexts:
+            contexts.enter_context(self._strategy.block_backward_sync())
+            if gathers_once(self._strategy):
+                contexts.enter_context(_without("set_reshard_after_backward", self._strategy.model))
             yield
 
 
@@ -116,14 +119,6 @@ def local_gradients(strategy: Any) -> AbstractContextManager[Any] | None:
     if cuts_weights(strategy) and model is not None:
         return _without("set_requires_gradient_sync", model)
     return None
-
-
-def _kept_weights(strategy: Any) -> AbstractContextManager[None]:
-    """Keep gathered weights after a backward pass, if the strategy gathers them once per step."""
-    model = getattr(strategy, "model", None)
-    if gathers_once(strategy) and isinstance(model, nn.Module):
-        return _without("set_reshard_after_backward", model)
-    return contextlib.nullcontext()
 
 
 @contextmanager
@@ -156,5 +151,5 @@ def warn_of_extras(output: object, microbatches: int) -> None:
     if extras and microbatches > 1:
         rank_zero_warn(
             f"training_step returns {extras} beside the loss, and this step has {microbatches} microbatches: "
-            "on_train_batch_end gets those of only one microbatch. Log them by self.log."
+            "on_train_batch_end gets the values of only one microbatch. Log them by self.log."
         )

@@ -1,4 +1,4 @@
-"""A Lightning strategy -> a strategy for steps of several microbatches that shares packs and weights."""
+"""A Lightning strategy -> a strategy that runs steps of several microbatches and shares packs and weights."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from lightning_thd.strategies.pack_cut import (
     set_data_rank,
     sharing_of,
 )
-from lightning_thd.strategies.pipeline import Pipeline, PipelineLoop, cut_before
+from lightning_thd.strategies.pipeline import Pipeline, PipelineLoop, earlier_stage
 from lightning_thd.strategies.shards import WeightShards
 
 _NOT_GIVEN: Any = object()
 
 
 def _all_reduced(tensor: Tensor, group: Any, reduce_op: str) -> Tensor:
-    """Reduce over ranks in place, as Lightning does, but without its barrier, for which the host waits."""
+    """Reduce over ranks in place, as Lightning does, but without its barrier, which makes the host wait."""
     if dist.get_world_size() == 1:
         return tensor
     mean = reduce_op.lower() in ("mean", "avg")
@@ -91,10 +91,10 @@ class THDStrategyMixin(Strategy):
     stages_per_rank: int = 1
     pipeline_split: Literal["auto"] | Sequence[int] = "auto"
 
-    runs_thd_steps = True
+    runs_thd_steps = True  # THDDataModule allows Sequences(n) only for such strategies
 
     _axes: Axes | None = None
-    _cut: PackCut | None = None  # None if every rank reads and runs its own packs
+    _cut: PackCut | None = None  # None if every rank reads and runs different packs
     _shards: WeightShards | None = None  # None if every rank holds all weights
     _pipeline: Pipeline | None = None
     _loop: StepLoop
@@ -193,11 +193,11 @@ class THDStrategyMixin(Strategy):
         module, axes, pipeline = self.lightning_module, self._axes, self._pipeline
         assert module is not None
         assert axes is not None
-        stage = cut_before(module, self.pipeline_parallel_size, self.stages_per_rank)
+        stage = earlier_stage(module, self.pipeline_parallel_size, self.stages_per_rank)
         if pipeline is not None and stage is not None:
-            pipeline.go_on(stage)
+            pipeline.reuse(stage)
         refuse_compiled_module(module, axes.sizes)
-        self._checkpoints.require_known()
+        self._checkpoints.refuse_unsupported()
         if self.context_parallel_size != 1:
             refuse_sums(module, dynamic=self.context_parallel_size == DYNAMIC)
         refuse_callbacks(self._callbacks, self)
@@ -312,9 +312,9 @@ class THDStrategyMixin(Strategy):
     def reduce(
         self, tensor: Any, group: Any = _NOT_GIVEN, reduce_op: ReduceOp | str | None = "mean", **kwargs: Any
     ) -> Any:
-        """Reduce as the base strategy does, except for means of integers and sums of logged values."""
+        """Reduce over ranks; means of integers become floats, and sums count ranks that share packs once."""
         if group is None and isinstance(reduce_op, str) and reduce_op.lower() == "sum":
-            group = self._group_of_sums()  # self.log always passes group, None by default
+            group = self._group_of_sums()  # the call comes from self.log, which passes group=None by default
         group = None if group is _NOT_GIVEN else group
         mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
         if mean and isinstance(tensor, torch.Tensor) and not tensor.is_floating_point():
@@ -339,7 +339,7 @@ class THDStrategyMixin(Strategy):
         return self._checkpoints.optimizer_state(super().optimizer_state, optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint, in the background if set."""
+        """Write a checkpoint, in the background with ``asynchronous_checkpoints``."""
         self._checkpoints.save(super().save_checkpoint, checkpoint, filepath, storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -355,7 +355,7 @@ class THDStrategyMixin(Strategy):
         """Read a checkpoint of any layout: one file, or a folder of sharded weights."""
         loaded = self._checkpoints.load(super().load_checkpoint, checkpoint_path, weights_only)
         if self._shards is not None:
-            self._shards.no_foreach_over_meshes()  # loading brought options of another layout
+            self._shards.no_foreach_over_meshes()  # loading restored the options of another layout
         return loaded
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

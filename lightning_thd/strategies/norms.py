@@ -142,7 +142,7 @@ def refused_norms_of_a_stage() -> Generator[None]:
             f"self.clip_gradients(...) or lightning_thd.strategies.norms.grad_norm.\n  {user_line()}"
         )
 
-    # All functions of that module call this one, under whatever name the user imported them.
+    # All functions of torch's module call this helper, under whatever name the user imported them.
     module: Any = clip_grad
     grouping = module._group_tensors_by_device_and_dtype
     module._group_tensors_by_device_and_dtype = refuse

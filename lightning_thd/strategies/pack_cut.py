@@ -40,9 +40,9 @@ class PackCut:
     def __init__(self, strategy: Any, axes: Axes) -> None:
         self._strategy, self._axes = strategy, axes
         self._size = strategy.context_parallel_size
-        self._most = strategy.max_context_parallel_size or (1 if axes.degree_groups else self._size)
+        self._max_size = strategy.max_context_parallel_size or (1 if axes.degree_groups else self._size)
         layout, communication = strategy.context_parallel_layout, strategy.context_parallel_communication
-        self._how = {"layout": layout, "communication": communication}
+        self._options = {"layout": layout, "communication": communication}
         self._checked_stage: object = None
         self._guarded = False
 
@@ -56,9 +56,9 @@ class PackCut:
         self._checked_stage = stage
         if isinstance(batch, SharedStep):
             assert axes.degree_groups is not None
-            check_shared_agreement(batch, axes.degree_groups, axes.wire)
+            check_shared_agreement(batch, axes.degree_groups, axes.collective_device)
         else:
-            check_agreement(batch, axes.sizes, axes.wire)
+            check_agreement(batch, axes.sizes, axes.collective_device)
 
     def cut(self, moved: Any, given: Any) -> Any:
         """Keep this rank's slice of every pack in a moved batch; ``given`` is the dataloader's batch."""
@@ -67,16 +67,16 @@ class PackCut:
         module = self._strategy.lightning_module
         if not self._guarded:
             assert module is not None
-            refuse_other_attention(module, self._most)
+            refuse_other_attention(module, self._max_size)
             self._guarded = True
-        refuse_second_context_parallelism(module, self._most)
+        refuse_second_context_parallelism(module, self._max_size)
         if (groups := self._axes.degree_groups) is not None:
             if isinstance(moved, SharedStep):
-                return cut_step(moved, groups, **self._how)
+                return cut_step(moved, groups, **self._options)
             if isinstance(moved, THDBatch | THDStep) and (module is None or module.trainer.training):
                 raise MisconfigurationException(
-                    "context_parallel_size='dynamic' runs steps whose degrees were planned, but the "
-                    f"dataloader gave {type(moved).__name__}. Use THDDataModule."
+                    "context_parallel_size='dynamic' needs steps with a planned number of ranks for each "
+                    f"microbatch, but the dataloader gave {type(moved).__name__}. Use THDDataModule."
                 )
             # While shards of a training step exist, attention must know that these packs are whole.
             apply_to_collection(moved, THDBatch, lambda pack: know_whole_pack(pack.cu_seqlens_padded))
@@ -88,11 +88,11 @@ class PackCut:
             if isinstance(batch, THDShard):
                 return batch
             assert self._axes.meshes is not None
-            how = {"group": self._axes.meshes.group(CONTEXT), **self._how}
-            return shard_step(batch, **how) if isinstance(batch, THDStep) else shard_batch(batch, **how)
+            options = {"group": self._axes.meshes.group(CONTEXT), **self._options}
+            if isinstance(batch, THDStep):
+                return shard_step(batch, **options)
+            return shard_batch(batch, **options)
 
-        if isinstance(moved, THDBatch | THDStep):
-            return cut_one(moved)
         collection = apply_to_collection(moved, (THDBatch, THDStep), cut_one)
         if not found:
             raise MisconfigurationException(
@@ -103,11 +103,11 @@ class PackCut:
 
 
 class BroadcastLoader:
-    """Iterates a dataloader on the first rank of a group only, and sends every batch to the others."""
+    """Iterates a dataloader on the first rank of a group only, and sends every batch to the other ranks."""
 
     def __init__(self, dataloader: Any, group: dist.ProcessGroup) -> None:
         self._dataloader, self._reads = dataloader, group.rank() == 0
-        # Use the host: on the device batches would wait for the work that is queued there.
+        # Send through CPU memory: on a device, batches would wait for the work that is queued there.
         self._group, self._source = on_host(group), dist.get_global_rank(group, 0)
 
     def __getattr__(self, name: str) -> Any:
@@ -126,7 +126,7 @@ class BroadcastLoader:
         for batch in self._dataloader:
             broadcast_object((batch,), self._group, self._source)
             yield batch
-        broadcast_object((), self._group, self._source)  # the end
+        broadcast_object((), self._group, self._source)  # an empty message ends the iteration
 
 
 def set_data_rank(dataloader: object, rank: int, sizes: AxisSizes) -> None:
@@ -137,9 +137,9 @@ def set_data_rank(dataloader: object, rank: int, sizes: AxisSizes) -> None:
     if hasattr(dataset, "data_rank") and hasattr(dataset, "data_size"):
         dataset.data_rank, dataset.data_size = rank, sizes.data
         return
-    if sizes.peers == 1:  # every rank reads its own data, as under any strategy
+    if sizes.peers == 1:  # ranks may read different data, as under any strategy
         return
-    split = getattr(dataset, "_distributed", None)  # datasets.IterableDataset
+    split = getattr(dataset, "_distributed", None)  # an attribute of datasets.IterableDataset
     if split is not None and (split.rank, split.world_size) == (rank, sizes.data):
         return
     raise MisconfigurationException(
@@ -154,7 +154,7 @@ def log_traffic(trainer: L.Trainer) -> None:
     connector = trainer._logger_connector
     if not connector.should_update_logs:
         return
-    found = traffic.take()
+    found = traffic.read_and_reset()
     if found.slots:
         metrics = {f"context_parallel/{way}": share for way, share in found.shares.items()}
         metrics["context_parallel/bytes_per_token"] = found.received_bytes / found.slots
@@ -163,13 +163,13 @@ def log_traffic(trainer: L.Trainer) -> None:
 
 
 def check_degrees(size: Any, largest: int | None) -> None:
-    """Refuse a context-parallel size and a largest size that contradict each other."""
+    """Refuse a context-parallel size that is no number or contradicts ``max_context_parallel_size``."""
     if size == DYNAMIC:
         advice = "It is the most ranks that may share a sequence: a power of two, such as 8."
         whole_number(largest, "max_context_parallel_size", least=None, advice=advice)
         return
     advice = "Pass a number of ranks, or 'dynamic'."
-    whole_number(size, "context_parallel_size", least=None, advice=advice)  # checked with the other axes
+    whole_number(size, "context_parallel_size", least=None, advice=advice)  # resolve_sizes checks its value
     if largest is not None:
         raise ValueError(f"max_context_parallel_size={largest} belongs to context_parallel_size='dynamic'.")
 
@@ -201,7 +201,7 @@ def sharing_of(strategy: Any) -> Sharing:
 
 
 def exchange_costs(module: nn.Module | None, largest: int) -> tuple[float, ...] | None:
-    """Return, for groups of 2, 4, ... ranks, a slot's cheapest exchange in units of a token's linear work."""
+    """Return a slot's cheapest exchange in groups of 2, 4, ... ranks, in units of a token's linear work."""
     config = model_config(module)
     if config is None:
         return None
@@ -220,6 +220,6 @@ def exchange_costs(module: nn.Module | None, largest: int) -> tuple[float, ...] 
         moved = layer.gather_bytes(1024, degree)
         if heads % degree == 0:
             moved = min(moved, layer.ulysses_bytes(1024, degree))
-        slot_bytes = 2 * text.num_hidden_layers * moved / 1024
+        slot_bytes = 2 * text.num_hidden_layers * moved / 1024  # forward and backward
         found.append(slot_bytes / BYTES_PER_S / token_s)
     return tuple(found)

@@ -1,4 +1,4 @@
-"""A model cut by depth -> optimizer steps through a pipeline of stages, with its own step loop."""
+"""A model cut by depth -> optimizer steps through a pipeline of stages."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ class Pipeline:
 
     def __init__(self, strategy: Any, axes: Axes) -> None:
         self._strategy, self._axes = strategy, axes
-        self.channel = self._make_channel()  # a collective of the job
+        self.channel = self._make_channel()
         self.stage: Stage | None = None
-        # The share of the last step in which this rank waited, measured on a CPU, and by the formula.
+        # The share of the last step in which this rank waited: measured, on a CPU, and by the formula.
         self.waited = self.expected_wait = 0.0
         self.compared = False  # whether the stages have compared how they make the loss
 
     @cached_property
     def host_group(self) -> dist.ProcessGroup:
-        """The stages' group for objects, in CPU memory; making it is a collective of the stages."""
+        """The stages' group for Python objects, in CPU memory; the stages create it together."""
         return on_host(self.channel.down)
 
     def _make_channel(self, dtype: torch.dtype | None = None) -> Channel:
-        """Create one process group for activations and one for gradients; a collective of the job."""
+        """Create one process group for activations and one for gradients; all ranks of the job call this."""
         timeout: timedelta | None = getattr(self._strategy, "_timeout", None)
         several = self._strategy.stages_per_rank > 1
         groups = (another_group(self._axes.sizes, timeout=timeout) for _ in range(4 if several else 2))
@@ -58,8 +58,8 @@ class Pipeline:
         channel.meet(self._strategy.root_device)
         return channel
 
-    def go_on(self, stage: Stage) -> None:
-        """Reuse the stage that an earlier fit has cut, and its process groups, which its weights need."""
+    def reuse(self, stage: Stage) -> None:
+        """Continue with the stage that an earlier fit has cut, and with the process groups of its weights."""
         stage.require_idle()
         self.stage, self.channel = stage, stage.channel
 
@@ -68,8 +68,8 @@ class Pipeline:
         strategy = self._strategy
         if not strategy.lightning_module.automatic_optimization:
             raise MisconfigurationException(
-                f"pipeline_parallel_size={strategy.pipeline_parallel_size} orders the microbatches of a step "
-                "by itself, which automatic_optimization=False would not see. Use automatic optimisation."
+                f"pipeline_parallel_size={strategy.pipeline_parallel_size} runs the microbatches of a step "
+                "in its own order, which automatic_optimization=False cannot. Use automatic optimisation."
             )
         _refuse_weights_outside(module, language_model_of(module))
         names = tied_names(module)
@@ -94,7 +94,7 @@ class Pipeline:
             copy_tied(stage.tied, stage.channel)
 
     def make_optimizers(self, base: Callable[[L.Trainer], None], trainer: L.Trainer) -> None:
-        """Make the optimizers, which treat a tied weight alike on both of its stages."""
+        """Make the optimizers, and require that they treat a tied weight alike on its two stages."""
         base(trainer)
         if self.stage is not None and self.stage.tied_names:
             require_same_ends(self.stage.tied, self._strategy.optimizers, self.channel)
@@ -113,7 +113,7 @@ class Pipeline:
         return {"across": self.channel.down, "counted_elsewhere": twice}
 
     def gather_states(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Gather the weights of all stages in CPU memory of the first, a tied one once; a collective."""
+        """Gather all stages' weights in the first stage's CPU memory, a tied weight once; a collective."""
         names = {name.partition(".")[2] for name in self.head_name}
         own = {name: value for name, value in state.items() if name not in names}
         group = self.host_group
@@ -123,13 +123,13 @@ class Pipeline:
         return {name: value for part in parts or [own] for name, value in part.items()}
 
 
-def cut_before(module: nn.Module, ranks: int, stages_per_rank: int) -> Stage | None:
-    """Return the stage that an earlier Trainer has cut, and refuse one for other sizes."""
+def earlier_stage(module: nn.Module, ranks: int, stages_per_rank: int) -> Stage | None:
+    """Return the stage that an earlier Trainer has cut, or None; refuse a stage for other sizes."""
     for stage in stages_in(module):
         if (stage.split.ranks, stage.chunks) != (ranks, stages_per_rank):
             raise MisconfigurationException(
                 f"The model was cut for pipeline_parallel_size={stage.split.ranks} with stages_per_rank="
-                f"{stage.chunks} by an earlier Trainer, and this one asks for {ranks}, {stages_per_rank}. "
+                f"{stage.chunks} by an earlier Trainer, but this Trainer has {ranks} and {stages_per_rank}. "
                 "Use the same sizes, or a new model."
             )
         return stage
@@ -137,7 +137,7 @@ def cut_before(module: nn.Module, ranks: int, stages_per_rank: int) -> Stage | N
 
 
 def _refuse_weights_outside(module: nn.Module, inner: nn.Module) -> None:
-    """Refuse trained weights outside the model that is cut: no stage is known for them."""
+    """Refuse trained weights outside the model that is cut, because no stage is known for them."""
     cut = {id(parameter) for parameter in inner.parameters()}
     left = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in cut]
     if left:
@@ -164,8 +164,8 @@ class PipelineLoop(StepLoop):
         """Return whether the first pass of a step has run and others have not."""
         return self._running is not None
 
-    def first(self, batch: Any, *rest: Any) -> Any:
-        """Run the first forward pass of a step; ``rest`` runs the others."""
+    def first(self, batch: Any, *args: Any) -> Any:
+        """Run the first forward pass of a step; the method ``rest`` runs all other passes."""
         strategy = self._strategy
         if (accumulate := strategy._trainer.accumulate_grad_batches) != 1:
             raise MisconfigurationException(
@@ -180,7 +180,7 @@ class PipelineLoop(StepLoop):
         step = batch if isinstance(batch, THDStep) else THDStep([batch])
         if strategy._shards.draws is not None:
             strategy._shards.draws.begin()
-        self._running = PipelineStep(strategy, self._pipeline, self._run, step, rest)
+        self._running = PipelineStep(strategy, self._pipeline, self._run, step, args)
         output = self._running.forward(self._running.program[0])
         warn_of_extras(output, len(step))
         return output
@@ -204,7 +204,7 @@ class PipelineLoop(StepLoop):
 
     def _synchronise(self, step: PipelineStep, op: Op) -> None:
         """Reduce a chunk's gradients in its last backward pass only, then free its weights."""
-        # The embedding and the head, which are no layers, wait for the rank's last pass in the step.
+        # The embedding and the head are in no chunk; reduce their gradients in the rank's last pass.
         stage, last = step.stage, op is step.program[-1]
         ends_chunk = op.microbatch == len(step.step) - 1
         ending = {id(m) for m in stage.modules_of(op.chunk)} if ends_chunk else set()
@@ -220,18 +220,18 @@ class PipelineStep:
     """One optimizer step of a pipeline: its schedule, and the losses and logs of passes so far."""
 
     def __init__(
-        self, strategy: Any, pipeline: Pipeline, run: Callable[..., Any], step: THDStep, rest: tuple[Any, ...]
+        self, strategy: Any, pipeline: Pipeline, run: Callable[..., Any], step: THDStep, args: tuple[Any, ...]
     ) -> None:
         assert pipeline.stage is not None
-        self._strategy, self._pipeline, self._run, self._rest = strategy, pipeline, run, rest
+        self._strategy, self._pipeline, self._run, self._args = strategy, pipeline, run, args
         self.step, self.stage, self.channel = step, pipeline.stage, pipeline.channel
         self.schedule = make_schedule(self.channel.ranks, len(step), chunks=self.stage.chunks)
         self._batches = step.microbatches
         self.program = self.schedule.programs[self.channel.rank]
-        # Sequence-parallel ranks divide the slots of a message.
-        self._slots_shared = strategy.sizes.tensor if strategy.sequence_parallel else 1
+        # With sequence parallelism, a message has only the slots of one tensor-parallel rank.
+        self._slot_ranks = strategy.sizes.tensor if strategy.sequence_parallel else 1
         self._logs = RecordedLogs(strategy._trainer, self.channel)
-        self.losses: dict[tuple[int, int], Tensor] = {}  # by microbatch and chunk; Lightning has the first
+        self.losses: dict[tuple[int, int], Tensor] = {}  # (microbatch, chunk) -> loss, without the first one
         self._values: dict[int, Tensor] = {}
         self._graphs: dict[tuple[int, int], tuple[str, ...]] = {}
         self._started, self.channel.waited_s = time.perf_counter(), 0.0
@@ -247,14 +247,14 @@ class PipelineStep:
     def _expect(self, op: Op | None) -> None:
         if op is not None:
             ids = self._batches[op.microbatch].input_ids
-            self.stage.expect(op, ids.numel() // self._slots_shared, ids.device)
+            self.stage.expect(op, ids.numel() // self._slot_ranks, ids.device)
 
     def forward(self, op: Op) -> Any:
         """Run a forward pass through one chunk of this rank."""
         stage, batch = self.stage, self._batches[op.microbatch]
         stage.begin(op.chunk)
         with self._logs.record(op.microbatch, op.chunk):
-            output = self._run(batch, *self._rest)
+            output = self._run(batch, *self._args)
         loss = loss_of(output)
         module = self._strategy.lightning_module
         stage.require_one_call(_definition(module) if not stage.made else "")
@@ -272,36 +272,41 @@ class PipelineStep:
         if self.stage.balance is not None:
             self.stage.balance.channel.finish()
         losses = self._share()
-        n, p, v = self.schedule.microbatches, self.schedule.ranks, self.schedule.chunks
-        pipeline = self._pipeline
+        plan, pipeline, trainer = self.schedule, self._pipeline, self._strategy._trainer
         pipeline.waited = self.channel.waited_s / max(time.perf_counter() - self._started, 1e-9)
-        pipeline.expected_wait = expected_bubble(p, n, chunks=v)
-        self._log_bubble()
+        pipeline.expected_wait = expected_bubble(plan.ranks, plan.microbatches, chunks=plan.chunks)
+        if trainer._logger_connector.should_update_logs:
+            found = {
+                "pipeline/bubble_fraction": pipeline.waited,
+                "pipeline/expected_bubble_fraction": pipeline.expected_wait,
+            }
+            for logger in trainer.loggers:
+                logger.log_metrics(found, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
         return losses
 
     def _share(self) -> list[Tensor]:
-        """Send the last stage's losses, logs, and how the losses were computed, in one message."""
+        """Send the last stage's losses, logs and the losses' autograd nodes to all stages, in one message."""
         n, chunk = len(self._batches), self.stage.chunks - 1
         message: Any = None
         if self.stage.holds_head:
             numbers = self._logs.values([self._values[m] for m in range(n)])
             message = (*numbers, [self._graphs[m, chunk] for m in range(n)], self._trains_tied)
-        group = self._pipeline.host_group  # GPU groups would copy the objects back
+        group = self._pipeline.host_group  # a GPU group would copy the objects to the GPU and back
         last = dist.get_global_rank(group, self.channel.ranks - 1)
         losses, logged, graphs, trains_tied = broadcast_object(message, group, last)
         self._logs.log(self._batches, logged)
         module = self._strategy.lightning_module
         differs = next(
-            (_decision(module, own, graphs[m]) for (m, _), own in self._graphs.items() if own != graphs[m]),
+            (_differing(module, own, graphs[m]) for (m, _), own in self._graphs.items() if own != graphs[m]),
             None,
         )
         if self.channel.rank == 0 and self._trains_tied != trains_tied:
             differs = (
                 "The weight that embedding and head share is trained by now on the "
                 f"{'last' if trains_tied else 'first'} pipeline stage only, so its copies would differ. "
-                "Freeze and unfreeze both: the embedding's on the first stage, the head's on the last."
+                "Freeze and unfreeze both copies: the embedding's on the first stage, the head's on the last."
             )
-        if not self._pipeline.compared:  # in the first step all stages raise together
+        if not self._pipeline.compared:  # compare in the first step, so that all stages raise together
             self._pipeline.compared = True
             found: list[Any] = [None] * self.channel.ranks
             dist.all_gather_object(found, differs, group=group)
@@ -315,22 +320,15 @@ class PipelineStep:
     def _trains_tied(self) -> bool:
         return self.stage.tied is not None and self.stage.tied.requires_grad
 
-    def _log_bubble(self) -> None:
-        trainer: L.Trainer = self._strategy._trainer
-        if trainer._logger_connector.should_update_logs:
-            found = {
-                "pipeline/bubble_fraction": self._pipeline.waited,
-                "pipeline/expected_bubble_fraction": self._pipeline.expected_wait,
-            }
-            for logger in trainer.loggers:
-                logger.log_metrics(found, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
-
 
 def require_only_loss(module: Any, loss: Tensor, made: Collection[Any]) -> tuple[str, ...]:
-    """Refuse a loss with a path to weights beside the nodes ``made``; return the kinds of nodes between."""
-    # On all stages but the last, the loss is a NaN whose graph leads back to the stage's layers.
+    """Return the names of a loss's autograd nodes up to ``made``; refuse a loss with other paths to weights.
+
+    ``made`` are the nodes of the model's own losses. On all stages but the last, such a loss is a NaN whose
+    graph leads back to the stage's layers.
+    """
     seen, left = {id(node) for node in made}, [loss.grad_fn]
-    held, leaves = [], set()  # nodes stay alive here, because ids of freed nodes are used again
+    held, leaves = [], set()  # ``held`` keeps nodes alive, because ids of freed nodes are used again
     while left:
         node: Any = left.pop()
         if node is None or id(node) in seen:
@@ -351,7 +349,8 @@ def require_only_loss(module: Any, loss: Tensor, made: Collection[Any]) -> tuple
     return tuple(node.name() for node in held if "ToCopy" not in node.name())
 
 
-def _decision(module: Any, own: tuple[str, ...], last: tuple[str, ...]) -> str:
+def _differing(module: Any, own: tuple[str, ...], last: tuple[str, ...]) -> str:
+    """Return the error for a ``training_step`` that computes the loss differently on the last stage."""
     return (
         f"training_step of {type(module).__name__} makes its loss by {list(last)} on the last pipeline stage "
         f"and by {list(own)} on another ({_definition(module)}): it decides by the loss, and only the last "

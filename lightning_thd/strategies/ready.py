@@ -1,4 +1,4 @@
-"""Lightning's strategies with our step loop: "thd" on one device, "thd_ddp", "thd_model_parallel"."""
+"""Lightning's strategies with our mixin: "thd" on one device, "thd_ddp", "thd_model_parallel"."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
             ``striped`` does both, with one kernel call per rank; ``mixed`` keeps short sequences whole, so
             that ranks exchange few keys.
         context_parallel_communication: what attention exchanges. ``all_gather``: all keys and values.
-            ``needed``: only those that a query sees. ``ring``: these, one rank after the other. ``ulysses``:
-            some rows of all heads for all rows of some heads. ``auto`` chooses the fastest for each layer.
-        broadcast_data: one rank reads for all ranks that share its data. Iterable datasets need it if they do
-            not state which part they read.
+            ``needed``: only those that a query sees. ``ring``: the same, one rank after the other.
+            ``ulysses``: some rows of all heads for all rows of some heads. ``auto``: the fastest per layer.
+        broadcast_data: one of the ranks that share packs reads the data, and sends it to the others. Iterable
+            datasets need it if they do not state which part they read.
         kwargs: the arguments of Lightning's ``DDPStrategy``.
     """
 
@@ -103,7 +103,7 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
         )
 
     def configure_ddp(self) -> None:
-        """Wrap the model in DDP, which then tolerates a vision tower unused on ranks whose packs are text."""
+        """Wrap the model in DDP; let DDP accept a vision tower that ranks with only text do not use."""
         assert self.lightning_module is not None
         if any(map(trains_towers, models_of(self.lightning_module))):
             self._ddp_kwargs.setdefault("find_unused_parameters", True)
@@ -114,9 +114,9 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
     """``Trainer(strategy="thd_model_parallel")``: the strategy shards the model that the user built.
 
     Weights are cut over the tensor-parallel ranks by the model's own plan, and sharded by FSDP2 over all
-    others. All ranks begin with rank 0's weights. Build the model in ``__init__`` or ``configure_model``;
-    a model that is already sharded does not change. ``context_parallel_...`` and ``broadcast_data`` are
-    those of ``THDDDPStrategy``.
+    other ranks. All ranks begin with rank 0's weights. Build the model in ``__init__`` or in
+    ``configure_model``; a model that is already sharded does not change. ``context_parallel_...`` and
+    ``broadcast_data`` are those of ``THDDDPStrategy``.
 
     Args:
         data_parallel_size: groups that read different data; ``auto`` uses all processes that remain.
@@ -226,7 +226,7 @@ def register_strategies() -> None:
 
 
 def _configure(strategy: Any, **options: Any) -> None:
-    """Check the options of how ranks share packs, and set them as attributes of the mixin."""
+    """Check the options for sharing packs among ranks, and set them as attributes of the mixin."""
     check_degrees(options["context_parallel_size"], options["max_context_parallel_size"])
     flags(broadcast_data=options["broadcast_data"])
     check_ways(options["context_parallel_layout"], options["context_parallel_communication"])

@@ -45,7 +45,7 @@ class WeightShards:
         """Shard the model unless the user has sharded it, then create the optimizers over its shards."""
         strategy: Any = self._strategy
         fits = trainer.state.fn == TrainerFn.FITTING
-        # FSDP2 needs the weights' version counters, which inference mode lacks; gloo jobs do not use it.
+        # FSDP2 needs the weights' version counters, which inference mode lacks.
         evaluations: Any = (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
         for loop in (*evaluations, trainer.fit_loop.epoch_loop.val_loop):
             loop.inference_mode = False
@@ -78,11 +78,11 @@ class WeightShards:
         strategy, pipeline = self._strategy, self._strategy._pipeline
         if any(isinstance(child, FullyShardedDataParallel) for child in module.modules()):
             raise MisconfigurationException(
-                "The model is wrapped in FullyShardedDataParallel (FSDP1), which knows no mesh. Give the "
-                "model as it is: thd_model_parallel applies FSDP2."
+                "The model is wrapped in FullyShardedDataParallel (FSDP1), which cannot use a mesh. Pass the "
+                "model without it: thd_model_parallel applies FSDP2."
             )
         policy, tensor = policy_of(strategy.precision_plugin.precision), self._axes.sizes.tensor
-        plans = []  # by position: precision plugins may replace modules
+        plans = []  # by position, because precision plugins may replace the modules
         for model in fsdp.models_of(module) if tensor > 1 else ():
             plans.append(strategy.tensor_parallel_plan or model_plan(model, tensor))
             check_heads(model, tensor, plans[-1])
@@ -127,19 +127,19 @@ class WeightShards:
 
     @contextmanager
     def microbatch(self, batch: object) -> Generator[None]:
-        """Give a microbatch in this context its random numbers, and find out whether any rank has images."""
+        """Seed the random stream of a microbatch, and find out whether any rank's microbatch has images."""
         if self._towers:
             seen = fsdp.any_rank_sees(batch, self._host_group)
             for paths in self._towers:
                 paths.active = seen
-        if self.draws is None or self._strategy._pipeline is not None:  # layers of a pipeline draw in turn
+        if self.draws is None or self._strategy._pipeline is not None:  # a pipeline seeds once per step
             yield
             return
         with self.draws.microbatch():
             yield
 
     def free_after_validation(self, trainer: L.Trainer) -> None:
-        """After the last batch, free weights that FSDP2 left gathered: a callback would freeze the copies."""
+        """Free gathered weights after the last batch, because a callback would freeze only these copies."""
         if trainer._evaluation_loop.batch_progress.is_last_batch:
             fsdp.reshard(self._strategy.model)
 
@@ -161,7 +161,7 @@ def policy_of(precision: str) -> MixedPrecisionPolicy:
     """Return the dtypes in which FSDP2 gathers weights and sums gradients."""
     if precision == "16-mixed":
         raise MisconfigurationException(
-            "precision='16-mixed' scales the loss on each rank by its own shards only. Use "
+            "precision='16-mixed' would let every rank choose a loss scale by its shards only. Use "
             "'bf16-mixed', 'bf16-true' or '32-true'."
         )
     if precision == "bf16-mixed":
@@ -170,7 +170,7 @@ def policy_of(precision: str) -> MixedPrecisionPolicy:
 
 
 def whole_state_dict(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """Gather every weight onto the CPU of ranks that ``keep`` them, by name; a collective."""
+    """Gather every weight into the CPU memory of ranks with ``keep=True``, by name; a collective."""
     state: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value

@@ -188,11 +188,13 @@ def needed_bytes() -> list[tuple[int, int]]:
     """Bytes received by the exchange of needed keys, as ``traffic`` counts and as the formula says."""
     found = []
     for layout in LAYOUTS:
-        traffic.take()
+        traffic.read_and_reset()
         sharded(4, 2, 8, {}, layout, "needed")
         counts = need_counts(LENGTHS, cp=dist.get_world_size(), layout=layout)
         wanted = int(counts[dist.get_rank()].sum()) * 2 * 2 * 8 * 8
-        found.append((traffic.take().received_bytes, 2 * wanted))  # keys forward and backward's gradients
+        found.append(
+            (traffic.read_and_reset().received_bytes, 2 * wanted)
+        )  # keys forward and backward's gradients
     return found
 
 

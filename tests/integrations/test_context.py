@@ -64,7 +64,7 @@ def refusals() -> None:
     ready = make_data(step)
     ready.attach()
     ready.setup("fit")
-    with pytest.raises(ValueError, match="context_parallel_size=2 with a ready THDLoader"):
+    with pytest.raises(ValueError, match="context_parallel_size=2, but the given THDLoader was planned"):
         make_loop("accelerate", step, data=ready.train_steps(), **two)
     _, loop = make_loop("accelerate", step, **two)
     with pytest.raises(ValueError, match=r"capture\(\) with context_parallel_size=2"):
@@ -88,7 +88,7 @@ def test_refusals() -> None:
     how: Any = {"device": torch.device("cpu"), "size": 2, "layout": "dual_chunk", "communication": "auto"}
     model = tiny_llama()
     with pretended_ranks(4):
-        with pytest.raises(ValueError, match="=2 where 2 of 4 processes read different data: other axes of"):
+        with pytest.raises(ValueError, match="=2, but 2 of 4 processes read different data: other axes of"):
             share_packs(model, data=(0, 2, None), **how)
         convert_linear(model.float(), engine="torchao", emulate=True)
         with pytest.raises(ValueError, match="=2 with a model in FP8, whose packs are aligned for one rank"):

@@ -221,8 +221,8 @@ def test_what_would_change_the_numbers_is_refused() -> None:
         with pytest.raises(ValueError, match=re.escape(f"({option}=True) {why}. Leave it at its default.")):
             trainer._refuse_what_rows_cannot()
     for kind, given, message in (
-        (trl.DPOTrainer, {"capacity": 64}, "PackedDPOTrainer got capacity, but a pack is what a batch of"),
-        (trl.GRPOTrainer, {"router_balance": "step"}, "got router_balance, but TRL means its loss over"),
+        (trl.DPOTrainer, {"capacity": 64}, "PackedDPOTrainer got capacity, but a batch of"),
+        (trl.GRPOTrainer, {"router_balance": "step"}, "got router_balance, but TRL averages over"),
     ):
         with pytest.raises(TypeError, match=message):
             packed_trainer(kind)(model=None, args=None, **given)
@@ -287,5 +287,5 @@ def test_other_calls_of_a_packed_model_see_padded_rows() -> None:
         assert torch.equal(copied(**batch).logits[mask.bool()], before)
         assert not packing(**batch).logits[mask.bool()].any()
     checkpoint_activations(packing)
-    with pytest.raises(ValueError, match="for something else than log-probabilities, with gradients"):
+    with pytest.raises(ValueError, match="but not for log-probabilities, with gradients"):
         packing(input_ids=ids)

@@ -116,7 +116,7 @@ REFUSED = {
     "sequences": "Set gradient accumulation to 1",
     "cp": "cp_size=2: its context parallelism replaces every mask",
     "engine": "The accelerator runs DEEPSPEED, whose engine accumulates, clips and steps by itself",
-    "accumulate": "ValueError: loop.backward() runs inside accelerator.accumulate(), but what the",
+    "accumulate": "ValueError: loop.backward() runs inside accelerator.accumulate(), but the",
     "after it": "",  # a notebook's next try, with a new Accelerator
     "batch": "AttributeError: 'THDBatch' object has no attribute 'microbatches'",
     "skip": "AttributeError: 'THDLoader' object has no attribute 'dataset'",

@@ -60,6 +60,6 @@ def test_messages_on_every_rank() -> None:
         assert found["same"] == found["data ranks"] == ""
         assert "share one pack (2 context-parallel x 1 tensor-parallel" in found["peers"]
         for case in STEP:
-            assert "steps of different numbers of microbatches or loss scales" in found[case]
+            assert "steps with different numbers of microbatches or loss scales" in found[case]
         assert "different plans of a step, which hangs or changes the loss. Plan" in found["plans"]
         assert "2 ranks share one pack but read different ones" in found["shared packs"]

@@ -132,5 +132,5 @@ def test_messages() -> None:
         ShardLayout([8], cp=2, rank=0, communication="gossip")
     with pytest.raises(TypeError, match="group is None; wanted a process group, or cp= and rank="):
         shard_batch(batch, group=None)
-    with pytest.raises(ValueError, match=r"to be shared by 4 ranks, but groups of \[\] were made"):
+    with pytest.raises(ValueError, match=r"over 4 ranks, but groups exist only of \[\] ranks"):
         cut_step(SharedStep([batch], [4], 0), {})

@@ -178,7 +178,9 @@ def test_states_of_other_parameters_are_refused() -> None:
     module(torch.ones(1, 3)).sum().backward()
     whole.step()
     part = torch.optim.Adam(module[0].parameters())
-    with pytest.raises(ValueError, match=r"has groups of \[4\] parameters, but this one of \[2\]. Make it"):
+    with pytest.raises(
+        ValueError, match=r"has groups of \[4\] parameters, but this optimizer has groups of \[2\]. Make it"
+    ):
         by_name(whole.state_dict(), part, module)
     named = by_name(whole.state_dict(), whole, module)
     assert list(named["state"]) == ["0.weight", "0.bias", "1.weight", "1.bias"]
@@ -187,7 +189,9 @@ def test_states_of_other_parameters_are_refused() -> None:
     theirs = torch.optim.Adam([{"params": [module[1].bias]}, {"params": [module[0].bias]}])
     assert by_name(state, theirs, module)["state"] == {"1.bias": "b", "0.bias": "a"}
     assert by_index(state, theirs, module)["state"] == {0: "b", 1: "a"}
-    with pytest.raises(ValueError, match=r"state of 2 parameters that this one does not hold, \['1.bias'"):
+    with pytest.raises(
+        ValueError, match=r"states of 2 parameters that the optimizer does not hold, \['1.bias'"
+    ):
         by_index(named, part, module)
 
 

@@ -40,7 +40,7 @@ def refusals(strategy: str, layout: str) -> dict[str, str]:
     if place.pp > 1:
         found["accumulate"] = found["validated in between"] = "but a pipeline.* run all microbatches"
         found["metrics"] = found["counts"] = "only the last pipeline stage has the numbers"
-        found["manual"] = "which automatic_optimization=False would not see"
+        found["manual"] = "which automatic_optimization=False cannot"
     return found
 
 

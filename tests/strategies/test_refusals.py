@@ -113,8 +113,8 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: resolve_sizes(8, data=3, context=2), "is 6, but the job has 8 processes. Start 6 processes"),
     (static_graph, "only in the last one. Leave static_graph out"),
     (lambda: guards.refuse_unfrozen([nn.Parameter(torch.ones(2))]), "unfrozen after DDP wrapped the module"),
-    (lambda: guards.refuse_lbfgs(LBFGS, AxisSizes(pipeline=2)), "LBFGS with tensor_.*=1, pipeline_.*=2: it"),
-    (lambda: policy_of("16-mixed"), "'16-mixed' scales the loss.*Use 'bf16-mixed'"),
+    (lambda: guards.refuse_lbfgs(LBFGS, AxisSizes(pipeline=2)), "LBFGS with tensor_.*=1, pipeline_.*=2: LBFGS"),
+    (lambda: policy_of("16-mixed"), "'16-mixed' would let every rank.*Use 'bf16-mixed'"),
     (lambda: summed(dynamic=False), r"parts\.tokens is a SumMetric while.*strategy\.data_parallel_group for"),
     (lambda: summed(dynamic=True), "no group has every pack once"),
     (accelerate_hooks, r"without ParallelismConfig\(cp_size, sp_size\)"),
@@ -132,7 +132,7 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: grad_norm(nn.Linear(2, 2), "nan"), "norm_type='nan'; wanted a number above 0, or 'inf'"),
     (two_models, r"holds 2 models with save_pretrained\(\), wanted one. Pass model="),
     (lambda: prefixes(align=Layout(cp=2).align), "share_prefixes=True with an alignment of 4 tokens a seq"),
-    (lambda: shard_batch(prefixes(), group=None, cp=2, rank=0), "share_prefixes=True came to context parall"),
+    (lambda: shard_batch(prefixes(), group=None, cp=2, rank=0), "this batch has share_prefixes=True"),
 ]
 
 
@@ -307,7 +307,7 @@ ON_RANKS = {
     "no pack": Case("cuts THDBatch, but the dataloader gave.*align=", data=loader([torch.ones(2)] * 4, 4)),
     "slots": Case("3 slots over 2 .* wants a multiple of 2.*align=", layout=SLOTS, data=UNALIGNED),
     "unaligned": Case("Sequence 0 has 3 slots.*wants a multiple of 4.*THDBatch.collate", data=UNALIGNED),
-    "fsdp 1": Case(r"wrapped in Fully.* \(FSDP1\), which knows no mesh", changed(wrapped), CUT),
+    "fsdp 1": Case(r"wrapped in Fully.* \(FSDP1\), which cannot use a mesh", changed(wrapped), CUT),
     "replicas": Case("data_parallel_replicas=3 does not divide the 2 data-parallel", layout=REPLICAS),
     "compiled": Case(
         r"torch.compile\(Job\) while 2 ranks share each pack.*self.model.compile\(\)",
@@ -324,7 +324,7 @@ ON_RANKS = {
     ),
     "cut only": Case("over 1 ranks in .*2 ranks see different", configured(cut_only), SHARDED, TEN, own(Own)),
     "whole weights": Case(
-        "tensor_parallel_size=2 under Mine, which does not share weights out",
+        "tensor_parallel_size=2 under Mine, which keeps all weights on every rank",
         strategy=own(OwnDDP, tensor_parallel_size=2),
     ),
     "arguments": Case(
@@ -364,7 +364,7 @@ ON_RANKS = {
         strategy=dynamic(),
     ),
     "degrees of a loader": Case(
-        "degrees were planned, but the dataloader gave THDBatch", data=UNALIGNED, strategy=dynamic()
+        "microbatch, but the dataloader gave THDBatch", data=UNALIGNED, strategy=dynamic()
     ),
     "torch cp": Case(r"torch's context_parallel\(\) is active.*Leave its context"),
 }
@@ -394,7 +394,7 @@ def test_jobs_that_every_rank_refuses() -> None:
 
 OF_STAGES = {
     "manual": Case(
-        "which automatic_optimization=False would not see",
+        "which automatic_optimization=False cannot",
         changed(lambda m: setattr(m, "automatic_optimization", False)),
     ),
     "twice": Case("training_step computed 2 losses of the model for a microbatch", stepping(twice)),

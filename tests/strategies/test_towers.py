@@ -118,5 +118,7 @@ def test_towers() -> None:
     assert towers_of(nn.Linear(2, 2)) == []
     assert layers_of(vision) == list(vision.model.language_model.layers)
     group: Any = None  # not reached
-    with pytest.raises(ValueError, match="puts what its tower sees between.*Set sequence_parallel=False"):
+    with pytest.raises(
+        ValueError, match="inserts the outputs of its tower among.*Set sequence_parallel=False"
+    ):
         apply_sequence_parallel(vision, group)

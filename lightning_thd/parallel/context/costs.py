@@ -1,4 +1,4 @@
-"""Sizes of a layer and needed rows of a batch -> the context-parallel communication that is fastest.
+"""Sizes of a layer and needed rows of a batch -> the fastest context-parallel communication.
 
 Legend: N slots of a shard, H query heads, G key-value heads, D head size, E value head size.
 """
@@ -43,8 +43,8 @@ class LayerSizes:
         """Return the bytes that a rank receives when Ulysses exchanges rows for heads; cp must divide H."""
         kv_heads = self.kv_heads
         if kv_heads % cp:  # every rank receives the key-value heads that its query heads need
-            share, own = self.heads // kv_heads, self.heads // cp
-            kv_heads = self.heads if share % own else cp
+            per_kv_head, per_rank = self.heads // kv_heads, self.heads // cp
+            kv_heads = self.heads if per_kv_head % per_rank else cp
         return (
             (cp - 1)
             * slots
@@ -57,10 +57,11 @@ class LayerSizes:
 def cheapest_way(
     sizes: LayerSizes, *, cp: int, slots: int, needed_rows: int, pairs: float, most_pairs: float
 ) -> Literal["ulysses", "needed"]:
-    """Return the faster of two exchanges; ``pairs`` counts all ranks, ``most_pairs`` the busiest rank."""
+    """Return the faster exchange; ``pairs`` are the query-key pairs of all ranks, ``most_pairs`` of one."""
     if sizes.heads % cp:
         return "needed"
     kernel_s = (most_pairs - pairs / cp) * sizes.pair_flops / FLOPS_PER_S
     needed_s = needed_rows * sizes.key_bytes / BYTES_PER_S + (LATENCY_S if needed_rows else 0.0)
+    # Ulysses makes four exchanges: queries, keys, values and the output.
     ulysses_s = sizes.ulysses_bytes(slots, cp) / BYTES_PER_S + 4 * LATENCY_S
     return "ulysses" if ulysses_s <= needed_s + kernel_s else "needed"

@@ -1,8 +1,8 @@
-"""The cut of a pack over context-parallel ranks -> indices on the device, looked up by a shard's offsets.
+"""The cut of a pack over context-parallel ranks -> index tensors, which attention finds by the offsets.
 
-Attention gets ``cu_seqlens`` and nothing else that identifies a batch. So the offsets of a shard are the key
-to its layout, wherever a kernel is called: in a transformers model, in your own model, or in a checkpoint
-that the backward pass recomputes in a thread.
+Attention gets ``cu_seqlens`` and nothing else that identifies a batch. So a shard's layout is looked up by
+the shard's offsets. This works wherever a kernel is called: in a transformers model, in your model, or in a
+checkpoint that the backward pass recomputes in another thread.
 
 Legend: T slots in a pack, S sequences, N = T / cp slots of a shard.
 """
@@ -29,7 +29,7 @@ Communication = Literal["auto", "all_gather", "ulysses", "needed", "ring"]
 _T = TypeVar("_T")
 
 
-class Call(NamedTuple):
+class KernelCall(NamedTuple):
     """The key rows, offsets and longest lengths of one kernel call on exchanged rows."""
 
     kv_index: Tensor
@@ -44,7 +44,7 @@ class ShardLayout:
 
     def __init__(
         self,
-        padded_lengths: Sequence[int],  # with a trailing pad
+        padded_lengths: Sequence[int],  # the padding at the end of the pack included
         *,
         cp: int,
         rank: int,
@@ -68,8 +68,8 @@ class ShardLayout:
         self.own: Tensor
         self.cu_seqlens: Tensor
         self.own, self.cu_seqlens = self.put((own, offsets_of(self.held)))
-        self.used = False  # whether any attention has looked it up
-        self.over = False  # whether the job that cut it has ended
+        self.used = False  # whether attention has looked this layout up
+        self.job_ended = False  # whether the job that made this layout has ended
         self.cache: dict[Any, Any] = {}
         _remember(self)
 
@@ -81,7 +81,7 @@ class ShardLayout:
 
     @property
     def restore(self) -> Tensor | None:
-        """Return int64 ``[T]`` such that ``gathered[restore]`` is in pack order; None if it already is."""
+        """Return int64 ``[T]`` with which ``shards[restore]`` is in pack order; None if the shards are."""
         if self.layout == "contiguous":
             return None
         lengths = self.padded_lengths
@@ -90,7 +90,7 @@ class ShardLayout:
 
     @property
     def gathered(self) -> Tensor | None:
-        """Return int64 ``[T]`` such that ``pack[gathered]`` is all shards end to end."""
+        """Return int64 ``[T]`` with which ``pack[gathered]`` is all shards in a row; None if the pack is."""
         if self.layout == "contiguous":
             return None
         ranks, lengths = range(self.cp), self.padded_lengths
@@ -104,21 +104,21 @@ class ShardLayout:
         found: Tensor = self.once("offsets", lambda: self.put(offsets_of(np.asarray(self.padded_lengths))))
         return found
 
-    def call(self, *, causal: bool, left: int) -> Call:
+    def call(self, *, causal: bool, left: int) -> KernelCall:
         """Return the kernel call of this rank's queries on gathered keys, computed once per batch."""
 
-        def make() -> Call:
+        def make() -> KernelCall:
             where = partition.restore_indices(self.padded_lengths, **self.cut)
             return self.make_call(where, causal=causal, left=left)
 
         return self.once(("call", causal, left), make)
 
-    def make_call(self, where: partition.Ints, *, causal: bool, left: int) -> Call:
-        """Build the kernel call on keys; ``where`` has the row of each slot of the pack."""
+    def make_call(self, where: partition.Ints, *, causal: bool, left: int) -> KernelCall:
+        """Build the kernel call; ``where`` has the row of every slot of the pack among the exchanged keys."""
         plan = partition.plan_keys(self.padded_lengths, **self.cut, rank=self.rank, causal=causal, left=left)
         on_host = where[plan.kv_slots], offsets_of(plan.q_lengths), offsets_of(plan.kv_lengths)
         rows, cu_seqlens_q, cu_seqlens_kv = self.put(on_host)
-        return Call(
+        return KernelCall(
             kv_index=rows,
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_kv=cu_seqlens_kv,
@@ -127,7 +127,7 @@ class ShardLayout:
         )
 
     def once(self, key: Any, make: Callable[[], _T]) -> _T:
-        """Return the result of ``make``, computed once per batch; all layers of a kind share it."""
+        """Return the result of ``make``, which is called once per batch and key; layers share the result."""
         if key not in self.cache:
             self.cache[key] = make()
         found: _T = self.cache[key]
@@ -148,12 +148,12 @@ def offsets_of(lengths: partition.Ints) -> npt.NDArray[np.int32]:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 
-# Layouts by the address of their offsets. A layout keeps that memory alive, so any other tensor at that
+# Layouts by the memory address of their offsets. A layout keeps this memory alive, so any other tensor at the
 # address is a view of the offsets.
 _BY_OFFSETS: weakref.WeakValueDictionary[int, ShardLayout] = weakref.WeakValueDictionary()
 
-# True while a layout is alive. Attention without context parallelism reads only this. torch.compile guards on
-# it, and traces attention again once the last shard is freed.
+# True while a layout is alive. Attention without context parallelism reads only this flag. torch.compile
+# guards on it, and traces attention again when the last shard is freed.
 in_use = False
 
 
@@ -166,7 +166,7 @@ def _remember(layout: ShardLayout) -> None:
 
 def _forget() -> None:
     global in_use
-    in_use = any(True for _ in _BY_OFFSETS.values())  # live ones: dead entries may still be listed
+    in_use = any(True for _ in _BY_OFFSETS.values())  # values() skips layouts that were freed
 
 
 def layout_of(cu_seqlens: Tensor) -> ShardLayout | None:
@@ -182,10 +182,10 @@ def layout_of(cu_seqlens: Tensor) -> ShardLayout | None:
 def end_job() -> None:
     """Mark all layouts as those of an ended job, so that live shards do not make other attention fail."""
     for layout in list(_BY_OFFSETS.values()):
-        layout.over = True
+        layout.job_ended = True
 
 
-# Offsets of whole packs that run beside shards, by address; the value keeps that memory alive.
+# Offsets of whole packs that run beside shards, by memory address. Only offsets that are alive are listed.
 _WHOLE: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
 
@@ -195,7 +195,7 @@ def know_whole_pack(cu_seqlens: Tensor) -> None:
 
 
 def refuse_unknown_offsets(cu_seqlens: Tensor, slots: int) -> None:
-    """Refuse attention on a shard's rows with offsets that are neither its own nor registered."""
+    """Refuse attention on a shard's rows with unknown offsets, which would be wrong silently."""
     if cu_seqlens.data_ptr() in _WHOLE:
         return
     if _in_use_over(slots, cu_seqlens.device) is None:
@@ -210,8 +210,8 @@ def refuse_unknown_offsets(cu_seqlens: Tensor, slots: int) -> None:
 
 
 def _in_use_over(slots: int, device: torch.device) -> ShardLayout | None:
-    """Return a layout of a running job whose shards have as many slots on the device, or None."""
+    """Return a layout of a running job whose shards have this number of slots on the device, or None."""
     for layout in list(_BY_OFFSETS.values()):
-        if layout.local_slots == slots and layout.device == device and not layout.over:
+        if layout.local_slots == slots and layout.device == device and not layout.job_ended:
             return layout
     return None

@@ -1,11 +1,11 @@
-"""A layout and a window -> the keys that each rank needs from every other, and the kernel calls on them.
+"""A layout and a window -> the keys that each rank needs from the other ranks, and its kernel calls on them.
 
-A rank gets the keys that its queries see in one of two ways. ``plan_exchange`` brings all of them in one
-exchange, for one kernel call. ``plan_block`` plans one call per source rank, and the partial results are
-merged, so that no rank holds more than one other rank's keys. The striped layout needs the second way,
-because a rank's queries are ``cp`` slots apart.
+There are two ways. With ``plan_exchange``, a rank receives all keys that its queries see at once, and makes
+one kernel call. With ``plan_block``, it makes one call per source rank and merges the results. So in a ring,
+no rank holds keys of more than one other rank. The striped layout needs the second way, because a rank's
+queries are ``cp`` slots apart.
 
-The plans are pure. ``exchanged`` and the functions after it put them on the device, once per batch and kind
+The plans are pure. ``exchanged`` and the functions after it copy them to the device, once per batch and kind
 of layer.
 
 Legend: N slots of a shard, P pieces.
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_thd.alignment import Layout
 from lightning_thd.parallel.context import partition
-from lightning_thd.parallel.context.layout import Call, ShardLayout, offsets_of
+from lightning_thd.parallel.context.layout import KernelCall, ShardLayout, offsets_of
 from lightning_thd.parallel.context.partition import Ints, ranges
 
 
@@ -34,8 +34,8 @@ class Block:
     q_lengths: Ints  # ``[P]``, queries of each sequence of the call
     kv_rows: Ints  # rows of the source's shard, sequence after sequence; some may occur twice
     kv_lengths: Ints  # ``[P]``, keys of each sequence of the call, at least 1
-    left: int  # keys that a query sees before its own, -1 for all; last key and last query are aligned
-    right: int  # 0 is causal, -1 is all keys
+    left: int  # keys that a query sees before its own place, -1 for all; last key and last query are aligned
+    right: int  # keys that a query sees after its own place: 0 is causal, -1 is all
 
 
 def plan_block(
@@ -51,7 +51,8 @@ def plan_block(
     """Plan the call of a rank's queries on the keys of ``source``; None if the queries see none of them."""
     if layout == "striped":
         return _striped_block(padded_lengths, cp, rank, source, causal=causal, left=left)
-    # The distance of two pieces differs between sequences, and one call cannot express that.
+    # The distance between the rank's queries and the source's keys differs from sequence to sequence, but a
+    # kernel call has only one window.
     assert left < 0, "a window needs the striped partition"
     q_lengths, visible, first = _visible(padded_lengths, cp, rank, source, layout, causal=causal)
     right = 0 if causal and rank == source else -1
@@ -71,8 +72,8 @@ def needed_rows(
 ) -> Ints:
     """List the rows of ``source``'s shard whose keys a rank's queries see: int64, ascending and unique."""
     if layout == "striped" or left < 0:
-        how: dict[str, Any] = {"cp": cp, "layout": layout, "causal": causal, "left": left}
-        block = plan_block(padded_lengths, rank=rank, source=source, **how)
+        options: dict[str, Any] = {"cp": cp, "layout": layout, "causal": causal, "left": left}
+        block = plan_block(padded_lengths, rank=rank, source=source, **options)
         return np.empty(0, np.int64) if block is None else _unique(block.kv_rows)
     seen = _seen(padded_lengths, cp, rank, layout, causal=causal, left=left)
     own = partition.rank_indices(padded_lengths, cp=cp, rank=source, layout=layout)
@@ -88,29 +89,29 @@ def _unique(rows: Ints) -> Ints:
 class Exchange(NamedTuple):
     """The rows that one rank sends and receives, after which it has every key that its queries see."""
 
-    send_rows: Any  # int64, first on the host, later on the device: rows of its shard, for rank 0 first
+    send_rows: Any  # int64 rows of this rank's shard, those for rank 0 first; ``exchanged`` uploads them
     send_counts: list[int]  # rows for every rank, 0 for itself
     receive_counts: list[int]  # rows from every rank, 0 from itself
     group_rows: int  # rows that all ranks receive in total; 0 if no rank needs a key of another
-    where: Ints  # ``[T]``, the row of each slot of the pack among own rows and received ones, or -1
+    where: Ints  # ``[T]``, row of each slot of the pack in the shard and the received rows after it, or -1
 
 
 def plan_exchange(
     padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout, causal: bool = True, left: int = -1
 ) -> Exchange:
     """Plan the exchange after which every rank holds its own keys and all keys that ``plan_keys`` wants."""
-    counts = need_counts(padded_lengths, cp=cp, layout=layout, causal=causal, left=left)
-    how: dict[str, Any] = {"cp": cp, "layout": layout, "causal": causal, "left": left}
+    options: dict[str, Any] = {"cp": cp, "layout": layout, "causal": causal, "left": left}
+    counts = need_counts(padded_lengths, **options)
     others = [other for other in range(cp) if other != rank]
-    sent = [needed_rows(padded_lengths, rank=other, source=rank, **how) for other in others]
+    sent = [needed_rows(padded_lengths, rank=other, source=rank, **options) for other in others]
     owned = [partition.rank_indices(padded_lengths, cp=cp, rank=r, layout=layout) for r in range(cp)]
     where = np.full(sum(map(len, owned)), -1, dtype=np.int64)
     where[owned[rank]] = np.arange(len(owned[rank]))
-    at = len(owned[rank])
+    next_row = len(owned[rank])
     for other in others:
-        rows = needed_rows(padded_lengths, rank=rank, source=other, **how)
-        where[owned[other][rows]] = np.arange(at, at + len(rows))
-        at += len(rows)
+        rows = needed_rows(padded_lengths, rank=rank, source=other, **options)
+        where[owned[other][rows]] = np.arange(next_row, next_row + len(rows))
+        next_row += len(rows)
     return Exchange(
         send_rows=np.concatenate([np.empty(0, np.int64), *sent]),
         send_counts=counts[:, rank].tolist(),
@@ -134,8 +135,8 @@ def need_counts(
             seen = _seen(padded_lengths, cp, rank, layout, causal=causal, left=left)
             counts[rank] = np.bincount(owner[seen], minlength=cp)
             continue
-        how: dict[str, Any] = {"cp": cp, "rank": rank, "layout": layout, "causal": causal, "left": left}
-        counts[rank] = [len(needed_rows(padded_lengths, source=source, **how)) for source in range(cp)]
+        options: dict[str, Any] = {"cp": cp, "rank": rank, "layout": layout, "causal": causal, "left": left}
+        counts[rank] = [len(needed_rows(padded_lengths, source=source, **options)) for source in range(cp)]
     np.fill_diagonal(counts, 0)
     return counts
 
@@ -144,8 +145,9 @@ def _seen(
     padded_lengths: Sequence[int], cp: int, rank: int, layout: Layout, *, causal: bool, left: int
 ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """Mark the slots of the pack whose keys a rank's queries see, in O(T)."""
-    how: dict[str, Any] = {"layout": layout, "causal": causal, "left": left}
-    start, stop = partition.key_spans(padded_lengths, cp=cp, rank=rank, **how)
+    start, stop = partition.key_spans(
+        padded_lengths, cp=cp, rank=rank, layout=layout, causal=causal, left=left
+    )
     total = int(np.sum(padded_lengths))
     depth = np.bincount(start, minlength=total + 1) - np.bincount(stop, minlength=total + 1)
     marked: np.ndarray[tuple[int], np.dtype[np.bool_]] = np.cumsum(depth[:total]) > 0
@@ -155,7 +157,7 @@ def _seen(
 def _visible(
     padded_lengths: Sequence[int], cp: int, rank: int, source: int, layout: Layout, *, causal: bool
 ) -> tuple[Ints, Ints, Ints]:
-    """Return the queries of each call, how many keys of the source they see, and the first key's row."""
+    """Return, per sequence of a call, the numbers of queries and visible keys, and the first key's row."""
     held = partition.held_lengths(padded_lengths, cp=cp, rank=source, layout=layout)
     first = partition.firsts_of(held)
     if rank == source:
@@ -164,12 +166,12 @@ def _visible(
         return partition.held_lengths(padded_lengths, cp=cp, rank=rank, layout=layout), held, first
     queries = partition.pieces_of_rank(padded_lengths, cp=cp, rank=rank, layout=layout)
     keys = partition.pieces_of_rank(padded_lengths, cp=cp, rank=source, layout=layout)
-    # Pieces of two ranks never overlap, so queries see all of each source piece that begins earlier.
+    # Pieces of two ranks never overlap, so queries see the whole of every source piece that begins earlier.
     stride = int(max(padded_lengths, default=0)) + 1
     place = np.searchsorted(keys.sequence * stride + keys.start, queries.sequence * stride + queries.start)
     before = np.concatenate([[0], np.cumsum(keys.lengths)])
     visible = before[place] - first[queries.sequence]
-    same = np.zeros(len(visible), dtype=bool)  # same keys as the piece before: one call for both
+    same = np.zeros(len(visible), dtype=bool)  # pieces that see the same keys as the piece before are joined
     same[1:] = (np.diff(queries.sequence) == 0) & (np.diff(visible) == 0)
     call = np.cumsum(~same) - 1
     lengths = np.bincount(call, queries.lengths, minlength=0).astype(np.int64)
@@ -184,7 +186,7 @@ def _striped_block(
     k_first, k_stop = partition.striped_rows(padded_lengths, cp=cp, rank=source)
     own_left, own_right = -1, -1
     if causal:
-        later = int(source > rank)  # then the source's row of the same number is hidden
+        later = int(source > rank)  # 1 if the source's row i is after this rank's row i, so hidden from it
         k_stop = np.maximum(q_stop - later, k_first)
         own_right = 0
         if left >= 0:
@@ -199,6 +201,7 @@ def _striped_block(
 def _block(
     q_first: Ints, q_lengths: Ints, k_first: Ints, kv_lengths: Ints, left: int, right: int, slots: int
 ) -> Block | None:
+    """Build a block without the sequences that have no query or no key; None if no sequence is left."""
     kept = (q_lengths > 0) & (kv_lengths > 0)
     if not kept.any():
         return None
@@ -227,10 +230,10 @@ class BlockCall(NamedTuple):
 
 
 class RingStep(NamedTuple):
-    """One step of the ring: the ranks to send keys to and receive them from, and the kernel call on them."""
+    """One step of the ring: an exchange of keys with two ranks, and the kernel call on the received keys."""
 
-    to: int
-    source: int
+    to: int  # the rank that gets keys from this one
+    source: int  # the rank whose keys this rank gets
     send_rows: Tensor
     receive_count: int
     call: BlockCall | None
@@ -240,17 +243,17 @@ def exchanged(layout: ShardLayout, *, causal: bool, left: int) -> Exchange:
     """Return the exchange that brings every key this rank's queries see, computed once per batch."""
 
     def make() -> Exchange:
-        how: dict[str, Any] = {**layout.cut, "causal": causal, "left": left}
-        plan = plan_exchange(layout.padded_lengths, rank=layout.rank, **how)
+        options: dict[str, Any] = {**layout.cut, "causal": causal, "left": left}
+        plan = plan_exchange(layout.padded_lengths, rank=layout.rank, **options)
         return plan._replace(send_rows=layout.put(plan.send_rows))
 
     return layout.once(("exchange", causal, left), make)
 
 
-def needed_call(layout: ShardLayout, *, causal: bool, left: int) -> Call:
+def needed_call(layout: ShardLayout, *, causal: bool, left: int) -> KernelCall:
     """Return the kernel call on this rank's keys, followed by the keys that ``exchanged`` brings."""
 
-    def make() -> Call:
+    def make() -> KernelCall:
         where = exchanged(layout, causal=causal, left=left).where
         return layout.make_call(where, causal=causal, left=left)
 
@@ -258,7 +261,7 @@ def needed_call(layout: ShardLayout, *, causal: bool, left: int) -> Call:
 
 
 def block_calls(layout: ShardLayout, *, causal: bool, left: int, gathered: bool) -> list[BlockCall]:
-    """Return one kernel call per source rank, on keys that an all-gather or ``exchanged`` has brought."""
+    """Return one kernel call per source rank; the keys are ``gathered`` from all ranks or ``exchanged``."""
 
     def make() -> list[BlockCall]:
         calls, slots = [], layout.local_slots
@@ -279,7 +282,7 @@ def block_calls(layout: ShardLayout, *, causal: bool, left: int, gathered: bool)
 
 
 def ring_steps(layout: ShardLayout, *, causal: bool, left: int) -> list[RingStep]:
-    """Return the steps of the ring: own keys first, then keys of the rank one before this one, two before."""
+    """Return the ring's steps; step d receives the keys of the rank d before this one, step 0 nothing."""
 
     def make() -> list[RingStep]:
         steps: list[RingStep] = layout.put([_ring_step(layout, d, causal, left) for d in range(layout.cp)])
@@ -290,13 +293,13 @@ def ring_steps(layout: ShardLayout, *, causal: bool, left: int) -> list[RingStep
 
 def _ring_step(layout: ShardLayout, distance: int, causal: bool, left: int) -> RingStep:
     to, source = (layout.rank + distance) % layout.cp, (layout.rank - distance) % layout.cp
-    how: dict[str, Any] = {**layout.cut, "causal": causal, "left": left}
+    options: dict[str, Any] = {**layout.cut, "causal": causal, "left": left}
     block = _block_of(layout, layout.rank, source, causal, left)
     where: Ints = np.arange(layout.local_slots)
     sent = received = np.empty(0, np.int64)
     if distance:
-        sent = needed_rows(layout.padded_lengths, rank=to, source=layout.rank, **how)
-        received = needed_rows(layout.padded_lengths, rank=layout.rank, source=source, **how)
+        sent = needed_rows(layout.padded_lengths, rank=to, source=layout.rank, **options)
+        received = needed_rows(layout.padded_lengths, rank=layout.rank, source=source, **options)
         where[received] = np.arange(len(received))
     sends: Any = sent
     return RingStep(to, source, sends, len(received), None if block is None else _block_call(block, where))

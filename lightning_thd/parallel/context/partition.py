@@ -1,4 +1,4 @@
-"""Padded lengths of a pack, ranks, a layout -> the slots each rank holds, and the keys its queries need.
+"""Padded lengths of a pack, number of ranks, layout -> the slots of each rank, and the keys its queries see.
 
 There are four layouts:
 
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from lightning_thd.alignment import Layout
 
-Stretch = tuple[int, int, int]  # sequence, first slot in it, slot after the last
+Stretch = tuple[int, int, int]  # index of a sequence, first slot inside it, slot after the last
 
 
 @lru_cache(maxsize=128)
@@ -52,7 +52,7 @@ def _deal(lengths: tuple[int, ...], short: list[int], held: list[list[Stretch]])
     """Assign each short sequence, longest first, to the rank with the least work that has room for it."""
     room = [sum(lengths[i] for i in short) // len(held)] * len(held)
     work = [(0, rank) for rank in range(len(held))]
-    over = []
+    unplaced = []
     for i in short:
         if not lengths[i]:
             continue
@@ -65,29 +65,29 @@ def _deal(lengths: tuple[int, ...], short: list[int], held: list[list[Stretch]])
             held[rank].append((i, 0, lengths[i]))
             room[rank] -= lengths[i]
         else:
-            over.append(i)
+            unplaced.append(i)
         for entry in full:
             heapq.heappush(work, entry)
-    for i in over:
-        at = 0
+    for i in unplaced:
+        start = 0
         for rank in range(len(held)):
-            taken = min(room[rank], lengths[i] - at)
+            taken = min(room[rank], lengths[i] - start)
             if taken:
-                held[rank].append((i, at, at + taken))
+                held[rank].append((i, start, start + taken))
                 room[rank] -= taken
-                at += taken
+                start += taken
 
 
 Ints: TypeAlias = NDArray[np.int64]
-_WHO_PADS = "THDBatch.collate(..., align=strategy.alignment) pads them, as THDDataModule does."
+_ADVICE = "THDBatch.collate(..., align=strategy.alignment) pads them, as THDDataModule does."
 
 
 class Pieces(NamedTuple):
     """Stretches of sequences, int64 ``[P]`` each."""
 
     sequence: Ints  # the index of each stretch's sequence
-    start: Ints  # its first slot, counted inside the sequence
-    stop: Ints  # the slot after its last
+    start: Ints  # the stretch's first slot, counted inside the sequence
+    stop: Ints  # the slot after the stretch's last slot
 
     @property
     def lengths(self) -> Ints:
@@ -118,7 +118,7 @@ def pieces_of_rank(padded_lengths: Sequence[int], *, cp: int, rank: int, layout:
 
 
 def rank_indices(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout) -> Ints:
-    """Return the slots of the pack that a rank holds, in its order; arguments as in ``pieces_of_rank``."""
+    """Return the slots of the pack that a rank holds, in the order of its shard."""
     if layout == "striped":
         total = int(_checked(padded_lengths, cp, rank, layout).sum())
         return np.arange(rank, total, cp, dtype=np.int64)
@@ -161,7 +161,7 @@ def held_real_lengths(
 def striped_rows(
     padded_lengths: Sequence[int], *, cp: int, rank: int, real: Ints | None = None
 ) -> tuple[Ints, Ints]:
-    """Return which rows of a striped shard belong to each sequence, or to its first ``real`` tokens."""
+    """Return each sequence's first row in a striped shard, and the row after its last (``real``) token."""
     lengths = _checked(padded_lengths, cp, rank, "striped")
     firsts = firsts_of(padded_lengths)
     stops = firsts + (lengths if real is None else real)
@@ -169,17 +169,17 @@ def striped_rows(
 
 
 class KeyPlan(NamedTuple):
-    """The kernel calls for a rank's queries and all keys they see; last key and last query are aligned."""
+    """A kernel call for all queries of a rank, in pieces whose last key and last query are aligned."""
 
-    q_lengths: Ints  # ``[P]``, number of queries of every call; calls follow the order of the shard
-    kv_lengths: Ints  # ``[P]``, number of keys of every call
-    kv_slots: Ints  # slots of the pack that the keys come from, call after call
+    q_lengths: Ints  # ``[P]``, number of queries of every piece, in the order of the shard
+    kv_lengths: Ints  # ``[P]``, number of keys of every piece
+    kv_slots: Ints  # slots of the pack from which the keys come, piece after piece
 
 
 def plan_keys(
     padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout, causal: bool = True, left: int = -1
 ) -> KeyPlan:
-    """Split a rank's attention into kernel calls of unequal query and key lengths."""
+    """Plan the kernel call for a rank's queries and the keys that they see."""
     start, stop = key_spans(padded_lengths, cp=cp, rank=rank, layout=layout, causal=causal, left=left)
     queries = pieces_of_rank(padded_lengths, cp=cp, rank=rank, layout=layout).lengths
     return KeyPlan(queries, stop - start, ranges(start, stop))
@@ -200,7 +200,7 @@ def key_spans(
 def causal_work(
     padded_lengths: Sequence[int], *, cp: int, layout: Layout, per_slot: float = 0.0, per_pair: float = 1.0
 ) -> NDArray[np.float64]:
-    """Estimate each rank's cost of a pack, ``[cp]``: ``per_slot`` x slots + ``per_pair`` x causal pairs."""
+    """Estimate a pack's cost on each rank, ``[cp]``: ``per_slot`` x slots + ``per_pair`` x causal pairs."""
     work = np.empty(cp)
     for rank in range(cp):
         if layout == "striped":
@@ -223,13 +223,14 @@ def ranges(starts: Ints, stops: Ints) -> Ints:
 
 
 def firsts_of(padded_lengths: Sequence[int] | Ints) -> Ints:
-    """Return where each stretch begins if they are concatenated: lengths ``[2, 3]`` give ``[0, 2]``."""
+    """Return where each sequence begins if they are concatenated: lengths ``[2, 3]`` give ``[0, 2]``."""
     lengths = np.asarray(padded_lengths, dtype=np.int64)
     firsts: Ints = np.cumsum(lengths) - lengths
     return firsts
 
 
 def _checked(padded_lengths: Sequence[int], cp: int, rank: int, layout: Layout) -> Ints:
+    """Return the lengths as an array; raise if the layout cannot cut them evenly."""
     if cp < 1 or not 0 <= rank < cp:
         raise ValueError(f"rank={rank} of cp={cp}; wanted cp of 1 or more, and rank from 0 to cp - 1.")
     if layout not in get_args(Layout):
@@ -240,12 +241,12 @@ def _checked(padded_lengths: Sequence[int], cp: int, rank: int, layout: Layout) 
     if not chunks and total % cp:
         raise ValueError(
             f"A pack of {total} slots cannot be cut into {cp} equal shards; wanted a multiple of {cp}. "
-            f"{_WHO_PADS}"
+            f"{_ADVICE}"
         )
     if chunks and (lengths % (2 * cp)).any():
         i = int(np.flatnonzero(lengths % (2 * cp))[0])
         raise ValueError(
             f"Sequence {i} has {lengths[i]} slots; layout={layout!r} over {cp} context-parallel ranks "
-            f"wants a multiple of {2 * cp}. {_WHO_PADS}"
+            f"wants a multiple of {2 * cp}. {_ADVICE}"
         )
     return lengths

@@ -1,7 +1,7 @@
-"""A step of microbatches that different numbers of ranks share (their degrees) -> the parts of one rank.
+"""A step whose microbatches are shared by different numbers of ranks (their degrees) -> one rank's parts.
 
 Groups of 2, 4, 8, ... neighbouring ranks are created once. The c ranks of a group share a microbatch of
-degree c: each has the whole pack until it is cut. With degree 1, one rank runs the whole pack.
+degree c: each has the whole pack until ``cut_step``. With degree 1, one rank runs the whole pack.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.parallel.across_ranks import digests, require_same
+from lightning_thd.parallel.across_ranks import digests, int63, require_same
 from lightning_thd.parallel.context import traffic
 from lightning_thd.parallel.context.layout import know_whole_pack
 from lightning_thd.parallel.shard import shard_batch
@@ -55,27 +55,27 @@ class SharedStep(THDStep):
 def digest_of(degrees: Any) -> int:
     """Hash a table of degrees, int64 ``[ranks, microbatches]``, to an int63."""
     hashed = hashlib.sha256(repr(degrees.shape).encode() + degrees.astype("<i8").tobytes())
-    return int.from_bytes(hashed.digest()[:8], "big") >> 1
+    return int63(hashed.digest())
 
 
-def cut_step(step: SharedStep, groups: Mapping[int, dist.ProcessGroup], **how: Any) -> THDStep:
-    """Cut every microbatch of a step on the device to this rank's part; those of degree 1 are whole packs."""
-    own = []
+def cut_step(step: SharedStep, groups: Mapping[int, dist.ProcessGroup], **options: Any) -> THDStep:
+    """Cut every microbatch of a step to this rank's part, which with degree 1 is the whole pack."""
+    parts = []
     for batch, degree in zip(step.microbatches, step.degrees, strict=True):
         if degree > 1 and degree not in groups:
             raise ValueError(
-                f"A microbatch is to be shared by {degree} ranks, but groups of {sorted(groups)} were made. "
-                "Raise max_context_parallel_size, or plan with the strategy's own sharing."
+                f"A plan shares a microbatch over {degree} ranks, but groups exist only of {sorted(groups)} "
+                "ranks. Raise max_context_parallel_size, or plan with the sharing of the strategy."
             )
         if degree == 1:
             know_whole_pack(batch.cu_seqlens_padded)
-            traffic.run(batch.input_ids.shape[-1])
-            own.append(batch)
+            traffic.count_slots(batch.input_ids.shape[-1])
+            parts.append(batch)
             continue
-        shard = shard_batch(batch, group=groups[degree], **how)
+        shard = shard_batch(batch, group=groups[degree], **options)
         # Counts are summed over all ranks, so each rank of the group counts only its part of the pack.
-        own.append(shard.replace(stats=part_of(batch.stats, degree, shard.layout.rank)))
-    return THDStep(own)
+        parts.append(shard.replace(stats=part_of(batch.stats, degree, shard.layout.rank)))
+    return THDStep(parts)
 
 
 def part_of(stats: SeqStats, parts: int, part: int) -> SeqStats:
@@ -92,7 +92,7 @@ def part_of(stats: SeqStats, parts: int, part: int) -> SeqStats:
 def make_degree_groups(
     data_ranks: int, max_degree: int, *, tp: int, device: torch.device
 ) -> dict[int, dist.ProcessGroup]:
-    """Create groups of 2, 4, ... neighbouring data ranks, by size; a collective of the whole job."""
+    """Create groups of 2, 4, ... neighbouring data ranks, by size; all ranks of the job call this."""
     groups: dict[int, dist.ProcessGroup] = {}
     for degree in (1 << i for i in range(1, max_degree.bit_length())):
         listed = [
@@ -110,7 +110,7 @@ def make_degree_groups(
 def check_shared_agreement(
     step: SharedStep, groups: Mapping[int, dist.ProcessGroup], device: torch.device
 ) -> None:
-    """Raise unless all ranks run the same plan, and groups the same packs; a collective."""
+    """Raise unless all ranks have the same plan, and the ranks of a group the same packs; a collective."""
     require_same(
         step.plan_digest,
         device,

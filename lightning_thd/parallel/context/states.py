@@ -1,8 +1,8 @@
-"""Padded lengths of a pack, ranks, a partition -> the recurrent states that each rank needs of each other.
+"""Padded lengths of a pack, number of ranks, layout -> the recurrent states that ranks send each other.
 
-A rank holds stretches of sequences, and a recurrent layer runs every stretch by itself. The ranks that hold
-later stretches of a sequence need two things of it: the state at its end, and how it changes a state that
-enters it. Pure: host integers in, numpy arrays out, the same on every rank.
+A rank holds stretches of sequences, and a recurrent layer runs every stretch by itself. Of each stretch, the
+ranks that hold later stretches of the sequence need two things: the state at its end, and how it changes a
+state that enters it. Pure: host integers in, numpy arrays out, the same on every rank.
 
 Legend: P stretches of one rank, K states that enter one of its stretches.
 """
@@ -25,16 +25,16 @@ Mask: TypeAlias = np.ndarray[tuple[int], np.dtype[np.bool_]]
 class Stretches(NamedTuple):
     """The stretches of all ranks, ordered by sequence and then by position; each field is ``[Q]``."""
 
-    sequence: Ints  # the index of its sequence
-    place: Ints  # its number inside its sequence, from 0
-    last: Mask  # whether it is the last of its sequence
-    rank: Ints  # the rank that holds it
-    row: Ints  # its first row in the shard
-    length: Ints  # its number of slots
+    sequence: Ints  # the index of the stretch's sequence
+    place: Ints  # the stretch's number inside the sequence, from 0
+    last: Mask  # whether the stretch is the last of the sequence
+    rank: Ints  # the rank that holds the stretch
+    row: Ints  # the stretch's first row in the shard
+    length: Ints  # the stretch's number of slots
 
     @classmethod
     def of(cls, padded_lengths: Sequence[int], *, cp: int, layout: Layout) -> Stretches:
-        """List the stretches that a layout cuts; neighbours on one rank are merged."""
+        """List the stretches that a layout cuts; neighbouring stretches on one rank are merged."""
         columns = [_of_rank(padded_lengths, cp, rank, layout) for rank in range(cp)]
         sequence, start, length, row, rank = np.concatenate(columns, axis=1)
         order = np.lexsort((start, sequence))
@@ -53,23 +53,23 @@ def _of_rank(padded_lengths: Sequence[int], cp: int, rank: int, layout: Layout) 
     rows = np.cumsum(pieces.lengths) - pieces.lengths
     fresh = np.ones(len(rows), dtype=bool)
     fresh[1:] = (np.diff(pieces.sequence) > 0) | (pieces.start[1:] != pieces.stop[:-1])
-    at = np.flatnonzero(fresh)
-    length = np.add.reduceat(pieces.lengths, at) if len(at) else np.empty(0, np.int64)
-    return np.stack([pieces.sequence[at], pieces.start[at], length, rows[at], np.full(len(at), rank)])
+    i = np.flatnonzero(fresh)
+    length = np.add.reduceat(pieces.lengths, i) if len(i) else np.empty(0, np.int64)
+    return np.stack([pieces.sequence[i], pieces.start[i], length, rows[i], np.full(len(i), rank)])
 
 
 class Step(NamedTuple):
-    """One step along n sequences, ``[n]`` each: a stretch's change is applied to the state that enters it."""
+    """One step along n sequences: every stretch turns the state that enters it into the state at its end."""
 
-    states: Ints  # indices into the known states: those that the stretches left
-    changes: Ints  # indices into the known changes; empty in the first step
+    states: Ints  # ``[n]``, indices into the known states, which stretches reach if no state enters them
+    changes: Ints  # ``[n]``, indices into the known changes; empty in the first step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StatePlan:
     """The stretches that one rank runs, and the states it sends and receives."""
 
-    # The first four are int64 ``[2, P']``: first rows and lengths of own stretches.
+    # The first four are int64 ``[2, P']``: first rows and lengths of this rank's stretches.
     whole: Ints  # whole sequences: no state enters or leaves
     opening: Ints  # first stretches of sequences that continue in another stretch; their states are sent
     spanning: Ints  # stretches in the middle of sequences; their states and changes are sent
@@ -78,14 +78,14 @@ class StatePlan:
     send_changes: list[Ints]  # for every rank: changes of spanning stretches
     receive_states: list[int]  # number of states from every rank
     receive_changes: list[int]  # number of changes from every rank
-    steps: list[Step]  # how to combine states; own states come before received states
+    steps: list[Step]  # how to combine states; this rank's states come before received states
     # ``[K]``, indices into the states of all steps: those that enter spanning, then closing stretches
     entering: Ints
     moved: Ints  # ``[cp, cp, 2]``, numbers of states and changes that rank r receives from rank s
 
 
 def plan_states(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout) -> StatePlan:
-    """Plan the exchange after which each rank knows the states that enter its stretches; not for striped."""
+    """Plan the exchange of the states that enter each rank's stretches, for any layout but striped."""
     every = Stretches.of(padded_lengths, cp=cp, layout=layout)
     sends = ~every.last
     spans = sends & (every.place > 0)
@@ -97,16 +97,16 @@ def plan_states(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: La
         moved[r, r] = 0
     own = every.rank == rank
     openers, spanners = (np.flatnonzero(own & which) for which in (sends & ~spans, spans))
-    at = np.full(len(own), -1, dtype=np.int64)  # index among the states that this rank knows
-    at[np.concatenate([openers, spanners])] = np.arange(len(openers) + len(spanners))
-    change = np.full(len(own), -1, dtype=np.int64)  # index among the changes that this rank knows
-    change[spanners] = np.arange(len(spanners))
+    state_of = np.full(len(own), -1, dtype=np.int64)  # stretch -> index among the states that this rank knows
+    _number(state_of, np.concatenate([openers, spanners]))
+    change_of = np.full(len(own), -1, dtype=np.int64)  # stretch -> index among the changes it knows
+    _number(change_of, spanners)
     sent = [np.flatnonzero(own & needs[r]) if r != rank else np.empty(0, np.int64) for r in range(cp)]
-    send_states, send_changes = [at[i] for i in sent], [change[i[spans[i]]] for i in sent]
+    send_states, send_changes = [state_of[i] for i in sent], [change_of[i[spans[i]]] for i in sent]
     received = [np.flatnonzero(needs[rank] & (every.rank == s) & ~own) for s in range(cp)]
-    _number(at, np.concatenate(received))
-    _number(change, np.concatenate([i[spans[i]] for i in received]))
-    steps, entering = _join(every, np.flatnonzero(own), at, change)
+    _number(state_of, np.concatenate(received))
+    _number(change_of, np.concatenate([i[spans[i]] for i in received]))
+    steps, entering = _join(every, np.flatnonzero(own), state_of, change_of)
     return StatePlan(
         whole=_rows(every, own & every.last & (every.place == 0)),
         opening=_rows(every, own & sends & ~spans),
@@ -124,23 +124,24 @@ def plan_states(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: La
 
 def _needed(every: Stretches, rank: int) -> Mask:
     """Mark the stretches that lie before a rank's last stretch of the same sequence."""
-    front = np.zeros(int(every.sequence.max(initial=-1)) + 1, dtype=np.int64)
+    furthest = np.zeros(int(every.sequence.max(initial=-1)) + 1, dtype=np.int64)
     own = every.rank == rank
-    np.maximum.at(front, every.sequence[own], every.place[own])
-    marked: Mask = every.place < front[every.sequence]
+    np.maximum.at(furthest, every.sequence[own], every.place[own])
+    marked: Mask = every.place < furthest[every.sequence]
     return marked
 
 
-def _number(at: Ints, found: Ints) -> None:
-    first = int(at.max(initial=-1)) + 1
-    at[found] = np.arange(first, first + len(found))
+def _number(index_of: Ints, stretches: Ints) -> None:
+    """Give stretches the numbers after those that ``index_of`` holds already."""
+    first = int(index_of.max(initial=-1)) + 1
+    index_of[stretches] = np.arange(first, first + len(stretches))
 
 
 def _rows(every: Stretches, which: Mask) -> Ints:
     return np.stack([every.row[which], every.length[which]])
 
 
-def _join(every: Stretches, own: Ints, at: Ints, change: Ints) -> tuple[list[Step], Ints]:
+def _join(every: Stretches, own: Ints, state_of: Ints, change_of: Ints) -> tuple[list[Step], Ints]:
     """Return the steps that combine states and changes along the sequences that a rank continues."""
     enters = own[every.place[own] > 0]
     furthest = np.zeros(int(every.sequence.max(initial=-1)) + 1, dtype=np.int64)
@@ -153,7 +154,7 @@ def _join(every: Stretches, own: Ints, at: Ints, change: Ints) -> tuple[list[Ste
     for place in range(int(furthest.max(initial=0))):
         going = walked[furthest[walked] > place]
         stretch = first[going] + place
-        steps.append(Step(at[stretch], change[stretch] if place else change[:0]))
+        steps.append(Step(state_of[stretch], change_of[stretch] if place else change_of[:0]))
         offsets.append(offsets[-1] + len(going))
     ordered = np.concatenate([enters[~every.last[enters]], enters[every.last[enters]]])
     begin = np.array(offsets, dtype=np.int64)[every.place[ordered] - 1]

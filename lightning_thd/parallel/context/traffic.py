@@ -1,4 +1,4 @@
-"""Exchanges of attention layers, counted on the host -> bytes received since the last log, by method."""
+"""Exchanges of layers between context-parallel ranks -> the bytes received since the last log."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _slots: Counter[str] = Counter()
 
 
 class Traffic(NamedTuple):
-    """The bytes this rank received in attention's exchanges since the last ``take``."""
+    """The bytes that this rank received since the last ``read_and_reset``."""
 
     received_bytes: int  # by all methods, forward and backward
     slots: int  # the slots of the packs and shards that ran
@@ -19,18 +19,18 @@ class Traffic(NamedTuple):
 
 
 def count(received_bytes: int, way: str) -> None:
-    """Add a layer's exchange: its forward bytes count twice, or three times if a ring sends keys again."""
+    """Add a layer's exchange; the backward pass receives as many bytes again, and in a ring twice as many."""
     _bytes[way] += received_bytes * (3 if way == "ring" else 2)
     _calls[way] += 1
 
 
-def run(slots: int) -> None:
-    """Add the slots of a pack or shard that this rank runs to the counters."""
+def count_slots(slots: int) -> None:
+    """Add the slots of a pack or shard that this rank runs."""
     _slots["run"] += slots
 
 
-def take() -> Traffic:
-    """Return the bytes and slots that attention exchanged since the last call, and reset the counters."""
+def read_and_reset() -> Traffic:
+    """Return the counts since the last call, and reset them."""
     total = sum(_calls.values())
     found = Traffic(
         sum(_bytes.values()), _slots["run"], {way: calls / total for way, calls in sorted(_calls.items())}

@@ -1,7 +1,8 @@
 """Activations of one pipeline stage -> the next stage, and their gradients back.
 
-Each direction has its own process group, so that activations never wait for gradients. Sends do not wait, and
-receives may be posted ahead. A message needs no tag and no shape, as both sides know what comes next.
+Each direction has a separate process group, so that activations never wait for gradients. Sends do not wait,
+and receives may be posted ahead. A message needs no tag and no shape, because both sides know its place in
+the schedule.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from lightning_thd.parallel.exchange import local
 
 Direction: TypeAlias = Literal["down", "up"]
 
-# The order is part of the protocol: ranks send a dtype's index once, when a pipeline first runs.
+# Ranks send a dtype's index in this tuple once, when a pipeline first runs.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -35,7 +36,7 @@ class Channel:
     # communicator, messages in opposite directions would wait for each other.
     wraps: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
     fixed_dtype: torch.dtype | None = None  # None if later ranks learn it from the first message
-    waited_s: float = 0.0  # for messages; 0 on devices that the CPU does not wait for
+    waited_s: float = 0.0  # time spent waiting for messages; 0 on devices for which the CPU does not wait
     _sent: deque[tuple[Any, Tensor]] = field(default_factory=deque)
     _posted: dict[Direction, deque[tuple[Any, Tensor]]] = field(
         default_factory=lambda: {"down": deque(), "up": deque()}
@@ -72,7 +73,7 @@ class Channel:
     def send(self, tensor: Tensor, direction: Direction) -> None:
         """Send a tensor to the next rank in a direction without waiting, and keep it until it is sent."""
         if direction == "down":
-            self._tell_dtype(tensor)
+            self._send_dtype(tensor)
         data = tensor.detach().contiguous()
         group = self._group(direction, wraps=self.rank == self._end(direction))
         self._sent.append((dist.isend(data, self._peer(direction, 1), group=group), data))
@@ -102,7 +103,7 @@ class Channel:
         """Wait until every message of this rank has been sent."""
         while self._sent:
             self._sent.popleft()[0].wait()
-        assert not any(self._posted.values()), "a message was expected and not taken"
+        assert not any(self._posted.values()), "a posted message was not received"
 
     @property
     def is_busy(self) -> bool:
@@ -119,15 +120,15 @@ class Channel:
                 dist.send(code, self._peer("down", 1), group=self.down)
         return self.fixed_dtype
 
-    def _tell_dtype(self, tensor: Tensor) -> None:
-        """Send the dtype of hidden states to later ranks, ahead of the first message."""
+    def _send_dtype(self, tensor: Tensor) -> None:
+        """Send the dtype of hidden states to later ranks before the first message, and check it later."""
         if self.fixed_dtype is None:
             self.fixed_dtype = tensor.dtype
             code = torch.tensor([_DTYPES.index(tensor.dtype)], device=tensor.device)
             dist.send(code, self._peer("down", 1), group=self.down)
         elif tensor.dtype != self.fixed_dtype:
             raise ValueError(
-                f"A pipeline stage ends in {tensor.dtype}, but the first one ended in {self.fixed_dtype}. "
+                f"A pipeline stage ends in {tensor.dtype}, but the first stage ended in {self.fixed_dtype}. "
                 "Use one precision for all layers, or pipeline_parallel_size=1."
             )
 
@@ -137,7 +138,7 @@ class Channel:
         return self.down if direction == "down" else self.up
 
     def _end(self, direction: Direction) -> int:
-        """Return the last rank of the pipeline in a direction."""
+        """Return the rank of the pipeline that messages of a direction reach last."""
         return self.ranks - 1 if direction == "down" else 0
 
     def _peer(self, direction: Direction, step: int) -> int:
@@ -163,7 +164,7 @@ class Receive(torch.autograd.Function):
 
 
 class Send(torch.autograd.Function):
-    """Sends hidden states on and returns NaN for the loss, which only the last stage has."""
+    """Sends hidden states on and returns NaN instead of the loss, which only the last stage computes."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, hidden: Tensor, channel: Channel) -> Tensor:
@@ -219,6 +220,7 @@ def require_same_ends(weight: nn.Parameter | None, optimizers: Sequence[Optimize
 
 
 def _treatment(weight: nn.Parameter | None, optimizers: Sequence[Optimizer]) -> Any:
+    """Return a weight's optimizer and group by index, the group's options and whether it is trained."""
     for i, optimizer in enumerate(optimizers):
         for k, group in enumerate(optimizer.param_groups):
             if any(parameter is weight for parameter in group["params"]):
@@ -228,5 +230,6 @@ def _treatment(weight: nn.Parameter | None, optimizers: Sequence[Optimizer]) -> 
 
 
 def _other_end(channel: Channel) -> int:
+    """Return the last rank's global rank on the first rank, and the first rank's on the last."""
     end = channel.ranks - 1 if channel.rank == 0 else 0
     return dist.get_global_rank(channel.down, end)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_thd._find import model_with_head
+from lightning_thd._find import has_parameters, model_with_head
 from lightning_thd.parallel.draws import has_dropout
 from lightning_thd.parallel.pipeline.channel import Channel
 from lightning_thd.parallel.pipeline.split import LayerCost, Split, layer_flops, split_layers
@@ -27,13 +27,7 @@ from lightning_thd.parallel.pipeline.stage import (
     StageLayers,
     stage_of,
 )
-from lightning_thd.parallel.routers import (
-    RouterRelay,
-    leave_to_losses,
-    routers_of,
-    scores_of,
-    wants_balance,
-)
+from lightning_thd.parallel.routers import RouterRelay, leave_to_losses, routers_of, scores_of, wants_balance
 
 # The sequence lengths (tokens) for which stages are balanced: a pack of mixed documents.
 _LENGTHS = (4096, 2048, 1024, 512, 512)
@@ -50,7 +44,8 @@ def cut_model(
 ) -> Stage:
     """Replace the layers of other ranks in place.
 
-    ``balance`` makes the channel for router sums; the ranks of ``peers`` add their sums.
+    For a mixture of experts, ``balance`` makes the channel for router sums between stages. ``peers`` are the
+    ranks that hold the same layers; balancing losses add the sums of these ranks.
     """
     inner = language_model_of(model)
     if (known := stage_of(inner)) is not None:
@@ -65,12 +60,12 @@ def cut_model(
     for name, embedding in before.items():
         absent = NoEmbedding(embedding, stage)
         if first:
-            _run_only_where(embedding, lambda: stage.holds_embedding, absent)
+            _run_only_if(lambda: stage.holds_embedding, embedding, absent)
         else:
             parent._modules[name] = absent
     for name, module in behind.items():
         if last:
-            _run_only_where(module, lambda: stage.holds_head, PassThrough())
+            _run_only_if(lambda: stage.holds_head, module, PassThrough())
         else:
             parent._modules[name] = PassThrough()
         _require_behind(name, parent, stage)
@@ -104,7 +99,7 @@ def decoder_stack(inner: Any) -> tuple[str, nn.Module, nn.ModuleList]:
     """Return the name of a model's list of decoder layers, the module that holds the list, and the list."""
     wanted: int = getattr(inner.config.get_text_config(decoder=True), "num_hidden_layers", 0)
     lists = {name: m for name, m in inner.named_modules() if isinstance(m, nn.ModuleList)}
-    found = {name: m for name, m in lists.items() if len(m) == wanted and any(True for _ in m.parameters())}
+    found = {name: m for name, m in lists.items() if len(m) == wanted and has_parameters(m)}
     outermost = [n for n in found if not any(n.startswith(f"{other}.") for other in found if other != n)]
     if len(outermost) != 1:
         seen = ", ".join(f"{name} ({len(m)})" for name, m in lists.items()) or "none at all"
@@ -125,7 +120,7 @@ def _around(
     behind: dict[str, nn.Module] = {}
     for name, child in parent._modules.items():
         seen_layers = seen_layers or child is layers
-        if child is None or child in (layers, head) or not any(True for _ in child.parameters()):
+        if child is None or child in (layers, head) or not has_parameters(child):
             continue
         if not seen_layers and not isinstance(child, nn.Embedding):
             raise ValueError(
@@ -152,15 +147,15 @@ def _refuse_shared(inner: Any, layers: nn.ModuleList) -> None:
             other = seen.setdefault(id(parameter), index)
             if other != index:
                 raise ValueError(
-                    f"Layers {other} and {index} of {type(inner).__name__} share {name}, and pipeline stages "
-                    "hold layers of their own. Set pipeline_parallel_size=1."
+                    f"Layers {other} and {index} of {type(inner).__name__} share {name}, but pipeline stages "
+                    "cannot share weights. Set pipeline_parallel_size=1."
                 )
     config = inner.config.get_text_config(decoder=True)
     for option in ("num_kv_shared_layers", "hidden_size_per_layer_input"):
         if value := getattr(config, option, None):
             raise ValueError(
-                f"{type(inner).__name__} has {option}={value!r}: its layers use keys of earlier ones or an "
-                "embedding each, which lie on other pipeline stages. Set pipeline_parallel_size=1."
+                f"{type(inner).__name__} has {option}={value!r}: its layers use keys of earlier layers or an "
+                "embedding each, which are on other pipeline stages. Set pipeline_parallel_size=1."
             )
     if wants_balance(inner) and scores_of(inner) is None:
         raise ValueError(
@@ -183,7 +178,7 @@ def plan_split(
     head, embedding = inner.get_output_embeddings(), inner.get_input_embeddings()
     around = [sum(p.numel() for p in module.parameters()) for module in (embedding, head)]
     counted = layer_flops(inner.config, len(layers), lengths)
-    if counted is None:  # 6 FLOPs per parameter of a matrix and token; embeddings cost none
+    if counted is None:  # take 6 FLOPs per parameter and token; embeddings cost none
         flops = [6.0 * sum(lengths) * size for size in sizes]
         counted = flops, 0.0, 6.0 * sum(lengths) * around[1]
     return split_layers(
@@ -226,10 +221,10 @@ def _on_meta(inner: nn.Module) -> nn.Module:
     return copy.deepcopy(inner, memo)
 
 
-def _run_only_where(module: Any, here: Any, instead: nn.Module) -> None:
-    """Run ``instead`` in place of a module if the running stage of this rank does not have the module."""
+def _run_only_if(held: Callable[[], bool], module: Any, instead: nn.Module) -> None:
+    """Run ``instead`` in place of a module in passes of a stage that does not hold the module."""
     forward = module.forward
-    module.forward = lambda *args, **kwargs: forward(*args, **kwargs) if here() else instead(*args, **kwargs)
+    module.forward = lambda *args, **kwargs: forward(*args, **kwargs) if held() else instead(*args, **kwargs)
 
 
 def _require_behind(name: str, owner: nn.Module, stage: Stage) -> None:

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from lightning_thd._checks import whole_number
 
-_MOST_PASSES = 1 << 23  # limit of forward passes of all ranks in a step; planning takes minutes then
+_MOST_PASSES = 1 << 23  # forward passes of all ranks in a step; planning so many takes minutes
 ScheduleName: TypeAlias = Literal["1f1b", "interleaved"]
 # (stage, microbatch) -> time of the forward pass; the backward pass takes twice as long
 Work: TypeAlias = Callable[[int, int], float]
@@ -53,21 +53,21 @@ def make_schedule(ranks: int, microbatches: int, *, chunks: int = 1) -> Schedule
         found = Schedule(ranks=ranks, chunks=chunks, microbatches=microbatches, programs=programs)
         if timeline(found, lambda stage, microbatch: 1.0) is not None:
             return found
-    raise AssertionError("all forward passes first is a schedule")
+    raise AssertionError("a schedule with all forward passes first must work")
 
 
 def _check_sizes(**sizes: int) -> None:
     for name, number in sizes.items():
         whole_number(number, name, least=1)
-    most = "It is the product of all sizes; lower one."
-    whole_number(math.prod(sizes.values()), "passes", most=_MOST_PASSES, advice=most)
+    advice = "It is the product of all sizes; lower one."
+    whole_number(math.prod(sizes.values()), "passes", most=_MOST_PASSES, advice=advice)
 
 
 def _visits(ranks: int, microbatches: int, chunks: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (microbatch, chunk) pairs in groups of p microbatches, each through one chunk after another."""
+    """Return (microbatch, chunk) pairs; each group of p microbatches runs through one chunk after another."""
     if len(chunks) == 1:
         return [(m, chunks[0]) for m in range(microbatches)]
-    groups = [range(at, min(at + ranks, microbatches)) for at in range(0, microbatches, ranks)]
+    groups = [range(i, min(i + ranks, microbatches)) for i in range(0, microbatches, ranks)]
     return [(m, chunk) for group in groups for chunk in chunks for m in group]
 
 
@@ -81,6 +81,7 @@ def _warm_up(rank: int, ranks: int, chunks: int) -> int:
 def _program(
     forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]], warm_up: int
 ) -> tuple[Op, ...]:
+    """Order a rank's passes: first ``warm_up`` forward passes, then forward and backward in turn."""
     run_forward = [Op(True, *visit) for visit in forwards]
     run_backward = [Op(False, *visit) for visit in backwards]
     steady = [op for pair in zip(run_forward[warm_up:], run_backward, strict=False) for op in pair]
@@ -96,17 +97,17 @@ class Timed(NamedTuple):
 
 
 def timeline(schedule: Schedule, work: Work) -> list[list[Timed]] | None:
-    """Simulate a step; return when passes start and end, or None if ranks wait for each other for ever."""
+    """Simulate a step; return when passes start and end, or None if ranks wait for each other forever."""
     p, last = schedule.ranks, schedule.ranks * schedule.chunks - 1
     done: dict[tuple[bool, int, int], float] = {}
     lines: list[list[Timed]] = [[] for _ in range(p)]
-    at = [0] * p
-    moved = True
-    while moved:
-        moved = False
+    ended = [0] * p  # passes of each rank
+    progressed = True
+    while progressed:
+        progressed = False
         for rank, program in enumerate(schedule.programs):
-            while at[rank] < len(program):
-                op = program[at[rank]]
+            while ended[rank] < len(program):
+                op = program[ended[rank]]
                 stage = op.chunk * p + rank
                 needs = _needs(op, stage, last)
                 if any(need not in done for need in needs):
@@ -116,9 +117,9 @@ def timeline(schedule: Schedule, work: Work) -> list[list[Timed]] | None:
                 start = max(ready, lines[rank][-1].end if lines[rank] else 0.0)
                 lines[rank].append(Timed(op, start, start + cost))
                 done[op.forward, stage, op.microbatch] = start + cost
-                at[rank] += 1
-                moved = True
-    return lines if all(n == len(program) for n, program in zip(at, schedule.programs, strict=True)) else None
+                ended[rank] += 1
+                progressed = True
+    return lines if ended == [len(program) for program in schedule.programs] else None
 
 
 def _needs(op: Op, stage: int, last: int) -> list[tuple[bool, int, int]]:

@@ -1,4 +1,4 @@
-"""Costs of a model's layers -> which stage of a pipeline holds which of them.
+"""Costs of a model's layers -> the layers of each pipeline stage.
 
 The embedding belongs to the first stage, the final norm and the head to the last. With a vocabulary of 152k a
 head costs as much as several layers, so the last stage gets fewer layers.
@@ -30,7 +30,7 @@ class LayerCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """The layers of each pipeline stage, with its FLOPs and parameters, embedding and head included."""
+    """The layers, FLOPs and parameters of each pipeline stage; embedding and head are included."""
 
     bounds: tuple[int, ...]  # stage s holds layers ``bounds[s]`` to ``bounds[s + 1]``
     flops: tuple[float, ...]
@@ -100,7 +100,7 @@ def split_layers(
 
 
 def _even_bounds(flops: Sequence[float], sizes: Sequence[int], stages: int) -> list[int]:
-    """Minimise the slowest stage, then the largest, by dynamic programming over (stage, first layer)."""
+    """Minimise the work of the slowest stage, then the size of the largest, by dynamic programming."""
     n = len(flops)
     work, held = [0.0, *accumulate(flops)], [0, *accumulate(sizes)]
     # best[b]: (slowest, largest, bounds) of the stages so far, which hold layers 0..b
@@ -120,7 +120,7 @@ def _even_bounds(flops: Sequence[float], sizes: Sequence[int], stages: int) -> l
 def layer_flops(
     config: Any, num_layers: int, lengths: Sequence[int]
 ) -> tuple[list[float], float, float] | None:
-    """Count a model's layers one by one with ``FlopsModel``."""
+    """Count the FLOPs of each layer, of modules before and after them; None if ``FlopsModel`` cannot."""
     try:
         model = FlopsModel.from_config(config)
     except ValueError:

@@ -2,7 +2,7 @@
 
 The model's own ``forward`` runs on every rank. The boundary before the first layer of a stage receives hidden
 states, and the boundary after its last layer sends them. On all stages but the first, the embedding returns
-NaN, which the boundary replaces. If a later layer uses the embedding, the NaN shows it.
+NaN, which the boundary replaces. If a later layer uses the embedding, ``require_own_inputs`` finds the NaN.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_thd._user_code import user_line
-from lightning_thd.parallel.draws import draw_from_own_stream, take_number
+from lightning_thd.parallel.draws import draw_from_own_stream, draw_number
 from lightning_thd.parallel.pipeline.channel import Channel, Receive, Send
 from lightning_thd.parallel.pipeline.schedule import Op
 from lightning_thd.parallel.pipeline.split import Split
@@ -44,11 +44,11 @@ class Stage:
         self.split, self.channel = split, channel
         self.whole, self.draws = whole, draws
         self.active: int | None = None  # chunk of the running pass; None between steps
-        self.tail: Tensor | None = None  # what a stage without the head has sent in the running pass
+        self.tail: Tensor | None = None  # result of ``Send`` in the running pass, on stages without the head
         self.tied: nn.Parameter | None = None  # this end's copy of a weight that embedding and head share
         self.tied_names: Mapping[str, str] = MappingProxyType({})  # the head's name -> the embedding's name
         self.held: Mapping[str, nn.Module] = MappingProxyType({})  # this rank's layers by name
-        self.balance: RouterRelay | None = None  # for experts: adds up the routers of all layers
+        self.balance: RouterRelay | None = None  # for experts: adds up the router sums of all layers
         self.device: torch.device | None = None  # device of the last hidden states
         self.made: list[Any] = []  # autograd nodes of the model's own losses in the running pass
         self.in_layers = False  # whether the running pass has reached the layers
@@ -97,13 +97,13 @@ class Stage:
         """Raise if an earlier step was interrupted, because its messages may not have arrived yet."""
         if self.active is not None or self.channel.is_busy:
             raise ValueError(
-                "The model was cut for a pipeline and its last step was broken off. Start a new job and "
+                "The model was cut for a pipeline and its last step was broken off. Start a new job, and "
                 "resume from a checkpoint."
             )
 
     def again(self) -> bool:
         """Return whether this rank repeats a call whose head failed, and count both calls as one."""
-        # With gradients only the head repeats, on the hidden states that it has already received.
+        # With gradients, only the rank with the head repeats, on the hidden states that it has received.
         if torch.is_grad_enabled() and not self.holds_head:
             return False
         self._calls.pop()
@@ -132,7 +132,7 @@ class Stage:
         return chunk is not None and self.active in (None, chunk)
 
     def cross(self, index: int, hidden: Tensor) -> Tensor:
-        """Cross a stage boundary: send one layer's output ``[1, T, H]``, receive the next one's input."""
+        """Send the output ``[1, T, H]`` of the layer before, if it ran here; receive the next one's input."""
         self.device = hidden.device
         if index and self.runs(index - 1):
             self._width = hidden.shape[-1]
@@ -146,7 +146,7 @@ class Stage:
         return hidden
 
     def stand_in(self, size: int, hidden: Tensor) -> Tensor:
-        """Return ``[size]`` values on a rank without the head: the head's, or NaN with a gradient."""
+        """Return ``[size]`` values instead of the head's: with gradients NaN, else the broadcast values."""
         self._calls.append(user_line())
         if torch.is_grad_enabled():
             assert self.tail is not None
@@ -243,10 +243,10 @@ class Boundary(nn.Module):
         self._checked = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
-        """Pass hidden states on, and across a stage boundary if there is one here."""
+        """Pass hidden states on, and exchange them with another stage if a stage begins or ends here."""
         self._stage.in_layers = True
         if self._stage.draws:
-            take_number()
+            draw_number()
         given = dict(kwargs)
         hidden = args[0] if args else given.pop("hidden_states")
         if not self._checked:
@@ -264,8 +264,8 @@ class Boundary(nn.Module):
             more = ", ".join(type(x).__name__ for x in (first, *rest))
             form = f"{type(output).__name__} of {more}" if isinstance(output, tuple) else more
             raise ValueError(
-                f"{type(layer).__name__} returns a {form}; wanted only the hidden states: what else it "
-                "returns would not reach the next pipeline stage. Set pipeline_parallel_size=1."
+                f"{type(layer).__name__} returns a {form}; wanted only the hidden states, because other "
+                "values would not reach the next pipeline stage. Set pipeline_parallel_size=1."
             )
 
 
@@ -291,8 +291,8 @@ def require_own_inputs(index: int, inputs: dict[Any, Any]) -> None:
                 continue
             if part.requires_grad or bool(torch.isnan(part).any()):
                 raise ValueError(
-                    f"Layer {index} is given {name!r}, which is made of the embedding; only the first "
-                    "pipeline stage has that. Set pipeline_parallel_size=1 for this model."
+                    f"Layer {index} is given {name!r}, which is computed from the embedding; only the first "
+                    "pipeline stage has it. Set pipeline_parallel_size=1 for this model."
                 )
 
 
@@ -306,7 +306,7 @@ class NoEmbedding(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Return an empty tensor on the device of this stage's layers: Llama 4 moves ids there."""
+        """Return an empty tensor on the device of this stage's layers, to which Llama 4 moves ids."""
         held = next(p for layer in self._stage.held.values() for p in layer.parameters())
         return torch.empty(0, self.embedding_dim, device=held.device, dtype=held.dtype)
 
@@ -334,7 +334,7 @@ class NoHead(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Return an empty tensor of the head's dtype: Mamba casts hidden states to it before the head."""
+        """Return an empty tensor of the head's dtype, to which Mamba casts hidden states before the head."""
         return torch.empty(self.out_features, 0, dtype=self._dtype, device=self._stage.device)
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ def with_critic() -> Any:
         (with_critic, r"parameters outside its embedding, layers, final norm and head: \['critic"),
         (
             lambda: another_config(make_model("llama"), num_kv_shared_layers=2),
-            "has num_kv_shared_layers=2: its layers use keys of earlier ones",
+            "has num_kv_shared_layers=2: its layers use keys of earlier layers",
         ),
         (
             lambda: another_config(make_model("llama"), hidden_size_per_layer_input=8),
@@ -118,7 +118,7 @@ def test_a_balancing_loss_of_another_formula(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_layers_that_are_given_what_the_embedding_made(value: torch.Tensor) -> None:
     require_own_inputs(3, {"rope": (value.detach().nan_to_num(),)})
-    with pytest.raises(ValueError, match="Layer 3 is given 'residual', which is made of the embedding"):
+    with pytest.raises(ValueError, match="Layer 3 is given 'residual', which is computed from the embedding"):
         require_own_inputs(3, {"residual": value})
 
 
@@ -161,5 +161,5 @@ def test_stages_of_two_precisions() -> None:
     with pretended_ranks(2):
         channel = Channel(down=dist.group.WORLD, up=dist.group.WORLD)
         channel.send(torch.ones(2), "down")
-        with pytest.raises(ValueError, match="in torch.bfloat16, but the first one ended in torch.float32"):
+        with pytest.raises(ValueError, match="in torch.bfloat16, but the first stage ended in torch.float32"):
             channel.send(torch.ones(2, dtype=torch.bfloat16), "down")
