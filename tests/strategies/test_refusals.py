@@ -113,7 +113,10 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: resolve_sizes(8, data=3, context=2), "is 6, but the job has 8 processes. Start 6 processes"),
     (static_graph, "only in the last one. Leave static_graph out"),
     (lambda: guards.refuse_unfrozen([nn.Parameter(torch.ones(2))]), "unfrozen after DDP wrapped the module"),
-    (lambda: guards.refuse_lbfgs(LBFGS, AxisSizes(pipeline=2)), "LBFGS with tensor_.*=1, pipeline_.*=2: LBFGS"),
+    (
+        lambda: guards.refuse_lbfgs(LBFGS, AxisSizes(pipeline=2)),
+        "LBFGS with tensor_.*=1, pipeline_.*=2: LBFGS",
+    ),
     (lambda: policy_of("16-mixed"), "'16-mixed' would let every rank.*Use 'bf16-mixed'"),
     (lambda: summed(dynamic=False), r"parts\.tokens is a SumMetric while.*strategy\.data_parallel_group for"),
     (lambda: summed(dynamic=True), "no group has every pack once"),
