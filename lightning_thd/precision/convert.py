@@ -148,8 +148,8 @@ def in_low_precision(
     check_whole(model, recipe)
     if checkpointing(model)[0] != "none":
         raise ValueError(
-            "A model in Transformer Engine's FP8 with activation checkpointing would run again in bf16 in "
-            "this loop. Use Lightning's Trainer with FP8Precision, or engine='torchao', or no checkpointing."
+            "A model in Transformer Engine's FP8 would recompute checkpointed activations in bf16 in this "
+            "loop. Use Lightning's Trainer with FP8Precision, or engine='torchao', or no checkpointing."
         )
 
     def run(called: nn.Module, batch: Any) -> torch.Tensor:
@@ -224,7 +224,7 @@ def _reason(
     convert: Callable[[str, nn.Linear], bool] | None,
     min_features: int,
 ) -> str | None:
-    """Return why a layer is not converted: None if it is, "" if the module is not a linear layer."""
+    """Return why a layer stays; None if it is to be converted, "" if it has no products of weights."""
     if is_converted(child):
         return "multiplies in FP8 already"
     if not isinstance(child, nn.Linear):
@@ -249,7 +249,7 @@ def _reason(
 
 
 def product_reason(child: nn.Module) -> str:
-    """Return why a layer with products of weights is not an ``nn.Linear``; "" for all other modules."""
+    """Return why a layer with products of weights but without ``nn.Linear`` stays; "" for other modules."""
     if type(child).__name__ == "Conv1D":
         return "is a transformers Conv1D, not an nn.Linear"
     if any(parameter.dim() == 3 for parameter in child.parameters(recurse=False)):

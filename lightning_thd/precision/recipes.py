@@ -50,22 +50,19 @@ class Recipe:
 
 # ``features`` are whole blocks, which Transformer Engine's quantizers require; torch._scaled_mm requires 16.
 _KNOWN: dict[tuple[Engine, str], Recipe] = {
-    ("te", "delayed"): Recipe(name="delayed", engine="te"),
-    ("te", "current"): Recipe(name="current", engine="te"),
-    ("te", "blockwise"): Recipe(
-        name="blockwise", engine="te", rules="blockwise", features=128, capability=(9, 0), cuda=(12, 9)
-    ),
-    ("te", "mxfp8"): Recipe(
-        name="mxfp8", engine="te", rules="mxfp8", features=32, capability=(10, 0), below=(12, 0)
-    ),
-    ("te", "nvfp4"): Recipe(
-        name="nvfp4", engine="te", rules="nvfp4", features=32, capability=(10, 0), dtype="fp4"
-    ),
-    ("torchao", "tensorwise"): Recipe(name="tensorwise", engine="torchao"),
-    ("torchao", "rowwise"): Recipe(name="rowwise", engine="torchao", capability=(9, 0)),
-    ("torchao", "rowwise_with_gw_hp"): Recipe(
-        name="rowwise_with_gw_hp", engine="torchao", capability=(9, 0), gradients=2
-    ),
+    (recipe.engine, recipe.name): recipe
+    for recipe in (
+        Recipe(name="delayed", engine="te"),
+        Recipe(name="current", engine="te"),
+        Recipe(
+            name="blockwise", engine="te", rules="blockwise", features=128, capability=(9, 0), cuda=(12, 9)
+        ),
+        Recipe(name="mxfp8", engine="te", rules="mxfp8", features=32, capability=(10, 0), below=(12, 0)),
+        Recipe(name="nvfp4", engine="te", rules="nvfp4", features=32, capability=(10, 0), dtype="fp4"),
+        Recipe(name="tensorwise", engine="torchao"),
+        Recipe(name="rowwise", engine="torchao", capability=(9, 0)),
+        Recipe(name="rowwise_with_gw_hp", engine="torchao", capability=(9, 0), gradients=2),
+    )
 }
 _TE_CLASSES = {
     "delayed": "DelayedScaling",

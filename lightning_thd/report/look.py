@@ -31,7 +31,7 @@ LOOKS: dict[Theme, Look] = {
 
 
 def look_of(theme: Theme) -> Look:
-    """Return the colours of a theme; raise ValueError for any other word."""
+    """Return the colours of a theme; raise ValueError for any other name."""
     if theme not in LOOKS:
         raise ValueError(f"theme={theme!r} is not one of {', '.join(map(repr, LOOKS))}.")
     return LOOKS[theme]

@@ -110,7 +110,7 @@ def read_metrics(folder: str | Path) -> Series:
                         if text and name != "epoch":
                             found.setdefault(name, {})[step] = float(text)
         except (ValueError, KeyError, TypeError) as err:  # text, no column of steps, or a torn row
-            raise ValueError(f"{file} is not a table of CSVLogger ({err!r}). Mend or remove it.") from err
+            raise ValueError(f"{file} is not a table of CSVLogger ({err!r}). Repair or remove it.") from err
     return {name: sorted(values.items()) for name, values in found.items()}
 
 
@@ -118,7 +118,7 @@ def table(series: Series) -> Table:
     """Build a table of the first, median and last values that a training run logged."""
     rows = []
     for name, row in ROWS.items():
-        values = [] if _says_nothing(series, name) else [value for _, value in _finite(series, name)]
+        values = [] if _is_trivial(series, name) else [value for _, value in _finite(series, name)]
         if values:
             cells = (values[0], _median(values), values[-1])
             rows.append((row.title, *(number(cell) + row.unit for cell in cells)))
@@ -216,7 +216,7 @@ def step_times(series: Series) -> dict[str, float]:
 
 
 def draw_waterfall(axes: Any, series: Series, *, theme: Theme = "light") -> None:
-    """Draw the parts of a mean step as bars; each bar starts at the end of the one above."""
+    """Draw the parts of a mean step as bars; each bar starts at the end of the bar above."""
     times, start = step_times(series), 0.0
     total = max(sum(times.values()), 1e-9)
     for row, (colour, (title, ms)) in enumerate(zip(CYCLE, times.items(), strict=False)):
@@ -233,14 +233,14 @@ def draw_waterfall(axes: Any, series: Series, *, theme: Theme = "light") -> None
 def _shown(series: Series) -> list[tuple[str, ...]]:
     """Return the metrics of each plot that the run has logged."""
     found = (
-        tuple(name for name in names if _finite(series, name) and not _says_nothing(series, name))
+        tuple(name for name in names if _finite(series, name) and not _is_trivial(series, name))
         for names in _CURVES
     )
     return [names for names in found if names]
 
 
-def _says_nothing(series: Series, name: str) -> bool:
-    """Return whether a metric is HFU without recomputation, or the imbalance of a single rank."""
+def _is_trivial(series: Series, name: str) -> bool:
+    """Return whether a metric is trivial: HFU without recomputation, or the imbalance of a single rank."""
     if name == "train/device/hfu":
         return series.get(name) == series.get("train/device/mfu")
     return name == "train/packing/imbalance" and all(value == 1 for _, value in series.get(name, ()))

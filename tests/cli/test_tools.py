@@ -151,7 +151,7 @@ def test_a_report_is_of_all_runs_and_later_ones_continue_the_series(tmp_path: Pa
         ("plan x", "the following arguments are required: --capacity"),
         ("check {here}/config.json --layers 3", "--layers 3, but .*config.json has 2. Pass at most as many"),
         ("peaks H1000", "no peak is known for 'H1000'; did you mean h100?"),
-        ("report {here}/torn", "metrics.csv is not a table of CSVLogger .* Mend or remove it"),
+        ("report {here}/torn", "metrics.csv is not a table of CSVLogger .* Repair or remove it"),
         ("report {here}/none", "No metrics.csv below .*CSVLogger"),
         ("graph-plan {here}/texts.jsonl --max-sequences 0", "--max-sequences: 0; wanted at least 1"),
     ],
