@@ -98,7 +98,7 @@ class Interval:
     peak: float | None  # mean dense FLOP/s of a device; None if it is unknown on a rank
     heaviest: float  # work of the most loaded rank, summed over the steps
     mean: float  # mean work of the ranks, summed over the steps
-    untold: int = 0  # slots of rows whose padding is unknown, counted as real tokens
+    unknown_slots: int = 0  # slots of rows whose padding is unknown, counted as real tokens
     padded_real: int = 0  # real tokens of the rows whose padding is known
     padded_slots: int = 0  # slots of the rows whose padding is known
     room: int = 0  # the capacity of the packs, plus the slots of padded rows
@@ -126,7 +126,7 @@ class Meter:
         self.pad_id: int | None = None
         self.experts: ExpertChoices | None = None
         self.capacity = 0  # the slots of a pack by which fill divides; 0 means the slots of the batch
-        self.untold = False  # whether the padding of some rows is unknown
+        self.unknown_padding = False  # whether the padding of some rows is unknown
         self.unfilled = False  # whether the last packs had no padding, and their capacity is unknown
         self.padded = [0, 0]  # real tokens and slots of padded rows since this meter was made, over all ranks
         self.steps: list[list[Seen]] = [[]]
@@ -173,7 +173,7 @@ class Meter:
         self._left_out_seconds += self._lap()
 
     def reduce(self, *, whole: bool = False) -> None:
-        """Add up all ranks' counts since the last reduction, with one collective and one device read."""
+        """Add up all ranks' new counts, in a collective; ``whole`` leaves out those of the running step."""
         vector, hardware = self.flush(whole=whole), self.hardware
         wire = communication_device(hardware.group, hardware.device)
         rows = gather_ints(vector, group=hardware.group, device=wire)
@@ -185,7 +185,7 @@ class Meter:
         self.totals["batches"] += everything.microbatches
         self.totals["samples"] += everything.stats.sequences
         self.totals["lengths"] += everything.stats.slots
-        self.untold = self.untold or found.untold > 0
+        self.unknown_padding = self.unknown_padding or found.unknown_slots > 0
         self.padded = [self.padded[0] + found.padded_real, self.padded[1] + found.padded_slots]
         self._interval = found if self._interval is None else self._interval + found
         if (flops := everything.flops) is not None:
@@ -215,7 +215,7 @@ class Meter:
             job: Any = {"seconds": seconds, "devices": self.hardware.devices, "peak": peak}
             metrics |= rates(rated.stats, rated.flops, microbatches=rated.microbatches, **job)
             self._rated = True
-        if found.untold:
+        if found.unknown_slots:
             for key in (*_OF_REAL_TOKENS, "real_items_per_sec"):
                 metrics.pop(key, None)
             if self.model is not None and self.model.tokens == "real":
@@ -227,14 +227,14 @@ class Meter:
         return {f"{self.name}/{key}": value for key, value in metrics.items()}
 
     def flush(self, *, whole: bool = False) -> list[int]:
-        """Return this rank's counts as integers, as many as on every other rank, and reset the counts."""
+        """Return this rank's counts as integers, equally many on all ranks, and reset the counts."""
         running = self.steps.pop() if whole else []
         steps = [step for step in self.steps if step]
         measured = list(chain.from_iterable(steps))
         seen = measured + self._left_out
         model = self.model
         known = resolve(seen, model.vision if model is not None and model.sees_images else None)
-        untold = sum(stats.slots for stats, lengths in known if isinstance(lengths, Dense))
+        unknown_slots = sum(stats.slots for stats, lengths in known if isinstance(lengths, Dense))
         padded = [
             stats
             for (_, before), (stats, lengths) in zip(seen, known, strict=True)
@@ -256,7 +256,7 @@ class Meter:
             len(self._left_out),
             round(self.hardware.peak or 0),
             round((self._whole_seconds if whole else self._elapsed()) * 1e9),
-            untold,
+            unknown_slots,
             sum(stats.real_tokens for stats in padded),
             sum(stats.slots for stats in padded),
             sum(
@@ -299,7 +299,7 @@ def interval(rows: list[list[int]], model: FlopsModel | None, work: Work, second
     totals = rows[0] if len(rows) == 1 else [sum(column) for column in zip(*rows, strict=True)]
     number, left_out_number = totals[2 * counts : 2 * counts + 2]
     peaks = [row[2 * counts + 2] for row in rows]
-    untold, padded_real, padded_slots, room = totals[2 * counts + 4 : 2 * counts + 8]
+    unknown_slots, padded_real, padded_slots, room = totals[2 * counts + 4 : 2 * counts + 8]
     works = np.array([row[2 * counts + 8 :] for row in rows], dtype=np.int64).view(np.float64)
     measured, left_out = from_ints(totals[:counts], model), from_ints(totals[counts : 2 * counts], model)
     return Interval(
@@ -309,7 +309,7 @@ def interval(rows: list[list[int]], model: FlopsModel | None, work: Work, second
         peak=sum(peaks) / len(rows) if all(peaks) else None,
         heaviest=float(works.max(axis=0).sum()),
         mean=float(works.sum()) / len(rows),
-        untold=untold,
+        unknown_slots=unknown_slots,
         padded_real=padded_real,
         padded_slots=padded_slots,
         room=room,

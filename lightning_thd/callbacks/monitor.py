@@ -383,7 +383,7 @@ class THDThroughputMonitor(Callback):
             self._flops.follow()
         self.latest.update(metrics)
         all_slots = meter.model is not None and meter.model.tokens == "slots"  # by the user's choice
-        if meter.untold and not all_slots and not self._noticed_padding:
+        if meter.unknown_padding and not all_slots and not self._noticed_padding:
             self._noticed_padding = True
             rank_zero_info(
                 "Nothing in a batch of token ids tells which slots are padding. FLOPs and tokens/s are those "

@@ -59,11 +59,11 @@ def differentiate(
 
 
 class _Token:
-    """A token that exists as long as autograd may still run the backward of a replay."""
+    """Held by the autograd node of a replay, so it exists as long as the backward may still run."""
 
 
 class Turn:
-    """A lock on the memory that graphs share, held from a forward replay until its backward."""
+    """A lock on the memory that graphs share, locked from a forward replay until its backward."""
 
     def __init__(self) -> None:
         self._holder: weakref.ref[_Token] | None = None
