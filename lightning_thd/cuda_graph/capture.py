@@ -59,7 +59,7 @@ def differentiate(
 
 
 class _Token:
-    """Held by the autograd node of a replay, so it exists as long as the backward may still run."""
+    """Held by the autograd node of a replay; it is alive while the backward may still run."""
 
 
 class Turn:
