@@ -10,6 +10,7 @@ linear layer, the full logits are computed, which takes memory for T x V.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -89,6 +90,7 @@ class HeadCall:
         self.logit_map: LogitMap = guess_logit_map(inner)
         self._record: Record | None = None  # the operations that made ``logit_map``
         self._job: _Job | None = None
+        self._lock = threading.RLock()
         self.experts: Experts | None = None
         self._hooks: list[Any] | None = None  # the hooks for which ``_whole`` was decided
         self._whole = ""  # why the full logits are computed; empty if they are not
@@ -142,9 +144,10 @@ class HeadCall:
         self._look_at_hooks(model)
         for attempt in range(3):
             slots, head = batch.input_ids.shape[-1], inner.get_output_embeddings()
-            own_head = head.__dict__.get("forward")
-            job = _Job(values, size, slots, head, own_head, inner.forward, stage, routers, self._whole)
-            outputs = self._call(model, batch, job)
+            with self._lock:  # the replaced forwards are those of all threads
+                own_head = head.__dict__.get("forward")
+                job = _Job(values, size, slots, head, own_head, inner.forward, stage, routers, self._whole)
+                outputs = self._call(model, batch, job)
             for made in job.logits:
                 if isinstance(made, LazyLogits):
                     made.over = True
@@ -300,11 +303,9 @@ class HeadCall:
     @property
     def balance_coefficient(self) -> Any:
         """Return the model's coefficient of the balancing loss of a mixture of experts, or None."""
-        for name in ("router_aux_loss_coef", "aux_loss_coef"):
-            coefficient = getattr(self.inner, name, getattr(self.config, name, None))
-            if coefficient is not None:
-                return coefficient
-        return None
+        names = ("router_aux_loss_coef", "aux_loss_coef")
+        found = (getattr(self.inner, name, getattr(self.config, name, None)) for name in names)
+        return next((coefficient for coefficient in found if coefficient is not None), None)
 
     def _look_at_hooks(self, model: nn.Module) -> None:
         """Compute the full logits if the user's hooks, or code around the forward, may read them."""
@@ -368,10 +369,11 @@ def _outside_compile(function: Callable[..., Any], argument: Any) -> Any:
 
 
 def language_model(model: nn.Module) -> Any:
-    """Return the model with the head inside DDP, torch.compile and PEFT; refuse a model without one."""
+    """Return the causal model inside DDP, torch.compile and PEFT; refuse a model without a head."""
     inner: Any = unwrapped(model, on_peft=refuse_losing_adapters)
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
-    if not isinstance(head, nn.Module) or not hasattr(inner, "config"):
+    masked = "MaskedLM" in type(inner).__name__  # its tokens see their targets
+    if masked or not isinstance(head, nn.Module) or not hasattr(inner, "config"):
         raise ValueError(
             f"causal_lm_loss got a {type(inner).__name__}, wanted a Hugging Face causal language model. Load "
             "it as AutoModelForCausalLM, or call loss.fused_linear_cross_entropy on the last hidden states."
@@ -382,9 +384,7 @@ def language_model(model: nn.Module) -> Any:
 def guess_logit_map(inner: Any) -> LogitMap:
     """Read the usual logit scale and cap from the config; a call of the model checks them."""
     config = text_config(inner.config)
-    scale = getattr(config, "logit_scale", None) or 1.0
-    if getattr(config, "logits_scaling", None):
-        scale /= config.logits_scaling
+    scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
     softcap = getattr(config, "final_logit_softcapping", None)
     return LogitMap(scale=float(scale), softcap=None if softcap is None else float(softcap))
 

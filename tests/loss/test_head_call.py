@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -330,3 +331,15 @@ def test_whole_logits_of_pipelines_and_of_further_predictions_are_refused() -> N
         pytest.raises(ValueError, match="calls its head 2 times, to predict further"),
     ):
         causal_lm_loss(model, random_batch(1))
+
+
+def test_threads_that_share_a_model_take_turns() -> None:
+    model: Any = tiny_llama()
+    batches = [THDBatch.collate([{"input_ids": [3, 4, 5 + n]}]) for n in range(4)]
+    alone = [causal_lm_loss(model, batch).item() for batch in batches]
+
+    def losses(batch: THDBatch) -> set[float]:
+        return {causal_lm_loss(model, batch).item() for _ in range(10)}
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(losses, batches)) == [{loss} for loss in alone]
