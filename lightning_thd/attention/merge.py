@@ -25,8 +25,6 @@ class KeySource:
     """The keys and values by step, as ``joined`` rows: this rank's in step 0, then other ranks' in a ring."""
 
     _local_rows: Any
-    _current_rows: Any
-    _current_grad: Any
     _local_grad: Any
 
     def __init__(
@@ -48,32 +46,23 @@ class KeySource:
 
     def rows(self, step: int) -> Tensor:
         """Wait for a step's rows and start the transfer of the next step's rows."""
+        rows: Tensor = self._local_rows
         if step:
-            received, works, _ = self._arriving.pop(step)
+            rows, works, _ = self._arriving.pop(step)
             _wait(works)
-            self._current_rows = received
             self._send(step + 1)
-        else:
-            self._current_rows = self._local_rows
-        rows: Tensor = self._current_rows
         return rows
 
-    def gradient(self, step: int, dtype: torch.dtype) -> Tensor:
-        """Return a zero tensor, to which the caller adds the gradient of this step's rows."""
-        self._current_grad = torch.zeros_like(self._current_rows, dtype=dtype)
+    def return_gradient(self, step: int, grad: Tensor) -> None:
+        """Send the gradient of a step's rows to their rank, and start to receive one of the local rows."""
         if step == 0:
-            self._local_grad = self._current_grad
-        grad: Tensor = self._current_grad
-        return grad
-
-    def send_gradient(self, step: int) -> None:
-        """Send the step's gradient to the rank of its rows, and start to receive one for the local rows."""
-        if step:
-            at = self.steps[step]
-            sent = self._current_grad.to(self._local_rows.dtype)  # in the rows' dtype
-            coming = sent.new_empty((len(at.send_rows), sent.shape[1]))
-            works = self._transfer(sent, at.source, coming, at.to)
-            self._returning.append((coming, works, sent, at.send_rows))
+            self._local_grad = grad
+            return
+        at = self.steps[step]
+        sent = grad.to(self._local_rows.dtype)  # as many bytes as the rows
+        coming = sent.new_empty((len(at.send_rows), sent.shape[1]))
+        works = self._transfer(sent, at.source, coming, at.to)
+        self._returning.append((coming, works, sent, at.send_rows))
 
     def total(self) -> Tensor:
         """Wait for the gradients from other ranks, and add them up in the order of the steps."""
@@ -85,7 +74,7 @@ class KeySource:
 
     def release(self) -> None:
         """Drop the rows and their gradients."""
-        self._local_rows = self._current_rows = self._current_grad = self._local_grad = None
+        self._local_rows = self._local_grad = None
         self._arriving: dict[int, tuple[Tensor, list[dist.Work], Tensor]] = {}
         self._returning: list[tuple[Tensor, list[dist.Work], Tensor, Tensor]] = []
 
@@ -177,14 +166,14 @@ class _Merged(torch.autograd.Function):
         source.begin(joined(k, v))
         for step, calls in enumerate(source.calls):
             rows = source.rows(step)
-            drows = source.gradient(step, lse.dtype)
+            drows = torch.zeros_like(rows, dtype=lse.dtype)
             for call in calls:
                 k_part, v_part = split(rows.index_select(0, call.kv_index), k, v)
                 saved = Saved(_rows_of(q, call), k_part, v_part, _rows_of(out, call), _rows_of(finite, call))
                 parts = ctx.kernel.backward(_rows_of(grad, call), saved, _offsets(call), _spec_of(spec, call))
                 _add(dq, parts[0], call)
                 drows.index_add_(0, call.kv_index, joined(parts[1], parts[2]).to(drows.dtype))
-            source.send_gradient(step)
+            source.return_gradient(step, drows)
         dk, dv = split(source.total(), k, v)
         source.release()
         dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
