@@ -76,7 +76,7 @@ class Diagnosis:
 def diagnose() -> Diagnosis:
     """Collect the versions, kernels and known problems of this machine; change and send nothing."""
     capability = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else None
-    problems = known_problems(capability=capability)
+    problems = [] if capability is None else known_problems(capability=capability)  # all are about CUDA
     graphs = CudaBackend().unavailable(torch.device("cuda"))
     return Diagnosis(
         machine=_machine(),

@@ -48,6 +48,7 @@ def test_without_a_gpu_only_the_cpu_kernel_runs_and_every_other_says_why() -> No
     assert {x.name for x in found.kernels} >= set(SUPPORT)
     assert kernel(found, "torch").why_not == "there is no CUDA device"
     assert "pip install" in kernel(found, "te").why_not
+    assert found.problems == []
 
 
 def test_on_hopper_all_runs_but_what_is_known_to_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
