@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import lightning.pytorch as L
@@ -31,7 +32,7 @@ from lightning_thd.cuda_graph.graph_choice import (
     plan_graphs,
     sequence_counts,
 )
-from lightning_thd.cuda_graph.guards import sharded_by
+from lightning_thd.cuda_graph.guards import attribute, sharded_by
 from lightning_thd.cuda_graph.recording import RecordingBackend
 from lightning_thd.packing import PackPlanner
 from lightning_thd.parallel.across_ranks import all_agree
@@ -95,7 +96,7 @@ class CUDAGraphCallback(L.Callback):
         self.step: GraphedStep | None = None
         self._idle = False
         self._seen: list[Layout] = []
-        self._installed: tuple[L.LightningModule, Any] | None = None
+        self._replaced = ExitStack()  # closing it restores the module's own training_step
 
     @property
     def stats(self) -> GraphStats:
@@ -138,18 +139,16 @@ class CUDAGraphCallback(L.Callback):
                         callback.exclude_step()
             return output
 
-        self._installed = (pl_module, pl_module.__dict__.get("training_step"))
-        pl_module.__dict__["training_step"] = training_step
+        self._replaced.enter_context(attribute(pl_module, "training_step", training_step))
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         """Log the hit rate and the fallbacks on the steps on which the Trainer logs."""
-        if self._installed is not None and trainer._logger_connector.should_update_logs:
+        if trainer._logger_connector.should_update_logs:
             self._log(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Restore the module's own ``training_step``."""
-        if self._installed is not None:
-            self._log(trainer)
+        self._log(trainer)
         self._remove()
 
     def on_exception(
@@ -180,7 +179,7 @@ class CUDAGraphCallback(L.Callback):
             )
         rank_zero_info(self.plan.table())
         problem = self.plan.problem()
-        # Without a planner, ranks have seen different batches. But either all ranks capture, or none.
+        # Without a planner, ranks have seen different batches. They capture only if all of them expect a gain.
         if not all_agree(problem is None, batch.input_ids.device):
             self._stay_idle(problem or "graphs gain nothing on another rank, whose message says why")
             return False
@@ -199,14 +198,7 @@ class CUDAGraphCallback(L.Callback):
             logger.log_metrics(self.stats.metrics(), step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def _remove(self) -> None:
-        if self._installed is None:
-            return
-        module, before = self._installed
-        self._installed = None
-        if before is None:
-            module.__dict__.pop("training_step", None)
-        else:
-            module.__dict__["training_step"] = before
+        self._replaced.close()
         if self.step is not None:
             self.step.close()
 

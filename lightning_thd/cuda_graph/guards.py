@@ -124,7 +124,7 @@ def attribute(module: nn.Module, name: str, value: Callable[..., Any]) -> Iterat
         yield
     finally:
         if before is None:
-            del module.__dict__[name]
+            module.__dict__.pop(name, None)
         else:
             module.__dict__[name] = before
 
