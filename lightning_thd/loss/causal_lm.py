@@ -80,8 +80,8 @@ def causal_lm_loss(
         loss tokens gives 0.
 
     Raises:
-        ValueError: for an unsupported model or attention, a batch that does not fit the model, or a reduction
-            or balance that needs more than the batch and the model's routers give.
+        ValueError: for an unsupported model or attention, for a batch that does not fit the model, or for a
+            reduction or balance that batch or routers do not support.
     """
     if mtp_weight is not _MTP_WEIGHT:
         real_number(mtp_weight, "mtp_weight", advice="It is the weight of predictions beyond the next token.")

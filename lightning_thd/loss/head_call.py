@@ -4,7 +4,7 @@ Legend: T slots, H hidden size, V vocabulary. The model's own ``forward`` runs t
 hooks, so FSDP2, DDP, PEFT and checkpointing keep working. The replacements are the same functions in every
 call, so torch.compile does not compile again. The head returns ``LazyLogits``, which record the model's
 operations on the logits as a ``LogitMap``. If an operation cannot be recorded, or the head is not a plain
-linear layer, the full logits are computed, which takes memory for T x V.
+linear layer, the full logits are computed. They take memory for T x V numbers.
 """
 
 from __future__ import annotations

@@ -62,12 +62,10 @@ class LazyLogits(Tensor):
         return self if self.made_from is None else self.made_from
 
     def redistribute(self, **_: object) -> LazyLogits:
-        """Return the same logits, because their values have no DTensor layout."""
+        """Return the same logits, because they are no DTensor and need no layout or unwrapping."""
         return self
 
-    def to_local(self, **_: object) -> LazyLogits:
-        """Return the same logits, because there is no DTensor to unwrap."""
-        return self
+    to_local = redistribute
 
     @classmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -167,12 +167,12 @@ scalar_loss: Callable[..., Tensor] = _ScalarLoss.apply
 
 def _run(ctx: Any, saved: tuple[Any, ...]) -> tuple[Tensor, HeadGradients]:
     """Run a job on tiles with as many rows as fit the memory for kept logits."""
-    how, hidden, targets, weights = ctx.settings, saved[0], saved[3], saved[4]
-    on_cpu, kept = hidden.device.type == "cpu", how.compute if how.native else how.accumulator
+    settings, hidden, targets, weights = ctx.settings, saved[0], saved[3], saved[4]
+    on_cpu, kept = hidden.device.type == "cpu", settings.compute if settings.native else settings.accumulator
     budget, fewest = (_CPU_STASH_BYTES, 256) if on_cpu else (_ACCELERATOR_STASH_BYTES, 1024)
-    fitting = max(fewest, budget // (max(1, how.columns) * kept.itemsize) // 64 * 64)
-    chunk = max(1, min(hidden.shape[0], fitting if how.chunk == "auto" else how.chunk))
-    head = scoring_head(saved[:3], targets, how, chunk)
+    fitting = max(fewest, budget // (max(1, settings.columns) * kept.itemsize) // 64 * 64)
+    chunk = max(1, min(hidden.shape[0], fitting if settings.chunk == "auto" else settings.chunk))
+    head = scoring_head(saved[:3], targets, settings, chunk)
     with without_autocast(hidden.device):
         result: tuple[Tensor, HeadGradients] = ctx.job(head, targets, weights, ctx.needs_input_grad[:3])
     return result

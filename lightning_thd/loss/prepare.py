@@ -63,11 +63,11 @@ class Prepared:
         return values.view(*self.shape, *rest)
 
 
-def scoring_head(operands: Operands, targets: Tensor, how: Settings, chunk: int | None = None) -> Head:
-    """Build the ``Head`` of a loop over tiles that fit their budget; ``chunk`` overrides ``how.chunk``."""
-    hidden, itemsize, chosen = operands[0], how.accumulator.itemsize, chunk or how.chunk
-    tile = tile_shape(hidden.shape[0], how.columns, device=hidden.device, itemsize=itemsize, chunk=chosen)
-    return Head(operands, targets, how, tile)
+def scoring_head(operands: Operands, targets: Tensor, settings: Settings, chunk: int | None = None) -> Head:
+    """Build the ``Head`` of a loop over tiles that fit their budget; ``chunk`` overrides the settings."""
+    rows, device, itemsize = operands[0].shape[0], operands[0].device, settings.accumulator.itemsize
+    tile = tile_shape(rows, settings.columns, device=device, itemsize=itemsize, chunk=chunk or settings.chunk)
+    return Head(operands, targets, settings, tile)
 
 
 def prepare(args: LossArgs) -> Prepared:
@@ -292,10 +292,9 @@ def group_of_operands(
     hidden: Tensor, weight: Any, group: dist.ProcessGroup | None
 ) -> dist.ProcessGroup | None:
     """Return the tensor-parallel group of a distributed weight; ``group`` is the caller's, if given."""
-    sharded_over = vocabulary_group(weight)
+    placed = vocabulary_group(weight)
     if group is not None:
-        known = None if sharded_over is None else dist.get_process_group_ranks(sharded_over)
-        if known != dist.get_process_group_ranks(group):
+        if placed is None or dist.get_process_group_ranks(placed) != dist.get_process_group_ranks(group):
             raise ValueError(
                 f"weight is a DTensor placed as {tuple(weight.placements)} and tp_group another group, "
                 "wanted the group its rows are sharded over. Leave tp_group out, or pass weight.to_local()."
@@ -304,7 +303,7 @@ def group_of_operands(
     names = weight.device_mesh.mesh_dim_names or ()
     cut = [name for name, p in zip(names, weight.placements, strict=False) if not p.is_replicate()]
     if is_dtensor(hidden) or any("tp" in name or "tensor" in name for name in cut[:1]):
-        return sharded_over
+        return placed
     raise ValueError(
         f"weight is a DTensor placed as {tuple(weight.placements)} on {weight.device_mesh} and hidden a "
         "plain tensor, so it is unknown whether the ranks hold the same tokens. If they do, pass "

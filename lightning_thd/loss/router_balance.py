@@ -95,8 +95,8 @@ class Routers:
                 "use_reentrant=False. See docs/reference/messages.md#experts."
             )
         size = len(self.batch.lengths) + 1
-        how: Any = {"experts": count, "top_k": top_k, "scores": scores, "slots": of_tokens}
-        sums = router_sums(given, groups, size, **how)
+        options: Any = {"experts": count, "top_k": top_k, "scores": scores, "slots": of_tokens}
+        sums = router_sums(given, groups, size, **options)
         if self.stage is not None:
             assert self.stage.balance is not None
             sums = self.stage.balance.add(sums)

@@ -95,9 +95,9 @@ def tell_limit(size: int, *, chunk: bool, device: torch.device | None) -> Tensor
     return torch.empty((0, 0, size) if chunk else (0, size), dtype=torch.bool, device=device)
 
 
-def told_limit(mask: Tensor | None) -> tuple[int | None, int | None]:
+def told_limit(mask: Tensor) -> tuple[int | None, int | None]:
     """Decode window and chunk from a mask's shape: ``[0, 8]`` is a window of 8; other shapes hold neither."""
-    if mask is None or mask.ndim not in (2, 3) or mask.shape[0] != 0:
+    if mask.ndim not in (2, 3) or mask.shape[0] != 0:
         return None, None
     return (mask.shape[1], None) if mask.ndim == 2 else (None, mask.shape[2])
 

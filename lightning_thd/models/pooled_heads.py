@@ -191,9 +191,8 @@ def _padded_output(base: Any, output: Any, source: Tensor, pack: Pack) -> Any:
             return None
         return torch.cat([value[0], value.new_zeros(1, *value.shape[2:])])[source]
 
-    pools = getattr(base, "pooler", None) is not None
     made = type(output)(**{name: rows(value) for name, value in output.items()})
-    if pools and hasattr(made, "pooler_output"):
+    if getattr(base, "pooler", None) is not None and hasattr(made, "pooler_output"):
         made.pooler_output = _run_pooler(base, made.last_hidden_state)
     return made
 

@@ -40,9 +40,8 @@ from lightning_thd.models.probe_report import PackingLeakError, PackingReport
 Forward = Callable[[nn.Module, THDBatch], Any]
 LENGTHS = (7, 1, 16, 3, 8)
 
-# Tolerances by dtype, relative to the largest logit. Runs that are compared for a leak have the same shapes,
-# and differ only by the order of sums in expert kernels. Runs that are compared for an error have other
-# shapes, and differ by rounding.
+# Tolerances relative to the largest logit. A leak compares runs of equal shapes, which differ only by the
+# order of sums in expert kernels. An error compares runs of different shapes, which differ by rounding.
 _LEAK: dict[torch.dtype, float] = {torch.float64: 1e-12, torch.float32: 1e-6}
 _ERROR: dict[torch.dtype, float] = {torch.float64: 1e-9, torch.float32: 1e-4}
 _HALF_LEAK, _HALF_ERROR = 1e-2, 5e-2

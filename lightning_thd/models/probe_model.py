@@ -230,13 +230,11 @@ def first_leaking_module(
 
 
 def _agree(first: Iterable[Tensor], second: Iterable[Tensor], tolerance: float) -> bool:
-    for a, b in zip(first, second, strict=False):
-        if a.shape != b.shape:
-            continue
-        largest = a.abs().max().item() if a.numel() else 0.0
-        if a.numel() and not (a - b).abs().max().item() <= tolerance * largest:
-            return False
-    return True
+    return all(
+        (a - b).abs().max().item() <= tolerance * a.abs().max().item()
+        for a, b in zip(first, second, strict=False)
+        if a.shape == b.shape and a.numel()
+    )
 
 
 @contextmanager

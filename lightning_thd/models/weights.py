@@ -129,9 +129,9 @@ def _initialise_adapters(layer: Any, path: str, configs: Mapping[str, Any]) -> N
             f"The adapters of {path} ({type(layer).__name__}) on the meta device have init_lora_weights="
             f"{[*kinds.values()]}. Only LoRA's True, False and 'gaussian' work there: choose one."
         )
-    for name, how in kinds.items():
-        if how is not False:
-            layer.reset_lora_parameters(name, how)
+    for name, kind in kinds.items():
+        if kind is not False:
+            layer.reset_lora_parameters(name, kind)
 
 
 def _seed_of(name: str, seed: int) -> int:

@@ -1,9 +1,9 @@
 """Configs of DeepSeek-V4, Gemma 3n, Gemma 4 and Qwen-VL's vision towers -> their layers.
 
 Every projection that transformers computes is counted. n is the number of streams of DeepSeek-V4's
-hyper-connections and of Gemma's AltUp (arXiv:2301.13310). Vision towers are counted as in Megatron-Bridge:
-attention between all patches of a frame, never halved, and a projector for the tower and every deepstack
-layer. The convolution that makes patches is added.
+hyper-connections and of Gemma's AltUp (arXiv:2301.13310). Vision towers are counted as in Megatron-Bridge.
+Attention runs between all patches of a frame and is not halved. The tower and every deepstack layer have a
+projector. The convolution that makes patches is added.
 """
 
 from __future__ import annotations

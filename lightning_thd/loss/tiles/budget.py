@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 # Bytes of the two scratch tiles. CPU: two 8 MiB tiles stay in a last-level cache and keep the multiplier
-# at full speed (measured: 1024 x 2048 is within 3 % of one large product). Accelerators: fp32 logits of 32k
+# at full speed. Measured: 1024 x 2048 is within 3 % of one large product. Accelerators: fp32 logits of 32k
 # tokens x 152k vocabulary are 75 times 256 MiB, which is large enough to fill the device.
 CPU_BYTES = 16 * 2**20
 _ACCELERATOR_BYTES = 256 * 2**20

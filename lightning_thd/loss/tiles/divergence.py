@@ -81,8 +81,8 @@ def divergence_and_gradients(
     head: Head, teacher: Teacher, weights: Tensor, divergence: Divergence, *, needs: Needs
 ) -> tuple[Tensor, HeadGradients]:
     """Return the sum of ``weights * divergence`` over the rows, ``[]``, and its gradients."""
-    group = head.how.tp_group
-    losses = head.hidden.new_zeros(head.hidden.shape[0], dtype=head.how.accumulator)
+    group = head.settings.tp_group
+    losses = head.hidden.new_zeros(head.hidden.shape[0], dtype=head.settings.accumulator)
     sums = GradientSums(head, needs=needs, rows_outside=True)
     stash = Stash(head)
     for rows in head.row_tiles:
@@ -105,7 +105,7 @@ def divergence_and_gradients(
             dz = divergence.gradient(s, t, inner).mul_(weights[rows, None])
             if head.counts is not None:  # the divergence of ignored rows may be infinite
                 dz.masked_fill_(~head.counts[rows, None], 0.0)
-            logit_map = head.how.logit_map  # from mapped logits to raw products, in place
+            logit_map = head.settings.logit_map  # from mapped logits to raw products, in place
             dz.mul_(logit_map.scale / logit_map.temperature)
             if logit_map.softcap is not None:  # 1 - tanh^2, with tanh = z * temperature / cap
                 dz.mul_(1.0 - (z * (logit_map.temperature / logit_map.softcap)).square())
@@ -115,7 +115,7 @@ def divergence_and_gradients(
     found = sums.result()
     if group is not None:
         dist.all_reduce(losses, group=group)
-        if found.hidden is not None and not head.how.partial_hidden:
+        if found.hidden is not None and not head.settings.partial_hidden:
             dist.all_reduce(found.hidden, group=group)
     weighted = weights * losses
     return (weighted if head.counts is None else torch.where(head.counts, weighted, 0.0)).sum(), found
@@ -127,8 +127,8 @@ def _open(stash: Stash, teacher: Teacher, rows: slice) -> Tensor:
     nowhere = torch.full((rows.stop - rows.start,), -1, device=head.hidden.device)
     stats = stash.fill(rows, nowhere, total=False)
     taught = teacher.stash.fill(rows, nowhere, total=False).to(stats.dtype)
-    if head.how.tp_group is not None:
-        stats, every = merge_ranks(stats, taught, head.weight.shape[0], head.how.tp_group)
+    if head.settings.tp_group is not None:
+        stats, every = merge_ranks(stats, taught, head.weight.shape[0], head.settings.tp_group)
         taught = merge_parts(every)
     teacher.lse = taught[MAX] + taught[SUM].log()
     return stats[MAX] + stats[SUM].log()

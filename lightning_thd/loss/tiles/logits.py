@@ -76,19 +76,21 @@ class Settings:
 class Head:
     """A head with its inputs, its settings, and tiles of rows and of real columns."""
 
-    def __init__(self, operands: Operands, targets: Tensor, how: Settings, tile: tuple[int, int]) -> None:
+    def __init__(
+        self, operands: Operands, targets: Tensor, settings: Settings, tile: tuple[int, int]
+    ) -> None:
         self.hidden, self.weight, self.bias = operands
         # Rows that are False are replaced by zeros; None if all rows count.
-        self.counts = None if how.ignore_index is None else targets != how.ignore_index
-        self.how, self.tile = how, tile
-        rows = self.hidden.shape[0]
+        self.counts = None if settings.ignore_index is None else targets != settings.ignore_index
+        self.settings, self.tile = settings, tile
+        rows, columns = self.hidden.shape[0], settings.columns
         self.row_tiles = [slice(i, min(i + tile[0], rows)) for i in range(0, rows, tile[0])]
-        self.column_tiles = [slice(i, min(i + tile[1], how.columns)) for i in range(0, how.columns, tile[1])]
+        self.column_tiles = [slice(i, min(i + tile[1], columns)) for i in range(0, columns, tile[1])]
 
     def scratch(self, dtype: torch.dtype | None = None) -> Tensor:
         """Allocate one flat buffer that holds a tile, in the accumulator's dtype or another."""
-        size = min(self.tile[0], self.hidden.shape[0]) * min(self.tile[1], self.how.columns)
-        return self.hidden.new_empty(size, dtype=dtype or self.how.accumulator)
+        size = min(self.tile[0], self.hidden.shape[0]) * min(self.tile[1], self.settings.columns)
+        return self.hidden.new_empty(size, dtype=dtype or self.settings.accumulator)
 
     def counted(self, x: Tensor, rows: slice | Tensor) -> Tensor:
         """Select rows ``[c, ...]``, with zeros in rows that do not count: a NaN times zero is a NaN."""
@@ -97,16 +99,16 @@ class Head:
     def inputs(self, rows: slice | Tensor) -> Tensor:
         """Return hidden states ``[c, H]``, cast for a product."""
         tile = self.hidden[rows] if self.counts is None else self.counted(self.hidden, rows)
-        if tile.dtype == self.how.compute == self.how.accumulator:
+        if tile.dtype == self.settings.compute == self.settings.accumulator:
             return tile
-        return operand(tile, self.how.compute, self.how.accumulator)
+        return operand(tile, self.settings.compute, self.settings.accumulator)
 
     def weights(self, columns: slice) -> Tensor:
         """Return rows of the weight ``[v, H]``, cast for a product."""
         tile = self.weight[columns]
-        if tile.dtype == self.how.compute == self.how.accumulator:
+        if tile.dtype == self.settings.compute == self.settings.accumulator:
             return tile
-        return operand(tile, self.how.compute, self.how.accumulator)
+        return operand(tile, self.settings.compute, self.settings.accumulator)
 
     def logits(self, x: Tensor, w: Tensor, columns: slice, out: Tensor) -> Tensor:
         """Compute a tile's logits ``[c, v]`` from ``inputs`` and ``weights``, at the start of ``out``."""
@@ -123,7 +125,7 @@ class Head:
         """Turn a tile of raw products into mapped logits in place, ``[c, v]``."""
         if self.bias is not None:
             z.add_(self.bias[columns])
-        return self.how.logit_map.apply_(z)
+        return self.settings.logit_map.apply_(z)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,37 +153,37 @@ class GradientSums:
 
     def __init__(self, head: Head, *, needs: Needs, rows_outside: bool) -> None:
         self.head, self.rows_outside = head, rows_outside
-        how, rows = head.how, head.hidden.shape[0]
-        device, wide = head.hidden.device, how.accumulator
+        settings, rows = head.settings, head.hidden.shape[0]
+        device, wide = head.hidden.device, settings.accumulator
         # The first tile overwrites a sum that tiles cover completely; other sums start at zero.
-        blank = torch.empty if how.columns else torch.zeros
+        blank = torch.empty if settings.columns else torch.zeros
         hidden_dtype = head.hidden.dtype if rows_outside else wide
         self.hidden = blank(head.hidden.shape, dtype=hidden_dtype, device=device) if needs[0] else None
-        blank = torch.empty if rows and how.columns == head.weight.shape[0] else torch.zeros
+        blank = torch.empty if rows and settings.columns == head.weight.shape[0] else torch.zeros
         self.weight: Tensor | None = None
         self._wide_weight: WideSum | None = None
         if needs[1] and rows_outside and rows and head.weight.dtype != wide:
-            self._wide_weight = WideSum(head.weight, columns=how.columns, width=head.tile[1], wide=wide)
+            self._wide_weight = WideSum(head.weight, columns=settings.columns, width=head.tile[1], wide=wide)
         elif needs[1]:
             self.weight = blank(head.weight.shape, dtype=head.weight.dtype, device=device)
         self.bias = torch.zeros(head.weight.shape[:1], dtype=wide, device=device) if needs[2] else None
         self._tile: Tensor | None = None
         # Without rows, or without columns on this rank, no product fills an accumulator.
-        self._blank = torch.empty_like if rows and how.columns else torch.zeros_like
+        self._blank = torch.empty_like if rows and settings.columns else torch.zeros_like
 
     def open(self, outer: slice) -> None:
         """Begin a tile of the outer loop; a gradient in a narrow dtype is summed in a wide tile."""
         total = self.hidden if self.rows_outside else self.weight
         if total is not None:
-            wide, tile = self.head.how.accumulator, total[outer]
+            wide, tile = self.head.settings.accumulator, total[outer]
             self._tile = tile if tile.dtype == wide else self._blank(tile, dtype=wide)
 
     def add(self, dx: Tensor, rows: slice, columns: slice) -> None:
         """Add the contribution of a tile, whose raw products have the gradient ``dx`` ``[c, v]``."""
-        head, compute = self.head, self.head.how.compute
+        head, compute = self.head, self.head.settings.compute
         if self.bias is not None:
             self.bias[columns] += dx.sum(0, dtype=self.bias.dtype)
-        if head.how.native:  # cast once for all products
+        if head.settings.native:  # cast once for all products
             dx = dx.to(compute)
         if self.hidden is not None:
             total = self._tile if self.rows_outside else self.hidden[rows]
@@ -213,7 +215,7 @@ class WideSum:
     """A gradient ``[V, H]`` that is summed in a dtype twice as wide, with the memory of two gradients.
 
     A sum of tiles in bf16 has an error of 2 % for 65,000 tokens. The first half of the wide sum uses the
-    memory of the result and is rounded in place from the start, which takes ``4VH`` bytes instead of ``6VH``.
+    memory of the result, and is rounded in place from the start. That takes ``4VH`` bytes instead of ``6VH``.
     ``columns`` rows get a sum, the others are zero. A tile of ``width`` rows never spans two halves.
     """
 

@@ -34,14 +34,14 @@ _LOG_SUM_ERROR, _ENTROPY_ERROR = 2e-3, 8e-3
 
 def softmax_statistics(head: Head, targets: Tensor, *, entropy: bool, total: bool) -> Tensor:
     """Compute the statistics ``[5, R]`` of all rows; ``entropy`` fills WEIGHTED, ``total`` TOTAL."""
-    stats = blank_statistics(head.hidden, head.hidden.shape[0], head.how.accumulator)
+    stats = blank_statistics(head.hidden, head.hidden.shape[0], head.settings.accumulator)
     first, second = head.scratch(), head.scratch()
     for columns in head.column_tiles:
         w = head.weights(columns)
         for rows in head.row_tiles:
             z = head.logits(head.inputs(rows), w, columns, first)
             e = second[: z.numel()].view_as(z)
-            local = targets[rows] - head.how.start - columns.start
+            local = targets[rows] - head.settings.start - columns.start
             update_statistics(stats[:, rows], z, e, local, entropy=entropy, total=total)
     return stats
 
@@ -58,7 +58,7 @@ def gradients(
     """Compute the logits again and return the gradients; ``exact`` comes from ``rounded_statistics``."""
     sums = GradientSums(head, needs=needs, rows_outside=False)
     first, second = head.scratch(), head.scratch()
-    narrow = None if exact is None else head.scratch(head.how.compute)
+    narrow = None if exact is None else head.scratch(head.settings.compute)
     for i, columns in enumerate(head.column_tiles):
         w = head.weights(columns)
         sums.open(columns)
@@ -68,8 +68,8 @@ def gradients(
             else:
                 z = _mixed_logits(head, rows, columns, w, narrow, first, exact[i])
             e = second[: z.numel()].view_as(z)
-            local = targets[rows] - head.how.start - columns.start
-            dz = logit_gradient(head.how.logit_map, z, e, local, lse[rows], wanted.at(rows))
+            local = targets[rows] - head.settings.start - columns.start
+            dz = logit_gradient(head.settings.logit_map, z, e, local, lse[rows], wanted.at(rows))
             sums.add(dz, rows, columns)
         sums.close(columns)
     return sums.result()
@@ -83,17 +83,17 @@ def gradients(
 
 def may_round(head: Head) -> bool:
     """Return whether logits are rounded products times a factor, as the estimate of errors assumes."""
-    plain = head.how.logit_map.softcap is None and head.bias is None
-    return head.how.native and plain and head.how.columns > 0 and not shapes_are_static()
+    plain = head.settings.logit_map.softcap is None and head.bias is None
+    return head.settings.native and plain and head.settings.columns > 0 and not shapes_are_static()
 
 
 def rounded_statistics(head: Head, targets: Tensor, *, entropy: bool, total: bool) -> tuple[Tensor, Tensor]:
     """Compute ``softmax_statistics``, and bool ``[tiles, R]``: the rows of each tile that are exact."""
-    tiles, wide = head.column_tiles, head.how.accumulator
+    tiles, wide = head.column_tiles, head.settings.accumulator
     blank = blank_statistics(head.hidden, head.hidden.shape[0], wide)
     each = blank.repeat(len(tiles), 1, 1)
-    nowhere, local = torch.full_like(targets, -1), targets - head.how.start
-    first, second, narrow = head.scratch(), head.scratch(), head.scratch(head.how.compute)
+    nowhere, local = torch.full_like(targets, -1), targets - head.settings.start
+    first, second, narrow = head.scratch(), head.scratch(), head.scratch(head.settings.compute)
     for i, columns in enumerate(tiles):
         w = head.weights(columns)
         for rows in head.row_tiles:
@@ -112,7 +112,7 @@ def rounded_statistics(head: Head, targets: Tensor, *, entropy: bool, total: boo
             each[i][:, chosen] = found
     stats = merge_parts(each)
     for rows in head.row_tiles:
-        tile = local[rows].clamp(0, head.how.columns - 1) // head.tile[1]
+        tile = local[rows].clamp(0, head.settings.columns - 1) // head.tile[1]
         # In an exact tile the target's logit comes from the same product as the tile's largest logit, so both
         # have the same rounding.
         found_there = exact[:, rows].gather(0, tile[None]).squeeze(0)
@@ -145,15 +145,20 @@ def rounding_shows(each: Tensor, widths: list[int], *, entropy: bool) -> Tensor:
 
 def target_logits(head: Head, rows: slice, local: Tensor) -> Tensor:
     """Compute the exact logits of targets ``[c]`` counted from this rank's first column; 0 for others."""
-    here, how = (local >= 0) & (local < head.how.columns), head.how
-    weight = head.weight[local.clamp(0, how.columns - 1)]
-    x, w = (t.to(how.compute).to(how.accumulator) for t in (head.counted(head.hidden, rows), weight))
-    return torch.where(here, how.logit_map.apply_((x * w).sum(1)), 0.0)
+    here = (local >= 0) & (local < head.settings.columns)
+    x, w = _widened(head, rows, head.weight[local.clamp(0, head.settings.columns - 1)])
+    return torch.where(here, head.settings.logit_map.apply_((x * w).sum(1)), 0.0)
+
+
+def _widened(head: Head, rows: slice | Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Return hidden states of some rows, and ``w``, rounded to the compute dtype and widened."""
+    compute, wide = head.settings.compute, head.settings.accumulator
+    return head.counted(head.hidden, rows).to(compute).to(wide), w.to(compute).to(wide)
 
 
 def _wide_logits(head: Head, rows: slice | Tensor, columns: slice, w: Tensor, out: Tensor) -> Tensor:
     """Multiply in the accumulator's dtype; a row's logits do not depend on the other rows."""
-    x, w = (t.to(head.how.compute).to(head.how.accumulator) for t in (head.counted(head.hidden, rows), w))
+    x, w = _widened(head, rows, w)
     return head.finish(product(x, w, out=out[: len(x) * len(w)].view(len(x), len(w))), columns)
 
 

@@ -71,22 +71,22 @@ def nll_and_gradients(
     seen: Tensor | None = None,
 ) -> tuple[Tensor, HeadGradients]:
     """Return the sum of ``weights * loss`` over the rows, and gradients; ``seen`` gets each row's loss."""
-    loss = head.hidden.new_zeros((), dtype=head.how.accumulator)
+    loss = head.hidden.new_zeros((), dtype=head.settings.accumulator)
     sums = GradientSums(head, needs=needs, rows_outside=True)
-    whole = head.hidden.device.type != "cpu" and head.how.logit_map.softcap is None
+    whole = head.hidden.device.type != "cpu" and head.settings.logit_map.softcap is None
     stash = WholeRows(head) if whole else Stash(head)
     for rows in head.row_tiles:
         stats = stash.fill(rows, targets[rows], total=penalties.label_smoothing > 0)
         log_sum = stats[SUM].log()
         lse = stats[MAX] + log_sum
         logp = stats[TARGET] - stats[MAX] - log_sum
-        row_losses = weights[rows] * penalties.loss(logp, lse, stats[TOTAL] / head.how.columns)
+        row_losses = weights[rows] * penalties.loss(logp, lse, stats[TOTAL] / head.settings.columns)
         if head.counts is not None:
             row_losses = torch.where(head.counts[rows], row_losses, 0.0)
         loss += row_losses.sum()
         if seen is not None:
             seen[rows] = row_losses
-        wanted = penalties.gradients(weights[rows], lse, head.how.columns)
+        wanted = penalties.gradients(weights[rows], lse, head.settings.columns)
         sums.open(rows)
         for columns in head.column_tiles:
             sums.add(stash.gradient(columns, targets[rows], lse, wanted), rows, columns)
@@ -99,9 +99,9 @@ class WholeRows:
     """The softmax of a few rows over all columns, by a few large kernels, which suit accelerators."""
 
     def __init__(self, head: Head) -> None:
-        self.head, self.columns = head, slice(0, head.how.columns)
+        self.head, self.columns = head, slice(0, head.settings.columns)
         rows = min(head.tile[0], head.hidden.shape[0])
-        self.kept = head.hidden.new_empty(rows * head.how.columns, dtype=head.how.accumulator)
+        self.kept = head.hidden.new_empty(rows * head.settings.columns, dtype=head.settings.accumulator)
         self.weight = head.weights(self.columns)
         self.softmax = self.kept
 
@@ -121,37 +121,37 @@ class WholeRows:
 
     def gradient(self, columns: slice, targets: Tensor, lse: Tensor, wanted: RowGradients) -> Tensor:
         """Return the gradient of a tile's raw products, ``[c, v]``, in the dtype of their inputs."""
-        how, p = self.head.how, self.softmax[:, columns]
-        factor = how.logit_map.scale / how.logit_map.temperature
+        settings, p = self.head.settings, self.softmax[:, columns]
+        factor = settings.logit_map.scale / settings.logit_map.temperature
         here, index = targets_here(targets - columns.start, p.shape[1])
         direct = (wanted.direct * factor)[:, None]
         extra = torch.where(here, wanted.target * factor, 0.0)[:, None]
         at_target = p.gather(1, index) * direct + extra
         if wanted.flat is None:
-            dx = torch.mul(p, direct, out=p.new_empty(p.shape, dtype=how.compute))
+            dx = torch.mul(p, direct, out=p.new_empty(p.shape, dtype=settings.compute))
         else:
             flat = (wanted.flat * factor)[:, None]
-            dx, at_target = (p * direct + flat).to(how.compute), at_target + flat
-        return dx.scatter_(1, index, at_target.to(how.compute))
+            dx, at_target = (p * direct + flat).to(settings.compute), at_target + flat
+        return dx.scatter_(1, index, at_target.to(settings.compute))
 
 
 class Stash:
     """The logits of a few rows over all columns; a CPU with native bf16 rounds them to halve the memory."""
 
     def __init__(self, head: Head) -> None:
-        self.head, how = head, head.how
+        self.head, settings = head, head.settings
         rows = min(head.tile[0], head.hidden.shape[0])
-        dtype = how.compute if how.native else how.accumulator
-        self.kept = head.hidden.new_empty(rows * how.columns, dtype=dtype)
+        dtype = settings.compute if settings.native else settings.accumulator
+        self.kept = head.hidden.new_empty(rows * settings.columns, dtype=dtype)
         self.scratch = head.scratch()
-        self.wide = head.scratch() if how.native else None
+        self.wide = head.scratch() if settings.native else None
         self.rows = slice(0, 0)
 
     def fill(self, rows: slice, targets: Tensor, *, total: bool) -> Tensor:
         """Compute the logits of ``rows`` and return their statistics, ``[5, c]``."""
         self.rows, head = rows, self.head
         x, count = head.inputs(rows), rows.stop - rows.start
-        stats = blank_statistics(head.hidden, count, head.how.accumulator)
+        stats = blank_statistics(head.hidden, count, head.settings.accumulator)
         for columns in head.column_tiles:
             kept, w = self.kept[columns.start * count :], head.weights(columns)
             if self.wide is None:
@@ -175,4 +175,4 @@ class Stash:
         """Return the gradient of a tile's raw products, ``[c, v]``; its logits are overwritten."""
         z = self.logits(columns)
         e = self.scratch[: z.numel()].view_as(z)
-        return logit_gradient(self.head.how.logit_map, z, e, targets - columns.start, lse, wanted)
+        return logit_gradient(self.head.settings.logit_map, z, e, targets - columns.start, lse, wanted)

@@ -1,7 +1,7 @@
 """Tiles of logits -> statistics of their softmax, merged over tiles and ranks, and gradients of the logits.
 
-R rows (tokens with a target), c x v one tile, P ranks of the tensor-parallel group, of which rank k holds the
-columns k * V/P to (k + 1) * V/P.
+R rows (tokens with a target), c x v one tile, P ranks of the tensor-parallel group. Rank k holds the columns
+k * V/P to (k + 1) * V/P.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Layers look these functions up in their Python module, where each function is patched once. A stretch is a
 part of a sequence on one rank. A convolution of width W reads W - 1 earlier slots, as an attention window
-does, so the functions of attention plan which slots the ranks exchange.
+does. So the functions of attention plan which slots the ranks exchange.
 
 Legend: N slots of a shard, C channels.
 """
