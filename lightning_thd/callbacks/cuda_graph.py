@@ -179,7 +179,7 @@ class CUDAGraphCallback(L.Callback):
             )
         rank_zero_info(self.plan.table())
         problem = self.plan.problem()
-        # Without a planner, ranks have seen different batches. They capture only if all of them expect a gain.
+        # Without a planner, ranks have seen different batches. They capture only if all ranks expect a gain.
         if not all_agree(problem is None, batch.input_ids.device):
             self._stay_idle(problem or "graphs gain nothing on another rank, whose message says why")
             return False
