@@ -102,14 +102,14 @@ def watch_models(base: Any) -> None:
         switch(self, attn_implementation, *args, **kwargs)
         if asked == NAME:  # transformers only logs that it cannot switch a class
             self.config._attn_implementation_internal = self.get_correct_attn_implementation(NAME)
-        _settle(self, follow=asked is None)
+        _spread_thd(self, follow=asked is None)
 
     @functools.wraps(finish)
     def post_init(self: Any, *args: Any, **kwargs: Any) -> None:
         finish(self, *args, **kwargs)
         note_construction(self)
         if _mentions_thd(self.config):
-            _settle(self, follow=False)
+            _spread_thd(self, follow=False)
 
     @functools.wraps(restore)
     def __setstate__(self: Any, state: Any) -> None:
@@ -167,7 +167,7 @@ def adopt(model: Any) -> None:
     learn_window(model.config)
 
 
-def _settle(model: nn.Module, *, follow: bool) -> None:
+def _spread_thd(model: nn.Module, *, follow: bool) -> None:
     """Set "thd" on every model around a language model with "thd".
 
     If the language model has lost "thd", ``follow`` gives its new attention to the outer models. Without
@@ -256,7 +256,7 @@ def enter(
             if text is not config and text._attn_implementation != NAME:
                 raise ValueError(_other_attention(model, text._attn_implementation))
             if (caller := getattr(STATE, "caller", None)) is not None:
-                _report(model, pack, caller)
+                _report_pack(model, pack, caller)
             refuse_changed_config(model)
             if any(name in kwargs for name in LABELS):
                 kwargs = keep_labels_inside(model, kwargs, pack)
@@ -303,7 +303,7 @@ def _call_announced(
     return output if pooled is None else pooled
 
 
-def _report(model: Any, pack: Pack, caller: Caller) -> None:
+def _report_pack(model: Any, pack: Pack, caller: Caller) -> None:
     """Report the pack to the outer model, which has no "thd"; refuse the pack if that model has labels."""
     if caller.labelled is not None:
         raise ValueError(

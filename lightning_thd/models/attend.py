@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from lightning_thd.attention import varlen_attention
 from lightning_thd.attention.entry import bind
-from lightning_thd.models.masks import shows_all, told_limit
+from lightning_thd.models.masks import decode_limit, shows_all
 from lightning_thd.models.pack import CAUSAL, NOTES, STATE, Pack, Scope, current_pack, current_scope
 from lightning_thd.parallel.context import layout
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
-_UNTOLD: Final = (None, None, False)  # a mask that encodes no window and no chunk, and may hide keys
+_PLAIN_MASK: Final = (None, None, False)  # a mask that encodes no window and no chunk, and may hide keys
 _UNSET: Final = -1  # `sliding_window` was not passed; None is a value with another meaning
 # transformers passes these arguments to every attention, and none of its own implementations uses them for
 # scores. Any other argument that is not None might change the result, so it raises an error.
@@ -64,10 +64,10 @@ def thd_attention(
     ``sliding_window`` default to attributes of the layer. Other arguments that would change the result raise.
     Takes ``[B, H, T, D]``, ``[B, G, T, D]``, ``[B, G, T, E]``, sinks ``[H]``; returns ``[B, T, H, E]``, None.
     """
-    told: tuple[Any, ...] = _UNTOLD if attention_mask is None else _told(attention_mask)
+    decoded: tuple[Any, ...] = _PLAIN_MASK if attention_mask is None else _decode_mask(attention_mask)
     compiling = torch.compiler.is_compiling()
     if compiling or attention_mask is not None or dropout or not others.keys() <= _INERT:
-        _refuse(module, attention_mask if told == _UNTOLD else None, dropout, others)
+        _refuse(module, attention_mask if decoded == _PLAIN_MASK else None, dropout, others)
     scope: Scope | None = getattr(STATE, "scope", None)
     pack = None if scope is None else scope.pack
     if cu_seq_lens_q is None:
@@ -84,7 +84,7 @@ def thd_attention(
             *(device, key.device, value.device, torch._C._get_deterministic_algorithms()),
             torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
             None if s_aux is None else (s_aux.shape, s_aux.dtype, s_aux.device),
-            *(is_causal, sliding_window, scaling, softcap, max_length_q, max_length_k, *told),
+            *(is_causal, sliding_window, scaling, softcap, max_length_q, max_length_k, *decoded),
             *(type(module), own.get("is_causal"), own.get("sliding_window"), own.get(NOTES[0])),
             *(own.get("is_cross_attention"), id(own.get("config")), scope.masks),
         )
@@ -93,14 +93,14 @@ def thd_attention(
             return known[0](query, key, value, s_aux), None
     given = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     layer = (is_causal, sliding_window, scaling, softcap)
-    return _attend_first(module, (query, key, value, s_aux), given, layer, told, pack, kind), None
+    return _attend_first(module, (query, key, value, s_aux), given, layer, decoded, pack, kind), None
 
 
-def _told(attention_mask: Tensor) -> tuple[int | None, int | None, bool]:
-    """Decode a mask: its window, its chunk and whether all keys are visible; ``_UNTOLD`` for other masks."""
-    window, chunk = told_limit(attention_mask)
+def _decode_mask(attention_mask: Tensor) -> tuple[int | None, int | None, bool]:
+    """Decode a mask: its window, its chunk, whether all keys are visible; else ``_PLAIN_MASK``."""
+    window, chunk = decode_limit(attention_mask)
     shown = shows_all(attention_mask, current_pack())
-    return (window, chunk, shown) if shown or window is not None or chunk is not None else _UNTOLD
+    return (window, chunk, shown) if shown or window is not None or chunk is not None else _PLAIN_MASK
 
 
 def _attend_first(
@@ -108,16 +108,16 @@ def _attend_first(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
     given: tuple[Tensor | None, Tensor | None, int | None, int | None],
     layer: tuple[bool | None, int | None, float | None, float | None],
-    told: tuple[int | None, int | None, bool],
+    decoded: tuple[int | None, int | None, bool],
     pack: Pack | None,
     kind: tuple[Any, ...] | None,
 ) -> Tensor:
     """Attend in the first layer of its kind: check the layer, choose a kernel, and cache the kernel."""
     query, key, value, s_aux = tensors
     is_causal, sliding_window, scaling, softcap = layer
-    told_window, chunk, both_ways = told
+    mask_window, chunk, both_ways = decoded
     causal = not both_ways and _is_causal(module, is_causal)
-    window = _window(module, sliding_window, causal=causal) if told_window is None else told_window
+    window = _window(module, sliding_window, causal=causal) if mask_window is None else mask_window
     options = (causal, window, scaling, softcap)
     if given[0] is not None and pack is None and hasattr(type(module), "_thd_tower"):
         assert given[2] is not None
@@ -138,13 +138,13 @@ def _attend_first(
 
 def _window(module: nn.Module, given: int | None, *, causal: bool) -> int | None:
     """Return a layer's window; refuse a layer whose window has changed since it was built."""
-    own = getattr(module, "sliding_window", None)
-    if own != (built := module.__dict__.get(NOTES[0], own)):
+    current = getattr(module, "sliding_window", None)
+    if current != (built := module.__dict__.get(NOTES[0], current)):
         raise ValueError(
-            f"{type(module).__name__} was built with sliding_window={built} and now has {own}. Build the "
+            f"{type(module).__name__} was built with sliding_window={built} and now has {current}. Build the "
             "model from a config with the new window."
         )
-    window = own if given == _UNSET else given
+    window = current if given == _UNSET else given
     # If a decoder has is_causal=False in its config, transformers' window does not count the token itself.
     late = not causal and window is not None and getattr(module, "config", None) is not None
     if late and not getattr(module.config, "is_causal", True):
@@ -166,9 +166,9 @@ def _boundaries(
     if given[0] is not None:
         if query.shape[2] != key.shape[2]:
             _refuse_other_keys(module, query, key)
-        bounds = _given(query, *given)
+        bounds = _given_boundaries(query, *given)
     else:
-        bounds = _ambient(module, query, key, causal=causal)
+        bounds = _announced_boundaries(module, query, key, causal=causal)
     if not causal:
         bounds = _without_padding(module, bounds)
     return bounds if chunk is None else _in_chunks(module, bounds, chunk, query.shape[0] * query.shape[2])
@@ -221,7 +221,7 @@ def _refuse_other_keys(module: nn.Module, query: Tensor, key: Tensor) -> None:
     )
 
 
-def _given(
+def _given_boundaries(
     query: Tensor,
     cu_seq_lens_q: Tensor | None,
     cu_seq_lens_k: Tensor | None,
@@ -281,7 +281,7 @@ def chunk_offsets(cu_seqlens: Tensor, slots: int, chunk: int) -> Tensor:
     return torch.cat([offsets, cu_seqlens[-1:]]).to(torch.int32)
 
 
-def _ambient(module: nn.Module, query: Tensor, key: Tensor, *, causal: bool) -> _Boundaries:
+def _announced_boundaries(module: nn.Module, query: Tensor, key: Tensor, *, causal: bool) -> _Boundaries:
     """Return the boundaries of the announced pack; without a pack, every row is one sequence."""
     pack = current_pack()
     rows, slots, slots_k = query.shape[0], query.shape[2], key.shape[2]
@@ -302,10 +302,10 @@ def _ambient(module: nn.Module, query: Tensor, key: Tensor, *, causal: bool) -> 
             f"{type(module).__name__} got {slots} queries and {slots_k} keys. Generation with a cache "
             "through 'thd' is not possible: pass use_cache=False."
         )
-    return _Boundaries(_rows(rows, slots, query), _rows(rows, slots_k, query), slots, slots_k)
+    return _Boundaries(_row_offsets(rows, slots, query), _row_offsets(rows, slots_k, query), slots, slots_k)
 
 
-def _rows(rows: int, slots: int, like: Tensor) -> Tensor:
+def _row_offsets(rows: int, slots: int, like: Tensor) -> Tensor:
     return torch.arange(rows + 1, dtype=torch.int32, device=like.device) * slots
 
 

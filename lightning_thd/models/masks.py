@@ -68,7 +68,7 @@ def thd_mask(
     passed = _PASSES_WINDOW.get(type(config), False)
     if local_size is not None and not passed and longest_sequence(q_length) > local_size:
         if getattr(config, "model_type", "") in HANDS_MASKS_ON:
-            return tell_limit(local_size, chunk=hasattr(config, "attention_chunk_size"), device=device)
+            return encode_limit(local_size, chunk=hasattr(config, "attention_chunk_size"), device=device)
         raise ValueError(
             f"{type(config).__name__}: this model hides keys by a window or chunk of {local_size}, which "
             f"only its mask carries, so 'thd' cannot apply it to sequences of {longest_sequence(q_length)}. "
@@ -90,12 +90,12 @@ def shows_all(mask: Tensor, pack: Pack | None) -> bool:
     return shown
 
 
-def tell_limit(size: int, *, chunk: bool, device: torch.device | None) -> Tensor:
+def encode_limit(size: int, *, chunk: bool, device: torch.device | None) -> Tensor:
     """Encode a window in the shape of an empty mask, ``[0, size]``, or a chunk, ``[0, 0, size]``."""
     return torch.empty((0, 0, size) if chunk else (0, size), dtype=torch.bool, device=device)
 
 
-def told_limit(mask: Tensor) -> tuple[int | None, int | None]:
+def decode_limit(mask: Tensor) -> tuple[int | None, int | None]:
     """Decode window and chunk from a mask's shape: ``[0, 8]`` is a window of 8; other shapes hold neither."""
     if mask.ndim not in (2, 3) or mask.shape[0] != 0:
         return None, None

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from lightning_thd.batch import THDBatch
 from lightning_thd.models import packed
 from lightning_thd.models.attend import chunk_offsets, thd_attention
-from lightning_thd.models.masks import tell_limit
+from lightning_thd.models.masks import encode_limit
 from lightning_thd.models.pack import Pack, Scope, scoped
 from lightning_thd.parallel.context import layout
 from lightning_thd.parallel.shard import shard_batch
@@ -72,7 +72,7 @@ def test_a_shard_is_not_cut_into_chunks(monkeypatch: pytest.MonkeyPatch) -> None
         thd_attention(
             Layer(),
             *qkv(1, 4),
-            tell_limit(2, chunk=True, device=None),
+            encode_limit(2, chunk=True, device=None),
             cu_seq_lens_q=shard.cu_seqlens_padded,
             max_length_q=4,
         )
