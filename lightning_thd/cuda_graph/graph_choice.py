@@ -117,7 +117,7 @@ def plan_for(
     longest = min(summarize(planner.entries.lengths).longest, slots)
     max_seqlen = int(planner.slots.padded(np.array([longest]))[0])
     layouts = sample_layouts(planner, dp=dp)
-    if all(x.slots > slots for x in layouts):  # only the distinct tokens of such a batch fit
+    if all(x.slots > slots for x in layouts):  # with shared prefixes, a pack may have more tokens than slots
         none = Choice(name="none", sequences=(), coverage=0.0, speedup=1.0)
         return GraphPlan(slots=slots, max_seqlen=max_seqlen, quantiles=(0,) * 4, choices=(none,), chosen=none)
     return plan_graphs(layouts, slots=slots, max_seqlen=max_seqlen, costs=costs, given=given)
@@ -179,7 +179,7 @@ def expected_cost(needs: IntArray, sequences: Sequence[int], costs: GraphCosts) 
 
 
 def best_sequences(needs: IntArray, num_buckets: int, costs: GraphCosts) -> tuple[int, ...]:
-    """Choose at most ``num_buckets`` quantiles of the needs ``[N]``: the buckets of least expected cost."""
+    """Choose up to ``num_buckets`` quantiles of the needs ``[N]`` as buckets of least expected cost."""
     levels = np.linspace(0, 1, _QUANTILES)
     values = np.unique(np.quantile(needs, levels, method="inverted_cdf")).astype(int).tolist()
     best: tuple[int, ...] = ()

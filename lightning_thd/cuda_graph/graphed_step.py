@@ -273,12 +273,12 @@ def _compare(subject: Subject, step: CapturedStep, example: Example) -> tuple[fl
         layout = Layout(bucket.slots, bucket.sequences, bucket.max_seqlen)
     batch = step.inputs.dummy(layout)
 
-    def both_ways(output: Any) -> None:
+    def backward(output: Any) -> None:
         differentiate(differentiable(output), step.leaves)
 
     with restored(subject.module), guarded(subject.module):
-        eager_s = backend.time_s(lambda: both_ways(subject(batch, *example.rest)))
-        replay_s = None if eager_s is None else backend.time_s(lambda: both_ways(step.run(batch)))
+        eager_s = backend.time_s(lambda: backward(subject(batch, *example.rest)))
+        replay_s = None if eager_s is None else backend.time_s(lambda: backward(step.run(batch)))
     return None if eager_s is None or replay_s is None else (eager_s, replay_s)
 
 

@@ -94,26 +94,26 @@ def lint_capture(module: nn.Module, batch: THDBatch, *, step: StepFunction | Non
     run = _default_step(module) if step is None else step
     with static_shapes(), reporting_to(report):
         _record(_copy(module), batch.to("cpu"), run, report)
-        with _attempt(report), without_saved_states(), _autocast_knows_meta():
-            _both_ways(_copy(module).to("meta"), batch.to("meta"), run)
+        with _errors_to(report), without_saved_states(), _autocast_knows_meta():
+            _forward_backward(_copy(module).to("meta"), batch.to("meta"), run)
     return LintReport(tuple(found.values()))
 
 
 def _record(module: nn.Module, batch: THDBatch, run: StepFunction, report: Callable[..., None]) -> None:
     module.to("cpu")
     use = RandomUse()
-    with _attempt(report), restored(module), without_saved_states(use):
+    with _errors_to(report), restored(module), without_saved_states(use):
         with reporting_to(lambda *_: None):
-            _both_ways(module, batch, run)  # builds tables and fills caches, as the first warm-up does
+            _forward_backward(module, batch, run)  # builds tables and fills caches, as the first warm-up does
         before = host_state(module)
         with use:
-            record(lambda: _both_ways(module, batch, run), report)
+            record(lambda: _forward_backward(module, batch, run), report)
         refuse_host_changes(module, before)
-    with _attempt(report):
+    with _errors_to(report):
         use.refuse()
 
 
-def _both_ways(module: nn.Module, batch: THDBatch, run: StepFunction) -> None:
+def _forward_backward(module: nn.Module, batch: THDBatch, run: StepFunction) -> None:
     leaves = [p for p in module.parameters() if p.requires_grad]
     with guarded(module):
         output = run(module, StaticBatch.watching(batch))
@@ -124,10 +124,11 @@ def _both_ways(module: nn.Module, batch: THDBatch, run: StepFunction) -> None:
 
 
 @contextmanager
-def _attempt(report: Callable[[str, str | None], None]) -> Iterator[None]:
+def _errors_to(report: Callable[[str, str | None], None]) -> Iterator[None]:
+    """Report any exception in this context as a finding."""
     try:
         yield
-    except Exception as error:  # any exception of the step is a finding
+    except Exception as error:
         problem = as_capture_error(error)
         report(problem.message, problem.where)
 
