@@ -27,12 +27,12 @@ from benchmarks.balance import megatron
 from benchmarks.results import less
 from lightning_thd import Sequences, THDDataModule
 from lightning_thd.batch import THDStep
-from lightning_thd.data.loader import Made
+from lightning_thd.data.loader import RankStep
 from lightning_thd.data.streams import Stream
 from lightning_thd.data.streams.engine import Engine
-from lightning_thd.data.streams.intake import Tally, Told
+from lightning_thd.data.streams.intake import Report, Tally
 from lightning_thd.data.streams.samples import META
-from lightning_thd.data.streams.schedule import POOL, Planned, Scheduling, Table, plan_steps, work_of
+from lightning_thd.data.streams.schedule import POOL, PlannedStep, Scheduling, Table, plan_steps, work_of
 from lightning_thd.packing import Cost
 from lightning_thd.packing.lengths import make_slots
 
@@ -65,11 +65,11 @@ def pool_of(lengths: IntArray, dp: int) -> Table:
 def gathered(each: int) -> int:
     """Return the bytes of a message about some sequences of a rank, which all others receive."""
     table = np.zeros(each, META)
-    told = Told(table=table, failure=None, exhausted=[False], tallies=[Tally()], marks={})
+    told = Report(table=table, failure=None, exhausted=[False], tallies=[Tally()], marks={})
     return len(pickle.dumps(told))
 
 
-def moved_bytes(step: Planned) -> int:
+def moved_bytes(step: PlannedStep) -> int:
     """Return the bytes that a step moves between all ranks together."""
     return int(step.table["bytes"][step.table["holder"] != step.targets()].sum())
 
@@ -130,7 +130,7 @@ def train(rank: int, ranks: int, count: int) -> tuple[float, float, float, float
     model = torch.nn.Sequential(torch.nn.Embedding(1000, 256), *layers, torch.nn.Linear(256, 1000))
     stream_s, made = [0.0], Engine.make
 
-    def timed(engine: Engine) -> Made | None:
+    def timed(engine: Engine) -> RankStep | None:
         started = time.thread_time()
         step = made(engine)
         stream_s[0] += time.thread_time() - started

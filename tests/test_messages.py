@@ -101,7 +101,7 @@ READY = {"input_ids": [1, 2, 3], "lengths": [1, 2], "pixel_values": [[1.0]]}
         (lambda: set_up(SOUND), "'audio' was found"),
         (lambda: set_up(READY), "Row 0 holds several sequences and carries pixel_values, which is not known"),
         (with_attention_weights, "passes output_attentions .* or use attn_implementation='eager'"),
-        (arrays_of_another_version, "version 1 was found, 2 wanted.*Delete it; it is built again"),
+        (arrays_of_another_version, "it has version 1, wanted 2.*Delete it to build it again"),
     ],
 )
 def test_message(call: Callable[[], Any], message: str) -> None:

@@ -23,7 +23,7 @@ from lightning_thd.data.read.conversations import Records
 from lightning_thd.data.read.encode import Tokenizer
 from lightning_thd.data.read.sources import Opener, Packed, Source, is_known
 from lightning_thd.data.source_log import LogsSources
-from lightning_thd.data.store.index import Empty, MapDataset, OnError
+from lightning_thd.data.store.index import Empty, OnError
 from lightning_thd.data.streams import Stream, Streams, is_stream
 from lightning_thd.data.streams.stream import StreamedSteps
 from lightning_thd.packing import Cost, Packs, Scheduler, Sequences
@@ -45,16 +45,16 @@ class THDDataModule(LogsSources):
             them. Files are text, ``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``, ``.arrow`` or
             ``.feather``, also compressed: ``.gz``, ``.zst``, ``.bz2`` or ``.xz``. A path may name a folder of
             such files, or a folder that ``TokenStore.save`` wrote. In place of ids, records may hold text,
-            ``prompt`` and ``completion``, or a conversation. The loss of the last two covers only the
-            completion or the assistant's turns. A dict ``{name: (source, weight)}`` is a mixture. An
-            ``IterableDataset``, a function that returns an iterator, or a ``data.streams.Stream`` is read
-            once, front to back; if one source of a mixture is such a stream, all are read as streams.
+            ``prompt`` and ``completion``, or a conversation. The loss then covers all text, only the
+            completion, or only the assistant's turns. A dict ``{name: (source, weight)}`` is a mixture. An
+            ``IterableDataset``, a function that returns an iterator, and ``data.streams.Stream`` are streams:
+            read once, front to back. If one source of a mixture is a stream, all are read as streams.
         capacity: most tokens of a pack.
         global_batch: ``Packs(n)`` is n packs per optimizer step. ``Sequences(n)`` is exactly n sequences per
             step, in as many microbatches as needed; it requires one of our strategies. Default: one pack for
             each rank and batch, ``Packs(ranks * accumulate_grad_batches)``.
-        val: as ``train``; every sequence is used once, in an order that is always the same. A dict
-            ``{name: source}`` makes one loader for each set, whose batches carry its name in ``set_name``.
+        val: as ``train``; every sequence is used once, always in the same order. A dict ``{name: source}``
+            makes a loader for each source, whose batches carry the name in ``set_name``.
         test: as ``val``.
         predict: as ``val``; ``batch.unpack(output)`` splits outputs in the order of ``batch.sequence_ids``.
         tokenizer: ``str -> ids`` for text, or the name of a Hugging Face tokenizer; UTF-8 bytes by default.
@@ -62,51 +62,51 @@ class THDDataModule(LogsSources):
         processor: the processor of Qwen2-VL, Qwen2.5-VL, Qwen3-VL or Llava, or its folder, for conversations
             with images. Images are bytes, or paths from the file's folder, in messages or under ``images``.
         text_key: the key of the text in a record.
-        append_eos: end documents and completions with the tokenizer's EOS if it does not do so itself.
+        append_eos: end documents and completions with EOS if the tokenizer does not add it.
         records: the kind of the records, if their keys do not show it: ``"text"``, ``"ids"``, ``"prompt"``,
             ``"messages"``, ``"sharegpt"`` or ``"alpaca"``.
         packed: how to read rows that were packed before and carry ``lengths``, ``cu_seqlens`` or
-            ``position_ids``. ``"sequences"`` takes them apart and plans the sequences again. ``"packs"``
+            ``position_ids``. ``"sequences"`` splits rows into sequences and packs these again. ``"packs"``
             keeps each row as a ready pack, in the order given, for ``Packs(n)``. ``"off"`` makes a row one
             sequence. ``"auto"`` is ``"sequences"`` if the first row carries such a key, else ``"off"``.
         oversize: what to do with a training sequence longer than ``capacity``: ``error``, ``drop``,
             ``truncate``, ``split`` or ``own_pack``. Evaluation uses ``own_pack`` in place of ``error``.
         empty: what to do with a sequence without tokens: ``error`` or ``drop``.
-        on_error: what to do with a record that cannot be read or tokenised, and a row with nulls, negative
-            ids or labels that do not fit: ``raise`` or ``skip``. Skipped records are counted, and listed in
-            ``skipped.jsonl`` beside the tokens in the cache. ``Stream`` has its own setting.
+        on_error: what to do with a record that cannot be read or tokenised, and with a row that has nulls,
+            negative ids or labels that do not fit: ``raise`` or ``skip``. Skipped records are counted, and
+            listed in ``skipped.jsonl`` beside the tokens in the cache. ``Stream`` has its own setting.
         max_errors: most records of a source that may be skipped; None sets no bound.
-        tail: what to do with the last, incomplete step of an epoch: ``pad`` it with emptier packs, or
-            ``drop`` it.
-        window: sequences packed together; a larger window fills packs better, a smaller shuffles better.
+        tail: what to do with the last, incomplete step of an epoch: ``pad`` runs it with emptier packs,
+            ``drop`` leaves it out.
+        window: sequences packed together; a larger window fills packs better, a smaller one shuffles better.
         seed: decides the order of every epoch.
-        schedule: a ready-made plan for training with ``Packs(n)``: each sequence's microbatch, ints ``[N]``.
+        schedule: a ready-made plan for training with ``Packs(n)``: the pack of each sequence, ints ``[N]``.
         scheduler: a function that replaces ``packing.balance``, for ``Sequences(n)``.
-        cost: the work of a sequence by its length and images; ranks get equal work. By default it is that of
-            the model and its vision tower, if its transformers config is found.
+        cost: the work of a sequence by its length and images; ranks get equal work. By default it is computed
+            from the transformers config of the model and its vision tower, if there is one.
         extras_cost: a function from a row to the number of its image patches, or to the frames, rows and
-            columns of patches of each image, ``[N, 3]``. It is for rows whose grids or ``pixel_values`` do
+            columns of patches of each image, ``[N, 3]``. Rows need it if their grids or ``pixel_values`` do
             not give the patches.
-        max_patches: most image patches of a pack. A sequence above it is dropped or gets its own pack if
-            ``oversize`` says so, and is an error otherwise; it is never cut.
+        max_patches: most image patches of a pack. A sequence with more is dropped or gets its own pack if
+            ``oversize`` says so. Otherwise it raises; it is never cut.
         pad_to: fill every pack to this many slots; by default packs differ in size.
         mixing: how the sources of a mixture make an epoch, see ``packing.mixtures.Mixing``.
         share_prefixes: compute the common prefix of sequences in a pack once. Such sequences are planned into
             one pack, which holds at most ``capacity`` distinct tokens. A larger group is cut, and its prefix
             is computed again. All ids are read at setup.
-        vocab_size: ids must be below it; by default it comes from the model's config.
-        num_workers: processes that read and collate; tokenising and counting use the same number.
+        vocab_size: the bound of the ids; by default it comes from the model's config.
+        num_workers: processes that read and collate; as many tokenise and count.
         prefetch_factor: batches prepared ahead by each worker.
         pin_memory: page-lock batches; by default when training on a GPU.
         cache_dir: where tokenised text and counts are kept, ``~/.cache/lightning_thd`` by default. Files
-            (recognised by content) and datasets with a ``fingerprint`` are counted once. One process fills a
-            cache; after a kill, the next run continues where it stopped.
+            (identified by content) and datasets with a ``fingerprint`` are counted once. One process fills a
+            cache; if it is killed, the next run continues where it stopped.
 
     Raises:
-        TypeError: for objects that are no source or sample.
+        TypeError: if a source or a sample has the wrong type.
         ValueError: for invalid values, data that a policy refuses, and ids outside the vocabulary.
-        CacheError: when the cache cannot be written.
-        MisconfigurationException: for a Trainer that contradicts ``global_batch``.
+        CacheError: if the cache cannot be written.
+        MisconfigurationException: if the Trainer contradicts ``global_batch``.
     """
 
     capacity = planning.Setting[int]()
@@ -154,12 +154,12 @@ class THDDataModule(LogsSources):
     ) -> None:
         given = dict(locals())
         super().__init__()
-        # The settings have the names of the arguments.
-        of_opener, of_module = (
+        # The fields of Opener and DataSettings have the names of the arguments.
+        opener, settings = (
             {field.name: given[field.name] for field in fields(kind) if field.name in given}
             for kind in (Opener, planning.DataSettings)
         )
-        self._settings = planning.DataSettings(**of_module, opener=Opener(**of_opener))
+        self._settings = planning.DataSettings(**settings, opener=Opener(**opener))
         self._streams = _as_streams(train, self._settings.mixing)
         if share_prefixes and self._streams is not None:
             raise ValueError("share_prefixes=True with a stream: it needs the whole set.")
@@ -168,19 +168,20 @@ class THDDataModule(LogsSources):
         for name, source in self._sources.items():
             if name != "train" and (isinstance(source, Stream) or is_stream(source)):
                 raise ValueError(f"{name} is a stream; only train may be one. Pass a dataset.")
-        # If a loader exists, Lightning wants a step for it. A hook here hides the LightningModule's own hook.
+        # Unused hooks must look absent. For each dataloader, Lightning requires a step method in the module,
+        # and on_before_batch_transfer here would replace that of the module.
         unused = [f"{stage}_dataloader" for stage, source in evaluated.items() if source is None]
         if not sets.is_mixture(train):
             unused.append("on_before_batch_transfer")
         link.hide_hooks(self, THDDataModule, unused)
-        self._attached = link.Host()
+        self._attached = link.Job()
         self._sets: dict[str, sets.DataSet] = {}
         # The settings, Trainer and loader of the last fit on a stream.
-        self._streamed_with: tuple[object, L.Trainer | None, THDLoader | None] = None, None, None
-        self._planners: dict[tuple[object, ...], tuple[Planner, MapDataset]] = {}
+        self._last_stream: tuple[object, L.Trainer | None, THDLoader | None] = None, None, None
+        self._planners: dict[tuple[object, ...], Planner] = {}
 
     def __str__(self) -> str:
-        """Return the sets with their sizes, None for one that is not set up."""
+        """Return the names and sizes of the data sets; None is the size before ``setup``."""
         sizes = {n: len(self._sets[n].index.lengths) if n in self._sets else None for n in self._sources}
         return f"THDDataModule({'train: a stream, ' * (self._streams is not None)}{sizes})"
 
@@ -200,16 +201,16 @@ class THDDataModule(LogsSources):
             rank: data-parallel rank of this process.
             ranks: number of data-parallel ranks.
             accumulate: batches that a rank runs per optimizer step; 1 with ``Sequences(n)``.
-            model: the module that is trained: its FLOPs balance the ranks, its vocabulary checks the ids.
+            model: the module that is trained. Its FLOPs balance the ranks, and its vocabulary bounds the ids.
             alignment: the multiples of lengths and totals; by default those that the model needs.
-            device: where batches go; on a CUDA device they are page-locked. By default that of the model.
+            device: where batches go, by default the model's device; batches for CUDA are page-locked.
 
         Raises:
-            MisconfigurationException: when ``global_batch`` contradicts ``ranks`` or ``accumulate``.
+            MisconfigurationException: if ``global_batch`` contradicts ``ranks`` or ``accumulate``.
         """
         whole_number(accumulate, "accumulate", least=1)
         link.check_step(self.global_batch, ranks=ranks, accumulate=accumulate)
-        self._attached = link.Host(
+        self._attached = link.Job(
             rank=rank,
             ranks=ranks,
             accumulate=accumulate,
@@ -220,15 +221,15 @@ class THDDataModule(LogsSources):
         )
 
     @property
-    def _host(self) -> link.Host:
-        return self._attached if self.trainer is None else link.host_of(self.trainer)
+    def _job(self) -> link.Job:
+        return self._attached if self.trainer is None else link.job_of(self.trainer)
 
     @property
     def _progress(self) -> link.Progress | None:
         return None if self.trainer is None else link.Progress(self.trainer)
 
     def prepare_data(self) -> None:
-        """Tokenise, count and cache what can be cached; Lightning calls this on one process per node."""
+        """Tokenise and count the sources that can be cached; Lightning calls this on one process per node."""
         for name, source in self._sources.items():
             mixed = name == "train" and sets.is_mixture(source)
             parts = [sets.weighted(*item)[0] for item in source.items()] if mixed else [source]
@@ -236,7 +237,7 @@ class THDDataModule(LogsSources):
                 self._open(name)
 
     def setup(self, stage: str) -> None:
-        """Open and count the sets of a stage, and check the Trainer against ``global_batch``."""
+        """Open and count the data sets of a stage, and check the Trainer against ``global_batch``."""
         stages = _STAGES.get(stage, (stage,))
         if "train" in stages:
             link.check_trainer(self.trainer, self.global_batch)
@@ -249,17 +250,19 @@ class THDDataModule(LogsSources):
 
     def _open(self, name: str) -> None:
         if name not in self._sets:
-            opener = replace(self._settings.opener, progress=self._host.is_first)
+            opener = replace(self._settings.opener, progress=self._job.is_first)
             source = self._sources[name]
             mixed = name == "train" and sets.is_mixture(source)
-            how: dict[str, Any] = {"empty": self._settings.empty, "extras_cost": self._settings.extras_cost}
-            self._sets[name] = (sets.open_mixture if mixed else sets.open_set)(name, source, opener, **how)
+            open_source = sets.open_mixture if mixed else sets.open_set
+            self._sets[name] = open_source(
+                name, source, opener, empty=self._settings.empty, extras_cost=self._settings.extras_cost
+            )
             if name == "train":
-                sets.refuse_unused(opener.processor, self._sets[name])
+                sets.refuse_unused_processor(opener.processor, self._sets[name])
 
     @property
     def set_names(self) -> dict[str, tuple[str, ...]]:
-        """Return the names of the sets of each stage that has several, in the order of its loaders."""
+        """Return the names of the data sets of each stage that has several, in the order of its loaders."""
         found: dict[str, tuple[str, ...]] = {}
         for stage, _, name in (source.partition("/") for source in self._sources):
             if name:
@@ -268,19 +271,19 @@ class THDDataModule(LogsSources):
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
-        """Return for every set the number of sequences skipped, dropped, cut or split, and of tokens lost."""
-        return {name: planning.counts_of(data, self._planner(name)[0]) for name, data in self._sets.items()}
+        """Return for each data set how many sequences policies left out or changed, and the tokens lost."""
+        return {name: planning.counts_of(data, self._planner(name)) for name, data in self._sets.items()}
 
     def train_dataloader(self) -> THDLoader:
         """Return this rank's training batches: ``THDBatch``, or ``THDStep`` with ``Sequences(n)``."""
-        ended = [] if self.trainer is None else link.settle_epoch(self.trainer)
-        step = isinstance(self.global_batch, Sequences) or self._host.whole_steps
+        states = [] if self.trainer is None else link.settle_epoch(self.trainer)
+        step = isinstance(self.global_batch, Sequences) or self._job.whole_steps
         kind: Kind = "step" if step else "pack"
         if self._streams is not None:
-            loader = self._stream_of_fit(self._streams, kind, ended)
+            loader = self._stream_of_fit(self._streams, kind, states)
         else:
-            again = getattr(self.trainer, "overfit_batches", 0) > 0
-            loader = self._loader("train", kind=kind, fixed_order=again, progress=self._progress)
+            overfits = getattr(self.trainer, "overfit_batches", 0) > 0
+            loader = self._loader("train", kind=kind, fixed_order=overfits, progress=self._progress)
         self._log_sources(loader)
         return loader
 
@@ -308,23 +311,25 @@ class THDDataModule(LogsSources):
             raise MisconfigurationException("overfit_batches repeats batches, which a stream cannot.")
         if self._settings.schedule is not None:
             raise MisconfigurationException("A schedule numbers the sequences of a dataset, not of a stream.")
-        steps = StreamedSteps(streams, self._settings, self._host, kind=kind)
+        steps = StreamedSteps(streams, self._settings, self._job, kind=kind)
         return THDLoader(steps, progress=self._progress, capacity=self.capacity)
 
     def _stream_of_fit(self, streams: Streams, kind: Kind, states: Sequence[Any]) -> THDLoader:
         """Return the stream loader that a running fit uses, or make one that resumes at the right step."""
-        (before, of, last), now = self._streamed_with, (self._settings, self._host.accumulate)
+        old_settings, old_trainer, old_loader = self._last_stream
+        settings = self._settings, self._job.accumulate
         combined = None if self.trainer is None else self.trainer.fit_loop._combined_loader
-        given = [] if combined is None else combined.flattened
-        running = next((one for one in given if isinstance(one, THDLoader) and one.planner is None), None)
-        if running is not None and before == now:
+        loaders = [] if combined is None else combined.flattened
+        running = next((x for x in loaders if isinstance(x, THDLoader) and x.planner is None), None)
+        if running is not None and old_settings == settings:
             return running
         loader = self._streamed(streams, kind)
-        self._streamed_with = now, self.trainer, loader
+        self._last_stream = settings, self.trainer, loader
+        same_trainer = old_trainer is not None and old_trainer is self.trainer
         if running is not None:
             states = [running.state_dict()]
-        elif last is not None and of is not None and of is self.trainer and not of.ckpt_path:
-            states = [{**last.state_dict(), "step": 0, "ended": True}]  # another fit begins another epoch
+        elif old_loader is not None and same_trainer and not old_trainer.ckpt_path:
+            states = [{**old_loader.state_dict(), "step": 0, "ended": True}]  # a fit begins a new epoch
         for state in states:
             if isinstance(state, Mapping) and "stream" in state:
                 loader.load_state_dict(state)
@@ -344,57 +349,60 @@ class THDDataModule(LogsSources):
                 f"THDDataModule has no data for {name!r}. Pass THDDataModule(..., {name}=...)"
                 + (", and call setup() first." if name in self._sources else ".")
             )
-        (planner, rows), host, settings = self._planner(name), self._host, self._settings
-        index, vocab_size = self._sets[name].index, self.vocab_size or link.vocab_size(host.model)
+        planner, data, job, settings = self._planner(name), self._sets[name], self._job, self._settings
+        index, vocab_size = data.index, self.vocab_size or link.vocab_size(job.model)
         index.check_vocabulary(vocab_size, name)
         if name == "train":
-            link.say_other_attention(host.model)
-        classifier, predicts = link.sequence_classifier(host.model), name.partition("/")[0] == "predict"
+            link.say_other_attention(job.model)
+        classifier, predicts = link.sequence_classifier(job.model), name.partition("/")[0] == "predict"
         if classifier is not None and not predicts:
             sets.refuse_class_names(name, self._sources[name], settings.opener, classifier)
         collate = partial(
-            settings.collator(host), share_prefixes=settings.share_prefixes, set_name=name.partition("/")[2]
+            settings.collator(job), share_prefixes=settings.share_prefixes, set_name=name.partition("/")[2]
         )
-        one_each = settings.opener.packed != "off"
         maker = BatchMaker(
-            dataset=rows, index=index, collate=collate, vocab_size=vocab_size, one_each=one_each
+            dataset=data.dataset,
+            index=index,
+            collate=collate,
+            vocab_size=vocab_size,
+            one_each=settings.opener.packed != "off",
         )
         steps = PlannedSteps(
             planner,
             maker,
-            rank=host.rank,
-            dp=host.ranks,
-            per_step=1 if kind == "step" else planner.global_batch.n // host.ranks,
+            rank=job.rank,
+            dp=job.ranks,
+            per_step=1 if kind == "step" else planner.global_batch.n // job.ranks,
             kind=kind,
             fixed_order=fixed_order,
             num_workers=settings.num_workers,
             prefetch_factor=settings.prefetch_factor,
-            pin_memory=settings.pins(host),
+            pin_memory=settings.pins(job),
         )
         return THDLoader(steps, progress=progress, capacity=self.capacity, predicts=predicts)
 
-    def _planner(self, name: str) -> tuple[Planner, MapDataset]:
-        """Return the planner and rows of a set, made at first use, when ``configure_model`` has run."""
-        # The same data module may serve Trainers of other ranks or accumulation, one after the other.
-        host = self._host
-        key = (name, self.capacity, self._settings.step(host), host.ranks, host.alignment, host.sharing)
+    def _planner(self, name: str) -> Planner:
+        """Return the planner of a data set, made at first use, when ``configure_model`` has run."""
+        # One data module may serve several Trainers in turn, with other ranks or accumulation.
+        job = self._job
+        key = (name, self.capacity, self._settings.step(job), job.ranks, job.alignment, job.sharing)
         if key not in self._planners:
             self._planners = {other: plan for other, plan in self._planners.items() if other[0] != name}
             data = self._sets[name]
-            self._planners[key] = planning.make_planner(data, self._settings, host, training=name == "train")
-            planning.announce(data, self._planners[key][0], host)
+            self._planners[key] = planning.make_planner(data, self._settings, job, training=name == "train")
+            planning.announce(data, self._planners[key], job)
         return self._planners[key]
 
 
 def _as_streams(train: Any, mixing: Mixing | None) -> Streams | None:
-    """Return streams of training data that can only be iterated; return None for data with a length."""
+    """Return training data as streams if any source can only be iterated; otherwise return None."""
     mixed = sets.is_mixture(train)
-    given = {"": train}
+    sources = {"": train}
     if mixed:
-        given = {name: x[0] if isinstance(x, tuple | list) and x else x for name, x in train.items()}
-    if not any(isinstance(one, Stream) or is_stream(one) for one in given.values()):
+        sources = {name: x[0] if isinstance(x, tuple | list) and x else x for name, x in train.items()}
+    if not any(isinstance(x, Stream) or is_stream(x) for x in sources.values()):
         return None
-    streams = {name: one if isinstance(one, Stream) else Stream(source=one) for name, one in given.items()}
+    streams = {name: x if isinstance(x, Stream) else Stream(source=x) for name, x in sources.items()}
     if not mixed:
         return Streams(streams=streams, weights={"": 1.0}, mixing=Mixing(dry="rest"))
     weights = {name: sets.weighted(name, x)[1] for name, x in train.items()}

@@ -47,30 +47,30 @@ from lightning_thd.parallel.context.shared_step import SharedStep, digest_of
 T = TypeVar("T")
 Planner = PackPlanner | MixturePlanner
 Batch = THDBatch | THDStep
-# A batch is one ``THDBatch`` of a step ("pack"), a ``THDStep`` with all of them ("step"), or a ``THDBatch``
-# whose loss is its own mean ("eval").
+# What a batch is: one ``THDBatch`` of a training step ("pack"), a ``THDStep`` with all of them ("step"), or a
+# ``THDBatch`` whose loss is the mean over its loss tokens ("eval").
 Kind = Literal["pack", "step", "eval"]
 # (epoch, step, microbatch of the rank, number of microbatches that a rank runs in this step)
 Key = tuple[int, int, int, int]
-# The loss scale, sequence scale and token scale of a step; None for the mean over the batch.
+# The loss scale, sequence scale and token scale of a step. With None, the loss is the mean over the batch.
 Scales = tuple[float | None, float | None, float | None]
 
-_REMEMBERED = 10_000  # Steps whose tokens per source wait to be logged; a log interval has fewer.
+_REMEMBERED = 10_000  # most steps whose tokens per source wait to be logged; a log interval has fewer steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Position:
-    """The step that comes next, the same on every rank; ``ended`` marks the end of the epoch before it."""
+    """The next step, the same on every rank."""
 
     epoch: int = 0
     step: int = 0
-    ended: bool = False
-    stream: dict[str, Any] | None = None  # the state of a stream: what it has read but not used
+    ended: bool = False  # whether the epoch before this step has ended, and this epoch has not begun
+    stream: dict[str, Any] | None = None  # the state of a stream, with the records that are read but unused
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Made:
-    """One step of this rank: its batches, and the position of its source after it."""
+class RankStep:
+    """One step of this rank: its batches, and the state of the stream after the step."""
 
     batches: Iterable[Batch]
     last: bool  # whether the epoch, or the pass over a stream, ends with this step
@@ -83,15 +83,15 @@ class _Steps(Protocol):
 
     kind: Kind
     per_step: int  # batches of a rank per step
-    steps_per_epoch: int | None  # with None, an epoch ends at the step that is marked ``last``
-    goes_on: bool  # whether the iteration after a broken-off one continues with the next step
+    steps_per_epoch: int | None  # None ends an epoch at the step that is marked ``last``
+    resumes: bool  # whether an iteration continues after the last trained step, as a stream must
     names: Sequence[str]  # names of the sources of a mixture
 
     def source_of(self, ids: npt.ArrayLike) -> npt.NDArray[np.int64]: ...
 
     def length(self, epoch: int) -> int | None: ...
 
-    def steps(self, at: Position, limit: int | None) -> Iterator[Made]: ...
+    def steps(self, at: Position, limit: int | None) -> Iterator[RankStep]: ...
 
     def state(self, at: Position) -> dict[str, Any]: ...
 
@@ -107,163 +107,165 @@ class THDLoader:
         self.source, self._progress, self.capacity = source, progress, capacity
         self.planner: Planner | None = source.planner if isinstance(source, PlannedSteps) else None
         self.per_step = source.per_step
-        # Without a strategy, ranks that share the packs of a stream get them from the rank that reads.
-        self.reads_for_peers = source.goes_on
+        # Whether ranks that share packs get them from the rank that reads: true for streams.
+        self.reads_for_peers = source.resumes
         self.waited_s = 0.0  # seconds spent so far on reading and collating, or on waiting for workers
         self.tokens: deque[npt.NDArray[np.int64]] = deque(maxlen=_REMEMBERED)
-        self._given: deque[tuple[int, Position, Made]] = deque()  # unfinished; int as in _states
-        self._again: deque[Made] = deque()  # steps that were handed out but not run
+        # Steps of a stream that the Trainer has not finished: batches up to its end, the position before it.
+        self._unfinished: deque[tuple[int, Position, RankStep]] = deque()
+        self._to_repeat: deque[RankStep] = deque()  # steps that were handed out but not run
         self._predicts = predicts
         self._indices: list[list[int]] = []  # the sequences of each batch, for predictions
-        self._place(Position())
+        self._set_position(Position())
 
-    def _place(self, at: Position) -> None:
-        """Set the position at which the next iteration begins; a checkpoint holds it until then."""
-        self._at = self._base = at
-        self._states: deque[tuple[int, Position]] = deque()  # batches up to a step's end, the position there
-        self._handed_out, self._open = 0, False
-        self._begun_at = 0 if self._progress is None else self._progress.total()
+    def _set_position(self, at: Position) -> None:
+        """Set the position at which the next iteration begins, and which checkpoints hold until then."""
+        self._position = self._saved = at
+        # For each step of this iteration: the batches up to its end, and the position there.
+        self._step_ends: deque[tuple[int, Position]] = deque()
+        self._handed_out, self._iterating = 0, False
+        self._total_at_start = 0 if self._progress is None else self._progress.total()
 
     @property
     def batch_sampler(self) -> _SamplerForLightning:
-        """Return the object that Lightning treats as the sampler of the batches."""
+        """Return the object in which Lightning looks for the loader's sampler and batch indices."""
         return _SamplerForLightning(self, self._indices)
 
     @property
     def counts(self) -> dict[str, int]:
-        """Return how many records of a stream were unusable, changed by a policy, or dropped by one."""
+        """Return how many records of a stream were unusable, or changed or dropped by a policy."""
         return getattr(self.source, "counts", {})
 
     @property
     def epoch(self) -> int:
-        """Return the number of the current epoch, or of the next one between two epochs."""
-        return self._at.epoch
+        """Return the number of the current epoch; between two epochs, of the next epoch."""
+        return self._position.epoch
 
     def __len__(self) -> int:
-        length = self.source.length(self._at.epoch)
+        length = self.source.length(self._position.epoch)
         if length is None:
             raise TypeError("A stream has no length. Pass steps_per_epoch to give its epochs one.")
         return length
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch from its start, unless it is the current one; a stream continues where it is."""
+        """Refuse a training loader without its data module, else call ``begin_epoch``."""
         if self._progress is None and self.source.kind != "eval":
             raise MisconfigurationException(
-                "A training loader of THDDataModule was given to a Trainer by itself, so it knows no ranks. "
-                "Pass the data module: trainer.fit(module, datamodule=data)."
+                "A training loader of THDDataModule was given to a Trainer by itself, so it does not know "
+                "the ranks. Pass the data module: trainer.fit(module, datamodule=data)."
             )
         self.begin_epoch(epoch)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Begin an epoch from its start, unless it is the current one; a stream continues where it is."""
-        if self.source.goes_on:
+        """Begin another epoch at its first step; the current epoch and streams continue where they are."""
+        if self.source.resumes:
             return
-        if epoch != self._at.epoch:
-            self._place(Position(epoch=epoch))
+        if epoch != self._position.epoch:
+            self._set_position(Position(epoch=epoch))
         if self._progress is not None and isinstance(self.planner, MixturePlanner):
             self._progress.resize(len(self))
 
     def tokens_of(self, epoch: int, step: int) -> npt.NDArray[np.int64]:
-        """Return the real tokens of each source in a step; a stream returns them once, step after step."""
+        """Return the real tokens of each source in a step; a stream returns one step after another."""
         if isinstance(self.source, PlannedSteps):
             return self.source.tokens_of(epoch, step)
         return self.tokens.popleft() if self.tokens else np.zeros(len(self.source.names), np.int64)
 
     def __iter__(self) -> Iterator[Batch]:
-        # A generator starts at the first next(), which Lightning calls after set_epoch. Until then the
-        # position is that of the previous iteration.
-        self._take_back()
-        at = self._base = replace(self._at, ended=False)
-        self._states.clear()
-        self._handed_out, handed, self._open = 0, 0.0, True
-        self._begun_at = 0 if self._progress is None else self._progress.total()
+        # This is a generator, so it starts at the first next(), which Lightning calls after set_epoch.
+        self._requeue_dropped()
+        at = self._saved = replace(self._position, ended=False)
+        self._step_ends.clear()
+        self._handed_out, handed, self._iterating = 0, 0.0, True
+        self._total_at_start = 0 if self._progress is None else self._progress.total()
         self._indices.clear()
         limit = None if self._progress is None else self._progress.limit(self.source.length(at.epoch))
-        if limit is not None and limit % self.per_step and self.source.goes_on:
+        if limit is not None and limit % self.per_step and self.source.resumes:
             raise MisconfigurationException(
-                f"limit_train_batches (or fast_dev_run) takes {limit} batches of a stream, whose steps are "
-                f"made whole: the last would be cut. Take a multiple of {self.per_step}."
+                f"limit_train_batches (or fast_dev_run) takes {limit} batches of a stream, which would cut "
+                f"the last step. Take a multiple of {self.per_step}."
             )
         left = math.inf if limit is None else limit - at.step * self.per_step
         source = self._timed(self.source.steps(at, limit))
         while not at.ended and handed < left:
-            made = self._again.popleft() if self._again else next(source, None)
-            if made is None:  # an epoch without steps
+            step = self._to_repeat.popleft() if self._to_repeat else next(source, None)
+            if step is None:  # an epoch without steps
                 break
             handed = min(handed + self.per_step, left)
-            before, at = at, self._after(at, made, ended=handed == left)
-            self._give(int(handed), before, made)
-            self._states.append((int(handed), at))
-            if self.source.goes_on:
-                self._at = at
-            for batch in self._timed(made.batches):
+            before, at = at, self._position_after(at, step, ended=handed == left)
+            self._record_step(int(handed), before, step)
+            self._step_ends.append((int(handed), at))
+            if self.source.resumes:
+                self._position = at
+            for batch in self._timed(step.batches):
                 if self._progress is not None:
                     self._progress.refuse_other_accumulation()
                 self._handed_out += 1
                 if self._predicts and isinstance(batch, THDBatch):
                     self._indices.append(list(batch.sequence_ids))
                 yield batch
-        self._open = False
-        if not self.source.goes_on:
-            self._at = Position(epoch=self._at.epoch + 1, ended=True)
+        self._iterating = False
+        if not self.source.resumes:
+            self._position = Position(epoch=self._position.epoch + 1, ended=True)
 
-    def _after(self, at: Position, made: Made, *, ended: bool) -> Position:
-        step, whole = at.step + 1, self.source.steps_per_epoch
-        if ended or (made.last if whole is None else step == whole):
-            return Position(epoch=at.epoch + 1, ended=True, stream=made.stream)
-        return Position(epoch=at.epoch, step=step, stream=made.stream)
+    def _position_after(self, at: Position, step: RankStep, *, ended: bool) -> Position:
+        following, whole = at.step + 1, self.source.steps_per_epoch
+        if ended or (step.last if whole is None else following == whole):
+            return Position(epoch=at.epoch + 1, ended=True, stream=step.stream)
+        return Position(epoch=at.epoch, step=following, stream=step.stream)
 
     def _timed(self, items: Iterable[T]) -> Iterator[T]:
-        given = iter(items)
+        """Iterate over items, and add the time that each takes to ``waited_s``."""
+        iterator = iter(items)
         while True:
             began = time.perf_counter()
-            item: T | None = next(given, None)
+            item: T | None = next(iterator, None)
             self.waited_s += time.perf_counter() - began
             if item is None:
                 return
             yield item
 
-    def _done(self) -> int:
-        """Return how many batches of this iteration are done."""
-        return self._handed_out if self._progress is None else self._progress.total() - self._begun_at
+    def _num_done(self) -> int:
+        """Return how many batches of this iteration are trained; without a Trainer, handed out."""
+        return self._handed_out if self._progress is None else self._progress.total() - self._total_at_start
 
-    def _give(self, handed: int, before: Position, made: Made) -> None:
-        """Keep a stream's step until the Trainer has finished it, and forget positions that are past."""
-        done = self._done()
-        while len(self._states) > 1 and self._states[1][0] <= done:
-            self._states.popleft()
-        if made.tokens is not None:
-            self.tokens.append(made.tokens)
-        if self._progress is not None and self.source.goes_on:
-            self._given.append((handed, before, made))
-            while self._given[0][0] <= done:
-                self._given.popleft()
+    def _record_step(self, handed: int, before: Position, step: RankStep) -> None:
+        """Keep a step of a stream until the Trainer has finished it, and forget positions that are past."""
+        done = self._num_done()
+        while len(self._step_ends) > 1 and self._step_ends[1][0] <= done:
+            self._step_ends.popleft()
+        if step.tokens is not None:
+            self.tokens.append(step.tokens)
+        if self._progress is not None and self.source.resumes:
+            self._unfinished.append((handed, before, step))
+            while self._unfinished[0][0] <= done:
+                self._unfinished.popleft()
 
-    def _take_back(self) -> None:
+    def _requeue_dropped(self) -> None:
         """Queue the steps of a stream that the Trainer has dropped; warn if planned steps are repeated."""
-        repeats = self.source.goes_on or getattr(self.source, "fixed_order", False)
-        if self._open and self._progress is None and self._handed_out > 1 and not repeats:
+        repeats = self.source.resumes or getattr(self.source, "fixed_order", False)
+        if self._iterating and self._progress is None and self._handed_out > 1 and not repeats:
             rank_zero_warn(
-                f"A loader of {len(self)} batches is iterated again after {self._handed_out} of epoch "
+                f"A loader of {len(self)} batches is iterated again after {self._handed_out} in epoch "
                 f"{self.epoch}, and repeats them. To continue with the rest, keep one iterator."
             )
-        done = self._done()
-        dropped = [(before, made) for handed, before, made in self._given if handed > done]
-        self._given.clear()
+        done = self._num_done()
+        dropped = [(before, step) for handed, before, step in self._unfinished if handed > done]
+        self._unfinished.clear()
         if dropped:
-            self._at = dropped[0][0]
-            self._again.extendleft(reversed([made for _, made in dropped]))
-            for _ in dropped[: len(self.tokens)]:  # A step's tokens are counted again when it is handed out.
+            self._position = dropped[0][0]
+            self._to_repeat.extendleft(reversed([step for _, step in dropped]))
+            for _ in dropped[: len(self.tokens)]:  # they are counted when the step is handed out again
                 self.tokens.pop()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last whole step that is done, the same on every rank."""
-        return self.state_after(self._done())
+        """Return the position after the last whole step that is trained, the same on every rank."""
+        return self.state_after(self._num_done())
 
     def state_after(self, done: int) -> dict[str, Any]:
         """Return the position after the last whole step of the first ``done`` batches of this iteration."""
-        at = self._base
-        for handed, after in self._states:
+        at = self._saved
+        for handed, after in self._step_ends:
             if handed <= done:
                 at = after
         begins = self._progress is not None and self._progress.begins_epoch()
@@ -272,75 +274,76 @@ class THDLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the last whole step of ``state``, on any number of ranks and workers."""
         at = self.source.load(state)
-        for kept in (self._given, self._again, self.tokens):
+        for kept in (self._unfinished, self._to_repeat, self.tokens):
             kept.clear()
-        self._place(at)
+        self._set_position(at)
         if self._progress is not None and not at.ended:
             self._progress.match(at.step * self.per_step)
-            self._begun_at = self._progress.total()
+            self._total_at_start = self._progress.total()
 
 
 class _SamplerForLightning(_IndexBatchSamplerWrapper):
-    """Holds the loader and its batches' indices for Lightning and ``BasePredictionWriter`` to read."""
+    """Holds the loader, for Lightning, and the indices of its batches, for ``BasePredictionWriter``."""
 
     def __init__(self, loader: THDLoader, indices: list[list[int]]) -> None:
         self.sampler, self.seen_batch_indices = loader, indices
 
 
-_STOP_S = 30.0  # seconds that an ending process waits for calls in which other ranks take part
+_STOP_S = 30.0  # seconds that an ending process waits for running calls, in which other ranks may take part
 _Calls = SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None]
 _THREADS: WeakKeyDictionary[Thread, _Calls] = WeakKeyDictionary()
 
 
 class Ahead:
-    """Calls functions one after the other in a thread, before their results are needed."""
+    """Calls functions one after another in a thread, before their results are needed."""
 
     def __init__(self, name: str) -> None:
         self._name, self.process = name, os.getpid()
-        self.taken: deque[Future[Any]] = deque()
+        self.pending: deque[Future[Any]] = deque()
         self._queue: _Calls | None = None
         self._thread: Thread | None = None
 
-    def begin(self, call: Callable[..., Any], *args: Any) -> None:
-        """Queue a call."""
+    def submit(self, call: Callable[..., Any], *args: Any) -> None:
+        """Queue a call, and start the thread at the first."""
         if self._queue is None:
             self._queue = SimpleQueue()
-            self._thread = Thread(target=_serve, args=(self._queue,), name=self._name, daemon=True)
+            self._thread = Thread(target=_run_calls, args=(self._queue,), name=self._name, daemon=True)
             _THREADS[self._thread] = self._queue
             weakref.finalize(self, self._queue.put, None)
             self._thread.start()
-        self.taken.append(Future())
-        self._queue.put((self.taken[-1], call, args))
+        self.pending.append(Future())
+        self._queue.put((self.pending[-1], call, args))
 
-    def take(self) -> Any:
+    def next_result(self) -> Any:
         """Wait for the oldest call and return its result, or raise its error."""
-        future = self.taken.popleft()
+        future = self.pending.popleft()
         while not future.done():
             try:
                 wait([future])
-            except RuntimeError as err:  # torch interrupts this thread when a worker dies
-                # The reading thread will raise an error that names the worker's files, on every rank.
+            except RuntimeError as err:
+                # torch raises here when a worker dies. Wait on: the reading thread raises an error that names
+                # the worker's files, on every rank.
                 if "DataLoader worker" not in str(err):
                     raise
         return future.result()
 
     def stop(self) -> None:
-        """Wait until the calls that were queued have ended, and drop their results."""
-        self.taken.clear()
+        """Wait until the queued calls have ended, and drop their results."""
+        self.pending.clear()
         if self._queue is not None and self._thread is not None:
             self._queue.put(None)
             self._thread.join(_STOP_S)
         self._queue = self._thread = None
 
 
-def _serve(calls: _Calls) -> None:
-    while (asked := calls.get()) is not None:
-        future, call, args = asked
+def _run_calls(calls: _Calls) -> None:
+    while (queued := calls.get()) is not None:
+        future, call, args = queued
         try:
             future.set_result(call(*args))
         except BaseException as err:
             future.set_exception(err)
-        del asked, future, call, args  # so that a waiting thread keeps nothing alive
+        del queued, future, call, args  # so that a waiting thread keeps no object alive
 
 
 @atexit.register
@@ -363,28 +366,29 @@ class PlansAhead:
         self._ahead = Ahead("plans_ahead")
 
     def step(self, epoch: int, k: int) -> StepPlan:
-        """Return the plan of a step, or raise the planner's error for it."""
+        """Return the plan of a step, or raise the planner's error."""
         if self._last is None or self._last[0] != (epoch, k):
-            self._last = (epoch, k), self._made(epoch, k)
+            self._last = (epoch, k), self._take_plan(epoch, k)
             if get_worker_info() is None and k + 1 < self._planner.num_steps(epoch):
                 self._next = epoch, k + 1
-                self._ahead.begin(self._planner.step, epoch, k + 1, self._dp)
+                self._ahead.submit(self._planner.step, epoch, k + 1, self._dp)
         return self._last[1]
 
-    def _made(self, epoch: int, k: int) -> StepPlan:
+    def _take_plan(self, epoch: int, k: int) -> StepPlan:
+        """Return the plan that was made ahead if it is of this step, else plan the step now."""
         wanted, self._next = self._next == (epoch, k), None
-        if self._ahead.process != os.getpid():  # a copy in a forked process, which has no such thread
+        if self._ahead.process != os.getpid():  # this is a copy in a forked process, which has no thread
             self._ahead = Ahead("plans_ahead")
-        if not self._ahead.taken:
+        if not self._ahead.pending:
             return self._planner.step(epoch, k, self._dp)
-        try:  # Wait for the plan of any step, so that only one plan is made at a time.
-            plan: StepPlan = self._ahead.take()
+        try:  # wait for the plan of another step too, so that only one plan is made at a time
+            plan: StepPlan = self._ahead.next_result()
         except Exception:  # this thread plans the step again and raises the error
             wanted = False
         return plan if wanted else self._planner.step(epoch, k, self._dp)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the thread and its plan out of a pickle, because a worker is another process."""
+        """Leave the thread and its plan out of a pickle: a worker process has no such thread."""
         return self.__dict__ | {"_ahead": Ahead("plans_ahead"), "_next": None}
 
 
@@ -399,15 +403,15 @@ class BatchMaker:
     one_each: bool = False  # refuse rows whose position_ids mark several sequences
 
     def batch(self, spans: Spans, scales: Scales = (None, None, None), microbatch: int = 0) -> THDBatch:
-        """Read and collate a pack; without scales its loss is the mean over this batch."""
+        """Read and collate a pack; without scales, its loss is the mean over this batch."""
         columns = (spans.index, spans.start, spans.stop, spans.continued)
         samples, keeps = [], keeps_rows(self.dataset)
         try:
-            for i, start, stop, goes_on in zip(*(column.tolist() for column in columns), strict=True):
-                samples.append(self.index.sample(self.dataset, i, start, stop, goes_on, keeps))
+            for i, start, stop, continued in zip(*(column.tolist() for column in columns), strict=True):
+                samples.append(self.index.sample(self.dataset, i, start, stop, continued, keeps))
                 if self.one_each and "position_ids" in samples[-1]:
                     refuse_second_sequence(samples[-1], i)
-        except StopIteration as err:  # which would silently end the epoch
+        except StopIteration as err:  # it would silently end the epoch
             raise RuntimeError(f"Sequence {i}: the dataset raised StopIteration. Fix its [i].") from err
         batch = self.collate(
             samples,
@@ -423,7 +427,7 @@ class BatchMaker:
         if self.vocab_size is not None and largest >= self.vocab_size:
             raise ValueError(
                 f"One of the sequences {list(batch.sequence_ids)} has the token id or label {largest}, but "
-                f"the model's vocabulary has {self.vocab_size} entries. Use the tokenizer it was made for."
+                f"the model's vocabulary has {self.vocab_size} entries. Use the model's tokenizer."
             )
         return batch
 
@@ -431,7 +435,7 @@ class BatchMaker:
 class PlannedSteps:
     """The steps of a planner, read and collated by one rank, in this process or in workers."""
 
-    goes_on = False
+    resumes = False
     steps_per_epoch: int | None = None
 
     def __init__(
@@ -443,7 +447,7 @@ class PlannedSteps:
         dp: int = 1,
         per_step: int = 1,
         kind: Kind = "pack",
-        fixed_order: bool = False,  # the first epoch's batches in every epoch
+        fixed_order: bool = False,  # every epoch has the batches of the first epoch
         num_workers: int = 0,
         prefetch_factor: int | None = None,
         pin_memory: bool = False,
@@ -473,14 +477,14 @@ class PlannedSteps:
         """Return the number of batches of an epoch."""
         return self._num_steps(epoch) * self.per_step
 
-    def steps(self, at: Position, limit: int | None) -> Iterator[Made]:
-        """Make the steps of an epoch; the batches of one are read when they are asked for."""
+    def steps(self, at: Position, limit: int | None) -> Iterator[RankStep]:
+        """Yield the steps of an epoch; their batches are read when the caller iterates over them."""
         whole, count = self.length(at.epoch), self._num_steps(at.epoch)
         stop = whole if limit is None else min(whole, limit)
         self._keys.left = _keys(0 if self.fixed_order else at.epoch, at.step, stop, self.per_step)
         batches = iter(self.loader)
         for step in range(at.step, -(-stop // self.per_step)):
-            yield Made(batches=islice(batches, self.per_step), last=step == count - 1)
+            yield RankStep(batches=islice(batches, self.per_step), last=step == count - 1)
 
     def source_of(self, ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """Return the number of the source of each sequence."""
@@ -499,11 +503,11 @@ class PlannedSteps:
         return {**self.planner.state(at.epoch, at.step), "ended": at.ended, "content": self._content}
 
     def load(self, state: Mapping[str, Any]) -> Position:
-        """Return the position in a state; refuse a state of other data or settings."""
+        """Return the position in a state; raise if other data or settings saved it."""
         epoch, step = self.planner.resume(state)
         if None not in (before := state.get("content"), self._content) and before != self._content:
             raise ValueError(
-                "The checkpoint was written with other data of the same lengths and other tokens or labels. "
+                "The checkpoint was written with other data: the lengths agree, but tokens or labels do not. "
                 "Restore the data, or start without the loader's state."
             )
         if step and step == self._num_steps(epoch):
@@ -512,7 +516,8 @@ class PlannedSteps:
 
 
 def _keys(epoch: int, first: int, stop: int, per_step: int) -> Iterator[Key]:
-    """Yield an epoch's keys from a step on; a plain function keeps no loader and its workers alive."""
+    """Yield the keys of an epoch from a step on."""
+    # This is a function, not a method, so that the iterator keeps no loader and its workers alive.
     for batch in range(first * per_step, stop):
         step, micro = divmod(batch, per_step)
         yield epoch, step, micro, min(per_step, stop - step * per_step)
@@ -540,20 +545,21 @@ class Batches(TorchDataset[Batch]):
         plan = self._plans.step(epoch, step)
         if self._kind == "eval":
             return self._maker.batch(plan.microbatches(self._rank)[micro])
-        # Lightning divides by accumulate_grad_batches even if an epoch ends inside a step.
+        # If an epoch ends inside a step, scales count only loss tokens of microbatches that run. They still
+        # multiply by all microbatches, because Lightning divides by accumulate_grad_batches.
         run = None if self._kind == "step" else counted
         known = plan.scales(run)
         assert known is not None, "a planner of training data knows its loss tokens"
         scales = (*known, plan.token_scale(run))
-        own = plan.microbatches(self._rank)
-        if isinstance(plan, SharedStepPlan):  # packs shared with other ranks are read whole
+        microbatches = plan.microbatches(self._rank)
+        if isinstance(plan, SharedStepPlan):  # every rank of a group reads the whole pack
             assert isinstance(self._planner, SharedPlanner)
             degrees, batches = plan.degrees[self._rank].tolist(), []
-            for at, (spans, degree) in enumerate(zip(own, degrees, strict=True)):
+            for at, (spans, degree) in enumerate(zip(microbatches, degrees, strict=True)):
                 collate = partial(self._maker.collate, align=self._planner.sharing.align(degree))
                 maker = replace(self._maker, collate=collate)
                 batches.append(maker.batch(spans, tuple(scale / degree for scale in scales), at))
             return SharedStep(batches, degrees, digest_of(plan.degrees))
         if self._kind == "step":
-            return THDStep([self._maker.batch(spans, scales, at) for at, spans in enumerate(own)])
-        return self._maker.batch(own[micro], scales, micro)
+            return THDStep([self._maker.batch(spans, scales, at) for at, spans in enumerate(microbatches)])
+        return self._maker.batch(microbatches[micro], scales, micro)

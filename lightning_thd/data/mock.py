@@ -1,14 +1,14 @@
-"""A table or a distribution of lengths -> a map-style data set of random tokens with exactly those lengths.
+"""A file or a distribution of lengths -> a map-style data set of random tokens with these lengths.
 
-It serves to measure and test without data. The settings are those of the Megatron-LM mock fine-tuning data
-set, as a mapping, as JSON text or as a JSON file::
+Use it to measure and test without data. The settings are those of the Megatron-LM mock fine-tuning data set,
+as a mapping, as JSON text or as a JSON file::
 
     {"mode": "file", "path": "lengths.csv"}
     {"mode": "distribution", "type": "lognormal", "min_seq_len": 1024, "max_seq_len": 8192,
      "mean_seq_len": 4096, "lognormal_sigma": 1.1}
 
 Drawn lengths are clipped to their bounds, so the mean of this example becomes 3257. Sequence i depends only
-on (seed, i), so that every rank and worker sees the same.
+on (seed, i), so that every rank and worker makes the same sequence.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_thd.packing.permutation import derive_key, keyed_hashes
 
 IntArray = npt.NDArray[np.int64]
 
-_LENGTHS, _TOKENS = 20, 21  # purposes of keys
+_LENGTHS, _TOKENS = 20, 21  # mixed into the keys that draw lengths and tokens
 _LOGNORMAL = ("min_seq_len", "max_seq_len", "mean_seq_len", "lognormal_sigma")
 
 
@@ -36,7 +36,7 @@ class MockDataset:
 
     Args:
         config: the settings above as a mapping, JSON text, or the path of a ``.json`` file. A file of lengths
-            has one per line, with or without a heading.
+            has one length per line, with or without a heading.
         num_sequences: by default 10,000, or the rows of a file; a larger number repeats the rows.
         vocab_size: token ids are drawn from ``[0, vocab_size)``.
         seed: the seed of the lengths and the tokens.
@@ -58,7 +58,7 @@ class MockDataset:
 
     @property
     def lengths(self) -> IntArray:
-        """Return the tokens of every sequence, int64 ``[N]``, without making the tokens."""
+        """Return the length of every sequence, int64 ``[N]``, without making the tokens."""
         return self._lengths
 
     def __len__(self) -> int:
@@ -104,21 +104,21 @@ def _draw(low: int, high: int, mean: float, sigma: float, *, count: int, seed: i
             "lengths must be at least 1 and ascend, and sigma must be above 0."
         )
     hashes = keyed_hashes(np.arange(count, dtype=np.uint64), derive_key(seed, _LENGTHS))
-    # These are the middles of 2**52 equal steps of (0, 1), so never 0 or 1.
+    # Divide (0, 1) into 2**52 equal steps and take their middles, which are never 0 or 1.
     uniform = torch.from_numpy(((hashes >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52)
     drawn = torch.exp(math.log(mean) - sigma**2 / 2 + sigma * torch.special.ndtri(uniform))
     return drawn.clamp(low, high).long().numpy()
 
 
 def read_lengths(path: str | Path) -> IntArray:
-    """Read lengths, int64 ``[N]``, from a file with one per line, with or without a heading."""
+    """Read lengths, int64 ``[N]``, from a file with one length per line, with or without a heading."""
     lengths: list[int] = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").splitlines(), 1):
         cell = line.strip()
         if not cell or (not lengths and cell[0].isalpha()):
             continue
         if not cell.isdigit() or int(cell) < 1:
-            raise ValueError(f"Line {number} of {path} is {line!r}, no positive integer. Correct it.")
+            raise ValueError(f"Line {number} of {path} is {line!r}, not a positive integer. Correct it.")
         lengths.append(int(cell))
     if not lengths:
         raise ValueError(f"{path} has no lengths. Write one positive integer on each line.")

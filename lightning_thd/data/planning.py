@@ -1,4 +1,4 @@
-"""A counted set, its settings and the ranks -> its planner; windows are counted once for all runs."""
+"""A counted data set, settings and ranks -> a planner; the packs of windows are counted once for all runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_thd.data.read.sources import Opener
 from lightning_thd.data.sets import DataSet
 from lightning_thd.data.store.cache import cached_arrays
 from lightning_thd.data.store.index import Empty, MapDataset, refuse_cuts
-from lightning_thd.data.trainer_link import Host, model_cost, model_counts, model_patch
+from lightning_thd.data.trainer_link import Job, model_cost, model_counts, model_patch
 from lightning_thd.packing import Cost, PackPlanner, Packs, Scheduler, Sequences
 from lightning_thd.packing.entries import Oversize
 from lightning_thd.packing.lengths import make_slots
@@ -32,11 +32,11 @@ from lightning_thd.packing.sharing import SharedPlanner
 
 T = TypeVar("T")
 
-_VERSION = 1  # The version of the counts in the cache.
-# These settings decide the packs of a window; others may change without a new count.
-_DECIDES = ("align", "window", "oversize", "seed")
+_VERSION = 1  # the version of the counts in the cache
+# Part of the cache key, with the capacity and the data: the packs of windows depend on no other setting.
+_WINDOW_SETTINGS = ("align", "window", "oversize", "seed")
 
-COUNTS_FROM = 100_000  # With fewer sequences, counting windows takes less time than opening a file.
+COUNTS_FROM = 100_000  # With fewer sequences, counting packs takes less time than opening a cache file.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,22 +82,22 @@ class DataSettings:
         if self.pad_to is not None and self.pad_to < self.capacity:
             raise ValueError(f"pad_to={self.pad_to} is less than capacity={self.capacity}. Raise or omit it.")
 
-    def step(self, host: Host) -> Packs | Sequences:
-        """Return the size of an optimizer step; by default one pack per rank (or largest group) and batch."""
-        groups = host.ranks if host.sharing is None else max(1, host.ranks // host.sharing.max_degree)
-        return self.global_batch or Packs(groups * host.accumulate)
+    def step(self, job: Job) -> Packs | Sequences:
+        """Return the size of a step; by default one pack for each rank (or largest group) and batch."""
+        groups = job.ranks if job.sharing is None else max(1, job.ranks // job.sharing.max_degree)
+        return self.global_batch or Packs(groups * job.accumulate)
 
-    def collator(self, host: Host) -> partial[THDBatch]:
+    def collator(self, job: Job) -> partial[THDBatch]:
         """Return the function that collates checked samples for the model."""
-        return partial(collate_checked, align=host.alignment, pad_to=self.pad_to, **model_counts(host.model))
+        return partial(collate_checked, align=job.alignment, pad_to=self.pad_to, **model_counts(job.model))
 
-    def pins(self, host: Host) -> bool:
+    def pins(self, job: Job) -> bool:
         """Return whether batches are page-locked."""
-        return host.on_gpu if self.pin_memory is None else self.pin_memory
+        return job.on_gpu if self.pin_memory is None else self.pin_memory
 
 
 class Setting(Generic[T]):
-    """An attribute of a data module, kept in its ``DataSettings``; a new value applies to later loaders."""
+    """An attribute of a data module that reads and replaces a value of its ``DataSettings``."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -109,16 +109,14 @@ class Setting(Generic[T]):
         module._settings = replace(module._settings, **{self._name: value})
 
 
-def make_planner(
-    data: DataSet, settings: DataSettings, host: Host, *, training: bool
-) -> tuple[Planner, MapDataset]:
-    """Make a set's planner, and the dataset of its rows; a step of evaluation is one pack per rank."""
-    sharing = host.sharing if training else None
+def make_planner(data: DataSet, settings: DataSettings, job: Job, *, training: bool) -> Planner:
+    """Make the planner of a data set; a step of evaluation is one pack per rank."""
+    sharing = job.sharing if training else None
     capacity, oversize = settings.capacity, settings.oversize
     if sharing is not None:
         clashes = {
             "a mixture": data.weights is not None,
-            f"a precision that aligns packs ({host.alignment})": host.alignment != sharing.align(1),
+            f"a precision that aligns packs ({job.alignment})": job.alignment != sharing.align(1),
             f"max_patches={settings.max_patches}": settings.max_patches is not None,
             f"pad_to={settings.pad_to}": settings.pad_to is not None,
             "oversize='own_pack'": settings.oversize == "own_pack",
@@ -130,12 +128,11 @@ def make_planner(
     largest = capacity if sharing is None else capacity * sharing.max_degree
     if oversize in ("truncate", "split"):
         refuse_cuts(data.index, data.dataset, largest)
-    rows = data.dataset
     plan: dict[str, Any] = {
-        "global_batch": settings.step(host) if training else Packs(host.ranks),
-        "loss_tokens": partial(data.index.loss_weights, rows),
-        "align": host.alignment,
-        "cost": settings.cost or model_cost(host.model, largest),
+        "global_batch": settings.step(job) if training else Packs(job.ranks),
+        "loss_tokens": partial(data.index.loss_weights, data.dataset),
+        "align": job.alignment,
+        "cost": settings.cost or model_cost(job.model, largest),
         "window": settings.window,
         "oversize": oversize,
         "tail": settings.tail if training else "pad",
@@ -143,32 +140,31 @@ def make_planner(
         "scheduler": settings.scheduler if training else None,
         "schedule": settings.schedule if training and settings.schedule is not None else data.schedule,
     }
-    if sharing is None:
-        plan |= _images(data, settings, host)
-    else:
-        del plan["align"]
-        return SharedPlanner(data.index.lengths, capacity, sharing=sharing, **plan), rows
+    if sharing is not None:
+        del plan["align"]  # each degree has its own alignment
+        return SharedPlanner(data.index.lengths, capacity, sharing=sharing, **plan)
+    plan |= _images(data, settings, job)
     if settings.share_prefixes:
-        cut = host.alignment is not None and host.alignment.sequence_multiple != 1
+        cut = job.alignment is not None and job.alignment.sequence_multiple != 1
         clashes = {
             "a mixture, which draws sequences one by one": data.weights is not None,
-            "context parallelism, which cuts every sequence": cut or host.sharing is not None,
+            "context parallelism, which cuts every sequence": cut or job.sharing is not None,
         }
         _refuse("share_prefixes=True", clashes)
-        return PrefixPlanner(data.index.lengths, capacity, ids=partial(prefix_bytes, rows), **plan), rows
+        return PrefixPlanner(data.index.lengths, capacity, ids=partial(prefix_bytes, data.dataset), **plan)
     if data.weights is not None:
-        return _mixture_planner(data, settings, plan), rows
-    whole = partial(PackPlanner, data.index.lengths, capacity, **plan)
+        return _mixture_planner(data, settings, plan)
+    make = partial(PackPlanner, data.index.lengths, capacity, **plan)
     if data.key is None or len(data.index.lengths) < COUNTS_FROM:
-        return whole(), rows
-    return plan_counted_once(whole, data.key, settings.opener.cache_dir), rows
+        return make()
+    return plan_counted_once(make, data.key, settings.opener.cache_dir)
 
 
 def _mixture_planner(data: DataSet, settings: DataSettings, plan: dict[str, Any]) -> MixturePlanner:
     assert data.weights is not None
     assert data.lengths is not None
     if settings.schedule is not None:
-        raise ValueError("schedule= places each sequence once, and a mixture draws them. Leave one out.")
+        raise ValueError("schedule= uses each sequence once, but a mixture draws sequences. Leave one out.")
     slots = make_slots(settings.capacity, plan["align"])
     limit = slots.usable // slots.multiple * slots.multiple
     most = limit if plan["oversize"] == "drop" else None
@@ -184,11 +180,11 @@ def _mixture_planner(data: DataSet, settings: DataSettings, plan: dict[str, Any]
     return MixturePlanner(data.index.lengths, settings.capacity, mixture=mixture, **plan)
 
 
-def _images(data: DataSet, settings: DataSettings, host: Host) -> dict[str, Any]:
-    """Return the planner's options for images: the bound on patches, and the patches of all sequences."""
-    sizes, patch = data.index.sizes, model_patch(host.model)
+def _images(data: DataSet, settings: DataSettings, job: Job) -> dict[str, Any]:
+    """Return the options of a planner for images: the bound on patches, and the patches of all sequences."""
+    sizes, patch = data.index.sizes, model_patch(job.model)
     found = {} if settings.max_patches is None else {"max_patches": settings.max_patches}
-    if settings.max_patches is not None and not data.index.seen and settings.extras_cost is None:
+    if settings.max_patches is not None and not data.index.sizes_measured and settings.extras_cost is None:
         raise ValueError(
             f"max_patches= needs the rows, but {data.name} has `lengths`, so no row was read. "
             "Pass extras_cost=, or remove the `lengths`."
@@ -208,7 +204,7 @@ def _images(data: DataSet, settings: DataSettings, host: Host) -> dict[str, Any]
 
 
 def prefix_bytes(rows: MapDataset, i: int) -> bytes:
-    """Return the ids of a row, 4 bytes each; a row with images or positions gets ids of its own instead."""
+    """Return the ids of a row, 4 bytes each; ids that no other row has if it carries images or positions."""
     sample = rows[i]
     ids = np.asarray(sample["input_ids"])
     if inputs(sample) or any(key in sample for key in ("position_ids", *TYPES)):
@@ -217,46 +213,46 @@ def prefix_bytes(rows: MapDataset, i: int) -> bytes:
 
 
 def _refuse(option: str, clashes: Mapping[str, bool]) -> None:
-    """Refuse an option together with another that clashes with it; the error names the first such one."""
+    """Raise for the first of ``clashes`` that is True."""
     for other, clashing in clashes.items():
         if clashing:
             raise ValueError(f"{option} cannot be used with {other}. Leave one of them out.")
 
 
 def counts_of(data: DataSet, planner: Planner) -> dict[str, int]:
-    """Return how many sequences the policies left out or changed; bad records count as ``skipped``."""
+    """Return how many sequences each policy left out or changed; bad records count as ``skipped``."""
     counts = dict(planner.entries.counts)
     counts["empty"] -= len(data.index.bad)  # a bad row also has length 0
     return {**counts, "skipped": data.skipped} if data.skipped else counts
 
 
 def plan_counted_once(
-    plan: partial[PackPlanner], key: Mapping[str, Any], cache_dir: str | Path | None
+    make: partial[PackPlanner], key: Mapping[str, Any], cache_dir: str | Path | None
 ) -> PackPlanner:
-    """Make a planner; read its number of packs per window from the cache if they were counted before."""
-    given = plan.keywords
-    if isinstance(given["global_batch"], Sequences) or given["schedule"] is not None:
-        return plan()
+    """Make a planner; take the number of packs of each window from the cache if it is there."""
+    options = make.keywords
+    if isinstance(options["global_batch"], Sequences) or options["schedule"] is not None:
+        return make()
     made: list[PackPlanner] = []
 
     def count() -> dict[str, npt.NDArray[np.uint32]]:
-        made.append(plan())
+        made.append(make())
         counts = made[0].counts
         assert counts is not None
         return {"counts": counts}
 
-    of = {"of": dict(key), "capacity": plan.args[1], **{name: repr(given[name]) for name in _DECIDES}}
-    if "max_patches" in given and "patches" in given:
-        table = given["patches"]
-        of["max_patches"] = (
-            f"{given['max_patches']} {media_digest(partial(np.take, table, axis=0), len(table))}"
-        )
-    found = cached_arrays("counts", of, count, version=_VERSION, cache_dir=cache_dir)
-    return made[0] if made else plan(counts=np.asarray(found["counts"]))
+    cache_key = {"of": dict(key), "capacity": make.args[1]}
+    cache_key |= {name: repr(options[name]) for name in _WINDOW_SETTINGS}
+    if "max_patches" in options and "patches" in options:
+        table = options["patches"]
+        digest = media_digest(partial(np.take, table, axis=0), len(table))
+        cache_key["max_patches"] = f"{options['max_patches']} {digest}"
+    found = cached_arrays("counts", cache_key, count, version=_VERSION, cache_dir=cache_dir)
+    return made[0] if made else make(counts=np.asarray(found["counts"]))
 
 
-def announce(data: DataSet, planner: Planner, host: Host) -> None:
-    """Print and log how large a set is and what its policies leave out or change."""
+def announce(data: DataSet, planner: Planner, job: Job) -> None:
+    """Print the size of a data set; print and log how many sequences policies leave out or change."""
     lengths, name = data.index.lengths, data.name
     changed = {key: count for key, count in counts_of(data, planner).items() if count}
     rank_zero_info(
@@ -266,8 +262,8 @@ def announce(data: DataSet, planner: Planner, host: Host) -> None:
     learned = data.index.weights if len(data.index.weights) else data.index.loss_tokens
     if name == "train" and lengths.max(initial=0) > 1 and not learned.any():
         rank_zero_warn(
-            "train: no token is learned, because all labels are -100, or all weights 0. "
-            "Label each token that is to be learned with its id."
+            "train: no token is learned, because all labels are -100 or all weights are 0. "
+            "The label of a token that the model should learn is its id."
         )
-    for logger in host.loggers if changed else ():
+    for logger in job.loggers if changed else ():
         logger.log_metrics({f"data/{name}_{key}": count for key, count in changed.items()}, step=0)

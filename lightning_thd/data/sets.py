@@ -1,4 +1,4 @@
-"""The sources of one stage -> their data, opened, counted and laid end to end."""
+"""The sources of a stage -> one data set, opened and counted; the sources of a mixture lie end to end."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lightning_thd.data.read.sources import Opener, Source
 from lightning_thd.data.read.vision_chat import ChatRows
 from lightning_thd.data.store.index import Empty, MapDataset, SequenceIndex, build_index, keeps_rows
 
-_BAR_FROM = 10_000  # sequences: below it counting takes less than a second
+_BAR_FROM = 10_000  # Counting fewer sequences takes less than a second, and shows no progress bar.
 
 
 class MixedRows(ConcatDataset[dict[str, Any]]):
-    """A dataset made of several datasets laid end to end."""
+    """Several datasets laid end to end."""
 
     def __init__(self, datasets: Mapping[str, Any]) -> None:
         super().__init__(datasets.values())
@@ -28,7 +28,7 @@ class MixedRows(ConcatDataset[dict[str, Any]]):
 
     @property
     def keeps_rows(self) -> bool:
-        """Return whether rows of all its datasets stay unchanged when others are read."""
+        """Return whether a row of any of the datasets stays unchanged when other rows are read."""
         return all(map(keeps_rows, self.datasets))
 
 
@@ -38,12 +38,12 @@ def join_indices(indices: list[SequenceIndex]) -> SequenceIndex:
     starts = (np.cumsum(counts) - counts).tolist()
     pairs = list(zip(indices, starts, strict=True))
 
-    def joined(name: str, without: Callable[[SequenceIndex], NDArray[Any]]) -> NDArray[Any]:
-        """Join a column; if only some indices have it, ``without`` makes it for the others."""
+    def joined(name: str, default: Callable[[SequenceIndex], NDArray[Any]]) -> NDArray[Any]:
+        """Join a column; ``default`` makes it for indices without it, unless none has it."""
         columns: list[NDArray[Any]] = [getattr(index, name) for index in indices]
         if not any(map(len, columns)):
             return columns[0]
-        return np.concatenate([x if len(x) else without(i) for x, i in zip(columns, indices, strict=True)])
+        return np.concatenate([x if len(x) else default(i) for x, i in zip(columns, indices, strict=True)])
 
     most, start = max(pairs, key=lambda pair: int(pair[0].largest[0]))
     return SequenceIndex(
@@ -55,7 +55,7 @@ def join_indices(indices: list[SequenceIndex]) -> SequenceIndex:
         largest=np.array([most.largest[0], most.largest[1] + start]),
         bad=np.concatenate([index.bad + start for index, start in pairs]),
         sizes=joined("sizes", lambda index: np.zeros((len(index.lengths), COLUMNS), np.int64)),
-        seen=all(index.seen for index in indices),
+        sizes_measured=all(index.sizes_measured for index in indices),
         checked=all(index.checked for index in indices),
     )
 
@@ -65,12 +65,12 @@ class DataSet:
     """The data of one stage, opened and counted."""
 
     name: str  # ``"train"``, ``"val"``, ..., or ``"val/code"`` if a stage has several
-    dataset: MapDataset  # gives ids, sequence by sequence
+    dataset: MapDataset  # ``[i]`` gives the ids of a sequence
     index: SequenceIndex  # lengths and loss tokens of the sequences
-    key: dict[str, Any] | None  # the fingerprint of its content and policies; None without one
+    key: dict[str, Any] | None  # the cache key of its content and policies; None without a fingerprint
     schedule: NDArray[np.int64] | None = None  # the pack of each sequence, if rows are ready packs
     weights: dict[str, float] | None = None  # the share of each source of a mixture, in any unit
-    lengths: dict[str, NDArray[np.integer]] | None = None  # for each source of a mixture
+    lengths: dict[str, NDArray[np.integer]] | None = None  # the lengths in each source of a mixture
 
     @property
     def skipped(self) -> int:
@@ -78,12 +78,12 @@ class DataSet:
         return len(self.index.bad) + int(getattr(self.dataset, "skipped", 0))
 
 
-def open_mixture(name: str, sources: Mapping[str, Any], opener: Opener, **how: Any) -> DataSet:
+def open_mixture(name: str, sources: Mapping[str, Any], opener: Opener, **options: Any) -> DataSet:
     """Open the sources of a mixture, each ``(source, weight)``, and lay them end to end."""
-    opened = {}
+    opened, weights = dict[str, DataSet](), dict[str, float]()
     for part, given in sources.items():
-        source, _ = weighted(part, given)
-        opened[part] = open_set(f"{name}/{part}", source, opener, **how)
+        source, weights[part] = weighted(part, given)
+        opened[part] = open_set(f"{name}/{part}", source, opener, **options)
         if opened[part].schedule is not None:
             raise ValueError(f"{part!r} holds ready packs. In a mixture set packed='sequences'.")
     keys = [data.key for data in opened.values()]
@@ -92,34 +92,34 @@ def open_mixture(name: str, sources: Mapping[str, Any], opener: Opener, **how: A
         dataset=MixedRows({part: data.dataset for part, data in opened.items()}),
         index=join_indices([data.index for data in opened.values()]),
         key=None if None in keys else {"mixture": keys},
-        weights={part: weighted(part, given)[1] for part, given in sources.items()},
+        weights=weights,
         lengths={part: data.index.lengths for part, data in opened.items()},
     )
 
 
-def refuse_unused(processor: object, data: DataSet) -> None:
-    """Refuse a processor if no data are conversations, which it renders."""
-    rows = data.dataset.datasets if isinstance(data.dataset, MixedRows) else [data.dataset]
-    if processor is not None and len(data.dataset) and not any(isinstance(one, ChatRows) for one in rows):
+def refuse_unused_processor(processor: object, data: DataSet) -> None:
+    """Raise if a processor is given, but no data are conversations for it to render."""
+    datasets = data.dataset.datasets if isinstance(data.dataset, MixedRows) else [data.dataset]
+    if processor is not None and len(data.dataset) and not any(isinstance(x, ChatRows) for x in datasets):
         raise ValueError(
             f"the {data.name} data hold ids, and processor= renders conversations. Leave processor= out."
         )
 
 
 def refuse_class_names(name: str, source: Any, opener: Opener, classifier: str) -> None:
-    """Refuse class names as ``label`` for a model that learns labels, because names are left out."""
+    """Raise if ``label`` holds a class name, because a model can learn only numbers."""
     for part in [given[0] for given in source.values()] if is_mixture(source) else [source]:
         record = opener.first_record(part)
         label = record.get("label") if isinstance(record, Mapping) else None
         if isinstance(label, str):
             raise ValueError(
-                f"the first record of the {name} data has label={label!r}, and {classifier} learns numbers. "
+                f"the first record of the {name} data has label={label!r}, but {classifier} learns numbers. "
                 "Map names of classes to numbers, or drop the key."
             )
 
 
 def is_mixture(source: object) -> bool:
-    """Return whether a source is a dict of named sources, not a dataset of columns or splits."""
+    """Return whether a source is a dict of named sources, not of columns or splits of one dataset."""
     if not isinstance(source, Mapping) or not source or hasattr(source, "column_names"):
         return False
     pairs = all(isinstance(part, tuple | list) and len(part) == 2 for part in source.values())
@@ -162,15 +162,15 @@ def open_set(
 
 
 def named_sources(sources: Mapping[str, Any]) -> dict[str, Any]:
-    """Name each source that is given: ``val/code`` if an evaluation stage has several."""
+    """Name each source by its stage, such as ``val``; ``val/code`` if an evaluation stage has several."""
     named: dict[str, Any] = {}
     for stage, source in sources.items():
         if stage == "train" or not is_mixture(source):
             named |= {} if source is None else {stage: source}
             continue
-        for name, one in source.items():
-            weight = isinstance(one, tuple | list) and len(one) == 2 and isinstance(one[1], int | float)
-            if one is None or weight or name == "":
-                raise TypeError(f"{stage}[{name!r}] is {described(one)}; wanted a named source, no weight.")
-            named[f"{stage}/{name}"] = one
+        for name, part in source.items():
+            weight = isinstance(part, tuple | list) and len(part) == 2 and isinstance(part[1], int | float)
+            if part is None or weight or name == "":
+                raise TypeError(f"{stage}[{name!r}] is {described(part)}; wanted a named source, no weight.")
+            named[f"{stage}/{name}"] = part
     return named

@@ -1,4 +1,4 @@
-"""The trained steps of a mixture -> the tokens, share and loss of each source, in the loggers."""
+"""The trained steps of a mixture -> the tokens, share and loss of each source, sent to the loggers."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
 
 class SourceLog:
-    """Logs the tokens of each source, from the plan, and its loss over all ranks, once per log interval."""
+    """Logs the tokens and the loss of each source, over all ranks, once per log interval."""
 
     def __init__(self, loader: THDLoader, tokens: Mapping[str, int]) -> None:
         self.loader, self._names = loader, loader.source.names
-        # Each step begun since the last log: (epoch, step), and on the first process its tokens per source.
+        # Steps begun since the last log: (epoch, step), and on process 0 the tokens per source, else 0.
         self._steps: list[tuple[tuple[int, int], NDArray[np.int64] | int]] = []
         self.restore(tokens)
-        self._own: tuple[tuple[int, ...], ...] = ()
-        self._sums: Tensor | None = None  # loss and weight of each source since the last log, fp64 [2, K + 1]
+        self._announced: tuple[tuple[int, ...], ...] = ()  # sequence ids of the microbatches of this batch
+        # Loss and weight of each source since the last log, fp64 [2, K + 1]; the last column is padding.
+        self._sums: Tensor | None = None
 
     def begin(self, trainer: L.Trainer, batch: THDBatch | THDStep) -> None:
         """Record the sources of the coming batch, and log if a log is due; called on every rank."""
@@ -40,27 +41,27 @@ class SourceLog:
                 self.flush(trainer)
             self._steps.append((step, self.loader.tokens_of(*step) if trainer.is_global_zero else 0))
         microbatches = batch.microbatches if isinstance(batch, THDStep) else (batch,)
-        self._own = tuple(part.sequence_ids for part in microbatches)
+        self._announced = tuple(part.sequence_ids for part in microbatches)
         watch(self)
 
     def wants(self, batch: THDBatch) -> bool:
-        """Return whether a batch belongs to the step that ``begin`` has announced."""
-        return batch.sequence_ids in self._own
+        """Return whether a batch is a microbatch of the batch that was given to ``begin``."""
+        return batch.sequence_ids in self._announced
 
     def see(self, batch: THDBatch, slots: SlotLosses, scale: float) -> None:
         """Add the losses of a batch to the sums of their sources, on the device."""
         if not scale:
             return  # no loss token
-        where = self._source_of_slots(batch)
-        where = where if slots.kept is None else where.index_select(0, slots.kept)
+        source = self._source_of_slots(batch)
+        source = source if slots.kept is None else source.index_select(0, slots.kept)
         if self._sums is None:
-            self._sums = self._zeros(where.device)
+            self._sums = self._zeros(source.device)
         found = torch.stack([slots.losses.flatten(), slots.weights.flatten()]).to(self._sums.dtype)
-        # A replayed step may have more slots than the batch; the batch's slots come first.
-        self._sums.index_add_(1, where, found[:, : len(where)] / scale)
+        # A step that is replayed from a CUDA graph may have more slots, which follow those of the batch.
+        self._sums.index_add_(1, source, found[:, : len(source)] / scale)
 
     def _source_of_slots(self, batch: THDBatch) -> Tensor:
-        """Return the number of each slot's source, int64 ``[T]``; padding gets the number after the last."""
+        """Return the number of the source of each slot, int64 ``[T]``; padding has the number of sources."""
         sources = self.loader.source.source_of(np.asarray(batch.sequence_ids, np.int64))
         of_sequence: Tensor = uploaded(np.append(sources, len(self._names)), batch.targets.device)
         sequence = seq_idx_from_cu_seqlens(batch.cu_seqlens_padded, batch.targets.shape[-1])
@@ -86,7 +87,7 @@ class SourceLog:
             logger.log_metrics(logged, step=max(0, last))
 
     def state(self, trainer: L.Trainer) -> dict[str, int]:
-        """Return the tokens of each source in finished steps; other ranks than the first return nothing."""
+        """Return the tokens of each source in finished steps; an empty dict except on process 0."""
         if not trainer.is_global_zero:
             return {}
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress
@@ -104,7 +105,7 @@ class SourceLog:
         return torch.zeros((2, len(self._names) + 1), dtype=wide, device=device)
 
     def _losses(self, trainer: L.Trainer) -> list[float | None]:
-        """Sum the losses of all ranks and read each source's mean: one all-reduce and one device read."""
+        """Return the mean loss of each source over all ranks, with one all-reduce and one device read."""
         sums, self._sums = self._sums, None
         if sums is None:  # in a pipeline only the last stage has losses
             sums = self._zeros(trainer.strategy.root_device)
@@ -115,20 +116,22 @@ class SourceLog:
 
 
 class LogsSources(L.LightningDataModule):
-    """The hooks with which a data module logs the sources of its mixture and saves their token counts."""
+    """Hooks of a data module that log the sources of a mixture and save their token counts."""
 
-    _source_log: SourceLog | None = None  # set for a mixture
-    _restored: Mapping[str, int] = MappingProxyType({})  # a checkpoint's token counts, until a log exists
+    _source_log: SourceLog | None = None  # None without a mixture
+    _restored: Mapping[str, int] = MappingProxyType(
+        {}
+    )  # token counts of a checkpoint, for the log made later
 
     def _log_sources(self, loader: THDLoader) -> None:
-        """Log the sources of a loader's mixture; loaders of the same plan share one log."""
+        """Make the log of a loader of a mixture; loaders of the same plan share one log."""
         before = None if self._source_log is None else self._source_log.loader
         same = before is not None and before.planner is loader.planner is not None
         if loader.source.names and before is not loader and not same:
             self._source_log, self._restored = SourceLog(loader, self._restored), {}
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Log tokens and loss of each source of a mixture; Lightning calls this with every batch."""
+        """Record the sources of a training batch; Lightning calls this with every batch."""
         if self._source_log is not None and self.trainer is not None and self.trainer.training:
             self._source_log.begin(self.trainer, batch)
         return hook_of_module(self.trainer, batch, dataloader_idx)
@@ -139,14 +142,14 @@ class LogsSources(L.LightningDataModule):
             self._source_log.flush(self.trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a mixture's token count per source for a checkpoint; an empty dict without a mixture."""
+        """Return the tokens of each source of a mixture for a checkpoint; an empty dict without a mixture."""
         if self._source_log is None or self.trainer is None:
             return {}
         tokens = self._source_log.state(self.trainer)
         return {"source_tokens": tokens} if tokens else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a mixture's token count per source from a checkpoint."""
+        """Restore the tokens of each source from a checkpoint."""
         tokens = state_dict.get("source_tokens", {})
         if self._source_log is None:
             self._restored = tokens

@@ -1,4 +1,4 @@
-"""A Trainer and its model -> the ranks, steps, sizes and progress that a data module needs."""
+"""A Trainer and its model -> the ranks, alignment, costs and progress that a data module needs."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from lightning_thd.packing.sharing import Sharing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Host:
-    """The ranks, devices, model and loggers of the Trainer or loop that runs the loaders."""
+class Job:
+    """The ranks, device, model and loggers of a training job: of a Trainer, or of a loop without one."""
 
     rank: int = 0  # data-parallel rank of this process
     ranks: int = 1  # number of data-parallel ranks
     accumulate: int = 1  # batches that each rank runs between two optimizer steps
-    is_first: bool = True  # whether this process writes messages and shows bars
+    is_first: bool = True  # whether this process writes messages and shows progress bars
     on_gpu: bool = False  # whether batches are moved to a CUDA device
     alignment: Alignment | None = None
-    sharing: Sharing | None = None  # how many ranks may share a sequence, if the plan decides that
+    sharing: Sharing | None = None  # set with context_parallel_size="dynamic"
     model: nn.Module | None = None  # the module that is trained
     loggers: tuple[Logger, ...] = ()
-    whole_steps: bool = False  # With Packs(n), one batch holds all packs of this rank's step.
+    whole_steps: bool = False  # whether a batch holds all packs of this rank in a step, also with Packs(n)
 
 
-def host_of(trainer: L.Trainer) -> Host:
-    """Describe a Trainer as a ``Host``; its strategy knows which ranks read different data."""
+def job_of(trainer: L.Trainer) -> Job:
+    """Describe a Trainer as a ``Job``; its strategy knows which ranks read different data."""
     sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
     device = getattr(trainer.strategy, "root_device", None)
     sharing = getattr(trainer.strategy, "sharing", None)
-    return Host(
+    return Job(
         rank=sampler.get("rank", 0),
         ranks=sampler.get("num_replicas", 1),
         accumulate=trainer.accumulate_grad_batches,
@@ -60,7 +60,7 @@ def host_of(trainer: L.Trainer) -> Host:
 
 
 def on_gpu(model: nn.Module | None, device: torch.device | str | None) -> bool:
-    """Return whether batches go to a CUDA device: the one given, or that of the model's parameters."""
+    """Return whether batches go to a CUDA device: to ``device``, or by default to that of the model."""
     if device is not None:
         return torch.device(device).type == "cuda"
     parameters = () if model is None else model.parameters()
@@ -68,21 +68,21 @@ def on_gpu(model: nn.Module | None, device: torch.device | str | None) -> bool:
 
 
 def alignment_of(strategy: Any, precision: Any, module: nn.Module | None = None) -> Alignment | None:
-    """Return the multiples of lengths and totals that the strategy and the precision together need."""
-    asked: Alignment | None = getattr(strategy, "alignment", None)
+    """Return the multiples of lengths and totals that both the strategy and the precision need."""
+    of_strategy: Alignment | None = getattr(strategy, "alignment", None)
     rule = getattr(precision, "alignment", None)
     if not callable(rule):
         rule = getattr(recipe_of(module), "alignment", None)
     if rule is None:
-        return asked
+        return of_strategy
     cp = getattr(strategy, "context_parallel_size", 1)
-    found: Alignment = rule(
+    of_precision: Alignment = rule(
         cp=cp if isinstance(cp, int) else getattr(strategy, "max_context_parallel_size", 1),
         tp=getattr(strategy, "tensor_parallel_size", 1),
         sequence_parallel=bool(getattr(strategy, "sequence_parallel", False)),
         layout=getattr(strategy, "context_parallel_layout", "dual_chunk"),
     )
-    return found if asked is None else asked.joined_with(found)
+    return of_precision if of_strategy is None else of_strategy.joined_with(of_precision)
 
 
 def model_alignment(module: nn.Module | None) -> Alignment | None:
@@ -92,7 +92,7 @@ def model_alignment(module: nn.Module | None) -> Alignment | None:
 
 
 def recipe_of(module: nn.Module | None) -> Any | None:
-    """Return the FP8 recipe that a model, or a layer inside it, was converted with, or None."""
+    """Return the FP8 recipe with which a model or a layer of it was converted, or None."""
     for child in module.modules() if module is not None else ():
         if (recipe := child.__dict__.get("_thd_fp8")) is not None:
             return recipe
@@ -100,19 +100,19 @@ def recipe_of(module: nn.Module | None) -> Any | None:
 
 
 def vocab_size(module: nn.Module | None) -> int | None:
-    """Return the size of the model's vocabulary, if its config has it."""
+    """Return the vocabulary size in the model's config, or None."""
     config = model_config(module)
     return getattr(config.get_text_config(), "vocab_size", None) if config is not None else None
 
 
 def sequence_classifier(module: nn.Module | None) -> str | None:
-    """Return the class of the first model in a module that has one output per sequence, if any."""
+    """Return the class name of the first model in a module that classifies sequences, or None."""
     names = (type(model).__name__ for _, model in models_in(module))
     return next((name for name in names if name.endswith("ForSequenceClassification")), None)
 
 
 def say_other_attention(module: nn.Module | None) -> None:
-    """Print a notice for each trained model whose attention may cross the sequences of a pack."""
+    """Print a notice for each trained model whose attention may cross sequence boundaries in a pack."""
     for model in outermost_models(module).values():
         text = text_config(model.config)
         attention = getattr(text, "_attn_implementation", None)
@@ -126,7 +126,7 @@ def say_other_attention(module: nn.Module | None) -> None:
 
 
 def model_cost(module: nn.Module | None, longest: int) -> Cost | None:
-    """Return the cost of a sequence by the model's FLOPs, exact at ``longest``; None if unknown."""
+    """Return the cost of a sequence by the model's FLOPs, exact at ``longest`` tokens; None if unknown."""
     model = _flops_model(module)
     return None if model is None else Cost.from_flops(model, longest=longest)
 
@@ -138,7 +138,7 @@ def model_counts(module: nn.Module | None) -> dict[str, Any]:
 
 
 def model_patch(module: nn.Module | None) -> int | None:
-    """Return the edge of an image patch in pixels, from the config of the model's vision tower, if any."""
+    """Return the edge of an image patch in pixels, from the config of the vision tower, or None."""
     vision = getattr(model_config(module), "vision_config", None)
     found = getattr(vision, "patch_size", None)
     return found if isinstance(found, int) else None
@@ -152,17 +152,17 @@ def _flops_model(module: nn.Module | None) -> FlopsModel | None:
         return None
 
 
-def hide_hooks(module: L.LightningDataModule, own: type, hooks: Iterable[str]) -> None:
-    """Make hooks of a data module look absent to Lightning, except those that a subclass overrides."""
+def hide_hooks(module: L.LightningDataModule, base: type, hooks: Iterable[str]) -> None:
+    """Make hooks of ``base`` look absent to Lightning, except those that a subclass overrides."""
     for hook in hooks:
-        if getattr(type(module), hook) is getattr(own, hook):
-            hidden = partial(getattr(own, hook), module)  # which says what is missing
+        if getattr(type(module), hook) is getattr(base, hook):
+            hidden = partial(getattr(base, hook), module)  # still callable
             hidden.__wrapped__ = getattr(L.LightningDataModule, hook)  # type: ignore[attr-defined]  # is_overridden
             setattr(module, hook, hidden)
 
 
 def hook_of_module(trainer: L.Trainer | None, batch: Any, dataloader_idx: int) -> Any:
-    """Run a module's own ``on_before_batch_transfer``; Lightning calls only the data module's."""
+    """Run ``on_before_batch_transfer`` of the LightningModule; Lightning calls only the data module's."""
     module = None if trainer is None else trainer.lightning_module
     if module is None or not is_overridden("on_before_batch_transfer", module):
         return batch
@@ -188,25 +188,25 @@ def check_trainer(trainer: L.Trainer | None, step: Packs | Sequences | None) -> 
             f"'thd_model_parallel', not {type(trainer.strategy).__name__}. Or use Packs(n). "
             "See docs/reference/messages.md#steps."
         )
-    host = host_of(trainer)
-    recipe = recipe_of(host.model)
+    job = job_of(trainer)
+    recipe = recipe_of(job.model)
     if recipe is not None and recipe.engine == "te" and not hasattr(trainer.precision_plugin, "recipe"):
         rank_zero_warn(
-            "The model was converted to Transformer Engine's FP8, and this Trainer has no FP8Precision: its "
+            "The model was converted to Transformer Engine's FP8, but this Trainer has no FP8Precision: its "
             "layers multiply in high precision outside fp8_context(model). Pass plugins=FP8Precision(...)."
         )
-    # A module that runs its optimizers itself decides how many batches make a step.
-    own = module is not None and not module.automatic_optimization and isinstance(step, Packs)
-    ranks = 1 if host.sharing is not None else host.ranks  # with degrees, packs need not divide by the ranks
-    check_step(step, ranks=ranks, accumulate=host.accumulate, whole=host.whole_steps or own)
+    # A module with manual optimization decides how many batches make a step.
+    manual = module is not None and not module.automatic_optimization and isinstance(step, Packs)
+    ranks = 1 if job.sharing is not None else job.ranks  # ranks that share packs divide any number of them
+    check_step(step, ranks=ranks, accumulate=job.accumulate, whole=job.whole_steps or manual)
 
 
 def check_step(step: Packs | Sequences | None, *, ranks: int, accumulate: int, whole: bool = False) -> None:
-    """Refuse a ``global_batch`` that contradicts ranks and accumulation; ``whole`` if a batch is a step."""
+    """Refuse a ``global_batch`` that contradicts ranks and accumulation; with ``whole`` a batch is a step."""
     if accumulate != 1 and (whole or isinstance(step, Sequences)):
         raise MisconfigurationException(
-            f"accumulate_grad_batches={accumulate}, but a pipeline, context_parallel_size='dynamic' and "
-            "Sequences(n) make each batch a step. Set gradient accumulation to 1. "
+            f"accumulate_grad_batches={accumulate}, but with a pipeline, context_parallel_size='dynamic' or "
+            "Sequences(n) each batch is a step. Set gradient accumulation to 1. "
             "See docs/reference/messages.md#steps."
         )
     if isinstance(step, Packs) and (step.n % ranks if whole else step.n != ranks * accumulate):
@@ -218,16 +218,17 @@ def check_step(step: Packs | Sequences | None, *, ranks: int, accumulate: int, w
 
 
 def settle_epoch(trainer: L.Trainer) -> list[Any]:
-    """Fix the resumed Trainer's epoch and batch counters before its training loader is restored."""
-    # Lightning ends an epoch that max_steps, max_time or an early stop interrupted, and would begin the next,
-    # so the rest would be lost. After max_steps it also runs one more batch of a complete epoch.
+    """Fix the epoch and batch counters of a resumed Trainer; return states that it would not restore."""
+    # If max_steps, max_time or an early stop interrupts an epoch, Lightning marks the epoch as complete. A
+    # resumed fit would begin the next epoch, and lose the rest. After max_steps, it would also run one more
+    # batch of a complete epoch.
     loop = trainer.fit_loop
     epochs: Any = loop.epoch_progress
     batches: Any = loop.epoch_loop.batch_progress
     states = loop._combined_loader_states_to_load
     over = any(isinstance(state, Mapping) and state.get("ended") is True for state in states)
     if over and epochs.total.processed < epochs.total.ready == epochs.total.started:
-        for count in (epochs.total, epochs.current):  # it was saved in a hook of the epoch's last batch
+        for count in (epochs.total, epochs.current):  # the checkpoint was saved in a hook of the last batch
             count.processed += 1
             count.completed = count.processed
     ended = 0 < epochs.total.ready == epochs.total.started == epochs.total.processed
@@ -236,7 +237,7 @@ def settle_epoch(trainer: L.Trainer) -> list[Any]:
     if batches.is_last_batch or over:
         _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]  # the loop's own setter checks max_steps
         loop._combined_loader_states_to_load = []
-        return states  # Lightning does not restore the states of loaders whose epoch was complete.
+        return states  # Lightning does not restore the states of loaders after a complete epoch
     if batches.current.processed:
         for count in (epochs.total, epochs.current):
             count.processed -= 1
@@ -246,14 +247,14 @@ def settle_epoch(trainer: L.Trainer) -> list[Any]:
 
 
 class Progress:
-    """A Trainer's position in its epoch, for a loader that saves its own position."""
+    """The position of a Trainer in its epoch, read and corrected by a loader."""
 
     def __init__(self, trainer: L.Trainer) -> None:
         self._trainer = trainer
         self._accumulate = trainer.accumulate_grad_batches
 
     def begins_epoch(self) -> bool:
-        """Return whether the Trainer is in ``on_train_epoch_start``, or a checkpoint was written there."""
+        """Return whether the Trainer is in ``on_train_epoch_start``, or resumes from a save inside it."""
         epochs: Any = self._trainer.fit_loop.epoch_progress.total
         return bool(epochs.started < epochs.ready)
 
@@ -262,8 +263,8 @@ class Progress:
         now = self._trainer.accumulate_grad_batches
         if now != self._accumulate:
             raise MisconfigurationException(
-                f"accumulate_grad_batches is {now}, but was {self._accumulate} when the training data was "
-                "set up, and the packs of a step were planned. Begin another fit to change it."
+                f"accumulate_grad_batches is {now}, but was {self._accumulate} when the training steps "
+                "were planned. Begin another fit to change it."
             )
 
     def total(self) -> int:
@@ -271,14 +272,14 @@ class Progress:
         return int(self._batches.total.processed)
 
     def limit(self, length: int | None) -> int | None:
-        """Return how many batches of an epoch of ``length`` the Trainer runs; None if that is unknown."""
+        """Return how many of ``length`` batches the Trainer runs in an epoch; None if that is unknown."""
         limited = self._trainer.limit_train_batches
         if isinstance(limited, int):
             return limited if length is None else min(length, limited)
         return length if length is None or limited is None else int(length * limited)
 
     def resize(self, length: int) -> None:
-        """Set the Trainer's number of batches for this epoch, because a mixture's epochs differ a little."""
+        """Set the Trainer's number of batches for this epoch, because epochs of a mixture differ a little."""
         trainer, batches = self._trainer, self.limit(length) or 0
         loop = trainer.fit_loop
         if loop.max_batches == batches or getattr(trainer, "overfit_batches", 0) > 0:
@@ -291,9 +292,10 @@ class Progress:
             trainer.val_check_batch = max(1, int(batches * trainer.val_check_interval))
 
     def match(self, start: int) -> None:
-        """Set Lightning's batch counter to the loader's position, after a change of ranks or mid-step."""
+        """Set Lightning's batch counters to ``start``, the batches of the loader's whole steps."""
+        # They differ after a change of ranks, or if the checkpoint was saved inside a step.
         progress = self._batches
-        if self.begins_epoch() and not start:  # the counts are still those of the epoch before
+        if self.begins_epoch() and not start:  # the counters are still those of the epoch before
             progress.current.reset()
             progress.is_last_batch = False
             return

@@ -31,7 +31,7 @@ from lightning_thd.data.loader import PlansAhead
 from lightning_thd.data.read.sources import Opener
 from lightning_thd.data.sets import open_mixture, open_set
 from lightning_thd.data.store.index import build_index
-from lightning_thd.data.trainer_link import Host
+from lightning_thd.data.trainer_link import Job
 from lightning_thd.module import CausalLMModule
 from lightning_thd.packing import Cost, PackPlanner, StepPlan, balance
 from lightning_thd.packing.sharing import Sharing
@@ -300,12 +300,12 @@ def test_fewer_sequences_than_ranks_give_every_rank_as_many_batches(step: Any) -
 
 def test_what_is_not_planned_by_degrees() -> None:
     opener, settings = Opener(), planning.DataSettings(capacity=CAPACITY)
-    host = Host(ranks=2, sharing=Sharing(max_degree=2))
+    job = Job(ranks=2, sharing=Sharing(max_degree=2))
     mixture = open_mixture("train", {"a": (sequences(3), 1.0)}, opener, empty="error")
     with pytest.raises(ValueError, match="context_parallel_size='dynamic' cannot be used with a mixture"):
-        planning.make_planner(mixture, settings, host, training=True)
+        planning.make_planner(mixture, settings, job, training=True)
     one = open_set("train", sequences(3), opener, empty="error")
-    aligned = replace(host, alignment=Alignment(sequence_multiple=1, total_multiple=16))
+    aligned = replace(job, alignment=Alignment(sequence_multiple=1, total_multiple=16))
     with pytest.raises(ValueError, match="with a precision that aligns packs"):
         planning.make_planner(one, settings, aligned, training=True)
 

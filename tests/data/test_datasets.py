@@ -131,7 +131,7 @@ def test_a_job_that_is_resumed_with_other_tokens_of_the_same_lengths_is_refused(
 
     state = loader(0).state_dict()
     loader(0).load_state_dict(state)
-    with pytest.raises(ValueError, match="same lengths and other tokens or labels"):
+    with pytest.raises(ValueError, match="other data: the lengths agree, but tokens or labels do not"):
         loader(20).load_state_dict(state)
 
 

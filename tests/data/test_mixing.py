@@ -125,7 +125,7 @@ def test_the_mean_over_sets_is_that_over_all_their_tokens_on_every_rank(strategy
         ({"a": sequences(3)}, {}, r"train\['a'\] is a list, wanted \(source, weight\)"),
         ({"a": (sequences(3), "x")}, {}, r"train\['a'\] is a tuple, wanted \(source, weight\)"),
         ({"a": (sequences(3), -1)}, {}, "The weight of 'a' is -1.0"),
-        ({"a": (sequences(3), 1)}, {"schedule": [0, 0, 1]}, "schedule= places each sequence"),
+        ({"a": (sequences(3), 1)}, {"schedule": [0, 0, 1]}, "schedule= uses each sequence"),
         ({"a": ([{"input_ids": [1] * 99}], 1)}, {}, "Sequence 0 has 99 tokens but at most 48 fit a pack"),
         ({"a": ([{"input_ids": [1, 2], "lengths": [1, 1]}], 1)}, {"packed": "packs"}, "holds ready packs"),
     ],

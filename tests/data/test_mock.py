@@ -77,7 +77,7 @@ def lengths_of(text: str) -> Any:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (lengths_of("5\nseven\n"), "Line 2 of .* is 'seven', no positive integer"),
+        (lengths_of("5\nseven\n"), "Line 2 of .* is 'seven', not a positive integer"),
         (lengths_of("5\n0\n"), "Line 2 of"),
         (lengths_of("id,len\n1,5\n"), "Line 2 of .* is '1,5'"),
         (lengths_of("seq_len\n"), "has no lengths"),

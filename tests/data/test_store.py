@@ -86,8 +86,8 @@ LABELLED = WITHOUT._replace(label=np.array([0, 1]))
         (lambda: TokenStore(TOKENS, OFFSETS, loss_tokens=np.array([1])), "loss_tokens of shape .* wanted 2"),
         (lambda: TokenStore(TOKENS, OFFSETS, label=np.array([1])), r"label of shape \(1,\); wanted 2"),
         (lambda: TokenStore(TOKENS, OFFSETS, np.zeros(2, int)), "labels of shape"),
-        (lambda: TokenStore(TOKENS, np.array([0, 2, 1, 3])), "Offsets run from 0 to 3, and never fall"),
-        (lambda: TokenStore(TOKENS, np.array([0, 2])), "Offsets run from 0 to 3"),
+        (lambda: TokenStore(TOKENS, np.array([0, 2, 1, 3])), "offsets must run from 0 to 3 and never fall"),
+        (lambda: TokenStore(TOKENS, np.array([0, 2])), "offsets must run from 0 to 3"),
         (lambda: TokenStore.from_rows([[-1]]), "Token ids start at 0, got -1"),
         (lambda: TokenStore.from_rows([[2**31]]), "Ids run to 2147483647"),
     ],
@@ -95,16 +95,16 @@ LABELLED = WITHOUT._replace(label=np.array([0, 1]))
 def test_a_store_of_arrays(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
-    with pytest.raises(IndexError, match="Sequence 5 of a TokenStore with 1"):
+    with pytest.raises(IndexError, match="Sequence 5 of a TokenStore of 1 seq"):
         TokenStore.from_rows([[1]])[5]
 
 
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ([WITHOUT, WITH], "Records before have no 'labels' and these have 'labels'"),
-        ([WITH, WITHOUT], "Records before have 'labels' and these have no 'labels'"),
-        ([LABELLED, WITHOUT], "Records before have 'label' and these have no 'label'"),
+        ([WITHOUT, WITH], "later records have 'labels', but the first"),
+        ([WITH, WITHOUT], "first records have 'labels', but the later"),
+        ([LABELLED, WITHOUT], "first records have 'label', but the later"),
     ],
 )
 def test_pieces_that_do_not_belong_together(tmp_path: Path, parts: list[Rows], message: str) -> None:

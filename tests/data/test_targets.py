@@ -337,7 +337,7 @@ def test_names_of_classes_are_refused_for_a_classifier(source: str, tmp_path: Pa
     made: dict[str, Any] = {"rows": given, "columns": ids, "mixture": mixture}
     train = made.get(source, str(tmp_path / f"a.{source}"))
     data = THDDataModule(train, capacity=40, cache_dir=tmp_path, tokenizer=lambda text: [1] * len(text))
-    with pytest.raises(ValueError, match="label='pos'.*wanted one finite|label='pos', and BertForSequence"):
+    with pytest.raises(ValueError, match="label='pos'.*wanted one finite|label='pos', but BertForSequence"):
         make_trainer().fit(Classifies(), data)
 
 

@@ -144,7 +144,9 @@ def run_on(train: Any, folder: Path, first: dict[str, Any], then: dict[str, Any]
     return whole
 
 
-@pytest.mark.filterwarnings("ignore:The stream is a generator")  # which gives the same rows again here
+@pytest.mark.filterwarnings(
+    "ignore:The stream cannot save its position"
+)  # which gives the same rows again here
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize(
     ("train", "first", "then"),
@@ -181,13 +183,13 @@ def test_a_stream_goes_on_where_its_loader_is_asked_for_again() -> None:
 
     plain = seen()
     assert seen(reload_dataloaders_every_n_epochs=1) == plain
-    with pytest.warns(UserWarning, match="The stream is a generator"):
+    with pytest.warns(UserWarning, match="The stream cannot save its position"):
         widened = seen(reload_dataloaders_every_n_epochs=1, callbacks=[Widens()])
     used = sorted(i for ids in widened for i in ids)
     assert len(used) == len(set(used)) >= sum(map(len, plain))
 
 
-@pytest.mark.filterwarnings("ignore:The stream is a generator")
+@pytest.mark.filterwarnings("ignore:The stream cannot save its position")
 @pytest.mark.parametrize("steps", [None, 3])
 def test_another_fit_of_a_trainer_goes_on_in_a_stream(steps: int | None) -> None:
     def data() -> THDDataModule:
@@ -204,7 +206,9 @@ def test_another_fit_of_a_trainer_goes_on_in_a_stream(steps: int | None) -> None
     assert module.seen[5:] == whole.seen[:2]
 
 
-@pytest.mark.filterwarnings("ignore:The stream is a generator")  # which gives the same rows again here
+@pytest.mark.filterwarnings(
+    "ignore:The stream cannot save its position"
+)  # which gives the same rows again here
 @pytest.mark.parametrize("streamed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_tokens_of_a_mixtures_sources_go_on_after_a_resume(streamed: bool, tmp_path: Path) -> None:
     def logged(*callbacks: L.Callback, path: Path | None = None) -> dict[str, float]:
@@ -326,7 +330,9 @@ def check(kind: str, accumulate: int, limit: str, folder: Path, *, only: tuple[s
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The stream is a generator")  # which gives the same rows again here
+@pytest.mark.filterwarnings(
+    "ignore:The stream cannot save its position"
+)  # which gives the same rows again here
 @pytest.mark.parametrize("kind", ["map", "mixture", "stream", "streamed mixture"])
 @pytest.mark.parametrize("accumulate", [1, 2, 3, 4])
 @pytest.mark.parametrize("limit", LIMITS)
@@ -336,7 +342,7 @@ def test_a_resumed_fit_trains_on_what_is_left(kind: str, accumulate: int, limit:
     assert check(kind, accumulate, limit, tmp_path) > 8
 
 
-@pytest.mark.filterwarnings("ignore:The stream is a generator")
+@pytest.mark.filterwarnings("ignore:The stream cannot save its position")
 @pytest.mark.parametrize(
     ("kind", "accumulate", "limit", "only"),
     [

@@ -21,7 +21,7 @@ class RecordsByNumber:
     """The records of several files: ``[i]`` gives a record's place, the record, and its file's folder."""
 
     def __init__(self, files: list[SourceFile]) -> None:
-        self._parts = [_opened(file) for file in files]
+        self._parts = [_open_by_number(file) for file in files]
         self._folders = [None if "://" in file.name else Path(file.name).parent for file in files]
         self._ends = np.cumsum([len(part) for part in self._parts])
 
@@ -42,7 +42,7 @@ def _checked(record: Any, place: Place) -> Mapping[str, Any]:
     return record
 
 
-def _opened(file: SourceFile) -> Any:
+def _open_by_number(file: SourceFile) -> Any:
     kind = KINDS.get(file.suffix, "text")
     if kind == "JSONL" or (kind == "JSON" and holds_lines(file)):
         return _Lines(file)

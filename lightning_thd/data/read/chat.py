@@ -25,7 +25,7 @@ Spans = list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class ImagePlaceholders:
     """The placeholder that a template writes for an image, and the token counts of the images, in order."""
 
     token: str
@@ -50,15 +50,17 @@ def _parts(message: Message) -> list[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Writer:
+class _Renderer:
     """A tokenizer's chat template, and its arguments beside the messages."""
 
     tokenizer: Any
     tools: list[Any] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    places: Places | None = None
+    placeholders: ImagePlaceholders | None = None
 
-    def write(self, messages: Sequence[Message], *, prompt: bool = False, template: str | None = None) -> str:
+    def render(
+        self, messages: Sequence[Message], *, prompt: bool = False, template: str | None = None
+    ) -> str:
         """Render messages, with ``prompt`` also the header of an answer; raise ValueError if that fails."""
         other = {} if template is None else {"chat_template": template}
         try:
@@ -74,7 +76,7 @@ class _Writer:
             raise ValueError(
                 f"the template refuses {[m['role'] for m in messages]} ({err}). Mend the conversation."
             ) from err
-        return text if self.places is None else self.places.fill(text, messages)
+        return text if self.placeholders is None else self.placeholders.fill(text, messages)
 
 
 def encode_chat(
@@ -84,11 +86,11 @@ def encode_chat(
     tools: list[Any] | None = None,
     skip: int = 0,
     options: Mapping[str, Any] | None = None,
-    places: Places | None = None,
+    placeholders: ImagePlaceholders | None = None,
 ) -> tuple[list[int], NDArray[np.bool_]]:
     """Encode a conversation of ``role`` and ``content``; the first ``skip`` messages are a prompt."""
-    _check(tokenizer, messages, skip, images=places is not None)
-    writer = _Writer(tokenizer, tools, options or {}, places)
+    _check(tokenizer, messages, skip, images=placeholders is not None)
+    renderer = _Renderer(tokenizer, tools, options or {}, placeholders)
     template = str(tokenizer.get_chat_template(tools=tools))
     marked = _GENERATION.search(template) is not None
     if marked and not getattr(tokenizer, "is_fast", False):
@@ -96,17 +98,17 @@ def encode_chat(
             "the template marks {% generation %}, which only a fast tokenizer can follow. Use the fast one."
         )
     messages = list(messages)
-    text = writer.write(messages)
+    text = renderer.render(messages)
     read = [calls_read(message, text) for message in messages]
     if read != messages:  # JSON arguments of calls would be quoted twice
-        messages, text = read, writer.write(read)
-    _refuse_unread(template, writer.options, messages, text)
-    _refuse_unwritten(writer, messages, text)
+        messages, text = read, renderer.render(read)
+    _refuse_unread(template, renderer.options, messages, text)
+    _refuse_unwritten(renderer, messages, text)
     if marked:
-        return _marked(writer, messages, text, template, skip)
+        return _encode_marked(renderer, messages, text, template, skip)
     answers = _answers(messages, skip)
-    bounds = [_turn(writer, messages, i, text) for i in answers]
-    ids, cuts = _cut(tokenizer, text, sorted({edge for bound in bounds for edge in bound}))
+    bounds = [_answer_span(renderer, messages, i, text) for i in answers]
+    ids, cuts = _encode_with_edges(tokenizer, text, sorted({edge for bound in bounds for edge in bound}))
     mask = np.zeros(len(ids), bool)
     eos = getattr(tokenizer, "eos_token", None)
     for i, (start, stop) in zip(answers, bounds, strict=True):
@@ -144,7 +146,7 @@ def _refuse_unread(template: str, options: Mapping[str, Any], messages: Sequence
         for name in _THOUGHTS:
             if name not in template and any(words not in text for words in _words(message.get(name))):
                 raise ValueError(
-                    f"message {i} has {name!r}, which the chat template does not write. "
+                    f"message {i} has {name!r}, which the chat template does not render. "
                     "Put it into the content, or drop the key."
                 )
 
@@ -169,7 +171,7 @@ def _check(tokenizer: Any, messages: object, skip: int, *, images: bool = False)
 
 
 def _check_content(message: Message, images: bool) -> None:
-    """Refuse a message that a template would write as None, a number or a list."""
+    """Refuse a message that a template would render as None, a number or a list."""
     role, content = message["role"], message.get("content")
     if message.get("function_call"):
         raise ValueError("a message has a function_call, which is not read. Give it as tool_calls.")
@@ -205,7 +207,7 @@ def _answers(messages: Sequence[Message], skip: int) -> list[int]:
     return found
 
 
-def _refuse_unwritten(writer: _Writer, messages: list[Message], text: str) -> None:
+def _refuse_unwritten(renderer: _Renderer, messages: list[Message], text: str) -> None:
     """Refuse a message or call that the template leaves out, or content that it writes as Python code."""
     for i, message in enumerate(messages):
         content, parts = message.get("content"), _parts(message)
@@ -219,7 +221,7 @@ def _refuse_unwritten(writer: _Writer, messages: list[Message], text: str) -> No
             )
         calls = list(other_calls(message))
         for name, changed in calls:
-            if _writes_alike(writer, messages, i, changed, text):
+            if _renders_alike(renderer, messages, i, changed, text):
                 raise ValueError(
                     f"the chat template leaves out the call of {name!r:.40} in message {i}. "
                     "Take a template that writes tool_calls. "
@@ -231,25 +233,25 @@ def _refuse_unwritten(writer: _Writer, messages: list[Message], text: str) -> No
         more = [
             {**part, "text": f"{part['text']} x"} if "text" in part else part for part in parts
         ] or f"{content} x"
-        if _writes_alike(writer, messages, i, {**message, "content": more}, text):
+        if _renders_alike(renderer, messages, i, {**message, "content": more}, text):
             raise ValueError(
                 f"the chat template leaves out message {i} of the role {message['role']!r}, which says "
                 f"{next(filter(None, said), None)!r:.40}. See docs/reference/messages.md#chat-templates."
             )
 
 
-def _writes_alike(writer: _Writer, messages: list[Message], i: int, changed: Message, text: str) -> bool:
+def _renders_alike(renderer: _Renderer, messages: list[Message], i: int, changed: Message, text: str) -> bool:
     """Return whether the template writes the same text with another message at index ``i``."""
     try:
-        return writer.write([*messages[:i], changed, *messages[i + 1 :]]) == text
+        return renderer.render([*messages[:i], changed, *messages[i + 1 :]]) == text
     except ValueError:  # the template reads this message
         return False
 
 
-def _marked(
-    writer: _Writer, messages: list[Message], text: str, template: str, skip: int
+def _encode_marked(
+    renderer: _Renderer, messages: list[Message], text: str, template: str, skip: int
 ) -> tuple[list[int], NDArray[np.bool_]]:
-    tokenizer, spans = writer.tokenizer, _generated(writer, messages, text, template)
+    tokenizer, spans = renderer.tokenizer, _marked_spans(renderer, messages, text, template)
     said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     learned = _answers(messages, skip)
     if learned != said:
@@ -276,7 +278,7 @@ def _marked(
     return ids, mask
 
 
-def _generated(writer: _Writer, messages: list[Message], text: str, template: str) -> Spans:
+def _marked_spans(renderer: _Renderer, messages: list[Message], text: str, template: str) -> Spans:
     """Return the first and last character of every part of ``text`` that the template marks."""
     unused = (sign for sign in map(chr, range(0xE000, 0xF8FF)) if sign not in text and sign not in template)
     begin, end = next(unused), next(unused)
@@ -285,7 +287,7 @@ def _generated(writer: _Writer, messages: list[Message], text: str, template: st
         before, ends, after = tag.groups()
         return f"{{%{before} if true %}}{end if ends else begin}{{% endif {after}%}}"
 
-    signed = writer.write(messages, template=_GENERATION.sub(sign, template))
+    signed = renderer.render(messages, template=_GENERATION.sub(sign, template))
     spans: Spans = []
     plain, at = "", 0
     for part in re.split(f"([{begin}{end}])", signed):
@@ -303,10 +305,10 @@ def _generated(writer: _Writer, messages: list[Message], text: str, template: st
     return spans
 
 
-def _turn(writer: _Writer, messages: list[Message], i: int, text: str) -> tuple[int, int]:
+def _answer_span(renderer: _Renderer, messages: list[Message], i: int, text: str) -> tuple[int, int]:
     """Return the first and last character of what the assistant says in message ``i`` of ``text``."""
-    after = writer.write(messages[: i + 1])
-    before = writer.write(messages[:i], prompt=True) if i else _before_first(writer, messages, after)
+    after = renderer.render(messages[: i + 1])
+    before = renderer.render(messages[:i], prompt=True) if i else _before_first(renderer, messages, after)
     if not text.startswith(after):
         raise ValueError(
             f"the chat template writes the turns up to message {i} otherwise when more follow. Mark answers "
@@ -320,12 +322,12 @@ def _turn(writer: _Writer, messages: list[Message], i: int, text: str) -> tuple[
     return len(before), len(after)
 
 
-def _before_first(writer: _Writer, messages: list[Message], after: str) -> str:
+def _before_first(renderer: _Renderer, messages: list[Message], after: str) -> str:
     """Return the text before the first message; a template may add a system prompt of its own there."""
-    asked, bare = [{"role": "user", "content": "x"}], _Writer(writer.tokenizer, None, writer.options)
+    asked, bare = [{"role": "user", "content": "x"}], _Renderer(renderer.tokenizer, None, renderer.options)
     try:
         # Nothing can be rendered before the first message, so take the header that asks for an answer.
-        header = bare.write(asked, prompt=True).removeprefix(bare.write(asked))
+        header = bare.render(asked, prompt=True).removeprefix(bare.render(asked))
     except ValueError:
         header = ""
     content = messages[0].get("content")
@@ -334,7 +336,7 @@ def _before_first(writer: _Writer, messages: list[Message], after: str) -> str:
     return after[:at]
 
 
-def _cut(tokenizer: Any, text: str, edges: list[int]) -> tuple[list[int], dict[int, int]]:
+def _encode_with_edges(tokenizer: Any, text: str, edges: list[int]) -> tuple[list[int], dict[int, int]]:
     """Encode a text and return the token at which each character of ``edges`` begins."""
 
     def encode(part: str) -> list[int]:

@@ -35,12 +35,12 @@ Tokenizer = Callable[[str], Sequence[int] | NDArray[np.integer]]
 Ids = NDArray[np.integer]
 Number = int | float
 
-_LOOK_AT = 1000  # records; with on_error="skip", the first of a known kind decides
+_KIND_RECORDS = 1000  # records; with on_error="skip", the first of a known kind decides
 _WEIGHTS = names("weight", "other_weight")
-_OF_TOKENS = names("weight", "other_weight", "mask", "token", "type", "other_boundary")
+_PER_TOKEN_KEYS = names("weight", "other_weight", "mask", "token", "type", "other_boundary")
 # Under these keys a single number is refused as well.
-_ALSO_ONE = (*_WEIGHTS, "prompt_length", "prompt_len", "prompt_lengths", "answer_start_idx")
-_LOST = (*names("weight", "type", "media", "boundary"), "next_label", "position_ids")
+_ALSO_NUMBERS = (*_WEIGHTS, "prompt_length", "prompt_len", "prompt_lengths", "answer_start_idx")
+_NOT_KEPT = (*names("weight", "type", "media", "boundary"), "next_label", "position_ids")
 _NO_AUDIO = "audio cannot be packed, only tokens, images and video. Remove these records."
 _NO_IMAGES = "images go through the model's processor: pass processor=."
 
@@ -67,9 +67,9 @@ class _Row(NamedTuple):
 def _label_of(record: Record) -> Number | None:
     """Return the label of a record's sequence; refuse numbers per token, which text cannot keep."""
     beside = record if isinstance(record, dict) else {}
-    for name in _WEIGHTS if "input_ids" in beside else _OF_TOKENS:
+    for name in _WEIGHTS if "input_ids" in beside else _PER_TOKEN_KEYS:
         found = beside.get(name)
-        if _is_row(found) or (name in _ALSO_ONE and is_scalar(found)):
+        if _is_row(found) or (name in _ALSO_NUMBERS and is_scalar(found)):
             raise ValueError(f"{name!r} beside text would be left out. Give input_ids, labels and weights.")
     value: Any = beside.get("label")
     if value is None and is_scalar(beside.get("labels")):
@@ -102,7 +102,7 @@ class Encoder:
         """Encode records and lay their ids end to end."""
         given = list(placed)
         skipped: list[Skipped] = []
-        found = self._texts(given) or self._one_by_one(given, skipped)
+        found = self._encode_texts(given) or self._encode_one_by_one(given, skipped)
         ids = [row.ids for row in found]
         lengths = np.array([len(row) for row in ids], np.int64)
         labels = None
@@ -122,20 +122,20 @@ class Encoder:
             raise ValueError(f"{place}: {err if known else reason}") from err
         skipped.append(Skipped(str(place), str(err) if known else reason))
 
-    def _texts(self, given: list[Placed]) -> list[_Row] | None:
+    def _encode_texts(self, given: list[Placed]) -> list[_Row] | None:
         """Encode records of text at once; None for others, or if one of them cannot be encoded."""
         if self.kind != "text":
             return None
         try:
             labels = [_label_of(record) for _, record in given]
-            encoded = self._batch([text_of(record, self.text_key) for _, record in given])
+            encoded = self._tokenize_batch([text_of(record, self.text_key) for _, record in given])
         except Exception:  # whatever the tokenizer raises; encoding one by one finds the record
             return None
         return [_Row(ids, None, label) for ids, label in zip(encoded, labels, strict=True)]
 
-    def _batch(self, texts: list[str]) -> list[Ids]:
+    def _tokenize_batch(self, texts: list[str]) -> list[Ids]:
         if not is_hugging_face(self.tokenizer):
-            return [self._ended(as_ids(self.tokenizer(text))) for text in texts]
+            return [self._with_eos(as_ids(self.tokenizer(text))) for text in texts]
         if not texts:
             return []
         tokenizer: Any = self.tokenizer
@@ -148,11 +148,11 @@ class Encoder:
         # array() takes a third of the time that numpy needs to find out the type of these lists.
         return [np.frombuffer(array("i", row), np.int32) for row in lists]
 
-    def _one_by_one(self, given: list[Placed], skipped: list[Skipped]) -> list[_Row]:
+    def _encode_one_by_one(self, given: list[Placed], skipped: list[Skipped]) -> list[_Row]:
         rows: list[_Row] = []
         for place, record in given:
             try:
-                row = self._one(record)
+                row = self._encode_record(record)
                 if rows and (row.labels is None) != (rows[0].labels is None):
                     has, had = ("none", "some") if row.labels is None else ("labels", "none")
                     raise ValueError(f"it has {has}, but the records before had {had}. Give all, or none.")
@@ -161,11 +161,11 @@ class Encoder:
                 self._leave_out(place, err, skipped)
         return rows
 
-    def _one(self, record: Record) -> _Row:
+    def _encode_record(self, record: Record) -> _Row:
         if isinstance(record, Bad):
             raise ValueError(record.reason)
         if self.kind == "text":
-            return _Row(self._batch([text_of(record, self.text_key)])[0], None, _label_of(record))
+            return _Row(self._tokenize_batch([text_of(record, self.text_key)])[0], None, _label_of(record))
         found = kind_of(record, self.text_key)
         if isinstance(record, str) or (found != self.kind and not is_kind(record, self.kind)):
             raise ValueError(f"a record of kind {found!r} among those of kind {self.kind!r}. Split them.")
@@ -176,44 +176,46 @@ class Encoder:
                 raise ValueError(f"{name!r} was found: {_NO_AUDIO if 'audio' in name else _NO_IMAGES}")
         if self.kind == "prompt" and isinstance(record.get("label"), bool):
             raise ValueError("a label of true or false beside a prompt (KTO): bad answers would be learned.")
-        ids, mask = self._conversation(record)
+        ids, mask = self._encode_conversation(record)
         row = np.asarray(ids, np.int64)
         return _Row(row, np.where(mask, row, IGNORE_INDEX), _label_of(record))
 
-    def _conversation(self, record: dict[str, Any]) -> tuple[Sequence[int] | Ids, NDArray[np.bool_]]:
+    def _encode_conversation(self, record: dict[str, Any]) -> tuple[Sequence[int] | Ids, NDArray[np.bool_]]:
         if self.kind == "prompt" and not all(
             isinstance(record[name], list) for name in ("prompt", "completion")
         ):
-            return self._completed(record["prompt"], record["completion"])
+            return self._prompt_and_completion(record["prompt"], record["completion"])
         if self.kind == "alpaca" and not getattr(self.tokenizer, "chat_template", None):
-            return self._completed(f"{alpaca_prompt(record)}\n\n", record["output"])
+            return self._prompt_and_completion(f"{alpaca_prompt(record)}\n\n", record["output"])
         said = messages_of(record, self.kind)
         return encode_chat(
             self.tokenizer, said.messages, tools=said.tools, skip=said.skip, options=said.options
         )
 
-    def _completed(self, prompt: object, completion: object) -> tuple[Ids, NDArray[np.bool_]]:
+    def _prompt_and_completion(self, prompt: object, completion: object) -> tuple[Ids, NDArray[np.bool_]]:
         if not isinstance(prompt, str) or not isinstance(completion, str):
             raise ValueError("prompt and completion must be two strings, or two lists of messages.")
         # Encode them apart, because at inference the model gets the prompt encoded by itself.
-        before, after = self._open(prompt), self._ended(self._bare(completion))
+        before, after = self._encode_prompt(prompt), self._with_eos(self._without_special_tokens(completion))
         mask = np.repeat([False, True], [len(before), len(after)])
         return np.concatenate([before, after]).astype(np.int64), mask
 
-    def _open(self, text: str) -> Ids:
+    def _encode_prompt(self, text: str) -> Ids:
         """Encode the first part of a row, with the tokenizer's BOS but without the EOS that it adds."""
         ids, eos = as_ids(self.tokenizer(text)), self._eos
         if eos is None or not len(ids) or ids[-1] != eos:
             return ids
-        own = self._bare(text) if is_hugging_face(self.tokenizer) else ids[:-1]  # it may end with EOS
+        own = (
+            self._without_special_tokens(text) if is_hugging_face(self.tokenizer) else ids[:-1]
+        )  # it may end with EOS
         return ids[:-1] if _trailing(ids, eos) > _trailing(own, eos) else ids
 
-    def _bare(self, text: str) -> Ids:
+    def _without_special_tokens(self, text: str) -> Ids:
         if is_hugging_face(self.tokenizer) or isinstance(self.tokenizer, ByteTokenizer):
             return as_ids(cast("Any", self.tokenizer)(text, add_special_tokens=False))
         return as_ids(self.tokenizer(text))
 
-    def _ended(self, row: Ids) -> Ids:
+    def _with_eos(self, row: Ids) -> Ids:
         eos = self._eos
         if eos is None or not self.append_eos or (len(row) and row[-1] == eos):
             return row
@@ -234,7 +236,7 @@ def _trailing(ids: Ids, eos: int) -> int:
 def ids_of_record(record: dict[str, Any]) -> tuple[Ids, Ids | None]:
     """Return the ids, and the labels if any, of a record that is already tokenised."""
     refuse_keys(record)
-    if found := [name for name in _LOST if record.get(name) is not None]:
+    if found := [name for name in _NOT_KEPT if record.get(name) is not None]:
         raise ValueError(
             f"{', '.join(found)} beside input_ids: lines keep only ids and labels. Write Parquet."
         )
@@ -261,7 +263,7 @@ def _joined(rows: list[Ids]) -> NDArray[Any]:
 def find_kind(chunks: Sequence[Chunk], *, records: Records, text_key: str, on_error: OnError) -> Kind:
     """Return the kind of a source's records, judged by the keys of the first."""
     placed = chain.from_iterable(chunk() for chunk in chunks)
-    first = [record for _, record in islice(placed, _LOOK_AT if on_error == "skip" else 1)]
+    first = [record for _, record in islice(placed, _KIND_RECORDS if on_error == "skip" else 1)]
     if not first:
         raise ValueError("The source has no record. Give at least one line, file or row.")
     if records != "auto":

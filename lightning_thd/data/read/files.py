@@ -48,8 +48,10 @@ _ABOUT = re.compile(
 )
 _SPLIT = re.compile(r"(?:^|[-_./])(train|validation|valid|val|dev|test|eval)(?=[-_./]|$)", re.IGNORECASE)
 
-_READ = 1 << 14  # bytes of a packed file that are unpacked at once; they may become a thousand times as many
-_LOOK_AT = 1000  # entries of a list that are checked for being paths
+_BLOCK_BYTES = (
+    1 << 14
+)  # bytes of a packed file that are unpacked at once; they may become a thousand times as many
+_CHECKED_ENTRIES = 1000  # entries of a list that are checked for being paths
 
 Paths = str | Path | Sequence[str | Path]
 
@@ -81,7 +83,7 @@ def is_paths(source: object) -> bool:
         return True
     if not isinstance(source, list | tuple) or not source:
         return False
-    head = source[:_LOOK_AT]  # checking whether a million documents are files would take seconds
+    head = source[:_CHECKED_ENTRIES]  # checking whether a million documents are files would take seconds
     if not all(isinstance(entry, str | Path) for entry in head):
         return False
     named = [isinstance(entry, Path) or _looks_like_a_path(entry) for entry in head]
@@ -107,7 +109,7 @@ def _looks_like_a_path(text: str) -> bool:
 def find_files(source: Paths, *, cache_dir: str | Path | None = None) -> list[SourceFile]:
     """List the files of a path, glob, folder or address in sorted order; a list keeps its own order."""
     entries = [source] if isinstance(source, str | Path) else source
-    files = [_local(name, cache_dir) for entry in entries for name in expand(entry)]
+    files = [_fetched(name, cache_dir) for entry in entries for name in expand(entry)]
     times = Counter(file.path.resolve() for file in files)
     if twice := [path for path, count in times.items() if count > 1]:
         rank_zero_warn(f"{twice[0]} is named twice, perhaps by a link, so its records are used twice.")
@@ -194,7 +196,7 @@ def _expand_remote(address: str) -> list[str]:
     return [str(filesystem.unstrip_protocol(name)) for name in found]
 
 
-def _local(name: str, cache_dir: str | Path | None) -> SourceFile:
+def _fetched(name: str, cache_dir: str | Path | None) -> SourceFile:
     """Return a file on this machine, downloaded and unpacked if necessary."""
     suffix = suffix_of(name)
     if KINDS.get(suffix) == "refused":
@@ -211,16 +213,16 @@ def _local(name: str, cache_dir: str | Path | None) -> SourceFile:
             with fsspec.open(name, "rb") as file:
                 shutil.copyfileobj(file, out, 1 << 22)
 
-        path = _kept({"address": name, "info": filesystem.info(inside)}, name, cache_dir, fetch)
+        path = _cached_file({"address": name, "info": filesystem.info(inside)}, name, cache_dir, fetch)
     content = content_of(path)
     if path.suffix.lower() in PACKED:
         packed = path
         key = {"packed": content, "suffix": suffix}
-        path = _kept(key, f"x{suffix}", cache_dir, lambda out: _unpack(packed, name, out))
+        path = _cached_file(key, f"x{suffix}", cache_dir, lambda out: _unpack(packed, name, out))
     return SourceFile(path, name, suffix, content)
 
 
-def _kept(
+def _cached_file(
     key: dict[str, Any], name: str, cache_dir: str | Path | None, write: Callable[[BinaryIO], None]
 ) -> Path:
     """Write a file into the cache once, under a name made from the key, never from the source."""
@@ -246,7 +248,7 @@ def unpacked(file: BinaryIO, name: str, *, suffix: str) -> Iterator[bytes]:
     """Unpack a compressed file with all its members, and yield blocks of bytes."""
     member, begun = PACKED[suffix](), False
     damaged = f"{name}: damaged, it cannot be unpacked"
-    while left := file.read(_READ):
+    while left := file.read(_BLOCK_BYTES):
         while left := left if begun else left.lstrip(b"\0"):  # files may be padded between members
             begun = True
             try:

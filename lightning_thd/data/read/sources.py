@@ -146,8 +146,8 @@ class Opener:
     def _tokenised(self, chunks: list[Chunk], key: dict[str, Any] | None) -> Opened:
         tokenizer = load_tokenizer(self.tokenizer)
         known = tokenizer_fingerprint(tokenizer)
-        how = {"tokenizer": known, "text_key": self.text_key, "append_eos": self.append_eos}
-        how |= {"records": self.records, "on_error": self.on_error, "reader": str(_READER)}
+        settings = {"tokenizer": known, "text_key": self.text_key, "append_eos": self.append_eos}
+        settings |= {"records": self.records, "on_error": self.on_error, "reader": str(_READER)}
 
         def parts(first: int) -> Iterator[Rows]:
             kind = find_kind(chunks, records=self.records, text_key=self.text_key, on_error=self.on_error)
@@ -166,7 +166,7 @@ class Opener:
                 progress=self.progress and len(chunks) >= _SHOW_FROM,
             )
 
-        whole = None if key is None or known is None else {**key, **how}
+        whole = None if key is None or known is None else {**key, **settings}
         store = cached_store(whole, parts, cache_dir=self.cache_dir, max_errors=self.max_errors)
         return Opened(dataset=store, key=whole)
 

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 from lightning_thd._checks import as_tensor, refuse_missing
 from lightning_thd._imports import require
 from lightning_thd.batch.keys import IGNORE_INDEX
-from lightning_thd.data.read.chat import Places, encode_chat
+from lightning_thd.data.read.chat import ImagePlaceholders, encode_chat
 from lightning_thd.data.read.conversations import kind_of, messages_of
 from lightning_thd.data.read.images import decode, open_image, size_of, with_images
 from lightning_thd.data.read.text import tokenizer_fingerprint
@@ -83,7 +83,7 @@ class VisionChat:
                 tools=said.tools,
                 skip=said.skip,
                 options=said.options,
-                places=Places(self.processor.image_token, self._tokens(sizes, grids)),
+                places=ImagePlaceholders(self.processor.image_token, self._tokens(sizes, grids)),
             )
             row = np.asarray(ids, np.int64)
             sample: dict[str, Any] = {"input_ids": row, "labels": np.where(mask, row, IGNORE_INDEX)}

@@ -1,4 +1,4 @@
-"""Named arrays <-> folders of .npy files in the cache. One process builds a folder, all others map it."""
+"""Named arrays <-> folders of .npy files in the cache. One process builds a folder, and all map it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from numpy.typing import NDArray
 
 Arrays = dict[str, NDArray[Any]]
 
-_EDGE_BYTES = 1 << 20  # hashing both ends of a file finds a torn header or tail without reading it all
-_WHOLE_BYTES = 1 << 26  # larger files are identified by samples of their content and their change time
+_EDGE_BYTES = 1 << 20  # hashed at both ends of an .npy file, which finds a torn header or tail
+_WHOLE_BYTES = 1 << 26  # larger source files are identified by samples of their content and their change time
 _BLOCK_BYTES = 1 << 20
-_SAMPLES = 64  # blocks that are hashed if a file is too large to hash whole
+_SAMPLES = 64  # blocks that are hashed of such a large file
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, a full quota, a file above the size limit
 
 
 class CacheError(OSError):
-    """Raised when a cache folder cannot be written; the message names it and the remedy."""
+    """Raised when a cache folder cannot be written; the message names the folder and the remedy."""
 
 
 def cache_folder(cache_dir: str | Path | None) -> Path:
@@ -45,7 +45,7 @@ def cached_folder(kind: str, key: Mapping[str, Any], cache_dir: str | Path | Non
 
 
 def build_once(folder: Path, build: Callable[[Path], None], *, resume: bool = False) -> bool:
-    """Build a folder unless it exists, while other processes wait; return whether this one built it."""
+    """Build a folder unless it exists, while other processes wait; return whether this process built it."""
     with cache_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
@@ -61,8 +61,9 @@ def build_once(folder: Path, build: Callable[[Path], None], *, resume: bool = Fa
                 os.rename(place, folder)
             except BaseException as err:
                 built_elsewhere = isinstance(err, OSError) and folder.is_dir()
+                # A retry after a ValueError or TypeError would fail in the same way.
                 if not resume or built_elsewhere or isinstance(err, ValueError | TypeError):
-                    shutil.rmtree(place, ignore_errors=True)  # a retry would fail in the same way
+                    shutil.rmtree(place, ignore_errors=True)
                 if built_elsewhere:
                     return False
                 raise
@@ -72,7 +73,7 @@ def build_once(folder: Path, build: Callable[[Path], None], *, resume: bool = Fa
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     path = folder.parent / f".{folder.name}.lock"
-    with FileLock(path):  # the lock of a process that died is free
+    with FileLock(path):  # the operating system frees the lock of a process that dies
         try:
             yield
         finally:
@@ -81,7 +82,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def cache_errors(folder: Path) -> Iterator[None]:
-    """Convert a file-system error at a cache to a ``CacheError`` that names the cache and the remedy."""
+    """Convert a file-system error in the cache to a ``CacheError``."""
     try:
         yield
     except CacheError:
@@ -90,7 +91,7 @@ def cache_errors(folder: Path) -> Iterator[None]:
         place = str(err.filename or "")
         at_cache = bool(place) and (place.startswith(str(folder.parent)) or str(folder).startswith(place))
         if err.errno not in _FULL and not at_cache:
-            raise  # the error comes from the source, and names it
+            raise  # the error is about a source file, and names it
         raise CacheError(
             err.errno,
             f"The cache {folder} cannot be written ({err}). Pass cache_dir=, a writable folder with space.",
@@ -98,13 +99,13 @@ def cache_errors(folder: Path) -> Iterator[None]:
 
 
 def seal(folder: Path, *, version: int) -> None:
-    """Write sizes and hashes of a folder's .npy files, by which ``open_arrays`` detects damage."""
+    """Write the sizes and hashes of a folder's .npy files, so that ``open_arrays`` can detect damage."""
     files = {path.stem: _mark(path) for path in sorted(folder.glob("*.npy"))}
     (folder / "meta.json").write_text(json.dumps({"version": version, "files": files}))
 
 
 def save_arrays(folder: str | Path, arrays: Mapping[str, NDArray[Any]], *, version: int) -> None:
-    """Write arrays as ``open_arrays`` reads them into a folder, which is replaced once all are written."""
+    """Write arrays to a new folder, and replace ``folder`` with it when all are written."""
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
@@ -128,17 +129,17 @@ def open_arrays(folder: str | Path, *, version: int) -> Arrays:
     try:
         meta = json.loads((folder / "meta.json").read_text())
         if meta["version"] != version:
-            raise ValueError(f"version {meta['version']} was found, {version} wanted")
+            raise ValueError(f"it has version {meta['version']}, wanted {version}")
         for name, mark in meta["files"].items():
             if _mark(folder / f"{name}.npy") != mark:
-                raise ValueError(f"{name}.npy is not what was written")
+                raise ValueError(f"{name}.npy was damaged or changed")
         return {name: _mapped(folder / f"{name}.npy") for name in meta["files"]}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
-        raise ValueError(f"The folder {folder} cannot be read: {err}. Delete it; it is built again.") from err
+        raise ValueError(f"The folder {folder} cannot be read: {err}. Delete it to build it again.") from err
 
 
 def _mapped(path: Path) -> NDArray[Any]:
-    """Map an .npy file into memory; read an empty one, which cannot be mapped."""
+    """Map an .npy file into memory; an empty array, which cannot be mapped, is read."""
     array: NDArray[Any] = np.load(path, mmap_mode="r" if path.stat().st_size > 128 else None)
     return array
 
@@ -190,16 +191,16 @@ def cached_arrays(
 
     try:
         build_once(folder, write)
-    except CacheError as err:  # with a read-only home, only the next start takes longer
+    except CacheError as err:  # go on without a cache; only the next start takes longer
         rank_zero_warn(f"{err} The next run builds it again.")
         return built or dict(build())
     return open_arrays(folder, version=version)
 
 
 def content_of(path: Path) -> str:
-    """Return a hash of a file in hex; above 64 MiB, of 64 MiB spread over it and of its change time.
+    """Return a hexadecimal hash of a file; above 64 MiB, of 64 samples of 1 MiB and of its change time.
 
-    No program can set the change time (ctime) back, so that a replaced file is read again.
+    No program can set the change time (ctime) back, so a replaced file has another hash.
     """
     size = path.stat().st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=16)

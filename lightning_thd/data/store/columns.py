@@ -1,4 +1,4 @@
-"""Arrow columns of lists -> rows as views of them, and counts, without a Python object per token."""
+"""Arrow columns of lists -> rows that are views of the columns, and counts; no Python object per token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Facts = tuple[IntArray, IntArray, NDArray[np.bool_], IntArray]
 class ColumnRows(Dataset[dict[str, Any]]):
     """Rows of an Arrow table: lists become views of the column's values, and numbers stay numbers."""
 
-    keeps_rows = True  # A row stays valid when other rows are read.
+    keeps_rows = True  # a row stays unchanged when other rows are read
 
     def __init__(self, source: Any, names: list[str]) -> None:
         self._source, self.names = source, names
@@ -61,23 +61,23 @@ def arrow_table(dataset: object) -> Any:
 
 
 def is_hugging_face(dataset: object) -> bool:
-    """Return whether a dataset gets its samples from a class of the package ``datasets``."""
-    giver = next((kind for kind in type(dataset).__mro__ if "__getitem__" in vars(kind)), object)
-    return giver.__module__.partition(".")[0] == "datasets"
+    """Return whether a dataset inherits ``[i]`` from a class of the package ``datasets``."""
+    base = next((kind for kind in type(dataset).__mro__ if "__getitem__" in vars(kind)), object)
+    return base.__module__.partition(".")[0] == "datasets"
 
 
 def visible_columns(dataset: object, table: Any) -> list[str]:
     """Return the columns that samples have; a dataset's ``with_format(columns=...)`` hides others."""
     if isinstance(dataset, ColumnRows):
         return dataset.names
-    how = getattr(dataset, "format", None) or {}
-    shown = None if how.get("output_all_columns") else how.get("columns")
+    form = getattr(dataset, "format", None) or {}
+    shown = None if form.get("output_all_columns") else form.get("columns")
     names: list[str] = table.column_names
     return names if shown is None else [name for name in names if name in shown]
 
 
 def visible(dataset: object, values: NDArray[Any]) -> NDArray[Any]:
-    """Pick the rows that a dataset's ``select``, ``shuffle`` and ``filter`` left, in their order."""
+    """Pick the values of the rows that a dataset's ``select``, ``shuffle`` and ``filter`` left, in order."""
     indices = getattr(dataset, "_indices", None)
     return values if indices is None else values[np.asarray(indices.column(0))]
 
@@ -94,7 +94,7 @@ def is_list(table: Any, name: str, *, floats: bool = False) -> bool:
 
 
 def is_label(table: Any, name: str) -> bool:
-    """Return whether a column labels whole sequences: one number per row, or a list under ``label``."""
+    """Return whether a column labels whole sequences: it has one number per row, or is a list ``label``."""
     if name not in ("label", "labels") or name not in table.column_names:
         return False
     pt = require("pyarrow", feature="reading Arrow columns").types
@@ -105,7 +105,7 @@ def is_label(table: Any, name: str) -> bool:
 
 
 def count_columns(dataset: object) -> dict[str, NDArray[Any]] | None:
-    """Count the tokens and loss tokens of every sequence from columns; bad rows count as empty."""
+    """Count tokens and loss tokens from columns; None if the dataset has none. Bad rows count as empty."""
     table = arrow_table(dataset)
     if table is None:
         return None
@@ -140,7 +140,7 @@ def count_columns(dataset: object) -> dict[str, NDArray[Any]] | None:
 
 
 def without_pixels(dataset: Any) -> Any:
-    """Drop the pixel columns of a Hugging Face dataset whose numbers of patches are in a grid column."""
+    """Drop the pixel columns of a Hugging Face dataset if a grid column has the numbers of patches."""
     if arrow_table(dataset) is None or isinstance(dataset, ColumnRows):
         return dataset
     pairs = zip(GRIDS, PIXELS, strict=True)
@@ -148,8 +148,8 @@ def without_pixels(dataset: Any) -> Any:
     return dataset.remove_columns(both)
 
 
-def _facts(table: Any, name: str, refuse: Callable[[NDArray[Any]], NDArray[np.bool_]]) -> Facts:
-    """Return length, targets, faults and the largest value of every row of a column of lists."""
+def _facts(table: Any, name: str, is_wrong: Callable[[NDArray[Any]], NDArray[np.bool_]]) -> Facts:
+    """Return length, number of targets, whether it is wrong, and largest value, of every row of a column."""
     pc = require("pyarrow.compute", feature="reading Arrow columns")
     nothing = np.empty(0, np.int64)
     parts: list[Facts] = [(nothing, nothing, np.empty(0, bool), nothing)]
@@ -161,7 +161,7 @@ def _facts(table: Any, name: str, refuse: Callable[[NDArray[Any]], NDArray[np.bo
         if len(rows):
             begins = (np.cumsum(lengths) - lengths)[rows]
             array = np.asarray(values.fill_null(0) if values.null_count else values)
-            bad, learned = refuse(array), array != IGNORE_INDEX
+            bad, learned = is_wrong(array), array != IGNORE_INDEX
             if values.null_count:
                 bad |= np.asarray(values.is_null())
             learned[begins] = False  # a first label is never a target

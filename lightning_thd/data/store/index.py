@@ -38,19 +38,19 @@ Empty = Literal["error", "drop"]
 OnError = Literal["raise", "skip"]
 
 _VERSION = 4
-_LOOK_AT = 32  # sequences whose labels are compared with their ids
-_LOOKED_AT = 8  # rows hashed to recognise the data on resume; few, because images are slow to read
+_SHIFT_ROWS = 32  # sequences whose labels are compared with their ids, to find shifted labels
+_HASHED_ROWS = 8  # rows hashed to recognise the data on resume; few, because images are slow to read
 _NO_SIZES = np.empty((0, COLUMNS), np.int64)
-_ADVICE = "Mend the data, or set on_error='skip'."
+_ADVICE = "Fix the data, or set on_error='skip'."
 
 
 def keeps_rows(dataset: object) -> bool:
-    """Return whether the dataset's own class, not one it wraps, promises that rows once read never change."""
+    """Return whether the class of the dataset promises that rows stay unchanged when others are read."""
     return hasattr(type(dataset), "keeps_rows") and bool(dataset.keeps_rows)  # type: ignore[attr-defined]
 
 
 class MapDataset(Protocol):
-    """The interface of a dataset: ``len``, and ``[i]`` giving ``{"input_ids": ints[, "labels": ints]}``."""
+    """The interface of a dataset: ``len()``, and ``[i]`` gives ``{"input_ids": ints[, "labels": ints]}``."""
 
     def __len__(self) -> int: ...
 
@@ -60,24 +60,24 @@ class MapDataset(Protocol):
 def check_row(sample: Any, i: int) -> Mapping[str, Any]:
     """Return a row that is a dict or text, or raise TypeError naming the row and its type."""
     if isinstance(sample, Mapping | str):
-        return sample  # type: ignore[return-value]  # text is tokenised before anything else
+        return sample  # type: ignore[return-value]  # text is tokenised later
     raise TypeError(
         f"Row {i} of the dataset is a {type(sample).__name__}, wanted a dict of input_ids, or text."
     )
 
 
 def counted_row(dataset: MapDataset, i: int) -> Mapping[str, Any]:
-    """Return a row as it is counted: without the pixels of images if the dataset has ``measured(i)``."""
+    """Return a row for counting; a dataset with ``measured(i)`` gives it without the pixels of images."""
     return check_row(getattr(dataset, "measured", dataset.__getitem__)(i), i)
 
 
 def refuse_second_sequence(sample: Mapping[str, Any], i: int) -> None:
-    """Refuse a row of several sequences if row 0 holds one."""
+    """Refuse a row of several sequences, because row 0 holds only one."""
     refuse_restart(
         sample,
         f"Sequence {i}",
-        "Row 0 has no position_ids, so rows are taken for one sequence each: give position_ids to all "
-        "or to none, or set packed='off' to train on them as they are.",
+        "Row 0 has no position_ids, so each row counts as one sequence. Give position_ids to all rows or "
+        "to none, or set packed='off' to train on rows as they are.",
     )
 
 
@@ -99,25 +99,24 @@ class SequenceIndex:
     """The length, number of loss tokens and weight of every sequence, from which plans are made."""
 
     lengths: NDArray[np.integer]  # tokens of every sequence, ints ``[N]``
-    loss_tokens: NDArray[np.integer]  # tokens that have a target; a sequence's first label never counts
-    # sorted rows that are known to carry images, videos or other inputs beside tokens
+    loss_tokens: NDArray[np.integer]  # tokens that have a target, ints ``[N]``; the first label never counts
+    # Sorted rows that are known to carry images, videos or other inputs beside tokens.
     media: NDArray[np.integer] = field(default_factory=lambda: np.empty(0, np.int64))
-    # fp64 ``[N]``, empty without weights: each sequence's sum of weights over its loss tokens, then each
-    # sequence's own weight.
+    # The weight of each sequence's loss tokens, and of each sequence; fp64 ``[N]``, empty without weights.
     weights: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     sequence_weights: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
-    # the largest token id, and the row it is in
+    # The largest token id, and the row it is in.
     largest: NDArray[np.integer] = field(default_factory=lambda: np.array([-1, 0]))
-    # sorted rows that were skipped; their length is 0
+    # Sorted rows that were skipped; their length is 0.
     bad: NDArray[np.integer] = field(default_factory=lambda: np.empty(0, np.int64))
-    # patches and pixels of each sequence's images with their squares, ``[N, 4]``; empty for text
+    # Patches and pixels of each sequence's images, and the squares of both, ``[N, 4]``; empty for text.
     sizes: NDArray[np.integer] = field(default_factory=lambda: _NO_SIZES)
-    # Whether sizes were measured from the images; each row read is then compared with them.
-    seen: bool = True
+    # Whether sizes were measured from the images, so that each row read can be compared with them.
+    sizes_measured: bool = True
     checked: bool = True  # every row was checked when it was counted, so batches do not check it again
 
     def check_vocabulary(self, vocab_size: int | None, name: str) -> None:
-        """Refuse ids outside a model's vocabulary, if counting the data found any."""
+        """Raise if the largest id that was counted is outside a model's vocabulary."""
         largest, row = self.largest.tolist()
         if vocab_size is not None and largest >= vocab_size:
             raise ValueError(
@@ -128,7 +127,7 @@ class SequenceIndex:
     def sample(
         self, dataset: MapDataset, i: int, start: int, stop: int, continued: bool = False, keeps: bool = False
     ) -> dict[str, Any]:
-        """Read tokens ``start`` to ``stop`` of sequence ``i``, copied unless the dataset keeps its rows."""
+        """Read tokens ``start`` to ``stop`` of sequence ``i``; copy them unless the dataset keeps rows."""
         given: Any = dataset[i]
         if type(given) is not dict:
             given = check_row(given, i)
@@ -139,11 +138,11 @@ class SequenceIndex:
             sample = with_label(sample, f"Sequence {i}")
         found, counted = len(sample["input_ids"]), int(self.lengths[i])
         if found != counted:
-            raise _changed(i, "tokens", found, counted)
-        if self.seen and (len(self.sizes) or not COLLATED.issuperset(sample)):
+            raise _changed_error(i, "tokens", found, counted)
+        if self.sizes_measured and (len(self.sizes) or not COLLATED.issuperset(sample)):
             counted_sizes = tuple(self.sizes[i].tolist()) if len(self.sizes) else (0,) * COLUMNS
             if (sizes := sizes_of(sample)) != counted_sizes:
-                raise _changed(i, "patches and pixels of images", sizes, counted_sizes)
+                raise _changed_error(i, "patches and pixels of images", sizes, counted_sizes)
         if "weights" in sample and not len(self.weights):
             raise ValueError(f"Sequence {i} has weights, but none were counted: the first sequence has none.")
         if stop - start == found:
@@ -156,7 +155,7 @@ class SequenceIndex:
         return {k: np.array(x) if type(x) is np.ndarray else _copied(x) for k, x in sample.items()}
 
     def _cut(self, sample: dict[str, Any], i: int, start: int, stop: int, continued: bool) -> None:
-        """Cut a sample to a piece; if the sequence continues, the last token's target is the next label."""
+        """Cut a sample to a piece; if the sequence continues, keep the label that follows the piece."""
         found = len(sample["input_ids"])
         refuse_cut(sample, i, found)
         if "label" in sample and not _is_truncated(start, continued):
@@ -175,43 +174,46 @@ class SequenceIndex:
                 sample[name] = np.asarray(sample[name])[..., start:stop]
 
     def _check_targets(self, sample: dict[str, Any], i: int) -> None:
-        """Refuse labels that differ from those counted, because the loss scale would be wrong."""
+        """Raise if the number of targets differs from the count, because the loss scale would be wrong."""
         if "labels" in sample:
             found = int(np.count_nonzero(np.asarray(sample["labels"])[1:] != IGNORE_INDEX))
         else:
             found = max(0, int(self.lengths[i]) - 1)
         if found != self.loss_tokens[i]:
-            raise _changed(i, "loss tokens", found, int(self.loss_tokens[i]))
+            raise _changed_error(i, "loss tokens", found, int(self.loss_tokens[i]))
 
     def loss_weights(self, dataset: MapDataset, spans: Spans) -> NDArray[np.float64]:
-        """Return each span's loss-token weight and its share of its sequence's weight, float64 ``[2, S]``."""
+        """Return for each span the weight of its loss tokens, and its share of its sequence's weight.
+
+        The result is float64 ``[2, S]``.
+        """
         at = spans.index
         of_sequence = (self.weights if len(self.weights) else self.loss_tokens)[at].astype(np.float64)
         sequence = self.sequence_weights[at] if len(self.weights) else np.ones(len(at))
         cut = np.flatnonzero(spans.lengths != self.lengths[at])
         if not len(cut):
             return np.array([of_sequence, sequence * (of_sequence > 0)])
-        own = of_sequence.copy()
-        for k in cut:  # cut sequences are read again
+        of_span = of_sequence.copy()
+        for k in cut:  # the weights inside a cut sequence are read from the dataset
             i, start, stop = int(at[k]), int(spans.start[k]), int(spans.stop[k])
             continued = bool(spans.continued[k])
             if not len(self.weights) and self.loss_tokens[i] == self.lengths[i] - 1:
-                own[k] = stop - start - (not continued)
+                of_span[k] = stop - start - (not continued)
             elif not self.loss_tokens[i]:
-                own[k] = 0.0
+                of_span[k] = 0.0
             else:
                 sample, targets = dataset[i], slice(start + 1, stop + continued)
                 counts = np.asarray(sample.get("labels", sample["input_ids"]))[targets] != IGNORE_INDEX
                 weights, _ = sample_weights(sample, int(self.lengths[i]), f"Sequence {i}")
-                own[k] = weights[targets][counts].sum(dtype=np.float64)
+                of_span[k] = weights[targets][counts].sum(dtype=np.float64)
             if _is_truncated(start, continued):
-                of_sequence[k] = own[k]
-        share = own / np.where(of_sequence > 0, of_sequence, np.inf)
-        return np.array([own, sequence * share])
+                of_sequence[k] = of_span[k]
+        share = of_span / np.where(of_sequence > 0, of_sequence, np.inf)
+        return np.array([of_span, sequence * share])
 
 
-def _changed(i: int, what: str, found: object, counted: object) -> ValueError:
-    """Return the error for a sequence that differs from the one counted."""
+def _changed_error(i: int, what: str, found: object, counted: object) -> ValueError:
+    """Return the error for a sequence that changed after it was counted."""
     return ValueError(
         f"Sequence {i} has {found} {what}, but {counted} were counted. Correct the dataset's `lengths` and "
         "`loss_tokens`. If the data changed under the same fingerprint, delete the cache."
@@ -224,8 +226,8 @@ def _is_truncated(start: int, continued: bool) -> bool:
 
 
 def content_of_rows(dataset: MapDataset, index: SequenceIndex) -> str | None:
-    """Hash the ids and labels of a few rows; None for a dataset that gives other values each time."""
-    rows = np.unique(np.linspace(0, len(dataset) - 1, _LOOKED_AT, dtype=np.int64))
+    """Hash the ids and labels of a few rows; None if reading a row again gives other values."""
+    rows = np.unique(np.linspace(0, len(dataset) - 1, _HASHED_ROWS, dtype=np.int64))
     rows = np.setdiff1d(rows, index.bad)
 
     def digest(i: int) -> str:
@@ -238,7 +240,7 @@ def content_of_rows(dataset: MapDataset, index: SequenceIndex) -> str | None:
     try:
         found = [digest(int(i)) for i in rows]
         again = digest(int(rows[0])) if len(rows) else ""
-    except Exception:  # whatever the user's dataset raises; reading a batch raises it again
+    except Exception:  # any error of the user's dataset; reading a batch raises it again
         return None
     if not found or found[0] != again:
         return None
@@ -277,8 +279,8 @@ def build_index(
     """Count the tokens and loss tokens of every sequence, and find rows that cannot be trained on."""
     if len(dataset) == 0:
         raise ValueError("The dataset is empty. Give at least one sequence.")
-    counted = _known(dataset, on_error) if extras_cost is None else None
-    seen = extras_cost is None and (counted is None or "sizes" in counted)
+    counted = _known_counts(dataset, on_error) if extras_cost is None else None
+    sizes_measured = extras_cost is None and (counted is None or "sizes" in counted)
     if counted is None:
         counted = cached_arrays(
             "index",
@@ -296,12 +298,12 @@ def build_index(
             version=_VERSION,
             cache_dir=cache_dir,
         )
-    # Counting checked every row fully, unless lengths were given or rows have further columns.
+    # Counting checked every row, unless the dataset gave its lengths or Arrow rows have other columns.
     checked = isinstance(dataset, TokenStore) and dataset.trusted
     if not checked and (getattr(dataset, "lengths", None) is None or "weights" in dataset[0]):
         plain = {"input_ids", "labels", "attention_mask"}
         checked = arrow_table(dataset) is None or not set(dataset[0]) - plain
-    index = SequenceIndex(**counted, seen=seen, checked=checked)
+    index = SequenceIndex(**counted, sizes_measured=sizes_measured, checked=checked)
     _check_bad(dataset, index, max_errors)
     is_empty = index.lengths == 0
     is_empty[index.bad] = False
@@ -313,10 +315,10 @@ def build_index(
 
 def _refuse_shifted(dataset: MapDataset, index: SequenceIndex) -> None:
     """Refuse a dataset whose first sequences have labels that are already shifted."""
-    first = [i for i in range(min(len(dataset), _LOOK_AT + len(index.bad))) if i not in index.bad]
+    good = [i for i in range(min(len(dataset), _SHIFT_ROWS + len(index.bad))) if i not in index.bad]
 
     def rows() -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-        for i in first[:_LOOK_AT]:
+        for i in good[:_SHIFT_ROWS]:
             sample = counted_row(dataset, i)
             if "labels" not in sample or is_scalar(sample["labels"]):
                 return
@@ -329,20 +331,20 @@ def _check_bad(dataset: MapDataset, index: SequenceIndex, max_errors: int | None
     """Warn of the bad rows that are left out, or raise if there are more than ``max_errors``."""
     if not len(index.bad):
         return
-    first = " | ".join(_why(dataset, int(i)) for i in index.bad[:3])
+    first = " | ".join(_fault_of(dataset, int(i)) for i in index.bad[:3])
     if max_errors is not None and len(index.bad) > max_errors:
         raise ValueError(
             f"{len(index.bad)} rows are bad, more than max_errors={max_errors}; the first: {first}"
         )
     if len(index.bad) == len(index.lengths):
-        raise ValueError(f"All {len(index.bad)} rows are bad; the first: {first} Mend the data.")
+        raise ValueError(f"All {len(index.bad)} rows are bad; the first: {first} Fix the data.")
     rank_zero_warn(f"{len(index.bad)} bad rows are left out; the first: {first}")
 
 
-def _why(dataset: MapDataset, i: int) -> str:
+def _fault_of(dataset: MapDataset, i: int) -> str:
     try:
         row = counted_row(dataset, i)
-    except Exception as err:  # whatever the user's dataset raises
+    except Exception as err:  # any error of the user's dataset
         return f"Row {i}: {type(err).__name__}: {err}"
     try:
         check_sample(row, f"Row {i}", empty=True)
@@ -351,8 +353,8 @@ def _why(dataset: MapDataset, i: int) -> str:
     return f"Row {i} cannot be read."
 
 
-def _known(dataset: MapDataset, on_error: OnError) -> dict[str, NDArray[Any]] | None:
-    """Return counts that need no sample to be read: from the dataset's own lengths or Arrow columns."""
+def _known_counts(dataset: MapDataset, on_error: OnError) -> dict[str, NDArray[Any]] | None:
+    """Return counts from the dataset's ``lengths`` or Arrow columns; None if every row must be read."""
     given = getattr(dataset, "lengths", None)
     if given is not None and "weights" not in dataset[0]:
         lengths = host_ints(given, "The dataset's `lengths`")
@@ -371,13 +373,13 @@ def _known(dataset: MapDataset, on_error: OnError) -> dict[str, NDArray[Any]] | 
         return None
     bad = counted["bad"]
     if len(bad) and on_error == "raise":
-        why = _why(dataset, int(bad[0]))
-        raise ValueError(f"{why} ({len(bad)} of {len(dataset)} rows are bad.) {_ADVICE}")
+        fault = _fault_of(dataset, int(bad[0]))
+        raise ValueError(f"{fault} ({len(bad)} of {len(dataset)} rows are bad.) {_ADVICE}")
     return {**counted, "sizes": _NO_SIZES}
 
 
-class _Measured(TorchDataset[tuple[float, ...]]):
-    """Gives length, loss tokens, whether there are images, weights and the largest id of each row."""
+class _CountedRows(TorchDataset[tuple[float, ...]]):
+    """Counts rows: ``[i]`` gives the numbers of a row that :func:`read_rows` collects."""
 
     def __init__(
         self, dataset: MapDataset, on_error: OnError, one_each: bool, extras_cost: ExtrasCost | None
@@ -391,7 +393,7 @@ class _Measured(TorchDataset[tuple[float, ...]]):
     def __getitem__(self, i: int) -> tuple[float, ...]:
         try:
             return self._measure(i)
-        except Exception as err:  # whatever the user's dataset raises; _why reports it
+        except Exception as err:  # any error of the user's dataset; _fault_of reports it
             if self._on_error == "raise":
                 if isinstance(err, StopIteration):  # it would end the count silently
                     raise RuntimeError(f"Sequence {i}: the dataset raised StopIteration.") from err
@@ -432,12 +434,12 @@ def read_rows(
 ) -> dict[str, NDArray[Any]]:
     """Read every row of a dataset once and return the arrays of a ``SequenceIndex``."""
     loader = DataLoader(
-        _Measured(dataset, on_error, one_each, extras_cost),
+        _CountedRows(dataset, on_error, one_each, extras_cost),
         batch_size=256,
         num_workers=num_workers,
         collate_fn=np.asarray,
-        # Counting must not draw from torch's global generator. Otherwise a model's first weights would depend
-        # on whether the cache was hit.
+        # With its own generator, counting draws nothing from torch's global generator. Otherwise the first
+        # weights of a model would depend on whether counts were cached.
         generator=torch.Generator(),
     )
     counted, done = np.empty((len(dataset), 8 + COLUMNS), np.float64), 0

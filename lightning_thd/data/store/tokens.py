@@ -39,8 +39,7 @@ class Rows(NamedTuple):
     tokens: NDArray[np.integer]  # ids ``[N]``
     lengths: NDArray[np.int64]  # int64 ``[n]``, which add up to N
     labels: NDArray[np.integer] | None = None
-    skipped: tuple[Skipped, ...] = ()  # records between them that were left out
-
+    skipped: tuple[Skipped, ...] = ()  # records that were left out
     label: NDArray[Any] | None = None  # a number for each whole sequence ``[n]``
 
 
@@ -53,13 +52,13 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
     Args:
         tokens: ids ``[N]``, any unsigned or signed integer dtype.
         offsets: int64 ``[n + 1]``, from 0 to N.
-        labels: int ids ``[N]``, unshifted, -100 where ignored; the tokens themselves when absent.
-        loss_tokens: ints ``[n]``; counted when absent.
-        largest: the largest id and the sequence it is in, ints ``[2]``; found by reading when absent.
-        label: a number for each whole sequence ``[n]``, which classifiers learn; absent for other models.
+        labels: int ids ``[N]``, unshifted, -100 where ignored; None if the tokens are the labels.
+        loss_tokens: ints ``[n]``; None counts them when they are needed.
+        largest: the largest id and the sequence it is in, ints ``[2]``; None finds it when it is needed.
+        label: a number for each whole sequence ``[n]``, which classifiers learn; None for other models.
     """
 
-    keeps_rows = True  # Rows stay as they are when others are read.
+    keeps_rows = True  # a row stays unchanged when other rows are read
 
     def __init__(
         self,
@@ -75,7 +74,7 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         labels = None if labels is None else _flat(labels, "labels")
         loss_tokens = None if loss_tokens is None else _flat(loss_tokens, "loss_tokens")
         total = len(offsets) - 1
-        # A memory map was written by ``save`` or ``cached_store``, and may be larger than memory.
+        # A memory map was checked when it was written, and may be larger than memory.
         self.trusted = isinstance(offsets, np.memmap)
         if (
             total < 0
@@ -83,7 +82,7 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
             or offsets[-1] != len(tokens)
             or (not self.trusted and (np.diff(offsets) < 0).any())
         ):
-            raise ValueError(f"TokenStore: Offsets run from 0 to {len(tokens)}, and never fall.")
+            raise ValueError(f"TokenStore: offsets must run from 0 to {len(tokens)} and never fall.")
         wanted_of = {"labels": len(tokens), "loss_tokens": total, "label": total}
         for (name, wanted), values in zip(wanted_of.items(), (labels, loss_tokens, label), strict=True):
             if values is not None and np.shape(values) != (wanted,):
@@ -113,7 +112,7 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
 
     @property
     def loss_tokens(self) -> NDArray[np.integer]:
-        """Return the loss tokens of every sequence, ints ``[n]``; a first label never counts."""
+        """Return the loss tokens of every sequence, ints ``[n]``; the first label never counts."""
         if self._loss_tokens is None:
             self._loss_tokens = (
                 np.maximum(self.lengths - 1, 0)
@@ -139,7 +138,7 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
 
     def __getitem__(self, i: int) -> dict[str, NDArray[np.integer]]:
         if not -len(self) <= i < len(self):
-            raise IndexError(f"Sequence {i} of a TokenStore with {len(self)}. Pass a number below that.")
+            raise IndexError(f"Sequence {i} of a TokenStore of {len(self)} sequences. Pass a lower number.")
         i %= len(self)
         part = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
         sample = {"input_ids": self.tokens[part]}
@@ -150,7 +149,7 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         return sample
 
     def save(self, folder: str | Path) -> None:
-        """Write ``folder`` atomically: afterwards it is complete, or it does not exist."""
+        """Write ``folder``, which appears only when it is complete."""
         arrays = {"tokens": self.tokens, "offsets": self.offsets, "largest": np.array(self.largest)}
         if self.labels is not None:
             arrays |= {"labels": self.labels, "loss_tokens": self.loss_tokens}
@@ -160,7 +159,7 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
 
     @classmethod
     def open(cls, folder: str | Path) -> TokenStore:
-        """Map a folder written by ``save`` into memory; ValueError for files that are not as written."""
+        """Map a folder written by ``save`` into memory; raise ValueError if its files were changed."""
         return cls._from_arrays(folder, open_arrays(folder, version=_VERSION))
 
     @classmethod
@@ -174,7 +173,7 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
     def __reduce__(self) -> str | tuple[Any, ...]:
         if self._folder is None:
             return super().__reduce__()
-        return type(self).open, (self._folder,)  # a worker maps the files itself and gets no copy of them
+        return type(self).open, (self._folder,)  # a worker maps the files, and gets no copy of the arrays
 
 
 def cached_store(
@@ -193,7 +192,7 @@ def cached_store(
     folder = cached_folder("tokens", {"unnamed": uuid4().hex} if key is None else key, cache_dir)
     arrays = reopen(folder, version=_VERSION)
     if arrays is not None:
-        _refuse_more(_listed(folder), max_errors)  # it may have been built with another bound
+        _refuse_more(_listed(folder), max_errors)  # another max_errors may have built it
         return TokenStore._from_arrays(folder, arrays)
     build_once(folder, build, resume=key is not None)
     store = TokenStore.open(folder)
@@ -208,7 +207,7 @@ def _remove(folder: Path, owner: int) -> None:
 
 
 def _fill(place: Path, parts: Callable[[int], Iterable[Rows]], max_errors: int | None) -> None:
-    """Save each piece as a part file, after those of a killed process, and join all parts."""
+    """Save each piece as a part file, after the parts of a killed process, and join all parts."""
     paths: list[Path] = []
     skipped: list[Skipped] = []
     has: dict[str, bool] = {}
@@ -232,7 +231,7 @@ def _fill(place: Path, parts: Callable[[int], Iterable[Rows]], max_errors: int |
     sequences = _join(place, paths, labelled=has.get("labels", False))
     if skipped and not sequences:
         where, reason = skipped[0]
-        raise ValueError(f"All {len(skipped)} records are bad; the first: {where}: {reason} Mend the data.")
+        raise ValueError(f"All {len(skipped)} records are bad; the first: {where}: {reason} Fix the data.")
     if skipped:
         lines = "".join(json.dumps(entry._asdict()) + "\n" for entry in skipped)
         (place / _SKIPPED).write_text(lines)
@@ -241,7 +240,7 @@ def _fill(place: Path, parts: Callable[[int], Iterable[Rows]], max_errors: int |
 
 
 def _part_of(rows: Rows) -> dict[str, Any]:
-    """Return the arrays of a part: those of the store, and the records that were left out as JSON."""
+    """Return the arrays of a part: those of the store, and the skipped records as JSON."""
     values: dict[str, Any] = {
         "tokens": _narrowed(rows.tokens),
         "lengths": rows.lengths,
@@ -258,15 +257,15 @@ def _part_of(rows: Rows) -> dict[str, Any]:
 
 
 def _refuse_mixed(has: dict[str, bool], part: Mapping[str, Any]) -> None:
-    """Refuse a part with labels after others without, or without after others with."""
+    """Raise if this part has labels but the parts before had none, or the other way round."""
     for name in ("labels", "label") if len(part["lengths"]) else ():
         if has.setdefault(name, name in part) != (name in part):
-            before, here = ("", "no ") if has[name] else ("no ", "")
-            raise ValueError(f"Records before have {before}{name!r} and these have {here}{name!r}.")
+            some, others = ("first", "later") if has[name] else ("later", "first")
+            raise ValueError(f"The {some} records have {name!r}, but the {others} records do not.")
 
 
 def _join(place: Path, paths: Sequence[Path], *, labelled: bool) -> int:
-    """Lay the parts of a store end to end in its arrays; return the number of sequences."""
+    """Join the parts of a store into its arrays; return the number of sequences."""
     found: dict[str, list[Any]] = {"lengths": [np.empty(0, np.int64)]}
     largest, sequences = (-1, 0), 0
     for path in paths:
@@ -321,20 +320,20 @@ def _refuse_more(skipped: Sequence[Skipped], max_errors: int | None) -> None:
 
 
 def _flat(values: Any, name: str) -> NDArray[np.integer]:
-    """Return values as a one-dimensional integer array; keep such an array or memory map as it is."""
+    """Return values as a one-dimensional integer array; such an array or memory map is not copied."""
     if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu" or values.ndim != 1:
         return host_ints(values, name)
     return values
 
 
 def count_targets(labels: NDArray[np.integer], lengths: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Count the labels other than -100 of sequences laid end to end, without the first of each.
+    """Count the labels other than -100 of sequences laid end to end; a sequence's first label never counts.
 
     Labels ``[-100, 7, 8, 9]`` of lengths ``[3, 1]`` give ``[2, 0]``.
     """
     learned = labels != _IGNORE
     ends = np.cumsum(lengths)
-    learned[(ends - lengths)[lengths > 0]] = False  # a first label is never a target
+    learned[(ends - lengths)[lengths > 0]] = False  # the first label is never a target
     counted = np.zeros(len(lengths), np.int64)
     if len(labels):
         counted[lengths > 0] = np.add.reduceat(learned, (ends - lengths)[lengths > 0], dtype=np.int64)
@@ -342,7 +341,7 @@ def count_targets(labels: NDArray[np.integer], lengths: NDArray[np.integer]) -> 
 
 
 def _largest_id(tokens: NDArray[np.integer], offsets: NDArray[np.integer]) -> tuple[int, int]:
-    """Return the largest id and the sequence it is in; (-1, 0) without tokens."""
+    """Return the largest id and the sequence it is in; (-1, 0) if there are no tokens."""
     value, at = -1, 0
     for start in range(0, len(tokens), _BLOCK):
         block = tokens[start : start + _BLOCK]

@@ -1,7 +1,7 @@
-"""Shards of all ranks -> steps that are planned, exchanged and collated in lockstep on every rank.
+"""Shards read by all ranks -> the steps of a stream, which all ranks make at the same time.
 
-Each turn gathers the sequences that ranks read (``intake``), orders them and plans steps (``schedule``). All
-ranks plan with the same numbers, then exchange sequences. Sources take turns by their shares.
+For each step, ranks read sequences and exchange a table of them (``intake``), plan the same steps from the
+table (``schedule``), and send sequences to the ranks that run them (``ranks``). Sources take turns by shares.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_thd.batch import THDStep
-from lightning_thd.data.loader import Made
+from lightning_thd.data.loader import RankStep
 from lightning_thd.data.streams.intake import Intake, Settings
 from lightning_thd.data.streams.ranks import Wire, exchange
 from lightning_thd.data.streams.schedule import (
     IntArray,
     Ledger,
-    Planned,
-    begun,
+    PlannedStep,
+    ledger_of,
     pending_rows,
     plan_steps,
-    restored,
+    restored_ledger,
     rows_of,
 )
 from lightning_thd.packing import Sequences
@@ -34,7 +34,7 @@ from lightning_thd.packing.plan import step_scale
 
 BoolArray = npt.NDArray[np.bool_]
 
-ROW_BITS = 40  # The low bits of a sequence id are its row, the others the number of its shard.
+ROW_BITS = 40  # The low 40 bits of a sequence id are its row, and the others are the number of its shard.
 
 
 class Engine:
@@ -45,77 +45,79 @@ class Engine:
     ) -> None:
         self._settings, self._wire = settings, wire
         count = len(settings.sources)
-        self.ledger = Ledger.fresh(len(settings.shards), count) if state is None else begun(state)
+        self.ledger = Ledger.fresh(len(settings.shards), count) if state is None else ledger_of(state)
         self._intake = Intake(settings, wire)
-        self.counts = self._intake.counts  # unusable records, and those that policies changed
+        self.counts = self._intake.counts  # records that were unusable, or changed or left out by a policy
         if state is not None:
             self._intake.marks = {shard: [mark] for shard, mark in state["marks"].items()}
         self._restore = None if state is None else (state, same)
-        self._given = np.zeros(count, bool)  # sources that gave a sequence in their round
-        self._next: Planned | None = None
+        self._yielded = np.zeros(count, bool)  # sources that gave a sequence in their present pass
+        self._next: PlannedStep | None = None
         self._to_open = list(range(count))
-        self._closed = False  # The pass has ended, or an error came; no step is made until ``open_pass``.
+        self._closed = False  # after the end of a pass or an error, no step is made until ``open_pass``
         self.open_pass()
 
     def open_pass(self) -> None:
-        """Start to read the sources whose next pass is due; worker processes start in the calling thread."""
+        """Begin the next pass over sources that ended; worker processes start in the calling thread."""
         for number in self._to_open:
             self._open(number)
         self._to_open, self._closed = [], False
 
     def _open(self, number: int) -> None:
         source, ledger = self._settings.sources[number], self.ledger
-        self._given[number] = bool(ledger.cursors[source.first : source.stop].any())
+        self._yielded[number] = bool(ledger.cursors[source.first : source.stop].any())
         self._intake.open(number, int(ledger.rounds[number]), ledger.cursors)
 
-    def make_next(self) -> Made | None:
-        """Make the next step, or nothing until the next pass is opened."""
+    def make_next(self) -> RankStep | None:
+        """Make the next step; return None after the end of a pass, until the next pass is opened."""
         if self._closed:
             return None
         self._closed = True
-        made = self.make()
-        self._closed = made is None or made.last
-        return made
+        step = self.make()
+        self._closed = step is None or step.last
+        return step
 
-    def make(self) -> Made | None:
-        """Plan, exchange and collate the next step; None when this pass over the stream has none left."""
+    def make(self) -> RankStep | None:
+        """Plan, exchange and collate the next step; return None if this pass has no more steps."""
         settings = self._settings
         if self._restore is not None:
             (state, same), self._restore = self._restore, None
-            found = self._intake.again(pending_rows(state))
-            self.ledger = restored(state, found, dp=self._wire.ranks, same=same, source_of=settings.source_of)
+            found = self._intake.read_again(pending_rows(state))
+            self.ledger = restored_ledger(
+                state, found, dp=self._wire.ranks, same=same, source_of=settings.source_of
+            )
         planned = self._next if self._next is not None else self._plan()
         self._next = None
         if planned is None:
             self._end_pass()
             return None
-        microbatches = exchange(planned, self._intake.held, self._wire)
+        microbatches = exchange(planned, self._intake.payloads, self._wire)
         try:
             step = self._collated(planned, microbatches)
         except Exception as err:
             self._intake.failure = err
-            self._plan()  # sends the error to the other ranks, which are waiting, and raises
+            self._plan()  # sends the error to the other ranks, which wait, and raises it on every rank
             raise
         self.ledger.steps += 1
-        whole = self.ledger.rounds.copy()  # passes over each source whose sequences are all used
+        whole = self.ledger.rounds.copy()  # passes over each source of which every sequence was used
         for table in (self.ledger.pool, *(step.table for step in self.ledger.planned)):
             np.minimum.at(whole, settings.source_of[table["shard"]], table["round"])
         last = settings.dry == "restart" and int(whole.min()) > self.ledger.number
         if last:
             self.ledger.number, self.ledger.steps = self.ledger.number + 1, 0
         state = self._state()
-        self._next = self._plan()  # gathered and planned while the model runs this step
+        self._next = self._plan()  # the model runs an earlier step meanwhile
         if self._next is None and not last:
             last = True
             self._end_pass()
             state = self._state()
         sources = settings.source_of[planned.table["shard"]]
         weights = planned.table["length"].astype(np.float64)
-        tokens = np.bincount(sources, weights=weights, minlength=len(self._given)).astype(np.int64)
-        return Made(batches=[step], last=last, stream=state, tokens=tokens if settings.names else None)
+        tokens = np.bincount(sources, weights=weights, minlength=len(self._yielded)).astype(np.int64)
+        return RankStep(batches=[step], last=last, stream=state, tokens=tokens if settings.names else None)
 
     def _state(self) -> dict[str, Any]:
-        """Return the state of the stream for a checkpoint, with the states of sources that have one."""
+        """Return the state of the stream for a checkpoint, with saved states of its sources."""
         ledger, marks = self.ledger, self._intake.marks
         if marks:
             pending = np.concatenate([ledger.pool, *(step.table for step in ledger.planned)])
@@ -136,11 +138,11 @@ class Engine:
             self.counts["tail_dropped"] += len(ledger.pool)
             ledger.pool = ledger.pool[:0]
             ledger.drawn[:], ledger.out[:] = 0, False
-            self._intake.held.clear()
+            self._intake.payloads.clear()
         self._to_open = dry.tolist()
 
-    def _plan(self) -> Planned | None:
-        """Return the next planned step, reading more sequences if needed; None at the end of the pass."""
+    def _plan(self) -> PlannedStep | None:
+        """Return the next planned step, after reading if needed; None at the end of the pass."""
         ledger, settings = self.ledger, self._settings
         if ledger.planned:
             self._gather(settings.window, most=ledger.pace)
@@ -172,24 +174,24 @@ class Engine:
             return
         fresh = intake.gather(wanted)
         np.maximum.at(ledger.cursors, fresh["shard"], fresh["row"] + 1)
-        self._given[np.unique(settings.source_of[fresh["shard"]])] = True
+        self._yielded[np.unique(settings.source_of[fresh["shard"]])] = True
         ledger.pool = np.concatenate([ledger.pool, fresh])
         if settings.dry == "restart":
             for number in np.flatnonzero(intake.dry).tolist():
                 self._restart(number)
 
     def _restart(self, number: int) -> None:
-        """Begin the next pass over a source that ran dry, in a mixture."""
+        """Begin the next pass over a source of a mixture that ran dry."""
         source, ledger = self._settings.sources[number], self.ledger
-        if not self._given[number]:
+        if not self._yielded[number]:
             raise ValueError(f"The source {source.name!r} gave no sequence in a whole pass. Leave it out.")
         ledger.cursors[source.first : source.stop] = 0
         ledger.rounds[number] += 1
         self._intake.forget(number)
         self._open(number)
 
-    def _collated(self, planned: Planned, microbatches: list[list[dict[str, Any]]]) -> THDStep:
-        """Collate this rank's microbatches, with the loss scale of the whole step."""
+    def _collated(self, planned: PlannedStep, microbatches: list[list[dict[str, Any]]]) -> THDStep:
+        """Collate the microbatches of this rank, with the loss scale of the whole step."""
         table, rank, m = planned.table, self._wire.rank, planned.microbatches
         loss, sequences, tokens = (
             step_scale(float(table[name].sum()), dp=planned.dp, num_microbatches=m)
@@ -213,30 +215,30 @@ class Engine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """The order in which unplanned sequences are used, as far as it is known."""
+    """The order in which sequences of the pool are used, as far as it is known."""
 
-    rows: IntArray  # int64, positions in the pool of the sequences whose turn is known, in order
-    rest: IntArray  # int64, positions of the others, in the order of the pool
-    ended: bool  # nothing more comes before the pass ends
-    phases: tuple[tuple[int, int], ...] = ()  # (turns so far, source) for each source that ran dry
+    rows: IntArray  # int64, positions in the pool of sequences whose turn is known, in order
+    rest: IntArray  # int64, positions of all other sequences, in the order of the pool
+    ended: bool  # whether the pass ends with ``rows``
+    phases: tuple[tuple[int, int], ...] = ()  # (turns before, source) for each source that ran dry
 
     def after(
-        self, ledger: Ledger, steps: Sequence[Planned], source_of: IntArray
+        self, ledger: Ledger, steps: Sequence[PlannedStep], source_of: IntArray
     ) -> tuple[IntArray, BoolArray]:
-        """Return how many sequences each source has given after some steps, and which sources are used up."""
+        """Return ``Ledger.drawn`` and ``Ledger.out`` as they are after some steps."""
         used = np.zeros(len(ledger.pool), bool)
         for step in steps:
             used[step.table["at"]] = True
         sources = source_of[ledger.pool["shard"]]
         out, drawn, begin = ledger.out.copy(), ledger.drawn, 0
-        left = set(np.unique(sources[~used]).tolist())
+        unused = set(np.unique(sources[~used]).tolist())
         for position, source in self.phases:
-            if source in left:
+            if source in unused:
                 break
             out[source], begin = True, position
-            drawn = np.zeros_like(drawn)
-        of_phase = self.rows[begin:]
-        counts = np.bincount(sources[of_phase[used[of_phase]]], minlength=len(drawn))
+            drawn = np.zeros_like(drawn)  # counts start at 0 whenever a source runs dry
+        rows = self.rows[begin:]
+        counts = np.bincount(sources[rows[used[rows]]], minlength=len(drawn))
         return drawn + counts, out
 
 
@@ -246,14 +248,14 @@ def shares_of(settings: Settings, out: BoolArray) -> dict[int, int]:
 
 
 def order_of(ledger: Ledger, settings: Settings, exhausted: BoolArray) -> Order:
-    """Shuffle the pool of unplanned sequences, and let sources take turns by their shares."""
-    pool, sources, how = ledger.pool, settings.sources, settings.scheduling
-    source = settings.source_of[pool["shard"]]
+    """Shuffle the pool, and let sources take turns by their shares."""
+    pool, sources, scheduling = ledger.pool, settings.sources, settings.scheduling
+    source_of = settings.source_of[pool["shard"]]
     rng = np.random.default_rng([settings.seed, ledger.number, ledger.steps, 1])
     queues = []
-    for number, one in enumerate(sources):
-        queue = np.flatnonzero(source == number) if len(sources) > 1 else np.arange(len(pool))
-        if one.shuffle_buffer:
+    for number, source in enumerate(sources):
+        queue = np.flatnonzero(source_of == number) if len(sources) > 1 else np.arange(len(pool))
+        if source.shuffle_buffer:
             queue = queue[rng.permutation(len(queue))]
             queue = queue[np.argsort(pool["round"][queue], kind="stable")]  # earlier passes first
         queues.append(queue)
@@ -266,7 +268,7 @@ def order_of(ledger: Ledger, settings: Settings, exhausted: BoolArray) -> Order:
     ended = bool(out.all())
     while not ended:
         waiting = [len(queue) - count for queue, count in zip(queues, used.tolist(), strict=True)]
-        left = how.needed - len(turns) if isinstance(how.step, Sequences) else None
+        left = scheduling.needed - len(turns) if isinstance(scheduling.step, Sequences) else None
         more, blocked = take_turns(shares_of(settings, out), drawn.tolist(), waiting, left)
         turns += more
         used += np.bincount(np.array(more, np.int64), minlength=len(sources))
@@ -275,10 +277,9 @@ def order_of(ledger: Ledger, settings: Settings, exhausted: BoolArray) -> Order:
         out[blocked], drawn = True, np.zeros_like(drawn)
         phases.append((len(turns), blocked))
         ended = settings.dry == "stop" or bool(out.all())
-    rows = np.empty(len(turns), np.int64)
-    of_turn = np.array(turns, np.int64)
+    rows, chosen = np.empty(len(turns), np.int64), np.array(turns, np.int64)
     for number, queue in enumerate(queues):
-        rows[of_turn == number] = queue[: used[number]]
+        rows[chosen == number] = queue[: used[number]]
     rest = np.ones(len(pool), bool)
     rest[rows] = False
     return Order(
@@ -290,7 +291,7 @@ def order_of(ledger: Ledger, settings: Settings, exhausted: BoolArray) -> Order:
 
 
 def wanted_of(window: int, ledger: Ledger, settings: Settings, exhausted: BoolArray) -> IntArray:
-    """Return how many sequences of each source each rank has to read, int64 ``[N, ranks]``."""
+    """Return how many sequences of each source each rank must read, int64 ``[N, ranks]``."""
     (sources, ranks), shares = exhausted.shape, shares_of(settings, ledger.out)
     place = settings.source_of[ledger.pool["shard"]] * ranks + ledger.pool["holder"]
     held = np.bincount(place, minlength=sources * ranks).reshape(sources, ranks)
@@ -301,7 +302,7 @@ def wanted_of(window: int, ledger: Ledger, settings: Settings, exhausted: BoolAr
     active = int((~exhausted[reading]).any(0).sum())
     total, parts = max(window * active, settings.scheduling.needed), sum(shares.values())
     for i in reading:
-        own = -(-total * shares[i] // parts) + (len(shares) > 1)
-        each = max(-(-own // int((~exhausted[i]).sum())), settings.sources[i].shuffle_buffer)
+        needed = -(-total * shares[i] // parts) + (len(shares) > 1)
+        each = max(-(-needed // int((~exhausted[i]).sum())), settings.sources[i].shuffle_buffer)
         wanted[i] = np.where(exhausted[i], 0, np.maximum(0, each - held[i]))
     return wanted

@@ -1,6 +1,7 @@
-"""The files of a stream and the number of records per rank -> what all ranks read, known to every rank.
+"""The shards of a stream, and how many sequences to read -> a table of what all ranks read, on every rank.
 
-Here a shard is a file or part of a stream. A rank that fails sends its reason, so that all stop with it.
+Here a shard is a file or another part of a stream. If reading fails, the rank sends its error to all ranks,
+so that all stop.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from torch.utils.data._utils import worker as worker_module
 from lightning_thd.batch import THDBatch
 from lightning_thd.data.read.records import Bad
 from lightning_thd.data.store.index import OnError
-from lightning_thd.data.streams.ranks import Held, Wire
+from lightning_thd.data.streams.ranks import Payloads, Wire
 from lightning_thd.data.streams.samples import META, POLICIES, Sample, Sampler
-from lightning_thd.data.streams.schedule import POOL, IntArray, Scheduling, Table
+from lightning_thd.data.streams.schedule import POOL, IntArray, Pending, Scheduling, Table
 from lightning_thd.data.streams.shards import Mark, Shard
 
 Dry = Literal["restart", "stop", "rest"]
 
-# For fewer sequences per rank and round, starting workers again takes longer than reading.
+# If a rank read fewer sequences in a pass, starting workers again takes longer than reading.
 _WORKERS_FROM = 1000
 
 
@@ -36,13 +37,13 @@ _WORKERS_FROM = 1000
 class Source:
     """One source of a stream: its shards, share and policies."""
 
-    name: str = ""  # in a mixture; empty if there is one source
-    first: int = 0  # number of its first shard among those of the stream
-    stop: int  # number of its last shard, plus one
+    name: str = ""  # name in a mixture; empty if there is one source
+    first: int = 0  # number of the first shard among all shards of the stream
+    stop: int  # number of the last shard, plus one
     share: int = 1  # a whole number; the source gets share / (sum of all shares)
     shuffle_buffer: int = 0  # sequences that each rank keeps to draw from at random; 0 keeps their order
     on_error: OnError = "raise"
-    max_errors: int | None = None  # most bad records in the whole job; None for no limit
+    max_errors: int | None = None  # most bad records in the whole job; None sets no bound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +53,10 @@ class Settings:
     shards: Sequence[Shard]
     sources: Sequence[Source]
     dry: Dry = "restart"
-    make_sampler: Callable[[], Sampler]  # makes the policies of one reader
+    make_sampler: Callable[[], Sampler]  # makes the sampler of one reader
     scheduling: Scheduling
     collate: Callable[..., THDBatch]  # samples of a microbatch, ids and scales -> batch
-    window: int  # sequences that each rank keeps ready to plan from
+    window: int  # sequences that each rank holds for planning
     seed: int = 0
     num_workers: int = 0  # processes that read
     timeout_s: float = 600.0  # seconds to wait for a rank that sends nothing
@@ -63,7 +64,7 @@ class Settings:
     @cached_property
     def source_of(self) -> IntArray:
         """Return the number of each shard's source, int64 ``[K]``."""
-        return np.repeat(np.arange(len(self.sources)), [one.stop - one.first for one in self.sources])
+        return np.repeat(np.arange(len(self.sources)), [s.stop - s.first for s in self.sources])
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -72,35 +73,35 @@ class Settings:
 
 
 class Intake:
-    """Reads the sources of a stream on one rank, and exchanges with all ranks what each has read."""
+    """Reads the sources of a stream on one rank, and exchanges tables of what was read with all ranks."""
 
     def __init__(self, settings: Settings, wire: Wire) -> None:
         self._settings, self._sources, self._wire = settings, settings.sources, wire
-        self.held: Held = {}
-        self.failure: Exception | None = None  # an error of this rank, to be sent to the others
-        self.exhausted = np.zeros((len(self._sources), wire.ranks), bool)
-        self.marks: dict[int, list[Mark]] = {}  # the states of shards that have one, in order
+        self.payloads: Payloads = {}  # unused sequences that this rank holds
+        self.failure: Exception | None = None  # an error of this rank, to be sent to all ranks
+        self.exhausted = np.zeros((len(self._sources), wire.ranks), bool)  # who read its part to the end
+        self.marks: dict[int, list[Mark]] = {}  # saved states of the shards that can save one, in order
         self.counts = dict.fromkeys(("bad", "tail_dropped", *POLICIES), 0)
-        self._tallies = [Tally() for _ in self._sources]  # this rank's
-        self._readers: dict[int, Reader] = {}  # by source
+        self._tallies = [Tally() for _ in self._sources]  # counts of this rank
+        self._readers: dict[int, Reader] = {}  # the reader of each source
 
     def open(self, number: int, round_: int, cursors: IntArray) -> None:
         """Begin a pass over a source; worker processes start in the calling thread."""
         settings, source, before = self._settings, self._sources[number], self._readers.get(number)
         shards = np.arange(source.first, source.stop)
         sizes = [settings.shards[i].size for i in shards.tolist()]
-        own = shards[assign(sizes, self._wire.ranks, first=source.first)[self._wire.rank]]
+        mine = shards[assign(sizes, self._wire.ranks, first=source.first)[self._wire.rank]]
         if source.shuffle_buffer:
             order = np.random.default_rng([settings.seed, round_]).permutation(shards)
-            own = order[np.isin(order, own)]
+            mine = order[np.isin(order, mine)]
         few = before is not None and before.taken < _WORKERS_FROM and len(self._sources) > 1
         reading = Reading(
             shards=settings.shards,
-            own=own.tolist(),
-            starts={i: int(cursors[i]) for i in own.tolist()},
+            mine=mine.tolist(),
+            starts={i: int(cursors[i]) for i in mine.tolist()},
             sampler=settings.make_sampler(),
             round=round_,
-            marks={i: marks[0] for i in own.tolist() if (marks := self.marks.get(i))},
+            marks={i: marks[0] for i in mine.tolist() if (marks := self.marks.get(i))},
         )
         self._readers[number] = Reader(
             reading,
@@ -112,35 +113,31 @@ class Intake:
 
     @property
     def dry(self) -> npt.NDArray[np.bool_]:
-        """Return which of the N sources all ranks have read to their end, bool ``[N]``."""
+        """Return bool ``[N]``: whether all ranks have read a source to its end."""
         return np.asarray(self.exhausted.all(axis=1))
 
     def gather(self, wanted: IntArray) -> Table:
-        """Read as many sequences as ``wanted`` ``[N, ranks]`` asks of this rank; a collective."""
-        own = wanted[:, self._wire.rank].tolist()
-        return self._shared(lambda: self._take(own))
+        """Read ``wanted[source, rank]`` sequences of each source on each rank; a collective."""
+        counts = wanted[:, self._wire.rank].tolist()
+        return self._exchange(lambda number, reader: reader.take(counts[number]))
 
-    def again(self, pending: dict[int, dict[int, list[int]]]) -> Table:
-        """Read a checkpoint's unused sequences again, each on the rank with its shard; a collective."""
-        return self._shared(
-            lambda: [one for reader in self._readers.values() for one in reader.again(pending)]
-        )
+    def read_again(self, pending: Pending) -> Table:
+        """Read the unused sequences of a checkpoint again, on the ranks of their shards; a collective."""
+        return self._exchange(lambda _, reader: reader.read_again(pending))
 
-    def _take(self, counts: list[int]) -> list[Read]:
-        return [one for number, reader in self._readers.items() for one in reader.take(counts[number])]
-
-    def _shared(self, read: Callable[[], list[Read]]) -> Table:
-        """Read on every rank, and return a ``POOL`` table of what all ranks read; a collective."""
+    def _exchange(self, read: Callable[[int, Reader], list[Read]]) -> Table:
+        """Call ``read`` for each source, and return a ``POOL`` table of what all ranks read; a collective."""
         failure, reads, marks = self.failure, list[Read](), dict[int, list[Mark]]()
         try:
-            reads = read() if failure is None else reads
-        except Exception as err:  # sent to the other ranks, which wait
-            failure = err
+            for number, reader in self._readers.items() if failure is None else ():
+                reads += read(number, reader)
+        except Exception as err:  # is sent to the other ranks, which wait
+            failure, reads = err, []
         for reader in self._readers.values():
             marks |= reader.marks
             reader.marks = {}
-        told: list[Told] = self._wire.objects(
-            Told(
+        reports: list[Report] = self._wire.objects(
+            Report(
                 table=self._table(reads),
                 failure=None if failure is None else f"{failure}",
                 exhausted=[reader.exhausted for reader in self._readers.values()],
@@ -148,13 +145,13 @@ class Intake:
                 marks=marks,
             )
         )
-        if failed := [f"Rank {rank}: {of.failure}" for rank, of in enumerate(told) if of.failure is not None]:
+        if failed := [f"Rank {i}: {x.failure}" for i, x in enumerate(reports) if x.failure is not None]:
             raise ValueError(" ".join(failed)) from failure
-        for one in told:
-            for shard, found in one.marks.items():
+        for report in reports:
+            for shard, found in report.marks.items():
                 self.marks.setdefault(shard, []).extend(found)
-        self._count(told)
-        return _pooled([one.table for one in told])
+        self._add_up(reports)
+        return _pooled([report.table for report in reports])
 
     def forget(self, number: int) -> None:
         """Drop the saved states of a source whose pass is over."""
@@ -162,7 +159,7 @@ class Intake:
             self.marks.pop(shard, None)
 
     def drop_marks(self, pending: Table, cursors: IntArray) -> None:
-        """Keep the last saved state from which all unused records can be read; drop older states."""
+        """Keep the latest saved state from which all unused records can be read; drop older states."""
         for shard, marks in self.marks.items():
             rows = pending["row"][pending["shard"] == shard]
             least = min(int(rows.min()) if len(rows) else int(cursors[shard]), int(cursors[shard]))
@@ -171,20 +168,21 @@ class Intake:
 
     def _table(self, reads: list[Read]) -> Table:
         table = np.zeros(len(reads), META)
-        for i, one in enumerate(reads):
-            assert one.sample is not None
-            meta = {**one.sample.meta, "shard": one.shard, "row": one.row, "round": one.round}
+        for i, read in enumerate(reads):
+            assert read.sample is not None
+            meta = {**read.sample.meta, "shard": read.shard, "row": read.row, "round": read.round}
             table[i] = tuple(meta[name] for name in META.names or ())
-            self.held[one.round, one.shard, one.row] = one.sample.payload
+            self.payloads[read.round, read.shard, read.row] = read.sample.payload
         return table[np.lexsort((table["row"], table["round"], table["shard"]))]
 
-    def _count(self, told: list[Told]) -> None:
-        self.exhausted = np.array([one.exhausted for one in told]).T
+    def _add_up(self, reports: list[Report]) -> None:
+        """Add up the counts of all ranks; raise if more than ``max_errors`` records of a source are bad."""
+        self.exhausted = np.array([report.exhausted for report in reports]).T
         for name in POLICIES:
-            self.counts[name] = sum(tally.counts[name] for one in told for tally in one.tallies)
-        self.counts["bad"] = sum(tally.bad for one in told for tally in one.tallies)
+            self.counts[name] = sum(tally.counts[name] for report in reports for tally in report.tallies)
+        self.counts["bad"] = sum(tally.bad for report in reports for tally in report.tallies)
         for number, source in enumerate(self._sources):
-            tallies = [one.tallies[number] for one in told]
+            tallies = [report.tallies[number] for report in reports]
             bad = sum(tally.bad for tally in tallies)
             if source.max_errors is not None and bad > source.max_errors:
                 of = f" of {source.name!r}" if source.name else ""
@@ -195,7 +193,7 @@ class Intake:
 
 
 def _pooled(tables: list[Table]) -> Table:
-    """Join the tables of all ranks: the first record of each rank and shard, then each second, and so on."""
+    """Join the tables of all ranks: the first record of every shard, then the second of every shard, ..."""
     joined: npt.NDArray[np.void] = np.zeros(sum(map(len, tables)), POOL)
     for name in META.names or ():
         joined[name] = np.concatenate([table[name] for table in tables])
@@ -212,25 +210,25 @@ def _pooled(tables: list[Table]) -> Table:
 class Read:
     """One record that was read, or the place at which reading failed."""
 
-    shard: int  # number of its shard
-    row: int  # its row in the shard
-    round: int = 0  # the pass over its source
-    sample: Sample | None  # None if a policy left it out, or if it is bad
-    bad: str | None = None
-    counts: dict[str, int] = field(default_factory=dict)
-    mark: Mark | None = None  # a state from which its shard can resume at the next row; mostly None
+    shard: int  # number of the shard
+    row: int  # row in the shard
+    round: int = 0  # number of the pass over the source
+    sample: Sample | None  # None if a policy left the record out, or if it is bad
+    bad: str | None = None  # the fault of a bad record
+    counts: dict[str, int] = field(default_factory=dict)  # what the policies did to the record
+    mark: Mark | None = None  # a state from which the shard can resume at the next row; mostly None
 
 
 def assign(sizes: Sequence[int], ranks: int, *, first: int = 0) -> list[list[int]]:
-    """Assign shards to ranks by falling size: rank ``first``, then always the rank with the least."""
+    """Assign each shard, largest first, to the rank with the smallest sum of sizes, at first ``first``."""
     heap = [(0, (rank - first) % ranks, rank) for rank in range(ranks)]
     heapq.heapify(heap)
-    own: list[list[int]] = [[] for _ in range(ranks)]
+    assigned: list[list[int]] = [[] for _ in range(ranks)]
     for number in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         load, count, rank = heapq.heappop(heap)
-        own[rank].append(number)
+        assigned[rank].append(number)
         heapq.heappush(heap, (load + sizes[number], count + ranks, rank))
-    return [sorted(numbers) for numbers in own]
+    return [sorted(numbers) for numbers in assigned]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -238,10 +236,10 @@ class Reading(IterableDataset[Read]):
     """The shards that a rank reads, their order, and the sampler that turns records into samples."""
 
     shards: Sequence[Shard]  # all shards of the stream
-    own: Sequence[int]  # numbers of the shards that this rank reads, in reading order
+    mine: Sequence[int]  # numbers of the shards that this rank reads, in reading order
     starts: Mapping[int, int]  # the first row to read of each shard
     sampler: Sampler
-    round: int = 0  # the pass over the source
+    round: int = 0  # number of the pass over the source
     marks: Mapping[int, Mark] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Read]:
@@ -249,9 +247,9 @@ class Reading(IterableDataset[Read]):
         worker = get_worker_info()
         first, every = (0, 1) if worker is None else (worker.id, worker.num_workers)
         if worker is not None:
-            # Hide the worker from datasets that divide their records among workers: here one reads a shard.
+            # Datasets must not divide a shard among workers, because one worker reads it. So hide the worker.
             worker_module._worker_info = None
-        for number in self.own[first::every]:
+        for number in self.mine[first::every]:
             yield from self.rows(number, self.starts[number])
 
     def rows(self, number: int, start: int) -> Iterator[Read]:
@@ -264,7 +262,7 @@ class Reading(IterableDataset[Read]):
                 yield self._read(number, row, record, after)
         except ModuleNotFoundError:
             raise
-        except Exception as err:  # a file system, decoder or user's iterator failed: no records follow
+        except Exception as err:  # a file system, a decoder or the user's iterator failed: no records follow
             yield Read(shard=number, row=row + 1, sample=None, bad=f"reading stopped: {err}")
 
     def _read(self, number: int, row: int, record: Any, mark: Mark | None) -> Read:
@@ -285,30 +283,30 @@ class Tally:
 
     bad: int = 0
     last: deque[str] = field(default_factory=lambda: deque(maxlen=3))  # places and faults of bad records
-    counts: Counter[str] = field(default_factory=Counter)  # by policy
+    counts: Counter[str] = field(default_factory=Counter)  # for each name of ``POLICIES``
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Told:
-    """The message of a rank to the others after it has read."""
+class Report:
+    """The message that a rank sends to all ranks after it has read."""
 
-    table: Table  # the ``META`` of the records it read
-    failure: str | None  # why it failed, if it did
-    exhausted: list[bool]  # by source
-    tallies: list[Tally]  # by source
-    marks: dict[int, list[Mark]]  # new states of its shards
+    table: Table  # the ``META`` of the records that the rank has read
+    failure: str | None  # the error of the rank, or None
+    exhausted: list[bool]  # for each source, whether the rank read its part to the end
+    tallies: list[Tally]  # for each source
+    marks: dict[int, list[Mark]]  # new saved states of the rank's shards
 
 
 class Reader:
-    """Reads the shards of a rank in order, in this process or in workers, and counts records left out."""
+    """Reads the shards of a rank, in this process or in workers, and counts the records left out."""
 
     def __init__(self, reading: Reading, tally: Tally, *, skips: bool, num_workers: int) -> None:
         self._reading, self._tally, self._skips = reading, tally, skips
         self.exhausted, self.taken = False, 0
-        self.marks: dict[int, list[Mark]] = {}  # found since the last exchange
+        self.marks: dict[int, list[Mark]] = {}  # saved states since the last exchange
         self._rows = iter(reading)
-        if workers := min(num_workers, len(reading.own)):
-            # Workers start here, in the thread that makes the reader.
+        if workers := min(num_workers, len(reading.mine)):
+            # iter() starts the workers, in the thread that makes this reader.
             self._rows = iter(DataLoader(reading, batch_size=None, num_workers=workers))
 
     def take(self, count: int) -> list[Read]:
@@ -318,7 +316,7 @@ class Reader:
             try:
                 read = next(self._rows, None)
             except RuntimeError as err:  # a worker died
-                names = ", ".join(self._reading.shards[i].name for i in self._reading.own[:4])
+                names = ", ".join(self._reading.shards[i].name for i in self._reading.mine[:4])
                 raise ValueError(f"A worker that reads {names} ended: {err}") from err
             if read is None:
                 self.exhausted = True
@@ -337,21 +335,21 @@ class Reader:
         self.taken += len(taken)
         return taken
 
-    def again(self, pending: dict[int, dict[int, list[int]]]) -> list[Read]:
-        """Read again the records, by shard, row and pass, that were read but unused at a checkpoint."""
+    def read_again(self, pending: Pending) -> list[Read]:
+        """Read the pending records of this rank's shards again."""
         found = []
-        for number in self._reading.own:
+        for number in self._reading.mine:
             rows = pending.get(number)
             if not rows:
                 continue
-            read = self._reading.rows(number, min(rows))
-            reads = list(islice((one for one in read if one.row in rows and one.bad is None), len(rows)))
+            wanted = (x for x in self._reading.rows(number, min(rows)) if x.row in rows and x.bad is None)
+            reads = list(islice(wanted, len(rows)))
             if len(reads) != len(rows):
                 raise ValueError(
                     f"Shard {self._reading.shards[number].name} held {len(rows)} sequences when the "
                     f"checkpoint was written, but gives {len(reads)} of them now. Restore the file."
                 )
-            for one in reads:
-                self._tally.counts.update(one.counts)
-            found += [replace(one, round=of) for one in reads if one.sample for of in rows[one.row]]
+            for read in reads:
+                self._tally.counts.update(read.counts)
+                found += [replace(read, round=round_) for round_ in rows[read.row] if read.sample]
         return found

@@ -1,6 +1,6 @@
-"""Collectives of a stream's ranks, which gather tables, exchange samples and send steps to their peers.
+"""Collectives that gather tables from the ranks of a stream, exchange samples, and send steps to peers.
 
-A sequence is sent only if another rank runs it. Every rank knows the sizes from the plan.
+A sequence is sent only if another rank runs it. Every rank knows the sizes of all messages from the plan.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lightning_thd.data.streams.schedule import Planned
+from lightning_thd.data.streams.schedule import PlannedStep
 from lightning_thd.parallel.across_ranks import broadcast_object, host_group
 
-Held = dict[tuple[int, int, int], bytes]  # payloads by round, shard and row
+Payloads = dict[tuple[int, int, int], bytes]  # (round, shard, row) of a sequence -> its payload
 
 
 class Wire:
@@ -32,7 +32,7 @@ class Wire:
                 self._group = host_group(members, timeout_s)
 
     def objects(self, value: Any) -> list[Any]:
-        """Return the Python objects that every rank gave, in the order of ranks."""
+        """Return the values of all ranks, in the order of ranks."""
         found: list[Any] = [value] * self.ranks
         if self._group is not None:
             with self._waiting():
@@ -40,14 +40,14 @@ class Wire:
         return found
 
     def exchange(self, outgoing: list[bytes], sizes: list[int]) -> list[bytes]:
-        """Send each other rank its part, and receive ``sizes[rank]`` bytes from each."""
+        """Send ``outgoing[rank]`` to each rank, and receive ``sizes[rank]`` bytes from each."""
         if self._group is None:
             return outgoing
-        given = torch.from_numpy(np.frombuffer(b"".join(outgoing), np.uint8).copy())
-        found = torch.empty(sum(sizes), dtype=torch.uint8)
+        sent = torch.from_numpy(np.frombuffer(b"".join(outgoing), np.uint8).copy())
+        received = torch.empty(sum(sizes), dtype=torch.uint8)
         with self._waiting():
-            dist.all_to_all_single(found, given, sizes, [*map(len, outgoing)], group=self._group)
-        return [part.tobytes() for part in np.split(found.numpy(), np.cumsum(sizes)[:-1])]
+            dist.all_to_all_single(received, sent, sizes, [*map(len, outgoing)], group=self._group)
+        return [part.tobytes() for part in np.split(received.numpy(), np.cumsum(sizes)[:-1])]
 
     def _waiting(self) -> Any:
         return waiting(f"Rank {self.rank} of {self.ranks} that read the stream", self._timeout_s)
@@ -55,44 +55,44 @@ class Wire:
 
 @contextmanager
 def waiting(who: str, timeout_s: float) -> Iterator[None]:
-    """Add the rank that waited, and for how long, to the error of a failed collective."""
+    """Add the rank that waited and its timeout to the error of a failed collective."""
     try:
         yield
     except RuntimeError as err:
         raise RuntimeError(
-            f"{who} waited for the others in vain for timeout_s={timeout_s:g} seconds, or one ended ({err})."
+            f"{who} got no answer from others within timeout_s={timeout_s:g} seconds, or one ended ({err})."
         ) from err
 
 
 class Peers:
     """The ranks that share one data rank; the first of them reads, and the others receive its steps."""
 
-    def __init__(self, readers: list[int], own: list[int], rank: int, *, timeout_s: float) -> None:
-        self.readers, self._reader, self.reads = readers, own[0], own[0] == rank
-        self._who, self._timeout_s = f"Rank {rank}, one of {own} that train on the same packs,", timeout_s
+    def __init__(self, readers: list[int], peers: list[int], rank: int, *, timeout_s: float) -> None:
+        self.readers, self._reader, self.reads = readers, peers[0], peers[0] == rank
+        self._who, self._timeout_s = f"Rank {rank}, one of {peers} that train on the same packs,", timeout_s
         self._group: Any = None
-        if len(own) > 1:
+        if len(peers) > 1:
             with self._waiting():
-                self._group = host_group(own, timeout_s)
+                self._group = host_group(peers, timeout_s)
 
     @classmethod
     def of_job(
-        cls, data_rank: int, data_ranks: int, tell: Any, *, timeout_s: float
+        cls, data_rank: int, data_ranks: int, value: Any, *, timeout_s: float
     ) -> tuple[Peers, list[Any]]:
-        """Find which ranks share a data rank, and gather ``tell`` of each reader; a collective of the job."""
+        """Find which ranks share a data rank, and gather the values of readers; a collective of the job."""
         if not (dist.is_available() and dist.is_initialized()):
-            return cls([0], [0], 0, timeout_s=timeout_s), [tell]
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (data_rank, tell))
-        found = [of for of, _ in everyone]
-        own = [[rank for rank, of in enumerate(found) if of == wanted] for wanted in range(data_ranks)]
-        if not all(own):
+            return cls([0], [0], 0, timeout_s=timeout_s), [value]
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (data_rank, value))
+        found = [number for number, _ in gathered]
+        groups = [[rank for rank, number in enumerate(found) if number == i] for i in range(data_ranks)]
+        if not all(groups):
             raise ValueError(
                 f"The ranks of the job have the data ranks {found}; wanted 0 to {data_ranks - 1}."
             )
-        readers = [ranks[0] for ranks in own]
-        peers = cls(readers, own[data_rank], dist.get_rank(), timeout_s=timeout_s)
-        return peers, [everyone[reader][1] for reader in readers]
+        readers = [group[0] for group in groups]
+        peers = cls(readers, groups[data_rank], dist.get_rank(), timeout_s=timeout_s)
+        return peers, [gathered[reader][1] for reader in readers]
 
     def send(self, value: Any) -> None:
         """Send a step, or the error that ended the stream, to the other ranks of this data rank."""
@@ -101,7 +101,7 @@ class Peers:
                 broadcast_object(value, self._group, self._reader)
 
     def receive(self) -> Any:
-        """Receive the reader's step, or raise the error that ended the stream."""
+        """Receive a step from the reader, or raise the error that ended the stream."""
         with self._waiting():
             value = broadcast_object(None, self._group, self._reader)
         if isinstance(value, Exception):
@@ -112,8 +112,8 @@ class Peers:
         return waiting(self._who, self._timeout_s)
 
 
-def exchange(planned: Planned, held: Held, wire: Wire) -> list[list[dict[str, Any]]]:
-    """Exchange the samples of a step between ranks, and drop those that are used; a collective."""
+def exchange(planned: PlannedStep, held: Payloads, wire: Wire) -> list[list[dict[str, Any]]]:
+    """Exchange the samples of a step, and drop them from ``held``; return this rank's microbatches."""
     table, holders, rank = planned.table, planned.table["holder"], wire.rank
     keys = list(zip(*(table[name].tolist() for name in ("round", "shard", "row")), strict=True))
     targets = planned.targets()

@@ -1,4 +1,4 @@
-"""A record of a stream -> a sample to pack and send to other ranks: its values as bytes, and its sizes."""
+"""A record of a stream -> a sample that can be sent to another rank: its values as bytes, and its sizes."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from lightning_thd.data.read.vision_chat import VisionChat
 from lightning_thd.data.store.index import refuse_cut
 from lightning_thd.packing.entries import Oversize
 
-# Every rank knows these facts about all sequences, whichever rank holds them; ranks exchange them.
+# What every rank knows about each sequence that any rank has read.
 META = np.dtype(
     [
         ("length", "<i4"),  # tokens
-        ("bytes", "<i4"),  # the size of its payload
-        ("shard", "<i4"),
-        ("row", "<i8"),
-        ("round", "<i4"),  # pass over its source
-        ("weight", "<f8"),  # summed weight of its loss tokens, by default their number
-        ("sequences", "<f8"),  # its weight among sequences
-        ("patches", "<i8"),  # patches of all its images
-        ("squares", "<i8"),  # sum of the squared patches of each frame
+        ("bytes", "<i4"),  # size of the payload
+        ("shard", "<i4"),  # number of the shard
+        ("row", "<i8"),  # row in the shard
+        ("round", "<i4"),  # number of the pass over the source
+        ("weight", "<f8"),  # summed weight of the loss tokens, by default their number
+        ("sequences", "<f8"),  # weight of the sequence
+        ("patches", "<i8"),  # patches of all images
+        ("squares", "<i8"),  # sum over frames of squared patches
     ]
 )
-# The names of the counts of sequences that a data module's policies leave out or change.
+# What is counted of the sequences that a data module's policies leave out or change.
 POLICIES = ("empty", "dropped", "truncated", "own_pack", "tokens_lost")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One sequence as a rank holds and sends it."""
+    """One sequence in the form in which ranks keep and send it."""
 
-    payload: bytes  # the pickled dict that ``THDBatch.collate`` takes
-    meta: dict[str, Any]  # its fields of ``META`` except shard, row and round
+    payload: bytes  # the pickled sample that ``THDBatch.collate`` takes
+    meta: dict[str, Any]  # the fields of ``META`` except shard, row and round
 
 
 @dataclass(kw_only=True)
 class Sampler:
-    """Turns records into samples by the policies of a data module, and counts what they leave out."""
+    """Turns records into samples; applies the policies of a data module, and counts their effects."""
 
     capacity: int
     oversize: Oversize = "error"
@@ -109,7 +109,7 @@ class Sampler:
         if isinstance(record, Mapping) and "input_ids" in record and self.records in ("auto", "ids"):
             return dict(record)
         if not isinstance(record, str | Mapping):
-            raise TypeError(f"a {type(record).__name__} is not a sequence. A stream must give dicts or text.")
+            raise TypeError(f"a {type(record).__name__} is not a sequence. A stream must give dicts or str.")
         record = dict(record) if isinstance(record, Mapping) else record
         if self.chat is not None:
             return self.chat.sample(record if isinstance(record, dict) else {"text": record}, None)
@@ -127,13 +127,13 @@ class Sampler:
         return sample
 
     def _checked(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Check a sample, and drop keys that are no input of the model, such as text and names."""
+        """Check a sample, and drop keys that are not inputs of the model, such as text and names."""
         sample = check_sample({key: x for key, x in given.items() if _is_read(key, x)}, "the record")
         if "next_label" in sample:
             raise ValueError("it carries 'next_label', which a stream does not read. Drop the key.")
-        sample.pop("attention_mask", None)  # all ones
+        sample.pop("attention_mask", None)  # checked to be all ones
         if self.one_each:
-            refuse_restart(sample, "the record", "Give the sequences one by one, or set packed='off'.")
+            refuse_restart(sample, "the record", "Give one sequence per record, or set packed='off'.")
         for key, what in (("input_ids", "token id"), ("labels", "label")):
             if key not in sample:
                 continue
@@ -168,7 +168,7 @@ class Sampler:
 
 
 def _is_read(key: str, value: Any) -> bool:
-    """Return whether a key is checked as an input of the model; False for text, names and None."""
+    """Return whether a key is an input of the model; False for text, names and None."""
     if value is None or key in KEYS:
         return value is not None
     if isinstance(value, np.ndarray):

@@ -1,6 +1,6 @@
-"""One table of the sequences that all ranks hold -> the next optimizer steps, and the stream's position.
+"""A table of the sequences that all ranks hold -> the next optimizer steps, and the position in the stream.
 
-It is a pure function of numbers that every rank has, so every rank computes the same steps by itself.
+Both follow from numbers that every rank has. So every rank computes the same steps without a message.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from lightning_thd.packing.planner import Tail
 # META, the rank that holds the sequence, and its position in the pool when it was planned.
 POOL = np.dtype([*META.descr, ("holder", "<i4"), ("at", "<i4")])
 Table = npt.NDArray[np.void]
-# A plan of at least so many sequences deals packs to ranks by work. The search for packs of equal work takes
-# 0.4 s for 8,192 sequences of 512 ranks, and 12 s for 65,536 of 4,096. Dealing takes 6 and 20 ms.
+Pending = dict[int, dict[int, list[int]]]  # shard -> row -> the passes from which this record is still unused
+# Plans of at least this many sequences fill packs first and then deal them to ranks, in 6 ms for 8,192
+# sequences of 512 ranks and 20 ms for 65,536 of 4,096. The search for packs of equal work takes 0.4 and 12 s.
 _MANY = 8192
-# Such a plan rounds lengths up to so many classes, because best fit takes one turn per distinct length. For
-# 65,536 sequences this takes 3 ms in place of 16, and makes 0.05 % more packs.
+# Such plans round lengths up to this many distinct lengths, each of which costs best fit one iteration. For
+# 65,536 sequences that takes 3 ms in place of 16, and makes 0.05 % more packs.
 _CLASSES = 1024
 IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheduling:
-    """The settings that decide a stream's steps: what a step takes, pack size, cost and ranks."""
+    """The settings that decide the steps of a stream: the size of a step and a pack, costs and ranks."""
 
     step: Packs | Sequences
     slots: Slots
-    cost: Cost  # work of a sequence by its length
+    cost: Cost  # work of a sequence
     dp: int  # data-parallel ranks
     tail: Tail = "pad"
     scheduler: Scheduler | None = None  # replaces ``packing.balance``, for ``Sequences(n)``
@@ -50,10 +51,10 @@ class Scheduling:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedStep:
     """One planned optimizer step: its sequences by rank and microbatch."""
 
-    table: Table  # ``POOL`` rows of its sequences, rank after rank, microbatch after microbatch
+    table: Table  # a ``POOL`` row for each sequence, rank after rank, microbatch after microbatch
     offsets: IntArray  # int64 ``[dp * microbatches + 1]``, where each microbatch begins in the table
     dp: int  # data-parallel ranks
 
@@ -69,7 +70,7 @@ class Planned:
 
 
 def work_of(table: Table, cost: Cost) -> npt.NDArray[np.float64]:
-    """Return the work of each sequence of a table, its images included."""
+    """Return the work of each sequence of a table, including its images."""
     return cost(table["length"], np.stack([table["patches"], table["squares"]], axis=1))
 
 
@@ -79,95 +80,101 @@ def rows_of(table: Table, rows: IntArray) -> Table:
     return np.take(words, rows, axis=0).view(table.dtype).reshape(len(rows))
 
 
-def plan_steps(pool: Table, how: Scheduling, *, ended: bool) -> tuple[list[Planned], Table]:
-    """Plan as many steps as the sequences at hand allow, in the order of the pool."""
+def plan_steps(pool: Table, scheduling: Scheduling, *, ended: bool) -> tuple[list[PlannedStep], Table]:
+    """Plan as many steps as the pool suffices for, in its order; return the steps and the sequences left."""
     if not len(pool):
         return [], pool
-    if isinstance(how.step, Sequences):
-        n = how.step.n
-        if len(pool) < n and not (ended and how.tail == "pad"):
+    if isinstance(scheduling.step, Sequences):
+        n = scheduling.step.n
+        if len(pool) < n and not (ended and scheduling.tail == "pad"):
             return [], pool
-        return [_step(pool[:n], how, None)], pool[n:]
-    return _pack_steps(pool, how, how.step.n // how.dp, ended)
+        return [_step(pool[:n], scheduling, None)], pool[n:]
+    return _pack_steps(pool, scheduling, scheduling.step.n // scheduling.dp, ended)
 
 
-def _pack_steps(pool: Table, how: Scheduling, each: int, ended: bool) -> tuple[list[Planned], Table]:
-    """Fill the fewest packs with equal work, and make steps with ``each`` packs per rank of them."""
-    whole = _step(pool, how, None)
+def _pack_steps(
+    pool: Table, scheduling: Scheduling, each: int, ended: bool
+) -> tuple[list[PlannedStep], Table]:
+    """Fill the fewest packs with equal work; each step takes ``each`` packs per rank of them."""
+    whole = _step(pool, scheduling, None)
     microsteps = whole.microbatches
     bins = np.split(np.arange(len(whole.table)), whole.offsets[1:-1])
-    bin_of = np.arange(len(bins)).reshape(how.dp, microsteps)
+    bin_of = np.arange(len(bins)).reshape(scheduling.dp, microsteps)
     steps = []
     for first in range(0, microsteps - each + 1, each):
         chosen = [bins[b] for b in bin_of[:, first : first + each].ravel()]
         rows = np.concatenate([np.empty(0, np.int64), *chosen])
-        steps.append(Planned(rows_of(whole.table, rows), np.cumsum([0, *map(len, chosen)]), how.dp))
-    # The lightest packs come last. Those that do not fill a step are packed again with later sequences.
+        steps.append(
+            PlannedStep(rows_of(whole.table, rows), np.cumsum([0, *map(len, chosen)]), scheduling.dp)
+        )
+    # The lightest packs come last. If they do not fill a step, their sequences are packed again later.
     left = [bins[b] for b in bin_of[:, len(steps) * each :].ravel()]
     rest = whole.table[np.sort(np.concatenate([np.empty(0, np.int64), *left]))]
-    if ended and how.tail == "pad" and len(rest):
-        return [*steps, _step(rest, how, each)], rest[:0]
+    if ended and scheduling.tail == "pad" and len(rest):
+        return [*steps, _step(rest, scheduling, each)], rest[:0]
     return steps, rest
 
 
-def _step(table: Table, how: Scheduling, num_microbatches: int | None) -> Planned:
+def _step(table: Table, scheduling: Scheduling, num_microbatches: int | None) -> PlannedStep:
     lengths = table["length"].astype(np.int64)
-    padded, patches = how.slots.padded(lengths), table["patches"].astype(np.int64)
-    if how.scheduler is not None:
-        bound = patch_bound(patches, how.slots)
-        usable = how.slots.usable
-        order, offsets = scheduled_bins(how.scheduler, padded, usable, dp=how.dp, cost=how.cost, bound=bound)
+    padded, patches = scheduling.slots.padded(lengths), table["patches"].astype(np.int64)
+    if scheduling.scheduler is not None:
+        bound = patch_bound(patches, scheduling.slots)
+        usable = scheduling.slots.usable
+        order, offsets = scheduled_bins(
+            scheduling.scheduler, padded, usable, dp=scheduling.dp, cost=scheduling.cost, bound=bound
+        )
     elif len(table) >= _MANY:
-        order, offsets = _dealt_bins(table, padded, patches, how, num_microbatches)
+        order, offsets = _dealt_bins(table, padded, patches, scheduling, num_microbatches)
     else:
         order, offsets = balanced_bins(
             padded,
-            work_of(table, how.cost),
-            how.slots,
-            dp=how.dp,
+            work_of(table, scheduling.cost),
+            scheduling.slots,
+            dp=scheduling.dp,
             num_microbatches=num_microbatches,
             patches=patches,
         )
-    return Planned(rows_of(table, order), offsets, how.dp)
+    return PlannedStep(rows_of(table, order), offsets, scheduling.dp)
 
 
 def _dealt_bins(
-    table: Table, padded: IntArray, patches: IntArray, how: Scheduling, num_microbatches: int | None
+    table: Table, padded: IntArray, patches: IntArray, scheduling: Scheduling, num_microbatches: int | None
 ) -> tuple[IntArray, IntArray]:
-    """Fill few packs and deal them to ranks by work, without searching for packs of equal work."""
-    usable, multiple = how.slots.usable, how.slots.multiple
+    """Fill few packs, and deal them to ranks by their work."""
+    usable, multiple = scheduling.slots.usable, scheduling.slots.multiple
     coarse = max(1, usable // (_CLASSES * multiple)) * multiple
     sizes = np.where(padded <= usable, np.minimum(-(-padded // coarse) * coarse, usable), padded)
-    packs = best_fit(sizes, how.slots, patches)
-    if num_microbatches is not None and len(packs) > how.dp * num_microbatches:
-        packs = best_fit(padded, how.slots, patches)
-    count = how.dp * (num_microbatches or -(-len(packs) // how.dp))
+    packs = best_fit(sizes, scheduling.slots, patches)
+    if num_microbatches is not None and len(packs) > scheduling.dp * num_microbatches:
+        packs = best_fit(padded, scheduling.slots, patches)
+    count = scheduling.dp * (num_microbatches or -(-len(packs) // scheduling.dp))
     offsets = np.concatenate([packs.offsets, np.full(count - len(packs), packs.offsets[-1])])
-    sums = np.concatenate([[0.0], np.cumsum(work_of(table, how.cost)[packs.indices])])
-    return order_by_rank(packs.indices, offsets, np.diff(sums[offsets]), how.dp)
+    sums = np.concatenate([[0.0], np.cumsum(work_of(table, scheduling.cost)[packs.indices])])
+    return order_by_rank(packs.indices, offsets, np.diff(sums[offsets]), scheduling.dp)
 
 
 _VERSION = 2
-_PLACE = ("shard", "row", "round")  # These fields identify a sequence.
+_PLACE = ("shard", "row", "round")  # the fields that identify a sequence
 
 
 @dataclass(kw_only=True)
 class Ledger:
-    """The position of a stream, on which all ranks agree."""
+    """The position in a stream, the same on all ranks. It has K shards and N sources."""
 
-    cursors: IntArray  # int64 ``[K]``, rows of each shard that were read in the present round of its source
-    rounds: IntArray  # int64 ``[N]``, the present pass over each source
-    drawn: IntArray  # int64 ``[N]``, sequences used of each source since the last one ran dry
+    cursors: IntArray  # int64 ``[K]``, rows of each shard that were read in the present pass over its source
+    rounds: IntArray  # int64 ``[N]``, number of the present pass over each source
+    drawn: IntArray  # int64 ``[N]``, sequences used of each source since a source last ran dry
     out: npt.NDArray[np.bool_]  # bool ``[N]``, sources that ran dry, so that the others finish this pass
-    pool: Table = field(default_factory=lambda: np.empty(0, POOL))
-    planned: deque[Planned] = field(default_factory=deque)  # steps that are planned but not made, in order
-    number: int = 0  # the number of this pass
-    steps: int = 0  # made in this pass
-    pace: int = 0  # sequences that each rank reads ahead per step
+    pool: Table = field(default_factory=lambda: np.empty(0, POOL))  # sequences that no step has taken
+    planned: deque[PlannedStep] = field(default_factory=deque)  # planned steps that are not made, in order
+    number: int = 0  # number of this pass over the stream
+    steps: int = 0  # steps made in this pass
+    pace: int = 0  # sequences that each rank reads for each step that is already planned
 
     @classmethod
     def fresh(cls, shards: int, sources: int) -> Ledger:
-        """Return the position at the start of a stream with so many shards and sources."""
+        """Return the position at the start of a stream of ``shards`` shards and ``sources`` sources."""
         return cls(
             cursors=np.zeros(shards, np.int64),
             rounds=np.zeros(sources, np.int64),
@@ -193,8 +200,8 @@ class Ledger:
         }
 
 
-def begun(state: dict[str, Any]) -> Ledger:
-    """Build a ledger from a saved state, without its pending sequences."""
+def ledger_of(state: dict[str, Any]) -> Ledger:
+    """Build a ledger from a saved state, still without its pending sequences."""
     if state.get("version") != _VERSION:
         raise ValueError(f"The checkpoint holds version {state.get('version')} of a stream, not {_VERSION}.")
     return Ledger(
@@ -208,30 +215,32 @@ def begun(state: dict[str, Any]) -> Ledger:
     )
 
 
-def pending_rows(state: dict[str, Any]) -> dict[int, dict[int, list[int]]]:
-    """Return the records that were read but unused at the checkpoint, by shard, row and pass."""
-    rows: dict[int, dict[int, list[int]]] = {}
+def pending_rows(state: dict[str, Any]) -> Pending:
+    """Return the records that were read but unused when the state was saved."""
+    rows: Pending = {}
     for shard, row, number in state["pending"].tolist():
         rows.setdefault(shard, {}).setdefault(row, []).append(number)
     return rows
 
 
-def restored(state: dict[str, Any], found: Table, *, dp: int, same: bool, source_of: IntArray) -> Ledger:
+def restored_ledger(
+    state: dict[str, Any], found: Table, *, dp: int, same: bool, source_of: IntArray
+) -> Ledger:
     """Build a ledger from a saved state and the pending sequences, which were read again."""
     keys = zip(*(found[name].tolist() for name in _PLACE), strict=True)
     places = {key: i for i, key in enumerate(keys)}
     pending = state["pending"].tolist()
-    order = [places.get(tuple(place), -1) for place in pending]  # policies may leave some out now
+    order = [places.get(tuple(place), -1) for place in pending]  # -1 if a policy now leaves the record out
     table = found[np.array([i for i in order if i >= 0], np.int64)]
-    ledger = begun(state)
+    ledger = ledger_of(state)
     if same and len(table) == len(pending):
         for offsets in state["planned"]:
-            ledger.planned.append(Planned(table[: offsets[-1]], np.array(offsets, np.int64), dp))
+            ledger.planned.append(PlannedStep(table[: offsets[-1]], np.array(offsets, np.int64), dp))
             table = table[offsets[-1] :]
-    else:  # the planned steps are dropped, so their sequences are drawn again
+    else:  # planned steps are dropped, so their sequences no longer count as drawn
         unmade = pending[: sum(offsets[-1] for offsets in state["planned"])]
         shards = np.array([shard for shard, *_ in unmade], np.int64)
-        again = np.bincount(source_of[shards], minlength=len(ledger.drawn))
-        ledger.drawn = np.maximum(0, ledger.drawn - again)
+        counts = np.bincount(source_of[shards], minlength=len(ledger.drawn))
+        ledger.drawn = np.maximum(0, ledger.drawn - counts)
     ledger.pool = table
     return ledger

@@ -1,6 +1,6 @@
 """A source that is read in order, or several with weights -> the steps of one rank.
 
-A thread makes steps ahead, in lockstep with the other ranks.
+A thread makes steps ahead. The threads of all ranks make the same steps at the same time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_thd._checks import choice, real_number, whole_number
 from lightning_thd.batch import THDStep
-from lightning_thd.data.loader import Ahead, Kind, Made, Position
+from lightning_thd.data.loader import Ahead, Kind, Position, RankStep
 from lightning_thd.data.planning import DataSettings
 from lightning_thd.data.read.encode import load_tokenizer
 from lightning_thd.data.read.sources import Opener
@@ -29,18 +29,18 @@ from lightning_thd.data.streams.ranks import Peers, Wire
 from lightning_thd.data.streams.samples import Sampler
 from lightning_thd.data.streams.schedule import IntArray, Scheduling
 from lightning_thd.data.streams.shards import Shard, first_records, open_shards
-from lightning_thd.data.trainer_link import Host, model_cost, model_patch, vocab_size
+from lightning_thd.data.trainer_link import Job, model_cost, model_patch, vocab_size
 from lightning_thd.packing import Cost, Packs
 from lightning_thd.packing.lengths import make_slots
 from lightning_thd.packing.mixtures import Mixing, check_weights, whole_shares
 from lightning_thd.packing.planner import fingerprint
 
-_AHEAD = 2  # Two steps are made while one runs.
+_AHEAD = 2  # steps that are made while one runs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """Training data that can only be iterated: each rank reads its own part once, from front to back.
+    """Training data that can only be iterated: each rank reads a part of it once, from front to back.
 
     ``THDDataModule(Stream("shards/*.jsonl.gz", shuffle_buffer=1_000), capacity=8_192)``. An
     ``IterableDataset`` or a generator function given to ``THDDataModule`` is ``Stream(source=...)``.
@@ -50,14 +50,14 @@ class Stream:
             ``.feather`` files, or a list of them, local or through fsspec; an ``IterableDataset``; a function
             that returns an iterator, ``make()`` or ``make(part, parts)``. A source without parts is
             read by one rank for all ranks, so it must not split itself by rank.
-        window: sequences that each rank holds to choose from; a larger window fills packs and balances
-            work better.
-        shuffle_buffer: sequences that each rank holds to draw steps from at random; 0 keeps their order.
-        steps_per_epoch: optimizer steps of an epoch, which endless streams need; None ends it with the data.
+        window: sequences that each rank holds to plan from; a larger window fills packs and balances work
+            better.
+        shuffle_buffer: sequences that each rank holds to draw from at random; 0 keeps their order.
+        steps_per_epoch: optimizer steps of an epoch; None ends it with the data, if the data end.
         on_error: ``"raise"`` stops at an unusable record, ``"skip"`` skips and counts it; None takes
             ``on_error`` and ``max_errors`` of the data module.
-        max_errors: most records that the whole job skips; None for no limit.
-        timeout_s: seconds after which a rank that yields nothing ends the job.
+        max_errors: most records that the whole job skips; None sets no bound.
+        timeout_s: seconds to wait for a rank that yields nothing; then the job ends with an error.
     """
 
     source: Any = field(kw_only=False)
@@ -69,12 +69,12 @@ class Stream:
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        whole_number(self.window, "window", least=1, advice="It is the number of sequences a rank keeps.")
+        whole_number(self.window, "window", least=1, advice="It is the number of sequences a rank holds.")
         whole_number(self.shuffle_buffer, "shuffle_buffer", advice="0 keeps the order of the shards.")
         if self.steps_per_epoch is not None:
-            whole_number(self.steps_per_epoch, "steps_per_epoch", least=1, advice="None has no limit.")
+            whole_number(self.steps_per_epoch, "steps_per_epoch", least=1, advice="None sets no bound.")
         if self.max_errors is not None:
-            whole_number(self.max_errors, "max_errors", advice="None has no limit.")
+            whole_number(self.max_errors, "max_errors", advice="None sets no bound.")
         if self.on_error is not None:
             choice(self.on_error, "on_error", "raise", "skip")
         advice = "It is the seconds a rank waits for another."
@@ -83,17 +83,17 @@ class Stream:
 
 @dataclass(frozen=True, kw_only=True)
 class Streams:
-    """One stream, or several that take turns so that each has its share after any number of steps."""
+    """One stream, or several that take turns, so that each has its share after any number of steps."""
 
-    streams: Mapping[str, Stream]  # by the name of each in a mixture; "" is the name of a single one
-    weights: Mapping[str, float]  # share of each source, in any unit, counted in sequences
+    streams: Mapping[str, Stream]  # name in the mixture -> stream; a single stream has the name ""
+    weights: Mapping[str, float]  # name -> share of the sequences, in any unit
     mixing: Mixing = field(default_factory=Mixing)
 
     def __post_init__(self) -> None:
         check_weights(self.weights)
         if self.mixing.epoch != "longest" or self.mixing.shares == "tokens":
             raise ValueError("Mixing(epoch=) and Mixing(shares='tokens') need sources whose sizes are known.")
-        lengths = {one.steps_per_epoch for one in self.streams.values()} - {None}
+        lengths = {stream.steps_per_epoch for stream in self.streams.values()} - {None}
         if len(lengths) > 1:
             raise ValueError(f"The streams of a mixture ask for epochs of {sorted(map(str, lengths))} steps.")
 
@@ -102,20 +102,20 @@ class Streams:
         shares = dict(zip(self.weights, whole_shares([*self.weights.values()]), strict=True))
         shards: list[Shard] = []
         sources: list[Source] = []
-        for name, one in self.streams.items():
+        for name, stream in self.streams.items():
             try:
-                found = open_shards(one.source, parts=parts)
+                found = open_shards(stream.source, parts=parts)
             except ValueError as err:
                 raise ValueError(f"The source {name!r} of the mixture: {err}" if name else f"{err}") from err
-            own = one.on_error is not None or one.max_errors is not None
+            has_policy = stream.on_error is not None or stream.max_errors is not None
             source = Source(
                 name=name,
                 first=len(shards),
                 stop=len(shards) + len(found),
                 share=shares[name],
-                shuffle_buffer=one.shuffle_buffer,
-                on_error=one.on_error or opener.on_error,
-                max_errors=one.max_errors if own else opener.max_errors,
+                shuffle_buffer=stream.shuffle_buffer,
+                on_error=stream.on_error or opener.on_error,
+                max_errors=stream.max_errors if has_policy else opener.max_errors,
             )
             sources.append(source)
             shards += found
@@ -123,33 +123,33 @@ class Streams:
 
 
 class StreamedSteps:
-    """The steps of one rank from a stream; one of the ranks that share packs reads for the others."""
+    """The steps of one rank from a stream; of ranks that share packs, one reads for the others."""
 
-    goes_on = True
+    resumes = True
 
-    def __init__(self, streams: Streams, settings: DataSettings, host: Host, *, kind: Kind) -> None:
-        self._streams, self._opener, self.kind, self._rank = streams, settings.opener, kind, host.rank
-        self._parts, self._pin = host.ranks, settings.pins(host)
-        self._settings = _settings(streams, settings, host)
+    def __init__(self, streams: Streams, settings: DataSettings, job: Job, *, kind: Kind) -> None:
+        self._streams, self._opener, self.kind, self._rank = streams, settings.opener, kind, job.rank
+        self._parts, self._pin = job.ranks, settings.pins(job)
+        self._settings = _settings(streams, settings, job)
         self.names: Sequence[str] = self._settings.names
-        self.steps_per_epoch = max(one.steps_per_epoch or 0 for one in streams.streams.values()) or None
-        self.per_step = self._settings.scheduling.step.n // host.ranks if kind == "pack" else 1
-        shards = self._settings.shards if host.ranks > 1 else ()
+        self.steps_per_epoch = max(x.steps_per_epoch or 0 for x in streams.streams.values()) or None
+        self.per_step = self._settings.scheduling.step.n // job.ranks if kind == "pack" else 1
+        shards = self._settings.shards if job.ranks > 1 else ()
         known = [(shard.name, first_records(shard) if shard.whole else None) for shard in shards]
-        self._peers, told = Peers.of_job(host.rank, host.ranks, known, timeout_s=self._settings.timeout_s)
-        _refuse_other_shards(told)
+        self._peers, lists = Peers.of_job(job.rank, job.ranks, known, timeout_s=self._settings.timeout_s)
+        _refuse_other_shards(lists)
         self._same = False  # whether the planned steps of a loaded state fit this job
         self.engine: Engine | None = None
         self._ahead, self._pass_open = Ahead("thd-stream"), True
         self._error: Exception | None = None  # the error that ended the stream
 
     def length(self, epoch: int) -> int | None:
-        """Return the batches of an epoch; None without ``steps_per_epoch``."""
+        """Return the number of batches of an epoch; None without ``steps_per_epoch``."""
         return None if self.steps_per_epoch is None else self.steps_per_epoch * self.per_step
 
     @property
     def counts(self) -> dict[str, int]:
-        """Return how many records of all ranks were unusable, or changed or dropped by policies."""
+        """Return how many records of all ranks were unusable, or changed or left out by a policy."""
         return {} if self.engine is None else dict(self.engine.counts)
 
     def source_of(self, ids: npt.ArrayLike) -> IntArray:
@@ -157,10 +157,10 @@ class StreamedSteps:
         found: IntArray = self._settings.source_of[np.asarray(ids, np.int64) >> ROW_BITS]
         return found
 
-    def steps(self, at: Position, limit: int | None) -> Iterator[Made]:
-        """Make steps without end, pass after pass over the stream, from its present position."""
+    def steps(self, at: Position, limit: int | None) -> Iterator[RankStep]:
+        """Yield steps without end, pass after pass over the stream, from its present position on."""
         while True:
-            made = self._received(at)
+            made = self._next_step(at)
             if made is None:
                 raise ValueError(
                     "A pass over the stream gave no step: it has too few sequences for one step of "
@@ -171,22 +171,22 @@ class StreamedSteps:
             step = step.pin_memory() if self._pin else step
             yield replace(made, batches=[step] if self.kind == "step" else step.microbatches)
 
-    def _received(self, at: Position) -> Made | None:
-        """Return the next step, made by this rank or received from the rank that reads for it."""
+    def _next_step(self, at: Position) -> RankStep | None:
+        """Return the next step, made by this rank or received from its peer that reads."""
         if not self._peers.reads:
-            made: Made | None = self._peers.receive()
-            return made
+            step: RankStep | None = self._peers.receive()
+            return step
         try:
-            made = self._taken(at)
+            step = self._make_step(at)
         except Exception as err:
-            with suppress(RuntimeError):  # a rank that has ended must not hide the error
+            with suppress(RuntimeError):  # a peer that has ended must not hide the error
                 self._peers.send(err)
             raise
-        self._peers.send(made)
-        return made
+        self._peers.send(step)
+        return step
 
-    def _taken(self, at: Position) -> Made | None:
-        """Return the next step, and let the thread make one more; every rank makes equally many."""
+    def _make_step(self, at: Position) -> RankStep | None:
+        """Return the next step of the thread, and let it make one more, as every rank does."""
         settings = self._settings
         if self._error is not None:
             raise self._error
@@ -194,26 +194,26 @@ class StreamedSteps:
             wire = Wire(self._rank, settings.scheduling.dp, self._peers.readers, timeout_s=settings.timeout_s)
             self.engine = Engine(settings, wire, at.stream, same=self._same)
         elif not self._pass_open:
-            while self._ahead.taken:  # calls that made nothing, because the pass had ended
-                self._ahead.take()
+            while self._ahead.pending:  # calls that returned None, because the pass had ended
+                self._ahead.next_result()
             self.engine.open_pass()  # starts workers, in this thread
-        self._allow()
+        self._work_ahead()
         try:
-            made: Made | None = self._ahead.take()
+            step: RankStep | None = self._ahead.next_result()
         except Exception as err:
             self._error = err
             raise
-        self._pass_open = made is not None and not made.last
-        self._allow()
-        return made
+        self._pass_open = step is not None and not step.last
+        self._work_ahead()
+        return step
 
-    def _allow(self) -> None:
+    def _work_ahead(self) -> None:
         assert self.engine is not None
-        while len(self._ahead.taken) < _AHEAD:
-            self._ahead.begin(self.engine.make_next)
+        while len(self._ahead.pending) < _AHEAD:
+            self._ahead.submit(self.engine.make_next)
 
     def state(self, at: Position) -> dict[str, Any]:
-        """Return the position, and the names of the shards and settings it belongs to."""
+        """Return the position, and hashes of the shards and settings for which it holds."""
         return {
             "epoch": at.epoch,
             "step": at.step,
@@ -226,23 +226,23 @@ class StreamedSteps:
         }
 
     def load(self, state: Mapping[str, Any]) -> Position:
-        """Return the position of a state, for any number of ranks; refuse one of another stream."""
+        """Return the position in a state, for any number of ranks; raise if another stream saved it."""
         if "stream" not in state or "names" not in state:
-            raise ValueError(f"The state holds {', '.join(sorted(state))}, which is not that of a stream.")
+            raise ValueError(f"The state holds {', '.join(sorted(state))}, so no stream has saved it.")
         if int(state["parts"]) != self._parts:
             self._parts = int(state["parts"])
             shards, sources = self._streams.open(self._opener, self._parts)
             self._settings = replace(self._settings, shards=shards, sources=sources)
         if state["names"] != self._names():
             raise ValueError(
-                f"The checkpoint was written with {state['shards']} shards, and the stream has "
-                f"{len(self._settings.shards)}, or others, or in other shares. Pass the same source."
+                f"The checkpoint was written with {state['shards']} shards, but the stream has "
+                f"{len(self._settings.shards)}, or other names or shares. Pass the same source."
             )
         replays = all(shard.replays for shard in self._settings.shards)
         if not replays and state["stream"] is not None and not state["stream"].get("marks"):
             rank_zero_warn(
-                "The stream is a generator, or like one cannot save its position. It begins again, and skips "
-                "the used records. That is exact only if it gives the same records again."
+                "The stream cannot save its position, because it is a generator or similar. It begins again "
+                "and skips the used records. That is exact only if it gives the same records again."
             )
         self._ahead.stop()
         self.engine, self._error, self._pass_open = None, None, True
@@ -255,8 +255,8 @@ class StreamedSteps:
         )
 
     def _plan_key(self) -> str:
-        how = self._settings.scheduling
-        return repr((how.step, how.slots, how.cost, how.dp, getattr(how.scheduler, "__qualname__", None)))
+        x = self._settings.scheduling
+        return repr((x.step, x.slots, x.cost, x.dp, getattr(x.scheduler, "__qualname__", None)))
 
     def _names(self) -> str:
         settings = self._settings
@@ -267,22 +267,22 @@ class StreamedSteps:
         return fingerprint(known)
 
 
-def _settings(streams: Streams, settings: DataSettings, host: Host) -> Settings:
-    """Return the settings of a stream; refuse those that need all lengths before the first step."""
-    if host.sharing is not None:
+def _settings(streams: Streams, settings: DataSettings, job: Job) -> Settings:
+    """Return the settings of a stream; refuse settings that need all lengths before the first step."""
+    if job.sharing is not None:
         raise ValueError("context_parallel_size='dynamic' plans a degree from all lengths. Pass a dataset.")
     if settings.oversize == "split":
         raise ValueError("oversize='split' needs every length before the first step. Set another policy.")
-    step, opener = settings.step(host), settings.opener
-    if isinstance(step, Packs) and step.n % host.ranks:
-        raise ValueError(f"{step} cannot be shared by {host.ranks} data-parallel ranks.")
+    step, opener = settings.step(job), settings.opener
+    if isinstance(step, Packs) and step.n % job.ranks:
+        raise ValueError(f"{step} cannot be shared by {job.ranks} data-parallel ranks.")
     if settings.scheduler is not None and isinstance(step, Packs):
         raise ValueError(f"A scheduler cannot serve {step}. Pass global_batch=Sequences(n).")
     if opener.packed in ("sequences", "packs"):
         raise ValueError(f"packed={opener.packed!r} takes rows apart, which a stream cannot.")
-    slots = make_slots(settings.capacity, host.alignment, settings.max_patches)
+    slots = make_slots(settings.capacity, job.alignment, settings.max_patches)
     chat = None if opener.processor is None else VisionChat(opener.processor)
-    shards, sources = streams.open(opener, host.ranks)
+    shards, sources = streams.open(opener, job.ranks)
     return Settings(
         shards=shards,
         sources=sources,
@@ -296,39 +296,39 @@ def _settings(streams: Streams, settings: DataSettings, host: Host) -> Settings:
             drop_empty=settings.empty == "drop",
             text_key=opener.text_key,
             append_eos=opener.append_eos,
-            # a processor has nothing to render in rows of ids, which are refused
+            # With a processor, rows of ids are refused, because there is nothing to render.
             records="messages" if chat is not None and "" in streams.streams else opener.records,
             one_each=opener.packed != "off",
-            vocab_size=settings.vocab_size or vocab_size(host.model),
+            vocab_size=settings.vocab_size or vocab_size(job.model),
             extras_cost=settings.extras_cost,
-            patch=model_patch(host.model),
+            patch=model_patch(job.model),
             max_patches=settings.max_patches,
         ),
         scheduling=Scheduling(
             step=step,
             slots=slots,
-            cost=settings.cost or model_cost(host.model, settings.capacity) or Cost(),
-            dp=host.ranks,
+            cost=settings.cost or model_cost(job.model, settings.capacity) or Cost(),
+            dp=job.ranks,
             tail=settings.tail,
             scheduler=settings.scheduler,
         ),
-        collate=settings.collator(host),
-        window=max(max(one.window, one.shuffle_buffer) for one in streams.streams.values()),
+        collate=settings.collator(job),
+        window=max(max(stream.window, stream.shuffle_buffer) for stream in streams.streams.values()),
         seed=settings.seed,
         num_workers=settings.num_workers,
-        timeout_s=max(one.timeout_s for one in streams.streams.values()),
+        timeout_s=max(stream.timeout_s for stream in streams.streams.values()),
     )
 
 
-def _refuse_other_shards(told: list[list[tuple[str, str | None]]]) -> None:
-    """Refuse ranks that list other shards, and sources split by rank, because one rank reads for all."""
-    for rank, found in enumerate(told):
-        if [name for name, _ in found] != [name for name, _ in told[0]]:
+def _refuse_other_shards(lists: list[list[tuple[str, str | None]]]) -> None:
+    """Raise if ranks list other shards, or if a source that one rank reads for all differs among ranks."""
+    for rank, found in enumerate(lists):
+        if [name for name, _ in found] != [name for name, _ in lists[0]]:
             raise ValueError(
-                f"The ranks list other shards: rank 0 has {len(told[0])}, rank {rank} has {len(found)}, or "
-                "other names. Give every rank all of them, in the same order."
+                f"The ranks list other shards: rank 0 has {len(lists[0])}, rank {rank} has {len(found)}, or "
+                "other names. Give every rank all shards, in the same order."
             )
-        for (name, first), (_, other) in zip(told[0], found, strict=True):
+        for (name, first), (_, other) in zip(lists[0], found, strict=True):
             if first != other:
                 raise ValueError(
                     f"{name} has other first records on rank {rank} than on rank 0, so it splits itself by "

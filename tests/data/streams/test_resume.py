@@ -67,11 +67,11 @@ def test_other_numbers_of_ranks_use_what_is_left_once(tmp_path: Path, packs: boo
 def test_states_of_other_data_are_refused(tmp_path: Path) -> None:
     write_shards(tmp_path, SIZES)
     loader = module(f"{tmp_path}/*.jsonl").train_steps()
-    with pytest.raises(ValueError, match="not that of a stream"):
+    with pytest.raises(ValueError, match="so no stream has saved it"):
         loader.load_state_dict({"epoch": 0, "step": 3, "fingerprint": "x"})
     state = loader.state_dict()
     (tmp_path / "000.jsonl").unlink()
-    with pytest.raises(ValueError, match="written with 6 shards, and the stream has 5"):
+    with pytest.raises(ValueError, match="written with 6 shards, but the stream has 5"):
         module(f"{tmp_path}/*.jsonl").train_steps().load_state_dict(state)
     with pytest.raises(TypeError, match="no length. Pass steps_per_epoch"):
         len(loader)

@@ -162,7 +162,7 @@ class Continuing(Resumable):
 
 @pytest.mark.parametrize("kind", [Resumable, Continuing])
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.filterwarnings("ignore:The stream is a generator", "ignore:.*forking the process")
+@pytest.mark.filterwarnings("ignore:The stream cannot save its position", "ignore:.*forking the process")
 def test_a_source_with_a_state_goes_on_without_what_it_gave(kind: Any, workers: int) -> None:
     assert is_stream(kind())
     kwargs: dict[str, Any] = {"n": 20, "window": 30, "num_workers": workers}
@@ -178,7 +178,7 @@ def test_a_source_with_a_state_goes_on_without_what_it_gave(kind: Any, workers: 
             assert kind.made < 160  # not those before the last state, and each that was pending twice
 
 
-@pytest.mark.filterwarnings("ignore:The stream is a generator")
+@pytest.mark.filterwarnings("ignore:The stream cannot save its position")
 @pytest.mark.parametrize("steps", [2, pytest.param(12, marks=pytest.mark.slow)])
 def test_a_source_that_was_left_is_begun_anew(steps: int) -> None:
     source, kwargs = Continuing(), {"n": 20, "window": 30}
@@ -196,7 +196,7 @@ def records() -> Iterator[dict[str, Any]]:
     return ({"input_ids": np.full(i % 7 + 2, i % 50)} for i in range(300))
 
 
-@pytest.mark.filterwarnings("ignore:The stream is a generator")
+@pytest.mark.filterwarnings("ignore:The stream cannot save its position")
 def test_a_function_is_read_again_and_an_iterator_is_not() -> None:
     kwargs: dict[str, Any] = {"n": 20, "window": 30}
     whole, state = run(records, steps=7, **kwargs)
