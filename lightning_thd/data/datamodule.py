@@ -325,11 +325,11 @@ class THDDataModule(LogsSources):
             return running
         loader = self._streamed(streams, kind)
         self._last_stream = settings, self.trainer, loader
-        same_trainer = old_trainer is not None and old_trainer is self.trainer
+        again = old_trainer is not None and old_trainer is self.trainer and not old_trainer.ckpt_path
         if running is not None:
             states = [running.state_dict()]
-        elif old_loader is not None and same_trainer and not old_trainer.ckpt_path:
-            states = [{**old_loader.state_dict(), "step": 0, "ended": True}]  # a fit begins a new epoch
+        elif again and old_loader is not None:
+            states = [{**old_loader.state_dict(), "step": 0, "ended": True}]  # another fit begins a new epoch
         for state in states:
             if isinstance(state, Mapping) and "stream" in state:
                 loader.load_state_dict(state)

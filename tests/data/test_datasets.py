@@ -30,7 +30,7 @@ def test_records_and_packed_hold_for_streams() -> None:
     both = Rows({"text": "hi", "prompt": "p", "completion": "c"})
     assert texts(both, records="text") == ["hi"]
     assert texts(both, records="prompt") == texts(both) == ["pc"]
-    with pytest.raises(ValueError, match=r"a record of kind 'prompt' among those of kind 'ids'"):
+    with pytest.raises(ValueError, match=r"a record of kind 'prompt' among records of kind 'ids'"):
         read(both, records="ids")
     with pytest.raises(ValueError, match=r"packed='packs' takes rows apart, which a"):
         read(both, packed="packs")
@@ -296,7 +296,7 @@ def test_views_of_datasets_give_what_their_samples_show(name: str) -> None:
         ({"loss_mask": [0, 0, 1]}, "carry 'loss_mask', which is not read"),
         ({"segment_ids": [0, 0, 1]}, "carry 'segment_ids', which is not read"),
         # Other libraries have a name of their own each for where the sequences of a packed row begin.
-        ({"any_name": [2, 1]}, "The column 'any_name' holds lists of integers and is not read"),
+        ({"any_name": [2, 1]}, "The column 'any_name' holds lists of integers, but is not read"),
         ({"labels": [1, -100, 3], "assistant_masks": [1, 1, 1]}, "which is not read"),
         ({"labels": [1, -100, 400]}, "label 400, but the model's vocabulary"),
     ],

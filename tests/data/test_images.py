@@ -182,14 +182,14 @@ def asked(*content: Any, **more: Any) -> dict[str, Any]:
         (chat(0, "missing.png"), r"row 0: .*missing.png cannot be opened as an image"),
         (chat(0, b"no image"), "bytes of an image cannot be opened as an image"),
         (chat(0, "https://x.org/a.png"), "is an address. Download images"),
-        (chat(0) | {"images": [as_bytes(0)]}, "the record has 1 images, and its messages have places for 0"),
+        (chat(0) | {"images": [as_bytes(0)]}, "the record has 1 images, but its messages have places for 0"),
         (asked({"type": "image"}), "a place for an image beyond the 0"),
-        *((asked({"type": kind}), f"of type '{kind}', and only text") for kind in ("video", "input_audio")),
-        (chat(0) | {"videos": ["a.mp4"]}, "the record holds 'videos', and only text and images are rendered"),
+        *((asked({"type": kind}), f"of type '{kind}', but only text") for kind in ("video", "input_audio")),
+        (chat(0) | {"videos": ["a.mp4"]}, "the record holds 'videos', but only text and images are rendered"),
         (chat(0) | {"audio": "a.wav"}, "the record holds 'audio', .* audio cannot be packed"),
         ({"input_ids": [1, 2, 3]}, "the train data hold ids, and processor= renders conversations"),
         (asked({"type": "text", "text": "<|image_pad|>"}), r"writes 1 times '<\|image_pad\|>' for 0 images"),
-        ({"text": "no chat"}, "is not a conversation; processor= renders no other"),
+        ({"text": "no chat"}, "is not a conversation, and processor= renders only"),
     ],
 )
 def test_what_cannot_be_rendered_is_refused(record: dict[str, Any], message: str) -> None:

@@ -104,12 +104,15 @@ def test_custom_positions_can_be_kept() -> None:
         ({"lengths": [0.5]}, "Row 0: lengths holds float64 values"),
         ({"cu_seqlens": [1, 2]}, r"cu_seqlens begins with 1"),
         ({"cu_seqlens": [0, 2, 1]}, r"cu_seqlens describe sequences of \[2, -1\]"),
-        ({"lengths": [2], "cu_seqlens_padded": [0, 2]}, "carries cu_seqlens_padded, which is not known to"),
-        ({"lengths": [2], "position_ids": [0, 1]}, "carries lengths and position_ids of lengths"),
+        ({"lengths": [2], "cu_seqlens_padded": [0, 2]}, "carries cu_seqlens_padded, which cannot be divided"),
+        (
+            {"lengths": [2], "position_ids": [0, 1]},
+            "has lengths and position_ids; give exactly one of lengths",
+        ),
         ({"lengths": [1], "attention_mask": [1, 1]}, "attention_mask is not 1 in the 1 slots that lengths"),
         ({"position_ids": [0]}, "2 input_ids but 1 position_ids"),
         ({"labels": [1], "lengths": [2]}, "2 input_ids but 1 labels"),
-        ({"lengths": [2], "pixel_values": [[1.0]]}, "carries pixel_values, which is not known to"),
+        ({"lengths": [2], "pixel_values": [[1.0]]}, "carries pixel_values, which cannot be divided"),
     ],
 )
 def test_bad_rows_are_refused(row: dict[str, Any], message: str) -> None:
@@ -130,7 +133,7 @@ def test_a_row_of_several_sequences_behind_one_of_one(kind: type[list[dict[str, 
     single, double = {"input_ids": [1, 2, 3]}, {"input_ids": [1, 2, 3, 4], "position_ids": [0, 1, 0, 1]}
     with pytest.raises(ValueError, match=r"Sequence 1 is bad: its position_ids begin again.*packed='off'"):
         batches_of(THDDataModule(kind([single, double]), capacity=16))
-    with pytest.raises(ValueError, match=r"Row 1 carries none of lengths.*packed='off'"):
+    with pytest.raises(ValueError, match=r"Row 1 has none; give exactly one of lengths.*packed='off'"):
         batches_of(THDDataModule(kind([double, single]), capacity=16))
     [batch] = batches_of(THDDataModule(kind([single, double]), capacity=16, packed="off"))
     assert sorted(batch.position_ids.tolist()) == [0, 0, 0, 1, 1, 1, 2]
@@ -156,6 +159,6 @@ def test_padding_that_positions_make_sequences_is_left_out() -> None:
     counted = [0, 1, 2, 0, 1, *range(8)]
     assert found(counted, labels=[*IDS[:5], *[-100] * 8]) == [3, 2, 8]  # of which nothing is learned
     assert found(counted, attention_mask=[1] * 13) == [3, 2, 8]
-    with pytest.raises(ValueError, match="Row 0 ends with 8 times the id 0, by its position_ids a sequence"):
+    with pytest.raises(ValueError, match="Row 0 ends with a sequence of 8 times the id 0"):
         found(counted)
     assert found([0, 1, 2, 0, 1, 0, 1, *[0] * 6]) == [3, 2, 2]

@@ -82,9 +82,12 @@ TEXTS: dict[str, tuple[str, str | bytes, list[str]]] = {
 }
 IDS = {"input_ids": [1, 2, 3]}
 REFUSED: dict[str, tuple[str, str | bytes, str]] = {
-    **{f"{suffix} cut": (f"a.jsonl.{suffix}", x[:-9], "damaged, it") for suffix, x in PACKED.items()},
     **{
-        f"{suffix} and more": (f"a.jsonl.{suffix}", x + b"junk", "damaged, it")
+        f"{suffix} cut": (f"a.jsonl.{suffix}", x[:-9], "is damaged and cannot be unpacked")
+        for suffix, x in PACKED.items()
+    },
+    **{
+        f"{suffix} and more": (f"a.jsonl.{suffix}", x + b"junk", "is damaged and cannot be unpacked")
         for suffix, x in PACKED.items()
     },
     "a mask of the loss": ("a.jsonl", lines({**IDS, "loss_mask": [0, 0, 1]}), "carry 'loss_mask', which is"),
@@ -94,11 +97,15 @@ REFUSED: dict[str, tuple[str, str | bytes, str]] = {
     "nested ids": ("a.jsonl", lines({"input_ids": [[1], [2, 3]]}), "input_ids is not an array of integers"),
     "bools": ("a.jsonl", '{"input_ids": [true, 7]}\n', "input_ids holds True or False among its numbers"),
     "padding": ("a.jsonl", lines({**IDS, "attention_mask": [1, 1, 0]}), "an attention_mask of shape .* that"),
-    "weights": ("a.jsonl", lines({**IDS, "weights": [1, 1, 0]}), "weights beside input_ids: .*"),
+    "weights": ("a.jsonl", lines({**IDS, "weights": [1, 1, 0]}), "weights beside input_ids would be lost"),
     "packs": ("a.jsonl", lines({**IDS, "position_ids": [0, 1, 0]}), "position_ids beside input_ids"),
     "lengths": ("a.jsonl", lines({**IDS, "lengths": [1, 2]}), "lengths beside input_ids"),
     "labels later": ("a.jsonl", lines(IDS, {**IDS, "labels": [1, 2, 3]}), "line 2: it has labels, .* Give"),
-    "labels first": ("a.jsonl", lines({**IDS, "labels": [1, 2, 3]}, IDS), "line 2: it has none, .* Give"),
+    "labels first": (
+        "a.jsonl",
+        lines({**IDS, "labels": [1, 2, 3]}, IDS),
+        "line 2: it has no labels, .* Give",
+    ),
     "Latin-1 text": ("a.txt", b"caf\xe9", r"a.txt: not UTF-8 \(byte 0xe9 at 3\)"),
     "Latin-1 lines": ("a.jsonl", A + b'{"text": "caf\xe9"}\n', "line 2: not UTF-8"),
     "UTF-16 without a mark": ("a.txt", "hello".encode("utf-16")[2:], "a null byte at 1, so it is not text"),
@@ -106,16 +113,20 @@ REFUSED: dict[str, tuple[str, str | bytes, str]] = {
     "depth": ("a.jsonl", A + b'{"text": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "line 2: JSON that"),
     "digits": ("a.jsonl", A + b'{"text": ' + b"7" * 5_000 + b"}", "line 2: JSON that cannot be read"),
     "trailing comma": ("a.jsonl", '{"text": "a"},\n', "line 1: not JSON"),
-    "lines without a suffix": ("lines", A, "holds JSON objects, a line each. Name it"),
-    "text that is null": ("a.jsonl", lines({"text": None}), "no string under the key 'text' but a NoneType"),
+    "lines without a suffix": ("lines", A, "holds a JSON object per line. Name it"),
+    "text that is null": (
+        "a.jsonl",
+        lines({"text": None}),
+        "value of the key 'text' is a NoneType, not a string",
+    ),
     "another key": (
         "a.json",
         '{"body": "a", "authors": [{"text": "x"}]}',
         "no string under the key 'text', f",
     ),
-    "arrays of numpy": ("a.npy", b"", r"a \.npy file is not read"),
-    "no Parquet": ("a.parquet", b"no such file", "a.parquet is no Parquet file"),
-    "no Arrow": ("a.arrow", b"no such file", "a.arrow is no Arrow file"),
+    "arrays of numpy": ("a.npy", b"", r"\.npy files are not read"),
+    "no Parquet": ("a.parquet", b"no such file", "a.parquet is not a Parquet file"),
+    "no Arrow": ("a.arrow", b"no such file", "a.arrow is not an Arrow file"),
     "more cells than columns": ("a.csv", b"text,x\na,1\nb,2,3\n", r"a\.csv"),
     "more cells in every row": ("a.csv", b"text\nhi, ho\n", r"a\.csv"),
     "fewer cells than columns": ("a.csv", b"text,x\na\nb,2\n", r"a\.csv"),
@@ -179,11 +190,11 @@ def test_columns_of_ids_and_of_text(suffix: str, tmp_path: Path) -> None:
     for at, rows in enumerate(([[1, 2], [3]], pa.array([], pa.list_(pa.int64())), [[4]])):
         columns(tmp_path, f"{at}.{suffix}", input_ids=rows)
     assert read(tmp_path) == [[1, 2], [3], [4]]
-    with pytest.raises(ValueError, match=r"1\.\w+ has no row"):
+    with pytest.raises(ValueError, match=r"1\.\w+ has no rows"):
         open_source(tmp_path / f"1.{suffix}")
     assert read(Stream(str(tmp_path / f"0.{suffix}"))) == [[1, 2], [3]]
     assert texts(columns(tmp_path, f"t.{suffix}", text=["one", "two"], other=[1, 2])) == ["one", "two"]
-    with pytest.raises(ValueError, match="but no 'input_ids'"):
+    with pytest.raises(ValueError, match="but neither 'input_ids'"):
         open_source(columns(tmp_path, f"n.{suffix}", other=[1, 2]))
 
 
@@ -212,16 +223,16 @@ def test_lists_globs_and_folders_are_files_and_not_documents(tmp_path: Path) -> 
     for source in (str(folder / "*.jsonl"), folder, [str(folder / "a*"), str(folder / "b*")]):
         assert texts(source) == ["one", "two", "three"]
     assert texts([str(a), str(b)]) == ["one", "two", "three"]
-    with pytest.raises(ValueError, match=r"The list has 2 strings, of which 1 name files, and "):
+    with pytest.raises(ValueError, match=r"The list has 2 strings, of which 1 name files, but "):
         open_source([str(a), "a document"])
     for nothing in (["/nowhere/at-all"], [str(a), str(folder / "nothing.jsonl")]):
         with pytest.raises(ValueError, match="no file matches it"):
             open_source(nothing)
     table = write(folder, "a.csv", "text\nhi\n")
-    with pytest.raises(ValueError, match="a.csv is a table, which is read beside tables only"):
+    with pytest.raises(ValueError, match="a.csv is a table, and other files are not"):
         open_source([table, a])
     note = write(folder, "notes.txt", "x")
-    with pytest.raises(ValueError, match="is one document of text, and the other files hold records"):
+    with pytest.raises(ValueError, match="is one document of text, but other files hold records"):
         open_source([note, a])
     with pytest.raises(ValueError, match=r"holds 1 table and 2 JSONL files"):
         open_source(folder)
@@ -255,7 +266,7 @@ def test_what_of_a_folder_is_data(tmp_path: Path) -> None:
         write(folder, name, name)
     assert texts(folder) == ["license-1.txt", "state-of-things.txt"]
     (folder / "link").symlink_to(tmp_path)
-    with pytest.raises(ValueError, match="link is a link to a folder, which is not followed"):
+    with pytest.raises(ValueError, match="link is a link to a folder. Links are not followed"):
         open_source(folder)
 
 
@@ -336,7 +347,7 @@ def test_any_number_of_processes_gives_the_same_store(tmp_path: Path) -> None:
         assert store.tokens.dtype == np.uint16
         assert [row["input_ids"].tolist() for row in store] == [tokenizer(text).tolist() for text in given]
     write(tmp_path, "d.jsonl", A * 300 + b'{"text": 1}\n')
-    with pytest.raises(ValueError, match=r"d\.jsonl, line 301: no string under the key 'text'"):
+    with pytest.raises(ValueError, match=r"d\.jsonl, line 301: the value of the key 'text'"):
         open_source(file, num_workers=2)
 
 

@@ -1,4 +1,4 @@
-"""Files or a dataset of conversations -> records by their number, read on demand."""
+"""Files or a dataset of conversations -> a list of records, each read when it is needed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Found = tuple[Place, Mapping[str, Any], Path | None]
 
 
 class RecordsByNumber:
-    """The records of several files: ``[i]`` gives a record's place, the record, and its file's folder."""
+    """The records of files: ``[i]`` gives the place of a record, the record, and the folder of its file."""
 
     def __init__(self, files: list[SourceFile]) -> None:
         self._parts = [_open_by_number(file) for file in files]
@@ -38,7 +38,7 @@ def _checked(record: Any, place: Place) -> Mapping[str, Any]:
     if isinstance(record, Bad):
         raise ValueError(f"{place}: {record.reason}")
     if not isinstance(record, Mapping):
-        raise ValueError(f"{place}: a {type(record).__name__} is not a conversation; processor= wants one.")
+        raise ValueError(f"{place}: a {type(record).__name__} is not a conversation for processor=.")
     return record
 
 
@@ -50,7 +50,7 @@ def _open_by_number(file: SourceFile) -> Any:
 
 
 class _Lines:
-    """The lines of a JSONL file, found by the byte at which each begins."""
+    """The lines of a JSONL file; only the byte at which each line begins is kept in memory."""
 
     def __init__(self, file: SourceFile) -> None:
         self._file = file
@@ -73,10 +73,10 @@ class _Lines:
 
 
 class RowsByNumber:
-    """The rows of a dataset; image columns of a Hugging Face dataset stay bytes."""
+    """The rows of a dataset; the images of a Hugging Face dataset are not decoded."""
 
     def __init__(self, dataset: MapDataset, folder: Path | None = None) -> None:
-        self._folder = folder  # where relative paths of images start
+        self._folder = folder  # the start of relative paths of images
         self._arrow = is_hugging_face(dataset) and arrow_table(dataset) is not None
         self._dataset: Any = dataset.with_format("arrow") if self._arrow else dataset  # type: ignore[attr-defined]
 

@@ -1,7 +1,7 @@
-"""A conversation and a tokenizer with a chat template -> ids, and a mask of those that the assistant says.
+"""A conversation and a tokenizer with a chat template -> ids, and a mask that is True for learned answers.
 
-A template with ``{% generation %}`` marks the assistant's words itself. For other templates, the conversation
-is rendered again up to each turn. It is refused if the text of a turn changes when more turns follow.
+A template with ``{% generation %}`` marks the answers itself. With any other template, the conversation is
+rendered again up to each answer. It is refused if the text of a turn changes when more turns follow.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from lightning_thd.data.read.conversations import LEARNED, calls_read, other_calls
 
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
-# Keys under which models and datasets keep what an assistant thinks before it answers.
+# Keys under which models and datasets keep the thoughts of an assistant before its answer.
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thoughts", "thought", "tool_plan")
 Message = dict[str, Any]
 Spans = list[tuple[int, int]]
@@ -26,19 +26,19 @@ Spans = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class ImagePlaceholders:
-    """The placeholder that a template writes for an image, and the token counts of the images, in order."""
+    """The placeholder that a template writes for an image, and the number of tokens of each image."""
 
     token: str
     counts: Sequence[int]
 
     def fill(self, text: str, messages: Sequence[Message]) -> str:
-        """Return a rendered text with one placeholder for each token of an image."""
+        """Repeat the placeholder in a rendered text, once for each token of an image."""
         pieces = text.split(self.token)
         wanted = sum(part.get("type") == "image" for message in messages for part in _parts(message))
         if len(pieces) != wanted + 1:
             raise ValueError(
                 f"the template writes {len(pieces) - 1} times {self.token!r} for {wanted} images. "
-                "Remove that word from the text."
+                f"Remove {self.token!r} from the text."
             )
         filled = zip(pieces[1:], self.counts, strict=False)
         return pieces[0] + "".join(self.token * count + piece for piece, count in filled)
@@ -61,20 +61,20 @@ class _Renderer:
     def render(
         self, messages: Sequence[Message], *, prompt: bool = False, template: str | None = None
     ) -> str:
-        """Render messages, with ``prompt`` also the header of an answer; raise ValueError if that fails."""
-        other = {} if template is None else {"chat_template": template}
+        """Render messages, and with ``prompt`` the header of an answer; raise ValueError if that fails."""
+        replaced = {} if template is None else {"chat_template": template}
         try:
             text: str = self.tokenizer.apply_chat_template(
                 messages,
                 tools=self.tools,
                 tokenize=False,
                 add_generation_prompt=prompt,
-                **other,
+                **replaced,
                 **self.options,
             )
         except Exception as err:  # templates refuse orders of roles with jinja's exceptions
             raise ValueError(
-                f"the template refuses {[m['role'] for m in messages]} ({err}). Mend the conversation."
+                f"the template refuses {[m['role'] for m in messages]} ({err}). Fix the conversation."
             ) from err
         return text if self.placeholders is None else self.placeholders.fill(text, messages)
 
@@ -88,7 +88,7 @@ def encode_chat(
     options: Mapping[str, Any] | None = None,
     placeholders: ImagePlaceholders | None = None,
 ) -> tuple[list[int], NDArray[np.bool_]]:
-    """Encode a conversation of ``role`` and ``content``; the first ``skip`` messages are a prompt."""
+    """Encode messages with ``role`` and ``content``; answers among the first ``skip`` are not learned."""
     _check(tokenizer, messages, skip, images=placeholders is not None)
     renderer = _Renderer(tokenizer, tools, options or {}, placeholders)
     template = str(tokenizer.get_chat_template(tools=tools))
@@ -100,7 +100,7 @@ def encode_chat(
     messages = list(messages)
     text = renderer.render(messages)
     read = [calls_read(message, text) for message in messages]
-    if read != messages:  # JSON arguments of calls would be quoted twice
+    if read != messages:  # the template would quote the JSON arguments of calls twice
         messages, text = read, renderer.render(read)
     _refuse_unread(template, renderer.options, messages, text)
     _refuse_unwritten(renderer, messages, text)
@@ -113,30 +113,31 @@ def encode_chat(
     eos = getattr(tokenizer, "eos_token", None)
     for i, (start, stop) in zip(answers, bounds, strict=True):
         first, last = cuts[start], cuts[stop]
-        said = str(messages[i]).count(eos) if eos else 0  # such an EOS does not end the turn
+        # Learn up to the EOS that ends the turn, without the text that the template adds after it.
+        inside = str(messages[i]).count(eos) if eos else 0  # EOS in the message itself, which ends no turn
         ends = [at + 1 for at in range(first, last) if ids[at] == tokenizer.eos_token_id]
-        end = ends[-1] if len(ends) > said else last  # excludes what the template adds after it
-        behind = text[start:stop].rpartition(eos)[2].strip() if end < last and eos else ""
-        if behind and any(words in behind or behind in words for words in _words(messages[i])):
-            end = last  # the template writes this EOS inside the turn
+        end = ends[-1] if len(ends) > inside else last
+        after = text[start:stop].rpartition(eos)[2].strip() if end < last and eos else ""
+        if after and any(words in after or after in words for words in _words(messages[i])):
+            end = last  # this EOS is inside the turn: words of the message follow
         mask[first:end] = True
     return ids, mask
 
 
 def _words(value: Any) -> Iterator[str]:
-    """Yield all texts of a message, under any key except its role and type."""
+    """Yield all texts of a message under any key except ``role`` and ``type``."""
     if isinstance(value, str) and value.strip():
         yield value.strip()
     elif isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from _words(one if key not in ("role", "type") else None)
+        for key, entry in value.items():
+            yield from _words(entry if key not in ("role", "type") else None)
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _words(one)
+        for entry in value:
+            yield from _words(entry)
 
 
 def _refuse_unread(template: str, options: Mapping[str, Any], messages: Sequence[Message], text: str) -> None:
-    """Refuse variables and thoughts that the template leaves out because it does not know their names."""
+    """Raise if the template leaves out variables or thoughts, because it does not know their names."""
     if unread := [name for name in options if name not in template]:
         raise ValueError(
             f"chat_template_kwargs holds {unread[0]!r}, which the chat template does not read. "
@@ -146,7 +147,7 @@ def _refuse_unread(template: str, options: Mapping[str, Any], messages: Sequence
         for name in _THOUGHTS:
             if name not in template and any(words not in text for words in _words(message.get(name))):
                 raise ValueError(
-                    f"message {i} has {name!r}, which the chat template does not render. "
+                    f"message {i} has {name!r}, which the chat template does not write. "
                     "Put it into the content, or drop the key."
                 )
 
@@ -154,8 +155,8 @@ def _refuse_unread(template: str, options: Mapping[str, Any], messages: Sequence
 def _check(tokenizer: Any, messages: object, skip: int, *, images: bool = False) -> None:
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
-            "conversations need a tokenizer with a chat template, and this one has none. "
-            "Pass that of an instruction-tuned model, or set its chat_template."
+            "conversations need a tokenizer with a chat template, but this tokenizer has none. "
+            "Pass the tokenizer of an instruction-tuned model, or set chat_template."
         )
     if not isinstance(messages, list | tuple) or not all(
         isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
@@ -171,11 +172,11 @@ def _check(tokenizer: Any, messages: object, skip: int, *, images: bool = False)
 
 
 def _check_content(message: Message, images: bool) -> None:
-    """Refuse a message that a template would render as None, a number or a list."""
+    """Refuse a message whose content a template would write as None, a number or a list."""
     role, content = message["role"], message.get("content")
     if message.get("function_call"):
         raise ValueError("a message has a function_call, which is not read. Give it as tool_calls.")
-    if content is None:  # a tool call, for example, has its content under another key
+    if content is None:  # a message may have content only under another key, such as tool_calls
         others = (message[key] for key in message.keys() - {"role", "name"})
         if any(hasattr(value, "__len__") and len(value) for value in others):
             return
@@ -185,15 +186,15 @@ def _check_content(message: Message, images: bool) -> None:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind != "text" and not (images and kind == "image"):
             raise ValueError(
-                f"a message holds a part of type {kind!r}, and only text is tokenised here. "
+                f"a message holds a part of type {kind!r}, but only text is tokenised here. "
                 "Pass processor= for images."
             )
         if kind == "text" and not isinstance(part.get("text"), str):
-            raise ValueError("a part of type 'text' holds no string under 'text'. Mend or remove it.")
+            raise ValueError("a part of type 'text' holds no string under 'text'. Fix or remove it.")
 
 
 def _answers(messages: Sequence[Message], skip: int) -> list[int]:
-    """Return the indices of the messages that are learned."""
+    """Return the indices of the assistant's messages that are learned."""
     found = []
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -208,7 +209,7 @@ def _answers(messages: Sequence[Message], skip: int) -> list[int]:
 
 
 def _refuse_unwritten(renderer: _Renderer, messages: list[Message], text: str) -> None:
-    """Refuse a message or call that the template leaves out, or content that it writes as Python code."""
+    """Raise if the template leaves out a message or a call, or writes content as Python code."""
     for i, message in enumerate(messages):
         content, parts = message.get("content"), _parts(message)
         if any(
@@ -216,8 +217,8 @@ def _refuse_unwritten(renderer: _Renderer, messages: list[Message], text: str) -
             for entry in [*parts, *([] if isinstance(content, str) else [content])]
         ):
             raise ValueError(
-                f"the chat template writes the content of message {i} as Python does: "
-                "it takes only strings. Give the content as one string."
+                f"the chat template writes the content of message {i} as Python code, because it expects a "
+                "string. Give the content as one string."
             )
         calls = list(other_calls(message))
         for name, changed in calls:
@@ -227,59 +228,61 @@ def _refuse_unwritten(renderer: _Renderer, messages: list[Message], text: str) -
                     "Take a template that writes tool_calls. "
                     "See docs/reference/messages.md#chat-templates."
                 )
-        said = [part.get("text") for part in parts] if parts else [content]
-        if calls or all(not isinstance(words, str) or words.strip() in text for words in said):
+        texts = [part.get("text") for part in parts] if parts else [content]
+        if calls or all(not isinstance(words, str) or words.strip() in text for words in texts):
             continue
-        more = [
+        longer = [
             {**part, "text": f"{part['text']} x"} if "text" in part else part for part in parts
         ] or f"{content} x"
-        if _renders_alike(renderer, messages, i, {**message, "content": more}, text):
+        if _renders_alike(renderer, messages, i, {**message, "content": longer}, text):
             raise ValueError(
                 f"the chat template leaves out message {i} of the role {message['role']!r}, which says "
-                f"{next(filter(None, said), None)!r:.40}. See docs/reference/messages.md#chat-templates."
+                f"{next(filter(None, texts), None)!r:.40}. See docs/reference/messages.md#chat-templates."
             )
 
 
 def _renders_alike(renderer: _Renderer, messages: list[Message], i: int, changed: Message, text: str) -> bool:
-    """Return whether the template writes the same text with another message at index ``i``."""
+    """Return whether the template writes the same text if message ``i`` is replaced by ``changed``."""
     try:
         return renderer.render([*messages[:i], changed, *messages[i + 1 :]]) == text
-    except ValueError:  # the template reads this message
+    except ValueError:  # the template refuses the change, so it reads this message
         return False
 
 
 def _encode_marked(
     renderer: _Renderer, messages: list[Message], text: str, template: str, skip: int
 ) -> tuple[list[int], NDArray[np.bool_]]:
+    """Encode a conversation with a template that marks answers with ``{% generation %}``."""
     tokenizer, spans = renderer.tokenizer, _marked_spans(renderer, messages, text, template)
-    said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     learned = _answers(messages, skip)
-    if learned != said:
-        if len(spans) != len(said):
+    if learned != answers:
+        if len(spans) != len(answers):
             raise ValueError(
-                f"{{% generation %}} marks {len(spans)} parts, and the assistant has {len(said)} messages. "
+                f"{{% generation %}} marks {len(spans)} parts for {len(answers)} messages of the assistant. "
                 "Mark each message once."
             )
-        spans = [span for i, span in zip(said, spans, strict=True) if i in learned]
+        spans = [span for i, span in zip(answers, spans, strict=True) if i in learned]
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids: list[int] = list(encoded["input_ids"])
     edges = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2)
     mask = np.zeros(len(ids), bool)
     for start, stop in spans:
-        # Tokens are found by their offsets, because a tokenizer may have no token for a blank at the edge.
+        # Find tokens by their offsets, because a tokenizer may have no token for a blank at the edge.
         inside = np.flatnonzero((edges[:, 0] < stop) & (edges[:, 1] > start))
         if inside.size and start < stop:
             mask[inside[0] : inside[-1] + 1] = True
     if not mask.any():
         raise ValueError(
-            "the chat template marked nothing of the conversation with {% generation %}. "
-            "Put the markers around what the assistant says."
+            "the chat template marks no text of the conversation with {% generation %}. "
+            "Put the markers around the answers of the assistant."
         )
     return ids, mask
 
 
 def _marked_spans(renderer: _Renderer, messages: list[Message], text: str, template: str) -> Spans:
-    """Return the first and last character of every part of ``text`` that the template marks."""
+    """Return where each part of ``text`` that the template marks begins and ends."""
+    # Render again with private-use characters in place of the markers.
     unused = (sign for sign in map(chr, range(0xE000, 0xF8FF)) if sign not in text and sign not in template)
     begin, end = next(unused), next(unused)
 
@@ -299,45 +302,45 @@ def _marked_spans(renderer: _Renderer, messages: list[Message], text: str, templ
             plain += part
     if plain != text:
         raise ValueError(
-            "the chat template writes something else inside of {% generation %} than without. "
-            "Put the markers around text that it writes at once."
+            "the chat template writes other text inside {% generation %} than without the markers. "
+            "Put the markers around text that the template writes directly."
         )
     return spans
 
 
 def _answer_span(renderer: _Renderer, messages: list[Message], i: int, text: str) -> tuple[int, int]:
-    """Return the first and last character of what the assistant says in message ``i`` of ``text``."""
+    """Return where the answer in message ``i`` begins and ends in ``text``."""
     after = renderer.render(messages[: i + 1])
     before = renderer.render(messages[:i], prompt=True) if i else _before_first(renderer, messages, after)
     if not text.startswith(after):
         raise ValueError(
-            f"the chat template writes the turns up to message {i} otherwise when more follow. Mark answers "
-            "with {% generation %}. See docs/reference/messages.md#chat-templates."
+            f"the chat template writes the turns up to message {i} differently when more follow. Mark "
+            "answers with {% generation %}. See docs/reference/messages.md#chat-templates."
         )
     if not after.startswith(before):
         raise ValueError(
-            f"the chat template asks for message {i} with {before[-24:]!r} and begins the answer otherwise. "
-            "Mark answers with {% generation %}."
+            f"the chat template asks for message {i} with {before[-24:]!r}, but begins the answer "
+            "differently. Mark answers with {% generation %}."
         )
     return len(before), len(after)
 
 
 def _before_first(renderer: _Renderer, messages: list[Message], after: str) -> str:
-    """Return the text before the first message; a template may add a system prompt of its own there."""
+    """Return the text before the answer if it is message 0; a template may add a system prompt there."""
     asked, bare = [{"role": "user", "content": "x"}], _Renderer(renderer.tokenizer, None, renderer.options)
     try:
-        # Nothing can be rendered before the first message, so take the header that asks for an answer.
+        # No messages before the answer can be rendered. So find the header that asks for an answer.
         header = bare.render(asked, prompt=True).removeprefix(bare.render(asked))
     except ValueError:
         header = ""
     content = messages[0].get("content")
-    said = content.strip() if isinstance(content, str) else ""
-    at = after.find(header) + len(header) if header and header in after else max(0, after.find(said))
+    answer = content.strip() if isinstance(content, str) else ""
+    at = after.find(header) + len(header) if header and header in after else max(0, after.find(answer))
     return after[:at]
 
 
 def _encode_with_edges(tokenizer: Any, text: str, edges: list[int]) -> tuple[list[int], dict[int, int]]:
-    """Encode a text and return the token at which each character of ``edges`` begins."""
+    """Encode a text; return its ids, and the token that begins at each character of ``edges``."""
 
     def encode(part: str) -> list[int]:
         return list(tokenizer(part, add_special_tokens=False)["input_ids"])
@@ -352,7 +355,7 @@ def _encode_with_edges(tokenizer: Any, text: str, edges: list[int]) -> tuple[lis
         start = ids if edge == len(text) else encode(text[:edge])
         if ids[: len(start)] != start:
             raise ValueError(
-                "a token reaches over the edge of the assistant's words, near "
+                "a token crosses the edge of an answer, near "
                 f"{text[max(0, edge - 12) :][:24]!r}. Let the template put a special token there."
             )
         cuts[edge] = len(start)

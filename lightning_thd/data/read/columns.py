@@ -1,4 +1,4 @@
-"""Columns of ids in files or Hugging Face datasets -> rows as views of them; tables of text -> records."""
+"""Columns of ids in files or Hugging Face datasets -> rows that are views of them; CSV tables -> records."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from lightning_thd.data.store.index import MapDataset
 
 _READ = tuple(name for name in names("token", "weight", "boundary", "type") if name != "mm_token_type_ids")
 _NUMBERS = frozenset(("input_ids", "labels", *names("weight", "label")))
-_MEDIA = (*names("media"), "mm_token_type_ids")  # read through the dataset, whose samples hold tensors
+_MEDIA = (*names("media"), "mm_token_type_ids")  # with these, rows are read through the dataset
 
 
 def as_rows(dataset: MapDataset) -> MapDataset:
-    """Read a Hugging Face dataset of ids by its columns; leave any other dataset as it is."""
+    """Return the rows of a Hugging Face dataset of ids as ``ColumnRows`` if possible, else the dataset."""
     table = arrow_table(dataset)
     if table is None or isinstance(dataset, ColumnRows):
         return dataset
@@ -54,9 +54,9 @@ def as_rows(dataset: MapDataset) -> MapDataset:
         lists = [name for name in other if is_list(table, name) and name != "special_tokens_mask"]
         if lists:  # they may mark where sequences begin
             raise ValueError(
-                f"The column {lists[0]!r} holds lists of integers and is not read. Drop or rename it."
+                f"The column {lists[0]!r} holds lists of integers, but is not read. Drop or rename it."
             )
-        rank_zero_info(f"The columns {', '.join(other)} are left out: they hold no ids, labels or images.")
+        rank_zero_info(f"Columns left out, because they hold no ids, labels or images: {', '.join(other)}.")
     if media:
         return cast("MapDataset", cast("Any", dataset).select_columns([*known, *media]))
     return cast("MapDataset", ColumnRows(dataset, known))
@@ -73,7 +73,7 @@ def hold_ids(files: list[SourceFile], text_key: str) -> bool:
         if "input_ids" not in found:
             if kind_of(dict.fromkeys(found, ""), text_key) is not None:
                 return False
-            raise ValueError(f"{file.name} has the columns {list(found)} but no 'input_ids', nor text.")
+            raise ValueError(f"{file.name} has the columns {list(found)}, but neither 'input_ids' nor text.")
         if found != columns[0]:  # datasets would fill in missing columns
             raise ValueError(f"{file.name} and others have different columns: {found}, and {columns[0]}.")
     return True
@@ -83,27 +83,27 @@ def load_columns(files: list[SourceFile], cache_dir: str | Path | None) -> Any:
     """Open Parquet or Arrow files as one Hugging Face dataset, mapped into memory from the cache."""
     full = [file for file in files if sum(part_sizes(file))]  # datasets fails on a file without rows
     if not full:
-        raise ValueError(f"{files[0].name} has no row. Give at least one sequence.")
+        raise ValueError(f"{files[0].name} has no rows. Give at least one sequence.")
     try:
         return _load("parquet" if files[0].suffix == ".parquet" else "arrow", full, cache_dir)
-    except Exception:  # datasets names no file
+    except Exception:  # this error names no file: reading the files again raises one that does
         for chunk in file_chunks(full):
-            deque(chunk(), maxlen=0)  # raises at what is damaged
+            deque(chunk(), maxlen=0)
         raise
 
 
 def _load(kind: str, files: list[SourceFile], cache_dir: str | Path | None, **options: Any) -> Any:
     datasets = require("datasets", feature=f"reading {files[0].suffix} files")
-    # datasets identifies files by name and time. We name its folder by their content.
+    # The package datasets identifies files by name and time. Its folder here is named by their content.
     folder = cached_folder("columns", {"files": [file.content for file in files]}, cache_dir)
     paths = [glob.escape(str(file.path.resolve())) for file in files]
     return datasets.load_dataset(kind, data_files=paths, split="train", cache_dir=str(folder), **options)
 
 
 def table_chunks(file: SourceFile, text_key: str, cache_dir: str | Path | None) -> list[Chunk]:
-    """Cut a ``.csv`` or ``.tsv`` file with column names in its first line into chunks of rows.
+    """Cut a ``.csv`` or ``.tsv`` file, whose first line names the columns, into chunks of rows.
 
-    Cells become text (an empty cell is the empty string), except numbers under keys that hold numbers.
+    Cells are text, and an empty cell is the empty string. Only cells under ``_NUMBERS`` are parsed.
     """
     datasets = require("datasets", feature=f"reading {file.suffix} files")
     separator = "\t" if file.suffix == ".tsv" else ","
@@ -127,7 +127,7 @@ def table_chunks(file: SourceFile, text_key: str, cache_dir: str | Path | None) 
             "Quote cells that hold a separator, or give .jsonl."
         ) from err
     if len(set(names)) < len(names):
-        raise ValueError(f"{file.name}: its first line names a column twice: {names}. Rename one.")
+        raise ValueError(f"{file.name}: the first line names a column twice: {names}. Rename one.")
     parts = [range(len(rows))[at : at + CHUNK_ROWS] for at in range(0, len(rows), CHUNK_ROWS)]
     return [partial(_table_rows, file.name, rows, part, _NUMBERS - {text_key}) for part in parts]
 
@@ -139,6 +139,6 @@ def _table_rows(name: str, rows: Any, which: range, numbers: frozenset[str]) -> 
 
 
 def _number(cell: str) -> Any:
-    """Parse a cell of numbers, such as ``1`` or ``[1, 0]``; return a cell of text unchanged."""
+    """Parse a cell of numbers, such as ``1`` or ``[1, 0]``; any other cell stays text."""
     found = parse_json(cell)
     return found if isinstance(found, int | float | list) else cell

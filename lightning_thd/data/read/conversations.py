@@ -1,4 +1,4 @@
-"""A record -> its kind, which its keys show, and the messages of a conversation in any known format."""
+"""A record -> its kind, by its keys, and the messages of a conversation in any known format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ Kind = Literal["text", "ids", "prompt", "messages", "sharegpt", "alpaca"]
 Records = Literal["auto", "text", "ids", "prompt", "messages", "sharegpt", "alpaca"]
 Message = dict[str, Any]
 
-KEYS: dict[str, tuple[tuple[str, ...], ...]] = {  # a record with all keys of one of these sets is of the kind
+# A record is of a kind if it has all keys of one of these sets.
+KEYS: dict[str, tuple[tuple[str, ...], ...]] = {
     "ids": (("input_ids",),),
     "messages": (("messages",),),
     "sharegpt": (("conversations",), ("conversation",)),
@@ -25,17 +26,17 @@ _ROLES = {
     **dict.fromkeys(("tool", "function", "observation", "function_response", "tool_response"), "tool"),
     "system": "system",
 }
-# Keys with which the formats of OpenAI, Axolotl and ms-swift exclude a message from the loss.
+# Keys by which the formats of OpenAI, Axolotl and ms-swift exclude a message from the loss.
 LEARNED = ("weight", "train", "training", "loss")
 
 
 def is_kind(record: dict[str, Any], kind: str) -> bool:
     """Return whether a record has the keys of a kind."""
-    return any(all(key in record for key in way) for way in KEYS.get(kind, ()))
+    return any(all(key in record for key in keys) for keys in KEYS.get(kind, ()))
 
 
 def kind_of(record: dict[str, Any] | str, text_key: str) -> Kind | None:
-    """Return the kind of a record by its keys; None for an unknown kind."""
+    """Return the kind of a record by its keys; None if they match no kind."""
     if isinstance(record, str):
         return "text"
     for kind in KEYS:
@@ -49,8 +50,8 @@ class Conversation(NamedTuple):
 
     messages: list[Message]  # dicts with ``role`` and ``content``
     tools: list[Any] | None  # tools that the assistant may call
-    skip: int  # how many messages at the start are a prompt
-    options: dict[str, Any]  # further variables for the chat template, from ``chat_template_kwargs``
+    skip: int  # number of messages at the start that are a prompt
+    options: dict[str, Any]  # ``chat_template_kwargs``, variables of the chat template
 
 
 def messages_of(record: dict[str, Any], kind: Kind) -> Conversation:
@@ -58,36 +59,35 @@ def messages_of(record: dict[str, Any], kind: Kind) -> Conversation:
     given = record.get("tools")
     tools = parse_json(given) if isinstance(given, str) and given.strip() else given
     if isinstance(tools, Bad) or not isinstance(tools, list | None):
-        raise ValueError("tools must be a list, or JSON of one. Mend or remove the record.")
+        raise ValueError("tools must be a list, or a list as JSON. Fix or remove the record.")
     tools = tools or None
     options = record.get("chat_template_kwargs") or {}
     if kind == "alpaca":
-        asked, answer = alpaca_prompt(record), record["output"]
-        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        prompt, answer = alpaca_prompt(record), record["output"]
+        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
         return Conversation(_system(record) + turns, tools, 0, options)
     if kind == "sharegpt":
-        said = record.get("conversations", record.get("conversation"))
-        if not isinstance(said, list) or not said or not all(isinstance(turn, dict) for turn in said):
-            raise ValueError("conversations must be a list of {'from': ..., 'value': ...}. Mend it.")
-        return Conversation(_system(record) + [_turn(turn) for turn in said], tools, 0, options)
+        turns = record.get("conversations", record.get("conversation"))
+        if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
+            raise ValueError("conversations must be a list of {'from': ..., 'value': ...}. Fix it.")
+        return Conversation(_system(record) + [_turn(turn) for turn in turns], tools, 0, options)
     if kind == "prompt":
-        prompt = _turns(record["prompt"])
-        return Conversation([*prompt, *_turns(record["completion"])], tools, len(prompt), options)
+        before = _turns(record["prompt"])
+        return Conversation([*before, *_turns(record["completion"])], tools, len(before), options)
     if record.get("system"):
-        raise ValueError("'system' is beside 'messages'. Make it the first of the messages.")
-    turns = _turns(record["messages"])
-    return Conversation(turns, tools, 0, options)
+        raise ValueError("'system' is beside 'messages'. Make it the first message.")
+    return Conversation(_turns(record["messages"]), tools, 0, options)
 
 
 def _turns(messages: Any) -> Any:
-    """Return messages, with any ``from`` and ``value`` changed to ``role`` and ``content``."""
+    """Return messages with ``from`` and ``value`` replaced by ``role`` and ``content``."""
     if not isinstance(messages, list | tuple):
         return messages
     return [_turn(m) if isinstance(m, dict) and "from" in m and "role" not in m else m for m in messages]
 
 
 def calls_read(message: Message, text: str) -> Message:
-    """Parse the JSON arguments of a message's tool calls if ``text`` holds them quoted twice."""
+    """Parse the JSON arguments of a message's tool calls if the rendered ``text`` quotes them twice."""
     for place, call in _calls(message):
         given = call.get("arguments")
         found = parse_json(given) if isinstance(given, str) else None
@@ -97,14 +97,14 @@ def calls_read(message: Message, text: str) -> Message:
 
 
 def other_calls(message: Message) -> Iterator[tuple[str, Message]]:
-    """Yield the name of each tool call of a message, and a copy of the message with that name replaced."""
+    """Yield the name of each tool call, and a copy of the message in which that name is another."""
     for place, call in _calls(message):
         if isinstance(name := call.get("name"), str):
             yield name, _with_call(message, place, {**call, "name": f"{name}x"})
 
 
 def _calls(message: Message) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the calls of a message: the place in its list, and the dict of name and arguments."""
+    """Yield the tool calls of a message: the index in its list, and the dict of name and arguments."""
     calls = message.get("tool_calls")
     for place, call in enumerate(calls if isinstance(calls, list | tuple) else ()):
         if isinstance(call, dict):
@@ -119,20 +119,20 @@ def _with_call(message: Message, place: int, call: dict[str, Any]) -> Message:
 
 
 def alpaca_prompt(record: dict[str, Any]) -> str:
-    """Return an Alpaca record's instruction, with its input below if it has one."""
-    asked, given = record.get("instruction"), record.get("input") or ""
-    if not isinstance(asked, str) or not isinstance(given, str) or not isinstance(record.get("output"), str):
-        raise ValueError("instruction, input and output must be strings. Mend or remove the record.")
+    """Return the instruction of an Alpaca record, followed by its input if it has one."""
+    task, data = record.get("instruction"), record.get("input") or ""
+    if not isinstance(task, str) or not isinstance(data, str) or not isinstance(record.get("output"), str):
+        raise ValueError("instruction, input and output must be strings. Fix or remove the record.")
     if record.get("history"):
         raise ValueError("'history' is not read. Give the whole conversation under 'messages'.")
-    return f"{asked}\n\n{given}" if given else asked
+    return f"{task}\n\n{data}" if data else task
 
 
 def _system(record: dict[str, Any]) -> list[Message]:
-    said = record.get("system") or ""
-    if not isinstance(said, str):
-        raise ValueError(f"system is a {type(said).__name__}; wanted a string. Mend or remove the record.")
-    return [{"role": "system", "content": said}] if said else []
+    text = record.get("system") or ""
+    if not isinstance(text, str):
+        raise ValueError(f"system is a {type(text).__name__}; wanted a string. Fix or remove the record.")
+    return [{"role": "system", "content": text}] if text else []
 
 
 def _turn(turn: dict[str, Any]) -> Message:
@@ -140,6 +140,6 @@ def _turn(turn: dict[str, Any]) -> Message:
         return turn
     who, value = turn.get("from"), turn.get("value")
     if not isinstance(who, str) or who not in _ROLES or not isinstance(value, str):
-        raise ValueError(f"a turn is from {who!r} with a value of type {type(value).__name__}. Mend it.")
+        raise ValueError(f"a turn is from {who!r} with a value of type {type(value).__name__}. Fix it.")
     learned = {key: turn[key] for key in LEARNED if key in turn}
     return {**learned, "role": _ROLES[who], "content": value}

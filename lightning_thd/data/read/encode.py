@@ -1,6 +1,6 @@
-"""Records of text, prompts or conversations, and a tokenizer -> rows of ids, and labels if only some count.
+"""Records of text, prompts or conversations, and a tokenizer -> rows of ids, with labels if some are masked.
 
-No code compares an id with the pad id, so EOS keeps its target even if both are the same token.
+EOS keeps its target even if the pad token has the same id, because no code here looks for padding.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ Tokenizer = Callable[[str], Sequence[int] | NDArray[np.integer]]
 Ids = NDArray[np.integer]
 Number = int | float
 
-_KIND_RECORDS = 1000  # records; with on_error="skip", the first of a known kind decides
-_WEIGHTS = names("weight", "other_weight")
+_KIND_RECORDS = 1000  # records that are searched for a known kind with on_error="skip", else 1
+# Keys beside text that are refused if they hold several numbers, and keys refused also with one number.
 _PER_TOKEN_KEYS = names("weight", "other_weight", "mask", "token", "type", "other_boundary")
-# Under these keys a single number is refused as well.
+_WEIGHTS = names("weight", "other_weight")
 _ALSO_NUMBERS = (*_WEIGHTS, "prompt_length", "prompt_len", "prompt_lengths", "answer_start_idx")
+# Keys beside ids that are refused, because a store keeps only ids and labels.
 _NOT_KEPT = (*names("weight", "type", "media", "boundary"), "next_label", "position_ids")
 _NO_AUDIO = "audio cannot be packed, only tokens, images and video. Remove these records."
 _NO_IMAGES = "images go through the model's processor: pass processor=."
@@ -57,7 +58,7 @@ def load_tokenizer(tokenizer: Tokenizer | str | None) -> Tokenizer:
 
 
 class _Row(NamedTuple):
-    """An encoded record: ids, labels if only some ids count, and the label of the whole sequence."""
+    """An encoded record: its ids, its labels if some are masked, and the label of the whole sequence."""
 
     ids: Ids
     labels: Ids | None
@@ -65,15 +66,15 @@ class _Row(NamedTuple):
 
 
 def _label_of(record: Record) -> Number | None:
-    """Return the label of a record's sequence; refuse numbers per token, which text cannot keep."""
-    beside = record if isinstance(record, dict) else {}
-    for name in _WEIGHTS if "input_ids" in beside else _PER_TOKEN_KEYS:
-        found = beside.get(name)
+    """Return the label of a whole record, or None; refuse numbers per token, which would be lost."""
+    fields = record if isinstance(record, dict) else {}
+    for name in _WEIGHTS if "input_ids" in fields else _PER_TOKEN_KEYS:
+        found = fields.get(name)
         if _is_row(found) or (name in _ALSO_NUMBERS and is_scalar(found)):
             raise ValueError(f"{name!r} beside text would be left out. Give input_ids, labels and weights.")
-    value: Any = beside.get("label")
-    if value is None and is_scalar(beside.get("labels")):
-        value = beside["labels"]
+    value: Any = fields.get("label")
+    if value is None and is_scalar(fields.get("labels")):
+        value = fields["labels"]
     if _is_row(value):
         raise ValueError(
             "several numbers under 'label', but files keep only one. Rename the key, or pass a list of "
@@ -92,44 +93,44 @@ def _is_row(value: Any) -> bool:
 class Encoder:
     """Encodes records of one kind to ids laid end to end."""
 
-    tokenizer: Tokenizer  # gives ids; conversations need a Hugging Face tokenizer
+    tokenizer: Tokenizer  # text -> ids; conversations need a Hugging Face tokenizer
     kind: Kind
     text_key: str = "text"  # the key of the text in a record
-    append_eos: bool = True  # end documents and completions with the tokenizer's EOS if it did not do so
+    append_eos: bool = True  # end documents and completions with EOS if the tokenizer does not add it
     on_error: OnError = "raise"  # what to do with a record that cannot be encoded
 
     def encode(self, placed: Iterable[Placed]) -> Rows:
         """Encode records and lay their ids end to end."""
-        given = list(placed)
+        records = list(placed)
         skipped: list[Skipped] = []
-        found = self._encode_texts(given) or self._encode_one_by_one(given, skipped)
-        ids = [row.ids for row in found]
+        rows = self._encode_texts(records) or self._encode_one_by_one(records, skipped)
+        ids = [row.ids for row in rows]
         lengths = np.array([len(row) for row in ids], np.int64)
         labels = None
-        if any(row.labels is not None for row in found):
-            labels = _joined([row.ids if row.labels is None else row.labels for row in found])
-        of_sequences = [row.label for row in found if row.label is not None]
-        if of_sequences and len(of_sequences) < len(found):
-            raise ValueError(f"{len(of_sequences)} of {len(found)} records have a number under 'label'.")
-        label = np.array(of_sequences) if of_sequences else None
+        if any(row.labels is not None for row in rows):
+            labels = _joined([row.ids if row.labels is None else row.labels for row in rows])
+        numbers = [row.label for row in rows if row.label is not None]
+        if numbers and len(numbers) < len(rows):
+            raise ValueError(f"{len(numbers)} of {len(rows)} records have a number under 'label'.")
+        label = np.array(numbers) if numbers else None
         return Rows(_joined(ids), lengths, labels, tuple(skipped), label)
 
     def _leave_out(self, place: str | Line, err: Exception, skipped: list[Skipped]) -> None:
-        """Note a record that is left out; with ``on_error="raise"`` raise ValueError with the reason."""
+        """Add a record to ``skipped``; with ``on_error="raise"`` raise ValueError with the reason."""
         known = isinstance(err, ValueError) and not isinstance(err, UnicodeError)
-        reason = f"the tokenizer raised {type(err).__name__} ({err}). Mend or remove the record."
+        reason = f"the tokenizer raised {type(err).__name__} ({err}). Fix or remove the record."
         if self.on_error == "raise":
             raise ValueError(f"{place}: {err if known else reason}") from err
         skipped.append(Skipped(str(place), str(err) if known else reason))
 
-    def _encode_texts(self, given: list[Placed]) -> list[_Row] | None:
-        """Encode records of text at once; None for others, or if one of them cannot be encoded."""
+    def _encode_texts(self, records: list[Placed]) -> list[_Row] | None:
+        """Encode records of text at once; None for another kind, or if a record cannot be encoded."""
         if self.kind != "text":
             return None
         try:
-            labels = [_label_of(record) for _, record in given]
-            encoded = self._tokenize_batch([text_of(record, self.text_key) for _, record in given])
-        except Exception:  # whatever the tokenizer raises; encoding one by one finds the record
+            labels = [_label_of(record) for _, record in records]
+            encoded = self._tokenize_batch([text_of(record, self.text_key) for _, record in records])
+        except Exception:  # any error of the tokenizer; encoding one by one finds the record
             return None
         return [_Row(ids, None, label) for ids, label in zip(encoded, labels, strict=True)]
 
@@ -145,19 +146,19 @@ class Encoder:
             for row in lists:
                 if not row or row[-1] != eos:
                     row.append(eos)
-        # array() takes a third of the time that numpy needs to find out the type of these lists.
+        # numpy would take three times as long as array() to find out the type of these lists.
         return [np.frombuffer(array("i", row), np.int32) for row in lists]
 
-    def _encode_one_by_one(self, given: list[Placed], skipped: list[Skipped]) -> list[_Row]:
+    def _encode_one_by_one(self, records: list[Placed], skipped: list[Skipped]) -> list[_Row]:
         rows: list[_Row] = []
-        for place, record in given:
+        for place, record in records:
             try:
                 row = self._encode_record(record)
                 if rows and (row.labels is None) != (rows[0].labels is None):
-                    has, had = ("none", "some") if row.labels is None else ("labels", "none")
+                    has, had = ("no labels", "labels") if row.labels is None else ("labels", "none")
                     raise ValueError(f"it has {has}, but the records before had {had}. Give all, or none.")
                 rows.append(row)
-            except Exception as err:  # templates and tokenizers raise exceptions of their own
+            except Exception as err:  # templates and tokenizers raise many types of errors
                 self._leave_out(place, err, skipped)
         return rows
 
@@ -168,7 +169,7 @@ class Encoder:
             return _Row(self._tokenize_batch([text_of(record, self.text_key)])[0], None, _label_of(record))
         found = kind_of(record, self.text_key)
         if isinstance(record, str) or (found != self.kind and not is_kind(record, self.kind)):
-            raise ValueError(f"a record of kind {found!r} among those of kind {self.kind!r}. Split them.")
+            raise ValueError(f"a record of kind {found!r} among records of kind {self.kind!r}. Split them.")
         if self.kind == "ids":
             return _Row(*ids_of_record(record), _label_of(record))
         for name in names("raw", "audio", "media"):
@@ -187,21 +188,21 @@ class Encoder:
             return self._prompt_and_completion(record["prompt"], record["completion"])
         if self.kind == "alpaca" and not getattr(self.tokenizer, "chat_template", None):
             return self._prompt_and_completion(f"{alpaca_prompt(record)}\n\n", record["output"])
-        said = messages_of(record, self.kind)
+        talk = messages_of(record, self.kind)
         return encode_chat(
-            self.tokenizer, said.messages, tools=said.tools, skip=said.skip, options=said.options
+            self.tokenizer, talk.messages, tools=talk.tools, skip=talk.skip, options=talk.options
         )
 
     def _prompt_and_completion(self, prompt: object, completion: object) -> tuple[Ids, NDArray[np.bool_]]:
         if not isinstance(prompt, str) or not isinstance(completion, str):
             raise ValueError("prompt and completion must be two strings, or two lists of messages.")
-        # Encode them apart, because at inference the model gets the prompt encoded by itself.
+        # Encode them separately, because at inference the prompt is encoded without a completion.
         before, after = self._encode_prompt(prompt), self._with_eos(self._without_special_tokens(completion))
         mask = np.repeat([False, True], [len(before), len(after)])
         return np.concatenate([before, after]).astype(np.int64), mask
 
     def _encode_prompt(self, text: str) -> Ids:
-        """Encode the first part of a row, with the tokenizer's BOS but without the EOS that it adds."""
+        """Encode a prompt with the BOS of the tokenizer, but without the EOS that it adds."""
         ids, eos = as_ids(self.tokenizer(text)), self._eos
         if eos is None or not len(ids) or ids[-1] != eos:
             return ids
@@ -234,11 +235,12 @@ def _trailing(ids: Ids, eos: int) -> int:
 
 
 def ids_of_record(record: dict[str, Any]) -> tuple[Ids, Ids | None]:
-    """Return the ids, and the labels if any, of a record that is already tokenised."""
+    """Return the ids of a tokenised record, and its labels or None."""
     refuse_keys(record)
     if found := [name for name in _NOT_KEPT if record.get(name) is not None]:
         raise ValueError(
-            f"{', '.join(found)} beside input_ids: lines keep only ids and labels. Write Parquet."
+            f"{', '.join(found)} beside input_ids would be lost: of JSON, only ids and labels are kept. "
+            "Write Parquet."
         )
     read = ("input_ids", "labels", "attention_mask")
     sample = check_sample({name: record[name] for name in read if name in record}, "the record", empty=True)
@@ -261,7 +263,7 @@ def _joined(rows: list[Ids]) -> NDArray[Any]:
 
 
 def find_kind(chunks: Sequence[Chunk], *, records: Records, text_key: str, on_error: OnError) -> Kind:
-    """Return the kind of a source's records, judged by the keys of the first."""
+    """Return the kind of a source's records, by the keys of its first record."""
     placed = chain.from_iterable(chunk() for chunk in chunks)
     first = [record for _, record in islice(placed, _KIND_RECORDS if on_error == "skip" else 1)]
     if not first:
@@ -286,14 +288,15 @@ class _Encoded(TorchDataset[Rows]):
 def tokenize(
     chunks: Sequence[Chunk], encoder: Encoder, *, num_workers: int = 0, progress: bool = False
 ) -> Iterator[Rows]:
-    """Encode chunk after chunk, in order, with only a few chunks in memory at a time."""
+    """Encode chunks in order, with only a few chunks in memory."""
     loader = DataLoader(
         _Encoded(chunks, encoder),
         batch_size=None,
         num_workers=min(num_workers, len(chunks)),
         collate_fn=_as_it_is,
         worker_init_fn=_begin_worker,
-        # It has its own generator, so that the weights of a model built later do not depend on the cache.
+        # Without this, the loader would draw from torch's global generator, and the first weights of a model
+        # would depend on whether the tokens were cached.
         generator=torch.Generator(),
     )
     yield from tqdm(loader, desc="Tokenising", unit="chunk", total=len(chunks), disable=not progress)
@@ -305,5 +308,5 @@ def _as_it_is(rows: Any) -> Any:
 
 def _begin_worker(worker: int) -> None:
     end_with_parent(worker)
-    # Every process has its own core, and a forked tokenizer has lost its threads.
+    # Workers use one core each, and a fork loses the threads of a tokenizer.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -1,4 +1,4 @@
-"""Paths, globs, folders and addresses -> files on this machine, each with the user's name for it."""
+"""Paths, globs, folders and addresses -> files on this machine, downloaded and unpacked if necessary."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _SUFFIXES: dict[Kind, str] = {
     "column": ".parquet .arrow .feather",
     "table": ".csv .tsv",
     "text": ".txt .md .rst .py .c .h .cpp .html .xml .log .tex",
-    # If these were read as documents of text, the model would train on noise.
+    # Read as text, these files would be noise.
     "refused": ".zip .tar .npy .npz .bin .pt .safetensors .pdf .docx .png .jpg",
 }
 KINDS: dict[str, Kind] = {suffix: kind for kind, row in _SUFFIXES.items() for suffix in row.split()}
-# Compression suffix -> a function that starts to unpack one member of a file.
+# Suffix of a compressed file -> a function that returns a decompressor for one member of the file.
 PACKED: dict[str, Callable[[], Any]] = {
     ".gz": lambda: zlib.decompressobj(zlib.MAX_WBITS | 16),
     ".bz2": bz2.BZ2Decompressor,
     ".xz": lzma.LZMADecompressor,
     ".zst": lambda: require("zstandard", feature="reading .zst").ZstdDecompressor().decompressobj(),
 }
-# Whole names of files that describe a folder's data; a longer name may be data.
+# Names of files that describe the data of a folder. They must match as a whole: a longer name may be data.
 _ABOUT = re.compile(
     r"(readme|licen[cs]e|citation|changelog|contributing)(\.(md|txt|rst|html))?"
     r"|(dataset_infos?|state|dataset_dict|manifest)\.json",
@@ -48,10 +48,9 @@ _ABOUT = re.compile(
 )
 _SPLIT = re.compile(r"(?:^|[-_./])(train|validation|valid|val|dev|test|eval)(?=[-_./]|$)", re.IGNORECASE)
 
-_BLOCK_BYTES = (
-    1 << 14
-)  # bytes of a packed file that are unpacked at once; they may become a thousand times as many
-_CHECKED_ENTRIES = 1000  # entries of a list that are checked for being paths
+# Bytes of a compressed file that are unpacked at once. They may become a thousand times as many.
+_BLOCK_BYTES = 1 << 14
+_CHECKED_ENTRIES = 1000  # entries of a list that are examined for being paths
 
 Paths = str | Path | Sequence[str | Path]
 
@@ -60,8 +59,8 @@ Paths = str | Path | Sequence[str | Path]
 class SourceFile:
     """A file on this machine."""
 
-    path: Path  # where the unpacked content is
-    name: str  # the user's name for it
+    path: Path  # the unpacked content
+    name: str  # the path or address that the user gave, or a file found below it
     suffix: str  # the suffix of the content in lower case: ``.jsonl`` for ``a.JSONL.gz``
     content: str  # a hash of the content
 
@@ -73,24 +72,24 @@ def suffix_of(name: str) -> str:
 
 
 def is_data(name: str) -> bool:
-    """Return whether a file name has a suffix of data."""
+    """Return whether a file name has the suffix of a known kind of data."""
     return KINDS.get(suffix_of(name), "refused") != "refused"
 
 
 def is_paths(source: object) -> bool:
-    """Return whether a source names files: a path, or a list of nothing but paths."""
+    """Return whether a source is a path, or a list of paths."""
     if isinstance(source, str | Path):
         return True
     if not isinstance(source, list | tuple) or not source:
         return False
-    head = source[:_CHECKED_ENTRIES]  # checking whether a million documents are files would take seconds
+    head = source[:_CHECKED_ENTRIES]  # to look for a million files would take seconds
     if not all(isinstance(entry, str | Path) for entry in head):
         return False
     named = [isinstance(entry, Path) or _looks_like_a_path(entry) for entry in head]
     if any(named) and not all(named):
         raise ValueError(
-            f"The list has {len(source)} strings, of which {sum(named)} name files, and "
-            f"{str(source[named.index(False)])[:60]!r} is none. Give documents as {{'text': ...}}."
+            f"The list has {len(source)} strings, of which {sum(named)} name files, but "
+            f"{str(source[named.index(False)])[:60]!r} does not. Give documents as {{'text': ...}}."
         )
     return all(named)
 
@@ -99,7 +98,7 @@ def _looks_like_a_path(text: str) -> bool:
     if len(text) > 1024 or "\n" in text:
         return False
     if re.match(r"([a-z][a-z0-9]*://|\.{0,2}/|~/)\S+$", text):
-        return True  # a file that does not exist is refused later
+        return True  # find_files raises if the file does not exist
     if any(sign in text for sign in "*?[") and next(_matches(text), None):
         return True
     known = is_data(text)
@@ -107,17 +106,17 @@ def _looks_like_a_path(text: str) -> bool:
 
 
 def find_files(source: Paths, *, cache_dir: str | Path | None = None) -> list[SourceFile]:
-    """List the files of a path, glob, folder or address in sorted order; a list keeps its own order."""
+    """List the files of a path, glob, folder or address in sorted order; a list keeps its order."""
     entries = [source] if isinstance(source, str | Path) else source
     files = [_fetched(name, cache_dir) for entry in entries for name in expand(entry)]
     times = Counter(file.path.resolve() for file in files)
     if twice := [path for path, count in times.items() if count > 1]:
-        rank_zero_warn(f"{twice[0]} is named twice, perhaps by a link, so its records are used twice.")
+        rank_zero_warn(f"{twice[0]} was given twice, perhaps by a link, so its records are used twice.")
     return files
 
 
 def _matches(pattern: str | Path) -> Iterator[str]:
-    """Yield the paths that match a glob; leading parts that exist as written are not patterns."""
+    """Yield the paths that match a glob; leading folders that exist as written are not read as patterns."""
     parts, here = Path(pattern).parts, Path()
     while parts and (here / parts[0]).exists():
         here, parts = here / parts[0], parts[1:]
@@ -149,7 +148,7 @@ def _in_folder(folder: Path) -> list[Path]:
     for file in sorted(folder.rglob("*")):
         if file.is_dir():
             if file.is_symlink():
-                raise ValueError(f"{file} is a link to a folder, which is not followed. Give it in a list.")
+                raise ValueError(f"{file} is a link to a folder. Links are not followed; give it in a list.")
             continue
         parts = file.relative_to(folder).parts
         hidden = any(part.startswith((".", "_")) for part in parts)
@@ -160,7 +159,8 @@ def _in_folder(folder: Path) -> list[Path]:
             kinds.setdefault(kind, []).append(file)
     if left_out:
         rank_zero_info(
-            f"{folder}: left out, because they hold no data: {', '.join(map(str, left_out[:4]))} ..."
+            f"{folder}: these files are left out, because they hold no data: "
+            f"{', '.join(map(str, left_out[:4]))} ..."
         )
     return _one_kind(folder, kinds)
 
@@ -168,7 +168,7 @@ def _in_folder(folder: Path) -> list[Path]:
 def _one_kind(folder: Path, kinds: dict[str, list[Path]]) -> list[Path]:
     if not kinds:
         wanted = ", ".join(name for name, kind in KINDS.items() if kind != "refused")
-        raise ValueError(f"No text files below {folder}, nor data files. Wanted suffixes: {wanted}.")
+        raise ValueError(f"{folder} has no data files. Wanted suffixes: {wanted}.")
     if len(kinds) > 1:
         (first, some), (second, others), *_ = kinds.items()
         raise ValueError(
@@ -197,12 +197,12 @@ def _expand_remote(address: str) -> list[str]:
 
 
 def _fetched(name: str, cache_dir: str | Path | None) -> SourceFile:
-    """Return a file on this machine, downloaded and unpacked if necessary."""
+    """Return a file on this machine, after downloading and unpacking it if necessary."""
     suffix = suffix_of(name)
     if KINDS.get(suffix) == "refused":
         raise ValueError(
-            f"{name}: a {suffix} file is not read. Give .jsonl, .csv, .parquet, .arrow or text, "
-            "or a dataset that you have opened."
+            f"{name}: {suffix} files are not read. Give .jsonl, .csv, .parquet, .arrow or text, "
+            "or open the file and pass a dataset."
         )
     path = Path(name)
     if "://" in name:
@@ -225,7 +225,7 @@ def _fetched(name: str, cache_dir: str | Path | None) -> SourceFile:
 def _cached_file(
     key: dict[str, Any], name: str, cache_dir: str | Path | None, write: Callable[[BinaryIO], None]
 ) -> Path:
-    """Write a file into the cache once, under a name made from the key, never from the source."""
+    """Write a file into the cache once, and return its path, which is made from the key."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:24]
     suffixes = "".join(part for part in Path(name.lower()).suffixes[-2:] if re.fullmatch(r"\.\w+", part))
     place = cache_folder(cache_dir) / f"files-{digest}" / f"data{suffixes}"
@@ -247,13 +247,13 @@ def _unpack(path: Path, name: str, out: BinaryIO) -> None:
 def unpacked(file: BinaryIO, name: str, *, suffix: str) -> Iterator[bytes]:
     """Unpack a compressed file with all its members, and yield blocks of bytes."""
     member, begun = PACKED[suffix](), False
-    damaged = f"{name}: damaged, it cannot be unpacked"
+    damaged = f"{name} is damaged and cannot be unpacked"
     while left := file.read(_BLOCK_BYTES):
-        while left := left if begun else left.lstrip(b"\0"):  # files may be padded between members
+        while left := left if begun else left.lstrip(b"\0"):  # zeros may pad the space between members
             begun = True
             try:
                 block = member.decompress(left)
-            except Exception as err:  # each library raises its own error
+            except Exception as err:  # each library raises another type of error
                 raise ValueError(f"{damaged} ({err}). Fetch or make it again.") from err
             yield block
             if not member.eof:

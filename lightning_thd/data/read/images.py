@@ -1,8 +1,8 @@
-"""A conversation with images -> messages made of parts, and the source of each image: a path or bytes.
+"""A conversation with images -> messages whose content is a list of parts, and the source of each image.
 
-A part ``{"type": "image"}`` gives its source as ``image``, ``path`` or ``url``. The form ``{"type":
-"image_url", "image_url": {"url": ...}}`` is read too. A part without a source, and each ``<image>`` in a
-text, takes the next entry of the record's ``images``.
+A source is a path or bytes. A part ``{"type": "image"}`` has it under ``image``, ``path`` or ``url``, and a
+part ``{"type": "image_url"}`` under ``{"image_url": {"url": ...}}``. A part without a source, and each
+``<image>`` in a text, takes the next entry of the record's ``images``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_thd.batch.keys import names
 Message = dict[str, Any]
 _COLUMNS = ("images", "image")
 _SOURCES = ("image", "path", "url", "image_url")
-_ONLY_IMAGES = "{}, and only text and images are rendered; audio cannot be packed. Give video as images."
+_ONLY_IMAGES = "{}, but only text and images are rendered; audio cannot be packed. Give video as images."
 _PLACE = re.compile(r"\s?<image>\n?")
 _DATA = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
 
@@ -30,12 +30,12 @@ def with_images(messages: list[Message], record: Mapping[str, Any]) -> tuple[lis
     for name in names("raw", "audio"):
         if name not in _COLUMNS and record.get(name) is not None and record[name] != []:
             raise ValueError(_ONLY_IMAGES.format(f"the record holds {name!r}"))
-    waiting = list(_of_record(record))
-    given, found, parted = len(waiting), list[Any](), list[Message]()
+    left = list(_of_record(record))
+    given, sources, changed = len(left), list[Any](), list[Message]()
     for message in messages:
         content = message.get("content")
         if not isinstance(content, str | list):
-            parted.append(message)
+            changed.append(message)
             continue
         parts = []
         for part in _parts(content, split=bool(given)):
@@ -48,17 +48,17 @@ def with_images(messages: list[Message], record: Mapping[str, Any]) -> tuple[lis
             source = next((part[name] for name in _SOURCES if part.get(name) is not None), None)
             if isinstance(source, Mapping) and "url" in source:
                 source = source["url"]
-            if source is None and not waiting:
+            if source is None and not left:
                 raise ValueError(f"a message has a place for an image beyond the {given} of the record.")
-            found.append(waiting.pop(0) if source is None else source)
+            sources.append(left.pop(0) if source is None else source)
             parts.append({"type": "image"})
-        parted.append({**message, "content": parts})
-    if waiting:
+        changed.append({**message, "content": parts})
+    if left:
         raise ValueError(
-            f"the record has {given} images, and its messages have places for {given - len(waiting)}. "
+            f"the record has {given} images, but its messages have places for {given - len(left)}. "
             "Add <image> for each."
         )
-    return parted, found
+    return changed, sources
 
 
 def _of_record(record: Mapping[str, Any]) -> Iterator[Any]:
@@ -73,7 +73,7 @@ def _parts(content: str | list[Any], *, split: bool) -> Iterator[dict[str, Any]]
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
         text = part.get("text") if isinstance(part, dict) else None
         if not isinstance(part, dict) or (part.get("type") == "text" and not isinstance(text, str)):
-            raise ValueError(f"a message holds the part {part!r:.60}, which has no 'type' or text. Add it.")
+            raise ValueError(f"a message holds the part {part!r:.60} without 'type' or 'text'. Add it.")
         if not split or text is None or "<image>" not in text:
             yield part
             continue
@@ -85,7 +85,7 @@ def _parts(content: str | list[Any], *, split: bool) -> Iterator[dict[str, Any]]
 
 
 def open_image(source: Any, folder: Path | None) -> Any:
-    """Open an image with Pillow without decoding its pixels; relative paths start at ``folder``."""
+    """Open an image with Pillow, without decoding its pixels; relative paths start at ``folder``."""
     pillow = require("PIL.Image", feature="images in conversations")
     if isinstance(source, Mapping):
         source = source.get("bytes") if source.get("bytes") is not None else source.get("path")
@@ -116,7 +116,7 @@ def _bytes_or_path(text: str, folder: Path | None) -> bytes | Path:
 def size_of(image: Any) -> tuple[int, int]:
     """Return the height and width of an opened image from its header, rotated as its EXIF data asks."""
     width, height = image.size
-    turned = _has_exif(image) and image.getexif().get(0x0112, 1) >= 5  # 5 to 8 swap the sides
+    turned = _has_exif(image) and image.getexif().get(0x0112, 1) >= 5  # orientations 5 to 8 swap the sides
     return (width, height) if turned else (height, width)
 
 

@@ -1,4 +1,4 @@
-"""Rows packed offline, with several sequences in each -> a dataset of the sequences, and the row of each.
+"""Rows that were packed offline, each of several sequences -> a dataset of the sequences, and their rows.
 
 A row is ``input_ids`` (and ``labels``) with one of these beside it:
 
@@ -6,7 +6,7 @@ A row is ``input_ids`` (and ``labels``) with one of these beside it:
 - ``cu_seqlens``: offsets from 0, cumulative lengths;
 - ``position_ids``: one per token, counting up from 0 in every sequence.
 
-The rest of a row is padding: slots whose ``attention_mask`` is 0, or whose position is 0.
+The rest of a row is padding: slots at the end with ``attention_mask`` 0, or with position 0.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ IntArray = NDArray[np.int64]
 _VERSION = 3
 _BOUNDARIES = ("lengths", "seq_lengths", "cu_seqlens", "position_ids")
 _READ = {"input_ids", "labels", "attention_mask", *_BOUNDARIES}
-_PADDING_FROM = 8  # repeats of one id at the end of a row from which they look like padding
+_PADDING_FROM = 8  # This many repeats of one id at the end of a row look like padding.
 
 
 def holds_packs(dataset: MapDataset, *, sure: bool = False) -> bool:
-    """Return whether rows hold several sequences, by the first row's keys; with ``sure`` raise if not."""
+    """Return whether the first row has a key of packed rows; with ``sure``, raise if it has none."""
     row = dataset[0] if len(dataset) else {}
     found = any(row.get(name) is not None and np.ndim(row[name]) == 1 for name in _BOUNDARIES)
     if sure and not found:
@@ -60,7 +60,10 @@ class PackedRows(TorchDataset[dict[str, NDArray[np.integer]]]):
         if self._last[0] != number:  # sequences of one row are often read together
             row = self._rows[number]
             names = [name for name in ("input_ids", "labels") if name in row]
-            self._last = number, {name: np.array(row[name]) for name in names}  # the buffer may be reused
+            self._last = (
+                number,
+                {name: np.array(row[name]) for name in names},
+            )  # copied: a buffer may be reused
         part = slice(start, start + int(self.lengths[i]))
         return {name: values[part] for name, values in self._last[1].items()}
 
@@ -86,8 +89,8 @@ def _find(rows: MapDataset) -> dict[str, IntArray]:
         row = rows[i]
         if other := sorted(set(row) - _READ):
             raise ValueError(
-                f"Row {i} holds several sequences and carries {', '.join(other)}, which is not known to "
-                "belong to one of them. Remove it."
+                f"Row {i} holds several sequences and carries {', '.join(other)}, which cannot be divided "
+                "among them. Remove it."
             )
         lengths = _lengths_of(row, i)
         labels, loss_tokens = row.get("labels"), lengths - 1
@@ -100,11 +103,12 @@ def _find(rows: MapDataset) -> dict[str, IntArray]:
 
 
 def _lengths_of(row: Mapping[str, Any], i: int) -> IntArray:
-    """Return the lengths of a row's sequences from its first slot on, without empty ones."""
+    """Return the lengths of the sequences in a row, from its first slot on, without empty sequences."""
     found = [name for name in _BOUNDARIES if row.get(name) is not None]
     if len(found) != 1:
         raise ValueError(
-            f"Row {i} carries {' and '.join(found) or 'none'} of {', '.join(_BOUNDARIES)} (packed='off')."
+            f"Row {i} has {' and '.join(found) or 'none'}; give exactly one of {', '.join(_BOUNDARIES)}, or "
+            "set packed='off'."
         )
     [name] = found
     values = host_ints(row[name], f"Row {i}: {name}")
@@ -139,7 +143,7 @@ def _lengths_by_positions(row: Mapping[str, Any], i: int, positions: IntArray) -
     learned = np.asarray(row.get("labels", ids))[last] != IGNORE_INDEX
     if mask is None and len(last) >= _PADDING_FROM and (ids[last] == ids[last[0]]).all() and learned.any():
         raise ValueError(
-            f"Row {i} ends with {len(last)} times the id {ids[last[0]]}, by its position_ids a sequence: "
-            "padding would be learned. Give attention_mask, or labels of -100."
+            f"Row {i} ends with a sequence of {len(last)} times the id {ids[last[0]]}. If it is padding, it "
+            "would be learned. Give attention_mask, or labels of -100."
         )
     return lengths

@@ -1,6 +1,7 @@
-"""Files or a dataset of text, ids, prompts or conversations -> records, in chunks that any process can read.
+"""Files or a dataset -> records, in chunks that any process can read.
 
-A record that cannot be read is yielded as ``Bad``, so that the caller can skip it.
+A record is text, or a dict of ids, of a prompt or of a conversation. A record that cannot be read is yielded
+as ``Bad``, so that the caller can skip it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Record = str | dict[str, Any] | Bad
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a file as a place; its number is counted only when it is printed."""
+    """The place of a line in a file; its line number is counted only when the place is printed."""
 
     name: str
     path: Path
@@ -61,7 +62,7 @@ def parse_json(text: str | bytes) -> Any | Bad:
     except UnicodeDecodeError as err:
         return Bad(_not_text(err))
     except json.JSONDecodeError as err:
-        return Bad(f"not JSON ({err.msg} at column {err.colno}). Mend or remove it.")
+        return Bad(f"not JSON ({err.msg} at column {err.colno}). Fix or remove it.")
     except (RecursionError, ValueError) as err:
         return Bad(f"JSON that cannot be read ({err}). Remove it.")
 
@@ -73,7 +74,7 @@ def decode(data: bytes) -> str | Bad:
     except UnicodeDecodeError as err:
         return Bad(_not_text(err))
     if "\0" in text:
-        return Bad(f"holds a null byte at {text.index(chr(0))}, so it is not text. Leave it out.")
+        return Bad(f"has a null byte at {text.index(chr(0))}, so it is not text. Leave it out.")
     return text
 
 
@@ -91,7 +92,7 @@ def parse_line(line: bytes) -> dict[str, Any] | Bad:
 
 
 def _jsonl(file: SourceFile, start: int, stop: int) -> Iterator[Placed]:
-    """Read the lines of a JSONL file that begin at byte ``start`` up to ``stop``, skipping blank ones."""
+    """Read the lines of a JSONL file that begin at bytes ``start`` to ``stop``, except blank lines."""
     with file.path.open("rb") as opened:
         at = start
         if at:  # a line that begins before this chunk belongs to the previous chunk
@@ -122,7 +123,7 @@ def _column_rows(file: SourceFile, part: int, first_row: int) -> Iterator[Placed
     try:
         for i, row in enumerate(rows, first_row):
             yield f"{file.name}, row {i}", without_nulls(row)
-    except Exception as err:  # for damaged bytes pyarrow has many
+    except Exception as err:  # pyarrow raises many types of errors
         raise ValueError(f"{file.name} is damaged from row {first_row} on ({err}). Write it again.") from err
 
 
@@ -131,28 +132,28 @@ def _dataset_rows(dataset: MapDataset, start: int, stop: int) -> Iterator[Placed
     for i in range(start, stop):
         try:
             row: Any = dataset[i]
-        except Exception as err:  # whatever the user's dataset raises
+        except Exception as err:  # any error of the user's dataset
             yield f"row {i}", Bad(f"the dataset raised {type(err).__name__}: {err}")
             continue
         yield f"row {i}", without_nulls(row) if isinstance(row, dict) else row
 
 
 def as_written(record: Any) -> Any:
-    """Return a record of a stream without the null keys that structs add to messages and tools."""
+    """Return a record of a stream without null keys inside its messages and tools; see ``without_nulls``."""
     if not isinstance(record, dict) or "input_ids" in record:
         return record
     return {name: without_nulls(value) for name, value in record.items()}
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without its null keys, which columns of structs add to records without them."""
+    """Return a value without null keys: a column of structs gives all rows the keys of any row."""
     if isinstance(value, dict):
         return {name: without_nulls(entry) for name, entry in value.items() if entry is not None}
     return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
 def read_part(file: SourceFile, part: int) -> Iterator[Any]:
-    """Read a part of a file of columns in Arrow batches of at most 256 rows."""
+    """Read a row group of Parquet, or a record batch of Arrow, in batches of at most 256 rows."""
     if file.suffix == ".parquet":
         yield from open_parquet(file).iter_batches(batch_size=_BATCH_ROWS, row_groups=[part])
         return
@@ -162,7 +163,7 @@ def read_part(file: SourceFile, part: int) -> Iterator[Any]:
 
 
 def part_sizes(file: SourceFile) -> list[int]:
-    """Count the rows of every row group of a Parquet file or record batch of an Arrow file."""
+    """Count the rows of every row group of a Parquet file, or of every record batch of an Arrow file."""
     if file.suffix != ".parquet":
         return [batch.num_rows for batch in map_arrow(file).to_batches()]
     metadata = open_parquet(file).metadata
@@ -170,7 +171,7 @@ def part_sizes(file: SourceFile) -> list[int]:
 
 
 def map_arrow(file: SourceFile) -> Any:
-    """Map an Arrow file, of the stream or the file format, into memory as a table."""
+    """Map an Arrow file, in the stream or the file format, into memory as a table."""
     pa = require("pyarrow", feature="reading .arrow files")
     try:
         try:
@@ -178,7 +179,7 @@ def map_arrow(file: SourceFile) -> Any:
         except pa.ArrowInvalid:
             return pa.ipc.open_stream(pa.memory_map(str(file.path))).read_all()
     except pa.ArrowInvalid as err:
-        raise ValueError(f"{file.name} is no Arrow file ({err}). Write it again.") from err
+        raise ValueError(f"{file.name} is not an Arrow file ({err}). Write it again.") from err
 
 
 def open_parquet(file: SourceFile) -> Any:
@@ -188,12 +189,12 @@ def open_parquet(file: SourceFile) -> Any:
     try:
         return pq.ParquetFile(file.path)
     except (pa.ArrowInvalid, OSError) as err:
-        raise ValueError(f"{file.name} is no Parquet file ({err}). Write it again.") from err
+        raise ValueError(f"{file.name} is not a Parquet file ({err}). Write it again.") from err
 
 
 @lru_cache(maxsize=1)  # all chunks of a file parse it once
 def _json_entries(file: SourceFile) -> list[Any]:
-    """Return the entries of an array, or the file as the only entry."""
+    """Return the entries of a file that is a JSON array; any other file is one entry."""
     found = parse_json(file.path.read_bytes().removeprefix(_BOM))
     if isinstance(found, Bad):
         raise ValueError(f"{file.name}: {found.reason}")
@@ -201,14 +202,14 @@ def _json_entries(file: SourceFile) -> list[Any]:
 
 
 def file_chunks(files: list[SourceFile], *, chunk_bytes: int = CHUNK_BYTES) -> list[Chunk]:
-    """Cut files into chunks of records, of ``chunk_bytes`` unless one record or file has more."""
+    """Cut files into chunks of about ``chunk_bytes``; a record or a text file is never cut."""
     chunks: list[Chunk] = []
     texts: list[SourceFile] = []
     for file in files:
         kind = KINDS.get(file.suffix, "text")
         if kind == "text":
-            if not file.suffix and holds_lines(file):  # it would become one document
-                raise ValueError(f"{file.name} holds JSON objects, a line each. Name it .jsonl, or .txt.")
+            if not file.suffix and holds_lines(file):  # all lines would become one document
+                raise ValueError(f"{file.name} holds a JSON object per line. Name it .jsonl, or .txt.")
             texts.append(file)
         elif kind == "JSONL" or (kind == "JSON" and holds_lines(file)):
             size = file.path.stat().st_size
@@ -223,7 +224,7 @@ def file_chunks(files: list[SourceFile], *, chunk_bytes: int = CHUNK_BYTES) -> l
                 chunks.append(partial(_column_rows, file, part, first))
                 first += size
     if texts and chunks:
-        raise ValueError(f"{texts[0].name} is one document of text, and the other files hold records.")
+        raise ValueError(f"{texts[0].name} is one document of text, but other files hold records.")
     return chunks or list(_grouped(texts, chunk_bytes))
 
 

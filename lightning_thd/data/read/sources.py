@@ -1,4 +1,4 @@
-"""A path, or a dataset of any records -> a map-style dataset of token ids, and a hash of its content."""
+"""A path, or a dataset of records of any kind -> a map-style dataset of token ids, and a cache key."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from lightning_thd.data.store.columns import is_hugging_face
 from lightning_thd.data.store.index import MapDataset, OnError, check_row
 from lightning_thd.data.store.tokens import Rows, TokenStore, cached_store
 
-# Path is last, because jsonargparse writes any value as a Path. It needs Dataset without a type argument.
+# For jsonargparse, Dataset has no type argument, and Path is last: it would write any value as a Path.
 Source = MapDataset | Dataset | list[str | Path] | str | Path  # type: ignore[type-arg]
 Packed = Literal["auto", "sequences", "packs", "off"]
 
 _READER = 9  # part of cache keys; raise it when reading gives other tokens or refuses other records
-_SHOW_FROM = 2  # Below this many chunks no bar is shown.
+_SHOW_FROM = 2  # Fewer chunks show no progress bar.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opened:
     """A dataset of ids that is ready to be counted and packed."""
 
-    dataset: MapDataset  # gives ids, sequence by sequence
-    key: dict[str, Any] | None  # the fingerprint of its content, for caches; None if there is none
-    schedule: NDArray[np.int64] | None = None
+    dataset: MapDataset  # ``[i]`` gives the ids of a sequence
+    key: dict[str, Any] | None  # the cache key of the content; None without a fingerprint
+    schedule: NDArray[np.int64] | None = None  # the pack of each sequence, if rows are ready packs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opener:
-    """Opens sources as datasets of ids; every attribute is described by ``THDDataModule``."""
+    """Opens sources as datasets of ids; ``THDDataModule`` documents the attributes."""
 
     tokenizer: Tokenizer | str | None = None
     processor: Any = None
@@ -83,7 +83,7 @@ class Opener:
         return Opened(dataset=rows, key=key, schedule=rows.row if self.packed == "packs" else None)
 
     def first_record(self, source: Source | Paths) -> Any:
-        """Return the first record of a source as it was written; None for a store, which keeps ids."""
+        """Return the first record of a source, before tokenising; None for a store, which keeps only ids."""
         if not is_paths(source):
             dataset = as_dataset(source)
             return dataset[0] if len(dataset) else None
@@ -118,7 +118,7 @@ class Opener:
         if not tables:
             return file_chunks(files)
         if len(tables) < len(files) or self.processor is not None:
-            raise ValueError(f"{tables[0].name} is a table, which is read beside tables only. Give .jsonl.")
+            raise ValueError(f"{tables[0].name} is a table, and other files are not. Give .jsonl.")
         return [chunk for file in files for chunk in table_chunks(file, self.text_key, self.cache_dir)]
 
     def _open_dataset(self, dataset: MapDataset) -> Opened:
@@ -137,16 +137,17 @@ class Opener:
         return self._tokenised(row_chunks(dataset), key)
 
     def _rendered(self, records: Any, key: dict[str, Any] | None) -> Opened:
-        """Return conversations with images, which are rendered when they are read."""
+        """Return conversations with images, which are rendered each time a row is read."""
         chat = VisionChat(self.processor)
-        known = chat.fingerprint()
+        name = chat.fingerprint()
         rows = cast("MapDataset", ChatRows(records, chat))
-        return Opened(dataset=rows, key=None if key is None or known is None else {**key, "processor": known})
+        return Opened(dataset=rows, key=None if key is None or name is None else {**key, "processor": name})
 
     def _tokenised(self, chunks: list[Chunk], key: dict[str, Any] | None) -> Opened:
+        """Return a memory-mapped store of the ids of all records."""
         tokenizer = load_tokenizer(self.tokenizer)
-        known = tokenizer_fingerprint(tokenizer)
-        settings = {"tokenizer": known, "text_key": self.text_key, "append_eos": self.append_eos}
+        name = tokenizer_fingerprint(tokenizer)
+        settings = {"tokenizer": name, "text_key": self.text_key, "append_eos": self.append_eos}
         settings |= {"records": self.records, "on_error": self.on_error, "reader": str(_READER)}
 
         def parts(first: int) -> Iterator[Rows]:
@@ -166,13 +167,13 @@ class Opener:
                 progress=self.progress and len(chunks) >= _SHOW_FROM,
             )
 
-        whole = None if key is None or known is None else {**key, **settings}
-        store = cached_store(whole, parts, cache_dir=self.cache_dir, max_errors=self.max_errors)
-        return Opened(dataset=store, key=whole)
+        store_key = None if key is None or name is None else {**key, **settings}
+        store = cached_store(store_key, parts, cache_dir=self.cache_dir, max_errors=self.max_errors)
+        return Opened(dataset=store, key=store_key)
 
 
 def as_dataset(source: object) -> MapDataset:
-    """Check that a source is a map-style dataset of samples; otherwise raise with advice."""
+    """Check that a source is a map-style dataset of samples."""
     if isinstance(source, Mapping):
         raise TypeError(f"A dict with the keys {list(source)[:8]} is not a dataset. Pass one of its splits.")
     dataset = cast("MapDataset", source)
@@ -187,9 +188,10 @@ def is_known(source: object) -> bool:
 
 
 def dataset_key(dataset: object) -> dict[str, Any] | None:
-    """Return a dataset's ``fingerprint``, or the one Hugging Face gives it; None without either."""
-    own = "fingerprint" in getattr(dataset, "__dict__", ()) or hasattr(type(dataset), "fingerprint")
-    value = getattr(dataset, "fingerprint", None) if own else None
+    """Return a dataset's ``fingerprint``, or that of Hugging Face datasets; None without either."""
+    # An attribute of a wrapped dataset, which __getattr__ passes on, does not count.
+    has_one = "fingerprint" in getattr(dataset, "__dict__", ()) or hasattr(type(dataset), "fingerprint")
+    value = getattr(dataset, "fingerprint", None) if has_one else None
     value = value() if callable(value) else value
     if value is None and is_hugging_face(dataset):
         value = getattr(dataset, "_fingerprint", None)

@@ -1,4 +1,4 @@
-"""Files, or Python's own standard library -> documents as strings; a tokenizer that needs no files."""
+"""Files, or Python's standard library -> documents as strings; a tokenizer that needs no files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ByteTokenizer:
         """Return uint16 ids ``[bytes + 1]``, or ``[bytes]`` without special tokens.
 
         Raises:
-            ValueError: for half of a surrogate pair, which has no bytes in UTF-8.
+            ValueError: for half of a surrogate pair, which UTF-8 cannot encode.
         """
         flags(add_special_tokens=add_special_tokens)
         ids = np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
@@ -48,7 +48,7 @@ class ByteTokenizer:
 
 
 def read_documents(path: Paths, *, text_key: str = "text") -> Iterator[str]:
-    """Yield the documents of files of text, or of records with text under a key.
+    """Yield the documents in files of text, or in files of records with text under a key.
 
     Args:
         path: as for ``THDDataModule``; a text file is one document.
@@ -67,12 +67,12 @@ def read_documents(path: Paths, *, text_key: str = "text") -> Iterator[str]:
 
 
 def text_of(record: Record, text_key: str) -> str:
-    """Return the text of a record, which may be a string itself."""
+    """Return the text of a record, which is a string or a dict."""
     if isinstance(record, Bad):
         raise ValueError(record.reason)
     text = record.get(text_key) if isinstance(record, dict) else record
     if isinstance(record, dict) and text_key in record and not isinstance(text, str):
-        raise ValueError(f"no string under the key {text_key!r} but a {type(text).__name__}.")
+        raise ValueError(f"the value of the key {text_key!r} is a {type(text).__name__}, not a string.")
     if not isinstance(text, str):
         found = sorted(record) if isinstance(record, dict) else type(record).__name__
         raise ValueError(f"no string under the key {text_key!r}, found {found}. Pass text_key=.")
@@ -82,7 +82,8 @@ def text_of(record: Record, text_key: str) -> str:
 def stdlib_documents(*, max_bytes: int | None = None) -> list[str]:
     """Return every function and class in the top-level modules of Python's standard library.
 
-    Every machine has this text: about 7,800 documents, median 290 bytes, cut at ``max_bytes`` of UTF-8.
+    Every machine has this text: about 7,800 documents with a median of 290 bytes. Longer documents are cut at
+    ``max_bytes`` of UTF-8.
 
     Raises:
         ValueError: if ``max_bytes`` is not a whole number above 0.
@@ -95,7 +96,7 @@ def stdlib_documents(*, max_bytes: int | None = None) -> list[str]:
 
 @cache
 def _functions_and_classes() -> list[str]:
-    """Return the sources of the standard library's functions and classes, which take a second to parse."""
+    """Return the source text of the standard library's functions and classes; parsing takes a second."""
     documents: list[str] = []
     collects = gc.isenabled()
     gc.disable()  # halves the time to parse
@@ -117,10 +118,10 @@ def _functions_and_classes() -> list[str]:
 
 
 def tokenizer_fingerprint(tokenizer: object) -> str | None:
-    """Hash everything that decides a tokenizer's ids; None for a function without a fingerprint."""
-    own = getattr(tokenizer, "fingerprint", None)
-    if own is not None:
-        return str(own)
+    """Hash all settings that change a tokenizer's ids; None for a function without a fingerprint."""
+    fingerprint = getattr(tokenizer, "fingerprint", None)
+    if fingerprint is not None:
+        return str(fingerprint)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
@@ -137,5 +138,5 @@ class StdlibText(TokenStore):
     """``stdlib_documents(max_bytes=...)`` as bytes: a data set of real text that every machine has."""
 
     def __init__(self, *, max_bytes: int | None = 2048) -> None:
-        made = TokenStore.from_rows(map(ByteTokenizer(), stdlib_documents(max_bytes=max_bytes)))
-        super().__init__(made.tokens, made.offsets)
+        store = TokenStore.from_rows(map(ByteTokenizer(), stdlib_documents(max_bytes=max_bytes)))
+        super().__init__(store.tokens, store.offsets)

@@ -1,8 +1,8 @@
 """A conversation with images and a processor -> ids, labels, positions and pixels of one sample.
 
-The processor's chat template writes the conversation, with one placeholder for each token of an image. Their
-number follows from the image's size. So file headers are enough to count rows, and images are decoded only
-when a row is read.
+The processor's chat template writes the conversation, with one placeholder for each token of an image. The
+size of an image gives the number of its tokens. So rows are counted from file headers, and images are decoded
+only when a row is read.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class VisionChat:
         self.has_grids = any(name in names for name in _GRIDS)
         if not self.has_grids and not any(name in names for name in _ONE_SIZE):
             raise ValueError(
-                f"processor={names[0]} cannot render conversations for packs. Known are "
+                f"processor={names[0]} cannot render conversations for packs. Use one of "
                 f"{', '.join((*_GRIDS, *_ONE_SIZE))}."
             )
         self.processor, self.images = processor, processor.image_processor
@@ -57,22 +57,22 @@ class VisionChat:
             self.tokenizer.chat_template = template
 
     def fingerprint(self) -> str | None:
-        """Return all that decides ids and grids, for cache keys; None if the tokenizer has no fingerprint."""
-        known = tokenizer_fingerprint(self.tokenizer)
+        """Return a text that identifies tokenizer and settings; None if the tokenizer has no fingerprint."""
+        tokenizer = tokenizer_fingerprint(self.tokenizer)
         settings = json.dumps(self.images.to_dict(), sort_keys=True, default=str)
-        return None if known is None else f"{type(self.processor).__name__} {known} {settings}"
+        return None if tokenizer is None else f"{type(self.processor).__name__} {tokenizer} {settings}"
 
     def sample(
         self, record: Mapping[str, Any], folder: Path | None, *, pixels: bool = True
     ) -> dict[str, Any]:
-        """Render a record; without ``pixels`` its images are not decoded, and only their sizes are given."""
+        """Render a record as a sample; without ``pixels``, no image is decoded, and only sizes are given."""
         kind = kind_of(dict(record), "text")
         if kind not in CONVERSATIONS:
             raise ValueError(
-                f"the record ({sorted(record)[:8]}) is not a conversation; processor= renders no other."
+                f"the record ({sorted(record)[:8]}) is not a conversation, and processor= renders only those."
             )
-        said = messages_of(dict(record), kind)
-        messages, sources = with_images(said.messages, record)
+        conversation = messages_of(dict(record), kind)
+        messages, sources = with_images(conversation.messages, record)
         opened = [open_image(source, folder) for source in sources]
         try:
             sizes = [size_of(image) for image in opened]
@@ -80,10 +80,10 @@ class VisionChat:
             ids, mask = encode_chat(
                 self.tokenizer,
                 messages,
-                tools=said.tools,
-                skip=said.skip,
-                options=said.options,
-                places=ImagePlaceholders(self.processor.image_token, self._tokens(sizes, grids)),
+                tools=conversation.tools,
+                skip=conversation.skip,
+                options=conversation.options,
+                placeholders=ImagePlaceholders(self.processor.image_token, self._tokens(sizes, grids)),
             )
             row = np.asarray(ids, np.int64)
             sample: dict[str, Any] = {"input_ids": row, "labels": np.where(mask, row, IGNORE_INDEX)}
@@ -96,7 +96,7 @@ class VisionChat:
                     image.close()
 
     def _grid(self, size: tuple[int, int]) -> tuple[int, int, int]:
-        """Return frames, rows and columns of patches of an image of this height and width."""
+        """Return the frames, rows and columns of patches of an image from its height and width."""
         if not self.has_grids:
             crop = self.images.crop_size if self.images.do_center_crop else self.images.size
             patch = self.processor.patch_size
@@ -117,44 +117,43 @@ class VisionChat:
     def _inputs(
         self, ids: IntArray, grids: list[tuple[int, int, int]], images: list[Any] | None
     ) -> dict[str, Any]:
-        """Return the model's inputs beside the ids; without images, only those that give their sizes."""
+        """Return the model's inputs beside the ids; if ``images`` is None, only inputs that give sizes."""
         found: dict[str, Any] = {}
         if self.has_grids:
             token = self.tokenizer.convert_tokens_to_ids(self.processor.image_token)
             found["position_ids"] = image_positions(ids, token, grids, merge=self.images.merge_size)
             found["image_grid_thw"] = torch.tensor(grids)
         if images is None:
-            if not self.has_grids:  # a tensor of the shape that takes no memory
+            if not self.has_grids:  # a tensor of the right shape that takes no memory
                 crop = self.images.crop_size if self.images.do_center_crop else self.images.size
                 shape = (len(grids), 3, crop["height"], crop["width"])
                 found["pixel_values"] = torch.zeros(()).expand(shape)
             return found
-        seen = self.images(images=images, return_tensors="pt")
-        if self.has_grids and not torch.equal(seen["image_grid_thw"], found["image_grid_thw"]):
-            raise ValueError(f"the processor made grids {seen['image_grid_thw']}, and {grids} were counted.")
-        return found | {"pixel_values": as_tensor(np.asarray(seen["pixel_values"]))}
+        made = self.images(images=images, return_tensors="pt")
+        if self.has_grids and not torch.equal(made["image_grid_thw"], found["image_grid_thw"]):
+            raise ValueError(f"the processor made grids {made['image_grid_thw']}, but {grids} were counted.")
+        return found | {"pixel_values": as_tensor(np.asarray(made["pixel_values"]))}
 
 
 def image_positions(
     ids: IntArray, image_token: int, grids: Sequence[tuple[int, int, int]], *, merge: int
 ) -> IntArray:
-    """Return the positions of M-RoPE, int64 ``[3, n]``, of ids with the placeholders of images.
+    """Return M-RoPE positions (frame, row, column), int64 ``[3, n]``, of ids with placeholders of images.
 
-    Text counts up in all three rows. An image's tokens have one frame, and count rows and columns. The text
-    after it continues after the larger of both counts.
+    The three positions of a text token are equal, and count up. The tokens of an image share one frame. The
+    text after an image continues after its larger side.
     """
     found = np.empty((3, len(ids)), np.int64)
     at = following = 0
-    waiting = iter(grids)
-    places = np.flatnonzero(ids == image_token)
+    placeholders, left = np.flatnonzero(ids == image_token), iter(grids)
     while at < len(ids):
-        left = places[places >= at]
-        start = int(left[0]) if len(left) else len(ids)
+        later = placeholders[placeholders >= at]
+        start = int(later[0]) if len(later) else len(ids)
         found[:, at:start] = following + np.arange(start - at)
         following += start - at
         if start == len(ids):
             break
-        _, height, width = next(waiting)
+        _, height, width = next(left)
         rows, columns = height // merge, width // merge
         at = start + rows * columns
         grid = np.indices((1, rows, columns)).reshape(3, -1)
@@ -167,7 +166,7 @@ def image_positions(
 class ChatRows(Dataset[dict[str, Any]]):
     """A dataset of rendered conversations; ``measured`` gives a row without decoding its images."""
 
-    records: Any  # gives (place, record, folder) for a number
+    records: Any  # ``[i]`` gives (place, record, folder of its images)
     chat: VisionChat
 
     def __len__(self) -> int:
@@ -177,7 +176,7 @@ class ChatRows(Dataset[dict[str, Any]]):
         return self.measured(i, pixels=True)
 
     def measured(self, i: int, *, pixels: bool = False) -> dict[str, Any]:
-        """Return ids, labels and the sizes of the images of a row, and with ``pixels`` the images."""
+        """Return ids, labels and image sizes of a row, and with ``pixels`` also the pixels."""
         place, record, folder = self.records[i]
         try:
             return self.chat.sample(record, folder, pixels=pixels)
