@@ -67,10 +67,10 @@ def messages_of(record: dict[str, Any], kind: Kind) -> Conversation:
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
         return Conversation(_system(record) + turns, tools, 0, options)
     if kind == "sharegpt":
-        turns = record.get("conversations", record.get("conversation"))
-        if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
+        talk = record.get("conversations", record.get("conversation"))
+        if not isinstance(talk, list) or not talk or not all(isinstance(turn, dict) for turn in talk):
             raise ValueError("conversations must be a list of {'from': ..., 'value': ...}. Fix it.")
-        return Conversation(_system(record) + [_turn(turn) for turn in turns], tools, 0, options)
+        return Conversation(_system(record) + [_turn(turn) for turn in talk], tools, 0, options)
     if kind == "prompt":
         before = _turns(record["prompt"])
         return Conversation([*before, *_turns(record["completion"])], tools, len(before), options)
