@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -115,18 +115,15 @@ def balanced_bins(
     patches: IntArray | None = None,
 ) -> tuple[IntArray, IntArray]:
     """Put sequences in bins of equal work; return positions ``[S]`` by rank and microbatch, and offsets."""
-    sizes, bound = lengths, patch_bound(patches, slots)
-    over = (
-        lengths > slots.usable if bound is None else (lengths > slots.usable) | (bound.patches > bound.most)
-    )
-    if over.any():  # let each of them take a whole bin, so that no other sequence joins it
-        sizes = np.where(over, slots.usable, lengths)
-        bound = None if bound is None else PatchBound(np.where(over, 0, bound.patches), bound.most)
-    step = _Step(sizes, work, slots.usable, dp, bound)
+    if patches is None:
+        slots, patches = replace(slots, patches=UNBOUNDED), np.zeros_like(lengths)
+    # A sequence that is too large takes a whole bin, so that no other sequence joins it.
+    over = (lengths > slots.usable) | (patches > slots.patches)
+    step = Problem(np.where(over, slots.usable, lengths), np.where(over, 0, patches), work, slots, dp)
     count = dp * (step.fewest() if num_microbatches is None else num_microbatches)
     spread = owner, even = step.spread(count)
     if owner is None or not even:
-        packs = best_fit(sizes, slots, None if bound is None else bound.patches) if given is None else given
+        packs = best_fit(step.lengths, slots, step.patches) if given is None else given
         least = max(1, -(-len(packs) // dp))
         wanted = dp * (least if num_microbatches is None else num_microbatches)
         if len(packs) > wanted:
@@ -137,7 +134,7 @@ def balanced_bins(
         owner, count = step.best(wanted, packs, spread if wanted == count else None), wanted
         waits = step.waits(owner, count)
         # Bins whose patches are at the bound may leave no room to make the work equal.
-        if bound is not None and num_microbatches is None and waits > step.least * _UNEVEN:
+        if slots.patches < UNBOUNDED and num_microbatches is None and waits > step.least * _UNEVEN:
             roomier = step.best(count + dp, packs)
             if step.waits(roomier, count + dp) * _UNEVEN < waits:
                 owner, count = roomier, count + dp
@@ -149,27 +146,20 @@ def balanced_bins(
 
 
 @dataclass(frozen=True, slots=True)
-class PatchBound:
-    """The image patches of sequences, int64 ``[S]``, and the most patches that a bin may hold."""
+class Problem:
+    """The sequences of a step, the slots and patches that a bin may hold, and the number of ranks."""
 
-    patches: IntArray
-    most: int
-
-
-def patch_bound(patches: IntArray | None, slots: Slots) -> PatchBound | None:
-    """Return the patches and their bound, or None if there is no bound."""
-    return None if patches is None or slots.patches == UNBOUNDED else PatchBound(patches, slots.patches)
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """The slots and work of the sequences of a step, the bounds of a bin, and the number of ranks."""
-
-    lengths: IntArray
+    lengths: IntArray  # slots of each sequence
+    patches: IntArray  # image patches of each sequence
     work: FloatArray
-    capacity: int
+    slots: Slots
     dp: int
-    bound: PatchBound | None
+
+    @property
+    def bounds(self) -> list[tuple[IntArray, int]]:
+        """Return the slots of sequences and the most of a bin; the same for patches if they are bounded."""
+        slots = [(self.lengths, self.slots.usable)]
+        return slots if self.slots.patches == UNBOUNDED else [*slots, (self.patches, self.slots.patches)]
 
     @property
     def least(self) -> float:
@@ -178,21 +168,20 @@ class _Step:
 
     def fewest(self) -> int:
         """Return the number of microbatches per rank if every microbatch were full."""
-        full = -(-int(self.lengths.sum()) // self.capacity)
-        if self.bound is not None:
-            full = max(full, -(-int(self.bound.patches.sum()) // self.bound.most))
+        full = max(-(-int(sizes.sum()) // most) for sizes, most in self.bounds)
         return max(1, -(-full // self.dp))
 
     def bin_work(self, owner: IntArray, count: int) -> FloatArray:
+        """Return the work of each bin, float64 ``[count]``."""
         return np.bincount(owner, weights=self.work, minlength=count).astype(np.float64)
 
     def waits(self, owner: IntArray, count: int) -> float:
+        """Return the length of a step in work, see :func:`waiting`."""
         return waiting(self.bin_work(owner, count), self.dp)
 
     def spread(self, count: int) -> tuple[IntArray | None, bool]:
         """Place sequences by work; return their bins (None if one does not fit), and if the work is even."""
-        items = _items(self.lengths, self.work, self.bound)
-        room = self.capacity, UNBOUNDED if self.bound is None else self.bound.most
+        items, room = _items(self), (self.slots.usable, self.slots.patches)
         best, least = None, np.inf
         for below in (np.zeros(count), _levels(items, self.dp, count // self.dp)):
             if best is not None and not below.any():
@@ -213,15 +202,7 @@ class _Step:
             return filled
         packed = np.empty(len(self.work), np.int64)
         packed[packs.indices] = np.repeat(np.arange(len(packs)), np.diff(packs.offsets))
-        level = fill_microsteps(
-            self.lengths,
-            self.work,
-            self.capacity,
-            dp=self.dp,
-            num_microbatches=count // self.dp,
-            enough=self.least * _EVEN_ENOUGH,
-            bound=self.bound,
-        )
+        level = fill_microsteps(self, count // self.dp, enough=self.least * _EVEN_ENOUGH)
         found = [owner for owner in (filled, packed, level) if owner is not None]
         return min(found, key=lambda owner: self.waits(owner, count))
 
@@ -253,16 +234,16 @@ def order_by_rank(
 def scheduled_bins(
     scheduler: Scheduler,
     lengths: IntArray,
-    capacity: int,
+    slots: Slots,
     *,
     dp: int,
     cost: Cost,
-    bound: PatchBound | None = None,
+    patches: IntArray | None = None,
 ) -> tuple[IntArray, IntArray]:
     """Call a user's scheduler, and check that its plan is complete, fits and is even."""
     plan = [
         [np.asarray(bin_, np.int64) for bin_ in rank]
-        for rank in scheduler(lengths, capacity, dp=dp, cost=cost)
+        for rank in scheduler(lengths, slots.usable, dp=dp, cost=cost)
     ]
     numbers = sorted({len(rank) for rank in plan})
     if len(plan) != dp or len(numbers) != 1 or numbers[0] < 1:
@@ -275,10 +256,9 @@ def scheduled_bins(
         raise ValueError(
             f"The scheduler used {order.tolist()[:9]}; it must use each of {len(lengths)} positions once."
         )
-    bounds = [
-        ("slots", lengths, capacity),
-        *([] if bound is None else [("patches", bound.patches, bound.most)]),
-    ]
+    bounds = [("slots", lengths, slots.usable)]
+    if patches is not None:
+        bounds.append(("patches", patches, slots.patches))
     for number, bin_ in enumerate(bins):
         for what, sizes, most in bounds:
             if sizes[bin_].sum() > most and len(bin_) > 1:
@@ -338,28 +318,21 @@ _Item = tuple[float, int, int, int]  # (work, slots, patches, position), sorted 
 _Bin = tuple[float, int, int, int]  # (work left, slots left, patches left, number)
 
 
-def _items(lengths: IntArray, work: FloatArray, bound: PatchBound | None) -> list[_Item]:
+def _items(step: Problem) -> list[_Item]:
     """List the work, slots, patches and position of each sequence, the most work first."""
-    order = np.argsort(-work, kind="stable")
-    patches = np.zeros_like(order) if bound is None else bound.patches[order]
-    columns = (work[order], lengths[order], patches, order)
+    order = np.argsort(-step.work, kind="stable")
+    columns = (step.work[order], step.lengths[order], step.patches[order], order)
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
-def fill_microsteps(
-    lengths: IntArray,
-    work: FloatArray,
-    capacity: int,
-    *,
-    dp: int,
-    num_microbatches: int,
-    enough: float,  # take the first plan for which :func:`waiting` is at most this
-    bound: PatchBound | None = None,
-) -> IntArray | None:
-    """Fill microsteps by best fit in work, the heaviest first; None if no level holds all sequences."""
-    items = _items(lengths, work, bound)
-    room = capacity, UNBOUNDED if bound is None else bound.most
-    search = _Search(room=room, dp=dp, microsteps=num_microbatches)
+def fill_microsteps(step: Problem, num_microbatches: int, *, enough: float) -> IntArray | None:
+    """Fill microsteps by best fit in work, the heaviest first; None if no level holds all sequences.
+
+    The first plan for which :func:`waiting` is at most ``enough`` is taken.
+    """
+    items = _items(step)
+    room = step.slots.usable, step.slots.patches
+    search = _Search(room=room, dp=step.dp, microsteps=num_microbatches)
     total = sum(item[0] for item in items)
     start = search.fill_forced(_Partial(owner=[0] * len(items), left=items, total=total, filled=0, waits=0.0))
     best, least, below = None, np.inf, np.inf
@@ -369,33 +342,22 @@ def fill_microsteps(
             continue
         below = min(below, plan.waits)
         owner = np.array(plan.owner, dtype=np.int64)
-        totals = np.bincount(owner, weights=work, minlength=dp * num_microbatches).astype(np.float64)
-        waits = waiting(totals, dp)
+        waits = step.waits(owner, step.dp * num_microbatches)
         if waits < least:
             best, least = owner, waits
         if least <= enough or start.filled == num_microbatches - 1:
             break
     if best is not None and least > enough:
-        exchange(best, lengths, work, capacity, dp=dp, num_microbatches=num_microbatches, bound=bound)
+        exchange(step, best, num_microbatches)
     return best
 
 
-def exchange(
-    owner: IntArray,
-    lengths: IntArray,
-    work: FloatArray,
-    capacity: int,
-    *,
-    dp: int,
-    num_microbatches: int,
-    bound: PatchBound | None = None,
-) -> None:
+def exchange(step: Problem, owner: IntArray, num_microbatches: int) -> None:
     """Exchange sequences of the heaviest bins for sequences with less work, or for none; update ``owner``."""
     # Each exchange takes work from the heaviest bin of a microstep, first of the microstep where that bin is
     # furthest above the mean. It goes to the bin that then stays furthest below its microstep's heaviest bin.
-    bins = dp * num_microbatches
-    loads = np.bincount(owner, weights=work, minlength=bins).astype(np.float64)
-    bounds = [(lengths, capacity)] if bound is None else [(lengths, capacity), (bound.patches, bound.most)]
+    work, dp, bounds, bins = step.work, step.dp, step.bounds, step.dp * num_microbatches
+    loads = step.bin_work(owner, bins)
     held = [np.bincount(owner, weights=each, minlength=bins).astype(np.int64) for each, _ in bounds]
     steps = loads.reshape(num_microbatches, dp)  # a view: follows loads
     heaviest, mean = steps.max(1), steps.mean(1)
@@ -434,8 +396,8 @@ def exchange(
         place[taken] = target
         if other < len(owner):
             place[other] = heavy
-        for step in {at, target // dp}:
-            heaviest[step], mean[step] = steps[step].max(), steps[step].mean()
+        for number in {at, target // dp}:
+            heaviest[number], mean[number] = steps[number].max(), steps[number].mean()
     owner[:] = place[: len(owner)]
 
 

@@ -19,13 +19,7 @@ import numpy.typing as npt
 
 from lightning_thd._checks import choice, instance, whole_number
 from lightning_thd.alignment import Alignment
-from lightning_thd.packing.balance import (
-    Scheduler,
-    balanced_bins,
-    order_by_rank,
-    patch_bound,
-    scheduled_bins,
-)
+from lightning_thd.packing.balance import Scheduler, balanced_bins, order_by_rank, scheduled_bins
 from lightning_thd.packing.bins import Packing
 from lightning_thd.packing.cost import Cost, Media, media_table
 from lightning_thd.packing.entries import (
@@ -349,9 +343,8 @@ class PackPlanner(Resumable):
             if self.scheduler is None:
                 order, offsets = balanced_bins(padded, self._work(spans), self.slots, dp=dp, patches=patches)
             else:
-                bound = patch_bound(patches, self.slots)
                 order, offsets = scheduled_bins(
-                    self.scheduler, padded, self.slots.usable, dp=dp, cost=self.cost, bound=bound
+                    self.scheduler, padded, self.slots, dp=dp, cost=self.cost, patches=patches
                 )
         else:
             spans, (order, offsets) = self._plan_packs(self._packs, epoch, k, dp)

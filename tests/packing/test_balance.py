@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from benchmarks.balance import bound
 from lightning_thd.packing import Cost, balance
-from lightning_thd.packing.balance import assign_bins, exchange, scheduled_bins
+from lightning_thd.packing.balance import Problem, assign_bins, exchange, scheduled_bins
+from lightning_thd.packing.lengths import Slots
 
 from .shapes import draw
 
@@ -68,7 +69,7 @@ def test_exchanges_never_wait_for_more_nor_break_the_cap(
     before = np.random.default_rng(seed).integers(0, dp * groups, len(sizes))
     cap = int(np.bincount(before, weights=sizes).max())
     after = before.copy()
-    exchange(after, sizes, work, cap, dp=dp, num_microbatches=groups)
+    exchange(Problem(sizes, 0 * sizes, work, Slots(usable=cap, multiple=1), dp), after, groups)
     assert ((after >= 0) & (after < dp * groups)).all()
     assert np.bincount(after, weights=sizes).max() <= cap
 
@@ -117,8 +118,11 @@ def test_plans_of_special_steps() -> None:
     assert sorted(len(rank[0]) for rank in balance([5, 3], 8, dp=4)) == [0, 0, 1, 1]
 
 
+SLOTS = Slots(usable=8, multiple=1)
+
+
 def scheduled(plan: list[list[list[int]]]) -> object:
-    return scheduled_bins(lambda *_, **__: plan, np.array([4, 3, 5]), 8, dp=2, cost=COST)
+    return scheduled_bins(lambda *_, **__: plan, np.array([4, 3, 5]), SLOTS, dp=2, cost=COST)
 
 
 @pytest.mark.parametrize(

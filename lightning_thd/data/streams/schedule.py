@@ -15,7 +15,7 @@ import torch
 
 from lightning_thd.data.streams.samples import META
 from lightning_thd.packing import Cost, Packs, Scheduler, Sequences
-from lightning_thd.packing.balance import balanced_bins, order_by_rank, patch_bound, scheduled_bins
+from lightning_thd.packing.balance import balanced_bins, order_by_rank, scheduled_bins
 from lightning_thd.packing.bins import best_fit
 from lightning_thd.packing.lengths import Slots
 from lightning_thd.packing.planner import Tail
@@ -119,10 +119,13 @@ def _step(table: Table, scheduling: Scheduling, num_microbatches: int | None) ->
     lengths = table["length"].astype(np.int64)
     padded, patches = scheduling.slots.padded(lengths), table["patches"].astype(np.int64)
     if scheduling.scheduler is not None:
-        bound = patch_bound(patches, scheduling.slots)
-        usable = scheduling.slots.usable
         order, offsets = scheduled_bins(
-            scheduling.scheduler, padded, usable, dp=scheduling.dp, cost=scheduling.cost, bound=bound
+            scheduling.scheduler,
+            padded,
+            scheduling.slots,
+            dp=scheduling.dp,
+            cost=scheduling.cost,
+            patches=patches,
         )
     elif len(table) >= _MANY:
         order, offsets = _dealt_bins(table, padded, patches, scheduling, num_microbatches)
