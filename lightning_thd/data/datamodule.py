@@ -360,12 +360,9 @@ class THDDataModule(LogsSources):
         collate = partial(
             settings.collator(job), share_prefixes=settings.share_prefixes, set_name=name.partition("/")[2]
         )
+        one_each = settings.opener.packed != "off"
         maker = BatchMaker(
-            dataset=data.dataset,
-            index=index,
-            collate=collate,
-            vocab_size=vocab_size,
-            one_each=settings.opener.packed != "off",
+            dataset=data.dataset, index=index, collate=collate, vocab_size=vocab_size, one_each=one_each
         )
         steps = PlannedSteps(
             planner,

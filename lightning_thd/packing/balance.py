@@ -326,10 +326,7 @@ def _items(step: Problem) -> list[_Item]:
 
 
 def fill_microsteps(step: Problem, num_microbatches: int, *, enough: float) -> IntArray | None:
-    """Fill microsteps by best fit in work, the heaviest first; None if no level holds all sequences.
-
-    The first plan for which :func:`waiting` is at most ``enough`` is taken.
-    """
+    """Fill microsteps by best fit in work, the heaviest first; None if no level holds all sequences."""
     items = _items(step)
     room = step.slots.usable, step.slots.patches
     search = _Search(room=room, dp=step.dp, microsteps=num_microbatches)
@@ -345,7 +342,7 @@ def fill_microsteps(step: Problem, num_microbatches: int, *, enough: float) -> I
         waits = step.waits(owner, step.dp * num_microbatches)
         if waits < least:
             best, least = owner, waits
-        if least <= enough or start.filled == num_microbatches - 1:
+        if least <= enough or start.filled == num_microbatches - 1:  # short enough, or other levels are equal
             break
     if best is not None and least > enough:
         exchange(step, best, num_microbatches)
@@ -465,11 +462,10 @@ class _Search:
 
 def _fill(
     items: list[_Item], level: float, room_of_bin: tuple[int, int], owner: list[int], numbers: range
-) -> tuple[list[_Item], float, float]:
-    """Put each item in the bin that it fills closest to the level; write the bin to ``owner``.
-
-    Returns the items that fit nowhere, the work of the heaviest bin, and the work of all placed items.
-    """
+) -> tuple[
+    list[_Item], float, float
+]:  # the items left, the work of the heaviest bin, and of all items placed
+    """Put each item in the bin that it fills closest to the level, and write the bin to ``owner``."""
     level *= 1 + 1e-12  # sums are rounded
     least = items[-1][0]
     bins: list[_Bin] = []
@@ -483,9 +479,9 @@ def _fill(
         while spot < len(bins) and (bins[spot][1] < slots or bins[spot][2] < patches):
             spot += 1
         if spot < len(bins):
-            room, free, views, number = bins.pop(spot)
+            room, free_slots, free_patches, number = bins.pop(spot)
         elif (number := next(fresh, -1)) >= 0:
-            room, (free, views) = level, room_of_bin
+            room, (free_slots, free_patches) = level, room_of_bin
         else:  # skip to the first item that the bin with the most room could take
             roomiest = bins[-1][0] if bins else 0.0
             beyond = max(at + 1, bisect_left(items, -roomiest, lo=at, key=lambda item: -item[0]))
@@ -497,6 +493,6 @@ def _fill(
         placed += work
         tightest = min(tightest, room)
         if room >= least:
-            insort(bins, (room, free - slots, views - patches, number))
+            insort(bins, (room, free_slots - slots, free_patches - patches, number))
         at += 1
     return left, level - tightest, placed

@@ -109,11 +109,9 @@ class _Left:
             self.put(self.numbers.pop(place), group)
 
     def spread(self, queues: Sequence[tuple[float, Sequence[_Group]]]) -> bool:
-        """Put each sequence, longest first, in the queue with least work; return False if one fits nowhere.
-
-        A queue is the work of a rank, and the groups of the rank that take more sequences.
-        """
-        # A queue without enough free slots waits until a later, shorter sequence fits.
+        """Put each sequence, longest first, in the queue with least work; False means one fits nowhere."""
+        # A queue is the work of a rank, and the groups of this rank that may take more sequences. A queue
+        # without enough free slots waits until a later, shorter sequence fits.
         free = [[group.free for group in groups] for _, groups in queues]
         heap = [(work, at) for at, (work, _) in enumerate(queues)]
         heapq.heapify(heap)

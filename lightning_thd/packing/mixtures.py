@@ -139,10 +139,8 @@ def whole_shares(weights: Sequence[float]) -> list[int]:
 def take_turns(
     shares: Mapping[int, int], drawn: Sequence[int], waiting: Sequence[int], most: int | None = None
 ) -> tuple[list[int], int | None]:
-    """Return the sources of the next sequences, and the source whose turn came when it had none, or None.
-
-    ``drawn`` and ``waiting`` count the sequences of each source that were taken, and that can be taken.
-    """
+    """Return the sources of the next sequences, and the source whose turn came when it had none, or None."""
+    # drawn counts the sequences that each source has given before, and waiting those that it can give.
     names, total = list(shares), sum(shares.values())
     taken = {i: int(drawn[i]) for i in names}
     left = {i: int(waiting[i]) for i in names}

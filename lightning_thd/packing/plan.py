@@ -148,10 +148,7 @@ class StepPlan:
         return np.array(sums, np.float64).reshape(2, self.dp, -1)
 
     def scales(self, counted: int | None = None) -> tuple[float, float] | None:
-        """Return the loss scale and the sequence scale of the step; None if its loss tokens are unknown.
-
-        Only the first ``counted`` microbatches of each rank count, by default all.
-        """
+        """Return the loss scale and sequence scale of the first ``counted`` microbatches; None if unknown."""
         if self.weights is None:
             return None
         tokens, sequences = self.weights[:, :, :counted].sum(axis=(1, 2)).tolist()

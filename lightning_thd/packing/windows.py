@@ -129,7 +129,7 @@ def count_windows(
         if num_workers and len(blocks) > 1:
             workers = min(num_workers, len(blocks))
             fork = multiprocessing.get_context("fork")
-            pool = stack.enter_context(fork.Pool(workers, initializer=_keep, initargs=(count,)))
+            pool = stack.enter_context(fork.Pool(workers, initializer=_kept.append, initargs=(count,)))
             done: Iterator[npt.NDArray[np.uint32]] = pool.imap(_call_kept, blocks)
         else:
             done = map(count, blocks)
@@ -157,10 +157,6 @@ def _count(entries: Entries, spans: Spans, slots: Slots) -> int:
 
 _Count = Callable[[tuple[int, int]], npt.NDArray[np.uint32]]
 _kept: list[_Count] = []  # the function that a forked worker calls; a fork copies it without pickling
-
-
-def _keep(count: _Count) -> None:
-    _kept[:] = [count]
 
 
 def _call_kept(block: tuple[int, int]) -> npt.NDArray[np.uint32]:

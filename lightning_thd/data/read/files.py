@@ -217,8 +217,12 @@ def _fetched(name: str, cache_dir: str | Path | None) -> SourceFile:
     content = content_of(path)
     if path.suffix.lower() in PACKED:
         packed = path
-        key = {"packed": content, "suffix": suffix}
-        path = _cached_file(key, f"x{suffix}", cache_dir, lambda out: _unpack(packed, name, out))
+
+        def unpack(out: BinaryIO) -> None:
+            with packed.open("rb") as file:
+                out.writelines(unpacked(file, name, suffix=packed.suffix.lower()))
+
+        path = _cached_file({"packed": content, "suffix": suffix}, f"x{suffix}", cache_dir, unpack)
     return SourceFile(path, name, suffix, content)
 
 
@@ -237,11 +241,6 @@ def _cached_file(
     if not place.is_file():
         build_once(place.parent, build)
     return place
-
-
-def _unpack(path: Path, name: str, out: BinaryIO) -> None:
-    with path.open("rb") as packed:
-        out.writelines(unpacked(packed, name, suffix=path.suffix.lower()))
 
 
 def unpacked(file: BinaryIO, name: str, *, suffix: str) -> Iterator[bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -183,10 +184,7 @@ class SequenceIndex:
             raise _changed_error(i, "loss tokens", found, int(self.loss_tokens[i]))
 
     def loss_weights(self, dataset: MapDataset, spans: Spans) -> NDArray[np.float64]:
-        """Return for each span the weight of its loss tokens, and its share of its sequence's weight.
-
-        The result is float64 ``[2, S]``.
-        """
+        """Return float64 ``[2, S]``: the weight of each span's loss tokens, and its share of its sequence."""
         at = spans.index
         of_sequence = (self.weights if len(self.weights) else self.loss_tokens)[at].astype(np.float64)
         sequence = self.sequence_weights[at] if len(self.weights) else np.ones(len(at))
@@ -282,22 +280,12 @@ def build_index(
     counted = _known_counts(dataset, on_error) if extras_cost is None else None
     sizes_measured = extras_cost is None and (counted is None or "sizes" in counted)
     if counted is None:
-        counted = cached_arrays(
-            "index",
-            None
-            if key is None or extras_cost is not None
-            else {**key, "sequences": len(dataset), "on_error": on_error},
-            lambda: read_rows(
-                without_pixels(dataset) if extras_cost is None else dataset,
-                on_error,
-                num_workers,
-                progress,
-                one_each=one_each,
-                extras_cost=extras_cost,
-            ),
-            version=_VERSION,
-            cache_dir=cache_dir,
-        )
+        cache_key = None
+        if key is not None and extras_cost is None:
+            cache_key = {**key, "sequences": len(dataset), "on_error": on_error}
+        rows = without_pixels(dataset) if extras_cost is None else dataset
+        read = partial(read_rows, rows, on_error, num_workers, progress, one_each, extras_cost)
+        counted = cached_arrays("index", cache_key, read, version=_VERSION, cache_dir=cache_dir)
     # Counting checked every row, unless the dataset gave its lengths or Arrow rows have other columns.
     checked = isinstance(dataset, TokenStore) and dataset.trusted
     if not checked and (getattr(dataset, "lengths", None) is None or "weights" in dataset[0]):
@@ -428,9 +416,8 @@ def read_rows(
     on_error: OnError,
     num_workers: int,
     progress: bool,
-    *,
-    one_each: bool = False,
-    extras_cost: ExtrasCost | None = None,
+    one_each: bool,
+    extras_cost: ExtrasCost | None,
 ) -> dict[str, NDArray[Any]]:
     """Read every row of a dataset once and return the arrays of a ``SequenceIndex``."""
     loader = DataLoader(

@@ -184,17 +184,12 @@ def cached_store(
     max_errors: int | None = None,
 ) -> TokenStore:
     """Open the store that was built from the same key before, or build it on disk and open it."""
-
-    def build(place: Path) -> None:
-        _fill(place, parts, max_errors)
-        seal(place, version=_VERSION)
-
     folder = cached_folder("tokens", {"unnamed": uuid4().hex} if key is None else key, cache_dir)
     arrays = reopen(folder, version=_VERSION)
     if arrays is not None:
         _refuse_more(_listed(folder), max_errors)  # another max_errors may have built it
         return TokenStore._from_arrays(folder, arrays)
-    build_once(folder, build, resume=key is not None)
+    build_once(folder, lambda place: _fill(place, parts, max_errors), resume=key is not None)
     store = TokenStore.open(folder)
     if key is None:
         weakref.finalize(store, _remove, folder, os.getpid())
@@ -237,6 +232,7 @@ def _fill(place: Path, parts: Callable[[int], Iterable[Rows]], max_errors: int |
         (place / _SKIPPED).write_text(lines)
     for path in place.glob("*.npz"):
         path.unlink()
+    seal(place, version=_VERSION)
 
 
 def _part_of(rows: Rows) -> dict[str, Any]:

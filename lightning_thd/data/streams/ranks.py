@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -25,7 +26,8 @@ class Wire:
     """Collectives among the ranks that read a stream."""
 
     def __init__(self, rank: int, ranks: int, members: list[int], *, timeout_s: float) -> None:
-        self.rank, self.ranks, self._timeout_s = rank, ranks, timeout_s
+        self.rank, self.ranks = rank, ranks
+        self._waiting = partial(waiting, f"Rank {rank} of {ranks} that read the stream", timeout_s)
         self._group: Any = None
         if ranks > 1:
             with self._waiting():
@@ -49,9 +51,6 @@ class Wire:
             dist.all_to_all_single(received, sent, sizes, [*map(len, outgoing)], group=self._group)
         return [part.tobytes() for part in np.split(received.numpy(), np.cumsum(sizes)[:-1])]
 
-    def _waiting(self) -> Any:
-        return waiting(f"Rank {self.rank} of {self.ranks} that read the stream", self._timeout_s)
-
 
 @contextmanager
 def waiting(who: str, timeout_s: float) -> Iterator[None]:
@@ -69,7 +68,9 @@ class Peers:
 
     def __init__(self, readers: list[int], peers: list[int], rank: int, *, timeout_s: float) -> None:
         self.readers, self._reader, self.reads = readers, peers[0], peers[0] == rank
-        self._who, self._timeout_s = f"Rank {rank}, one of {peers} that train on the same packs,", timeout_s
+        self._waiting = partial(
+            waiting, f"Rank {rank}, one of {peers} that train on the same packs,", timeout_s
+        )
         self._group: Any = None
         if len(peers) > 1:
             with self._waiting():
@@ -107,9 +108,6 @@ class Peers:
         if isinstance(value, Exception):
             raise value
         return value
-
-    def _waiting(self) -> Any:
-        return waiting(self._who, self._timeout_s)
 
 
 def exchange(planned: PlannedStep, held: Payloads, wire: Wire) -> list[list[dict[str, Any]]]:

@@ -151,9 +151,7 @@ _KNOWN: weakref.WeakKeyDictionary[Any, Beginning] = weakref.WeakKeyDictionary()
 
 def has_state(source: object) -> bool:
     """Return whether a source can save and restore its position."""
-    return callable(getattr(source, "state_dict", None)) and callable(
-        getattr(source, "load_state_dict", None)
-    )
+    return all(callable(getattr(source, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 @dataclass(frozen=True, slots=True)
