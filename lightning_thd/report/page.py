@@ -111,6 +111,8 @@ def read_metrics(folder: str | Path) -> Series:
                             found.setdefault(name, {})[step] = float(text)
         except (ValueError, KeyError, TypeError) as err:  # text, no column of steps, or a torn row
             raise ValueError(f"{file} is not a table of CSVLogger ({err!r}). Repair or remove it.") from err
+    if "train/loss_step" in found:  # logged with on_step=True and on_epoch=True
+        found.setdefault("train/loss", found["train/loss_step"])
     return {name: sorted(values.items()) for name, values in found.items()}
 
 
@@ -118,9 +120,8 @@ def table(series: Series) -> Table:
     """Build a table of the first, median and last values that a training run logged."""
     rows = []
     for name, row in ROWS.items():
-        values = [] if _is_trivial(series, name) else [value for _, value in _finite(series, name)]
-        if values:
-            cells = (values[0], _median(values), values[-1])
+        if values := [value for _, value in _finite(series, name)]:
+            cells = (values[0], _median(values), series[name][-1][1] * row.factor)  # NaN in a diverged run
             rows.append((row.title, *(number(cell) + row.unit for cell in cells)))
     return Table(columns=("", "first", "median", "last"), rows=rows)
 
@@ -133,8 +134,13 @@ def show(folder: str | Path, *, theme: PageTheme = "auto") -> None:
         theme: ``light``, ``dark``, or ``auto``, with which the page follows its reader's setting.
     """
     series = read_metrics(folder)
+    if not (found := table(series)).rows:
+        raise ValueError(
+            f"The logs below {folder} have none of {', '.join(ROWS)}. Log train/loss, or give the Trainer "
+            "THDThroughputMonitor(). See docs/reference/messages.md#report."
+        )
     print()  # noqa: T201
-    show_table(table(series))
+    show_table(found)
     print()  # noqa: T201
     if installed("matplotlib"):
         png = picture(series, Path(folder) / "report.png", theme="light" if theme == "auto" else theme)
@@ -232,18 +238,8 @@ def draw_waterfall(axes: Any, series: Series, *, theme: Theme = "light") -> None
 
 def _shown(series: Series) -> list[tuple[str, ...]]:
     """Return the metrics of each plot that the run has logged."""
-    found = (
-        tuple(name for name in names if _finite(series, name) and not _is_trivial(series, name))
-        for names in _CURVES
-    )
+    found = (tuple(name for name in names if _finite(series, name)) for names in _CURVES)
     return [names for names in found if names]
-
-
-def _is_trivial(series: Series, name: str) -> bool:
-    """Return whether a metric is trivial: HFU without recomputation, or the imbalance of a single rank."""
-    if name == "train/device/hfu":
-        return series.get(name) == series.get("train/device/mfu")
-    return name == "train/packing/imbalance" and all(value == 1 for _, value in series.get(name, ()))
 
 
 def _draw_curve(axes: Any, series: Series, names: Sequence[str], theme: Theme) -> None:
@@ -266,8 +262,12 @@ def _title(names: Sequence[str]) -> str:
 
 
 def _finite(series: Series, name: str) -> list[tuple[int, float]]:
-    factor = ROWS[name].factor
-    return [(step, value * factor) for step, value in series.get(name, []) if math.isfinite(value)]
+    """Return the finite values of a metric; none of HFU without recomputation, or of one rank's imbalance."""
+    found, factor = series.get(name, []), ROWS[name].factor
+    same = name == "train/device/hfu" and found == series.get("train/device/mfu")
+    if same or (name == "train/packing/imbalance" and all(value == 1 for _, value in found)):
+        return []
+    return [(step, value * factor) for step, value in found if math.isfinite(value)]
 
 
 def _headlines(series: Series) -> list[str]:
@@ -276,7 +276,7 @@ def _headlines(series: Series) -> list[str]:
     for name in _TOP:
         values = [value for _, value in _finite(series, name)]
         if values:
-            kind, value = ("last", values[-1]) if name == "train/loss" else ("median", _median(values))
+            kind, value = ("last", series[name][-1][1]) if "loss" in name else ("median", _median(values))
             found.append(f"{number(value)}{ROWS[name].unit}  {ROWS[name].title}, {kind}")
     return found
 

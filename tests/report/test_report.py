@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_thd.report import page, picture, table
+from lightning_thd.report import page, picture, read_metrics, show, table
 from lightning_thd.report.look import LOOKS, Theme, look_of, new_figure, short
 from lightning_thd.report.packs import draw_packs, draw_work
 from lightning_thd.report.page import PARTS, draw_page, draw_waterfall, step_times
@@ -80,6 +81,20 @@ def test_what_repeats_is_left_out() -> None:
     assert [row[0] for row in table(one).rows] == ["MFU"]
     several = {**one, "train/device/hfu": [(1, 0.75)], "train/packing/imbalance": [(1, 1.0), (2, 1.1)]}
     assert [row[0] for row in table(several).rows] == ["MFU", "HFU", "slowest rank / mean work"]
+
+
+def test_a_loss_that_ended_as_nan_is_no_number_of_an_earlier_step() -> None:
+    diverged = {"train/loss": [(0, 5.5), (1, 3.0), (2, math.nan)]}
+    assert table(diverged).rows == [("loss", "5.5", "5.5", "nan")]
+
+
+def test_logs_by_step_and_epoch_have_a_loss_and_logs_without_metrics_are_refused(tmp_path: Path) -> None:
+    logs = tmp_path / "metrics.csv"
+    logs.write_text("step,epoch,train/loss_step,train/loss_epoch\n0,0,5.5,\n1,0,3.0,\n1,0,,4.25\n")
+    assert table(read_metrics(tmp_path)).rows == [("loss", "5.5", "5.5", "3")]
+    logs.write_text("step,epoch,val/loss\n0,0,5.5\n")
+    with pytest.raises(ValueError, match="have none of train/loss.*THDThroughputMonitor"):
+        show(tmp_path)
 
 
 def test_a_waterfall_ends_where_its_parts_add_up_to() -> None:
