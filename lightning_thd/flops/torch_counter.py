@@ -67,14 +67,13 @@ def _grouped(a: _Shape, b: _Shape, *_: Any, out_shape: Any = None, **__: Any) ->
 
 
 def _varlen_cpu(q: Any, k: Any, v: Any, cu_q: Any, cu_kv: Any, *rest: Any, out_val: Any = None) -> int:
-    left = rest[3]
-    return 2 * int(q.shape[1] * (q.shape[2] + v.shape[2])) * _squares(cu_q, cu_kv, left)
+    return 2 * int(q.shape[1] * (q.shape[2] + v.shape[2])) * _squares(cu_q, cu_kv, left=rest[3])
 
 
 def _varlen_cpu_backward(grad: Any, q: Any, k: Any, v: Any, *rest: Any, out_val: Any = None) -> int:
     """Return the FLOPs of the CPU kernel's backward: five products, where the forward has two."""
-    cu_q, cu_kv, left = rest[2], rest[3], rest[4]
-    return 2 * int(q.shape[1] * (3 * q.shape[2] + 2 * v.shape[2])) * _squares(cu_q, cu_kv, left)
+    products = 2 * int(q.shape[1] * (3 * q.shape[2] + 2 * v.shape[2]))
+    return products * _squares(cu_q=rest[2], cu_kv=rest[3], left=rest[4])
 
 
 _varlen_cpu._get_raw = True  # type: ignore[attr-defined]  # the offsets are on the CPU: reading them is free

@@ -185,9 +185,8 @@ class _LinearLogprobs(torch.autograd.Function):
         head = scoring_head(tuple(operands), targets, ctx.settings)
         wanted = _row_gradients(grads[:4], entropy, ctx.settings.vocabulary)
         with without_autocast(head.hidden.device):
-            found = gradients(head, targets, lse, wanted, needs=ctx.needs_input_grad[:3], exact=exact).like(
-                tuple(operands)
-            )
+            sums = gradients(head, targets, lse, wanted, needs=ctx.needs_input_grad[:3], exact=exact)
+            found = sums.like(tuple(operands))
             if group is not None and found[0] is not None and not ctx.settings.partial_hidden:
                 dist.all_reduce(found[0], group=group)
         return (*found, *[None] * 5)

@@ -317,6 +317,7 @@ def _reduced(
     weights: Tensor | None,
     scale: float | None,
 ) -> Tensor:
+    """Sum losses ``[T]`` with their weights, and divide them as ``kind`` says or multiply by ``scale``."""
     if weights is not None:
         factors = _masked(rollouts, weights=weights)["weights"].detach()
         losses = torch.where(factors != 0, losses, 0.0) * factors

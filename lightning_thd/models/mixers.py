@@ -67,6 +67,7 @@ def has_mixers(model: nn.Module) -> bool:
 
 
 def _pack_aware(cls: type, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that resets a layer's state at every sequence when a model runs on a pack."""
     kernels, carried, several = MIXERS[cls.__name__], adopt_functions(cls), cls.__name__ in _SEVERAL_OUTPUTS
     tokens_name = list(inspect.signature(forward).parameters)[1]
 
@@ -144,6 +145,7 @@ def _usable(kernels: tuple[str, ...], device: int) -> bool:
 
 @cache
 def _is_sound(kernel: str, capability: int | None) -> bool:
+    """Return whether no wrong results are known of a kernel's installed version; else warn."""
     found = known_problems(kernel, capability=capability)
     for entry in found:
         rank_zero_warn(f"{entry.problem}: {entry.instead}. Until then, layers run on padded groups.")

@@ -64,6 +64,7 @@ def pool_each_sequence(model: Any, pack: Pack, output: Any, *, outermost: bool) 
 
 
 def _pool(model: Any, pack: Pack, output: Any) -> Any:
+    """Run the pooler on every sequence's first token; refuse pooled logits and poolers of another kind."""
     num_sequences = pack.cu_seqlens_q.shape[0] - 1
     logits = getattr(output, "logits", None)
     shape = logits.shape if isinstance(logits, Tensor) and logits.ndim == 2 else (0, 0)

@@ -116,9 +116,8 @@ def rounded_statistics(head: Head, targets: Tensor, *, entropy: bool, total: boo
         # In an exact tile the target's logit comes from the same product as the tile's largest logit, so both
         # have the same rounding.
         found_there = exact[:, rows].gather(0, tile[None]).squeeze(0)
-        stats[TARGET, rows] = torch.where(
-            found_there, stats[TARGET, rows], target_logits(head, rows, local[rows])
-        )
+        computed = target_logits(head, rows, local[rows])
+        stats[TARGET, rows] = torch.where(found_there, stats[TARGET, rows], computed)
     return stats, exact
 
 

@@ -31,8 +31,7 @@ class Penalties:
     """Label smoothing and z-loss, which are added to the negative log-likelihood."""
 
     label_smoothing: float = 0.0  # share of the target's mass that is spread over the vocabulary, 0 to 1
-    # factor of lse squared, where lse is the log of the sum of a row's exponentiated logits
-    z_loss: float = 0.0
+    z_loss: float = 0.0  # factor of the squared lse, the log of the sum of a row's exponentiated logits
 
     def __post_init__(self) -> None:
         if (self.label_smoothing, self.z_loss) == (0.0, 0.0):  # as in most steps

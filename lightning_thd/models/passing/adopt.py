@@ -155,6 +155,8 @@ def run_on_shard(
 
 
 def _shard_aware(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function of transformers to take states of other ranks while a layer runs on a shard."""
+
     @functools.wraps(original)
     def on_shards(*args: Any, **kwargs: Any) -> Any:
         running = getattr(_STATE, "running", None) if layouts.in_use else None
@@ -229,6 +231,7 @@ def convolve_shard(
 
 
 def _reach(layout: ShardLayout, left: int) -> _Reach:
+    """Plan a convolution that reads ``left`` earlier slots, in groups of stretches of similar length."""
     plan = partition.plan_keys(layout.padded_lengths, **layout.cut, rank=layout.rank, causal=True, left=left)
     grids = [grid for _, grid in padded_rows(plan.kv_lengths)]
     ends = np.cumsum(plan.kv_lengths)

@@ -245,6 +245,7 @@ def _exchange(
 
 
 def _plan(layout: ShardLayout) -> _Plan:
+    """Group a shard's stretches into rows and move all indices to the device in one upload."""
     plan, slots = plan_states(layout.padded_lengths, **layout.cut, rank=layout.rank), layout.local_slots
     kinds = [_group(kind, slots) for kind in (plan.opening, plan.spanning, plan.closing, plan.whole)]
     steps = [(step.states, step.changes) for step in plan.steps]
