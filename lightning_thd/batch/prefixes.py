@@ -133,7 +133,7 @@ class SharedBatch(THDBatch):
     """A batch whose sequences share the slots of their common prefixes: ``collate(share_prefixes=True)``.
 
     ``input_ids`` and ``position_ids`` have T slots, one for each distinct prefix of a sequence; ``weights``
-    are ``[N]``. ``stats`` count the computed tokens, and ``stats.shared_tokens`` counts the others.
+    are ``[N]``. ``stats`` count the computed tokens, and ``stats.shared_tokens`` those that are not computed.
     """
 
     __slots__ = ("prefixes",)

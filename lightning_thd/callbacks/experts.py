@@ -29,8 +29,7 @@ _BIAS = "e_score_correction_bias"
 class ExpertChoices:
     """Counts, by hooks on the routers, how many real tokens choose each expert; counts stay on the device."""
 
-    # Only forward passes in training are counted, and none in compiled layers or CUDA graphs, which run no
-    # hooks.
+    # Only forward passes in training are counted. Compiled layers and CUDA graphs run no hooks.
 
     def __init__(self, module: nn.Module, group: Any = None) -> None:
         kinds = tuple(kind for kind, _ in routers_of(module))

@@ -28,7 +28,7 @@ from lightning_thd.report.page import PARTS
 
 _OWN_LOOP_STEPS = 50  # Without a Trainer, metrics are logged once per 50 steps, the Trainer's default.
 _FLUSH_STEPS = 1000  # Without logging, counts are reduced once per 1000 steps, to bound their memory.
-# Two keys are shown as tokens/s. With several devices both exist, and the second, their sum, is shown.
+# Two keys are shown as tokens/s. With several devices both exist, and the second, the total, is shown.
 _BAR = (
     ("device/real_items_per_sec", "tokens/s"),
     ("real_items_per_sec", "tokens/s"),
@@ -175,7 +175,7 @@ class THDThroughputMonitor(Callback):
             capacity: most tokens of a pack, by which ``packing/fill`` divides; None means a batch's slots.
         """
         if capacity is not None:
-            whole_number(capacity, "capacity", least=1, advice="It is that of the THDDataModule.")
+            whole_number(capacity, "capacity", least=1, advice="Pass the data module's capacity.")
         known = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         hardware = Hardware.of(model, known, self.peak, precision, group=None, devices=ranks)

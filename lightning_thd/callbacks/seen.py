@@ -130,7 +130,7 @@ def _inside(values: Iterable[Any], pad_id: int | None) -> list[Seen]:
 
 
 def _tensors(members: Sequence[Any]) -> list[Seen]:
-    """Return the rows of a tuple of tensors: token ids come first, and one of the others may be a mask."""
+    """Return the rows of a tuple of tensors: token ids come first, and a later tensor may be a mask."""
     if not members or not _are_rows(ids := members[0]):
         return []
     masks = [each for each in members[1:] if _fits(each, ids)]

@@ -40,7 +40,7 @@ def check(arguments: Sequence[str]) -> None:
 
 
 def load_model(name: str, attention: str, layers: int | None) -> Any:
-    """Build a causal language model from a config, with random weights and at most ``layers`` layers."""
+    """Build a causal language model with random weights from a config, with all or ``layers`` layers."""
     refuse_unreachable(name)
     require("transformers", feature="lightning-thd check")
     from transformers import AutoConfig, AutoModelForCausalLM

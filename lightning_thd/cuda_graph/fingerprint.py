@@ -27,6 +27,7 @@ PLAIN = (int, float, bool, str, type(None))
 ABSENT = object()
 
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
+# Attributes of these types are compared even if they are new since the capture.
 _FOLLOWED = (*PLAIN, tuple, type, torch.dtype, *_FUNCTIONS)
 _SETTINGS = ("config", "_hparams")  # The values inside these are compared, too.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -80,7 +81,7 @@ class Uses:
 
 @contextlib.contextmanager
 def watched(module: nn.Module) -> Iterator[Uses]:
-    """Record the attributes of a module that this context reads and writes; complete when it ends."""
+    """Record the attributes of a module that code in this context reads and writes; complete at its end."""
     uses, kind = Uses(), type(module)
     before = {id(child): dict(vars(child)) for child in module.modules()}
     if isinstance(module, L.LightningModule):
@@ -150,7 +151,7 @@ class Fingerprint:
             for space in _spaces_of(path, child, left_out, uses.read if child is module else None):
                 spaces.setdefault(id(space.held), space)  # layers share a config
         self._spaces = [*spaces.values()]
-        self._keep(self._members())
+        self._remember(self._members())
 
     def change(self) -> str | None:
         """Return the first thing that has changed since the fingerprint was taken, or None."""
@@ -171,7 +172,7 @@ class Fingerprint:
                 index, name = place
                 space = self._spaces[index]
                 return f"{space.what} changed" if space.whole else f"{space.what}{name} changed"
-        self._keep(now)  # only names that are not compared have changed
+        self._remember(now)  # only names that are not compared have changed
         return None
 
     def _members(self) -> dict[tuple[int, Any], Any]:
@@ -182,7 +183,7 @@ class Fingerprint:
             if space.counts(name, value)
         }
 
-    def _keep(self, members: dict[tuple[int, Any], Any]) -> None:
+    def _remember(self, members: dict[tuple[int, Any], Any]) -> None:
         self._before, self._keys = members, self._all_keys()
         self._held = [self._spaces[index].held for index, _ in members]
         self._names = [name for _, name in members]

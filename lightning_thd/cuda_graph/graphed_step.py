@@ -150,9 +150,9 @@ class GraphedStep:
         """Return a batch's captured step, after a capture if needed, or the reason to run eagerly."""
         if not isinstance(batch, THDBatch):
             return "batch_type"
-        if isinstance(batch, SharedBatch):  # the length of its index of keys differs between batches
+        if isinstance(batch, SharedBatch):  # the number of gathered keys differs between batches
             return "shared_prefixes"
-        if isinstance(batch, THDShard):  # the sizes of its exchanges differ between batches
+        if isinstance(batch, THDShard):  # the sizes of exchanges between ranks differ between batches
             return "context_parallel"
         if batch.weights is not None:
             return "weights"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """A table of text cells; ``text`` lists the columns aligned left; the others are aligned right."""
+    """A table of text cells; columns listed in ``text`` are aligned left, other columns right."""
 
     columns: tuple[str, ...]
     rows: Sequence[Sequence[str]]

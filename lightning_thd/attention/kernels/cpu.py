@@ -149,7 +149,7 @@ class _Work:
         self.few = _few(cu_q, cu_kv, spec) if fits else None
 
     def plan(self, *, by_keys: bool) -> Plan:
-        """Return the calls of the forward, or with ``by_keys`` those of the backward, which splits keys."""
+        """Return the calls of the forward or, if ``by_keys`` is set, of the backward, which splits keys."""
         if by_keys not in self._plans:
             heads, width, spec = self._heads, self._heads * self._size, self.spec
             # A call on one sequence keeps as many threads busy as there are heads.
