@@ -111,7 +111,7 @@ class THDLoader:
         self.reads_for_peers = source.resumes
         self.waited_s = 0.0  # seconds spent so far on reading and collating, or on waiting for workers
         self.tokens: deque[npt.NDArray[np.int64]] = deque(maxlen=_REMEMBERED)
-        # Steps of a stream that the Trainer has not finished: batches up to its end, the position before it.
+        # Steps of a stream that the Trainer has not finished: (batches to its end, position before it, step).
         self._unfinished: deque[tuple[int, Position, RankStep]] = deque()
         self._to_repeat: deque[RankStep] = deque()  # steps that were handed out but not run
         self._predicts = predicts
@@ -255,7 +255,7 @@ class THDLoader:
         if dropped:
             self._position = dropped[0][0]
             self._to_repeat.extendleft(reversed([step for _, step in dropped]))
-            for _ in dropped[: len(self.tokens)]:  # they are counted when the step is handed out again
+            for _ in dropped[: len(self.tokens)]:  # their tokens are added when they are handed out again
                 self.tokens.pop()
 
     def state_dict(self) -> dict[str, Any]:

@@ -157,7 +157,7 @@ class Problem:
 
     @property
     def bounds(self) -> list[tuple[IntArray, int]]:
-        """Return the slots of sequences and the most of a bin; the same for patches if they are bounded."""
+        """Return the slots of each sequence and the most slots of a bin, then patches if they are bounded."""
         slots = [(self.lengths, self.slots.usable)]
         return slots if self.slots.patches == UNBOUNDED else [*slots, (self.patches, self.slots.patches)]
 
@@ -172,11 +172,11 @@ class Problem:
         return max(1, -(-full // self.dp))
 
     def bin_work(self, owner: IntArray, count: int) -> FloatArray:
-        """Return the work of each bin, float64 ``[count]``."""
+        """Return the work of each bin, float64 ``[count]``; ``owner`` is the bin of each sequence."""
         return np.bincount(owner, weights=self.work, minlength=count).astype(np.float64)
 
     def waits(self, owner: IntArray, count: int) -> float:
-        """Return the length of a step in work, see :func:`waiting`."""
+        """Return the duration of a step in units of work, see :func:`waiting`."""
         return waiting(self.bin_work(owner, count), self.dp)
 
     def spread(self, count: int) -> tuple[IntArray | None, bool]:
@@ -399,7 +399,7 @@ def exchange(step: Problem, owner: IntArray, num_microbatches: int) -> None:
 
 
 def waiting(totals: FloatArray, dp: int) -> float:
-    """Return the length of a step in work: the sum of the heaviest bins of its microsteps."""
+    """Return the duration of a step in units of work: the sum over microsteps of the heaviest bin."""
     return float(np.sort(totals)[::-1][::dp].sum())
 
 

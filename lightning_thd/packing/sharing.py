@@ -26,8 +26,8 @@ __all__ = ["SharedBins", "Sharing", "Waits", "check_tiling", "share_out"]
 class SharedStepPlan(StepPlan):
     """One optimizer step in which each microbatch has its own degree.
 
-    The ranks of a group share one pack, and ``spans`` repeats its spans for each of them. ``work`` is that of
-    one rank, including its exchange of keys.
+    The ranks of a group share one pack, and ``spans`` repeats its spans for each rank. ``work`` is the work
+    of one rank, including its exchange of keys.
     """
 
     # int64 ``[dp, num_microbatches]``, the number of ranks that share the microbatch. A group of c ranks

@@ -97,7 +97,7 @@ def calls_read(message: Message, text: str) -> Message:
 
 
 def other_calls(message: Message) -> Iterator[tuple[str, Message]]:
-    """Yield the name of each tool call, and a copy of the message in which that name is another."""
+    """Yield the name of each tool call, and a copy of the message with this name changed."""
     for place, call in _calls(message):
         if isinstance(name := call.get("name"), str):
             yield name, _with_call(message, place, {**call, "name": f"{name}x"})

@@ -206,10 +206,9 @@ class Encoder:
         ids, eos = as_ids(self.tokenizer(text)), self._eos
         if eos is None or not len(ids) or ids[-1] != eos:
             return ids
-        own = (
-            self._without_special_tokens(text) if is_hugging_face(self.tokenizer) else ids[:-1]
-        )  # it may end with EOS
-        return ids[:-1] if _trailing(ids, eos) > _trailing(own, eos) else ids
+        # The prompt itself may end with EOS, so compare with the prompt without special tokens.
+        bare = self._without_special_tokens(text) if is_hugging_face(self.tokenizer) else ids[:-1]
+        return ids[:-1] if _trailing(ids, eos) > _trailing(bare, eos) else ids
 
     def _without_special_tokens(self, text: str) -> Ids:
         if is_hugging_face(self.tokenizer) or isinstance(self.tokenizer, ByteTokenizer):

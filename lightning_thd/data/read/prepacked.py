@@ -1,4 +1,4 @@
-"""Rows that were packed offline, each of several sequences -> a dataset of the sequences, and their rows.
+"""Rows that were packed offline -> a dataset of the sequences in them, and the row of each sequence.
 
 A row is ``input_ids`` (and ``labels``) with one of these beside it:
 

@@ -187,7 +187,7 @@ def cached_store(
     folder = cached_folder("tokens", {"unnamed": uuid4().hex} if key is None else key, cache_dir)
     arrays = reopen(folder, version=_VERSION)
     if arrays is not None:
-        _refuse_more(_listed(folder), max_errors)  # another max_errors may have built it
+        _refuse_more(_listed(folder), max_errors)  # it may have been built with a larger bound
         return TokenStore._from_arrays(folder, arrays)
     build_once(folder, lambda place: _fill(place, parts, max_errors), resume=key is not None)
     store = TokenStore.open(folder)

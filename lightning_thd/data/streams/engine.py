@@ -99,7 +99,7 @@ class Engine:
             self._plan()  # sends the error to the other ranks, which wait, and raises it on every rank
             raise
         self.ledger.steps += 1
-        whole = self.ledger.rounds.copy()  # passes over each source of which every sequence was used
+        whole = self.ledger.rounds.copy()  # for each source, the passes whose sequences were all used
         for table in (self.ledger.pool, *(step.table for step in self.ledger.planned)):
             np.minimum.at(whole, settings.source_of[table["shard"]], table["round"])
         last = settings.dry == "restart" and int(whole.min()) > self.ledger.number
@@ -125,7 +125,7 @@ class Engine:
         return {**ledger.state(), "marks": {shard: found[0] for shard, found in marks.items() if found}}
 
     def _end_pass(self) -> None:
-        """Begin the next pass: over all sources, or with ``dry="stop"`` over those that ran dry."""
+        """End this pass; in the next, all sources begin again, or with ``dry="stop"`` those that ran dry."""
         ledger, settings = self.ledger, self._settings
         stops = settings.dry == "stop"
         dry = np.flatnonzero(self._intake.dry) if stops else np.arange(len(settings.sources))

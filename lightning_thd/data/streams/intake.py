@@ -79,7 +79,7 @@ class Intake:
         self._settings, self._sources, self._wire = settings, settings.sources, wire
         self.payloads: Payloads = {}  # unused sequences that this rank holds
         self.failure: Exception | None = None  # an error of this rank, to be sent to all ranks
-        self.exhausted = np.zeros((len(self._sources), wire.ranks), bool)  # who read its part to the end
+        self.exhausted = np.zeros((len(self._sources), wire.ranks), bool)  # parts that were read to the end
         self.marks: dict[int, list[Mark]] = {}  # saved states of the shards that can save one, in order
         self.counts = dict.fromkeys(("bad", "tail_dropped", *POLICIES), 0)
         self._tallies = [Tally() for _ in self._sources]  # counts of this rank
@@ -131,7 +131,7 @@ class Intake:
         try:
             for number, reader in self._readers.items() if failure is None else ():
                 reads += read(number, reader)
-        except Exception as err:  # is sent to the other ranks, which wait
+        except Exception as err:  # the error is sent to the other ranks, which wait
             failure, reads = err, []
         for reader in self._readers.values():
             marks |= reader.marks

@@ -64,7 +64,7 @@ def waiting(who: str, timeout_s: float) -> Iterator[None]:
 
 
 class Peers:
-    """The ranks that share one data rank; the first of them reads, and the others receive its steps."""
+    """The ranks that train on the same packs, and so share a data rank; the first reads for the others."""
 
     def __init__(self, readers: list[int], peers: list[int], rank: int, *, timeout_s: float) -> None:
         self.readers, self._reader, self.reads = readers, peers[0], peers[0] == rank

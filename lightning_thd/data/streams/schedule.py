@@ -24,8 +24,9 @@ from lightning_thd.packing.planner import Tail
 POOL = np.dtype([*META.descr, ("holder", "<i4"), ("at", "<i4")])
 Table = npt.NDArray[np.void]
 Pending = dict[int, dict[int, list[int]]]  # shard -> row -> the passes from which this record is still unused
-# Plans of at least this many sequences fill packs first and then deal them to ranks, in 6 ms for 8,192
-# sequences of 512 ranks and 20 ms for 65,536 of 4,096. The search for packs of equal work takes 0.4 and 12 s.
+# Plans of at least this many sequences fill packs first, and then deal them to ranks. For 8,192 sequences of
+# 512 ranks, that takes 6 ms, and a search for packs of equal work 0.4 s. For 65,536 sequences of 4,096 ranks,
+# it is 20 ms and 12 s.
 _MANY = 8192
 # Such plans round lengths up to this many distinct lengths, each of which costs best fit one iteration. For
 # 65,536 sequences that takes 3 ms in place of 16, and makes 0.05 % more packs.
@@ -95,7 +96,7 @@ def plan_steps(pool: Table, scheduling: Scheduling, *, ended: bool) -> tuple[lis
 def _pack_steps(
     pool: Table, scheduling: Scheduling, each: int, ended: bool
 ) -> tuple[list[PlannedStep], Table]:
-    """Fill the fewest packs with equal work; each step takes ``each`` packs per rank of them."""
+    """Fill the fewest packs with equal work, and make steps of ``each`` packs per rank."""
     whole = _step(pool, scheduling, None)
     microsteps = whole.microbatches
     bins = np.split(np.arange(len(whole.table)), whole.offsets[1:-1])

@@ -1,4 +1,4 @@
-"""Sources of a stream -> shards, which are files or parts with numbered records, to be read from any row on.
+"""Sources of a stream -> shards: files or parts whose records are numbered, and can be read from any row on.
 
 A source is a path or glob, an ``IterableDataset``, an iterable, or a function that returns an iterator.
 """
@@ -26,9 +26,10 @@ from lightning_thd.data.read.files import KINDS, PACKED, expand, suffix_of, unpa
 from lightning_thd.data.read.records import as_written, parse_line
 
 _ROWS = 1024  # rows of a Parquet batch: some megabytes of tokens
-_MARK_EVERY = 64  # rows between two saved states; a resumed source skips fewer rows than this
-_COMPARED = 4  # first records that must be the same on all ranks
-# Operations that a split Hugging Face IterableDataset would apply to each shard separately.
+_MARK_EVERY = 64  # rows between two saved states; a resumed source reads fewer rows than this again
+_COMPARED = 4  # records at the start of a source that must be the same on all ranks
+# Operations of a Hugging Face IterableDataset that count rows of all shards. After a split, each shard would
+# count by itself.
 _ACROSS = {
     "Skip": "skip()",
     "Take": "take()",
@@ -37,8 +38,8 @@ _ACROSS = {
     "RandomlyCyclingMultiSources": "interleave_datasets()",
 }
 
-Mark = tuple[int, Any]  # The number of a row, and the state of a source that gives this row next.
-Rows = Iterator[tuple[int, Any, Mark | None]]
+Mark = tuple[int, Any]  # the number of a row, and a saved state of the source from which this row comes next
+Rows = Iterator[tuple[int, Any, Mark | None]]  # row, record, and a mark of the next row if one was saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class FileShard:
     whole = False
 
     def read(self, start: int, mark: Mark | None = None) -> Rows:
-        """Yield (row, record, mark) from a row on; a record may be ``Bad``, and blank lines do not count."""
+        """Yield the records from a row on; a record may be ``Bad``, and blank lines are no rows."""
         with _open(self.name) as file:
             if KINDS[suffix_of(self.name)] == "JSONL":
                 suffix = Path(self.name.lower()).suffix
@@ -70,13 +71,13 @@ class FileShard:
 
 
 def file_shard(name: str) -> FileShard:
-    """Make the shard of a file, or refuse its suffix."""
+    """Make the shard of a file; raise if files with this suffix cannot be streamed."""
     kind, packed = KINDS.get(suffix_of(name)), Path(name.lower()).suffix in PACKED
     if kind == "JSONL" or (kind == "column" and not packed):
         return FileShard(name, Path(name).stat().st_size if "://" not in name else 1)
     raise ValueError(
-        f"{name} cannot be streamed. Shards are .jsonl files, perhaps compressed, .parquet and .arrow files; "
-        "pass datasets.load_dataset(..., streaming=True) for others."
+        f"{name} cannot be streamed. Pass .jsonl files (also compressed), .parquet or .arrow files, or "
+        "datasets.load_dataset(..., streaming=True)."
     )
 
 
@@ -116,34 +117,34 @@ def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 class Beginning:
-    """The first state of a source that saves its position, and whether its last iteration was unfinished.
+    """The first state of a source with ``state_dict``, and whether its last iteration was left unfinished.
 
-    Such a source may continue where it was left, so a new iteration must reset it.
+    A new iteration of such a source may continue the last one. So the source must be reset before.
     """
 
     def __init__(self, source: Any) -> None:
         self._state: Any = None
-        self._left = False  # whether an iteration began and has not finished
+        self._unfinished = False
         with contextlib.suppress(Exception):  # some sources have a state only after their first record
             self._state = copy.deepcopy(source.state_dict())
 
     @classmethod
     def of(cls, source: Any) -> Beginning:
-        """Return the one object for a source in this process, however many loaders read it."""
+        """Return the object of a source, the same for all loaders of this process."""
         try:
             return _KNOWN.setdefault(source, cls(source))
         except TypeError:  # the source is not hashable, or allows no weak reference
             return cls(source)
 
     def read(self, source: Any, mark: Mark | None = None) -> Iterator[tuple[Any, Mark | None]]:
-        """Yield records from the start or a saved state on, every ``_MARK_EVERY``-th with a new state."""
-        first, state = (0, self._state if self._left else None) if mark is None else mark
-        self._left = True
+        """Yield (record, mark) from the start or a saved state on; every 64th record has a new mark."""
+        first, state = (0, self._state if self._unfinished else None) if mark is None else mark
+        self._unfinished = True
         if state is not None:
             source.load_state_dict(copy.deepcopy(state))
         for row, record in enumerate(source, first + 1):
             yield record, (row, copy.deepcopy(source.state_dict())) if row % _MARK_EVERY == 0 else None
-        self._left = False
+        self._unfinished = False
 
 
 _KNOWN: weakref.WeakKeyDictionary[Any, Beginning] = weakref.WeakKeyDictionary()
@@ -156,28 +157,29 @@ def has_state(source: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class IterableShard:
-    """A shard whose records come from calling a function that returns an iterator."""
+    """A shard whose records come from an iterator that the function ``begin`` returns."""
 
     name: str
     begin: Callable[[], Iterable[Any]]
     size: int = 1
-    replays: bool = False  # Reading again gives the same records for sure.
-    whole: bool = False  # One rank reads it for all, so it must not split itself.
+    replays: bool = False  # whether reading again surely gives the same records
+    whole: bool = False  # whether this is the whole source, which one rank reads for all ranks
     beginning: Beginning | None = field(default=None, compare=False, repr=False)
 
     def read(self, start: int, mark: Mark | None = None) -> Rows:
         """Yield the records from row ``start`` on, from the first record or a saved state."""
         records, first = self.begin(), 0
-        if has_state(records) and not is_hf(records):  # its shuffle buffers would lose their records
-            given = (self.beginning or Beginning.of(records)).read(records, mark)
+        # States of Hugging Face datasets are not used: they lose the records in shuffle buffers.
+        if has_state(records) and not is_hf(records):
+            pairs = (self.beginning or Beginning.of(records)).read(records, mark)
             first = 0 if mark is None else mark[0]
         else:
-            self._refuse_a_second_time(records)
-            given = ((record, None) for record in records)
-        for row, (record, place) in islice(enumerate(given, first), start - first, None):
-            yield row, as_written(record), place
+            self._refuse_begun(records)
+            pairs = ((record, None) for record in records)
+        for row, (record, following) in islice(enumerate(pairs, first), start - first, None):
+            yield row, as_written(record), following
 
-    def _refuse_a_second_time(self, records: Any) -> None:
+    def _refuse_begun(self, records: Any) -> None:
         """Refuse an iterator that was read before, because its next record would count as row 0."""
         if inspect.isgenerator(records):
             begun = inspect.getgeneratorstate(records) != inspect.GEN_CREATED
@@ -185,7 +187,7 @@ class IterableShard:
             begun = hasattr(records, "__next__") and records is self.begin()
         if begun:
             raise ValueError(
-                f"A {type(records).__name__} can be read one time, and it was. Pass its function."
+                f"A {type(records).__name__} can be read only once, and was read before. Pass its function."
             )
 
 
@@ -193,9 +195,9 @@ Shard = FileShard | IterableShard
 
 
 def iterable_shards(source: Any, parts: int, *, prefix: str) -> list[IterableShard]:
-    """Split a source that is not a path into shards."""
+    """Return the shards of a source that is not a path."""
     kind = f"{prefix}{type(source).__name__}"
-    if isinstance(source, Mapping):  # iterating over one sample would read its keys as texts
+    if isinstance(source, Mapping):  # to iterate over a sample would give its keys as texts
         raise ValueError(f"{kind} is not a stream. Give samples by a function that returns an iterator.")
     if is_hf(source):
         if getattr(source, "_distributed", None) is not None:
@@ -210,7 +212,7 @@ def iterable_shards(source: Any, parts: int, *, prefix: str) -> list[IterableSha
         begins = [partial(_part, source, i, count) for i in range(count)]
         return [IterableShard(f"{kind} shard {i}", begin, replays=True) for i, begin in enumerate(begins)]
     if isinstance(source, IterableDataset) or (hasattr(source, "__iter__") and not callable(source)):
-        # Made here, so that worker processes get it with the shard.
+        # This is part of the shard, so that worker processes get it too.
         beginning = Beginning.of(source) if has_state(source) else None
         return [IterableShard(kind, partial(_part, source, 0, 1), whole=True, beginning=beginning)]
     if not callable(source):
@@ -222,7 +224,7 @@ def iterable_shards(source: Any, parts: int, *, prefix: str) -> list[IterableSha
 
 
 def _counts_across_shards(dataset: Any) -> str | None:
-    """Return the step of a Hugging Face IterableDataset that looks at rows of several shards, or None."""
+    """Return the operation of a Hugging Face IterableDataset that counts rows across shards, or None."""
     steps = [getattr(dataset, "_ex_iterable", None)]
     while steps:
         step = steps.pop()
@@ -238,7 +240,7 @@ def _counts_across_shards(dataset: Any) -> str | None:
 
 
 def _part(dataset: Any, index: int, count: int) -> Any:
-    """Return one shard of a Hugging Face IterableDataset in the same epoch; if ``count`` is 1, the source."""
+    """Return one of ``count`` shards of a Hugging Face IterableDataset; any dataset is its only shard."""
     if count == 1:
         return dataset
     part = dataset.shard(num_shards=count, index=index)
@@ -249,7 +251,7 @@ def _part(dataset: Any, index: int, count: int) -> Any:
 def _positional(function: Callable[..., Any]) -> list[str]:
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # built-in functions have none
+    except (TypeError, ValueError):  # built-in functions have no signature
         return []
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [p.name for p in parameters if p.kind in kinds and p.default is inspect.Parameter.empty]
@@ -264,7 +266,7 @@ def is_hf(source: object) -> bool:
 
 
 def is_stream(source: object) -> bool:
-    """Return whether a source can only be iterated: a dataset, a generator, or a function that makes one."""
+    """Return whether a source can only be iterated: an iterable, or a function that returns an iterator."""
     if isinstance(source, str | Path):
         return False
     if isinstance(source, IterableDataset) or is_hf(source) or inspect.isgenerator(source):
@@ -276,7 +278,7 @@ def is_stream(source: object) -> bool:
 
 
 def open_shards(source: Any, *, parts: int) -> list[Shard]:
-    """Split a source into shards."""
+    """Return the shards of a source, or of all sources in a list."""
     sources = source if isinstance(source, list | tuple) else [source]
     found: list[Shard] = []
     for number, one in enumerate(sources):
@@ -290,8 +292,8 @@ def open_shards(source: Any, *, parts: int) -> list[Shard]:
 
 
 def first_records(shard: Shard) -> str | None:
-    """Return a hash of the first records, which all ranks must share; None if they cannot be read."""
-    with contextlib.suppress(Exception):  # the stream raises the error again, with its row
+    """Return a hash of the first records, to compare ranks by; None if they cannot be read."""
+    with contextlib.suppress(Exception):  # the stream will raise the error again, with its row
         found = [record for _, record, _ in islice(shard.read(0), _COMPARED)]
         return hashlib.sha256(pickle.dumps(found)).hexdigest()
     return None

@@ -53,7 +53,7 @@ class Stream:
         window: sequences that each rank holds to plan from; a larger window fills packs and balances work
             better.
         shuffle_buffer: sequences that each rank holds to draw from at random; 0 keeps their order.
-        steps_per_epoch: optimizer steps of an epoch; None ends it with the data, if the data end.
+        steps_per_epoch: optimizer steps of an epoch; None ends it with the data, so endless streams need one.
         on_error: ``"raise"`` stops at an unusable record, ``"skip"`` skips and counts it; None takes
             ``on_error`` and ``max_errors`` of the data module.
         max_errors: most records that the whole job skips; None sets no bound.

@@ -139,12 +139,12 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (one_row, {"n": 9, "tail": "drop"}, "too few sequences for one step of Sequences"),
     (one_row, {"packs": True, "n": 1, "scheduler": lambda lengths, capacity, **_: []}, r"cannot serve Packs"),
     (one_row, {"schedule": [0]}, "A schedule numbers the sequences of a dataset"),
-    (({"input_ids": [1, 2]} for _ in range(4)), {"epochs": 2, "n": 2}, "can be read one time"),
+    (({"input_ids": [1, 2]} for _ in range(4)), {"epochs": 2, "n": 2}, "can be read only once"),
     (split_by_rank(), {}, "IterableDataset was split by rank"),
     ([], {}, "The stream has no shards"),
     (5, {}, "int is not a stream"),
     ("/nowhere/*.jsonl", {}, "no file matches it"),
-    (__file__, {}, "py cannot be streamed. Shards are"),
+    (__file__, {}, "py cannot be streamed. Pass .jsonl"),
 ]
 
 
