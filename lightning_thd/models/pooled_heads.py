@@ -139,11 +139,8 @@ def _classify(forward: Callable[..., Any], model: Any, given: dict[str, Any], pa
         )
     labels = given.pop("labels", None)
     outputs: list[Any] = []
-    handle = base.register_forward_hook(lambda _, __, output: outputs.append(output))
-    try:
+    with base.register_forward_hook(lambda _, __, output: outputs.append(output)):
         output = forward(model, **given)
-    finally:
-        handle.remove()
     logits = output.logits
     shared = pack.prefixes
     lengths = pack.real_lengths if shared is None else shared.lengths

@@ -290,11 +290,8 @@ class _Probe:
             self.inputs = output.detach().requires_grad_()
             return self.inputs.clone()  # some models change the output in place
 
-        handle = embedding_of(self.model).register_forward_hook(cut)
-        try:
+        with embedding_of(self.model).register_forward_hook(cut):
             yield
-        finally:
-            handle.remove()
 
     def report(self, tolerance: float | None, *, module: str | None = None) -> PackingReport:
         """Return the measurements as a report; ``module`` is the first wrong module."""

@@ -102,15 +102,11 @@ def averaging_norms(model: nn.Module) -> dict[str, nn.Module]:
 def calls_noted(modules: dict[str, nn.Module]) -> Generator[list[str]]:
     """Yield a list of names; every call of a module inside this context appends its name."""
     called: list[str] = []
-    handles = [
-        module.register_forward_pre_hook(lambda *_, name=name: called.append(name))
-        for name, module in modules.items()
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+            hook = module.register_forward_pre_hook(lambda *_, name=name: called.append(name))
+            hooks.enter_context(hook)
         yield called
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 # ---- Stock attention
@@ -242,7 +238,6 @@ def _recorded(model: nn.Module, rows: Tensor) -> Generator[dict[_Key, _Call]]:
     """Record, on the CPU, rows of the per-token tensors of every call of every module; for small packs."""
     calls: dict[_Key, _Call] = {}
     counts: defaultdict[str, int] = defaultdict(int)
-    handles = []
     slots: list[int] = []
 
     def watch(name: str) -> Callable[..., None]:
@@ -255,13 +250,10 @@ def _recorded(model: nn.Module, rows: Tensor) -> Generator[dict[_Key, _Call]]:
 
         return hook
 
-    for name, module in model.named_modules():
-        handles.append(module.register_forward_hook(watch(name), with_kwargs=True))
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_hook(watch(name), with_kwargs=True))
         yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _token_rows(values: Iterable[Any], slots: list[int], rows: Tensor) -> list[Tensor]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
@@ -26,8 +27,8 @@ def register_thd() -> None:
     Safe to call any number of times; ``import lightning_thd`` calls it.
     """
     for name, callback in (
-        ("transformers.modeling_utils", _register_attention),
-        ("transformers.masking_utils", _register_mask),
+        ("transformers.modeling_utils", partial(_register, "AttentionInterface", _attention)),
+        ("transformers.masking_utils", partial(_register, "AttentionMaskInterface", _mask)),
         ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", _watch_wrappers),
     ):
         if name not in _done:
@@ -55,39 +56,34 @@ def _refusal(what: str) -> Callable[..., Any]:
     return refuse
 
 
-def _register(table: Any, install: Callable[[], Callable[..., Any]]) -> None:
-    """Register "thd" in a table; a problem raises an error in calls of models, never in the import."""
-    if table is None:
+def _register(table: str, install: Callable[[ModuleType], Callable[..., Any]], module: ModuleType) -> None:
+    """Register "thd" in a table of a module; a problem raises an error in calls of models, not in imports."""
+    entries = getattr(module, table, None)
+    if entries is None:
         return  # transformers has no such table and refuses the name
     numbers = tuple(int(part) for part in _installed().split(".")[:2] if part.isdigit())
     if len(numbers) == 2 and numbers < OLDEST:
-        table.register(NAME, _refusal("it is too old"))
+        entries.register(NAME, _refusal("it is too old"))
         return
     try:
-        table.register(NAME, install())
+        entries.register(NAME, install(module))
     except (AttributeError, ImportError, TypeError, ValueError) as error:
-        table.register(NAME, _refusal(f"its internals have changed ({error})"))
+        entries.register(NAME, _refusal(f"its internals have changed ({error})"))
 
 
-def _register_attention(modeling_utils: ModuleType) -> None:
-    def install() -> Callable[..., Any]:
-        from lightning_thd.models.announce import watch_models
-        from lightning_thd.models.attend import thd_attention
+def _attention(modeling_utils: ModuleType) -> Callable[..., Any]:
+    from lightning_thd.models.announce import watch_models
+    from lightning_thd.models.attend import thd_attention
 
-        watch_models(modeling_utils.PreTrainedModel)
-        return thd_attention
-
-    _register(getattr(modeling_utils, "AttentionInterface", None), install)
+    watch_models(modeling_utils.PreTrainedModel)
+    return thd_attention
 
 
-def _register_mask(masking_utils: ModuleType) -> None:
-    def install() -> Callable[..., Any]:
-        from lightning_thd.models.masks import skip_position_scan, thd_mask
+def _mask(masking_utils: ModuleType) -> Callable[..., Any]:
+    from lightning_thd.models.masks import skip_position_scan, thd_mask
 
-        skip_position_scan(masking_utils)
-        return thd_mask
-
-    _register(getattr(masking_utils, "AttentionMaskInterface", None), install)
+    skip_position_scan(masking_utils)
+    return thd_mask
 
 
 def _watch_wrappers(checkpoint_wrapper: ModuleType) -> None:

@@ -43,7 +43,8 @@ def test_another_transformers_refuses_thd_alone(
     table: dict[str, Any] = {}
     monkeypatch.setattr(register, "_installed", lambda: installed)
     install = Mock(side_effect=error)
-    register._register(SimpleNamespace(register=table.__setitem__), install)
+    module: Any = SimpleNamespace(table=SimpleNamespace(register=table.__setitem__))
+    register._register("table", install, module)
     assert install.called == (error is not None)
     with pytest.raises(ValueError, match=f"{message}. Install a release from 5.17 to 5.23"):
         table["thd"]()
