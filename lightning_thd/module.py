@@ -160,8 +160,14 @@ class CausalLMModule(L.LightningModule):
     def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
         """Log and return the microbatch's share of the step's mean loss."""
         loss = causal_lm_loss(self._built, batch, router_balance=self.router_balance)
-        self.log("train/loss", loss.detach(), prog_bar=True, on_step=True, sync_dist=True)
+        self.log("train/loss", loss.detach(), on_step=True, sync_dist=True)
         return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """Show the loss in the progress bar when it is logged; ``prog_bar=True`` reads it in every step."""
+        connector = self.trainer._logger_connector
+        if connector.should_update_logs and "train/loss" in (found := connector.callback_metrics):
+            connector._progress_bar_metrics["train/loss"] = float(found["train/loss"])
 
     def validation_step(self, batch: THDBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Log the mean loss over all loss tokens of the evaluation set, or of each named set."""

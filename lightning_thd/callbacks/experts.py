@@ -66,10 +66,11 @@ class ExpertChoices:
 
     def take(self) -> Tensor:
         """Return all ranks' choices since the last call, int64 ``[L, E]``; a collective, no device read."""
-        counts = self._tensor(self.device)
-        found = counts.to(communication_device(self.group, counts.device), copy=True)
+        counts, several = self._tensor(self.device), group_size(self.group) > 1
+        wire = communication_device(self.group, counts.device) if several else counts.device
+        found = counts.to(wire, copy=True)
         counts.zero_()
-        if group_size(self.group) > 1:
+        if several:
             dist.all_reduce(found, group=self.group)
         return found
 

@@ -156,8 +156,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         if not self._logs_entropy:
             return causal_lm_loss(model, batch, **options)
         loss, stats = causal_lm_loss_and_stats(model, batch, **options)
-        mode = "train" if model.training else "eval"
-        self._token_sums.setdefault(mode, []).append(torch.stack(stats))
+        self._token_sums.setdefault("train" if model.training else "eval", []).append(torch.stack(stats))
         return loss
 
     def _token_metrics(self, mode: str) -> dict[str, float]:

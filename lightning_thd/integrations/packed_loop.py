@@ -413,4 +413,5 @@ def mean_loss(
     if dist.is_initialized():
         total = total.to(communication_device(group, device))
         dist.all_reduce(total, group=group)
-    return float(total[0] / total[1]) if total[1] else math.nan, int(total[2])
+    loss, weight, tokens = total.tolist()
+    return loss / weight if weight else math.nan, int(tokens)

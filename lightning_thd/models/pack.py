@@ -267,13 +267,7 @@ def announced(batch: THDBatch, kwargs: dict[str, Any]) -> Scope:
     """Return the scope in which a loss calls a model on a checked batch with ``kwargs``."""
     if not isinstance(batch, THDShard) and not STATIC.get():
         return Scope(Pack.from_batch(batch), None)
-    pack = Pack(
-        cu_seqlens_q=kwargs["cu_seq_lens_q"],
-        max_length_q=kwargs["max_length_q"],
-        slots=kwargs["input_ids"].shape[-1],
-        cu_seqlens_real=kwargs.get(REAL),
-    )
-    return Scope(pack, None)
+    return Scope(_pack_from_kwargs(kwargs, kwargs["input_ids"], None), None)
 
 
 def current_pack() -> Pack | None:

@@ -16,11 +16,14 @@ from transformers import AutoModelForCausalLM
 
 from lightning_thd import Sequences, THDBatch, THDDataModule, THDThroughputMonitor, causal_lm_loss
 from lightning_thd.batch.upload import host_offsets, uploaded
+from lightning_thd.callbacks import ExpertBias
 from lightning_thd.integrations.hf_rows import _packed
 from lightning_thd.integrations.packed_loop import mean_loss
+from lightning_thd.module import CausalLMModule
 from lightning_thd.precision import fastest_precision
 from tests.imagined.gpu import data, imagined_gpu
 from tests.loss.cases import CONFIG
+from tests.models.families import build
 
 DATASET = [{"input_ids": list(f"document {i} ".encode()) * (1 + i % 9)} for i in range(200)]
 LENGTHS = (200, 1, 100, 57)
@@ -109,6 +112,22 @@ def check_whole_sets(log: Any) -> None:
     assert len(log.reads) == 1, log.reads
 
 
+def check_module(log: Any) -> None:
+    """Our module, and experts balanced by biases, read nothing between logs."""
+    model = build("deepseek_v3", "thd").train()
+    model.set_experts_implementation("batched_mm")  # in fp32 torch reads the offsets of a grouped one
+    rows = [{"input_ids": [7 + i % 50] * (1 + i % 9)} for i in range(200)]
+    options = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
+    trainer = L.Trainer(
+        accelerator="gpu", max_steps=STEPS, callbacks=[ExpertBias()], log_every_n_steps=100, **options
+    )
+    log.clear()
+    start = log.step
+    trainer.fit(CausalLMModule(model), THDDataModule(rows, capacity=64))
+    reads = [r for r, at in zip(log.reads, log.read_steps, strict=True) if start + 1 < at < start + STEPS]
+    assert not reads, reads
+
+
 def check_precisions() -> None:
     """The fastest precision of a device is a fact of its tensor cores."""
     for capability, wanted in (((9, 0), "bf16-mixed"), ((7, 5), "16-mixed"), ((6, 1), "32-true")):
@@ -187,6 +206,7 @@ def main() -> None:
             check_uploads(log)
             check_offsets(log)
             check_whole_sets(log)
+            check_module(log)
         check_training(log, "bf16-mixed" if what == "sample" else what)
 
 
