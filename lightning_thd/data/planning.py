@@ -165,8 +165,7 @@ def _mixture_planner(data: DataSet, settings: DataSettings, plan: dict[str, Any]
     assert data.lengths is not None
     if settings.schedule is not None:
         raise ValueError("schedule= uses each sequence once, but a mixture draws sequences. Leave one out.")
-    slots = make_slots(settings.capacity, plan["align"])
-    limit = slots.usable // slots.multiple * slots.multiple
+    limit = make_slots(settings.capacity, plan["align"]).longest
     most = limit if plan["oversize"] == "drop" else None
     lengths: Mapping[str, npt.NDArray[np.integer]] = data.lengths
     if plan["oversize"] == "truncate":

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from lightning_thd._checks import host_ints
 from lightning_thd.packing.cost import Media
-from lightning_thd.packing.lengths import UNBOUNDED, too_many_patches
+from lightning_thd.packing.lengths import UNBOUNDED, Slots, too_many_patches
 from lightning_thd.packing.permutation import permute, spread
 from lightning_thd.packing.plan import Spans
 
@@ -168,14 +168,14 @@ def _split(indices: IntArray, lengths: IntArray, limit: int) -> Spans:
 def make_entries(
     lengths: OpenLengths,
     summary: LengthSummary,
+    slots: Slots,
     *,
-    limit: int,
     oversize: Oversize,
     media: Media | None = None,
-    most_patches: int = UNBOUNDED,
     evenly: bool = False,
 ) -> Entries:
     """Apply the oversize policy to lengths, and count the sequences that it changes or leaves out."""
+    limit, most_patches = slots.longest, slots.patches
     bounded = media is not None and most_patches < UNBOUNDED
     counts = {"empty": 0, "dropped": 0, "truncated": 0, "split": 0, "own_pack": 0, "tokens_lost": 0}
     left_out: list[IntArray] = []

@@ -47,6 +47,11 @@ class Slots:
     multiple: int  # slots of a sequence are rounded up to a multiple of this
     patches: int = UNBOUNDED  # most image patches of a pack
 
+    @property
+    def longest(self) -> int:
+        """Return the most real tokens of a sequence that fits a pack."""
+        return self.usable // self.multiple * self.multiple
+
     def padded(self, lengths: IntArray) -> IntArray:
         """Return the slots that sequences of these lengths take."""
         return -(-lengths // self.multiple) * self.multiple

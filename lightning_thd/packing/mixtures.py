@@ -285,15 +285,9 @@ class MixturePlanner(Resumable):
         self.slots = make_slots(capacity, settings.get("align"), settings.get("max_patches"))
         self._media = open_media(patches, len(lengths))
         summary = summarize(lengths)
-        limit = self.slots.usable // self.slots.multiple * self.slots.multiple
         # Entries of all data: an error then names the right sequence, and each sequence is counted once.
         self.entries = make_entries(
-            lengths,
-            summary,
-            limit=limit,
-            oversize=settings.get("oversize", "error"),
-            media=self._media,
-            most_patches=self.slots.patches,
+            lengths, summary, self.slots, oversize=settings.get("oversize", "error"), media=self._media
         )
         first = self.of_epoch(0)
         self.global_batch = first.global_batch

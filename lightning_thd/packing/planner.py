@@ -234,15 +234,8 @@ class PackPlanner(Resumable):
         opened = open_lengths(lengths)
         summary = summarize(opened)
         media = open_media(patches, len(opened))
-        limit = self.slots.usable // self.slots.multiple * self.slots.multiple
         self.entries = make_entries(
-            opened,
-            summary,
-            limit=limit,
-            oversize=oversize,
-            media=media,
-            most_patches=self.slots.patches,
-            evenly=evenly,
+            opened, summary, self.slots, oversize=oversize, media=media, evenly=evenly
         )
         self.global_batch = global_batch
         self.cost = Cost() if cost is None else cost
@@ -266,7 +259,7 @@ class PackPlanner(Resumable):
             # If all sequences fit, padding does not change which sequences a step of Sequences(n) holds. So a
             # job can resume with another number of context-parallel ranks.
             "multiples": None
-            if isinstance(global_batch, Sequences) and summary.longest <= limit
+            if isinstance(global_batch, Sequences) and summary.longest <= self.slots.longest
             else [self.slots.multiple, align.total_multiple if align else 1],
             "cost": [self.cost.linear, self.cost.quadratic],
             "window": int(window),

@@ -146,10 +146,9 @@ class PrefixPlanner(PackPlanner):
                 f"share_prefixes=True with oversize={oversize!r}: pieces share no prefix. Set 'drop'."
             )
         slots = make_slots(capacity, settings.get("align"))
-        limit = slots.usable // slots.multiple * slots.multiple
-        rows = make_entries(opened, summary, limit=limit, oversize=oversize)
+        rows = make_entries(opened, summary, slots, oversize=oversize)
         seed = int(settings.get("seed", 0))
-        self.groups = found = group_prefixes(ids, 4, rows.indices(np.arange(rows.total)), limit, seed)
+        self.groups = found = group_prefixes(ids, 4, rows.indices(np.arange(rows.total)), slots.longest, seed)
         self._row_lengths = read_lengths(opened, found.rows)
         own = self._row_lengths - found.shared
         sizes = np.add.reduceat(own, found.offsets[:-1])

@@ -14,7 +14,7 @@ SLOTS = Slots(usable=8192, multiple=1)
 
 
 def entries_of(lengths: npt.NDArray[np.int64]) -> Entries:
-    return make_entries(lengths, summarize(lengths), limit=8192, oversize="error")
+    return make_entries(lengths, summarize(lengths), SLOTS, oversize="error")
 
 
 def all_packs(packs: WindowedPacks, epoch: int) -> list[tuple[int, ...]]:

@@ -435,15 +435,15 @@ def read_rows(
             counted[done : done + len(rows)] = rows
             done += len(rows)
             bar.update(len(rows))
-    weighted, images = counted[:, 5].any(), counted[:, 8:].any()
-    at = int(counted[:, 6].argmax())
+    lengths, loss_tokens, media, weights, sequence_weights, weighted, largest, bad = counted[:, :8].T
+    sizes, at = counted[:, 8:], int(largest.argmax())
     return {
-        "lengths": counted[:, 0].astype(np.int64),
-        "loss_tokens": counted[:, 1].astype(np.int64),
-        "media": np.flatnonzero(counted[:, 2]),
-        "weights": counted[:, 3].copy() if weighted else np.empty(0),
-        "sequence_weights": counted[:, 4].copy() if weighted else np.empty(0),
-        "largest": np.array([int(counted[at, 6]), at]),
-        "bad": np.flatnonzero(counted[:, 7]),
-        "sizes": counted[:, 8:].astype(np.int64) if images else _NO_SIZES,
+        "lengths": lengths.astype(np.int64),
+        "loss_tokens": loss_tokens.astype(np.int64),
+        "media": np.flatnonzero(media),
+        "weights": weights.copy() if weighted.any() else np.empty(0),
+        "sequence_weights": sequence_weights.copy() if weighted.any() else np.empty(0),
+        "largest": np.array([int(largest[at]), at]),
+        "bad": np.flatnonzero(bad),
+        "sizes": sizes.astype(np.int64) if sizes.any() else _NO_SIZES,
     }

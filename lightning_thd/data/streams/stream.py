@@ -291,7 +291,7 @@ def _settings(streams: Streams, settings: DataSettings, job: Job) -> Settings:
             Sampler,
             tokenizer=load_tokenizer(opener.tokenizer),
             chat=chat,
-            capacity=slots.usable // slots.multiple * slots.multiple,
+            capacity=slots.longest,
             oversize=settings.oversize,
             drop_empty=settings.empty == "drop",
             text_key=opener.text_key,
