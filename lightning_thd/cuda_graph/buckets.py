@@ -19,7 +19,7 @@ from lightning_thd._checks import host_ints
 from lightning_thd.batch import IGNORE_INDEX, THDBatch
 from lightning_thd.batch.collate import cumulative
 from lightning_thd.cuda_graph.errors import refuse
-from lightning_thd.seqlens import cu_seqlens_from_lengths, pad_cu_seqlens
+from lightning_thd.seqlens import pad_cu_seqlens
 
 Ints = npt.NDArray[np.int64]
 Reason = Literal["num_sequences", "tokens", "max_seqlen", "extras"]
@@ -105,9 +105,8 @@ def make_buckets(max_sequences: Sequence[int], *, slots: int, max_seqlen: int | 
 def padded_lengths_of(batch: THDBatch, bucket: Bucket) -> Ints:
     """Return a batch's padded lengths and those of the tail's dummy sequences, int64 ``[S]``."""
     kept = batch.padded_lengths[: Layout.of_batch(batch).sequences]
-    given = cu_seqlens_from_lengths(kept)
     shape = bucket.sequences, bucket.slots
-    offsets = pad_cu_seqlens(given, *shape, max_seqlen=bucket.max_seqlen, lengths=kept)
+    offsets = pad_cu_seqlens(cumulative(kept), *shape, max_seqlen=bucket.max_seqlen, lengths=kept)
     lengths: Ints = np.diff(offsets.numpy()).astype(np.int64)
     return lengths
 

@@ -233,7 +233,7 @@ def make_plan(
     blank_q: list[tuple[int, int]] = []
     blank_k: list[tuple[int, int]] = []
     cutter = _Cutter(left, right, by_keys, max_cells, width)
-    for q0, q1, k0, k1 in zip(cu_q, cu_q[1:], cu_kv, cu_kv[1:], strict=False):
+    for (q0, q1), (k0, k1) in zip(pairwise(cu_q), pairwise(cu_kv), strict=True):
         blind = cutter.blind_rows(q1 - q0, k1 - k0)
         blank_q.append((q0, q0 + blind))
         q0 += blind
@@ -264,21 +264,18 @@ def make_plan(
     return replace(plan, at_once=_one_call(cu_q, cu_kv)) if whole_pack and uncut else plan
 
 
-def whole_tile(rows: int, keys: int, shift: int, *, step: int = 0, count: int = 1) -> Tiles:
-    """Return the tile of a whole sequence, or those of ``count`` sequences of equal length."""
-    return Tiles(Spaced(0, step or rows, count, rows), Spaced(0, step or keys, count, keys), shift)
+def whole_tile(rows: int, keys: int, shift: int, *, count: int = 1) -> Tiles:
+    """Return the tile of a whole sequence, or the tiles of ``count`` sequences of equal length."""
+    return Tiles(Spaced(0, rows, count, rows), Spaced(0, keys, count, keys), shift)
 
 
 def _one_call(cu_q: tuple[int, ...], cu_kv: tuple[int, ...]) -> Piece | None:
     """Return one kernel call for sequences of equal length; None if lengths differ or are 0."""
-    count = len(cu_q) - 1
-    rows, keys = cu_q[-1] // max(1, count), cu_kv[-1] // max(1, count)
-    if not rows or not keys or len(cu_kv) != len(cu_q):
+    lengths = {(b - a, d - c) for (a, b), (c, d) in zip(pairwise(cu_q), pairwise(cu_kv), strict=True)}
+    if len(lengths) != 1:
         return None
-    q_starts, k_starts = tuple(range(0, rows * count, rows)), tuple(range(0, keys * count, keys))
-    if (*q_starts, rows * count) != cu_q or (*k_starts, keys * count) != cu_kv:
-        return None
-    return _block(q_starts, k_starts, rows, keys, keys - rows)
+    ((rows, keys),) = lengths
+    return _block(cu_q[:-1], cu_kv[:-1], rows, keys, keys - rows) if rows and keys else None
 
 
 def _block(q_starts: tuple[int, ...], k_starts: tuple[int, ...], rows: int, keys: int, shift: int) -> Piece:
