@@ -28,7 +28,7 @@ class MixedRows(ConcatDataset[dict[str, Any]]):
 
     @property
     def keeps_rows(self) -> bool:
-        """Return whether a row of any of the datasets stays unchanged when other rows are read."""
+        """Return whether the rows of all datasets stay unchanged when other rows are read."""
         return all(map(keeps_rows, self.datasets))
 
 

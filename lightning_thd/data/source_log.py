@@ -119,9 +119,8 @@ class LogsSources(L.LightningDataModule):
     """Hooks of a data module that log the sources of a mixture and save their token counts."""
 
     _source_log: SourceLog | None = None  # None without a mixture
-    _restored: Mapping[str, int] = MappingProxyType(
-        {}
-    )  # token counts of a checkpoint, for the log made later
+    # Token counts of a checkpoint that is loaded before the log is made.
+    _restored: Mapping[str, int] = MappingProxyType({})
 
     def _log_sources(self, loader: THDLoader) -> None:
         """Make the log of a loader of a mixture; loaders of the same plan share one log."""

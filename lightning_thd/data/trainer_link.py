@@ -218,7 +218,7 @@ def check_step(step: Packs | Sequences | None, *, ranks: int, accumulate: int, w
 
 
 def settle_epoch(trainer: L.Trainer) -> list[Any]:
-    """Fix the epoch and batch counters of a resumed Trainer; return states that it would not restore."""
+    """Fix the counters of a resumed Trainer; return loader states that Lightning would not restore."""
     # If max_steps, max_time or an early stop interrupts an epoch, Lightning marks the epoch as complete. A
     # resumed fit would begin the next epoch, and lose the rest. After max_steps, it would also run one more
     # batch of a complete epoch.

@@ -54,7 +54,7 @@ class Packing:
         return np.asarray(running[self.offsets[1:]] - running[self.offsets[:-1]], dtype=np.int64)
 
     def fill(self, lengths: npt.ArrayLike, capacity: int) -> float:
-        """Return real tokens divided by slots, with ``capacity`` slots per pack; 1.0 means no padding."""
+        """Return real tokens divided by slots, for packs of ``capacity`` slots; 1.0 means no padding."""
         check_capacity(capacity)
         real = host_ints(lengths, "lengths")[self.indices].sum()
         return float(real / (len(self) * capacity)) if len(self) else 1.0

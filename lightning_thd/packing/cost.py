@@ -22,7 +22,7 @@ _EDGE = 64  # least patches along an edge of the probed image; an edge of about 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """Computes the work of a sequence of ``s`` tokens and frames of ``p`` patches, in any unit.
+    """Computes the work, in any unit, of a sequence of ``s`` tokens and frames of ``p`` patches.
 
     It is ``linear * s + quadratic * s**2``, plus ``patch * p + patch_pair * p**2`` for each frame. The
     default fits a dense transformer with hidden size h = 4096, 12 h^2 weights per layer and causal attention.

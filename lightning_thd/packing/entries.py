@@ -129,7 +129,7 @@ class Entries:
         return None if self.media is None else self.media(spans.index)[:, 0]
 
     def drawn(self, positions: IntArray, size: int, key: int) -> IntArray:
-        """Return the dataset indices at positions of a shuffle, of which a step or window takes ``size``."""
+        """Return the dataset indices at positions of a shuffle; a step or window has ``size`` positions."""
         if self.evenly:
             return self.indices(spread(positions, self.total, size, key=key))
         return self.indices(permute(positions, self.total, key=key))

@@ -60,10 +60,8 @@ class PackedRows(TorchDataset[dict[str, NDArray[np.integer]]]):
         if self._last[0] != number:  # sequences of one row are often read together
             row = self._rows[number]
             names = [name for name in ("input_ids", "labels") if name in row]
-            self._last = (
-                number,
-                {name: np.array(row[name]) for name in names},
-            )  # copied: a buffer may be reused
+            # Copies, because a dataset may reuse one buffer for all rows.
+            self._last = number, {name: np.array(row[name]) for name in names}
         part = slice(start, start + int(self.lengths[i]))
         return {name: values[part] for name, values in self._last[1].items()}
 
