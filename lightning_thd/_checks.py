@@ -65,8 +65,8 @@ def host_ints(
     if found.dtype.kind == "u" and found.dtype.itemsize == 8 and int(found.max()) > INT64_MAX:
         raise ValueError(f"{name} holds {int(found.max())}, past int64 ({INT64_MAX}). {advice}")
     if least is not None and found.min() < least:
-        at = int(found.argmin())
-        raise ValueError(f"{name}[{at}] is {found.flat[at]}; wanted {least} or more. {advice}")
+        i = int(found.argmin())
+        raise ValueError(f"{name}[{i}] is {found.flat[i]}; wanted {least} or more. {advice}")
     return found.astype(np.int64, copy=False)
 
 

@@ -93,10 +93,10 @@ class WithLabels:
 
 def is_streamed(dataset: object) -> bool:
     """Return whether a Trainer's dataset can only be iterated, or is a mixture with such sources."""
+    sources = [dataset]
     if isinstance(dataset, Mapping):
-        given = [part[0] for part in dataset.values() if isinstance(part, tuple | list) and part]
-        return any(isinstance(source, Stream) or is_stream(source) for source in given)
-    return isinstance(dataset, Stream) or (dataset is not None and is_stream(dataset))
+        sources = [part[0] for part in dataset.values() if isinstance(part, tuple | list) and part]
+    return any(isinstance(source, Stream) or is_stream(source) for source in sources)
 
 
 def streamed_dataset(dataset: Any, trainer: type) -> Any:

@@ -75,6 +75,8 @@ def packed_trainer(trainer_class: type | None = None) -> type:
 
 
 class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
+    """Replaces the data, the loss and the token counts of a Trainer by those of packs."""
+
     loss_is_scaled_for_ga = False  # Trainer divides by the accumulation steps, as loss_scale expects
     current_gradient_accumulation_steps: int
 
@@ -87,8 +89,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         data_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        collator = kwargs.get("data_collator", args[2] if len(args) > 2 else None)
-        if collator is not None:
+        if (collator := kwargs.get("data_collator", args[2] if len(args) > 2 else None)) is not None:
             raise ValueError(f"data_collator={type(collator).__name__} would pad packs. Leave it out.")
         if kwargs.get("compute_loss_func") is not None:
             raise ValueError(
@@ -110,7 +111,8 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         self._capacity, self._peak, self._data_kwargs = capacity, peak, dict(data_kwargs or {})
         self._meter = Meter("train", "training", time.perf_counter)
         self._meter.capacity = capacity
-        self._metered, self._checked_step = False, -1  # the last step with a check for unfrozen weights
+        self._metered = False  # whether the meter was set up for the model
+        self._checked_step = -1  # the last step with a check for unfrozen weights
         self._trained_sequences, self._trained_tokens = 0, 0
         self._token_sums: dict[str, list[Tensor]] = {}  # by mode, until they are logged
         self._refuse_settings()
@@ -126,8 +128,10 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
     def get_train_dataloader(self) -> TrainerPacks:
         """Return a loader of this rank's training packs."""
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        given, taken = self.train_dataset, arguments_of(self.model)
-        train = streamed_dataset(given, type(self)) if is_streamed(given) else packed_dataset(given, taken)
+        if is_streamed(self.train_dataset):
+            train = streamed_dataset(self.train_dataset, type(self))
+        else:
+            train = packed_dataset(self.train_dataset, arguments_of(self.model))
         accumulate = self.args.gradient_accumulation_steps
         data = self._attached(train=train, accumulate=accumulate, **{"seed": seed, **self._data_kwargs})
         data.setup("fit")
@@ -212,10 +216,10 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         if "loss" in logs and self._metered:
             ours = for_loggers(self._meter.close())  # reporters put "train/" before every key themselves
             logs = {**logs, **{key.removeprefix("train/"): value for key, value in ours.items()}}
-            theirs = getattr(self, "_metrics", None)  # TRL's compute_loss, which does not run, would fill it
-            if theirs is not None:
-                theirs["train"]["num_tokens"] = [self._sum_over_ranks(self._trained_tokens)]
-                theirs["train"].update({key: [value] for key, value in self._token_metrics("train").items()})
+            if self._logs_entropy:  # fill TRL's metrics, as TRL's compute_loss would do, which does not run
+                tokens = self._sum_over_ranks(self._trained_tokens)
+                metrics = {"num_tokens": tokens, **self._token_metrics("train")}
+                self._metrics["train"].update({key: [value] for key, value in metrics.items()})
         super().log(logs, *args, **kwargs)
 
     def _sum_over_ranks(self, count: int) -> int:

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 
 class SharedDraws:
-    """Gives every microbatch a separate random stream, the same on all ranks with the same ``place``."""
+    """Gives every microbatch a random stream, the same on all ranks that see the same tokens."""
 
     def __init__(self, seed: int, place: int) -> None:
-        self._seed, self._place, self._count = seed, place, 0
+        self._seed, self._count = seed, 0
+        self._place = place  # this rank's index among the ranks that see different tokens
 
     @contextmanager
     def microbatch(self) -> Generator[None]:
@@ -35,8 +36,7 @@ class SharedDraws:
         """Seed the global stream for the next microbatch, or the next step of a pipeline."""
         self._count += 1
         named = f"{self._seed} {self._place} {self._count}".encode()
-        number = int.from_bytes(hashlib.blake2b(named, digest_size=8).digest(), "big")
-        torch.manual_seed(number >> 1)
+        torch.manual_seed(int.from_bytes(hashlib.blake2b(named, digest_size=8).digest(), "big") >> 1)
 
 
 def states() -> list[Tensor]:

@@ -115,14 +115,12 @@ def _own_part(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 def gather_same(x: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
     """Gather the ranks' parts along ``dim``; cut the gradient, which is the same on all ranks."""
-    own = partial(_own_part, group=group, dim=dim)
-    return mapped(x, partial(_gather_dim, group=group, dim=dim), own)
+    return mapped(x, partial(_gather_dim, group=group, dim=dim), partial(_own_part, group=group, dim=dim))
 
 
 def keep_own(x: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
     """Keep this rank's part along ``dim`` of a tensor that is the same on all ranks; gather the gradient."""
-    own = partial(_own_part, group=group, dim=dim)
-    return mapped(x, own, partial(_gather_dim, group=group, dim=dim))
+    return mapped(x, partial(_own_part, group=group, dim=dim), partial(_gather_dim, group=group, dim=dim))
 
 
 def all_gather_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:

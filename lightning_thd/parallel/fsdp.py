@@ -25,28 +25,21 @@ _PATHS = "_thd_tower_paths"  # the attribute of a model that keeps its ``TowerPa
 
 
 def shard_parameters(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    *,
-    policy: MixedPrecisionPolicy | None = None,
-    reshard_after_forward: bool = True,
-) -> list[FSDPModule]:
+    module: nn.Module, mesh: DeviceMesh, *, policy: MixedPrecisionPolicy, reshard_after_forward: bool
+) -> None:
     """Shard every model of a LightningModule by FSDP2, layer by layer, and vision towers with the root."""
     if own := [name for name, _ in module.named_parameters(recurse=False)]:
         raise ValueError(
             f"{type(module).__name__} holds the parameters {own} itself, but FSDP2 gathers only the weights "
             "of submodules, when their forward is called. Move them into a submodule."
         )
-    roots: list[FSDPModule] = []
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy or MixedPrecisionPolicy()}
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     for root in models_of(module):
         for layer in layers_of(root):
             fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
-        roots.append(fully_shard(root, **options))
-    if mesh.device_type == "cpu":  # gloo has no averaging reduce-scatter
-        for sharded in roots:
+        sharded = fully_shard(root, **options)
+        if mesh.device_type == "cpu":  # gloo has no averaging reduce-scatter
             sharded.set_force_sum_reduction_for_comms(True)
-    return roots
 
 
 def models_of(module: nn.Module) -> Iterator[nn.Module]:

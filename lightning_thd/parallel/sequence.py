@@ -62,8 +62,7 @@ def apply_sequence_parallel(model: Any, group: dist.ProcessGroup) -> None:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    own = list(module.parameters())
-    return "norm" in type(module).__name__.lower() and all(parameter.ndim == 1 for parameter in own)
+    return "norm" in type(module).__name__.lower() and all(p.ndim == 1 for p in module.parameters())
 
 
 def _holder(model: nn.Module, layers: list[nn.Module]) -> nn.Module | None:

@@ -264,8 +264,7 @@ def _skips_other_experts(experts: Any) -> bool:
     chosen = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     if chosen not in (None, "eager"):
         return True
-    own = inspect.unwrap(type(experts).forward)
-    return "num_experts + 1" in inspect.getsource(own)
+    return "num_experts + 1" in inspect.getsource(inspect.unwrap(type(experts).forward))
 
 
 def _run_wanted(

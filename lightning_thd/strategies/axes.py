@@ -1,4 +1,4 @@
-"""A Lightning strategy with the mixin -> the axes of its job: sizes, this rank's index, process groups."""
+"""A Lightning strategy with the mixin -> the axes of its job: their sizes and process groups."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ class Axes:
     """The axes of a job that has started, fixed until it ends."""
 
     sizes: AxisSizes
-    data_rank: int  # this rank's index among the ranks that read different data
     collective_device: torch.device  # where tensors must be for collectives of the whole job
     meshes: Meshes | None  # None if every rank holds all weights and reads different data
     # Groups that share microbatches under dynamic context parallelism, by size.
@@ -59,8 +58,7 @@ def start_axes(strategy: Any, start: Callable[[], None]) -> Axes:
     groups = None
     if (sharing := strategy.sharing) is not None:
         groups = make_degree_groups(sizes.data, sharing.max_degree, tp=sharing.tp, device=device)
-    rank = sizes.data_rank(getattr(strategy, "global_rank", 0))
-    return Axes(sizes=sizes, data_rank=rank, collective_device=device, meshes=meshes, degree_groups=groups)
+    return Axes(sizes=sizes, collective_device=device, meshes=meshes, degree_groups=groups)
 
 
 def sizes_of(strategy: Any) -> AxisSizes:

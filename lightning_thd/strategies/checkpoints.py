@@ -269,13 +269,9 @@ def read_folder(path: Path, *, weights_only: bool | None = None) -> dict[str, An
     return found
 
 
-def _rest_of(path: Path, weights_only: bool | None) -> dict[str, Any]:
+def _rest_of(folder: Path, weights_only: bool | None) -> dict[str, Any]:
     """Read the part of a checkpoint outside the sharded weights: states of loops and callbacks."""
-    folder = path.is_dir()
-    file = path / _METADATA_FILENAME if folder else path
-    found: dict[str, Any] = torch.load(
-        file, mmap=not folder, map_location=None if folder else "cpu", weights_only=bool(weights_only)
-    )
+    found: dict[str, Any] = torch.load(folder / _METADATA_FILENAME, weights_only=bool(weights_only))
     return found
 
 

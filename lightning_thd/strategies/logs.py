@@ -17,7 +17,6 @@ from torchmetrics import Metric, SumMetric
 from lightning_thd._user_code import user_line
 from lightning_thd.batch import THDBatch
 from lightning_thd.batch.upload import uploaded
-from lightning_thd.parallel.pipeline.channel import Channel
 
 _FX = "training_step"
 
@@ -138,10 +137,10 @@ _MORE = "See docs/reference/messages.md#sums."
 
 def groups_of_sums(*, dynamic: bool) -> str:
     """Return the end of a message: which group to sum over."""
-    own = "torch.distributed.group.WORLD for a count of each rank's own slots"
+    world = "torch.distributed.group.WORLD for a count of each rank's slots"
     if dynamic:
-        return f"{own}; with context_parallel_size='dynamic' no group has every pack once. {_MORE}"
-    return f"self.trainer.strategy.data_parallel_group for a value of the whole pack, or to {own}. {_MORE}"
+        return f"{world}; with context_parallel_size='dynamic' no group has every pack once. {_MORE}"
+    return f"self.trainer.strategy.data_parallel_group for a value of the whole pack, or to {world}. {_MORE}"
 
 
 def _is_on_device(value: Any) -> bool:
@@ -151,8 +150,8 @@ def _is_on_device(value: Any) -> bool:
 class RecordedLogs:
     """Records the ``self.log`` calls of a pipeline's step, and logs the last stage's values on all stages."""
 
-    def __init__(self, trainer: L.Trainer, channel: Channel) -> None:
-        self._trainer, self._channel = trainer, channel
+    def __init__(self, trainer: L.Trainer) -> None:
+        self._trainer = trainer
         # (microbatch, chunk) -> name -> value and options
         self._calls: dict[tuple[int, int], dict[str, tuple[Any, dict[str, Any]]]] = {}
 

@@ -239,7 +239,7 @@ class THDStrategyMixin(Strategy):
         meshes, reads = self._axes.meshes, getattr(dataloader, "reads_for_peers", False)
         if self.broadcast_data and self._axes.sizes.peers > 1 and meshes is not None and not reads:
             return BroadcastLoader(super().process_dataloader(dataloader), meshes.peers.get_group())
-        set_data_rank(dataloader, self._axes.data_rank, self._axes.sizes)
+        set_data_rank(dataloader, self.data_rank, self._axes.sizes)
         return super().process_dataloader(dataloader)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:

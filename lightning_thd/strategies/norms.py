@@ -18,7 +18,7 @@ from lightning_thd._user_code import user_line
 from lightning_thd.parallel.pipeline.cut import stages_in
 from lightning_thd.parallel.pipeline.stage import Stage
 
-# mesh, the axes along which a gradient is cut, dtype
+# (mesh, axes along which a gradient is sharded, dtype)
 _Key: TypeAlias = tuple[Any, tuple[int, ...], torch.dtype]
 
 
@@ -80,7 +80,7 @@ def _by_mesh(parameters: Iterable[nn.Parameter]) -> dict[_Key, list[Tensor]]:
         mesh, part = None, grad
         axes: tuple[int, ...] = ()
         if isinstance(grad, DTensor):
-            axes = tuple(axis for axis, at in enumerate(grad.placements) if not at.is_replicate())
+            axes = tuple(axis for axis, kind in enumerate(grad.placements) if not kind.is_replicate())
             mesh, part = grad.device_mesh, grad.to_local()
         groups.setdefault((mesh, axes, part.dtype), []).append(part)
     return groups

@@ -44,7 +44,7 @@ class PackCut:
         layout, communication = strategy.context_parallel_layout, strategy.context_parallel_communication
         self._options = {"layout": layout, "communication": communication}
         self._checked_stage: object = None
-        self._guarded = False
+        self._checked_attention = False
 
     def compare(self, batch: Any) -> None:
         """Raise if ranks that share packs read different ones, in the first batch of a fit or evaluation."""
@@ -65,10 +65,10 @@ class PackCut:
         if self._size == 1:
             return moved
         module = self._strategy.lightning_module
-        if not self._guarded:
+        if not self._checked_attention:
             assert module is not None
             refuse_other_attention(module, self._max_size)
-            self._guarded = True
+            self._checked_attention = True
         refuse_second_context_parallelism(module, self._max_size)
         if (groups := self._axes.degree_groups) is not None:
             if isinstance(moved, SharedStep):
@@ -159,7 +159,7 @@ def log_traffic(trainer: L.Trainer) -> None:
         metrics = {f"context_parallel/{way}": share for way, share in found.shares.items()}
         metrics["context_parallel/bytes_per_token"] = found.received_bytes / found.slots
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
-        connector.log_metrics(metrics)  # type: ignore[arg-type]  # floats are welcome
+        connector.log_metrics(metrics)  # type: ignore[arg-type]  # it accepts floats
 
 
 def check_degrees(size: Any, largest: int | None) -> None:
@@ -195,7 +195,7 @@ def sharing_of(strategy: Any) -> Sharing:
         tp=strategy.sizes.tensor,
         sequence_parallel=strategy.sequence_parallel,
         exchange=exchange_costs(strategy.lightning_module, largest),
-        # DDP sums gradients once a step; sharded weights are gathered in every microbatch, or once.
+        # Ranks wait for each other when DDP sums gradients, or when FSDP2 gathers weights.
         waits="step" if isinstance(strategy, DDPStrategy) or gathers_once(strategy) else "microbatch",
     )
 

@@ -109,8 +109,8 @@ class Pipeline:
     def clipping(self) -> dict[str, Any]:
         """Return the arguments with which ``clip_by_norm`` counts every weight of the pipeline once."""
         assert self.stage is not None
-        twice = {id(self.stage.tied)} if self.channel.rank else set()
-        return {"across": self.channel.down, "counted_elsewhere": twice}
+        counted_elsewhere = {id(self.stage.tied)} if self.channel.rank else set()
+        return {"across": self.channel.down, "counted_elsewhere": counted_elsewhere}
 
     def gather_states(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Gather all stages' weights in the first stage's CPU memory, a tied weight once; a collective."""
@@ -217,7 +217,7 @@ class PipelineLoop(StepLoop):
 
 
 class PipelineStep:
-    """One optimizer step of a pipeline: its schedule, and the losses and logs of passes so far."""
+    """One optimizer step of a pipeline: the schedule, and the losses and logs of the passes so far."""
 
     def __init__(
         self, strategy: Any, pipeline: Pipeline, run: Callable[..., Any], step: THDStep, args: tuple[Any, ...]
@@ -230,9 +230,10 @@ class PipelineStep:
         self.program = self.schedule.programs[self.channel.rank]
         # With sequence parallelism, a message has only the slots of one tensor-parallel rank.
         self._slot_ranks = strategy.sizes.tensor if strategy.sequence_parallel else 1
-        self._logs = RecordedLogs(strategy._trainer, self.channel)
+        self._logs = RecordedLogs(strategy._trainer)
         self.losses: dict[tuple[int, int], Tensor] = {}  # (microbatch, chunk) -> loss, without the first one
-        self._values: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}  # microbatch -> loss, on the stage with the head
+        # (microbatch, chunk) -> names of the loss's autograd nodes after the model
         self._graphs: dict[tuple[int, int], tuple[str, ...]] = {}
         self._started, self.channel.waited_s = time.perf_counter(), 0.0
 

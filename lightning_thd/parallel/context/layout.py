@@ -65,8 +65,8 @@ class ShardLayout:
         self.local_slots = self.slots // cp
         own = partition.rank_indices(self.padded_lengths, cp=cp, rank=rank, layout=layout)
         self.held = partition.held_lengths(self.padded_lengths, cp=cp, rank=rank, layout=layout)
-        self.own: Tensor
-        self.cu_seqlens: Tensor
+        self.own: Tensor  # int64 ``[N]``, the slots of the pack that this rank holds
+        self.cu_seqlens: Tensor  # int32 ``[S + 1]``, the offsets of the sequences in the shard
         self.own, self.cu_seqlens = self.put((own, offsets_of(self.held)))
         self.used = False  # whether attention has looked this layout up
         self.job_ended = False  # whether the job that made this layout has ended

@@ -76,8 +76,7 @@ def needed_rows(
         block = plan_block(padded_lengths, rank=rank, source=source, **options)
         return np.empty(0, np.int64) if block is None else _unique(block.kv_rows)
     seen = _seen(padded_lengths, cp, rank, layout, causal=causal, left=left)
-    own = partition.rank_indices(padded_lengths, cp=cp, rank=source, layout=layout)
-    return np.flatnonzero(seen[own])
+    return np.flatnonzero(seen[partition.rank_indices(padded_lengths, cp=cp, rank=source, layout=layout)])
 
 
 def _unique(rows: Ints) -> Ints:
@@ -127,16 +126,15 @@ def need_counts(
     """Count the rows that rank r needs from rank s, int64 ``[cp, cp]`` at ``[r, s]``."""
     counts = np.zeros((cp, cp), dtype=np.int64)
     owner = np.empty(int(np.sum(padded_lengths)), dtype=np.int64)
-    if layout != "striped":
-        for rank in range(cp):
-            owner[partition.rank_indices(padded_lengths, cp=cp, rank=rank, layout=layout)] = rank
     for rank in range(cp):
-        if layout != "striped":
-            seen = _seen(padded_lengths, cp, rank, layout, causal=causal, left=left)
-            counts[rank] = np.bincount(owner[seen], minlength=cp)
-            continue
-        options: dict[str, Any] = {"cp": cp, "rank": rank, "layout": layout, "causal": causal, "left": left}
-        counts[rank] = [len(needed_rows(padded_lengths, source=source, **options)) for source in range(cp)]
+        owner[partition.rank_indices(padded_lengths, cp=cp, rank=rank, layout=layout)] = rank
+    options: dict[str, Any] = {"layout": layout, "causal": causal, "left": left}
+    for rank in range(cp):
+        if layout == "striped":
+            rows = [needed_rows(padded_lengths, cp=cp, rank=rank, source=s, **options) for s in range(cp)]
+            counts[rank] = list(map(len, rows))
+        else:
+            counts[rank] = np.bincount(owner[_seen(padded_lengths, cp, rank, **options)], minlength=cp)
     np.fill_diagonal(counts, 0)
     return counts
 
@@ -168,9 +166,9 @@ def _visible(
     keys = partition.pieces_of_rank(padded_lengths, cp=cp, rank=source, layout=layout)
     # Pieces of two ranks never overlap, so queries see the whole of every source piece that begins earlier.
     stride = int(max(padded_lengths, default=0)) + 1
-    place = np.searchsorted(keys.sequence * stride + keys.start, queries.sequence * stride + queries.start)
+    earlier = np.searchsorted(keys.sequence * stride + keys.start, queries.sequence * stride + queries.start)
     before = np.concatenate([[0], np.cumsum(keys.lengths)])
-    visible = before[place] - first[queries.sequence]
+    visible = before[earlier] - first[queries.sequence]
     same = np.zeros(len(visible), dtype=bool)  # pieces that see the same keys as the piece before are joined
     same[1:] = (np.diff(queries.sequence) == 0) & (np.diff(visible) == 0)
     call = np.cumsum(~same) - 1
@@ -217,7 +215,7 @@ def _block(
 
 
 class BlockCall(NamedTuple):
-    """A kernel call of this rank's queries on the keys of one rank, as indices on the device."""
+    """A ``Block`` as a kernel call, with indices on the device; for its fields see ``KernelCall``."""
 
     q_rows: Tensor | None
     kv_index: Tensor
@@ -234,7 +232,7 @@ class RingStep(NamedTuple):
 
     to: int  # the rank that gets keys from this one
     source: int  # the rank whose keys this rank gets
-    send_rows: Tensor
+    send_rows: Any  # int64 rows of this rank's shard; ``ring_steps`` uploads them
     receive_count: int
     call: BlockCall | None
 
@@ -265,9 +263,10 @@ def block_calls(layout: ShardLayout, *, causal: bool, left: int, gathered: bool)
 
     def make() -> list[BlockCall]:
         calls, slots = [], layout.local_slots
+        options: dict[str, Any] = {**layout.cut, "causal": causal, "left": left}
         where = None if gathered else exchanged(layout, causal=causal, left=left).where
         for source in range(layout.cp):
-            block = _block_of(layout, layout.rank, source, causal, left)
+            block = plan_block(layout.padded_lengths, rank=layout.rank, source=source, **options)
             if block is None:
                 continue
             if where is None:
@@ -294,19 +293,14 @@ def ring_steps(layout: ShardLayout, *, causal: bool, left: int) -> list[RingStep
 def _ring_step(layout: ShardLayout, distance: int, causal: bool, left: int) -> RingStep:
     to, source = (layout.rank + distance) % layout.cp, (layout.rank - distance) % layout.cp
     options: dict[str, Any] = {**layout.cut, "causal": causal, "left": left}
-    block = _block_of(layout, layout.rank, source, causal, left)
+    block = plan_block(layout.padded_lengths, rank=layout.rank, source=source, **options)
     where: Ints = np.arange(layout.local_slots)
     sent = received = np.empty(0, np.int64)
     if distance:
         sent = needed_rows(layout.padded_lengths, rank=to, source=layout.rank, **options)
         received = needed_rows(layout.padded_lengths, rank=layout.rank, source=source, **options)
         where[received] = np.arange(len(received))
-    sends: Any = sent
-    return RingStep(to, source, sends, len(received), None if block is None else _block_call(block, where))
-
-
-def _block_of(layout: ShardLayout, rank: int, source: int, causal: bool, left: int) -> Block | None:
-    return plan_block(layout.padded_lengths, **layout.cut, rank=rank, source=source, causal=causal, left=left)
+    return RingStep(to, source, sent, len(received), None if block is None else _block_call(block, where))
 
 
 def _block_call(block: Block, where: Ints) -> BlockCall:

@@ -49,7 +49,7 @@ def cut_mixed(padded_lengths: tuple[int, ...], cp: int) -> tuple[NDArray[np.int6
 
 
 def _deal(lengths: tuple[int, ...], short: list[int], held: list[list[Stretch]]) -> None:
-    """Assign each short sequence, longest first, to the rank with the least work that has room for it."""
+    """Assign short sequences, longest first, to the least busy rank with room; cut those that fit nowhere."""
     room = [sum(lengths[i] for i in short) // len(held)] * len(held)
     work = [(0, rank) for rank in range(len(held))]
     unplaced = []
@@ -138,11 +138,7 @@ def restore_indices(padded_lengths: Sequence[int], *, cp: int, layout: Layout) -
 
 def held_lengths(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout) -> Ints:
     """Count the slots of every sequence that a rank holds."""
-    if layout == "striped":
-        first, stop = striped_rows(padded_lengths, cp=cp, rank=rank)
-        return stop - first
-    pieces = pieces_of_rank(padded_lengths, cp=cp, rank=rank, layout=layout)
-    return np.bincount(pieces.sequence, pieces.lengths, len(padded_lengths)).astype(np.int64)
+    return held_real_lengths(padded_lengths, padded_lengths, cp=cp, rank=rank, layout=layout)
 
 
 def held_real_lengths(

@@ -142,20 +142,20 @@ def _rows(every: Stretches, which: Mask) -> Ints:
 
 
 def _join(every: Stretches, own: Ints, state_of: Ints, change_of: Ints) -> tuple[list[Step], Ints]:
-    """Return the steps that combine states and changes along the sequences that a rank continues."""
+    """Return the steps along the sequences that a rank continues, and ``StatePlan.entering``."""
     enters = own[every.place[own] > 0]
     furthest = np.zeros(int(every.sequence.max(initial=-1)) + 1, dtype=np.int64)
     np.maximum.at(furthest, every.sequence[enters], every.place[enters])
-    walked = np.argsort(-furthest, kind="stable")[: np.count_nonzero(furthest)]
+    # The sequences of step i are the first ones of step i - 1, because longer walks come first.
+    sequences = np.argsort(-furthest, kind="stable")[: np.count_nonzero(furthest)]
     position = np.empty(len(furthest), dtype=np.int64)
-    position[walked] = np.arange(len(walked))
+    position[sequences] = np.arange(len(sequences))
     first = np.searchsorted(every.sequence, np.arange(len(furthest)))
     steps, offsets = [], [0]
     for place in range(int(furthest.max(initial=0))):
-        going = walked[furthest[walked] > place]
-        stretch = first[going] + place
+        stretch = first[sequences[furthest[sequences] > place]] + place
         steps.append(Step(state_of[stretch], change_of[stretch] if place else change_of[:0]))
-        offsets.append(offsets[-1] + len(going))
+        offsets.append(offsets[-1] + len(stretch))
     ordered = np.concatenate([enters[~every.last[enters]], enters[every.last[enters]]])
     begin = np.array(offsets, dtype=np.int64)[every.place[ordered] - 1]
     return steps, begin + position[every.sequence[ordered]]

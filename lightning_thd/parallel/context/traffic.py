@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-_bytes: Counter[str] = Counter()
-_calls: Counter[str] = Counter()
-_slots: Counter[str] = Counter()
+_totals: Counter[str] = Counter()  # received bytes, and slots that ran
+_calls: Counter[str] = Counter()  # exchanges by method
 
 
 class Traffic(NamedTuple):
@@ -20,22 +19,20 @@ class Traffic(NamedTuple):
 
 def count(received_bytes: int, way: str) -> None:
     """Add a layer's exchange; the backward pass receives as many bytes again, and in a ring twice as many."""
-    _bytes[way] += received_bytes * (3 if way == "ring" else 2)
+    _totals["bytes"] += received_bytes * (3 if way == "ring" else 2)
     _calls[way] += 1
 
 
 def count_slots(slots: int) -> None:
     """Add the slots of a pack or shard that this rank runs."""
-    _slots["run"] += slots
+    _totals["slots"] += slots
 
 
 def read_and_reset() -> Traffic:
     """Return the counts since the last call, and reset them."""
     total = sum(_calls.values())
-    found = Traffic(
-        sum(_bytes.values()), _slots["run"], {way: calls / total for way, calls in sorted(_calls.items())}
-    )
-    _bytes.clear()
-    _slots.clear()
+    shares = {way: calls / total for way, calls in sorted(_calls.items())}
+    found = Traffic(_totals["bytes"], _totals["slots"], shares)
+    _totals.clear()
     _calls.clear()
     return found

@@ -165,22 +165,17 @@ def _refuse_shared(inner: Any, layers: nn.ModuleList) -> None:
 
 
 def plan_split(
-    inner: Any,
-    ranks: int,
-    *,
-    stages_per_rank: int = 1,
-    split: Literal["auto"] | Sequence[int] = "auto",
-    lengths: Sequence[int] = _LENGTHS,
+    inner: Any, ranks: int, *, stages_per_rank: int = 1, split: Literal["auto"] | Sequence[int] = "auto"
 ) -> Split:
     """Choose the layers of each stage; balance FLOPs first and parameters second."""
     layers = decoder_stack(inner)[2]
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     head, embedding = inner.get_output_embeddings(), inner.get_input_embeddings()
     around = [sum(p.numel() for p in module.parameters()) for module in (embedding, head)]
-    counted = layer_flops(inner.config, len(layers), lengths)
+    counted = layer_flops(inner.config, len(layers), _LENGTHS)
     if counted is None:  # take 6 FLOPs per parameter and token; embeddings cost none
-        flops = [6.0 * sum(lengths) * size for size in sizes]
-        counted = flops, 0.0, 6.0 * sum(lengths) * around[1]
+        flops = [6.0 * sum(_LENGTHS) * size for size in sizes]
+        counted = flops, 0.0, 6.0 * sum(_LENGTHS) * around[1]
     return split_layers(
         [LayerCost(flops=f, parameters=n) for f, n in zip(counted[0], sizes, strict=True)],
         ranks=ranks,

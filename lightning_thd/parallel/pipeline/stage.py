@@ -42,8 +42,9 @@ class Stage:
         self, split: Split, channel: Channel, whole: nn.Module | None = None, *, draws: bool = False
     ) -> None:
         self.split, self.channel = split, channel
-        self.whole, self.draws = whole, draws
-        self.active: int | None = None  # chunk of the running pass; None between steps
+        self.whole = whole  # the whole model on the meta device, for counting FLOPs
+        self.draws = draws  # whether layers draw random numbers
+        self.active: int | None = None  # chunk of the running pass; None without gradients and between steps
         self.tail: Tensor | None = None  # result of ``Send`` in the running pass, on stages without the head
         self.tied: nn.Parameter | None = None  # this end's copy of a weight that embedding and head share
         self.tied_names: Mapping[str, str] = MappingProxyType({})  # the head's name -> the embedding's name
@@ -52,10 +53,10 @@ class Stage:
         self.device: torch.device | None = None  # device of the last hidden states
         self.made: list[Any] = []  # autograd nodes of the model's own losses in the running pass
         self.in_layers = False  # whether the running pass has reached the layers
-        self._calls: list[str] = []
-        self._received: Tensor | None = None
-        self._is_again = False
-        self._width: int | None = None
+        self._calls: list[str] = []  # the user's lines that computed a loss in the running pass
+        self._received: Tensor | None = None  # hidden states of the running pass from the stage before
+        self._is_again = False  # whether the running pass repeats a call whose head failed
+        self._width: int | None = None  # H of hidden states, once a pass has run
         self._last = split.ranks * self.chunks - 1
         self._chunk_of = {
             layer: chunk for chunk in range(self.chunks) for layer in split.layers(self._stage(chunk))
@@ -247,10 +248,9 @@ class Boundary(nn.Module):
         self._stage.in_layers = True
         if self._stage.draws:
             draw_number()
-        given = dict(kwargs)
-        hidden = args[0] if args else given.pop("hidden_states")
+        hidden = args[0] if args else kwargs.pop("hidden_states")
         if not self._checked:
-            require_own_inputs(self._index, {**dict(enumerate(args[1:], start=1)), **given})
+            require_own_inputs(self._index, {**dict(enumerate(args[1:], start=1)), **kwargs})
             self._checked = True
         crossed: Tensor = self._stage.cross(self._index, hidden)
         return crossed if self._returns is None else (crossed, *[None] * (self._returns - 1))
