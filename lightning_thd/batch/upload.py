@@ -73,7 +73,7 @@ def uploaded(found: Any, device: torch.device) -> Any:
         buffer = pinned.to(device, non_blocking=True)
         tensors = {i: _view(buffer, part) for i, part in parts.items()}
     for i, tensor in tensors.items():
-        leaves[i] = tensor.to(device, non_blocking=True)
+        leaves[i] = tensor.to(device, non_blocking=device.type != "mps")  # MPS would read freed memory
         if arrays[i].dtype == np.int32 and arrays[i].ndim == 1 and device.type != "cpu":
             know_offsets(leaves[i], arrays[i])
     return tree_unflatten(leaves, structure)

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.batch.upload import uploaded
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=12)
 
@@ -166,3 +167,12 @@ def test_one_row_of_logits_is_no_row_of_slots() -> None:
     assert [x.shape for x in batch.unpack(torch.zeros(1, 2, 7))] == [(2, 7)]
     assert [x.shape for x in single.unpack(torch.zeros(1, 1, 7))] == [(1, 7)]
     assert [x.shape for x in single.unpack(torch.zeros(1, 7))] == [(1, 7)]
+
+
+def test_tables_are_copied_to_mps_before_their_memory_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[bool] = []
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda self, _, non_blocking=False: (sent.append(non_blocking), self)[1]
+    )
+    uploaded((np.array([0, 3], np.int32), np.array([1.0])), torch.device("mps"))
+    assert sent == [False, False]
