@@ -51,11 +51,7 @@ class LengthSummary:
 
 def open_lengths(lengths: Lengths) -> OpenLengths:
     """Convert lists and tensors to arrays; keep arrays, memory maps and virtual lengths as they are."""
-    if (
-        isinstance(lengths, np.ndarray)
-        or hasattr(lengths, "__array__")
-        or isinstance(lengths, list | tuple | range)
-    ):
+    if hasattr(lengths, "__array__") or isinstance(lengths, list | tuple | range):
         values = np.asarray(lengths)
         if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
             host_ints(values[:1] if values.ndim == 1 else values, "lengths")  # raises with the reason

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -124,18 +123,11 @@ def count_windows(
     step = max(1, _BLOCK // window)
     blocks = [(first, min(first + step, total)) for first in range(0, total, step)]
     count = partial(_count_block, entries, slots, window, seed)
-    counts = np.empty(total, np.uint32)
-    with ExitStack() as stack:
-        if num_workers and len(blocks) > 1:
-            workers = min(num_workers, len(blocks))
-            fork = multiprocessing.get_context("fork")
-            pool = stack.enter_context(fork.Pool(workers, initializer=_kept.append, initargs=(count,)))
-            done: Iterator[npt.NDArray[np.uint32]] = pool.imap(_call_kept, blocks)
-        else:
-            done = map(count, blocks)
-        for (first, last), found in zip(blocks, done, strict=True):
-            counts[first:last] = found
-    return counts
+    if not num_workers or len(blocks) == 1:
+        return np.concatenate([count(block) for block in blocks])
+    fork, workers = multiprocessing.get_context("fork"), min(num_workers, len(blocks))
+    with fork.Pool(workers, initializer=_kept.append, initargs=(count,)) as pool:
+        return np.concatenate(pool.map(_call_kept, blocks, chunksize=1))
 
 
 def _count_block(

@@ -212,10 +212,8 @@ def _refuse_unwritten(renderer: _Renderer, messages: list[Message], text: str) -
     """Raise if the template leaves out a message or a call, or writes content as Python code."""
     for i, message in enumerate(messages):
         content, parts = message.get("content"), _parts(message)
-        if any(
-            entry and str(entry) in text
-            for entry in [*parts, *([] if isinstance(content, str) else [content])]
-        ):
+        values = [] if isinstance(content, str) else [*parts, content]
+        if any(value and str(value) in text for value in values):
             raise ValueError(
                 f"the chat template writes the content of message {i} as Python code, because it expects a "
                 "string. Give the content as one string."

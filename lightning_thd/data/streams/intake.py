@@ -254,12 +254,11 @@ class Reading(IterableDataset[Read]):
 
     def rows(self, number: int, start: int) -> Iterator[Read]:
         """Yield the records of one shard from a row on."""
-        shard, row, mark = self.shards[number], start - 1, self.marks.get(number)
+        row, mark = start - 1, self.marks.get(number)
+        mark = mark if mark is not None and mark[0] <= start else None
         try:
-            for row, record, after in shard.read(
-                start, mark if mark is not None and mark[0] <= start else None
-            ):
-                yield self._read(number, row, record, after)
+            for row, record, following in self.shards[number].read(start, mark):
+                yield self._read(number, row, record, following)
         except ModuleNotFoundError:
             raise
         except Exception as err:  # a file system, a decoder or the user's iterator failed: no records follow

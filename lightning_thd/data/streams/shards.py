@@ -234,8 +234,8 @@ def _counts_across_shards(dataset: Any) -> str | None:
         for option in ("drop_last_batch", "with_indices"):
             if getattr(step, option, False):
                 return f"{option}=True"
-        steps += [one for one in (getattr(step, "ex_iterable", None),) if one is not None]
-        steps += getattr(step, "ex_iterables", [])
+        inner = [getattr(step, "ex_iterable", None), *getattr(step, "ex_iterables", [])]
+        steps += [one for one in inner if one is not None]
     return None
 
 
