@@ -80,7 +80,7 @@ def broadcast_object(value: Any, group: dist.ProcessGroup | None, source: int) -
 
 
 def all_agree(agrees: bool, device: torch.device) -> bool:
-    """Return whether every rank of the job agrees."""
+    """Return whether ``agrees`` is True on every rank of the job."""
     return all(vote for (vote,) in gather_ints([int(agrees)], group=None, device=device))
 
 

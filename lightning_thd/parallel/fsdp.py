@@ -54,8 +54,8 @@ def models_of(module: nn.Module) -> Iterator[nn.Module]:
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """List the modules that FSDP2 gathers one at a time.
 
-    These are the classes in the model's ``_no_split_modules``, or without that list, elements of ModuleLists.
-    Layers of a vision tower run only on some ranks, so they are gathered with the model.
+    These are the modules of the classes in ``_no_split_modules``, or without such a list, the elements of
+    ModuleLists. Layers of a vision tower run only on some ranks, so they are gathered with the model.
     """
     towers = towers_of(model)
     names: set[str] = set(getattr(model, "_no_split_modules", None) or ())

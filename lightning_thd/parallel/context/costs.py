@@ -57,7 +57,7 @@ class LayerSizes:
 def cheapest_way(
     sizes: LayerSizes, *, cp: int, slots: int, needed_rows: int, pairs: float, most_pairs: float
 ) -> Literal["ulysses", "needed"]:
-    """Return the faster exchange; ``pairs`` are the query-key pairs of all ranks, ``most_pairs`` of one."""
+    """Return the faster exchange for query-key ``pairs`` on all ranks, ``most_pairs`` on the busiest rank."""
     if sizes.heads % cp:
         return "needed"
     kernel_s = (most_pairs - pairs / cp) * sizes.pair_flops / FLOPS_PER_S

@@ -230,6 +230,6 @@ def _treatment(weight: nn.Parameter | None, optimizers: Sequence[Optimizer]) -> 
 
 
 def _other_end(channel: Channel) -> int:
-    """Return the last rank's global rank on the first rank, and the first rank's on the last."""
+    """Return the global rank at the other end of the pipeline; only its first and last rank call this."""
     end = channel.ranks - 1 if channel.rank == 0 else 0
     return dist.get_global_rank(channel.down, end)
