@@ -1,7 +1,8 @@
 """Shards read by all ranks -> the steps of a stream, which all ranks make at the same time.
 
-For each step, ranks read sequences and exchange a table of them (``intake``), plan the same steps from the
-table (``schedule``), and send sequences to the ranks that run them (``ranks``). Sources take turns by shares.
+The engine gathers a table of the sequences that all ranks have read (``intake``), orders them and plans steps
+(``schedule``). All ranks plan from the same table, then send each other the sequences (``ranks``). In a
+mixture, sources take turns by their shares.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +39,7 @@ ROW_BITS = 40  # The low 40 bits of a sequence id are its row, and the others ar
 
 
 class Engine:
-    """Makes the steps of a stream, pass after pass; every method is a collective of the ranks that read."""
+    """Makes the steps of a stream, pass after pass. All ranks that read call its methods in one order."""
 
     def __init__(
         self, settings: Settings, wire: Wire, state: dict[str, Any] | None = None, *, same: bool = False
@@ -47,29 +48,29 @@ class Engine:
         count = len(settings.sources)
         self.ledger = Ledger.fresh(len(settings.shards), count) if state is None else ledger_of(state)
         self._intake = Intake(settings, wire)
-        self.counts = self._intake.counts  # records that were unusable, or changed or left out by a policy
+        self.counts = self._intake.counts  # records that were bad, or that policies left out or changed
         if state is not None:
             self._intake.marks = {shard: [mark] for shard, mark in state["marks"].items()}
         self._restore = None if state is None else (state, same)
-        self._yielded = np.zeros(count, bool)  # sources that gave a sequence in their present pass
+        self._gave = np.zeros(count, bool)  # sources that gave a sequence in their present pass
         self._next: PlannedStep | None = None
         self._to_open = list(range(count))
         self._closed = False  # after the end of a pass or an error, no step is made until ``open_pass``
         self.open_pass()
 
     def open_pass(self) -> None:
-        """Begin the next pass over sources that ended; worker processes start in the calling thread."""
+        """Begin the next pass over sources that ended; workers that read start in the calling thread."""
         for number in self._to_open:
             self._open(number)
         self._to_open, self._closed = [], False
 
     def _open(self, number: int) -> None:
         source, ledger = self._settings.sources[number], self.ledger
-        self._yielded[number] = bool(ledger.cursors[source.first : source.stop].any())
+        self._gave[number] = bool(ledger.cursors[source.first : source.stop].any())
         self._intake.open(number, int(ledger.rounds[number]), ledger.cursors)
 
     def make_next(self) -> RankStep | None:
-        """Make the next step; return None after the end of a pass, until the next pass is opened."""
+        """Make the next step; None once the pass has ended or failed, until ``open_pass`` is called."""
         if self._closed:
             return None
         self._closed = True
@@ -79,13 +80,7 @@ class Engine:
 
     def make(self) -> RankStep | None:
         """Plan, exchange and collate the next step; return None if this pass has no more steps."""
-        settings = self._settings
-        if self._restore is not None:
-            (state, same), self._restore = self._restore, None
-            found = self._intake.read_again(pending_rows(state))
-            self.ledger = restored_ledger(
-                state, found, dp=self._wire.ranks, same=same, source_of=settings.source_of
-            )
+        ledger = self._restored()
         planned = self._next if self._next is not None else self._plan()
         self._next = None
         if planned is None:
@@ -95,26 +90,43 @@ class Engine:
         try:
             step = self._collated(planned, microbatches)
         except Exception as err:
-            self._intake.failure = err
-            self._plan()  # sends the error to the other ranks, which wait, and raises it on every rank
-            raise
-        self.ledger.steps += 1
-        whole = self.ledger.rounds.copy()  # for each source, the passes whose sequences were all used
-        for table in (self.ledger.pool, *(step.table for step in self.ledger.planned)):
-            np.minimum.at(whole, settings.source_of[table["shard"]], table["round"])
-        last = settings.dry == "restart" and int(whole.min()) > self.ledger.number
+            self._intake.fail(err)  # in the collective with which the other ranks plan their next step
+        ledger.steps += 1
+        last = self._settings.dry == "restart" and self._whole_passes() > ledger.number
         if last:
-            self.ledger.number, self.ledger.steps = self.ledger.number + 1, 0
-        state = self._state()
+            ledger.number, ledger.steps = ledger.number + 1, 0
+        state = self._state()  # before planning ahead, which moves the ledger
         self._next = self._plan()  # the model runs an earlier step meanwhile
         if self._next is None and not last:
             last = True
             self._end_pass()
             state = self._state()
-        sources = settings.source_of[planned.table["shard"]]
+        return RankStep(batches=[step], last=last, stream=state, tokens=self._tokens_of(planned))
+
+    def _restored(self) -> Ledger:
+        """Return the ledger; the first call after a resume reads the pending sequences of the state again."""
+        if self._restore is not None:
+            (state, same), self._restore = self._restore, None
+            found = self._intake.read_again(pending_rows(state))
+            self.ledger = restored_ledger(
+                state, found, dp=self._wire.ranks, same=same, source_of=self._settings.source_of
+            )
+        return self.ledger
+
+    def _whole_passes(self) -> int:
+        """Return the number of passes whose sequences are all used, of the source that has fewest."""
+        whole = self.ledger.rounds.copy()
+        for table in (self.ledger.pool, *(step.table for step in self.ledger.planned)):
+            np.minimum.at(whole, self._settings.source_of[table["shard"]], table["round"])
+        return int(whole.min())
+
+    def _tokens_of(self, planned: PlannedStep) -> IntArray | None:
+        """Return the tokens of each source of a mixture in a step, int64 ``[N]``; None without a mixture."""
+        if not self._settings.names:
+            return None
+        sources = self._settings.source_of[planned.table["shard"]]
         weights = planned.table["length"].astype(np.float64)
-        tokens = np.bincount(sources, weights=weights, minlength=len(self._yielded)).astype(np.int64)
-        return RankStep(batches=[step], last=last, stream=state, tokens=tokens if settings.names else None)
+        return np.bincount(sources, weights=weights, minlength=len(self._gave)).astype(np.int64)
 
     def _state(self) -> dict[str, Any]:
         """Return the state of the stream for a checkpoint, with saved states of its sources."""
@@ -166,15 +178,15 @@ class Engine:
             target += settings.window
 
     def _gather(self, window: int, *, most: int | None = None) -> None:
-        """Read until each rank holds ``window`` unplanned sequences, and add them to the pool."""
+        """Read until each rank holds ``window`` unplanned sequences, but at most ``most`` of each source.
+
+        The collective runs even if nothing is left to read, because it also brings the errors of other ranks.
+        """
         settings, ledger, intake = self._settings, self.ledger, self._intake
         wanted = wanted_of(window, ledger, settings, intake.exhausted)
-        wanted = wanted if most is None else np.minimum(wanted, most)
-        if not wanted.any():
-            return
-        fresh = intake.gather(wanted)
+        fresh = intake.gather(wanted if most is None else np.minimum(wanted, most))
         np.maximum.at(ledger.cursors, fresh["shard"], fresh["row"] + 1)
-        self._yielded[np.unique(settings.source_of[fresh["shard"]])] = True
+        self._gave[np.unique(settings.source_of[fresh["shard"]])] = True
         ledger.pool = np.concatenate([ledger.pool, fresh])
         if settings.dry == "restart":
             for number in np.flatnonzero(intake.dry).tolist():
@@ -183,7 +195,7 @@ class Engine:
     def _restart(self, number: int) -> None:
         """Begin the next pass over a source of a mixture that ran dry."""
         source, ledger = self._settings.sources[number], self.ledger
-        if not self._yielded[number]:
+        if not self._gave[number]:
             raise ValueError(f"The source {source.name!r} gave no sequence in a whole pass. Leave it out.")
         ledger.cursors[source.first : source.stop] = 0
         ledger.rounds[number] += 1
@@ -213,33 +225,39 @@ class Engine:
         return THDStep(batches)
 
 
+class RanDry(NamedTuple):
+    """A source that ran dry, and the number of turns that all sources had taken by then."""
+
+    turns: int
+    source: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
     """The order in which sequences of the pool are used, as far as it is known."""
 
     rows: IntArray  # int64, positions in the pool of sequences whose turn is known, in order
     rest: IntArray  # int64, positions of all other sequences, in the order of the pool
-    ended: bool  # whether the pass ends with ``rows``
-    phases: tuple[tuple[int, int], ...] = ()  # (turns before, source) for each source that ran dry
+    ended: bool  # the pass ends after ``rows``
+    ran_dry: Sequence[RanDry] = ()  # sources that ran dry within ``rows``, in order; only with dry="rest"
 
     def after(
         self, ledger: Ledger, steps: Sequence[PlannedStep], source_of: IntArray
     ) -> tuple[IntArray, BoolArray]:
-        """Return ``Ledger.drawn`` and ``Ledger.out`` as they are after some steps."""
-        used = np.zeros(len(ledger.pool), bool)
+        """Return ``Ledger.drawn`` and ``Ledger.out`` as they are once ``steps`` are used."""
+        taken = np.zeros(len(ledger.pool), bool)
         for step in steps:
-            used[step.table["at"]] = True
-        sources = source_of[ledger.pool["shard"]]
+            taken[step.table["at"]] = True
+        source_of_row = source_of[ledger.pool["shard"]]
+        unused = set(np.unique(source_of_row[~taken]).tolist())
         out, drawn, begin = ledger.out.copy(), ledger.drawn, 0
-        unused = set(np.unique(sources[~used]).tolist())
-        for position, source in self.phases:
+        # A source is out once none of its sequences is left unused. Then the counts of all sources restart.
+        for turns, source in self.ran_dry:
             if source in unused:
                 break
-            out[source], begin = True, position
-            drawn = np.zeros_like(drawn)  # counts start at 0 whenever a source runs dry
+            out[source], drawn, begin = True, np.zeros_like(drawn), turns
         rows = self.rows[begin:]
-        counts = np.bincount(sources[rows[used[rows]]], minlength=len(drawn))
-        return drawn + counts, out
+        return drawn + np.bincount(source_of_row[rows[taken[rows]]], minlength=len(drawn)), out
 
 
 def shares_of(settings: Settings, out: BoolArray) -> dict[int, int]:
@@ -247,47 +265,56 @@ def shares_of(settings: Settings, out: BoolArray) -> dict[int, int]:
     return {number: source.share for number, source in enumerate(settings.sources) if not out[number]}
 
 
-def order_of(ledger: Ledger, settings: Settings, exhausted: BoolArray) -> Order:
-    """Shuffle the pool, and let sources take turns by their shares."""
-    pool, sources, scheduling = ledger.pool, settings.sources, settings.scheduling
-    source_of = settings.source_of[pool["shard"]]
+def order_of(ledger: Ledger, settings: Settings, dry: BoolArray) -> Order:
+    """Shuffle the pool, and let sources take turns by shares; ``dry`` marks sources with nothing to read."""
+    queues = _queues(ledger, settings)
+    if len(queues) == 1:
+        return Order(rows=queues[0], rest=queues[0][:0], ended=bool(dry.all()))
+    turns, ran_dry, ended = _turns([*map(len, queues)], ledger, settings, dry)
+    rows = np.empty(len(turns), np.int64)
+    for number, queue in enumerate(queues):
+        own = turns == number
+        rows[own] = queue[: np.count_nonzero(own)]
+    rest = np.ones(len(ledger.pool), bool)
+    rest[rows] = False
+    ran_dry = ran_dry if settings.dry == "rest" else []
+    return Order(rows=rows, rest=np.flatnonzero(rest), ended=ended, ran_dry=ran_dry)
+
+
+def _queues(ledger: Ledger, settings: Settings) -> list[IntArray]:
+    """Return for each source its positions in the pool, int64, in the order of their use."""
+    source_of_row = settings.source_of[ledger.pool["shard"]]
     rng = np.random.default_rng([settings.seed, ledger.number, ledger.steps, 1])
     queues = []
-    for number, source in enumerate(sources):
-        queue = np.flatnonzero(source_of == number) if len(sources) > 1 else np.arange(len(pool))
+    for number, source in enumerate(settings.sources):
+        queue = np.flatnonzero(source_of_row == number)
         if source.shuffle_buffer:
             queue = queue[rng.permutation(len(queue))]
-            queue = queue[np.argsort(pool["round"][queue], kind="stable")]  # earlier passes first
+            queue = queue[np.argsort(ledger.pool["round"][queue], kind="stable")]  # earlier passes first
         queues.append(queue)
-    if len(sources) == 1:
-        return Order(rows=queues[0], rest=queues[0][:0], ended=bool(exhausted.all()))
+    return queues
+
+
+def _turns(
+    waiting: list[int], ledger: Ledger, settings: Settings, dry: BoolArray
+) -> tuple[IntArray, list[RanDry], bool]:
+    """Return the source of each next sequence, the sources that ran dry, and whether the pass then ends."""
+    step, unused = settings.scheduling.step, np.array(waiting, np.int64)
     out, drawn = ledger.out.copy(), ledger.drawn
     turns: list[int] = []
-    phases: list[tuple[int, int]] = []
-    used = np.zeros(len(sources), np.int64)
+    ran_dry: list[RanDry] = []
     ended = bool(out.all())
     while not ended:
-        waiting = [len(queue) - count for queue, count in zip(queues, used.tolist(), strict=True)]
-        left = scheduling.needed - len(turns) if isinstance(scheduling.step, Sequences) else None
-        more, blocked = take_turns(shares_of(settings, out), drawn.tolist(), waiting, left)
+        still_wanted = step.n - len(turns) if isinstance(step, Sequences) else None
+        more, empty = take_turns(shares_of(settings, out), drawn.tolist(), unused.tolist(), still_wanted)
         turns += more
-        used += np.bincount(np.array(more, np.int64), minlength=len(sources))
-        if blocked is None or not exhausted[blocked]:
-            break
-        out[blocked], drawn = True, np.zeros_like(drawn)
-        phases.append((len(turns), blocked))
+        unused -= np.bincount(np.array(more, np.int64), minlength=len(unused))
+        if empty is None or not dry[empty]:
+            break  # enough turns, or a source must be read first
+        ran_dry.append(RanDry(len(turns), empty))
+        out[empty], drawn = True, np.zeros_like(drawn)
         ended = settings.dry == "stop" or bool(out.all())
-    rows, chosen = np.empty(len(turns), np.int64), np.array(turns, np.int64)
-    for number, queue in enumerate(queues):
-        rows[chosen == number] = queue[: used[number]]
-    rest = np.ones(len(pool), bool)
-    rest[rows] = False
-    return Order(
-        rows=rows,
-        rest=np.flatnonzero(rest),
-        ended=ended,
-        phases=tuple(phases) if settings.dry == "rest" else (),
-    )
+    return np.array(turns, np.int64), ran_dry, ended
 
 
 def wanted_of(window: int, ledger: Ledger, settings: Settings, exhausted: BoolArray) -> IntArray:
@@ -296,13 +323,15 @@ def wanted_of(window: int, ledger: Ledger, settings: Settings, exhausted: BoolAr
     place = settings.source_of[ledger.pool["shard"]] * ranks + ledger.pool["holder"]
     held = np.bincount(place, minlength=sources * ranks).reshape(sources, ranks)
     wanted = np.zeros((sources, ranks), np.int64)
-    reading = [i for i in shares if not exhausted[i].all()]
-    if not reading:
+    still_read = [i for i in shares if not exhausted[i].all()]
+    if not still_read:
         return wanted
-    active = int((~exhausted[reading]).any(0).sum())
+    active = int((~exhausted[still_read]).any(0).sum())  # ranks that can still read
     total, parts = max(window * active, settings.scheduling.needed), sum(shares.values())
-    for i in reading:
-        needed = -(-total * shares[i] // parts) + (len(shares) > 1)
-        each = max(-(-needed // int((~exhausted[i]).sum())), settings.sources[i].shuffle_buffer)
-        wanted[i] = np.where(exhausted[i], 0, np.maximum(0, each - held[i]))
+    for i in still_read:
+        # A source of several may be one turn ahead of its share.
+        of_source = -(-total * shares[i] // parts) + (len(shares) > 1)
+        readers = ~exhausted[i]
+        per_rank = max(-(-of_source // int(readers.sum())), settings.sources[i].shuffle_buffer)
+        wanted[i] = np.where(readers, np.maximum(0, per_rank - held[i]), 0)
     return wanted

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -78,7 +78,6 @@ class Intake:
     def __init__(self, settings: Settings, wire: Wire) -> None:
         self._settings, self._sources, self._wire = settings, settings.sources, wire
         self.payloads: Payloads = {}  # unused sequences that this rank holds
-        self.failure: Exception | None = None  # an error of this rank, to be sent to all ranks
         self.exhausted = np.zeros((len(self._sources), wire.ranks), bool)  # parts that were read to the end
         self.marks: dict[int, list[Mark]] = {}  # saved states of the shards that can save one, in order
         self.counts = dict.fromkeys(("bad", "tail_dropped", *POLICIES), 0)
@@ -86,7 +85,7 @@ class Intake:
         self._readers: dict[int, Reader] = {}  # the reader of each source
 
     def open(self, number: int, round_: int, cursors: IntArray) -> None:
-        """Begin a pass over a source; worker processes start in the calling thread."""
+        """Begin a pass over a source; workers that read start in the calling thread."""
         settings, source, before = self._settings, self._sources[number], self._readers.get(number)
         shards = np.arange(source.first, source.stop)
         sizes = [settings.shards[i].size for i in shards.tolist()]
@@ -125,11 +124,21 @@ class Intake:
         """Read the unused sequences of a checkpoint again, on the ranks of their shards; a collective."""
         return self._exchange(lambda _, reader: reader.read_again(pending))
 
+    def fail(self, error: Exception) -> NoReturn:
+        """Send an error of this rank in the collective in which the others gather; all ranks raise it."""
+
+        def read(number: int, reader: Reader) -> list[Read]:
+            raise error
+
+        self._exchange(read)
+        raise error
+
     def _exchange(self, read: Callable[[int, Reader], list[Read]]) -> Table:
         """Call ``read`` for each source, and return a ``POOL`` table of what all ranks read; a collective."""
-        failure, reads, marks = self.failure, list[Read](), dict[int, list[Mark]]()
+        failure: Exception | None = None
+        reads, marks = list[Read](), dict[int, list[Mark]]()
         try:
-            for number, reader in self._readers.items() if failure is None else ():
+            for number, reader in self._readers.items():
                 reads += read(number, reader)
         except Exception as err:  # the error is sent to the other ranks, which wait
             failure, reads = err, []
