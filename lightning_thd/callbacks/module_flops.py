@@ -145,8 +145,8 @@ class ModuleFlops:
         if slots and slots not in self._shapes and len(self._shapes) < _MAX_SHAPES:
             if not self._shapes:
                 rank_zero_info(
-                    "No transformers config was found to count FLOPs from: one step of every new shape is "
-                    "counted with torch's FlopCounterMode. For exact counts pass flops_model=."
+                    "No transformers config tells the FLOPs: one step of every new shape is counted with "
+                    "torch's FlopCounterMode. For exact counts pass flops_model=."
                 )
             self._shapes.append(slots)
             self._slow = True

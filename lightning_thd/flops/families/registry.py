@@ -32,8 +32,7 @@ def read_config(config: Any) -> tuple[str, tuple[Layer, ...], int, int | None]:
     if read is None:
         raise ValueError(
             f"No FLOP count is known for model_type={sizes.model_type!r}. Register one with "
-            f"FlopsModel.register({sizes.model_type!r}, builder), or count with FlopsModel.from_module. "
-            f"Known: {', '.join(sorted({*_FAMILIES, *_REGISTERED}))}."
+            f"FlopsModel.register({sizes.model_type!r}, builder), or count with FlopsModel.from_module."
         )
     if text.model_type.startswith("gemma4") and sees_both_ways(text):
         raise ValueError(
