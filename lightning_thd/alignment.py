@@ -68,7 +68,7 @@ class Alignment:
         flags(sequence_parallel=sequence_parallel)
         choice(layout, "layout", *get_args(Layout))
         if recipe is not None:
-            advice = "Delayed and current scaling and torchao are 'tensorwise'."
+            advice = "Use 'tensorwise' for delayed scaling, current scaling and torchao."
             choice(recipe, "recipe", *TOKEN_MULTIPLE, advice=advice)
         slot_ranks = cp * tp if sequence_parallel else cp
         sequence_multiple = 2 * cp if cp > 1 and layout in ("dual_chunk", "mixed") else 1

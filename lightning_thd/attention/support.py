@@ -207,7 +207,7 @@ def _notice_slow(kernel: Kernel, request: Request) -> None:
 
 
 def why_not(kernel: Kernel, request: Request) -> str | None:
-    """Return why a kernel cannot run a call and what to change, or None if it can."""
+    """Return why a kernel cannot run a call, or None if it can."""
     row = SUPPORT[kernel]
     if request.device != row.device and row.device != "any":
         return f"runs on {row.device} tensors, these are on {request.device}; move them .to({row.device!r})"
@@ -222,7 +222,7 @@ def why_not(kernel: Kernel, request: Request) -> str | None:
         return f"takes bfloat16 from compute capability {row.bf16_from} on, this GPU has {capability}"
     sizes = row.sizes(request.head_size, request.value_size)
     if sizes is None:
-        return f"has head sizes {row.sizes_text}, not ({request.head_size}, {request.value_size})"
+        return f"does not take head sizes ({request.head_size}, {request.value_size}); takes {row.sizes_text}"
     if request.spec.softcap and not row.softcap:
         return "has no softcap"
     if request.spec.softcap and row.softcap_to is not None:

@@ -27,7 +27,8 @@ class PackingCheck(L.Callback):
             (``"policy.model"``). The default is the first transformers model in the module.
         vocab_size: the number of token ids; by default that of the model's config.
         lengths: the lengths of the test sequences.
-        grad: also check gradients. Sharded parameters turn this off, because FSDP2 would reduce gradients.
+        grad: also check gradients. If parameters are sharded, this is off, because FSDP2 would reduce their
+            gradients over ranks.
         tolerance: the largest allowed difference between packed and separate sequences; None derives it
             from the dtype.
     """

@@ -29,7 +29,7 @@ class SourceLog:
         self._steps: list[tuple[tuple[int, int], NDArray[np.int64] | int]] = []
         self.restore(tokens)
         self._announced: tuple[tuple[int, ...], ...] = ()  # sequence ids of the microbatches of this batch
-        # Loss and weight of each source since the last log, fp64 [2, K + 1]; the last column is padding.
+        # Loss and weight of each of the K sources since the last log, and of padding: fp64 [2, K + 1].
         self._sums: Tensor | None = None
 
     def begin(self, trainer: L.Trainer, batch: THDBatch | THDStep) -> None:
@@ -61,7 +61,7 @@ class SourceLog:
         self._sums.index_add_(1, source, found[:, : len(source)] / scale)
 
     def _source_of_slots(self, batch: THDBatch) -> Tensor:
-        """Return the number of the source of each slot, int64 ``[T]``; padding has the number of sources."""
+        """Return the number of each slot's source, int64 ``[T]``; for padding it is the number of sources."""
         sources = self.loader.source.source_of(np.asarray(batch.sequence_ids, np.int64))
         of_sequence: Tensor = uploaded(np.append(sources, len(self._names)), batch.targets.device)
         sequence = seq_idx_from_cu_seqlens(batch.cu_seqlens_padded, batch.targets.shape[-1])
@@ -123,7 +123,7 @@ class LogsSources(L.LightningDataModule):
     _restored: Mapping[str, int] = MappingProxyType({})
 
     def _log_sources(self, loader: THDLoader) -> None:
-        """Make the log of a loader of a mixture; loaders of the same plan share one log."""
+        """Make the log for a loader's mixture; loaders of the same plan share one."""
         before = None if self._source_log is None else self._source_log.loader
         same = before is not None and before.planner is loader.planner is not None
         if loader.source.names and before is not loader and not same:

@@ -1,6 +1,6 @@
 """An evaluation set of a Trainer -> its packs, their mean loss, and one padded row per sequence for metrics.
 
-Legend: S sequences, N tokens of the longest sequence, V vocabulary.
+Legend: S sequences, N tokens of the longest sequence.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
     """Runs a Trainer's evaluation and prediction on packs; a base of the classes of ``packed_trainer``."""
 
     control: Any
-    _evaluated: tuple[str, int] | None = None  # the last metrics' prefix, and their number of packs
+    _evaluated: tuple[str, int] | None = None  # the prefix of the last evaluation's metrics, its number of packs
 
     @property
     def _logs_entropy(self) -> bool:
@@ -42,7 +42,7 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
         return hasattr(self, "_metrics")
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> TrainerPacks:
-        """Return a loader of this rank's evaluation packs, which hold every sequence once."""
+        """Return a loader of this rank's evaluation packs; those of all ranks hold every sequence once."""
         dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]
@@ -74,7 +74,7 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
         return self.get_eval_dataloader(test_dataset)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Predict as the base class does, but report steps per second in packs."""
+        """Predict as the base class does, but count each pack as a step in the steps per second."""
         output = super().predict(*args, **kwargs)
         self._count_packs(output.metrics)
         return output

@@ -14,8 +14,9 @@ from types import ModuleType
 from typing import Any, Final
 
 NAME = "thd"
-# Release 5.14 leaks in Mamba2 silently, and 5.15 does not show that a head is sharded over ranks. setup.cfg
-# asks for 5.19, the oldest release in tests; 5.18 raises, because it returns no logits of DeepSeek's routers.
+# The oldest release of transformers that may run "thd": 5.14 leaks in Mamba2 silently, and 5.15 does not show
+# that a head is sharded over ranks. setup.cfg asks for 5.19, the oldest release in tests. With 5.18,
+# balancing DeepSeek's experts raises, because that release returns no logits of their routers.
 OLDEST: Final = (5, 17)
 Callback = Callable[[ModuleType], None]
 _done: set[str] = set()

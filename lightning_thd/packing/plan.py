@@ -17,7 +17,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class _StepSize:
-    """A base that is not a dataclass, so that jsonargparse reads a step size by its class, not its fields."""
+    """The base of step sizes. It is no dataclass, so jsonargparse takes ``class_path``, not bare fields."""
 
     __slots__ = ()
 
@@ -84,13 +84,16 @@ Weigh = Callable[[Spans], FloatArray | None]
 
 
 def step_scale(weight: float, *, dp: int, num_microbatches: int) -> float:
-    """Return the loss scale: the mean of ``sum of losses * scale`` over microbatches is the mean loss."""
+    """Return the factor that turns the mean of the microbatches' sums of losses into the mean loss.
+
+    ``weight`` is the summed weight of the step's loss tokens. There are ``dp * num_microbatches`` sums.
+    """
     return dp * num_microbatches / weight if weight else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepPlan:
-    """The plan of one optimizer step, the same on every rank; all ranks run as many microbatches."""
+    """The plan of one optimizer step, the same on every rank; all ranks run equally many microbatches."""
 
     epoch: int  # number of the epoch
     step: int  # number of the step in its epoch
@@ -105,7 +108,7 @@ class StepPlan:
     span_work: npt.NDArray[np.float64]  # float64 ``[S]``, the work of each piece, including its images
     patches: IntArray  # int64 ``[S]``, the image patches of each piece
     real_tokens: int  # tokens of all pieces
-    sequences: int  # sequences in the step, each split sequence counted once
+    sequences: int  # sequences whose first piece is in the step
     weigh: Weigh | None = None  # computes the weights of spans; None if the planner was given no loss tokens
 
     @classmethod
@@ -138,7 +141,7 @@ class StepPlan:
 
     @cached_property
     def weights(self) -> FloatArray | None:
-        """Return float64 ``[2, dp, M]``: the weights of loss tokens and of sequences in each microbatch."""
+        """Return float64 ``[2, dp, num_microbatches]``, the weights of loss tokens and of sequences."""
         found = None if self.weigh is None else self.weigh(self.spans)
         if found is None:
             return None
@@ -148,7 +151,11 @@ class StepPlan:
         return np.array(sums, np.float64).reshape(2, self.dp, -1)
 
     def scales(self, counted: int | None = None) -> tuple[float, float] | None:
-        """Return the loss scale and sequence scale of the first ``counted`` microbatches; None if unknown."""
+        """Return the scales for sums over loss tokens and over sequences; None if weights are unknown.
+
+        If the epoch ends inside the step, each rank runs only its first ``counted`` microbatches, and only
+        their weights are summed. ``num_microbatches`` stays, because Lightning divides by it all the same.
+        """
         if self.weights is None:
             return None
         tokens, sequences = self.weights[:, :, :counted].sum(axis=(1, 2)).tolist()
@@ -157,18 +164,18 @@ class StepPlan:
 
     @cached_property
     def tokens(self) -> FloatArray:
-        """Return float64 ``[dp, M]``, the input tokens of each microbatch."""
+        """Return float64 ``[dp, num_microbatches]``, the input tokens of each microbatch."""
         before = np.concatenate([[0], np.cumsum(self.spans.lengths)])
         return np.diff(before[self.offsets]).reshape(self.dp, -1).astype(np.float64)
 
     def token_scale(self, counted: int | None = None) -> float:
-        """Return dp x microbatches / input tokens of the first ``counted`` microbatches of each rank."""
+        """Return the scale for sums over input tokens; ``counted`` is as in ``scales``."""
         tokens = float(self.tokens[:, :counted].sum())
         return step_scale(tokens, dp=self.dp, num_microbatches=self.num_microbatches)
 
     @property
     def loss_tokens(self) -> float | None:
-        """Return the summed weight of the step's loss tokens, by default their number; None if unknown."""
+        """Return the summed weight of the loss tokens; without weights, their number. None if unknown."""
         return None if self.weights is None else float(self.weights[0].sum())
 
     @property

@@ -82,6 +82,9 @@ def test_sequences_are_planned_anew_and_packs_are_kept(num_workers: int) -> None
 
 def test_packs_need_packs_and_room() -> None:
     rows = rows_of(sequences(40))
+    for keys in ({"input_ids"}, {"lengths"}):
+        with pytest.raises(ValueError, match=rf"keys \['{min(keys)}'\]; wanted input_ids and one of lengths"):
+            holds_packs([{key: rows[0][key] for key in keys}], sure=True)
     with pytest.raises(ValueError, match="A schedule cannot serve"):
         batches_of(THDDataModule(rows, capacity=200, packed="packs", global_batch=Sequences(4)))
     with pytest.raises(ValueError, match=r"Microbatch \d+ of the schedule takes \d+ slots"):
@@ -107,9 +110,9 @@ def test_custom_positions_can_be_kept() -> None:
         ({"lengths": [2], "cu_seqlens_padded": [0, 2]}, "carries cu_seqlens_padded, which cannot be divided"),
         (
             {"lengths": [2], "position_ids": [0, 1]},
-            "has lengths and position_ids; give exactly one of lengths",
+            "has lengths and position_ids of lengths, .*; wanted exactly one. Keep one",
         ),
-        ({"lengths": [1], "attention_mask": [1, 1]}, "attention_mask is not 1 in the 1 slots that lengths"),
+        ({"lengths": [1], "attention_mask": [1, 1]}, "attention_mask must be 1 in exactly the first 1 slots"),
         ({"position_ids": [0]}, "2 input_ids but 1 position_ids"),
         ({"labels": [1], "lengths": [2]}, "2 input_ids but 1 labels"),
         ({"lengths": [2], "pixel_values": [[1.0]]}, "carries pixel_values, which cannot be divided"),
@@ -133,7 +136,7 @@ def test_a_row_of_several_sequences_behind_one_of_one(kind: type[list[dict[str, 
     single, double = {"input_ids": [1, 2, 3]}, {"input_ids": [1, 2, 3, 4], "position_ids": [0, 1, 0, 1]}
     with pytest.raises(ValueError, match=r"Sequence 1 is bad: its position_ids begin again.*packed='off'"):
         batches_of(THDDataModule(kind([single, double]), capacity=16))
-    with pytest.raises(ValueError, match=r"Row 1 has none; give exactly one of lengths.*packed='off'"):
+    with pytest.raises(ValueError, match=r"Row 1 has none of lengths, .*; wanted exactly one.*packed='off'"):
         batches_of(THDDataModule(kind([double, single]), capacity=16))
     [batch] = batches_of(THDDataModule(kind([single, double]), capacity=16, packed="off"))
     assert sorted(batch.position_ids.tolist()) == [0, 0, 0, 1, 1, 1, 2]

@@ -229,7 +229,7 @@ def test_lists_globs_and_folders_are_files_and_not_documents(tmp_path: Path) -> 
         with pytest.raises(ValueError, match="no file matches it"):
             open_source(nothing)
     table = write(folder, "a.csv", "text\nhi\n")
-    with pytest.raises(ValueError, match="a.csv is a table, and other files are not"):
+    with pytest.raises(ValueError, match="a.csv is a table. Tables are not read beside other files"):
         open_source([table, a])
     note = write(folder, "notes.txt", "x")
     with pytest.raises(ValueError, match="is one document of text, but other files hold records"):

@@ -100,7 +100,7 @@ def encode_chat(
     messages = list(messages)
     text = renderer.render(messages)
     read = [calls_read(message, text) for message in messages]
-    if read != messages:  # the template would quote the JSON arguments of calls twice
+    if read != messages:  # as JSON text, the template would quote the arguments of calls again
         messages, text = read, renderer.render(read)
     _refuse_unread(template, renderer.options, messages, text)
     _refuse_unwritten(renderer, messages, text)
@@ -110,18 +110,27 @@ def encode_chat(
     bounds = [_answer_span(renderer, messages, i, text) for i in answers]
     ids, cuts = _encode_with_edges(tokenizer, text, sorted({edge for bound in bounds for edge in bound}))
     mask = np.zeros(len(ids), bool)
-    eos = getattr(tokenizer, "eos_token", None)
     for i, (start, stop) in zip(answers, bounds, strict=True):
-        first, last = cuts[start], cuts[stop]
-        # Learn up to the EOS that ends the turn, without the text that the template adds after it.
-        inside = str(messages[i]).count(eos) if eos else 0  # EOS in the message itself, which ends no turn
-        ends = [at + 1 for at in range(first, last) if ids[at] == tokenizer.eos_token_id]
-        end = ends[-1] if len(ends) > inside else last
-        after = text[start:stop].rpartition(eos)[2].strip() if end < last and eos else ""
-        if after and any(words in after or after in words for words in _words(messages[i])):
-            end = last  # this EOS is inside the turn: words of the message follow
-        mask[first:end] = True
+        first, turn = cuts[start], ids[cuts[start] : cuts[stop]]
+        mask[first : first + _learned_tokens(turn, text[start:stop], messages[i], tokenizer)] = True
     return ids, mask
+
+
+def _learned_tokens(turn: list[int], text: str, message: Message, tokenizer: Any) -> int:
+    """Return how many tokens of a turn are learned: those up to its last EOS, if that EOS ends the turn.
+
+    What the template adds after it is not learned. EOS in the message's own text end no turn. If words of the
+    message follow the last EOS, it does not end the turn. Then the whole turn is learned.
+    """
+    eos = getattr(tokenizer, "eos_token", None)
+    eos_in_message = str(message).count(eos) if eos else 0
+    after_eos = [at + 1 for at, token in enumerate(turn) if token == tokenizer.eos_token_id]
+    if len(after_eos) <= eos_in_message:
+        return len(turn)
+    text_after_eos = text.rpartition(eos)[2].strip() if eos else ""
+    if text_after_eos and any(x in text_after_eos or text_after_eos in x for x in _words(message)):
+        return len(turn)
+    return after_eos[-1]
 
 
 def _words(value: Any) -> Iterator[str]:
@@ -215,8 +224,8 @@ def _refuse_unwritten(renderer: _Renderer, messages: list[Message], text: str) -
         values = [] if isinstance(content, str) else [*parts, content]
         if any(value and str(value) in text for value in values):
             raise ValueError(
-                f"the chat template writes the content of message {i} as Python code, because it expects a "
-                "string. Give the content as one string."
+                f"the chat template writes the content of message {i} as Python code, because it takes only "
+                "strings. Give the content as one string."
             )
         calls = list(other_calls(message))
         for name, changed in calls:
@@ -243,7 +252,7 @@ def _renders_alike(renderer: _Renderer, messages: list[Message], i: int, changed
     """Return whether the template writes the same text if message ``i`` is replaced by ``changed``."""
     try:
         return renderer.render([*messages[:i], changed, *messages[i + 1 :]]) == text
-    except ValueError:  # the template refuses the change, so it reads this message
+    except ValueError:  # the template refuses the other message, so it reads what differs
         return False
 
 
@@ -266,7 +275,7 @@ def _encode_marked(
     edges = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2)
     mask = np.zeros(len(ids), bool)
     for start, stop in spans:
-        # Find tokens by their offsets, because a tokenizer may have no token for a blank at the edge.
+        # Take every token that overlaps the span, because a blank at its edge may be in no token.
         inside = np.flatnonzero((edges[:, 0] < stop) & (edges[:, 1] > start))
         if inside.size and start < stop:
             mask[inside[0] : inside[-1] + 1] = True
@@ -279,7 +288,7 @@ def _encode_marked(
 
 
 def _marked_spans(renderer: _Renderer, messages: list[Message], text: str, template: str) -> Spans:
-    """Return where each part of ``text`` that the template marks begins and ends."""
+    """Return ``(start, stop)``, in characters, of each part of ``text`` that the template marks."""
     # Render again with private-use characters in place of the markers.
     unused = (sign for sign in map(chr, range(0xE000, 0xF8FF)) if sign not in text and sign not in template)
     begin, end = next(unused), next(unused)
@@ -300,14 +309,14 @@ def _marked_spans(renderer: _Renderer, messages: list[Message], text: str, templ
             plain += part
     if plain != text:
         raise ValueError(
-            "the chat template writes other text inside {% generation %} than without the markers. "
-            "Put the markers around text that the template writes directly."
+            "the chat template writes another text when its {% generation %} markers are removed. "
+            "Put the markers around text only, with no {% set %} between them."
         )
     return spans
 
 
 def _answer_span(renderer: _Renderer, messages: list[Message], i: int, text: str) -> tuple[int, int]:
-    """Return where the answer in message ``i`` begins and ends in ``text``."""
+    """Return ``(start, stop)``, in characters of ``text``, of what the assistant says in message ``i``."""
     after = renderer.render(messages[: i + 1])
     before = renderer.render(messages[:i], prompt=True) if i else _before_first(renderer, messages, after)
     if not text.startswith(after):
@@ -317,8 +326,8 @@ def _answer_span(renderer: _Renderer, messages: list[Message], i: int, text: str
         )
     if not after.startswith(before):
         raise ValueError(
-            f"the chat template asks for message {i} with {before[-24:]!r}, but begins the answer "
-            "differently. Mark answers with {% generation %}."
+            f"the chat template ends a prompt for message {i} with {before[-24:]!r}, but does not write that "
+            "before the answer. Mark answers with {% generation %}."
         )
     return len(before), len(after)
 
@@ -327,7 +336,7 @@ def _before_first(renderer: _Renderer, messages: list[Message], after: str) -> s
     """Return the text before the answer if it is message 0; a template may add a system prompt there."""
     asked, bare = [{"role": "user", "content": "x"}], _Renderer(renderer.tokenizer, None, renderer.options)
     try:
-        # No messages before the answer can be rendered. So find the header that asks for an answer.
+        # Templates cannot render zero messages. So take the header of an answer from a made-up question.
         header = bare.render(asked, prompt=True).removeprefix(bare.render(asked))
     except ValueError:
         header = ""
@@ -338,7 +347,7 @@ def _before_first(renderer: _Renderer, messages: list[Message], after: str) -> s
 
 
 def _encode_with_edges(tokenizer: Any, text: str, edges: list[int]) -> tuple[list[int], dict[int, int]]:
-    """Encode a text; return its ids, and the token that begins at each character of ``edges``."""
+    """Return the ids of a text, and for each character position in ``edges`` the token that begins there."""
 
     def encode(part: str) -> list[int]:
         return list(tokenizer(part, add_special_tokens=False)["input_ids"])

@@ -6,7 +6,8 @@ A row is ``input_ids`` (and ``labels``) with one of these beside it:
 - ``cu_seqlens``: offsets from 0, cumulative lengths;
 - ``position_ids``: one per token, counting up from 0 in every sequence.
 
-The rest of a row is padding: slots at the end with ``attention_mask`` 0, or with position 0.
+The rest of a row is padding: slots behind the last sequence, slots whose ``attention_mask`` is 0 or, without
+a mask, zeros at the end of ``position_ids``.
 """
 
 from __future__ import annotations
@@ -30,16 +31,18 @@ IntArray = NDArray[np.int64]
 _VERSION = 3
 _BOUNDARIES = ("lengths", "seq_lengths", "cu_seqlens", "position_ids")
 _READ = {"input_ids", "labels", "attention_mask", *_BOUNDARIES}
-_PADDING_FROM = 8  # This many repeats of one id at the end of a row look like padding.
+_PADDING_FROM = 8  # one id that is repeated this often at the end of a row looks like padding
 
 
 def holds_packs(dataset: MapDataset, *, sure: bool = False) -> bool:
-    """Return whether the first row has a key of packed rows; with ``sure``, raise if it has none."""
+    """Return whether the first row has the keys of packed rows; with ``sure``, raise if it lacks them."""
     row = dataset[0] if len(dataset) else {}
-    found = any(row.get(name) is not None and np.ndim(row[name]) == 1 for name in _BOUNDARIES)
+    marked = any(row.get(name) is not None and np.ndim(row[name]) == 1 for name in _BOUNDARIES)
+    found = marked and "input_ids" in row
     if sure and not found:
-        raise ValueError(f"Rows have the keys {sorted(row)}; wanted one of {', '.join(_BOUNDARIES)}.")
-    return found and "input_ids" in row
+        wanted = f"input_ids and one of {', '.join(_BOUNDARIES)}"
+        raise ValueError(f"Rows have the keys {sorted(row)}; wanted {wanted}.")
+    return found
 
 
 class PackedRows(TorchDataset[dict[str, NDArray[np.integer]]]):
@@ -60,7 +63,7 @@ class PackedRows(TorchDataset[dict[str, NDArray[np.integer]]]):
         if self._last[0] != number:  # sequences of one row are often read together
             row = self._rows[number]
             names = [name for name in ("input_ids", "labels") if name in row]
-            # Copies, because a dataset may reuse one buffer for all rows.
+            # Copy, because the dataset may overwrite this row's memory when it reads another.
             self._last = number, {name: np.array(row[name]) for name in names}
         part = slice(start, start + int(self.lengths[i]))
         return {name: values[part] for name, values in self._last[1].items()}
@@ -101,12 +104,12 @@ def _find(rows: MapDataset) -> dict[str, IntArray]:
 
 
 def _lengths_of(row: Mapping[str, Any], i: int) -> IntArray:
-    """Return the lengths of the sequences in a row, from its first slot on, without empty sequences."""
+    """Return the lengths of a row's sequences in the order of its slots, without empty ones."""
     found = [name for name in _BOUNDARIES if row.get(name) is not None]
     if len(found) != 1:
         raise ValueError(
-            f"Row {i} has {' and '.join(found) or 'none'}; give exactly one of {', '.join(_BOUNDARIES)}, or "
-            "set packed='off'."
+            f"Row {i} has {' and '.join(found) or 'none'} of {', '.join(_BOUNDARIES)}; wanted exactly one. "
+            "Keep one, or set packed='off' to make every row one sequence."
         )
     [name] = found
     values = host_ints(row[name], f"Row {i}: {name}")
@@ -123,25 +126,32 @@ def _lengths_of(row: Mapping[str, Any], i: int) -> IntArray:
         )
     mask = row.get("attention_mask")
     if mask is not None and not np.array_equal(np.flatnonzero(mask), np.arange(end)):
-        raise ValueError(f"Row {i}: attention_mask is not 1 in the {end} slots that {name} describes.")
+        raise ValueError(
+            f"Row {i}: attention_mask must be 1 in exactly the first {end} slots, which {name} gives to "
+            "sequences."
+        )
     return values[values > 0]
 
 
 def _lengths_by_positions(row: Mapping[str, Any], i: int, positions: IntArray) -> IntArray:
+    """Return the lengths of a row's sequences, each of which begins where ``positions`` is 0."""
     ids, mask = np.asarray(row["input_ids"]), row.get("attention_mask")
     if len(positions) != len(ids):
         raise ValueError(f"Row {i} has {len(ids)} input_ids but {len(positions)} position_ids.")
-    # Without a mask, a 0 at the end is padding, because a sequence of one token has no target.
+    # Without a mask, zeros at the end count as padding. They may be sequences of one token, but these have no
+    # target, so no loss token is lost.
     positions = np.trim_zeros(positions, "b") if mask is None else positions[: np.count_nonzero(mask)]
-    slots, begins = np.arange(len(positions)), positions == 0
-    if (positions != slots - np.maximum.accumulate(np.where(begins, slots, 0))).any():
+    slots = np.arange(len(positions))
+    start_of_slot = np.maximum.accumulate(np.where(positions == 0, slots, 0))
+    if (positions != slots - start_of_slot).any():
         raise ValueError(f"Row {i}: position_ids do not count up from 0. Set packed='off' to keep them.")
-    lengths = np.diff(np.flatnonzero(begins), append=len(positions))
-    last = slots[-lengths[-1] :] if len(lengths) > 1 else slots[:0]
-    learned = np.asarray(row.get("labels", ids))[last] != IGNORE_INDEX
-    if mask is None and len(last) >= _PADDING_FROM and (ids[last] == ids[last[0]]).all() and learned.any():
-        raise ValueError(
-            f"Row {i} ends with a sequence of {len(last)} times the id {ids[last[0]]}. If it is padding, it "
-            "would be learned. Give attention_mask, or labels of -100."
-        )
+    lengths = np.diff(np.flatnonzero(positions == 0), append=len(positions))
+    if mask is None and len(lengths) > 1 and lengths[-1] >= _PADDING_FROM:
+        last = slice(start_of_slot[-1], len(positions))
+        learned = np.asarray(row.get("labels", ids))[last] != IGNORE_INDEX
+        if (ids[last] == ids[last][0]).all() and learned.any():
+            raise ValueError(
+                f"Row {i} ends with a sequence of {lengths[-1]} times the id {ids[last][0]}. If it is "
+                "padding, it would be learned. Give attention_mask, or labels of -100."
+            )
     return lengths

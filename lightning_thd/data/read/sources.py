@@ -26,7 +26,8 @@ from lightning_thd.data.store.columns import is_hugging_face
 from lightning_thd.data.store.index import MapDataset, OnError, check_row
 from lightning_thd.data.store.tokens import Rows, TokenStore, cached_store
 
-# For jsonargparse, Dataset has no type argument, and Path is last: it would write any value as a Path.
+# Path is last, because jsonargparse would save any value in a config as a Path. Dataset has no type argument,
+# because jsonargparse makes no object of such a type.
 Source = MapDataset | Dataset | list[str | Path] | str | Path  # type: ignore[type-arg]
 Packed = Literal["auto", "sequences", "packs", "off"]
 
@@ -118,7 +119,10 @@ class Opener:
         if not tables:
             return file_chunks(files)
         if len(tables) < len(files) or self.processor is not None:
-            raise ValueError(f"{tables[0].name} is a table, and other files are not. Give .jsonl.")
+            raise ValueError(
+                f"{tables[0].name} is a table. Tables are not read beside other files, nor with processor=. "
+                "Give .jsonl."
+            )
         return [chunk for file in files for chunk in table_chunks(file, self.text_key, self.cache_dir)]
 
     def _open_dataset(self, dataset: MapDataset) -> Opened:

@@ -27,7 +27,7 @@ META = np.dtype(
         ("shard", "<i4"),  # number of the shard
         ("row", "<i8"),  # row in the shard
         ("round", "<i4"),  # number of the pass over the source
-        ("weight", "<f8"),  # summed weight of the loss tokens, by default their number
+        ("weight", "<f8"),  # summed weight of the loss tokens; without weights, their number
         ("sequences", "<f8"),  # weight of the sequence
         ("patches", "<i8"),  # patches of all images
         ("squares", "<i8"),  # sum over frames of squared patches
