@@ -34,7 +34,7 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
     """Runs a Trainer's evaluation and prediction on packs; a base of the classes of ``packed_trainer``."""
 
     control: Any
-    _evaluated: tuple[str, int] | None = None  # the prefix of the last evaluation's metrics, its number of packs
+    _evaluated: tuple[str, int] | None = None  # the last metrics' prefix, its number of packs
 
     @property
     def _logs_entropy(self) -> bool:
