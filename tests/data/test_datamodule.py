@@ -21,6 +21,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from pandas import DataFrame
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from lightning_thd import FlopsModel, Packs, Sequences, THDBatch, THDDataModule
@@ -180,12 +181,13 @@ def test_policies_are_counted_and_logged(tmp_path: Path) -> None:
 def test_what_would_train_on_less_than_was_meant_is_refused() -> None:
     for data, message in (
         (THDDataModule([], capacity=8), "The dataset is empty"),
+        (THDDataModule(DataFrame({"input_ids": [[1]]}), capacity=8), r"DataFrame with .*its rows as a list"),
         (THDDataModule(val=sequences(9), capacity=8), "no data for 'train'"),
         (THDDataModule(sequences(60), capacity=8), r"tokens but at most 8 fit a pack.*oversize="),
         (THDDataModule([{"input_ids": [1, VOCAB]}], capacity=8), "Sequence 0 of the train data has"),
         (THDDataModule([{"input_ids": [1]}, {"input_ids": []}], capacity=8), "Sequence 1 has no tokens"),
     ):
-        with pytest.raises((ValueError, MisconfigurationException), match=message):
+        with pytest.raises((ValueError, TypeError, MisconfigurationException), match=message):
             make_trainer().fit(TinyModule(), data)
     averaging = StochasticWeightAveraging(1e-3)  # its copy of this module has no weights yet
     data = THDDataModule(sequences(9), capacity=CAPACITY)

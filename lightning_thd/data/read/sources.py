@@ -176,13 +176,13 @@ class Opener:
         return Opened(dataset=store, key=store_key)
 
 
-def as_dataset(source: object) -> MapDataset:
+def as_dataset(source: Any) -> MapDataset:
     """Check that a source is a map-style dataset of samples."""
-    if isinstance(source, Mapping):
-        raise TypeError(f"A dict with the keys {list(source)[:8]} is not a dataset. Pass one of its splits.")
+    if isinstance(source, Mapping) or hasattr(source, "iloc"):  # a dict of splits or columns, a DataFrame
+        found = f"A {type(source).__name__} with the keys {list(source)[:8]} is not a dataset"
+        raise TypeError(f"{found}. Pass one of its splits, or its rows as a list of dicts.")
     dataset = cast("MapDataset", source)
-    sample: Any = dataset[0] if len(dataset) else {}
-    check_row(sample, 0)
+    check_row(dataset[0] if len(dataset) else {}, 0)
     return dataset
 
 
