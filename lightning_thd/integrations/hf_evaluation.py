@@ -59,13 +59,12 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
             "prefetch_factor": args.dataloader_prefetch_factor,
         }
         data = THDDataModule(**{"capacity": self._capacity, **workers, **options})
-        pins = bool(args.dataloader_pin_memory) and torch.device(args.device).type == "cuda"
         data.attach(
             rank=args.process_index,
             ranks=args.world_size,
             accumulate=accumulate,
             model=self.model,
-            device=args.device if pins else "cpu",
+            device=args.device if args.dataloader_pin_memory else "cpu",
         )
         return data
 
@@ -161,9 +160,10 @@ class Rows:
 
     def add(self, model: nn.Module, batch: THDBatch) -> None:
         """Run the model on a pack, and store the results of each sequence separately on the host."""
-        of_pack = (model(**batch.hf_kwargs()).logits[0], batch.targets, batch.input_ids)
-        columns = zip(batch.sequence_ids, *map(batch.unpack, of_pack), strict=True)
-        for number, logits, targets, ids in columns:
+        of_pack: tuple[Tensor, ...] = (model(**batch.hf_kwargs()).logits[0], batch.targets, batch.input_ids)
+        if self._preprocess is None:  # reads whole packs, not every sequence
+            of_pack = tuple(x.cpu() for x in of_pack)
+        for number, logits, targets, ids in zip(batch.sequence_ids, *map(batch.unpack, of_pack), strict=True):
             # No logits predict the first token of a sequence.
             labels = torch.nn.functional.pad(targets[:-1], (1, 0), value=_PAD)
             kept = logits[None] if self._preprocess is None else self._preprocess(logits[None], labels[None])

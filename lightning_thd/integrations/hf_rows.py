@@ -157,12 +157,18 @@ def _run_pack(model: Any, forward: Callable[..., Any], given: dict[str, Any]) ->
     for name, value in list(output.items()):
         if isinstance(value, Tensor) and value.shape == (1, len(targets)):
             values = value[0] if shared is None else shared.of_tokens(value[0])
-            # TRL's rows [B, N - 1], 0 for tokens that nothing predicts
-            output[name] = values.new_zeros(mask.shape).masked_scatter(mask.bool(), values)[:, :-1]
+            output[name] = _as_rows(values, mask)[:, :-1]  # TRL has no row for the last token
     if shared is not None:  # a prediction may score several tokens, but TRL would count it once
         scored = (shared.token_rows < len(shared.targets)).sum().clamp(min=1)
         output["loss"] = -output["log_probs"].sum() / passed_on.get("num_items_in_batch", scored)
     return output
+
+
+def _as_rows(values: Tensor, mask: Tensor) -> Tensor:
+    """Arrange the values of a mask's tokens as rows ``[B, N]``, with 0 elsewhere, without a device read."""
+    place = (mask.flatten().cumsum(0) - 1).clamp(min=0)
+    found = values.index_select(0, place).view(mask.shape)
+    return torch.where(mask.bool(), found, found.new_zeros(()))
 
 
 def _packed(model: Any, rows: Tensor, mask: Tensor, labels: Tensor | None, options: Any) -> THDBatch:

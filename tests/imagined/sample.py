@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 from lightning_thd import Sequences, THDBatch, THDDataModule, THDThroughputMonitor, causal_lm_loss
 from lightning_thd.batch.upload import host_offsets, uploaded
 from lightning_thd.callbacks import ExpertBias
-from lightning_thd.integrations.hf_rows import _packed
+from lightning_thd.integrations.hf_evaluation import Rows
+from lightning_thd.integrations.hf_rows import _as_rows, _packed
 from lightning_thd.integrations.packed_loop import mean_loss
 from lightning_thd.module import CausalLMModule
 from lightning_thd.precision import fastest_precision
@@ -105,10 +106,15 @@ def check_whole_sets(log: Any) -> None:
     log.reads.clear()
     mean_loss(causal_lm_loss, model, sets, device=torch.device("cuda"))
     assert len(log.reads) == 1, log.reads
+    log.reads.clear()
+    with torch.no_grad():
+        Rows(None, inputs=True).add(model, sets[0].to("cuda"))
+    assert len(log.reads) == 3, log.reads  # logits, labels and ids
     rows = torch.ones(3, 8, dtype=torch.int64, device="cuda")
     model._thd_shares_prefixes = True
     log.reads.clear()
     _packed(model, rows, rows, rows, {})
+    _as_rows(torch.ones(24, device="cuda", requires_grad=True), rows).sum().backward()
     assert len(log.reads) == 1, log.reads
 
 
