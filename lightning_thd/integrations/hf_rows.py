@@ -134,8 +134,7 @@ def _forward_rows(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _run_pack(model: Any, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
     """Run a call's rows as one pack, and return the outputs as TRL's rows."""
-    known = _OF_ROWS | _PASSED_ON
-    unknown = [name for name, value in given.items() if value is not None and name not in known]
+    unknown = [name for name in given if name not in _OF_ROWS | _PASSED_ON and given[name] is not None]
     if unknown or given.get("use_cache"):
         raise ValueError(
             f"{type(model).__name__} got {', '.join(unknown) or 'use_cache=True'} beside padded rows, and "
@@ -167,8 +166,7 @@ def _run_pack(model: Any, forward: Callable[..., Any], given: dict[str, Any]) ->
 def _as_rows(values: Tensor, mask: Tensor) -> Tensor:
     """Arrange the values of a mask's tokens as rows ``[B, N]``, with 0 elsewhere, without a device read."""
     place = (mask.flatten().cumsum(0) - 1).clamp(min=0)
-    found = values.index_select(0, place).view(mask.shape)
-    return torch.where(mask.bool(), found, found.new_zeros(()))
+    return values.index_select(0, place).view(mask.shape).masked_fill(~mask.bool(), 0)
 
 
 def _packed(model: Any, rows: Tensor, mask: Tensor, labels: Tensor | None, options: Any) -> THDBatch:
