@@ -133,7 +133,7 @@ def _tensors(members: Sequence[Any]) -> list[Seen]:
     """Return the rows of a tuple of tensors: token ids come first, and a later tensor may be a mask."""
     if not members or not _are_rows(ids := members[0]):
         return []
-    masks = [each for each in members[1:] if _fits(each, ids)]
+    masks = [each.reshape(ids.shape) for each in members[1:] if _fits(each, ids)]
     if not masks:
         return _dense(ids)
     lengths = torch.full((ids.shape[0],), -1, device=ids.device)
@@ -181,13 +181,14 @@ def _images(look: _Lookup) -> dict[str, Tensor]:
 
 
 def _rows_with_lengths(ids: Any, look: _Lookup, pad_id: int | None) -> list[Seen]:
-    """Return one tensor of padded rows, with lengths from the other tensors of the batch."""
+    """Return one tensor of padded rows, or a pack ``[T]``, with lengths from the batch's other tensors."""
+    ids = ids[None] if isinstance(ids, Tensor) and ids.dim() == 1 and look("input_ids") is ids else ids
     if not _are_rows(ids):
         return []
     mask, positions, labels = (look(name) for name in ("attention_mask", "position_ids", "labels"))
-    mask = mask if _fits(mask, ids) else None
+    mask = mask.reshape(ids.shape) if _fits(mask, ids) else None
     if _fits(positions, ids):
-        return _padded(ids, _run_lengths(positions.long(), mask), by_length=True)
+        return _padded(ids, _run_lengths(positions.long().reshape(ids.shape), mask), by_length=True)
     if mask is not None:
         return _padded(ids, _mask_lengths(mask), by_length=True)
     for name in _OFFSETS:
@@ -214,18 +215,19 @@ def _are_rows(ids: Any) -> bool:
 
 
 def _fits(value: Any, ids: Tensor) -> TypeGuard[Tensor]:
-    return isinstance(value, Tensor) and value.shape == ids.shape and value.layout is torch.strided
+    whole = isinstance(value, Tensor) and value.layout is torch.strided
+    return whole and value.shape in (ids.shape, ids.squeeze(0).shape)  # a single row also as [N]
 
 
 def _one_per_row(lengths: Any, rows: int) -> Tensor | None:
-    """Return given lengths as a tensor, or None if they are not one integer per row."""
+    """Return given lengths as a tensor; None if they are not one integer per row, or any of a single row."""
     if not isinstance(lengths, Tensor):
         try:
             lengths = torch.tensor(lengths)
         except (TypeError, ValueError, RuntimeError):  # a key "length" may have any values
             return None
     whole = not (lengths.is_floating_point() or lengths.is_complex())
-    return lengths.long() if lengths.shape == (rows,) and whole else None
+    return lengths.long() if lengths.ndim == 1 and whole and rows in (1, len(lengths)) else None
 
 
 def _padded(ids: Tensor, counts: Tensor, *, by_length: bool = False) -> list[Seen]:

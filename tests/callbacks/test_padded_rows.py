@@ -220,6 +220,14 @@ def odd_batches() -> dict[str, tuple[Any, list[int]]]:
             {"input_ids": ids[:1], "cu_seqlens": torch.tensor([0, 3, 5, 8], dtype=torch.int8)},
             [2, 3, 3],
         ),
+        "a pack in one axis": ({"input_ids": ids[0], "cu_seqlens": torch.tensor([0, 3, 8])}, [3, 5]),
+        "lengths of a pack": ({"input_ids": ids[0], "lengths": torch.tensor([3, 5])}, [3, 5]),
+        "positions in one axis": (
+            {"input_ids": ids[0], "position_ids": torch.tensor([0, 1, 2, 0, 1, 0, 1, 2])},
+            [2, 3, 3],
+        ),
+        "mask in one axis": ({"input_ids": ids[0], "attention_mask": mask[0]}, [5]),
+        "a row and a mask in one axis": ((ids[:1], mask[0]), [5]),
         "embeddings": ({"inputs_embeds": torch.rand(3, N, 6), "attention_mask": mask}, lengths),
     }
 
