@@ -1,4 +1,4 @@
-"""Every place where this package replaces a function of Lightning, torch or transformers.
+"""Every place where this package replaces a function of another package, such as torch or transformers.
 
 ``patch`` makes the permanent replacements; each needs a row in ``PATCHES``. The code that makes a replacement
 marked "for a while" also undoes it, at the end of a ``with`` block or a run.
@@ -40,11 +40,11 @@ PATCHES: Final[dict[str, Patch]] = {
     ),
     "position tables": Patch("forward of position embeddings of the RoBERTa kind", "models/positions.py"),
     "row scales": Patch(
-        "forward of attention that scales queries by their slot in the row, such as Llama 4's without rope",
+        "forward of attention that scales queries by their slot in the row, as Llama 4's does without rope",
         "models/positions.py",
     ),
     "vision towers": Patch(
-        "forward of Qwen-VL's vision towers, is_flash_attention_requested in their modules, their attention",
+        "forward of Qwen-VL's vision towers, is_flash_attention_requested in their files",
         "models/towers.py",
     ),
     "ropes": Patch("forward of rotary embeddings with longrope or dynamic ropes", "models/positions.py"),
@@ -59,7 +59,7 @@ PATCHES: Final[dict[str, Patch]] = {
         "forward of a model and of its head, on the objects, for a while", "loss/head_call.py"
     ),
     "experts' loss": Patch(
-        "transformers' load_balancing_loss_func in one modeling file, for a while", "parallel/pipeline"
+        "transformers' load_balancing_loss_func in one modeling file, for a while", "loss/router_balance.py"
     ),
     "cut layers": Patch(
         "forward of layers cut by tensor parallelism, sequence parallelism or pipelines, on the objects",

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-# Files that start with these are not the user's.
+# Files whose paths start with these are not the user's.
 _NOT_THE_USERS = (
     sysconfig.get_path("purelib"),
     sysconfig.get_path("platlib"),

@@ -129,8 +129,8 @@ def pad_cu_seqlens(
     """Pad offsets with dummy sequences to a fixed number of sequences and slots, as a CUDA graph needs.
 
     Offsets up to the last real token stay. Dummy sequences of equal length fill the tail up to ``total``.
-    There are as many dummies as entries are spare, because many short sequences are cheapest for attention.
-    If the tail is shorter, the last entries repeat ``total``.
+    Every spare entry becomes a dummy, because many short sequences are cheapest for attention.
+    If the tail has fewer slots, the last entries repeat ``total``.
 
     Args:
         cu_seqlens: int32 ``[S + 1]``. Empty sequences at its end are dropped.

@@ -94,7 +94,7 @@ class SeqStats:
         cross_pairs: sum over sequences of their length x their cross tokens.
         vision_patches: patches of all images and video frames.
         vision_squares: sum over frames of the squared number of patches.
-        vision_window_pairs: per window edge (in patches), the sum over windows of squared patches.
+        vision_window_pairs: per window edge (in patches), the sum over windows of squared patch counts.
         shared_tokens: tokens that are not computed, because another sequence has the same prefix.
     """
 
@@ -367,7 +367,7 @@ def _cross(here: IntArray, cross_lengths: Ints) -> tuple[int, int]:
 def _vision(
     image_grid_thw: IntRows | None, video_grid_thw: IntRows | None, windows: tuple[int, ...]
 ) -> tuple[int, int, tuple[tuple[int, int], ...]]:
-    """Count patches, squared patches per frame, and squared patches per window, from grids."""
+    """Count patches, and sum their squared numbers per frame and per window, from grids."""
     for edge in windows:
         whole_number(edge, "A vision window", least=1, advice="Pass FlopsModel.vision_windows.")
     if image_grid_thw is None and video_grid_thw is None:

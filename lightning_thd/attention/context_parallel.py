@@ -77,7 +77,7 @@ def _pairs(layout: ShardLayout, spec: AttentionSpec) -> tuple[float, float]:
         work = np.array([float((queries * lengths).sum()) for queries in held])
     elif spec.left < 0:
         work = partition.causal_work(layout.padded_lengths, **layout.cut)
-    else:  # all queries see about as many keys, so all ranks have about the same work
+    else:  # all queries see about the same number of keys, so all ranks have about equal work
         seen = float(np.minimum(lengths, spec.left + 1) @ lengths)
         return seen / layout.cp, seen
     return float(work.max()), float(work.sum())

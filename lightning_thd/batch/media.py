@@ -19,8 +19,8 @@ from lightning_thd.stats import Vision
 IntArray = NDArray[np.int64]
 GRIDS = ("image_grid_thw", "video_grid_thw")
 PIXELS = ("pixel_values", "pixel_values_videos")
-# Columns of the table of sizes: patches, squared patches of each frame, pixels and squared pixels. The last
-# two are for samples without a grid.
+# Columns of the table of sizes: the number of patches, the sum over frames of its squares, and the same for
+# pixels. The last two are for samples without a grid.
 COLUMNS = 4
 _MOST_SQUARES = 2**62  # these sums are int64
 
@@ -29,11 +29,11 @@ ExtrasCost = Callable[[Any], Any]
 
 
 def of_grids(grids: IntArray, name: str) -> tuple[int, int]:
-    """Return the patches of grids ``[N, 3]``, and the sum over frames of their squared patches."""
+    """Return the number of patches in grids ``[N, 3]``, and the sum over frames of squared patch counts."""
     frames, rows, columns = grids.astype(np.float64).T
     if (squares := float((frames * (rows * columns) ** 2).sum())) > _MOST_SQUARES:
         raise ValueError(
-            f"{name} gives images whose squared patches add up to {squares:.1e}, more than 2**62. Give "
+            f"{name} gives images whose squared patch counts add up to {squares:.1e}, more than 2**62. Give "
             "patches, not pixels or bytes: an image of 1,000 by 1,000 pixels has about 4,000."
         )
     areas = grids[:, 1] * grids[:, 2]
@@ -41,7 +41,7 @@ def of_grids(grids: IntArray, name: str) -> tuple[int, int]:
 
 
 def sizes_of(sample: Mapping[str, Any]) -> tuple[int, int, int, int]:
-    """Return the patches, squared patches, pixels and squared pixels of a sample; zeros for text."""
+    """Return a sample's row of the table of sizes; zeros for text."""
     found = [name for name in GRIDS if sample.get(name) is not None]
     if grids := [_grid(sample[name], name) for name in found]:
         return (*of_grids(np.concatenate(grids), " and ".join(found)), 0, 0)
@@ -69,7 +69,7 @@ def declared(cost: ExtrasCost, sample: Any, name: str) -> tuple[int, int, int, i
 
 
 def patch_table(sizes: IntArray, patch: int | None) -> IntArray:
-    """Return patches and squared patches ``[N, 2]`` from a table of sizes; ``patch`` is in pixels."""
+    """Return patch counts and sums of squares ``[N, 2]`` from a table of sizes; ``patch`` is in pixels."""
     table: IntArray = sizes[:, :2].copy()
     if patch is not None:
         table += sizes[:, 2:] // np.array([patch**2, patch**4])

@@ -205,8 +205,8 @@ class SharedBatch(THDBatch):
         given, x = x, rows_of_slots(x, slots)
         if slots == tokens and given.shape[:1] == (slots,):
             raise ValueError(
-                f"unpack() got a tensor of shape {tuple(x.shape)}, but padding made the slots as many as the "
-                "tokens. Pass values of slots as [1, T, ...], or collate with another pad_to."
+                f"unpack() got a tensor of shape {tuple(x.shape)}, but padding made slots and tokens equally "
+                "many. Pass values of slots as [1, T, ...], or collate with another pad_to."
             )
         if x.ndim == 0 or x.shape[0] not in (slots, tokens):
             raise ValueError(

@@ -1,7 +1,7 @@
 """Batches and clock readings of a stage (train, validate, ...) -> metrics by key, once per interval.
 
-A microbatch costs one append of the pack's integers on the host. All other work, with one collective, happens
-once per interval. Until then, the lengths of padded rows stay on the device.
+For each microbatch, the meter only appends counts and lengths to a list. All other work happens once per
+interval, including collectives and reading the lengths of padded rows from the device.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class LowPrecision:
     ratio: float
 
     def peak(self, peak: float, flops: FlopsBreakdown) -> float:
-        """Return the peak of mixed precision: all FLOPs divided by the least time for both parts together."""
+        """Return the FLOP/s of a device that runs the low-precision part and the rest at their own peaks."""
         low = self.share * flops.linear
         return peak * flops.model / (low / self.ratio + flops.model - low) if flops.model else peak
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """The hardware of a measured run: this rank's device, and the numbers of ranks and devices of the job."""
+    """The hardware of a measured run: this rank's device, the size of ``group`` and the job's devices."""
 
     device: torch.device = _CPU
     peak: float | None = None  # dense FLOP/s of this rank's device, in bf16 if ``low`` is given
@@ -125,7 +125,7 @@ class Meter:
         self.model = model
         self.pad_id: int | None = None
         self.experts: ExpertChoices | None = None
-        self.capacity = 0  # the slots of a pack by which fill divides; 0 means the slots of the batch
+        self.capacity = 0  # slots of a full pack; 0 if unknown: fill then divides by the batch's slots
         self.unknown_padding = False  # whether the padding of some rows is unknown
         self.unfilled = False  # whether the last packs had no padding, and their capacity is unknown
         self.padded = [0, 0]  # real tokens and slots of padded rows since this meter was made, over all ranks
@@ -173,12 +173,12 @@ class Meter:
         self._left_out_seconds += self._lap()
 
     def reduce(self, *, whole: bool = False) -> None:
-        """Add up all ranks' new counts, in a collective; ``whole`` leaves out those of the running step."""
+        """Add up all ranks' new counts, in a collective; with ``whole``, only those of ended steps."""
         vector, hardware = self.flush(whole=whole), self.hardware
         wire = communication_device(hardware.group, hardware.device)
         rows = gather_ints(vector, group=hardware.group, device=wire)
         if hardware.ranks == 1:
-            synchronize(hardware.device)  # with several ranks, the read has already waited for the device
+            synchronize(hardware.device)  # several ranks waited when they read the gathered counts
         found = interval(rows, self.model, self.work, self._lap(whole=whole))
         everything = found.measured + found.left_out
         self.totals["time"] += found.seconds
@@ -193,7 +193,7 @@ class Meter:
             self._total_flops = {name: total + getattr(flops, name) for name, total in before.items()}
 
     def close(self, *, last: bool = False) -> dict[str, float]:
-        """Reduce the interval over the ranks and return its metrics by key, "train/..."; a collective."""
+        """Return an interval's metrics over all ranks by key, such as "train/time"; a collective."""
         self.reduce()
         loads = {} if self.experts is None else self.experts.close()
         found, self._interval = self._interval, None
@@ -283,7 +283,7 @@ class Meter:
         return self._seconds + (self.clock() - self._since if self._since is not None else 0.0)
 
     def _lap(self, *, whole: bool = False) -> float:
-        """Return the seconds since the last call, or with ``whole`` those of ended steps; reset them."""
+        """Return and reset the seconds since the last call; with ``whole``, only those of ended steps."""
         elapsed = self._elapsed()
         seconds = self._whole_seconds if whole else elapsed
         self._seconds, self._whole_seconds = elapsed - seconds, 0.0
@@ -317,7 +317,7 @@ def interval(rows: list[list[int]], model: FlopsModel | None, work: Work, second
 
 
 def _seconds_by_rate(rows: list[list[int]], counts: int) -> float | None:
-    """Return the time of all slots at the ranks' summed rates; None if all ran as many microbatches."""
+    """Return all slots / the sum of the ranks' slots per second; None if microbatches are equally many."""
     if len({row[2 * counts] for row in rows}) == 1:
         return None
     worked = [(row[COUNTS.index("slots")], row[2 * counts + 3]) for row in rows]
@@ -338,14 +338,14 @@ def _work(stats: SeqStats, model: FlopsModel | None, work: Work) -> float:
 
 
 def count_table(seen: list[_Known], model: FlopsModel | None) -> IntArray:
-    """Return the counts of each microbatch and of the model's windows, ``[microbatches, counts]``."""
+    """Return each microbatch's counts and its pairs in the model's windows, ``[microbatches, counts]``."""
     if not seen:
         return np.zeros((0, num_ints(model)), dtype=np.int64)
     columns = [np.array([_BASE(stats) for stats, _ in seen], dtype=np.int64)]
     if model is not None and (windows := model.windows):
         columns.append(_window_columns(seen, windows))
     for edge in model.vision_windows if model is not None else ():
-        # A batch collated by hand without vision= has no window counts; use their upper bound, full windows.
+        # A batch that was collated without vision= has no window counts; use their upper bound, full windows.
         areas = [
             dict(stats.vision_window_pairs).get(
                 edge, min(stats.vision_patches * edge**2, stats.vision_squares)
@@ -361,7 +361,7 @@ def _window_columns(seen: list[_Known], windows: tuple[Window, ...]) -> IntArray
         return np.array([[pairs for _, pairs in stats.window_pairs] for stats, _ in seen], dtype=np.int64)
     if any(lengths is None for _, lengths in seen):
         raise ValueError(
-            f"A batch counts other windows than the model's {list(windows)} and carries no lengths. "
+            f"A batch has no lengths, and its stats lack the model's attention windows {list(windows)}. "
             "Give it lengths, or build its stats with windows=flops_model.windows."
         )
     found = _pairs_of([lengths or () for _, lengths in seen], windows)
@@ -395,7 +395,7 @@ def compute_dtype(precision: str, module: nn.Module) -> torch.dtype | str:
 
 
 def low_precision(module: nn.Module, device: torch.device, peak: str | float) -> LowPrecision | None:
-    """Return the share of a model's FLOPs in low precision, and the ratio of peaks; None without any."""
+    """Return the low-precision share of a model's FLOPs and the ratio of peaks; None if one peak is used."""
     recipe = recipe_of(module)
     if recipe is None or recipe.emulate or not isinstance(peak, str):
         return None
@@ -414,7 +414,7 @@ def resolve_peak(peak: str | float, device: torch.device, dtype: torch.dtype | s
         if isinstance(kind, str):  # torch.mm supports neither FP8 nor FP4, and tf32 is a mode of float32
             kind = torch.float32 if kind == "tf32" else torch.bfloat16
         found = measure_flops(device, dtype=kind)
-        rank_zero_info(f"Measured a peak of {found / 1e12:.3f} TFLOP/s on {name!r} for {dtype}, in {kind}.")
+        rank_zero_info(f"Measured {found / 1e12:.3f} TFLOP/s on {name!r} in {kind}; the run uses {dtype}.")
         return found
     # Devices before Ampere have no tf32 unit, even if torch is allowed to use one.
     old = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8

@@ -95,7 +95,7 @@ class THDDataModule(LogsSources):
             one pack, which holds at most ``capacity`` distinct tokens. A larger group is cut, and its prefix
             is computed again. All ids are read at setup.
         vocab_size: the bound of the ids; by default it comes from the model's config.
-        num_workers: processes that read and collate; as many tokenise and count.
+        num_workers: the number of processes that read and collate, and of those that tokenise and count.
         prefetch_factor: batches prepared ahead by each worker.
         pin_memory: page-lock batches; by default when training on a GPU.
         cache_dir: where tokenised text and counts are kept, ``~/.cache/lightning_thd`` by default. Files

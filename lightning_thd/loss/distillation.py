@@ -1,7 +1,7 @@
 """Hidden states and heads of a student and a teacher -> the divergence of their predictions, without logits.
 
-T slots, H and H' hidden sizes, V vocabulary. It takes 8THV operations: the logits of both once, and the
-student's gradients, which the forward pass can compute because the loss is a scalar.
+T slots, H hidden size, H' the teacher's, V vocabulary. The loss takes 8THV operations if H' = H: 2THV for the
+logits of each and 4THV for the student's gradients, which the forward pass computes already.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def fused_linear_distillation(
     chunk: int | Literal["auto"] = "auto",
     loss_tokens: int | None = None,
 ) -> Tensor:
-    """Compute ``alpha * divergence + (1 - alpha) * cross entropy`` of every token, summed, without logits.
+    """Sum ``alpha * divergence + (1 - alpha) * cross entropy`` over the tokens, without storing logits.
 
     ``p`` is the teacher's and ``q`` the student's softmax of the logits divided by the temperature. "kl" is
     ``sum p log(p / q)``, arXiv:1503.02531; "reverse_kl" is ``sum q log(q / p)``, MiniLLM, arXiv:2306.08543;
@@ -55,17 +55,17 @@ def fused_linear_distillation(
     ``m = beta p + (1 - beta) q``, GKD, arXiv:2306.13649, equation 1. There is no factor of the squared
     temperature; put one into ``token_weights`` if you want it. The cross entropy uses temperature 1.
 
-    The arguments that are not listed describe the student's head, as in ``fused_linear_cross_entropy``.
-    Values of ``targets`` matter only if ``alpha`` is below 1. Under ``tp_group`` every few hundred tokens
-    take one or two small collectives.
+    All other arguments mean the same as in ``fused_linear_cross_entropy``, with the student's head. With
+    ``alpha=1``, ``targets`` only say which tokens count. Under ``tp_group`` every few hundred tokens take one
+    or two small collectives.
 
-    - ``teacher_hidden`` ``[T, H']`` of any width and float dtype, ``teacher_weight`` ``[V, H']``, sharded as
-      ``weight`` is, and ``teacher_bias`` ``[V]``: the teacher's head, which gets no gradient.
+    - ``teacher_hidden`` ``[T, H']`` (H' and float dtype may differ from the student's), ``teacher_weight``
+      ``[V, H']``, sharded like ``weight``, and ``teacher_bias`` ``[V]``: none of them gets a gradient.
     - ``teacher_softcap``, ``teacher_logit_scale``: cap on the teacher's logits, and their factor before the
       cap.
     - ``alpha``: the divergence's share, 0 to 1; ``beta``: the teacher's share of m, above 0 and below 1.
     - ``temperature``: divides the logits of both, after their caps.
-    - ``valid_vocab_size``: columns that exist in both vocabularies.
+    - ``valid_vocab_size``: the number of columns that exist in both vocabularies.
 
     Returns:
         fp32 ``[]`` (fp64 for fp64 inputs). A teacher equal to the student gives 0.
@@ -75,7 +75,7 @@ def fused_linear_distillation(
     if real_number(alpha, "alpha", least=0.0) > 1.0 or real_number(beta, "beta", above=0.0) >= 1.0:
         raise ValueError(
             f"alpha is {alpha} and beta {beta}, wanted alpha from 0 to 1 and beta above 0 and below 1. "
-            "For beta 0 or 1 use kind='kl' or 'reverse_kl'."
+            "Instead of beta 0 use kind='kl', instead of beta 1 kind='reverse_kl'."
         )
     student_map = LogitMap(logit_scale, softcap, temperature, valid_vocab_size)
     student = LossArgs(hidden, weight, targets, bias, student_map, ignore_index, tp_group, chunk, loss_tokens)
@@ -115,7 +115,7 @@ def _distillation(
             return hard
     teacher_for = _head_teacher(student, teacher, prepared, token_weights)
     operands, settings = prepared.operands, prepared.settings
-    if settings.compute == torch.float16:  # gradients are computed before the loss scale is known
+    if settings.compute == torch.float16:  # the loss scale, which keeps fp16 gradients above 0, comes later
         hidden, weight, bias = operands
         operands = (hidden.float(), weight.float(), None if bias is None else bias.float())
         settings = replace(settings, compute=torch.float32)

@@ -280,7 +280,7 @@ def _advantages(advantages: Tensor, rollouts: PackedRollouts) -> Tensor:
     slots, rows = rollouts.held.shape, rollouts.shape[0]
     if advantages.shape == slots == (rows,) and max(rollouts.batch.lengths) > 1:
         raise ValueError(
-            f"The pack has {rows} rows in as many slots, so advantages may belong to either. Add a slot: "
+            f"The pack has {rows} rows and {rows} slots, so advantages may belong to either. Add a slot: "
             f"PackedRollouts.from_padded(..., pad_to={rows + 1})."
         )
     if advantages.shape == (rows,) and slots != (rows,):

@@ -116,8 +116,8 @@ def _refuse_layer(found: _Found) -> None:
     convolves = any(isinstance(x, nn.Conv1d) and x.kernel_size[0] > 1 for x in module.children())
     if convolves or any(hasattr(module, name) for name in ("A_log", "dt_bias")):
         raise ValueError(
-            f"{found.name} ({kind}) mixes tokens by a convolution or a state, which is not known to be "
-            "reset between the sequences of a pack. Feed this model padded rows; or, if the layer is "
+            f"{found.name} ({kind}) mixes tokens by a convolution or a state, which may carry "
+            "over into the next sequence of a pack. Feed this model padded rows; or, if the layer is "
             f"causal, set lightning_thd.models.mixers.MIXERS[{kind!r}] = None before the model is built, "
             "and verify it with lightning_thd.models.check_packing(model)."
         )

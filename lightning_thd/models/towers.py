@@ -20,7 +20,7 @@ _ASKED = "is_flash_attention_requested"
 
 
 def adopt_tower(model_class: Any) -> None:
-    """Patch a vision tower's class and its module, once, to pass the offsets of images to "thd"."""
+    """Patch a vision tower's class and the file that defines it, so that "thd" gets the offsets of images."""
     module: Any = sys.modules.get(model_class.__module__)
     known = any(model_class.__module__.endswith(f".modeling_{kind}") for kind in _KINDS)
     names = vars(model_class).get("forward") and inspect.unwrap(model_class.forward).__code__.co_names
@@ -50,12 +50,12 @@ def _also_for_thd(asked: Any) -> Any:
 
 
 def _with_longest(forward: Any) -> Any:
-    """Wrap a tower's forward to pass the patches of the largest image and window to its layers."""
+    """Wrap a tower's forward to tell its layers how many patches the largest image and window have."""
     windows = "max_window_seqlen" in inspect.unwrap(forward).__code__.co_consts
 
     @functools.wraps(forward)
     def forward_of_tower(self: Any, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Any:
-        if self.config._attn_implementation == "thd":  # reads the device once instead of once per layer
+        if self.config._attn_implementation == "thd":  # without max_seqlen, each layer would read the device
             areas = [(height, width) for _, height, width in grid_thw.tolist()]
             kwargs.setdefault("max_seqlen", max(height * width for height, width in areas))
             if windows:

@@ -67,7 +67,7 @@ def balance(
         cost: work of a sequence; the default fits a model with hidden size 4096.
         num_microbatches: microbatches of each rank; None takes the fewest that hold all sequences.
         patches: image patches of each sequence, ints ``[S]``, or ``[S, 2]`` with the sum over frames of
-            squared patches; None for text.
+            squared patch counts; None for text.
         max_patches: most patches of a microbatch; None sets no bound.
 
     Returns:

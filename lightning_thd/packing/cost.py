@@ -14,7 +14,7 @@ from lightning_thd.stats import SeqStats
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-# Positions of sequences -> int64 [S, 2]: their image patches, and the sum over frames of squared patches.
+# Positions of sequences -> int64 [S, 2]: image patches, and the sum over frames of squared patch counts.
 Media = Callable[[IntArray], IntArray]
 
 _EDGE = 64  # least patches along an edge of the probed image; an edge of about 1,000 pixels has 64
@@ -67,7 +67,7 @@ class Cost:
         Args:
             lengths: tokens of each sequence, ``[S]``.
             media: image patches of each sequence: ints ``[S]`` if each has one frame, else ``[S, 2]`` with
-                the sum over frames of squared patches; None for text.
+                the sum over frames of squared patch counts; None for text.
         """
         given = np.asarray(lengths)
         if given.size and (given.dtype.kind not in "iuf" or not np.isfinite(given).all()):

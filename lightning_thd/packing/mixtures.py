@@ -262,7 +262,7 @@ class _EpochLengths:
 
 
 def _media_of(media: Media, mixture: Mixture, epoch: int, entries: IntArray) -> IntArray:
-    """Return the patches of entries of an epoch, int64 ``[S, 2]``."""
+    """Return the patch counts of entries of an epoch, and their squares, int64 ``[S, 2]``."""
     return media(mixture.indices(epoch, entries))
 
 

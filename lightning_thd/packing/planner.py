@@ -154,7 +154,7 @@ def open_media(patches: npt.ArrayLike | Media | None, sequences: int) -> Media |
 
 
 def media_digest(media: Media, sequences: int) -> str:
-    """Return a hexadecimal hash of the patches of all sequences, read in blocks."""
+    """Return a hexadecimal hash of the patch counts of all sequences, read in blocks."""
     digest = hashlib.blake2b(digest_size=16)
     for start in range(0, sequences, BLOCK):
         table = media(np.arange(start, min(start + BLOCK, sequences)))

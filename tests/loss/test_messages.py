@@ -101,7 +101,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: nll(token_weights=torch.ones(3)), r"token_weights is \[3\], wanted one per token"),
     (lambda: distil(kind="js"), "kind.*js.*wanted one of kl, reverse_kl, jsd"),
     (lambda: distil(alpha=1.5), "alpha is 1.5 and beta 0.5, wanted alpha from 0 to 1"),
-    (lambda: distil(beta=1.0), "For beta 0 or 1 use kind='kl'"),
+    (lambda: distil(beta=1.0), "Instead of beta 0 use kind='kl', instead of beta 1 kind='reverse_kl'"),
     (lambda: distil(teacher_weight=torch.zeros(100, 8)), "100 rows, but.*need valid_vocab_size"),
     # Models and batches
     (another_attention, r"LlamaForCausalLM runs attn_implementation='sdpa'.*'thd'"),

@@ -213,7 +213,7 @@ def test_advantages_of_as_many_rows_as_slots_are_refused() -> None:
     mask = torch.tensor([[1, 1, 1], [0, 0, 1], [0, 0, 0], [0, 0, 0]])  # 4 rows in 4 slots
     ids = torch.arange(12).view(4, 3)
     logp, advantages = -torch.rand(5, dtype=torch.float64), torch.tensor([1.0, 2.0, 3.0, 4.0]).double()
-    with pytest.raises(ValueError, match=r"4 rows in as many slots.* pad_to=5\)"):
+    with pytest.raises(ValueError, match=r"4 rows and 4 slots.* pad_to=5\)"):
         policy.grpo_loss(logp[:4], logp[:4], advantages, PackedRollouts.from_padded(ids, mask))
     wider = PackedRollouts.from_padded(ids, mask, pad_to=5)
     for given in (advantages, wider.pack(advantages[:, None].expand(4, 3))):

@@ -228,7 +228,7 @@ def test_values_of_slots_or_of_tokens_are_not_guessed() -> None:
     samples = [{"input_ids": [5, 6]}, {"input_ids": [5, 7]}]
     batch = THDBatch.collate(samples, share_prefixes=True, pad_to=4)
     assert [row.tolist() for row in batch.unpack(batch.input_ids[None])] == [[5, 6], [5, 7]]
-    with pytest.raises(ValueError, match="padding made the slots as many as the tokens"):
+    with pytest.raises(ValueError, match="padding made slots and tokens equally many"):
         batch.unpack(torch.arange(4))
 
 

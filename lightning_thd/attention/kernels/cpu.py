@@ -152,7 +152,7 @@ class _Work:
         """Return the calls of the forward or, if ``by_keys`` is set, of the backward, which splits keys."""
         if by_keys not in self._plans:
             heads, width, spec = self._heads, self._heads * self._size, self.spec
-            # A call on one sequence keeps as many threads busy as there are heads.
+            # A call on one sequence uses one thread per head; if some would idle, group longer sequences too.
             longest = GROUPED_ELEMENTS // width if torch.get_num_threads() <= heads else SHORT
             self._plans[by_keys] = make_plan(
                 self.cu_q,
@@ -327,7 +327,7 @@ _backward_op.register_autograd(_second_derivative)
 
 
 class CpuKernel:
-    """The CPU kernel as a ``RawKernel``, for results that are merged with those for other keys."""
+    """The CPU kernel as a ``RawKernel``, for results on parts of the keys that are merged later."""
 
     sizes = staticmethod(any_size)
 
@@ -396,7 +396,7 @@ def backward(
     *,
     spec: AttentionSpec,
 ) -> Gradients:
-    """Return the gradients of ``forward`` to q, k and v, contiguous and in their dtypes."""
+    """Return the gradients of ``forward`` with respect to q, k and v, contiguous and in their dtypes."""
     work = _work_of(q_THD, k_THD, v_THE, cu_q, cu_kv, spec)
     return _backward(work, grad_out, q_THD, k_THD, v_THE, out, lse)
 
@@ -540,7 +540,7 @@ def _heads(x: Tensor, heads: slice | None) -> Tensor:
 def _head_slices(
     num_rows: int, q: Tensor, k: Tensor, *, at_least: int
 ) -> Iterator[tuple[slice | None, slice | None]]:
-    """Yield slices of the heads of q and of k, to bound a call's memory; a slice None means all heads."""
+    """Yield slices of the heads, ``at_least`` or more of q, to bound a call's memory; None for all."""
     kv_heads, groups = k.shape[1], q.shape[1] // k.shape[1]
     elements = num_rows * groups * q.shape[2]  # the query elements per key-value head
     step = max(1, _CALL_ELEMENTS // elements, -(-at_least // groups))

@@ -30,7 +30,7 @@ META = np.dtype(
         ("weight", "<f8"),  # summed weight of the loss tokens; without weights, their number
         ("sequences", "<f8"),  # weight of the sequence
         ("patches", "<i8"),  # patches of all images
-        ("squares", "<i8"),  # sum over frames of squared patches
+        ("squares", "<i8"),  # sum over frames of squared patch counts
     ]
 )
 # What is counted of the sequences that a data module's policies leave out or change.
@@ -96,7 +96,7 @@ class Sampler:
         return Sample(payload=payload, meta=meta)
 
     def _patches(self, record: Any, sample: dict[str, Any]) -> tuple[int, int]:
-        """Return the patches of a sample's images, and the sum of their squares over frames."""
+        """Return the number of patches of a sample, and the sum over frames of squared patch counts."""
         sizes = (
             sizes_of(sample) if self.extras_cost is None else declared(self.extras_cost, record, "the record")
         )

@@ -1,7 +1,7 @@
 """Student and teacher heads -> the divergence of their softmaxes over rows, and the student's gradients.
 
 R rows, V vocabulary columns held here, c x v one tile, P ranks that share the vocabulary. ``s`` and ``t`` are
-log-probabilities of student and teacher, of a few rows at a time.
+the log-probabilities of student and teacher in one tile.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Kind = Literal["kl", "reverse_kl", "jsd"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Divergence:
-    """A divergence between two softmaxes, and its gradient in the student's logits."""
+    """A divergence between two softmaxes, and its gradient for the student's logits."""
 
     # "kl" is ``sum e^t (t - s)``, and "reverse_kl" is ``sum e^s (s - t)``. "jsd" is ``beta sum e^t (t - m) +
     # (1 - beta) sum e^s (s - m)`` with the mixture ``m = log(beta e^t + (1 - beta) e^s)``.
@@ -50,11 +50,11 @@ class Divergence:
         return self.beta * teachers + inner, inner
 
     def _slope(self, s: Tensor, t: Tensor) -> Tensor:
-        """Return g, ``[c, v]``; the gradient in a row's student logits is ``e^s (g - sum e^s g)``."""
+        """Return g, ``[c, v]``; the gradient for a row's student logits is ``e^s (g - sum e^s g)``."""
         return s - t if self.kind == "reverse_kl" else (1.0 - self.beta) * (s - self._mixture(s, t))
 
     def gradient(self, s: Tensor, t: Tensor, inner: Tensor) -> Tensor:
-        """Return the gradient of a row's divergence in the student's logits, ``[c, v]``; destroys s."""
+        """Return the gradient for the student's logits, ``[c, v]``; overwrites s."""
         if self.kind == "kl":
             return exponential(s, out=s).sub_(exponential(t, out=torch.empty_like(t)))
         g = self._slope(s, t)
@@ -70,7 +70,7 @@ class Teacher:
 
     def __init__(self, head: Head) -> None:
         self.stash = Stash(head)
-        self.lse = head.hidden.new_empty(0)  # log-sums of the rows in the stash, over the whole vocabulary
+        self.lse = head.hidden.new_empty(0)  # lse of each row in the stash, over the whole vocabulary
 
     def logprobs(self, columns: slice) -> Tensor:
         """Return a tile of log-probabilities, ``[c, v]``."""
@@ -105,7 +105,7 @@ def divergence_and_gradients(
             dz = divergence.gradient(s, t, inner).mul_(weights[rows, None])
             if head.counts is not None:  # the divergence of ignored rows may be infinite
                 dz.masked_fill_(~head.counts[rows, None], 0.0)
-            logit_map = head.settings.logit_map  # from mapped logits to raw products, in place
+            logit_map = head.settings.logit_map  # chain rule: dz becomes the raw products' gradient
             dz.mul_(logit_map.scale / logit_map.temperature)
             if logit_map.softcap is not None:  # 1 - tanh^2, with tanh = z * temperature / cap
                 dz.mul_(1.0 - (z * (logit_map.temperature / logit_map.softcap)).square())
@@ -122,7 +122,7 @@ def divergence_and_gradients(
 
 
 def _open(stash: Stash, teacher: Teacher, rows: slice) -> Tensor:
-    """Fill the stashes of student and teacher with some rows, and return the student's log-sums, ``[c]``."""
+    """Compute both models' logits of some rows into their stashes; return the student's lse, ``[c]``."""
     head = stash.head
     nowhere = torch.full((rows.stop - rows.start,), -1, device=head.hidden.device)
     stats = stash.fill(rows, nowhere, total=False)

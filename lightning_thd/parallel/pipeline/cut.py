@@ -42,10 +42,10 @@ def cut_model(
     balance: Callable[[], Channel] | None = None,
     peers: dist.ProcessGroup | None = None,
 ) -> Stage:
-    """Replace the layers of other ranks in place.
+    """Replace the modules of other ranks by placeholders, in place, and return this rank's ``Stage``.
 
     For a mixture of experts, ``balance`` makes the channel for router sums between stages. ``peers`` are the
-    ranks that hold the same layers; balancing losses add the sums of these ranks.
+    ranks that hold the same layers; balancing losses add the router sums of these ranks.
     """
     inner = language_model_of(model)
     if (known := stage_of(inner)) is not None:
@@ -114,7 +114,7 @@ def decoder_stack(inner: Any) -> tuple[str, nn.Module, nn.ModuleList]:
 def _around(
     inner: Any, parent: nn.Module, layers: nn.ModuleList
 ) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-    """Return the modules with parameters that are registered before and behind the layers, by name."""
+    """Return the modules with parameters before and behind the layers, except the head, by name."""
     head, seen_layers = inner.get_output_embeddings(), False
     before: dict[str, nn.Module] = {}
     behind: dict[str, nn.Module] = {}
@@ -154,13 +154,13 @@ def _refuse_shared(inner: Any, layers: nn.ModuleList) -> None:
     for option in ("num_kv_shared_layers", "hidden_size_per_layer_input"):
         if value := getattr(config, option, None):
             raise ValueError(
-                f"{type(inner).__name__} has {option}={value!r}: its layers use keys of earlier layers or an "
-                "embedding each, which are on other pipeline stages. Set pipeline_parallel_size=1."
+                f"{type(inner).__name__} has {option}={value!r}: its layers use keys of earlier layers, or "
+                "embeddings of their own, from other pipeline stages. Set pipeline_parallel_size=1."
             )
     if wants_balance(inner) and scores_of(inner) is None:
         raise ValueError(
             f"{type(inner).__name__} has output_router_logits=True: its balancing loss needs the routers of "
-            "all stages, and its formula is not known. Set config.output_router_logits=False."
+            "all stages, and the formula of that loss is not known. Set config.output_router_logits=False."
         )
 
 
@@ -217,7 +217,7 @@ def _on_meta(inner: nn.Module) -> nn.Module:
 
 
 def _run_only_if(held: Callable[[], bool], module: Any, instead: nn.Module) -> None:
-    """Run ``instead`` in place of a module in passes of a stage that does not hold the module."""
+    """Make a module call ``instead`` whenever ``held()`` is false: another stage of the rank then runs."""
     forward = module.forward
     module.forward = lambda *args, **kwargs: forward(*args, **kwargs) if held() else instead(*args, **kwargs)
 

@@ -89,7 +89,7 @@ def with_critic() -> Any:
         ),
         (
             lambda: another_config(make_model("llama"), hidden_size_per_layer_input=8),
-            "has hidden_size_per_layer_input=8: .* or an embedding each",
+            "has hidden_size_per_layer_input=8: .* or embeddings of their own",
         ),
     ],
 )
@@ -105,7 +105,7 @@ def test_a_balancing_loss_of_another_formula(monkeypatch: pytest.MonkeyPatch) ->
     model.config.output_router_logits = True
     theirs = home.load_balancing_loss_func
     monkeypatch.setattr(home, "load_balancing_loss_func", lambda *args: 2 * theirs(*args))
-    message = "has output_router_logits=True: its balancing loss .* its formula is not known"
+    message = "has output_router_logits=True: its balancing loss .* the formula of that loss is not known"
     with pytest.raises(ValueError, match=message):
         cut_model(model, CHANNEL)
     monkeypatch.setattr(home, "load_balancing_loss_func", lambda logits: 0)
