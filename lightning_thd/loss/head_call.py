@@ -175,11 +175,12 @@ class HeadCall:
         kwargs = batch.hf_kwargs()
         if kwargs.pop("labels", None) is not None:
             _warn_of_labels()
-        STATE.scope, self._job = announced(batch, kwargs), job
+        scope = STATE.scope = announced(batch, kwargs)
+        self._job = job
         job.head.__dict__["forward"], inner.__dict__["forward"] = self.head_forward, self.forward
         try:
             with nullcontext() if job.routers is None else job.routers.requested(inner, kwargs):
-                return model(**kwargs)
+                outputs = model(**kwargs)
         finally:
             STATE.scope, self._job = before, None
             for module, forward in ((inner, own), (job.head, job.own_head_forward)):
@@ -187,6 +188,13 @@ class HeadCall:
                     del module.__dict__["forward"]
                 else:
                     module.__dict__["forward"] = forward
+        if scope.pack is not None and "sees_later" in scope.pack.cache:
+            raise ValueError(
+                f"{scope.pack.cache['sees_later']} of {type(inner).__name__} attends to later tokens, so "
+                "each token would see its own target. Set is_decoder=True in its config, if it has that, or call "
+                "loss.fused_linear_cross_entropy on the last hidden states with your own targets."
+            )
+        return outputs
 
     def _followed(self, job: _Job, *, again: bool) -> bool:
         """Return whether a pass used the right logit map; else choose the map for the next pass."""
@@ -372,8 +380,7 @@ def language_model(model: nn.Module) -> Any:
     """Return the causal model inside DDP, torch.compile and PEFT; refuse a model without a head."""
     inner: Any = unwrapped(model, on_peft=refuse_losing_adapters)
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
-    masked = "MaskedLM" in type(inner).__name__  # its tokens see their targets
-    if masked or not isinstance(head, nn.Module) or not hasattr(inner, "config"):
+    if not isinstance(head, nn.Module) or not hasattr(inner, "config"):
         raise ValueError(
             f"causal_lm_loss got a {type(inner).__name__}, wanted a Hugging Face causal language model. Load "
             "it as AutoModelForCausalLM, or call loss.fused_linear_cross_entropy on the last hidden states."

@@ -130,6 +130,8 @@ def _attend_first(
         return _attend_unbound(query, key, value, bounds, options, s_aux)
     if query.shape[0] != 1:
         return _attend_unbound(query, key, value, bounds, options, s_aux)
+    if not causal:
+        pack.cache["sees_later"] = type(module).__name__  # causal_lm_loss refuses such a layer
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     bound = bind(q, k, v, *bounds[:4], sinks=s_aux, keys=bounds.keys, **_options(*options))
     pack.cache[kind] = bound, getattr(module, "config", None)  # keeps alive the config, whose id is in kind

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM
+from transformers import BertConfig, BertForMaskedLM, BertLMHeadModel
 
 from lightning_thd.batch import THDBatch
 from lightning_thd.loss import (
@@ -63,9 +63,10 @@ def shard() -> Any:
     return shard_batch(make_batch(lengths=(4,)), group=None, cp=2, rank=0)
 
 
-def masked_lm() -> Any:
-    config = BertConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
-    return BertForMaskedLM._from_config(config, attn_implementation="thd")
+def bert(kind: Any, **changes: Any) -> Any:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    changes["attention_probs_dropout_prob"] = 0.0
+    return kind._from_config(BertConfig(**sizes, **changes), attn_implementation="thd")
 
 
 def another_attention() -> None:
@@ -106,7 +107,8 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     # Models and batches
     (another_attention, r"LlamaForCausalLM runs attn_implementation='sdpa'.*'thd'"),
     (lambda: causal_lm_loss(nn.Linear(2, 2), BATCH), "got a Linear, wanted a Hugging Face causal"),
-    (lambda: causal_lm_loss(masked_lm(), BATCH), "got a BertForMaskedLM, wanted a"),
+    (lambda: causal_lm_loss(bert(BertForMaskedLM), BATCH), "of BertForMaskedLM attends to later tokens"),
+    (lambda: causal_lm_loss(bert(BertLMHeadModel), BATCH), "later tokens.*Set is_decoder=True"),
     (lambda: loss(BATCH.replace(targets=BATCH.targets + VOCAB)), f"wanted 0 to {VOCAB - 1}"),
     (lambda: causal_lm_logprobs(build("Llama"), BATCH, temperature=0.0), "temperature=0"),
     (lambda: whole(return_dict=False), "returned a tuple without logits.*return_dict"),

@@ -357,7 +357,7 @@ ON_RANKS = {
         STAGES,
         TEN,
     ),
-    "degrees of packs": Case("='dynamic' and", data=planned(Packs(2)), strategy=dynamic(), accumulate=2),
+    "degrees of packs": Case("='dynamic' or", data=planned(Packs(2)), strategy=dynamic(), accumulate=2),
     "tiling": Case(
         "ranks=4 does not|=4 does not divide the 2 ranks.*size=2", data=TEN, strategy=dynamic(most=4)
     ),
