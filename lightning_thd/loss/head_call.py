@@ -191,8 +191,8 @@ class HeadCall:
         if scope.pack is not None and "sees_later" in scope.pack.cache:
             raise ValueError(
                 f"{scope.pack.cache['sees_later']} of {type(inner).__name__} attends to later tokens, so "
-                "each token would see its own target. Set is_decoder=True in its config, if it has that, or call "
-                "loss.fused_linear_cross_entropy on the last hidden states with your own targets."
+                "each token would see its own target. Set is_decoder=True in its config, if it has that. Or "
+                "call loss.fused_linear_cross_entropy on the last hidden states with your own targets."
             )
         return outputs
 
