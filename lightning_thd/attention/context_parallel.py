@@ -45,8 +45,8 @@ def choose_way(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> W
         return "ulysses"
     if looks_ahead:
         raise ValueError(
-            f"A window of {spec.left} keys before and {spec.right} after a query looks ahead, which {asked} "
-            "cannot do. Use context_parallel_communication='ulysses'."
+            f"window=({spec.left}, {spec.right}) is not causal, and {asked!r} supports only causal windows. "
+            "Use context_parallel_communication='ulysses'."
         )
     if asked == "all_gather":
         return asked
@@ -70,7 +70,7 @@ def _cheaper_way(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) ->
 
 
 def _pairs(layout: ShardLayout, spec: AttentionSpec) -> tuple[float, float]:
-    """Count the query-key pairs of the busiest rank, and those of all ranks; upper bounds with a window."""
+    """Count the query-key pairs of the busiest rank, and those of all ranks; estimates with a window."""
     lengths = np.asarray(layout.padded_lengths, dtype=np.float64)
     if not spec.causal:
         held = [partition.held_lengths(layout.padded_lengths, **layout.cut, rank=r) for r in range(layout.cp)]
@@ -140,7 +140,7 @@ def _fetch(
     sizes: LayerSizes,
     index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Fetch other ranks' keys and values, append them to this rank's, and select the rows ``index``."""
+    """Collect the keys and values of this and other ranks, and select the rows ``index`` (None means all)."""
     assert layout.group is not None
     rows = joined(k_NGD, v_NGE)
     if way == "all_gather":
@@ -149,7 +149,7 @@ def _fetch(
     else:
         plan = needs.exchanged(layout, causal=spec.causal, left=spec.left)
         traffic.count(sum(plan.receive_counts) * sizes.key_bytes, way)
-        if plan.group_rows:  # every rank has the same number, so either all exchange or none
+        if plan.group_rows:  # a sum over all ranks, so either all ranks exchange or none
             sent = rows.index_select(0, plan.send_rows)
             received = exchange_rows(sent, plan.send_counts, plan.receive_counts, layout.group)
             rows = torch.cat([rows, received])

@@ -1,6 +1,6 @@
 """varlen_attention: packed q, k, v and offsets -> packed output, on the fastest kernel that supports a call.
 
-The values of cu_seqlens are checked only on the CPU, because reading them from a GPU would wait for the GPU.
+Only the CPU kernel checks the values of cu_seqlens, because reading them from a GPU would wait for the GPU.
 
 Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E value head size.
 """
@@ -67,7 +67,7 @@ def varlen_attention(
         backend: a backend of ``support_table()``, or "auto" for the fastest that supports this call.
 
     Returns:
-        ``[Tq, H, E]`` in the dtype of q; 0 for a query that sees no key. A sequence of one token gives its v.
+        ``[Tq, H, E]`` in q's dtype; 0 for a query that sees no key. Without sinks, one token gives its v.
     """
     if isinstance(q_THD, Tensor) and isinstance(k_THD, Tensor) and isinstance(v_THD, Tensor):
         q_THD, k_THD, v_THD = _autocast(q_THD, k_THD, v_THD)
@@ -82,7 +82,7 @@ def varlen_attention(
     return run(choose(backend, describe(q_THD, v_THD, spec, sinks)), q_THD, k_THD, v_THD, at, spec, sinks)
 
 
-# A function of sinks and of q, k and v ``[1, H, T, D]`` (as in transformers) that returns ``[1, T, H, E]``.
+# q, k and v ``[1, H, T, D]`` (as in transformers), sinks or None -> ``[1, T, H, E]``.
 Bound = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
@@ -102,11 +102,11 @@ def bind(
     sinks: Tensor | None = None,
     keys: Tensor | None = None,
 ) -> Bound:
-    """Check a call; return a function for all calls of these shapes. ``keys`` selects rows of k and v."""
+    """Check a call; return a function for its shapes and offsets, which selects rows ``keys`` of k and v."""
     cast = _autocast(q, k, v)
     dtype = None if cast[0] is q and cast[1] is k and cast[2] is v else cast[0].dtype
     q, k, v = cast
-    if keys is not None:  # the checks below use only the shapes of k and v
+    if keys is not None:  # views of the right size; the checks below read no value
         k, v = (x[:1].expand(keys.shape[0], -1, -1) for x in (k, v))
     _check_tensors(q, k, v, cu_seqlens_q, cu_seqlens_kv)
     _check_sinks(sinks, q)
@@ -271,13 +271,12 @@ def _check_offsets(cu_seqlens: Any, device: torch.device, side: str) -> None:
         raise ValueError(f"{name} is on {cu_seqlens.device} but q is on {device}; move it once per batch.")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype != torch.int32:
         raise ValueError(
-            f"{name} is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; want int32 [S + 1], for at least one "
-            "sequence."
+            f"{name} is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; want int32 [S + 1], S at least 1."
         )
 
 
 def _host_int(max_seqlen: int, name: str) -> int:
-    """Return max_seqlen as a Python integer; raise for a tensor, which a kernel would have to read."""
+    """Return max_seqlen as a Python integer; raise for other values, such as a tensor on a device."""
     if type(max_seqlen) is int and max_seqlen >= 0:
         return max_seqlen
     return whole_number(max_seqlen, name, advice="Pass an int known on the host: batch.max_seqlen.")

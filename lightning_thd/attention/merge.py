@@ -54,7 +54,7 @@ class KeySource:
         return rows
 
     def return_gradient(self, step: int, grad: Tensor) -> None:
-        """Send the gradient of a step's rows to their rank, and start to receive one of the local rows."""
+        """Send the gradient of a step's rows to their rank, and start to receive one for the local rows."""
         if step == 0:
             self._local_grad = grad
             return
@@ -65,7 +65,7 @@ class KeySource:
         self._returning.append((coming, works, sent, at.send_rows))
 
     def total(self) -> Tensor:
-        """Wait for the gradients from other ranks, and add them up in the order of the steps."""
+        """Wait for the other ranks' gradients, and add them to the local one in the order of the steps."""
         total: Tensor = self._local_grad
         for coming, works, _, at in self._returning:
             _wait(works)
@@ -75,7 +75,7 @@ class KeySource:
     def release(self) -> None:
         """Drop the rows and their gradients."""
         self._local_rows = self._local_grad = None
-        self._arriving: dict[int, tuple[Tensor, list[dist.Work], Tensor]] = {}
+        self._arriving: dict[int, tuple[Tensor, list[dist.Work], Tensor]] = {}  # received, transfers, sent
         self._returning: list[tuple[Tensor, list[dist.Work], Tensor, Tensor]] = []
 
     def _send(self, step: int) -> None:
@@ -100,7 +100,7 @@ def _wait(works: list[dist.Work]) -> None:
         work.wait()
 
 
-_connected: set[str] = set()
+_connected: set[str] = set()  # names of the groups that have run a collective
 
 
 def _connect(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -31,7 +31,7 @@ class AttentionSpec:
 
     @property
     def windowed(self) -> bool:
-        """Return whether a window hides keys that a causal mask would show."""
+        """Return whether a side has a limit, apart from the limit ``right = 0`` of a causal mask."""
         return self.left >= 0 or self.right > 0
 
 
@@ -119,7 +119,7 @@ def _checked(cu_seqlens: Tensor, total: int, max_seqlen: int, side: str) -> tupl
 
 
 def read_offsets(cu_seqlens: Tensor) -> tuple[tuple[int, ...], int, int | None]:
-    """Return offsets on the CPU as ints, the longest length, and the index at which offsets fall, or None."""
+    """Return offsets on the CPU as ints, the longest length, and the index of their largest fall, or None."""
     array = cu_seqlens.numpy()
     return _parse(array.tobytes(), array.dtype.str)
 

@@ -26,7 +26,7 @@ class Support:
     """One kernel and the features that it supports: dtypes, head sizes, softcap, sinks, devices."""
 
     backend: Backend  # the name with which a user selects it
-    device: str = "cuda"  # or "any"
+    device: str = "cuda"  # of its tensors; or "cpu" or "any"
     dtypes: tuple[torch.dtype, ...] = _HALF
     bf16_from: int = 0  # the lowest compute capability (major) with bf16
     sizes: Callable[[int, int], tuple[int, int] | None]  # (head size, value size) -> padded sizes, or None
@@ -37,12 +37,12 @@ class Support:
     ahead: bool = True  # windows without a causal mask are supported
     sinks: str | None = "through lse"  # how sinks are applied; None if they are not supported
     lse: bool = True  # it returns lse, so partial results can be merged (context parallelism)
-    deterministic: str = "with torch.use_deterministic_algorithms(True)"
+    deterministic: str = "with torch.use_deterministic_algorithms(True)"  # when gradients repeat
     deterministic_to: int | None = None  # largest head size with a deterministic backward
     capability: tuple[int, ...] | None = None  # compute capabilities (major), None for any
-    probe: str | None = None  # a module that must import; None if torch is enough
+    probe: str | None = None  # the module that it needs; None if torch is enough
     install: str = ""
-    slow: bool = False  # most calls have a faster kernel, so a notice is printed once if this one is chosen
+    slow: bool = False  # most calls have a faster kernel, so a notice is printed once if "auto" chooses it
 
 
 def _te_sizes(head_size: int, value_size: int) -> tuple[int, int] | None:
@@ -50,7 +50,7 @@ def _te_sizes(head_size: int, value_size: int) -> tuple[int, int] | None:
     return (head_size, value_size) if fits else None
 
 
-_TO_256 = "up to 256; a smaller value size is padded"
+_TO_256 = "up to 256; both are padded to one multiple of 8"
 
 SUPPORT: dict[Kernel, Support] = {
     "cpu": Support(
@@ -202,7 +202,7 @@ def _notice_slow(kernel: Kernel, request: Request) -> None:
         advice = f" This GPU multiplies faster with precision={half!r}."
     rank_zero_info(
         f"Attention runs on backend={kernel!r}: exact, and slower than a flash kernel. "
-        f"`lightning-thd doctor` says why the others do not run here.{advice}"
+        f"`lightning-thd doctor` lists the kernels that this machine can run.{advice}"
     )
 
 
@@ -243,7 +243,7 @@ def why_not(kernel: Kernel, request: Request) -> str | None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def missing(kernel: Kernel) -> str | None:
-    """Return what to install for a kernel, or None when its package imports."""
+    """Return what to install for a kernel, or None if its package imports or, prebuilt, loads."""
     row = SUPPORT[kernel]
     if row.probe is None or available(row.probe):
         return None
@@ -257,7 +257,7 @@ def support_table() -> str:
     """Write ``SUPPORT`` as a Markdown table.
 
     Returns:
-        One row per kernel; the column "here" is "yes" if the kernel's package imports.
+        One row per kernel; the column "here" is "yes" if the kernel's package imports or, prebuilt, loads.
     """
     head = (
         "backend", "kernel", "device", "dtypes", "head size", "GQA", "window", "softcap", "sinks",

@@ -49,7 +49,7 @@ def check_samples(samples: object) -> list[dict[str, Any]]:
 
 
 def _plain_rows(samples: Sequence[Any]) -> list[tuple[NDArray[Any], NDArray[Any]]] | None:
-    """Return ids and labels if all samples are valid and have no other keys; else None, for a full check."""
+    """Return ids and labels if all samples have only these, as valid arrays; else None, for a full check."""
     rows = []
     for sample in samples:
         if type(sample) is not dict or not sample.keys() <= _PLAIN or "input_ids" not in sample:
@@ -264,7 +264,10 @@ def joined(samples: Sequence[Sample], key: str) -> Tensor:
     try:
         return torch.cat(parts)
     except RuntimeError as err:
-        raise ValueError(f"Samples carry {key!r}, which is concatenated along the first axis: {err}") from err
+        raise ValueError(
+            f"Samples carry {key!r}, which cannot be joined along the first axis ({err}). Give all samples "
+            "the same further axes, or drop the key."
+        ) from err
 
 
 class PackWeights(NamedTuple):
@@ -275,7 +278,7 @@ class PackWeights(NamedTuple):
     total: float  # the sum of ``slots``; the number of targets if no sample has weights
     # ``[S]``, each sequence's weight divided by the sum of its loss tokens' weights; 0 without loss tokens
     shares: list[float]
-    sequences: float  # the sum of the sequences' weights; a piece of a sequence counts in proportion
+    sequences: float  # the summed weights of sequences with loss tokens; a piece counts in proportion
 
 
 def pack_weights(

@@ -19,8 +19,8 @@ from lightning_thd.stats import Vision
 IntArray = NDArray[np.int64]
 GRIDS = ("image_grid_thw", "video_grid_thw")
 PIXELS = ("pixel_values", "pixel_values_videos")
-# Columns of the table of sizes: the number of patches, the sum over frames of its squares, and the same for
-# pixels. The last two are for samples without a grid.
+# Columns of the table of sizes: the number of patches, the sum over frames of squared patch counts, and both
+# for pixels. The last two are for samples without a grid.
 COLUMNS = 4
 _MOST_SQUARES = 2**62  # these sums are int64
 
@@ -48,7 +48,7 @@ def sizes_of(sample: Mapping[str, Any]) -> tuple[int, int, int, int]:
     pixels = squares = 0
     for name in PIXELS:
         shape = _shape(sample.get(name))
-        if len(shape) >= 4:  # without a grid, rows of patches have two axes
+        if len(shape) >= 4:  # with fewer axes, the rows are flattened patches, not images
             area, count = shape[-1] * shape[-2], int(np.prod(shape[:-3]))
             pixels, squares = pixels + count * area, squares + count * area * area
     return 0, 0, pixels, squares
@@ -69,7 +69,7 @@ def declared(cost: ExtrasCost, sample: Any, name: str) -> tuple[int, int, int, i
 
 
 def patch_table(sizes: IntArray, patch: int | None) -> IntArray:
-    """Return patch counts and sums of squares ``[N, 2]`` from a table of sizes; ``patch`` is in pixels."""
+    """Return patches and sums of squares ``[N, 2]`` of a table of sizes; ``patch`` is its side in pixels."""
     table: IntArray = sizes[:, :2].copy()
     if patch is not None:
         table += sizes[:, 2:] // np.array([patch**2, patch**4])
@@ -97,7 +97,6 @@ def _grid(value: Any, name: str) -> IntArray:
     grid = host_ints(value, name, ndim=None, least=0)
     if grid.size % 3 or (grid.ndim > 1 and grid.shape[-1] != 3):
         raise ValueError(
-            f"{name} has the shape {grid.shape}; wanted [N, 3]: frames, rows and columns of patches of each "
-            "image."
+            f"{name} has the shape {grid.shape}; wanted [N, 3]: frames, rows and columns of patches."
         )
     return grid.reshape(-1, 3)

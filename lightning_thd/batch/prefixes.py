@@ -59,11 +59,11 @@ class Prefixes(Immutable):
         token_rows: int64 ``[N]``, the row of ``targets`` that each token predicts; R if it predicts none.
         slots: int64 ``[R]``, the slot of each row.
         targets: int64 ``[R]``, the target token of each row.
-        keys: int64 ``[K]``, the slots of the keys of every leaf, root first.
-        cu_seqlens_q: int32 ``[leaves + 1]``, offsets of the leaves' slots.
-        cu_seqlens_kv: int32 ``[leaves + 1]``, offsets of the leaves' keys.
+        keys: int64 ``[K]``, the slots of the keys of every leaf, root first, then a trailing pad's.
+        cu_seqlens_q: int32, offsets of the slots of the leaves and of a trailing pad.
+        cu_seqlens_kv: int32, offsets of their parts of ``keys``.
         offsets: int32 ``[S + 1]``, offsets of the sequences among the N tokens.
-        lengths: tokens of each sequence, on the host; earlier leaves store ``prefix_lengths`` of them.
+        lengths: tokens of each sequence, on the host; earlier leaves store the first ``prefix_lengths``.
         query_lengths: slots of each leaf and of a trailing pad, on the host; ``key_lengths``: their keys.
     """
 
@@ -87,12 +87,12 @@ class Prefixes(Immutable):
 
     @property
     def max_seqlen_q(self) -> int:
-        """Return the largest number of slots of a leaf."""
+        """Return the largest number of slots of a leaf or of the trailing pad."""
         return max(self.query_lengths)
 
     @property
     def max_seqlen_kv(self) -> int:
-        """Return the largest number of keys of a leaf: the tokens of the longest sequence."""
+        """Return the largest number of keys of a leaf or of the trailing pad."""
         return max(self.key_lengths)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -132,7 +132,7 @@ _KEPT = tuple(name for name in THDBatch.__slots__ if name not in _REFUSED)
 class SharedBatch(THDBatch):
     """A batch whose sequences share the slots of their common prefixes: ``collate(share_prefixes=True)``.
 
-    ``input_ids`` and ``position_ids`` have T slots, one for each distinct prefix of a sequence; ``weights``
+    ``input_ids`` and ``position_ids`` have T slots: a token of a common prefix has only one. ``weights``
     are ``[N]``. ``stats`` count the computed tokens, and ``stats.shared_tokens`` those that are not computed.
     """
 
@@ -291,8 +291,8 @@ def lay_out_shared(
     stored = [lengths[leaf] - tree.shared[leaf] for leaf in tree.leaves]
     if align is not None and align.sequence_multiple != 1:
         raise ValueError(
-            f"share_prefixes=True with an alignment of {align.sequence_multiple} tokens a sequence, for "
-            "context parallelism. Set share_prefixes=False or context_parallel_size=1."
+            "share_prefixes=True does not combine with context parallelism, which pads each sequence to a "
+            f"multiple of {align.sequence_multiple}. Set share_prefixes=False or context_parallel_size=1."
         )
     query_lengths, slots = slots_of(stored, align, pad_to)
     pad = slots - len(tree.tokens)

@@ -65,7 +65,7 @@ def check_sample(sample: Any, name: str, *, empty: bool = False) -> dict[str, An
 def token_row(
     sample: Mapping[str, Any], key: str, name: str, *, empty: bool = False
 ) -> NDArray[np.integer[Any]]:
-    """Read one row of integers ``[n]`` of a sample; ids must not be empty."""
+    """Read one row of integers ``[n]`` of a sample; ids must not be empty, except with ``empty``."""
     if key not in sample:
         raise ValueError(f"{name} has the keys {sorted(sample)} but no {key!r}. Give it one.")
     value = sample[key]

@@ -1,7 +1,7 @@
 """Samples of varying length -> one ``THDBatch``: rows laid end to end, and their lengths on the host.
 
-T slots in a pack, S sequences. No code here reads from a device: collation keeps every integer that a kernel
-or a counter needs on the host.
+T slots in a pack, S sequences. Only ``from_padded`` reads from a device: collation keeps every integer that a
+kernel or a counter needs on the host.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TENSORS = ("input_ids", "targets", "position_ids", "cu_seqlens", "cu_seqlens_pa
 _HOST = ("lengths", "padded_lengths", "max_seqlen", "stats", "sequence_ids", "loss_scale", "extras")
 _SCALES = ("sequence_scale", "token_scale", "microbatch")
 _FURTHER = ("weights", "sequence_shares", *_SCALES, "set_name", "max_targets")
-_ROUNDING = 1e-9  # a weight is rounded to a whole number of tokens if their relative difference is below this
+_ROUNDING = 1e-9  # a weight is rounded to a whole number if their relative difference is at most this
 
 
 class Immutable:
@@ -38,7 +38,7 @@ class Immutable:
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(
             f"{type(self).__name__}.{name} cannot be assigned: batches are immutable. "
-            "Make a changed copy with .replace(...)."
+            "Make a changed copy of a THDBatch with .replace(...)."
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class THDBatch(_Pinned):
     Attributes:
         input_ids: int64 ``[T]``.
         targets: int64 ``[T]``, the next token of the same sequence, else -100.
-        position_ids: int64 ``[T]``, or ``[3, T]`` for M-RoPE; restarts at 0 in every sequence.
+        position_ids: int64 ``[T]``, or ``[3, T]`` for M-RoPE; the samples' own, else counted from 0.
         cu_seqlens: int32 ``[S + 1]``, cumulative real lengths.
         cu_seqlens_padded: int32 ``[S + 1]``, offsets in memory, last entry T. A trailing pad is one more
             sequence in both.
@@ -117,10 +117,10 @@ class THDBatch(_Pinned):
         sequence_shares: for every sequence in ``lengths``, its weight / the summed weight of its loss tokens,
             those in other packs included.
         sequence_scale: like ``loss_scale``, for the weight of the step's sequences; None if unknown.
-        token_scale: like ``loss_scale``, for the step's input tokens. 0 turns ``router_balance`` off.
+        token_scale: like ``loss_scale``, for input tokens. 0 keeps no router loss but "microbatch" balance.
         microbatch: the batch's index among this rank's microbatches of the step, from 0.
         set_name: the name of the batch's data set, such as ``"code"``; empty if there is only one set.
-        max_targets: an upper bound of the slots with a target; None if ``targets`` were replaced.
+        max_targets: an upper bound of the slots with a target; None if unknown, as after ``targets`` changed.
     """
 
     __slots__ = (*_TENSORS, *_HOST, *_FURTHER)
@@ -222,7 +222,7 @@ class THDBatch(_Pinned):
             sequence_ids: dataset index of every sample; 0, 1, 2, ... by default.
             loss_scale: see the class; by default 1 / loss tokens of this batch, or their weight.
             sequence_scale: see the class; computed from this batch if ``loss_scale`` is not given.
-            token_scale: see the class; computed from this batch if neither scale is given.
+            token_scale: see the class; computed from this batch if neither it nor ``loss_scale`` is given.
             windows: the attention windows of the model for which ``stats`` counts query-key pairs.
             share_prefixes: store and compute tokens of common prefixes only once. If samples have common
                 prefixes, the batch is a ``SharedBatch`` with the same loss and gradient.
@@ -289,7 +289,7 @@ class THDBatch(_Pinned):
         return THDBatch(**{**self.__getstate__(), **changes})
 
     def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> THDBatch:
-        """Move the tensors to a device; copies to CUDA use one pinned buffer and do not block."""
+        """Move the tensors to a device; by default, copies to CUDA use one pinned buffer and do not block."""
         if not isinstance(device, torch.device):
             device = checked_device(device)
         tensors = self._tensors()
@@ -337,7 +337,7 @@ class THDBatch(_Pinned):
             ``input_ids`` is ``[1, T]``, ``position_ids`` is ``[1, T]`` or ``[3, 1, T]``. ``cu_seq_lens_q/k``
             are the offsets in memory, ``max_length_q/k`` Python ints, and ``attention_mask`` is None.
             ``use_cache`` is False, because the default True makes transformers ignore the boundaries. The
-            extras follow, with ``labels``, one per sequence, if samples had a ``label``. If each sequence is
+            extras follow, with ``labels``, one per sequence, if samples had a ``label``. If any sequence is
             padded, ``cu_seq_lens_real`` has the cumulative lengths without padding. With shared prefixes,
             ``shared_prefixes`` replaces the offsets; models without thd attention raise an error for it.
         """
@@ -359,7 +359,7 @@ class THDBatch(_Pinned):
         return found if real is None else {**found, "cu_seq_lens_real": real}
 
     def _real_offsets(self) -> Tensor | None:
-        """Return the offsets of real tokens if each sequence is padded, else None."""
+        """Return the offsets of real tokens if any sequence is padded, else None."""
         return None if self.lengths == self.padded_lengths[: len(self.lengths)] else self.cu_seqlens
 
     def unpack(self, x: Tensor) -> list[Tensor]:

@@ -85,7 +85,7 @@ def know_offsets(cu_seqlens: Tensor, lengths: Sequence[int] | npt.NDArray[np.int
 
 
 def host_offsets(cu_seqlens: Tensor) -> tuple[int, ...]:
-    """Return offsets as ints; offsets unknown on the host are read once, and again only if they change."""
+    """Return offsets as ints; unknown ones are read once per change, inference tensors at every call."""
     version, found = _KNOWN.get(cu_seqlens, (None, None))
     if found is None or version != _version(cu_seqlens):
         read = tuple(cu_seqlens.tolist())

@@ -68,12 +68,12 @@ class CUDAGraphCallback(L.Callback):
             chooses one to three numbers from the packs of the data module's planner or, without a planner,
             from the first 32 batches. It prints the table of :class:`GraphPlan` once.
         costs: the step times that ``"auto"`` assumes; by default those of a launch-bound step.
-        require: raise an error if graphs are not possible, instead of training without them.
+        require: raise an error if graphs are not possible or gain nothing, instead of training without them.
         backend: ``"cuda"``, or ``"recording"`` for tests on a CPU.
 
     Raises:
         ValueError: if a number of sequences is below 1.
-        MisconfigurationException: with ``require=True``, if this Trainer cannot use CUDA graphs.
+        MisconfigurationException: with ``require=True``, if graphs are not possible or gain nothing.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class CUDAGraphCallback(L.Callback):
         self._backend_choice = backend
         self.plan: GraphPlan | None = None
         self.step: GraphedStep | None = None
-        self._idle = False
-        self._seen: list[Layout] = []
+        self._idle = False  # whether this fit runs without graphs
+        self._seen: list[Layout] = []  # of the batches so far, without a planner
         self._replaced = ExitStack()  # closing it restores the module's own training_step
 
     @property
@@ -147,7 +147,7 @@ class CUDAGraphCallback(L.Callback):
             self._log(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Restore the module's own ``training_step``."""
+        """Log the last numbers, and restore the module's own ``training_step``."""
         self._log(trainer)
         self._remove()
 

@@ -181,6 +181,5 @@ def _bias_of(router: str, biases: dict[str, Tensor]) -> Tensor:
             if name.startswith(f"{place}."):
                 return bias
     raise MisconfigurationException(
-        f"ExpertBias moves each router's {_BIAS}, and {router} has none. Use router_balance='sequence' for "
-        "this family."
+        f"ExpertBias moves each router's {_BIAS}, and {router} has none. Use router_balance='sequence'."
     )

@@ -94,9 +94,9 @@ class Interval:
 
     measured: Counted
     left_out: Counted
-    seconds: float
+    seconds: float  # time of the measured steps
     peak: float | None  # mean dense FLOP/s of a device; None if it is unknown on a rank
-    heaviest: float  # work of the most loaded rank, summed over the steps
+    heaviest: float  # largest work of a rank in a group of steps (see _BINS), summed over the groups
     mean: float  # mean work of the ranks, summed over the steps
     unknown_slots: int = 0  # slots of rows whose padding is unknown, counted as real tokens
     padded_real: int = 0  # real tokens of the rows whose padding is known
@@ -129,16 +129,16 @@ class Meter:
         self.unknown_padding = False  # whether the padding of some rows is unknown
         self.unfilled = False  # whether the last packs had no padding, and their capacity is unknown
         self.padded = [0, 0]  # real tokens and slots of padded rows since this meter was made, over all ranks
-        self.steps: list[list[Seen]] = [[]]
+        self.steps: list[list[Seen]] = [[]]  # the microbatches of each step; the last step is running
         self.totals = {"time": 0.0, "batches": 0.0, "samples": 0.0, "lengths": 0.0}
         self._total_flops: dict[str, float] | None = None
-        self._left_out: list[Seen] = []
+        self._left_out: list[Seen] = []  # microbatches that the rates leave out
         self._left_out_seconds = 0.0
         self._seconds = 0.0  # seconds counted before the clock was last started
         self._whole_seconds = 0.0  # the part of the counted seconds that belongs to ended steps
         self._since: float | None = None
         self._interval: Interval | None = None
-        self._rated = False
+        self._rated = False  # whether an interval had rates
 
     def resume(self) -> None:
         """Start the clock once the device is idle."""
@@ -166,7 +166,7 @@ class Meter:
         self._whole_seconds = self._elapsed()
 
     def leave_out(self) -> None:
-        """Exclude the steps since the last reduction from the rates, but not from the totals."""
+        """Exclude the steps since the last reduction from the rates and the total time, not from counts."""
         synchronize(self.hardware.device)
         self._left_out.extend(chain.from_iterable(self.steps))
         self.steps = [[]]
@@ -205,7 +205,7 @@ class Meter:
             metrics["packing/fill"] = everything.stats.real_tokens / found.room
         metrics["packing/imbalance"] = found.heaviest / found.mean if found.mean else 1.0
         rated, seconds = found.measured, found.seconds
-        if last and not self._rated and not rated.microbatches:
+        if last and not self._rated and not rated.microbatches:  # a run with only left-out steps
             rated, seconds = everything, self._left_out_seconds
             self.totals["time"] += seconds
         if rated.microbatches and seconds > 0:
@@ -317,7 +317,7 @@ def interval(rows: list[list[int]], model: FlopsModel | None, work: Work, second
 
 
 def _seconds_by_rate(rows: list[list[int]], counts: int) -> float | None:
-    """Return all slots / the sum of the ranks' slots per second; None if microbatches are equally many."""
+    """Return all slots / the sum of the ranks' slots per second; None if all ranks ran equally many."""
     if len({row[2 * counts] for row in rows}) == 1:
         return None
     worked = [(row[COUNTS.index("slots")], row[2 * counts + 3]) for row in rows]

@@ -28,7 +28,7 @@ from lightning_thd.stats import combine
 Policy: TypeAlias = Recompute | Literal["auto"]
 
 _MAX_SHAPES = 4  # A step is slow while torch counts its FLOPs, so only this many shapes are counted.
-_MAX_WATCHED = 3  # Calls of models are watched in up to this many steps of a stage, until there is one.
+_MAX_WATCHED = 3  # Calls of models are watched in up to this many steps of a stage, until a step has some.
 _INPUTS = ("input_ids", "inputs_embeds", "hidden_states")
 _HEADS = ("score", "classifier", "classification_head", "v_head", "value_head")
 _TOWER = re.compile(r"(?:^|\.)(vision_tower|vision_model|visual|audio_tower|vision_backbone)\.")
@@ -56,11 +56,11 @@ class ModuleFlops:
     ) -> None:
         self._module, self._given, self._sharded, self._conventions = module, given, sharded, conventions
         self._models: dict[str, FlopsModel | None] = {}  # by stage; "" is the model before the first step
-        self._tries: dict[str, int] = {}
+        self._tries: dict[str, int] = {}  # by stage, the number of watched steps
         self._stage = "train"  # the current one; validation may run between two microbatches of a step
         self._calls: dict[str, dict[str, _Calls]] = {}  # by stage
         self._counter: StepCounter | None = None
-        self._shapes: list[int] = []
+        self._shapes: list[int] = []  # slots of the batches whose operators were counted
         self._slow = False  # operators were counted in the running step
         self._weights = list(module.parameters())  # the weights when the FLOPs models were built
         self._trained = [weight.requires_grad for weight in self._weights]
@@ -145,8 +145,8 @@ class ModuleFlops:
         if slots and slots not in self._shapes and len(self._shapes) < _MAX_SHAPES:
             if not self._shapes:
                 rank_zero_info(
-                    "No transformers config tells the FLOPs: one step of every new shape is counted with "
-                    "torch's FlopCounterMode. For exact counts pass flops_model=."
+                    f"No transformers config gives the FLOPs: a step of each of up to {_MAX_SHAPES} shapes "
+                    "is counted with torch's FlopCounterMode. For exact counts pass flops_model=."
                 )
             self._shapes.append(slots)
             self._slow = True
@@ -230,7 +230,7 @@ class _Calls:
 
 
 def _passes(watched: dict[str, _Calls], step: Sequence[Seen], *, sharded: bool) -> dict[str, Passes]:
-    """Return the passes per token of each model: its slots divided by the slots of the step."""
+    """Return the passes per token of each model, from its calls or, if hooks see none, its gradients."""
     slots = 0 if sharded else sum(stats.slots for stats, _ in step)
     trained = {
         name: any(p.grad is not None for p in calls.model.parameters()) for name, calls in watched.items()
@@ -254,7 +254,7 @@ def _slots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
 
 
 def _share(calls: int, slots: int, microbatches: int, total: int) -> float:
-    """Return passes per token: calls per microbatch if that is a whole number, else the share of slots."""
+    """Return passes per token: calls per microbatch if whole and the slots agree, else the share of slots."""
     if not calls:
         return 0.0
     if not microbatches or not total:
@@ -272,7 +272,7 @@ def find_model(
     recompute: Policy = "auto",
     passes: Mapping[str, Passes] | None = None,
 ) -> FlopsModel | None:
-    """Join the FLOPs of all transformers models in a module; if one is unknown, say why and return None."""
+    """Join the FLOPs of a module's transformers models; None without any, or (printed) if one is unknown."""
     models = outermost_models(module)
     members, paths = list[Member](), list[str]()
     for path, child in models.items():

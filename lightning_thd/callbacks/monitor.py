@@ -64,11 +64,11 @@ def _evaluation_hooks(stage: str) -> Any:
 class THDThroughputMonitor(Callback):
     """Logs FLOP/s, MFU, HFU, tokens/s and packing quality, from the real lengths of the sequences.
 
-    Once per interval, one collective and one device read turn the counts of all ranks into metrics. Their
-    names are those of Lightning's ``ThroughputMonitor`` and some more, listed in docs/reference/keys.md.
+    Collectives and device reads happen once per interval and before checkpoints, never per batch. Metrics
+    have the names of Lightning's ``ThroughputMonitor`` and some more, listed in docs/reference/keys.md.
     In padded rows, only real tokens count. They are found from ``attention_mask``, ``position_ids``,
-    ``lengths`` or -100 labels, and a message at the end says what packing would save. The rates leave out
-    validation, checkpoints, compilation and the first ``warmup_steps``.
+    ``lengths`` or pad ids with the label -100; a message at the end says what packing would save. The rates
+    leave out validation, checkpoints, compilation and the first ``warmup_steps``.
 
     Args:
         peak: dense FLOP/s of one device; "auto" looks the device up, "measure" times matmuls once.
@@ -123,20 +123,20 @@ class THDThroughputMonitor(Callback):
         self._meters: dict[str, Meter] = {}
         self._hardware: Hardware | None = None
         self._flops: ModuleFlops | None = None
-        self._restored: dict[str, Any] = {}
-        self._last: dict[str, Any] = {}
-        self._saving: tuple[Trainer, Any, Any] | None = None
+        self._restored: dict[str, Any] = {}  # the totals of a checkpoint, until training starts
+        self._last: dict[str, Any] = {}  # the totals at the last teardown
+        self._saving: tuple[Trainer, Any, Any] | None = None  # a Trainer, its own save_checkpoint, ours
         self._warned = False
         self._noticed_padding = self._noticed_fill = False  # whether each notice has been printed
         self._log: Callable[[dict[str, float], int], object] | None = None
         self._marks = StepMarks(self._clock)
         self._steps = 0
-        self._exclude = False
-        self._failing = False
-        self._graphs = 0
+        self._exclude = False  # whether ``exclude_step`` was called in this step
+        self._failing = False  # whether training raised an error
+        self._graphs = 0  # torch.compile's graphs when the last step ended
 
     def exclude_step(self) -> None:
-        """Exclude the running step, such as one with a capture, from the rates but not from the FLOPs."""
+        """Leave the running step and the interval's earlier steps out of the rates, but not of the FLOPs."""
         self._exclude = True
 
     @contextmanager
@@ -210,7 +210,7 @@ class THDThroughputMonitor(Callback):
         return self.latest
 
     def _follow(self) -> None:
-        """Reduce the counts of ended steps, in a collective, if weights have been frozen or unfrozen."""
+        """If weights were frozen or unfrozen, reduce counts of ended steps and rebuild the FLOPs models."""
         if self._flops is not None and self._flops.outdated:
             self._meter("train").reduce(whole=True)
             self._flops.follow()
@@ -471,9 +471,9 @@ class StepMarks:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._seconds = dict.fromkeys(PARTS, 0.0)
-        self._since: float | None = None
+        self._since: float | None = None  # the time of the last mark; None in a pause
         self._steps = 0
-        self._waited: tuple[Any, float] | None = None
+        self._waited: tuple[Any, float] | None = None  # a loader and the last value of its ``waited_s``
 
     def mark(self, part: str) -> None:
         """Add the CPU time since the last mark to a named part of the step."""

@@ -1,4 +1,4 @@
-"""A Lightning module before its first training step -> a leak check of its model, once per Trainer."""
+"""A Lightning module before its first training step -> a leak check of its model, once per callback."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ class PackingCheck(L.Callback):
         lengths: the lengths of the test sequences.
         grad: also check gradients. If parameters are sharded, this is off, because FSDP2 would reduce their
             gradients over ranks.
-        tolerance: the largest allowed difference between packed and separate sequences; None derives it
-            from the dtype.
+        tolerance: the largest allowed difference between packed and separate sequences; None: by dtype.
     """
 
     def __init__(

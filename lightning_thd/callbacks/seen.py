@@ -27,12 +27,12 @@ class Rows:
     """Padded rows whose real lengths are on the device."""
 
     shape: tuple[int, int]  # (B, N)
-    counts: Tensor  # the length of each row; a negative one means that lengths are unknown
+    counts: Tensor  # the lengths of the rows' sequences; if any is negative, lengths are unknown
     by_length: bool = False  # if True, ``counts[n]`` is the number of sequences with n tokens
     images: Mapping[str, Tensor] = field(default_factory=dict)  # grids of patches, meta tensors for pixels
 
     def lengths(self, counts: np.ndarray[Any, Any]) -> tuple[int, ...] | Dense:
-        """Return the lengths from the values of ``counts`` on the host."""
+        """Return the lengths from ``counts`` on the host; ``Dense`` if they are unknown or too many."""
         known = bool((counts >= 0).all())
         if known and self.by_length:
             counts = np.repeat(np.arange(len(counts)), counts)

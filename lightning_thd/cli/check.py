@@ -51,7 +51,7 @@ def load_model(name: str, attention: str, layers: int | None) -> Any:
         text = config.get_text_config()
         if layers > text.num_hidden_layers:
             raise ValueError(
-                f"--layers {layers}, but {name} has {text.num_hidden_layers}. Pass at most as many."
+                f"--layers {layers}, but {name} has {text.num_hidden_layers} layers. Pass at most as many."
             )
         text.num_hidden_layers = layers
         if vars(text).get("layer_types"):  # in other configs it is a property of the number of layers

@@ -31,15 +31,15 @@ class Expected:
     """The statistics that ``lightning-thd plan`` expects for training, from the packs of some steps."""
 
     steps: int  # steps of an epoch
-    packs: int
+    packs: int  # packs of the planned steps; the counts below are of these packs
     sequences: int
-    tokens: int
+    tokens: int  # real tokens; a shared prefix counts for every sequence
     lengths: tuple[int, int, int]  # shortest, median and longest
-    fill: float
-    padded_fill: float  # fill of padded batches
+    fill: float  # computed tokens / slots
+    padded_fill: float  # real tokens / slots, if batches of 8 sequences were padded
     imbalance: float  # the slowest rank's work divided by the mean
     tokens_per_s: float | None  # speed of one device at the assumed MFU
-    lost: dict[str, int]
+    lost: dict[str, int]  # sequences of the data set by what happened to them, and tokens_lost
     documents: int  # number of documents in the data set
     distinct: int  # number of computed tokens if prefixes are shared, else ``tokens``
     patches: int = 0  # number of patches of all images
@@ -72,7 +72,8 @@ class Expected:
             rows.append(("vision tower's share of the work", f"{self.vision:.1%}"))
         if self.tokens_per_s is not None:
             rows.append(("tokens/s of one device", f"{self.tokens_per_s:,.0f}"))
-        rows += [(f"sequences: {name.replace('_', ' ')}", f"{n:,}") for name, n in self.lost.items() if n]
+        lost = [(name.replace("_", " "), n) for name, n in self.lost.items() if n]
+        rows += [(name if name == "tokens lost" else f"sequences: {name}", f"{n:,}") for name, n in lost]
         return Table(columns=("", ""), rows=rows)
 
 

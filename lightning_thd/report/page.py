@@ -91,7 +91,7 @@ def read_metrics(folder: str | Path) -> Series:
         For every metric its (step, value) pairs, sorted by step.
 
     Raises:
-        ValueError: if there is no ``metrics.csv``.
+        ValueError: if there is no ``metrics.csv``, or one is not a table of ``CSVLogger``.
     """
     files = sorted(Path(folder).rglob("metrics.csv"), key=lambda file: file.stat().st_mtime)
     if not files:
@@ -262,7 +262,7 @@ def _title(names: Sequence[str]) -> str:
 
 
 def _finite(series: Series, name: str) -> list[tuple[int, float]]:
-    """Return the finite values of a metric; none of HFU without recomputation, or of one rank's imbalance."""
+    """Return a metric's finite values in its unit; none if HFU equals MFU, or imbalance is always 1."""
     found, factor = series.get(name, []), ROWS[name].factor
     same = name == "train/device/hfu" and found == series.get("train/device/mfu")
     if same or (name == "train/packing/imbalance" and all(value == 1 for _, value in found)):

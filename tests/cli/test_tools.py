@@ -52,7 +52,7 @@ def test_a_plan_says_what_its_steps_hold(here: Path, capsys: Said) -> None:
     assert re.search(r"^tokens/s of one device +[\d,]+$", shown, re.M)
     assert max(map(len, shown.splitlines())) <= 80
     main([*plan[:3], "100", "--oversize", "drop"])
-    assert re.search(r"sequences: dropped +10$", capsys.readouterr().out, re.M)
+    assert re.search(r"sequences: dropped +10\ntokens lost +1,120$", capsys.readouterr().out, re.M)
 
 
 def test_a_capacity_that_splits_most_documents_is_warned_of(here: Path, capsys: Said) -> None:
@@ -149,7 +149,7 @@ def test_a_report_is_of_all_runs_and_later_ones_continue_the_series(tmp_path: Pa
         (f"{PLAN} --oversize shorten", "own_pack"),
         ("plan x --capcity 8", "there is no option --capcity; did you mean --capacity?"),
         ("plan x", "the following arguments are required: --capacity"),
-        ("check {here}/config.json --layers 3", "--layers 3, but .*config.json has 2. Pass at most as many"),
+        ("check {here}/config.json --layers 3", "--layers 3, but .*json has 2 layers. Pass at most as many"),
         ("peaks H1000", "no peak is known for 'H1000'; did you mean h100?"),
         ("report {here}/torn", "metrics.csv is not a table of CSVLogger .* Repair or remove it"),
         ("report {here}/none", "No metrics.csv below .*CSVLogger"),

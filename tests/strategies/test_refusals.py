@@ -134,7 +134,7 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: norm_of_a_stage(lambda p: nn.utils.get_total_norm([p.grad])), r"stage(?s:.*)refusals.py:\d+: "),
     (lambda: grad_norm(nn.Linear(2, 2), "nan"), "norm_type='nan'; wanted a number above 0, or 'inf'"),
     (two_models, r"holds 2 models with save_pretrained\(\), wanted one. Pass model="),
-    (lambda: prefixes(align=Layout(cp=2).align), "share_prefixes=True with an alignment of 4 tokens a seq"),
+    (lambda: prefixes(align=Layout(cp=2).align), "share_prefixes=True does not combine with .* of 4"),
     (lambda: shard_batch(prefixes(), group=None, cp=2, rank=0), "this batch has share_prefixes=True"),
 ]
 

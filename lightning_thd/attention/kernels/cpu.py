@@ -38,8 +38,8 @@ _SCORES = 1 << 21
 # If a call would return more elements than this per tensor, its heads are split: 8 MiB in fp32.
 _CALL_ELEMENTS = 1 << 21
 # Up to _FEW short sequences get one kernel call each, which takes 0.6 to 1.1 times as long as copying them to
-# one padded call. More sequences also get one call each if their lengths differ, they have _LARGE elements
-# (tokens x heads x head size) on average, and there are at least as many heads as threads.
+# one padded call. More sequences also get one call each if their lengths differ, they average _LARGE elements
+# (tokens x heads x head size) or more, and there are at least as many heads as threads.
 _FEW, _LARGE = 24, 4096
 
 
@@ -327,7 +327,7 @@ _backward_op.register_autograd(_second_derivative)
 
 
 class CpuKernel:
-    """The CPU kernel as a ``RawKernel``, for results on parts of the keys that are merged later."""
+    """The CPU kernel as a ``RawKernel``, for partial results to be merged and for gathered keys."""
 
     sizes = staticmethod(any_size)
 

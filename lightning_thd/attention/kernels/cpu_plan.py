@@ -2,8 +2,8 @@
 
 The flash kernel's causal flag skips keys only 512 at a time, so sequences are cut into tiles. The forward
 cuts queries: a tile has all the keys that its queries see, so no results are merged. The backward cuts keys:
-a tile has all queries that see its keys, so only dq is summed. Adjacent short sequences of equal length are
-read in place; others are copied and padded to a common length.
+a tile has all queries that see its keys, so only dq is summed. Long runs of adjacent short sequences of equal
+length are read in place; other short sequences are copied and padded to a common length.
 
 Legend: T slots, N rows of a piece, B tiles of a call, H heads.
 """
@@ -29,7 +29,7 @@ FREE_PAIRS = 1500
 # A sequence with at most this many elements (rows x heads x head size) may share a padded call. Copying more
 # takes longer than a call's overhead, so larger sequences are read in place.
 GROUPED_ELEMENTS = 72 * 8 * 64
-# Rows in one call of short sequences: 1 MiB per tensor with 8 heads of 64 in fp32, so copies stay in cache.
+# Most rows in a call of short sequences: 1 MiB per tensor with 8 heads of 64 in fp32; copies stay in cache.
 CALL_ROWS = 512
 # A forward call's overhead equals this much arithmetic (rows x keys x heads x head size): 25 us, if one score
 # for a head of 64 takes 4.5 ns (one core of a Zen 4 server).
@@ -53,7 +53,7 @@ class Rows:
 
     starts: tuple[int, ...]
     length: int
-    lengths: tuple[int, ...] | None = None
+    lengths: tuple[int, ...] | None = None  # rows of each block without padding; None if all have ``length``
 
     @property
     def total(self) -> int:
@@ -196,7 +196,7 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Calls on the same rows; if ``once``, each key is in one tile and the first call has all queries."""
+    """Calls on the same rows. ``once``: in a backward, a key is in one tile and call 0 has all queries."""
 
     q: Rows
     k: Rows
@@ -354,7 +354,7 @@ class _Cutter:
     def _columns(self, rows: int, keys: int) -> list[Tiles]:
         shift, width, tiles = keys - rows, self._tile_size(rows, forward=False), []
         edges = list(range(max(0, shift), keys, width))  # a column that starts on the diagonal needs no mask
-        # All queries see the keys before the first query's position, so wide columns need no mask here.
+        # Without a left limit, all queries see the keys before query 0's position: wide columns need no mask.
         wide = width if self.left >= 0 or self.max_cells is not None else COLUMN_ROWS
         edges = [*range(0, max(0, shift), wide), *edges, keys]
         for start, stop in pairwise(edges):
@@ -412,7 +412,7 @@ def _equal_groups(
 
 
 def _triangles(triangles: list[tuple[int, int]], grouped: int, cutter: _Cutter) -> list[Piece]:
-    """Group short causal sequences into calls: in place if neighbours have equal lengths, else as copies."""
+    """Group short causal sequences into calls: long runs of equal lengths in place, others as copies."""
     blocks: list[Rows] = []
     others: list[tuple[int, int]] = []
     for run in _runs(triangles):

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_thd.attention.kernels.cpu_plan import Tiles
 from lightning_thd.attention.spec import AttentionSpec
 
-# Calling this operator through torch.ops takes 1 us longer, twice per layer.
+# A call of this operator through torch.ops takes 1 us longer.
 flash: Any = torch._scaled_dot_product_flash_attention_for_cpu
 flash_backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 # The cached causal mask has this many rows and keys: 256 KiB in fp32.

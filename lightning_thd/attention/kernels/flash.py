@@ -1,4 +1,4 @@
-"""CUDA tensors -> attention by flash-attn: version 2 on all GPUs, 3 on Hopper, 4 on Hopper and Blackwell.
+"""CUDA tensors -> attention by flash-attn 2 (from Ampere on), 3 (Hopper), 4 (Hopper, data-centre Blackwell).
 
 The calls follow the signatures of flash-attn 2.8, of hopper/flash_attn_interface.py (tag 2.8.3 and main) and
 of flash-attn-4 4.0.0b36. Functions here import flash-attn, which torch.compile can trace, after ``support``
@@ -21,7 +21,7 @@ from lightning_thd.attention.spec import AttentionSpec, Offsets
 
 # Prebuilt kernels on the Hugging Face hub, at the versions that transformers 5 pins.
 PREBUILT: Final = {2: ("kernels-community/flash-attn2", 4), 3: ("kernels-community/flash-attn3", 1)}
-_INTERFACES: dict[int, Any] = {}
+_INTERFACES: dict[int, Any] = {}  # version -> the interface of a prebuilt flash-attn, once loaded
 
 
 @cache
@@ -123,7 +123,7 @@ def _flash3_signature(function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 @cache
 def _names_of(function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """List a function's parameters, and those without a default for which this module has no value."""
+    """List a function's parameters, and those without a default except tensors that every call gives."""
     parameters = inspect.signature(getattr(function, "_init_fn", function)).parameters
     given = {"q", "k", "v", "out", "dout", "softmax_lse", "dq", "dk", "dv"}
     if "dout" not in parameters:  # in a forward, out is an optional tensor to write to
@@ -136,7 +136,7 @@ class Flash4:
     """The raw kernel of flash-attn 4 (``flash_attn.cute``), in which None means an unlimited window side."""
 
     def sizes(self, head_size: int, value_size: int) -> tuple[int, int] | None:
-        """Return the padded head sizes: any up to 128, (192, 128) or (256, 256); None if larger."""
+        """Return padded head sizes: multiples of 8 up to 128, (192, 128) or (256, 256); None if larger."""
         if max(head_size, value_size) <= 128:
             return -(-head_size // 8) * 8, -(-value_size // 8) * 8
         if head_size <= 192 and value_size <= 128:

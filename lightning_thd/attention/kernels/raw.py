@@ -24,7 +24,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk and dv
 
 
 class Saved(NamedTuple):
-    """Tensors that a forward saves for its backward; lse is +inf for a query that sees no key."""
+    """The tensors that a kernel's backward reads; lse is +inf for a query that sees no key."""
 
     q: Tensor
     k: Tensor

@@ -55,7 +55,7 @@ def _module(
     self_attention: bool,
     deterministic: bool,
 ) -> Any:
-    """Build Transformer Engine's attention module once per shape; it has no parameters."""
+    """Build Transformer Engine's module, without parameters; it reads torch's deterministic mode itself."""
     te = require("transformer_engine.pytorch", feature="backend='te'")
     return te.DotProductAttention(
         heads,
