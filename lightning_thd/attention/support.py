@@ -26,7 +26,7 @@ class Support:
     """One kernel and the features that it supports: dtypes, head sizes, softcap, sinks, devices."""
 
     backend: Backend  # the name with which a user selects it
-    device: str = "cuda"  # of its tensors; or "cpu" or "any"
+    device: str = "cuda"  # where its tensors are; or "cpu" or "any"
     dtypes: tuple[torch.dtype, ...] = _HALF
     bf16_from: int = 0  # the lowest compute capability (major) with bf16
     sizes: Callable[[int, int], tuple[int, int] | None]  # (head size, value size) -> padded sizes, or None

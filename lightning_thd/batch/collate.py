@@ -265,7 +265,7 @@ def joined(samples: Sequence[Sample], key: str) -> Tensor:
         return torch.cat(parts)
     except RuntimeError as err:
         raise ValueError(
-            f"Samples carry {key!r}, which cannot be joined along the first axis ({err}). Give all samples "
+            f"Samples carry {key!r}, which cannot be concatenated along the first axis ({err}). Give them "
             "the same further axes, or drop the key."
         ) from err
 

@@ -95,7 +95,7 @@ class CUDAGraphCallback(L.Callback):
         self.plan: GraphPlan | None = None
         self.step: GraphedStep | None = None
         self._idle = False  # whether this fit runs without graphs
-        self._seen: list[Layout] = []  # of the batches so far, without a planner
+        self._seen: list[Layout] = []  # the layouts so far, without a planner
         self._replaced = ExitStack()  # closing it restores the module's own training_step
 
     @property

@@ -370,7 +370,7 @@ class THDThroughputMonitor(Callback):
         if not meter.add(batch) and not self._warned:
             self._warned = True
             rank_zero_warn(
-                f"A batch of type {type(batch).__name__} tells nothing about its sequences, so it is missing "
+                f"A batch of type {type(batch).__name__} has no sequence lengths, so it is missing "
                 f"from tokens/s, FLOP/s and MFU. The monitor can count {_COUNTABLE}."
             )
         if stage != "train" and self._flops is not None:
@@ -386,7 +386,7 @@ class THDThroughputMonitor(Callback):
         if meter.unknown_padding and not all_slots and not self._noticed_padding:
             self._noticed_padding = True
             rank_zero_info(
-                "Nothing in a batch of token ids tells which slots are padding. FLOPs and tokens/s are those "
+                "A batch of token ids does not show which slots are padding. FLOPs and tokens/s are those "
                 "of all slots; MFU, real tokens and packing/fill are not logged. Put attention_mask, "
                 "position_ids or lengths beside input_ids. If no slot is padding, "
                 "THDThroughputMonitor(tokens='slots') logs MFU. "

@@ -265,7 +265,7 @@ def test_what_tells_no_lengths_leaves_out_real_tokens_and_says_it_once(
         batches = [{**batch, "position_ids": torch.arange(N).expand(3, N)} for batch in batches]
     with caplog.at_level(logging.INFO):
         memory = fit(tmp_path, batches * 2, CONFIG)
-    assert caplog.text.count("tells which slots are padding") == 1
+    assert caplog.text.count("show which slots are padding") == 1
     row = memory.rows[-1][1]
     gone = {"packing/fill", "device/real_items_per_sec", "device/mfu", "packing/attention_fraction"}
     assert not gone & {key.removeprefix("train/") for key in row}
@@ -275,7 +275,7 @@ def test_what_tells_no_lengths_leaves_out_real_tokens_and_says_it_once(
     caplog.clear()
     with caplog.at_level(logging.INFO):
         slots = fit(tmp_path, batches, CONFIG, tokens="slots").rows[-1][1]
-    assert "tells which slots are padding" not in caplog.text
+    assert "show which slots are padding" not in caplog.text
     assert slots["train/device/mfu"] == pytest.approx(flops / 2 / 2.0 / PEAK)
 
 

@@ -260,7 +260,7 @@ def test_batches_that_tell_nothing_warn_and_are_no_error(tmp_path: Path) -> None
             return super().training_step(torch.ones(1, 4, dtype=torch.long), batch_idx)
 
     clock = Clock()
-    message = r"type Tensor tells nothing about its sequences.*can count a THDBatch"
+    message = r"type Tensor has no sequence lengths.*can count a THDBatch"
     with pytest.warns(UserWarning, match=message):
         memory = fit(tmp_path, [torch.ones(3)] * 4, monitor(clock), clock=clock, module=Blind(clock))
     assert memory.rows == []
