@@ -51,7 +51,7 @@ def stage_group(strategy: Any) -> Any:
 
 
 def communication_device(group: Any, device: torch.device) -> torch.device:
-    """Return the device of tensors for a collective over ``group``: the CPU with gloo, else ``device``."""
+    """Return the device of tensors for a collective over ``group``: the CPU under gloo or in one process."""
     if not (dist.is_available() and dist.is_initialized()):
         return torch.device("cpu")
     return torch.device("cpu") if dist.get_backend(group) == "gloo" else device
@@ -93,7 +93,7 @@ def require_same(
 
 
 def digests(batch: THDBatch | THDStep) -> tuple[int, int]:
-    """Return two int63 hashes of a batch: of all its data, and of the values that all ranks share."""
+    """Return int63 hashes: of a batch's tokens, targets and scales, and of what all ranks have in common."""
     microbatches = batch.microbatches if isinstance(batch, THDStep) else (batch,)
     everything = hashlib.sha256()
     for each in microbatches:
@@ -102,7 +102,7 @@ def digests(batch: THDBatch | THDStep) -> tuple[int, int]:
             everything.update(row.cpu().numpy().tobytes())
     scales = [each.loss_scale for each in microbatches]
     everything.update(repr(scales).encode())
-    # A step has one loss scale for all ranks; in evaluation, every batch has a different scale.
+    # All ranks have one loss scale in a step; without steps, as in evaluation, each batch has its own.
     shared = [len(scales), *scales[:1]] if isinstance(batch, THDStep) else [1]
     return int63(everything.digest()), int63(hashlib.sha256(repr(shared).encode()).digest())
 
@@ -115,8 +115,8 @@ def check_agreement(batch: THDBatch | THDStep, sizes: AxisSizes, device: torch.d
         if len({found[rank][0] for rank in ranks}) > 1:
             raise ValueError(
                 f"Ranks {', '.join(map(str, ranks))} share one pack ({sizes.context} context-parallel x "
-                f"{sizes.tensor} tensor-parallel ranks) but read different ones. Give samplers and datasets "
-                "the rank and size of strategy.distributed_sampler_kwargs, and the same seed everywhere."
+                f"{sizes.tensor} tensor-parallel x {sizes.pipeline} pipeline ranks) but read different "
+                "ones. Give samplers and datasets the rank and size of strategy.distributed_sampler_kwargs."
             )
     if len({shared for _, shared in found}) > 1:
         raise ValueError(

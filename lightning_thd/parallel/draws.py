@@ -40,7 +40,7 @@ class SharedDraws:
 
 
 def states() -> list[Tensor]:
-    """Return the states of the global random streams: the CPU's, and the current device's if it is in use."""
+    """Return the states of the global random streams: the CPU's, and the current GPU's if CUDA is in use."""
     in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     on_device = [torch.cuda.get_rng_state()] if in_use else []
     return [torch.get_rng_state(), *on_device]
@@ -79,5 +79,5 @@ def draw_from_own_stream(layer: nn.Module, index: int) -> None:
 
 
 def draw_number() -> int:
-    """Draw a number from the CPU's stream; all stages draw one per layer, so it stays equal on all ranks."""
+    """Draw a number from the CPU's stream; all stages draw one per layer, so their streams stay equal."""
     return int(torch.empty((), dtype=torch.int64).random_())

@@ -1,6 +1,7 @@
 """A tensor of each rank -> the sum, the gathered rows or the exchanged parts, differentiable.
 
-All ranks of ``group`` call the functions in the same order. Gradients are those of the sum of all losses.
+All ranks of ``group`` call the functions in the same order. Functions of rows and heads give the gradients of
+the sum of all ranks' losses; the others are for ranks that all compute one loss.
 
 Legend: P ranks of the group, N rows of one rank, H heads.
 """
@@ -62,7 +63,7 @@ def _scattered(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _exchanged(
     rows: Tensor, group: dist.ProcessGroup, sent: list[int] | None = None, received: list[int] | None = None
 ) -> Tensor:
-    """Send every rank its rows: the numbers of rows in the lists, or equally many to each rank."""
+    """Return ``received[i]`` rows of rank i and send it ``sent[i]``; without lists, equally many each."""
     out = rows.new_empty((rows.shape[0] if received is None else sum(received), *rows.shape[1:]))
     dist.all_to_all_single(
         out, rows.contiguous(), output_split_sizes=received, input_split_sizes=sent, group=group

@@ -43,7 +43,7 @@ def shard_parameters(
 
 
 def models_of(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the models of a LightningModule: its children and the elements of ModuleLists and ModuleDicts."""
+    """Yield a LightningModule's models: children with parameters, also in ModuleLists and ModuleDicts."""
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from models_of(child)
@@ -150,7 +150,7 @@ def trains_towers(model: nn.Module) -> bool:
 
 
 def any_rank_sees(batch: object, group: dist.ProcessGroup) -> bool:
-    """Return whether any rank's batch has inputs of a tower; one all-reduce of 4 bytes in CPU memory."""
+    """Return whether any rank's batch may have inputs of a tower; one all-reduce of 4 bytes in CPU memory."""
     seen = torch.tensor(float(_sees(batch)))
     dist.all_reduce(seen, dist.ReduceOp.MAX, group=group)
     return bool(seen)

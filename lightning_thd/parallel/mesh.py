@@ -135,7 +135,7 @@ def make_meshes(sizes: AxisSizes, device_type: str, *, replicas: int = 1) -> Mes
 
 
 def another_group(sizes: AxisSizes, *, timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """Create a second process group for the stages of this rank's pipeline; all ranks must call this."""
+    """Create one more process group of this rank's pipeline; all ranks of the job must call this."""
     rank = dist.get_rank()
     own: dist.ProcessGroup | None = None
     for place in range(sizes.stage):

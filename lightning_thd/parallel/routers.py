@@ -131,7 +131,7 @@ class RouterRelay:
         self.received: Tensor | None = None
 
     def add(self, own: Tensor) -> Tensor:
-        """Return all stages' sums; without the head, return a NaN whose backward pass reaches ``own``."""
+        """Return all stages' sums; in training, stages without the head get a NaN that depends on ``own``."""
         own, stage = own.to(self.channel.dtype(own.device)), self.stage
         if not torch.is_grad_enabled():
             own = own.clone()

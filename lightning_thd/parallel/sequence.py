@@ -3,7 +3,7 @@
 Norms, residuals and dropout then work on T / tp slots, which saves memory. Every attention or feed-forward
 block of a layer gathers its input, and keeps only this rank's slots of its output.
 
-Legend: T slots of a context-parallel shard, or of the pack; N = T / tp.
+Legend: T slots of a context-parallel shard, or of the pack.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def apply_sequence_parallel(model: Any, group: dist.ProcessGroup) -> None:
     if not layers or embedding is None or len(norms) != 1:
         raise ValueError(
             f"sequence_parallel=True wants layers, an embedding and one last norm; {type(model).__name__} "
-            f"has {len(layers)} layers, {len(norms)} norms beside them. Set sequence_parallel=False."
+            f"has {len(layers)} layers, {len(norms)} norms beside them, {'an' if embedding else 'no'} "
+            "embedding. Set sequence_parallel=False."
         )
     for module in _embeddings(base, [embedding, norms[0], *layers]):
         _keep_output(module, group)

@@ -30,8 +30,8 @@ class THDShard(THDBatch):
 
     ``layout`` describes the slice. ``input_ids``, ``targets``, ``position_ids`` have N slots. ``cu_seqlens``
     and ``cu_seqlens_padded`` count every sequence of the pack; a sequence that only other ranks hold is
-    empty. ``lengths``, ``padded_lengths``, ``stats`` and ``sequence_ids`` are the whole pack's.
-    ``loss_scale`` is cp times the pack's, because the mean over ranks also divides by cp.
+    empty. ``lengths``, ``padded_lengths``, ``sequence_ids`` and, except in dynamic groups, ``stats`` are the
+    whole pack's. ``loss_scale`` is cp times the pack's, because the mean over ranks also divides by cp.
     """
 
     __slots__ = ("layout",)
@@ -85,8 +85,8 @@ class THDShard(THDBatch):
         return super().unpack(gather_pack(x, self.layout))
 
     def __iter__(self) -> Iterator[Tensor]:
-        # Lightning weighs a logged loss by this. All cp ranks give the weight of the pack, because their
-        # losses have the pack's loss as mean.
+        # Lightning weighs a logged loss by this. All cp ranks give the pack's weight, because the mean of
+        # their losses is the pack's loss.
         yield weighing_rows(self.layout.cp / self.loss_scale if self.loss_scale else 0.0)
 
 
@@ -106,7 +106,7 @@ def shard_batch(
     layout: Layout = "dual_chunk",
     communication: Communication = "auto",
 ) -> THDShard:
-    """Cut a pack and return this rank's ``THDShard``."""
+    """Cut a pack and return this rank's ``THDShard``; ``cp`` and ``rank`` default to those of ``group``."""
     check_batch(batch)
     if isinstance(batch, SharedBatch):
         raise ValueError(
@@ -169,7 +169,7 @@ def _cut_extras(batch: THDBatch, own: Tensor) -> dict[str, Tensor]:
         if value.shape[:2] != (1, slots):
             raise ValueError(
                 f"A batch carries {name!r} of shape {tuple(value.shape)}, which context parallelism cannot "
-                f"cut; wanted [1, {slots}]. Train models that see images with context_parallel_size=1."
+                f"cut; wanted [1, {slots}, ...]. Train models that see images with context_parallel_size=1."
             )
         extras[name] = value.index_select(1, own)
     return extras

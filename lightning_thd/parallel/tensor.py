@@ -85,7 +85,7 @@ def _pattern(entry: str) -> re.Pattern[str]:
 
 
 def _between_products(model: nn.Module, matched: list[tuple[str, nn.Module, str]]) -> list[nn.Module]:
-    """Return activations and head norms that a plan leaves out; refuse blocks whose columns interact."""
+    """Return activations and head norms that a plan leaves out; refuse those that mix ranks' columns."""
     known = {id(module) for _, module, _ in matched}
     whole = {id(module) for _, module, style in matched if style == "colwise_gather_output"}
     found = []

@@ -1,4 +1,4 @@
-"""A model with ``nn.Linear`` layers -> the same model, in place, whose large layers multiply in FP8.
+"""A model with ``nn.Linear`` layers -> the same model, in place, whose linear layers multiply in FP8.
 
 A replacement layer holds the same parameter objects as the layer before. So ties, optimizer groups and hooks
 stay valid, nothing is copied, and a model on the meta device stays there.
@@ -66,14 +66,14 @@ def convert_linear(
         engine: "te" or "torchao".
         keep: names of layers that are not converted; ``*`` matches any part. A name also matches the end of
             a path, so ``"lm_head"`` keeps ``"model.lm_head"``.
-        convert: a function of name and layer, called for all other layers; False keeps a layer.
+        convert: a function of name and layer, called for layers that nothing else keeps; False keeps a layer.
         min_features: layers with fewer inputs or outputs are kept; below about 1,024 FP8 saves no time.
         emulate: let torchao round to FP8 but multiply in high precision, on any device.
 
     Raises:
         MisconfigurationException: if the device cannot run the recipe, or the engine would run the model
             wrongly.
-        ValueError: if the recipe or engine does not exist, or weights are in float16.
+        ValueError: if the recipe or engine does not exist, or linear weights have another dtype.
         ModuleNotFoundError: if the engine is not installed.
     """
     keep = (keep,) if isinstance(keep, str) else tuple(keep)
@@ -141,7 +141,7 @@ def fp8_context(model: nn.Module, *, group: Any = None) -> AbstractContextManage
 def in_low_precision(
     loss_fn: Callable[[nn.Module, Any], torch.Tensor], model: nn.Module, *, group: Any = None
 ) -> Callable[[nn.Module, Any], torch.Tensor]:
-    """Wrap a loss function to run in a converted model's FP8 region; leave it unchanged for other models."""
+    """Wrap a loss function to run in Transformer Engine's region; return it unchanged for other models."""
     recipe = recipe_of(model)
     if recipe is None or recipe.engine != "te":
         return loss_fn
@@ -201,7 +201,7 @@ def is_converted(module: nn.Module) -> bool:
 
 
 def autocast(recipe: Recipe, group: Any = None) -> AbstractContextManager[Any]:
-    """Enter Transformer Engine's low-precision region."""
+    """Return Transformer Engine's low-precision region, to be entered."""
     engine = require("transformer_engine.pytorch", feature="engine='te'")
     region: AbstractContextManager[Any] = engine.autocast(
         enabled=True, recipe=recipe.config, amax_reduction_group=group

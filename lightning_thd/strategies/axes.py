@@ -24,7 +24,7 @@ class Axes:
 
     sizes: AxisSizes
     collective_device: torch.device  # where tensors must be for collectives of the whole job
-    meshes: Meshes | None  # None if every rank holds all weights and reads different data
+    meshes: Meshes | None  # None if every rank holds all weights and no pack is shared by a fixed size
     # Groups that share microbatches under dynamic context parallelism, by size.
     degree_groups: Mapping[int, dist.ProcessGroup] | None
 

@@ -177,7 +177,7 @@ class Checkpoints:
     def load_optimizers(
         self, base: Callable[[Mapping[str, Any]], None], checkpoint: Mapping[str, Any]
     ) -> None:
-        """Load the states of the optimizers, sharded ones too."""
+        """Load states into unsharded optimizers, by number; ``load`` has loaded those of sharded ones."""
         strategy = self._strategy
         if not cuts_weights(strategy) and "optimizer_states" in checkpoint:
             pairs = zip(without_fresh(checkpoint), strategy.optimizers, strict=False)
@@ -270,7 +270,7 @@ def read_folder(path: Path, *, weights_only: bool | None = None) -> dict[str, An
 
 
 def _rest_of(folder: Path, weights_only: bool | None) -> dict[str, Any]:
-    """Read the part of a checkpoint outside the sharded weights: states of loops and callbacks."""
+    """Read the file of a folder for all that is not sharded, such as the states of loops and callbacks."""
     found: dict[str, Any] = torch.load(folder / _METADATA_FILENAME, weights_only=bool(weights_only))
     return found
 
@@ -470,7 +470,7 @@ def parameters_with_states(
 
 
 def drop_unknown_options(optimizers: Iterable[Optimizer], keys: Collection[str]) -> None:
-    """Drop options that are not among a checkpoint folder's keys, such as a rate finder's ``initial_lr``."""
+    """Drop groups' options without a key in the folder, such as a learning-rate finder's ``initial_lr``."""
     for i, optimizer in enumerate(optimizers):
         for k, group in enumerate(optimizer.param_groups):
             for option in [name for name in group if name != "params"]:

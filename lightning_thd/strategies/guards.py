@@ -37,7 +37,7 @@ def why_refused(engine: str) -> str | None:
 
 
 def refused_engine(kind: type) -> tuple[str, str] | None:
-    """Return the name of a strategy of Lightning whose engine cannot run our steps, and the reason."""
+    """Return the Lightning base of a strategy whose engine cannot run our steps, and why, or None."""
     for base in kind.__mro__:
         if base.__module__.partition(".")[0].startswith("lightning") and (why := why_refused(base.__name__)):
             return base.__name__, why
@@ -122,7 +122,7 @@ def refuse_static_graph(model: object) -> None:
 
 
 def refuse_lbfgs(optimizers: list[Any], sizes: AxisSizes) -> None:
-    """Refuse torch's LBFGS if ranks hold different weights, because it needs products over all weights."""
+    """Refuse torch's LBFGS with tensor or pipeline ranks, because it needs products over all weights."""
     if sizes.tensor * sizes.pipeline == 1:
         return
     for optimizer in optimizers:

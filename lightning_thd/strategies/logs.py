@@ -74,7 +74,7 @@ class StepLogs:
                 if not value.meta.on_epoch:
                     value.value = value._forward_cache
         self._logged.clear()
-        # Values that later hooks log get the step's weight: its loss tokens on this rank.
+        # Values that later hooks log get the step's weight: its loss tokens per rank.
         if self._results is not None and self._results.batch_size is not None:
             self._results.batch_size *= self._microbatches
 

@@ -67,8 +67,8 @@ class THDStrategyMixin(Strategy):
     ``class MyStrategy(THDStrategyMixin, DDPStrategy)`` runs ``Sequences(n)``. The base strategy runs batches
     of any other type. Gradients are synchronised only in the last microbatch, ``outputs["loss"]`` is the mean
     over the microbatches, and ``self.log`` logs one value per step. The attributes below are the arguments of
-    ``THDModelParallelStrategy`` and ``THDDDPStrategy``: set them on your class. Lightning's plugin
-    ``AsyncCheckpointIO`` sets ``asynchronous_checkpoints`` too.
+    ``THDModelParallelStrategy`` and ``THDDDPStrategy``: set them on your class. With sharded weights,
+    Lightning's plugin ``AsyncCheckpointIO`` works like ``asynchronous_checkpoints=True``.
 
     Raises:
         TypeError: if the base strategy runs steps by itself, as DeepSpeed and XLA do.
@@ -157,7 +157,7 @@ class THDStrategyMixin(Strategy):
 
     @property
     def context_parallel_group(self) -> dist.ProcessGroup | None:
-        """Return the process group of the ranks that share this rank's pack."""
+        """Return the process group of the ranks that share every pack of this rank; None without a mesh."""
         return None if self._axes is None else self._axes.group(CONTEXT)
 
     @property
@@ -312,7 +312,7 @@ class THDStrategyMixin(Strategy):
     def reduce(
         self, tensor: Any, group: Any = _NOT_GIVEN, reduce_op: ReduceOp | str | None = "mean", **kwargs: Any
     ) -> Any:
-        """Reduce over ranks; means of integers become floats, and sums count ranks that share packs once."""
+        """Reduce over ranks; means of integers become floats, logged sums count ranks of one pack once."""
         if group is None and isinstance(reduce_op, str) and reduce_op.lower() == "sum":
             group = self._group_of_sums()  # the call comes from self.log, which passes group=None by default
         group = None if group is _NOT_GIVEN else group
@@ -359,5 +359,5 @@ class THDStrategyMixin(Strategy):
         return loaded
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the states of the optimizers, including sharded ones."""
+        """Load the optimizer states; ``load_checkpoint`` has loaded those of sharded optimizers."""
         self._checkpoints.load_optimizers(super().load_optimizer_state_dict, checkpoint)

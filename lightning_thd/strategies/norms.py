@@ -30,9 +30,9 @@ def clip_by_norm(
     across: dist.ProcessGroup | None = None,
     counted_elsewhere: Collection[int] = (),
 ) -> Tensor:
-    """Scale gradients to a norm of at most ``max_norm``, over all ranks of ``across``; a collective.
+    """Scale gradients to a norm of at most ``max_norm`` over all ranks of ``across``; return the norm before.
 
-    The norm leaves out parameters with ids in ``counted_elsewhere``, because another rank counts them.
+    A collective. The norm leaves out parameters with ids in ``counted_elsewhere``, counted by another rank.
     """
     own = list(parameters)
     groups = _by_mesh(own)

@@ -47,7 +47,7 @@ class PackCut:
         self._checked_attention = False
 
     def compare(self, batch: Any) -> None:
-        """Raise if ranks that share packs read different ones, in the first batch of a fit or evaluation."""
+        """Raise if ranks that share packs read different ones; checked when training or evaluation begins."""
         axes, module = self._axes, self._strategy.lightning_module
         stage = (id(module), None if module is None else module.trainer.state.stage)
         shared = isinstance(batch, THDBatch | THDStep) and axes.sizes.peers > 1
@@ -150,7 +150,7 @@ def set_data_rank(dataloader: object, rank: int, sizes: AxisSizes) -> None:
 
 
 def log_traffic(trainer: L.Trainer) -> None:
-    """Log the bytes that attention exchanged since the last log, in steps in which the Trainer logs."""
+    """Log the bytes per slot that this rank has received since the last log, when the Trainer logs."""
     connector = trainer._logger_connector
     if not connector.should_update_logs:
         return
@@ -201,7 +201,7 @@ def sharing_of(strategy: Any) -> Sharing:
 
 
 def exchange_costs(module: nn.Module | None, largest: int) -> tuple[float, ...] | None:
-    """Return a slot's cheapest exchange in groups of 2, 4, ... ranks, in units of a token's linear work."""
+    """Return a slot's cheapest exchange in groups of 2, 4, ... ranks, relative to a token's training time."""
     config = model_config(module)
     if config is None:
         return None

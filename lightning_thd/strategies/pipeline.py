@@ -38,7 +38,7 @@ class Pipeline:
         self._strategy, self._axes = strategy, axes
         self.channel = self._make_channel()
         self.stage: Stage | None = None
-        # The share of the last step in which this rank waited: measured, on a CPU, and by the formula.
+        # The share of the last step in which this rank waited: measured (0 on a GPU) and by the formula.
         self.waited = self.expected_wait = 0.0
         self.compared = False  # whether the stages have compared how they make the loss
 
@@ -48,7 +48,7 @@ class Pipeline:
         return on_host(self.channel.down)
 
     def _make_channel(self, dtype: torch.dtype | None = None) -> Channel:
-        """Create one process group for activations and one for gradients; all ranks of the job call this."""
+        """Create a channel and its two or four process groups; all ranks of the job call this."""
         timeout: timedelta | None = getattr(self._strategy, "_timeout", None)
         several = self._strategy.stages_per_rank > 1
         groups = (another_group(self._axes.sizes, timeout=timeout) for _ in range(4 if several else 2))
@@ -59,7 +59,7 @@ class Pipeline:
         return channel
 
     def reuse(self, stage: Stage) -> None:
-        """Continue with the stage that an earlier fit has cut, and with the process groups of its weights."""
+        """Continue with the stage that an earlier fit has cut, and with its channel."""
         stage.require_idle()
         self.stage, self.channel = stage, stage.channel
 

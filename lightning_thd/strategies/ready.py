@@ -33,7 +33,7 @@ class THDSingleDeviceStrategy(THDStrategyMixin, SingleDeviceStrategy):
     """``Trainer(strategy="thd")``: one device, steps with varying numbers of microbatches.
 
     Args:
-        device: the device; by default the first that the Trainer's ``accelerator`` and ``devices`` choose.
+        device: the device; by default the one that the Trainer's ``accelerator`` and ``devices`` choose.
         kwargs: the arguments of Lightning's ``SingleDeviceStrategy``.
     """
 
@@ -61,7 +61,7 @@ class THDSingleDeviceStrategy(THDStrategyMixin, SingleDeviceStrategy):
 
 
 class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
-    """``Trainer(strategy="thd_ddp")``: replicated parameters, varying numbers of microbatches on each rank.
+    """``Trainer(strategy="thd_ddp")``: replicated parameters, steps with varying numbers of microbatches.
 
     Args:
         context_parallel_size: ranks that share the slots of a pack; the others read different data.
@@ -70,11 +70,11 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
             ``Packs(n)`` has the capacity of the largest group.
         max_context_parallel_size: most ranks that share a sequence under ``dynamic``, a power of two.
         context_parallel_layout: ``dual_chunk`` gives ranks equal work; ``contiguous`` pads no sequence;
-            ``striped`` does both, with one kernel call per rank; ``mixed`` keeps short sequences whole, so
-            that ranks exchange few keys.
+            ``striped`` does both, with a kernel call for each rank's keys; ``mixed`` keeps short sequences
+            whole, so that ranks exchange few keys.
         context_parallel_communication: what attention exchanges. ``all_gather``: all keys and values.
-            ``needed``: only those that a query sees. ``ring``: the same, one rank after the other.
-            ``ulysses``: some rows of all heads for all rows of some heads. ``auto``: the fastest per layer.
+            ``needed``: only those that a query sees. ``ring``: the same, rank by rank. ``ulysses``: some rows
+            of all heads for all rows of some heads. ``auto``: the faster of ``needed`` and ``ulysses``.
         broadcast_data: one of the ranks that share packs reads the data, and sends it to the others. Iterable
             datasets need it if they do not state which part they read.
         kwargs: the arguments of Lightning's ``DDPStrategy``.
@@ -113,8 +113,8 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
 class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
     """``Trainer(strategy="thd_model_parallel")``: the strategy shards the model that the user built.
 
-    Weights are cut over the tensor-parallel ranks by the model's own plan, and sharded by FSDP2 over all
-    other ranks. All ranks begin with rank 0's weights. Build the model in ``__init__`` or in
+    Weights are cut over the tensor-parallel ranks by the model's own plan, and sharded by FSDP2 over data and
+    context ranks. All ranks begin with rank 0's weights. Build the model in ``__init__`` or in
     ``configure_model``; a model that is already sharded does not change. ``context_parallel_...`` and
     ``broadcast_data`` are those of ``THDDDPStrategy``.
 
@@ -135,7 +135,7 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
         pipeline_parallel_size: ranks that share the layers of a model; see docs/guides/pipelines.md.
         pipeline_schedule: ``1f1b``, or ``interleaved`` with several stages per rank and a smaller bubble.
         stages_per_rank: stages of each rank, above 1 only for ``interleaved``.
-        pipeline_split: ``auto`` by FLOPs and memory, or the number of layers of each stage.
+        pipeline_split: ``auto`` by FLOPs and parameters, or the number of layers of each stage.
     """
 
     strategy_name = "thd_model_parallel"

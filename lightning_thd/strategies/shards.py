@@ -139,7 +139,7 @@ class WeightShards:
             yield
 
     def free_after_validation(self, trainer: L.Trainer) -> None:
-        """Free gathered weights after the last batch, because a callback would freeze only these copies."""
+        """Free gathered weights after the last batch: a callback that freezes weights would freeze copies."""
         if trainer._evaluation_loop.batch_progress.is_last_batch:
             fsdp.reshard(self._strategy.model)
 

@@ -198,6 +198,23 @@ def needed_bytes() -> list[tuple[int, int]]:
     return found
 
 
+def bytes_without_gradients() -> list[int]:
+    at = shard_of("dual_chunk", "ring")
+    q, k, v, _ = (x[at.own] for x in tensors(4, 2, 8))
+    found = []
+    for grad in (True, False):
+        traffic.read_and_reset()
+        with torch.set_grad_enabled(grad):
+            varlen_attention(q, k, v, at.offsets(), at.offsets(), 40, 40)
+        found.append(traffic.read_and_reset().received_bytes)
+    return found
+
+
+def test_an_evaluation_counts_no_bytes_of_a_backward_pass() -> None:
+    for training, evaluation in run_ranks(bytes_without_gradients, 2):
+        assert training == 3 * evaluation > 0
+
+
 def test_needed_exchange_receives_what_the_formula_says() -> None:
     found = [pair for rank in run_ranks(needed_bytes, 4) for pair in rank]
     assert all(said == wanted for said, wanted in found)

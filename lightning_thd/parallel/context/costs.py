@@ -1,4 +1,4 @@
-"""Sizes of a layer and needed rows of a batch -> the fastest context-parallel communication.
+"""Sizes of a layer and needed rows of a batch -> the faster of "needed" and "ulysses".
 
 Legend: N slots of a shard, H query heads, G key-value heads, D head size, E value head size.
 """
@@ -45,19 +45,14 @@ class LayerSizes:
         if kv_heads % cp:  # every rank receives the key-value heads that its query heads need
             per_kv_head, per_rank = self.heads // kv_heads, self.heads // cp
             kv_heads = self.heads if per_kv_head % per_rank else cp
-        return (
-            (cp - 1)
-            * slots
-            * (self.heads + kv_heads)
-            * (self.head_size + self.value_size)
-            * self.element_bytes
-        ) // cp
+        row_bytes = (self.heads + kv_heads) * (self.head_size + self.value_size) * self.element_bytes
+        return (cp - 1) * slots * row_bytes // cp
 
 
 def cheapest_way(
     sizes: LayerSizes, *, cp: int, slots: int, needed_rows: int, pairs: float, most_pairs: float
 ) -> Literal["ulysses", "needed"]:
-    """Return the faster exchange for query-key ``pairs`` on all ranks, ``most_pairs`` on the busiest rank."""
+    """Return the faster exchange; ``pairs`` is a sum over ranks, ``needed_rows``, ``most_pairs`` maxima."""
     if sizes.heads % cp:
         return "needed"
     kernel_s = (most_pairs - pairs / cp) * sizes.pair_flops / FLOPS_PER_S

@@ -81,7 +81,7 @@ class ShardLayout:
 
     @property
     def restore(self) -> Tensor | None:
-        """Return int64 ``[T]`` with which ``shards[restore]`` is in pack order; None if the shards are."""
+        """Return int64 ``[T]`` that puts the concatenated shards in pack order; None if they are already."""
         if self.layout == "contiguous":
             return None
         lengths = self.padded_lengths
@@ -90,7 +90,7 @@ class ShardLayout:
 
     @property
     def gathered(self) -> Tensor | None:
-        """Return int64 ``[T]`` with which ``pack[gathered]`` is all shards in a row; None if the pack is."""
+        """Return int64 ``[T]`` that puts a pack in the order of all shards; None if it is already."""
         if self.layout == "contiguous":
             return None
         ranks, lengths = range(self.cp), self.padded_lengths
@@ -105,7 +105,7 @@ class ShardLayout:
         return found
 
     def call(self, *, causal: bool, left: int) -> KernelCall:
-        """Return the kernel call of this rank's queries on gathered keys, computed once per batch."""
+        """Return this rank's kernel call on gathered keys, computed once per batch and kind of layer."""
 
         def make() -> KernelCall:
             where = partition.restore_indices(self.padded_lengths, **self.cut)
@@ -170,7 +170,7 @@ def _forget() -> None:
 
 
 def layout_of(cu_seqlens: Tensor) -> ShardLayout | None:
-    """Return the layout whose shard has these offsets, or None for the offsets of a whole pack."""
+    """Return the layout whose shard has these offsets, or None for any other offsets."""
     if not _BY_OFFSETS or cu_seqlens.is_meta:
         return None
     layout = _BY_OFFSETS.get(cu_seqlens.data_ptr())
@@ -195,7 +195,7 @@ def know_whole_pack(cu_seqlens: Tensor) -> None:
 
 
 def refuse_unknown_offsets(cu_seqlens: Tensor, slots: int) -> None:
-    """Refuse attention on a shard's rows with unknown offsets, which would be wrong silently."""
+    """Refuse unknown offsets of as many slots as a live shard has: attention would be wrong silently."""
     if cu_seqlens.data_ptr() in _WHOLE:
         return
     if _in_use_over(slots, cu_seqlens.device) is None:

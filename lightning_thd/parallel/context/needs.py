@@ -1,14 +1,13 @@
 """A layout and a window -> the keys that each rank needs from the other ranks, and its kernel calls on them.
 
-There are two ways. With ``plan_exchange``, a rank receives all keys that its queries see at once, and makes
-one kernel call. With ``plan_block``, it makes one call per source rank and merges the results. So in a ring,
-no rank holds keys of more than one other rank. The striped layout needs the second way, because a rank's
-queries are ``cp`` slots apart.
+``plan_exchange`` brings a rank all keys that its queries see, for one kernel call. ``plan_block`` plans one
+call per source rank, and the results are merged. So in a ring, a rank holds the keys of at most two others:
+of this step and of the next. A striped layout always needs ``plan_block``, because a rank's queries are
+``cp`` slots apart.
 
-The plans are pure. ``exchanged`` and the functions after it copy them to the device, once per batch and kind
-of layer.
+The plans are pure; ``exchanged`` and the functions after it upload them, once per batch and kind of layer.
 
-Legend: N slots of a shard, P pieces.
+Legend: T slots of a pack, P pieces.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from lightning_thd.parallel.context.partition import Ints, ranges
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """A kernel call of one rank's queries on another rank's keys; its arrays are int64."""
+    """A kernel call of one rank's queries on the keys of a source rank, perhaps itself; arrays are int64."""
 
     q_rows: Ints | None  # rows of the rank's shard that see any of the keys; None is all rows
     q_lengths: Ints  # ``[P]``, queries of each sequence of the call
@@ -98,7 +97,7 @@ class Exchange(NamedTuple):
 def plan_exchange(
     padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout, causal: bool = True, left: int = -1
 ) -> Exchange:
-    """Plan the exchange after which every rank holds its own keys and all keys that ``plan_keys`` wants."""
+    """Plan the exchange after which every rank holds its own keys and all keys that its queries see."""
     options: dict[str, Any] = {"cp": cp, "layout": layout, "causal": causal, "left": left}
     counts = need_counts(padded_lengths, **options)
     others = [other for other in range(cp) if other != rank]
@@ -179,7 +178,7 @@ def _visible(
 def _striped_block(
     padded_lengths: Sequence[int], cp: int, rank: int, source: int, *, causal: bool, left: int
 ) -> Block | None:
-    """Return the kernel call of a striped shard's queries on another rank's keys; None if none is seen."""
+    """Return the kernel call of a striped shard's queries on a source's keys; None if none is seen."""
     q_first, q_stop = partition.striped_rows(padded_lengths, cp=cp, rank=rank)
     k_first, k_stop = partition.striped_rows(padded_lengths, cp=cp, rank=source)
     own_left, own_right = -1, -1
@@ -238,7 +237,7 @@ class RingStep(NamedTuple):
 
 
 def exchanged(layout: ShardLayout, *, causal: bool, left: int) -> Exchange:
-    """Return the exchange that brings every key this rank's queries see, computed once per batch."""
+    """Return the exchange that brings the other ranks' keys, computed once per batch and kind of layer."""
 
     def make() -> Exchange:
         options: dict[str, Any] = {**layout.cut, "causal": causal, "left": left}
@@ -259,7 +258,7 @@ def needed_call(layout: ShardLayout, *, causal: bool, left: int) -> KernelCall:
 
 
 def block_calls(layout: ShardLayout, *, causal: bool, left: int, gathered: bool) -> list[BlockCall]:
-    """Return one kernel call per source rank; the keys are ``gathered`` from all ranks or ``exchanged``."""
+    """Return a call per source rank with visible keys, ``gathered`` from all ranks or ``exchanged``."""
 
     def make() -> list[BlockCall]:
         calls, slots = [], layout.local_slots

@@ -79,7 +79,7 @@ def _deal(lengths: tuple[int, ...], short: list[int], held: list[list[Stretch]])
 
 
 Ints: TypeAlias = NDArray[np.int64]
-_ADVICE = "THDBatch.collate(..., align=strategy.alignment) pads them, as THDDataModule does."
+_ADVICE = "THDBatch.collate(..., align=strategy.alignment) adds the padding, as THDDataModule does."
 
 
 class Pieces(NamedTuple):
@@ -144,7 +144,7 @@ def held_lengths(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: L
 def held_real_lengths(
     lengths: Sequence[int], padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout
 ) -> Ints:
-    """Count the real tokens of every sequence that a rank holds, without the padding at its end."""
+    """Count a rank's real tokens of every sequence; sequences after ``lengths`` are padding, counted too."""
     real = np.asarray([*lengths, *padded_lengths[len(lengths) :]], dtype=np.int64)
     if layout == "striped":
         first, stop = striped_rows(padded_lengths, cp=cp, rank=rank, real=real)
@@ -184,7 +184,7 @@ def plan_keys(
 def key_spans(
     padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout, causal: bool = True, left: int = -1
 ) -> tuple[Ints, Ints]:
-    """Return int64 ``[P]`` first slots and ends of the keys that each piece of a rank sees."""
+    """Return two int64 ``[P]``: the first slot that each piece of a rank sees, the slot after the last."""
     pieces = pieces_of_rank(padded_lengths, cp=cp, rank=rank, layout=layout)
     firsts = firsts_of(padded_lengths)[pieces.sequence]
     if not causal:

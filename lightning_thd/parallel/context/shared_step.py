@@ -79,7 +79,7 @@ def cut_step(step: SharedStep, groups: Mapping[int, dist.ProcessGroup], **option
 
 
 def part_of(stats: SeqStats, parts: int, part: int) -> SeqStats:
-    """Divide the counts of a pack into whole numbers that sum to it; the first parts take the remainder."""
+    """Divide the counts of a pack into whole numbers that sum to them; the first parts take the remainder."""
 
     def share(value: Any) -> Any:
         if isinstance(value, tuple):

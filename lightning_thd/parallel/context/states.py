@@ -1,10 +1,10 @@
 """Padded lengths of a pack, number of ranks, layout -> the recurrent states that ranks send each other.
 
 A rank holds stretches of sequences, and a recurrent layer runs every stretch by itself. Of each stretch, the
-ranks that hold later stretches of the sequence need two things: the state at its end, and how it changes a
-state that enters it. Pure: host integers in, numpy arrays out, the same on every rank.
+ranks that hold later stretches of the sequence need the state at its end and, unless it is the first, how it
+changes a state that enters it. Pure: host integers in, numpy arrays out, the same on every rank.
 
-Legend: P stretches of one rank, K states that enter one of its stretches.
+Legend: Q stretches of all ranks, P' of one kind on one rank, K states that enter one of its stretches.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _join(every: Stretches, own: Ints, state_of: Ints, change_of: Ints) -> tuple
     enters = own[every.place[own] > 0]
     furthest = np.zeros(int(every.sequence.max(initial=-1)) + 1, dtype=np.int64)
     np.maximum.at(furthest, every.sequence[enters], every.place[enters])
-    # The sequences of step i are the first ones of step i - 1, because longer walks come first.
+    # The sequences of step i are the first ones of step i - 1, because sequences with more steps come first.
     sequences = np.argsort(-furthest, kind="stable")[: np.count_nonzero(furthest)]
     position = np.empty(len(furthest), dtype=np.int64)
     position[sequences] = np.arange(len(sequences))

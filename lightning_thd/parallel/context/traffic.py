@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
+import torch
+
 _totals: Counter[str] = Counter()  # received bytes, and slots that ran
 _calls: Counter[str] = Counter()  # exchanges by method
 
@@ -12,14 +14,15 @@ _calls: Counter[str] = Counter()  # exchanges by method
 class Traffic(NamedTuple):
     """The bytes that this rank received since the last ``read_and_reset``."""
 
-    received_bytes: int  # by all methods, forward and backward
+    received_bytes: int  # by all methods, in forward and backward passes
     slots: int  # the slots of the packs and shards that ran
     shares: dict[str, float]  # method, such as "ring" -> its share of the layers' exchanges
 
 
 def count(received_bytes: int, way: str) -> None:
     """Add a layer's exchange; the backward pass receives as many bytes again, and in a ring twice as many."""
-    _totals["bytes"] += received_bytes * (3 if way == "ring" else 2)
+    times = (3 if way == "ring" else 2) if torch.is_grad_enabled() else 1
+    _totals["bytes"] += received_bytes * times
     _calls[way] += 1
 
 

@@ -32,8 +32,8 @@ class Channel:
 
     down: dist.ProcessGroup  # the pipeline's ranks, for activations
     up: dist.ProcessGroup  # another group of the same ranks, for gradients
-    # With several stages per rank, two more groups between the last rank and the first. On one NCCL
-    # communicator, messages in opposite directions would wait for each other.
+    # With several stages per rank, two more such groups, for messages between the last rank and the first. On
+    # one NCCL communicator, messages in opposite directions would wait for each other.
     wraps: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
     fixed_dtype: torch.dtype | None = None  # None if later ranks learn it from the first message
     waited_s: float = 0.0  # time spent waiting for messages; 0 on devices for which the CPU does not wait
@@ -81,7 +81,7 @@ class Channel:
             self._sent.popleft()
 
     def post(self, shape: torch.Size, device: torch.device, direction: Direction) -> None:
-        """Begin to receive the next message from a direction without waiting for it."""
+        """Begin to receive the next message of a direction without waiting for it."""
         buffer = torch.empty(shape, dtype=self.dtype(device), device=device)
         first = self.ranks - 1 - self._end(direction)
         group = self._group(direction, wraps=self.rank == first)
@@ -121,7 +121,7 @@ class Channel:
         return self.fixed_dtype
 
     def _send_dtype(self, tensor: Tensor) -> None:
-        """Send the dtype of hidden states to later ranks before the first message, and check it later."""
+        """Send the dtype of hidden states to the next rank before the first message; refuse others later."""
         if self.fixed_dtype is None:
             self.fixed_dtype = tensor.dtype
             code = torch.tensor([_DTYPES.index(tensor.dtype)], device=tensor.device)

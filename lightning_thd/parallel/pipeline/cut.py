@@ -1,4 +1,4 @@
-"""A whole model -> this rank's part of it, in place, before any weight is materialised or moved.
+"""A whole model -> this rank's part of it, in place, before the strategy moves any weight.
 
 The embedding stays on the first stage. The head and the modules after the layers stay on the last stage. The
 other ranks get placeholders without parameters. Modules that stay keep their names.
@@ -140,7 +140,7 @@ def _around(
 
 
 def _refuse_shared(inner: Any, layers: nn.ModuleList) -> None:
-    """Refuse parameters or states that layers on different stages would share."""
+    """Refuse layers that share parameters or states, and balancing losses whose formula is unknown."""
     seen: dict[int, int] = {}
     for index, layer in enumerate(layers):
         for name, parameter in layer.named_parameters():

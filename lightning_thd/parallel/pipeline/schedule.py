@@ -2,7 +2,7 @@
 
 All ranks run forward passes in the same order, and backward passes too, so messages between two ranks arrive
 in the order in which they were sent and need no tag. Ranks differ in the warm-up, the number of forward
-passes before the first backward pass. The schedules are one forward, one backward (PipeDream-Flush,
+passes before forward and backward alternate. The schedules are one forward, one backward (PipeDream-Flush,
 arXiv:2006.09503) and its interleaved form (Megatron-LM, arXiv:2104.04473).
 """
 

@@ -32,7 +32,7 @@ class LayerCost:
 class Split:
     """The layers, FLOPs and parameters of each pipeline stage; embedding and head are included."""
 
-    bounds: tuple[int, ...]  # stage s holds layers ``bounds[s]`` to ``bounds[s + 1]``
+    bounds: tuple[int, ...]  # stage s holds the layers ``range(bounds[s], bounds[s + 1])``
     flops: tuple[float, ...]
     parameters: tuple[int, ...]
     ranks: int  # stage s runs on rank ``s % ranks``
@@ -67,7 +67,7 @@ def split_layers(
 ) -> Split:
     """Cut a stack of layers into stages of equal work.
 
-    The cut minimises the work of the slowest stage, and among such cuts the size of the largest stage.
+    The cut minimises the work of the slowest stage; among equals it prefers stages with fewer parameters.
     """
     ranks = whole_number(ranks, "ranks", least=1)
     stages = ranks * whole_number(stages_per_rank, "stages_per_rank", least=1)
@@ -100,7 +100,7 @@ def split_layers(
 
 
 def _even_bounds(flops: Sequence[float], sizes: Sequence[int], stages: int) -> list[int]:
-    """Minimise the work of the slowest stage, then the size of the largest, by dynamic programming."""
+    """Minimise the work of the slowest stage; of equal cuts so far, keep one with fewer parameters."""
     n = len(flops)
     work, held = [0.0, *accumulate(flops)], [0, *accumulate(sizes)]
     # best[b]: (slowest, largest, bounds) of the stages so far, which hold layers 0..b
@@ -120,7 +120,7 @@ def _even_bounds(flops: Sequence[float], sizes: Sequence[int], stages: int) -> l
 def layer_flops(
     config: Any, num_layers: int, lengths: Sequence[int]
 ) -> tuple[list[float], float, float] | None:
-    """Count the FLOPs of each layer, of modules before and after them; None if ``FlopsModel`` cannot."""
+    """Count the FLOPs of each layer, of all modules before and all after; None if ``FlopsModel`` cannot."""
     try:
         model = FlopsModel.from_config(config)
     except ValueError:

@@ -112,7 +112,7 @@ class Stage:
         return True
 
     def require_one_call(self, step: str = "training_step") -> None:
-        """Raise unless a step called the model exactly once, because other stages expect one message."""
+        """Raise unless the running pass computed exactly one loss: other stages expect one message."""
         if len(self._calls) != 1:
             lines = "".join(f"\n  {line}" for line in self._calls) or f"\n  {step}"
             raise ValueError(
@@ -133,7 +133,7 @@ class Stage:
         return chunk is not None and self.active in (None, chunk)
 
     def cross(self, index: int, hidden: Tensor) -> Tensor:
-        """Send the output ``[1, T, H]`` of the layer before, if it ran here; receive the next one's input."""
+        """Send hidden states ``[1, T, H]`` if the layer before ran here; receive if the next runs here."""
         self.device = hidden.device
         if index and self.runs(index - 1):
             self._width = hidden.shape[-1]
@@ -270,7 +270,7 @@ class Boundary(nn.Module):
 
 
 def returned_by(layer: nn.Module) -> int | None:
-    """Read from a layer's source how many values it returns as a tuple; None if it returns no tuple."""
+    """Read from a layer's source the length of the tuple it returns; None for no tuple or if unclear."""
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(type(layer).forward)))
     except (OSError, TypeError):  # no source
