@@ -230,7 +230,7 @@ def dft_loss(logp: Tensor, batch: THDBatch) -> Tensor:
 
     arXiv:2508.05629, equation 9: ``-p.detach() log p``. The sum over all targets is multiplied by
     ``batch.loss_scale``, and each target by its weight, as in ``causal_lm_loss``. ``logp`` are the floats
-    ``[T]`` of ``causal_lm_logprobs(model, batch).logp``. A target of probability 1/2 adds 0.347.
+    ``[T]`` of ``causal_lm_logprobs(model, batch).logp``. A target of probability 1/2 adds 0.347 to the sum.
     """
     known = batch.token_targets != IGNORE_INDEX
     shaped(logp, "logp", known.shape, "one per slot. Pass causal_lm_logprobs(model, batch).logp.")
@@ -239,7 +239,7 @@ def dft_loss(logp: Tensor, batch: THDBatch) -> Tensor:
 
 
 def loss_weights(batch: THDBatch, reduction: Reduction, weights: Tensor | None) -> Factors | None:
-    """Return a function that gives each target its factor; None if ``batch.loss_scale`` is all."""
+    """Return a function that gives each target its factor; None if all factors are ``batch.loss_scale``."""
     if type(batch) is not THDBatch:
         check_batch(batch)
     if reduction != "tokens":

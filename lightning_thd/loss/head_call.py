@@ -44,7 +44,7 @@ class HeadOperands:
     weight: Tensor | None  # ``[V, H]``, or this rank's rows of it
     bias: Tensor | None = None  # ``[V]``, or this rank's part of it
     tp_group: dist.ProcessGroup | None = None  # ranks that share the vocabulary
-    partial_hidden: bool = False  # the caller reduces the gradient of ``hidden`` over the group
+    partial_hidden: bool = False  # whether the caller reduces the gradient of ``hidden`` over the group
     vocabulary: int  # V over all ranks
 
     def at(self, slots: Tensor) -> HeadOperands:
@@ -103,9 +103,7 @@ class HeadCall:
     def of(cls, model: nn.Module) -> HeadCall:
         """Return the ``HeadCall`` of the language model inside ``model``, made in the first call."""
         call = getattr(model, "__dict__", {}).get(_ATTRIBUTE)
-        if (
-            call is None or call.inner is not model
-        ):  # a wrapper, a new model, or a copy with the original's HeadCall
+        if call is None or call.inner is not model:  # a wrapper, or new, or a copy with another's HeadCall
             inner = language_model(model)
             call = inner.__dict__.get(_ATTRIBUTE)
             if call is None or call.inner is not inner:
@@ -136,7 +134,7 @@ class HeadCall:
     ) -> dict[str, Tensor]:
         """Call the model on a batch with its head replaced, and return what the head computed.
 
-        If the model changes its logits in another way than its config describes, it is called a second time.
+        If the model changes its logits in another way than its config describes, it is called again.
         ``size`` is n, which pipeline stages without a head need to know. Returns ``{"values": [n],
         "value_1": ..., "aux_loss": []}``.
         """
@@ -144,7 +142,7 @@ class HeadCall:
         self._look_at_hooks(model)
         for attempt in range(3):
             slots, head = batch.input_ids.shape[-1], inner.get_output_embeddings()
-            with self._lock:  # the replaced forwards are those of all threads
+            with self._lock:  # other threads see the replaced forwards too
                 own_head = head.__dict__.get("forward")
                 job = _Job(values, size, slots, head, own_head, inner.forward, stage, routers, self._whole)
                 outputs = self._call(model, batch, job)
@@ -316,7 +314,7 @@ class HeadCall:
         return next((coefficient for coefficient in found if coefficient is not None), None)
 
     def _look_at_hooks(self, model: nn.Module) -> None:
-        """Compute the full logits if the user's hooks, or code around the forward, may read them."""
+        """Choose full logits if the user's hooks, or code around the forward, may read them."""
         inner, head = self.inner, self.inner.get_output_embeddings()
         peft = [model.base_model] if hasattr(model, "get_base_model") else []
         called = {id(x): x for x in (model, *peft, inner)}.values()
@@ -353,7 +351,7 @@ def _require_logits(outputs: Any, inner: Any) -> Tensor:
 def _check_slots(job: _Job, rows: Tensor) -> None:
     if rows.shape[:-1].numel() != job.slots:
         raise ValueError(
-            f"The head got or gave {list(rows.shape)} for {job.slots} targets, wanted one row per slot. Do "
+            f"The head got or gave {list(rows.shape)} for {job.slots} slots, wanted one row per slot. Do "
             "not pass logits_to_keep, or inputs that add tokens."
         )
 

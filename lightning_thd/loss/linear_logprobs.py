@@ -75,11 +75,11 @@ def fused_linear_logprobs(
         temperature: divides the logits after the cap.
         softcap: cap on the logits, applied before the temperature; None for no cap.
         logit_scale: factor before the cap.
-        ignore_index: the target that does not count; its rows are left out of the products.
+        ignore_index: the target that does not count; its rows are skipped if they are at least 5 % of all.
         valid_vocab_size: number of real columns, if the vocabulary is padded.
         rows: int64 ``[R]`` indices, or bool ``[T]``: the tokens to compute, for example those of a response.
         tp_group: ranks that share the vocabulary: one collective forward, one backward.
-        chunk: tokens of a tile; "auto" keeps two tiles within a byte budget. It affects rounding only.
+        chunk: tokens of a tile; "auto" keeps two tiles within a byte budget. Results change by rounding only.
         loss_tokens: upper bound of the targets that count, if known; then Python does not wait for a GPU.
         entropy: whether to compute the entropy; False saves a pass over every tile.
 
@@ -127,7 +127,7 @@ def row_logprobs(
     mean: bool = False,
     right: bool = False,
 ) -> RowValues:
-    """Compute ``RowValues`` of prepared rows; entropies and means have no gradient if they are not wanted."""
+    """Compute ``RowValues`` of prepared rows; entropy, mean and right are valid only if asked for."""
     if settings.of_logits:
         return _logits_logprobs(operands[0], targets, settings)
     values = _LinearLogprobs.apply(*operands, targets, settings, entropy, mean, right)  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
 """Hidden states and the head's weight -> one scalar: the cross entropy over a pack, without logits.
 
 T slots, H hidden size, V vocabulary. Tiles of logits become gradients while they are in memory
-(``tiles/nll``, 6THV operations). Under tensor parallelism, in fp16, or if nothing needs a gradient, the loss
-is computed from ``linear_logprobs``.
+(``tiles/nll``, 6THV operations). Under tensor parallelism, in fp16, from full logits, or if nothing needs a
+gradient, the loss is computed from ``linear_logprobs``.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from lightning_thd.loss.tiles.nll import Penalties, nll_and_gradients
 from lightning_thd.loss.tiles.products import without_autocast
 from lightning_thd.loss.watch import SlotLosses
 
-# Bytes of the logits that the scalar loss keeps at a time. CPU: 64 MiB are 512 rows of a 32k vocabulary,
-# 1/15 of the memory that F.cross_entropy takes together with the gradients.
+# Bytes of the logits that the scalar loss keeps at a time. CPU: 64 MiB are 512 rows of a 32k vocabulary.
 _CPU_STASH_BYTES = 64 * 2**20
 _ACCELERATOR_STASH_BYTES = 512 * 2**20
 # A head, its targets and weights ``[R]``, and which operands need gradients -> a scalar and the gradients.

@@ -82,11 +82,12 @@ def grpo_loss(
 
     A token's loss is ``-min(r A, clip(r) A) + beta (e^(ref - logp) - (ref - logp) - 1)``, GRPO,
     arXiv:2402.03300, equations 3 and 4. ``largest_ratio`` bounds the unclipped ratio, as INTELLECT-2 does,
-    arXiv:2505.07291. If the trained policy sampled, pass ``logp.detach()`` as ``old_logp``. Kinds:
+    arXiv:2505.07291. If the trained policy also sampled, pass ``logp.detach()`` as ``old_logp``. Kinds:
 
     - "grpo": the mean over rows of each row's mean over its tokens.
     - "dr_grpo": the sum over all tokens / (rows x ``max_tokens``), Dr. GRPO, arXiv:2503.20783; tokens of long
-      answers keep their weight. ``max_tokens`` is the longest response that could have been sampled.
+      answers keep their weight. ``max_tokens`` is the longest response that could have been sampled. A given
+      ``scale`` replaces this whole division.
     - "token_mean": the mean over all tokens, DAPO, arXiv:2503.14476, equation 8.
 
     Ratios of 1 and advantages of 1 give -1 for "grpo" and "token_mean".
@@ -260,7 +261,7 @@ def _ratio(distance: Tensor) -> Tensor:
 def _slot_values(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, rollouts: PackedRollouts, weights: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probabilities, ratios and advantages ``[T]``; 0, 1 and 0 in slots that do not count."""
+    """Return log-probabilities and ratios, 0 and 1 in slots that do not count, and advantages, ``[T]``."""
     given = _masked(rollouts, weights, logp=logp, old_logp=old_logp)
     of_slot = _advantages(advantages, rollouts)
     return given["logp"], _ratio(given["logp"] - given["old_logp"].detach()), of_slot

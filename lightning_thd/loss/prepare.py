@@ -38,7 +38,7 @@ class LossArgs:
     chunk: int | Literal["auto"] = "auto"
     loss_tokens: int | None = None
     rows: Tensor | None = None
-    partial_hidden: bool = False  # the caller reduces the gradient of ``hidden`` over the group
+    partial_hidden: bool = False  # whether the caller reduces the gradient of ``hidden`` over the group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

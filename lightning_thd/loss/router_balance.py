@@ -1,6 +1,6 @@
 """A model's router logits and a ``THDBatch`` -> the balancing loss of its experts, over sequences or a step.
 
-transformers balances experts over all slots of a microbatch, so that loss depends on the packing. The
+transformers balances experts over all slots of a microbatch, so its loss depends on the packing. The
 formulas are in docs/guides/experts.md. Legend: T slots, S sequences, E experts, K chosen experts per token.
 """
 
@@ -54,7 +54,7 @@ class Routers:
 
     balance: RouterBalance | None  # the tokens to balance over; None computes the z-loss only
     coefficient: float  # factor of the balancing loss
-    z_loss: float  # factor of the mean squared logsumexp
+    z_loss: float  # factor of the mean squared logsumexp of router logits
     experts: Experts  # the experts of the model
     batch: THDBatch  # the microbatch
     stage: Stage | None  # the stage of a pipeline that this rank holds
@@ -76,7 +76,7 @@ class Routers:
                 setattr(module, FUNCTION, before)
 
     def loss(self, inner: Any, outputs: Any) -> Tensor:
-        """Compute the loss ``[]`` of a model's outputs; stages without the head return NaN."""
+        """Compute the loss ``[]`` of a model's outputs; in training, stages without the head return NaN."""
         logits: tuple[Tensor, ...] = getattr(outputs, "router_logits", None) or ()
         given = [layer.reshape(-1, layer.shape[-1]) for layer in logits]
         (groups, of_tokens), (count, top_k, scores, routers) = self._groups(), self.experts
@@ -160,7 +160,7 @@ def routers_for(
         if not z_loss and not (balances and stage is not None):
             return None
         wanted = "microbatch" if balances else None
-    what = f"router_balance={balance!r}" if balance != "microbatch" else f"router_z_loss={z_loss}"
+    what = f"router_z_loss={z_loss}" if balance == "microbatch" and z_loss else f"router_balance={balance!r}"
     if call.experts is None:
         call.experts = _experts_of(inner, call.config, what)
     if (z_loss or balance != "microbatch") and batch.token_scale is None:
@@ -172,8 +172,8 @@ def routers_for(
         wanted = None
     if wanted == "microbatch" and isinstance(batch, SharedBatch):
         raise ValueError(
-            f"{what} does not combine with the model's balancing loss, which counts shared slots once. Set "
-            "router_balance='sequence' or share_prefixes=False."
+            f"{what} got sequences that share prefixes, and the model's balancing loss counts their slots "
+            "once. Set router_balance='sequence' or share_prefixes=False."
         )
     coefficient = call.balance_coefficient
     if wanted is not None and coefficient is None:

@@ -23,7 +23,7 @@ class SlotLosses(NamedTuple):
     """The losses of a batch's slots and their weights, on the device, without gradient."""
 
     losses: Tensor  # weight times loss of each row, ``[R]``
-    weights: Tensor  # the weight of each row, times the scale of the batch, ``[R]``
+    weights: Tensor  # the weight of each row, times the scale that ``see`` gets, ``[R]``
     kept: Tensor | None  # int64 ``[R]``, the slots of the rows; None for all slots
 
 
@@ -57,7 +57,7 @@ def watching(batch: THDBatch) -> tuple[Watcher | None, list[SlotLosses] | None]:
 
 @contextmanager
 def recorded_losses() -> Iterator[list[SlotLosses]]:
-    """Collect the slot losses of a recorded step in a list, which every replay fills again for ``show``."""
+    """Collect a recorded step's slot losses in a list; replays fill the tensors again, for ``show``."""
     found: list[SlotLosses] = []
     token = RECORDED.set(found if WATCHER and WATCHER[0]() is not None else None)
     try:

@@ -4,7 +4,8 @@
 hooks, ``enter`` and ``leave``. The forward of every model class gets a guard. The hooks find the pack in
 the arguments of a call, or take the batch that a loss has announced. The guard sees the calls that the hooks
 miss: ``model.forward(...)``, a model whose config was switched by hand, and a model with "thd" inside a model
-without. The guard announces the first and refuses the others, because their sequences would see each other.
+without. The guard announces the first and refuses the second. It refuses the third if the outer model gets
+labels or pools its output.
 
 Hooks are functions of this module, so that a model that carries them can be copied, pickled and compiled.
 """
@@ -123,7 +124,7 @@ def watch_models(base: Any) -> None:
     patch("attention chosen", base, "post_init", post_init)
     patch("copies", base, "__setstate__", __setstate__)
     patch("checkpoints", base, "_set_gradient_checkpointing", set_checkpointing)
-    waiting = list(base.__subclasses__())  # classes imported, and perhaps built, before this package
+    waiting = list(base.__subclasses__())  # classes that were imported before this package
     while waiting:
         model_class = waiting.pop()
         waiting.extend(model_class.__subclasses__())
@@ -213,9 +214,7 @@ def enter(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Find the pack in a model's arguments, check it, and push it on the stack of running models."""
     config = model.config
-    if (
-        config._attn_implementation != NAME
-    ):  # changed by set_attn_implementation, or by another model with the same config
+    if config._attn_implementation != NAME:  # switched, or changed by another model with the same config
         _refuse_pack(model, kwargs.get("cu_seq_lens_q"))
         return None
     outer: Scope | None = getattr(STATE, "scope", None)
@@ -324,7 +323,7 @@ def _other_attention(model: Any, attention: str | None) -> str:
 
 
 def _refuse_pack(model: Any, offsets: Any) -> None:
-    """Refuse a pack for a model that has lost "thd", unless its attention kernels read the offsets."""
+    """Refuse several sequences if a model lost "thd", unless its attention kernels read the offsets."""
     attention = model.config._attn_implementation
     if offsets is not None and offsets.shape[0] > 2 and attention in ("eager", "sdpa", "flex_attention"):
         raise ValueError(
@@ -444,7 +443,7 @@ def _parameter_names(model_class: Any) -> tuple[str, ...]:
 
 
 def _by_name(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """Return all arguments of a call by name, so that none is overlooked; None if a name is unknown.
+    """Return all arguments of a call by name, so that none is overlooked; None if they do not fit.
 
     ``("input_ids", "mask")``, ``(ids,)`` and ``{"mask": None}`` give ``{"input_ids": ids, "mask": None}``.
     """

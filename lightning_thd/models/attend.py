@@ -17,10 +17,10 @@ from lightning_thd.models.pack import CAUSAL, NOTES, STATE, Pack, Scope, current
 from lightning_thd.parallel.context import layout
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
-_PLAIN_MASK: Final = (None, None, False)  # a mask that encodes no window and no chunk, and may hide keys
+_PLAIN_MASK: Final = (None, None, False)  # window, chunk, all keys shown: of no mask, or of one to refuse
 _UNSET: Final = -1  # `sliding_window` was not passed; None is a value with another meaning
-# transformers passes these arguments to every attention, and none of its own implementations uses them for
-# scores. Any other argument that is not None might change the result, so it raises an error.
+# transformers passes these arguments to attention functions, and none of its own uses them for scores. Any
+# other argument might change the result, so it raises an error unless it is None or False.
 _INERT: Final = frozenset(
     {"cache_position", "deterministic", "ignore_index", "inputs_embeds", "labels", "layer_idx"}
     | {"logits_to_keep", "num_items_in_batch", "num_logits_to_keep", "output_hidden_states"}
@@ -61,7 +61,8 @@ def thd_attention(
 
     The boundaries come from the arguments, else from the announced pack. Without either, every row is one
     sequence. In an announced pack, layers of one kind share one check and one kernel. ``is_causal`` and
-    ``sliding_window`` default to attributes of the layer. Other arguments that would change the result raise.
+    ``sliding_window`` default to attributes of the layer; if a model builds masks of one kind, that kind
+    replaces ``is_causal``. Other arguments that would change the result raise an error.
     Takes ``[B, H, T, D]``, ``[B, G, T, D]``, ``[B, G, T, E]``, sinks ``[H]``; returns ``[B, T, H, E]``, None.
     """
     decoded: tuple[Any, ...] = _PLAIN_MASK if attention_mask is None else _decode_mask(attention_mask)
@@ -199,7 +200,7 @@ def _attend_unbound(
 
 
 def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
-    """Return whether later keys are hidden; the model's mask decides (as in PaliGemma), else the layer."""
+    """Return whether later keys are hidden: the model's masks decide if of one kind, else the layer."""
     stated: bool = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     scope: Scope | None = getattr(STATE, "scope", None)
     asked = () if scope is None else scope.masks
@@ -284,7 +285,7 @@ def chunk_offsets(cu_seqlens: Tensor, slots: int, chunk: int) -> Tensor:
 
 
 def _announced_boundaries(module: nn.Module, query: Tensor, key: Tensor, *, causal: bool) -> _Boundaries:
-    """Return the boundaries of the announced pack; without a pack, every row is one sequence."""
+    """Return the pack's boundaries; without a pack, or in other rows if not causal, a row is a sequence."""
     pack = current_pack()
     rows, slots, slots_k = query.shape[0], query.shape[2], key.shape[2]
     if pack is not None and rows == 1 and slots == pack.slots and slots_k == slots:
@@ -297,7 +298,7 @@ def _announced_boundaries(module: nn.Module, query: Tensor, key: Tensor, *, caus
     if causal and pack is not None:
         raise ValueError(
             f"{type(module).__name__} attends over {rows} x {slots} queries and {slots_k} keys while the "
-            f"model works on a pack of {pack.slots} slots. Rows of other lengths do not go into a pack."
+            f"model works on a pack of {pack.slots} slots. Pass this layer the tokens of the pack only."
         )
     if causal and slots != slots_k:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A mask that a model asks for under "thd" -> None, a placeholder that encodes a window, or an error."""
+"""A mask that a model asks for under "thd" -> None, a placeholder with a window or chunk, or an error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UNDERSTOOD = (
     "sliding_window_overlay",
     "blockwise_overlay",
 )
-# Families whose layers pass the mask to the attention unchanged, so that its shape can encode a window.
+# Families whose layers pass the mask to the attention unchanged, so that its shape can encode a limit.
 HANDS_MASKS_ON = ("llama4_text", "phimoe")
 
 
@@ -39,7 +39,7 @@ def thd_mask(
     device: torch.device | None = None,
     **_: Any,
 ) -> Tensor | None:
-    """Return None, or a placeholder that encodes a window; transformers defines the arguments."""
+    """Return None, or a placeholder that encodes a window or chunk; transformers defines the arguments."""
     scope: Scope | None = getattr(STATE, "scope", None)
     kind = CAUSAL if allow_is_bidirectional_skip is None else BIDIRECTIONAL
     if scope is not None and kind not in scope.masks:
@@ -50,7 +50,7 @@ def thd_mask(
             "Pack the rows instead: THDBatch.from_padded(input_ids, attention_mask). To generate from "
             "left-padded rows, use rows of equal length, or model.set_attn_implementation('eager')."
         )
-    # If transformers does not allow to skip the mask, the mask is more than causal or bidirectional.
+    # If transformers does not allow to skip the mask, the mask may be more than causal or bidirectional.
     plain = allow_is_causal_skip if allow_is_bidirectional_skip is None else allow_is_bidirectional_skip
     if not plain:
         plain, is_read, window = _equals_plain(mask_function, kind)

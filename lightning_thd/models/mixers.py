@@ -2,7 +2,7 @@
 
 The forward method of each class is patched once. Inside a pack, it passes seq_idx and cu_seqlens to the fused
 kernels. Without usable kernels it runs on padded groups of sequences. On a context-parallel shard it passes
-states between ranks (see ``passing``). A layer whose kernels return no state runs on the gathered pack.
+states between ranks (see ``passing``); a striped shard, or a layer that returns no state, gathers the pack.
 
 Legend: T slots in a pack, N = T / cp slots of a shard.
 """

@@ -73,7 +73,7 @@ class Pack:
         self._slots = cu_seqlens_q.new_empty(slots, 0)
         self._lengths = None if lengths is None else tuple(lengths)
         self.cu_seqlens_real = cu_seqlens_real
-        self._sequences: Tensor | None = None  # S is its number of rows, without the trailing pad
+        self._sequences: Tensor | None = None  # its number of rows counts sequences, without a trailing pad
         self.cache: dict[Any, Any] = {}
 
     @classmethod
@@ -144,7 +144,7 @@ class Pack:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Return the slots of every sequence; a pack that was not made from a batch reads the device once."""
+        """Return the slots of every sequence; if they are unknown, read the offsets from the device once."""
         if self._lengths is None:
             offsets = list(host_offsets(self.cu_seqlens_q))
             lengths = [there - here for here, there in pairwise(offsets)]
@@ -165,7 +165,7 @@ class Pack:
 
     @property
     def token_bounds(self) -> Tensor:
-        """Return offsets int32 ``[2 S + 1]`` that separate each sequence's tokens from its padding."""
+        """Return offsets int32 ``[2 S + 1]`` of tokens and padding in turn; ``[S + 1]`` if none is padded."""
         if self.cu_seqlens_real is None:
             return self.cu_seqlens_q
         if "token_bounds" not in self.cache:
@@ -190,8 +190,9 @@ class Scope:
     """One entry of the stack of running models: the model, its pack, and the entry below.
 
     ``pack`` is None for plain rows. ``module`` is None for a batch announced before any model runs.
-    ``families`` holds the config types of the language model; an inner model with another config, such as a
-    vision tower, does not run on the pack. ``masks`` are the kinds of mask that the model has asked for.
+    ``families`` holds the config types of the outermost model and its language model. An inner model whose
+    config has another type, such as a vision tower, runs on the pack only if it gets embeddings of all slots.
+    ``masks`` are the kinds of mask that the model has asked for.
     """
 
     pack: Pack | None
@@ -271,7 +272,7 @@ def announced(batch: THDBatch, kwargs: dict[str, Any]) -> Scope:
 
 
 def current_pack() -> Pack | None:
-    """Return the pack that the running model works on; None if no model runs."""
+    """Return the pack of the running model or announced batch, or None; raise if a recomputation lost it."""
     scope: Scope | None = getattr(STATE, "scope", None)
     if scope is not None:
         return scope.pack
@@ -330,7 +331,7 @@ def _pack_from_kwargs(kwargs: dict[str, Any], tokens: Tensor | None, outer: Pack
     _check_offsets(kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"))
     real = kwargs.get(REAL)
     if real is None and outer is not None and outer.slots == tokens.shape[1]:
-        real = outer.cu_seqlens_real  # only the outermost model gets them as an argument
+        real = outer.cu_seqlens_real  # an inner model does not get this argument
     return Pack(
         cu_seqlens_q=kwargs["cu_seq_lens_q"],
         max_length_q=kwargs["max_length_q"],
@@ -361,7 +362,7 @@ def _check_offsets(offsets: Any, offsets_k: Any) -> None:
 
 
 def pack_from_positions(position_ids: Tensor | None) -> Pack | None:
-    """Build a pack from positions that restart, ``[B, T]`` or (M-RoPE) ``[3, B, T]``; reads the device."""
+    """Build a pack from positions ``[1, T]`` that restart, and refuse others that do; reads the device."""
     if position_ids is None or position_ids.shape[-1] < 2:
         return None
     steps = position_ids.long().diff(dim=-1)  # int64, because uint8 has no differences below 0

@@ -25,7 +25,7 @@ from lightning_thd.batch.upload import uploaded
 _SHARE = 2 / 3
 _SMALL = 32
 IntArray = npt.NDArray[np.int64]
-# A group of fixed size has at most this many slots per token of the pack; else eager groups are far faster.
+# A group of fixed size has at most this many places per slot of the pack; else eager groups are far faster.
 _STATIC_WASTE = 32
 
 
@@ -47,7 +47,7 @@ def plan_groups(lengths: Sequence[int], device: torch.device) -> Groups:
 def padded_rows(
     lengths: Sequence[int] | IntArray, padded: Sequence[int] | None = None
 ) -> Iterator[tuple[IntArray, IntArray]]:
-    """Yield groups of sequences of similar length, int64 ``[N]``, and slots, ``[N, L]``; T marks padding."""
+    """Yield, for each group, the indices of sequences ``[N]`` and their slots ``[N, L]``; T marks padding."""
     sizes = np.asarray(lengths, dtype=np.int64)
     starts = np.concatenate([[0], np.cumsum(sizes if padded is None else padded)])
     order = np.argsort(-sizes, kind="stable")
@@ -76,7 +76,7 @@ def plan_static_group(cu_seqlens: Tensor, max_seqlen: int, slots: int) -> Groups
     num_sequences = cu_seqlens.shape[0] - 1
     if num_sequences * max_seqlen > _STATIC_WASTE * slots:
         raise ValueError(
-            f"A recorded step would run {num_sequences} sequences padded to {max_seqlen} for {slots} tokens. "
+            f"A recorded step would run {num_sequences} sequences padded to {max_seqlen} for {slots} slots. "
             "Install the fused kernels of the layer (mamba-ssm, causal-conv1d, flash-linear-attention)."
         )
     starts, lengths = cu_seqlens[:-1].long(), torch.diff(cu_seqlens)

@@ -3,7 +3,7 @@
 Heads of classifiers and reward models read single tokens of a row, or the mean of the row. The layers below
 the head run on the pack. Their outputs become padded rows, in groups of similar length, for the head.
 
-Legend: T slots in a pack, S sequences, N rows of a group, L its longest row, C labels.
+Legend: T slots in a pack, S sequences, N rows of a group, L its longest row, D hidden size.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _run_pooler(base: Any, hidden: Tensor) -> Tensor:
 
 
 def refuse_pooled_pack(model: Any, pack: Pack, output: Any) -> None:
-    """Refuse an output that is a single row for all sequences of a pack, under any name."""
+    """Refuse one row for all sequences: any output of a tuple, or one that ``_POOLED_OUTPUTS`` names."""
     named: list[tuple[str, Any]] = []
     if isinstance(output, tuple):
         named = [(f"output {i}", value) for i, value in enumerate(output)]

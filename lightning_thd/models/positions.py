@@ -35,7 +35,7 @@ _FROM_TOKENS = re.compile(rf"{_FROM_TOKENS_NAME}\(\s*input_ids,\s*self\.padding_
 
 
 def adopt_position_tables(model_class: type) -> None:
-    """Patch the position embeddings a model class uses to restart in every sequence of a pack."""
+    """Patch a model class's RoBERTa position embeddings to restart in every sequence of a pack."""
     for cls in layer_classes(model_class):
         called = getattr(inspect.unwrap(cls.forward), "__code__", None)  # faster than reading the source
         skips = _FROM_TOKENS_NAME in getattr(called, "co_names", ())
@@ -234,7 +234,7 @@ def _one_by_one(
 
 
 def _place(value: Tensor, whole: Tensor, end: int) -> Tensor:
-    """Return ``whole`` with the slots before ``end`` replaced by ``value``."""
+    """Return ``whole`` with the last slots before ``end`` replaced by ``value``."""
     placed = whole.clone()
     placed[..., end - value.shape[-2] : end, :] = value
     return placed
@@ -253,7 +253,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def keep_frequencies(model: Any) -> None:
-    """Restore rotary frequencies in fp32 that FSDP1 or ``model.to(torch.bfloat16)`` rounded (by 0.4 %)."""
+    """Restore rotary frequencies in fp32 that FSDP1 or ``model.to(torch.bfloat16)`` rounded (up to 0.4 %)."""
     known: list[nn.Module] | None = model.__dict__.get("_thd_rotaries")
     if known is None:
         known = [x for x in model.modules() if not x._modules and hasattr(x, "config")]
@@ -272,9 +272,7 @@ def _restore(rotary: Any) -> None:
         if rounded is None or exact is None or rounded.dtype not in _HALF or exact.shape != rounded.shape:
             continue
         exact = exact.to(rounded.device, torch.float32)
-        if torch.equal(
-            exact.to(rounded.dtype), rounded
-        ):  # else they were set by hand, or for longer sequences
+        if torch.equal(exact.to(rounded.dtype), rounded):  # else set by hand, or for longer sequences
             rotary._buffers[name] = exact
 
 

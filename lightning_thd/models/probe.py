@@ -40,8 +40,8 @@ from lightning_thd.models.probe_report import PackingLeakError, PackingReport
 Forward = Callable[[nn.Module, THDBatch], Any]
 LENGTHS = (7, 1, 16, 3, 8)
 
-# Tolerances relative to the largest logit. A leak compares runs of equal shapes, which differ only by the
-# order of sums in expert kernels. An error compares runs of different shapes, which differ by rounding.
+# Tolerances relative to the largest logit or gradient. A leak compares runs of equal shapes, which differ by
+# the order of sums in expert kernels only. An error compares runs of different shapes, so rounding differs.
 _LEAK: dict[torch.dtype, float] = {torch.float64: 1e-12, torch.float32: 1e-6}
 _ERROR: dict[torch.dtype, float] = {torch.float64: 1e-9, torch.float32: 1e-4}
 _HALF_LEAK, _HALF_ERROR = 1e-2, 5e-2
@@ -72,8 +72,8 @@ def check_packing(
     """Check whether any sequence of a pack sees another sequence in a model.
 
     During the check the model is in ``eval()``, and parameters that are all zero hold small noise. Batch
-    norms that would average over the pack in training count as a leak. For each sequence the check takes
-    about three forward passes of ``sum(lengths)`` tokens, and two backward passes with ``grad``.
+    norms that would average over the pack in training fail the check. For S sequences the check takes about
+    S + 6 forward passes of ``sum(lengths)`` tokens, and S + 3 backward passes with ``grad``.
 
     Args:
         model: a Hugging Face causal LM, or any model that ``forward`` can call.
@@ -89,14 +89,14 @@ def check_packing(
         seed: the seed of the random tokens.
         thorough: compare with stock eager attention, and check that a trailing pad changes no gradient. If
             ``lengths`` is left out, the check adds a sequence longer than all windows, chunks and rope limits
-            below 1,024 tokens. Larger limits are set to 9 during the check.
+            below 1,024 tokens. Limits from 1,024 on are set to 9 during the check.
 
     Returns:
         The report, which prints as a table. If a model in half precision differs without a leak, a second
         run with its weights in fp32 decides.
 
     Raises:
-        PackingLeakError: if sequences see each other; it names the first module that leaks.
+        PackingLeakError: if any check fails; it names the first wrong module, if one is found.
         ValueError: for fewer than two lengths, an unknown vocabulary, or logits that are all zero.
     """
     instance(model, "model", nn.Module, advice="Pass the model itself.")
@@ -175,7 +175,7 @@ class _Probe:
         ids = self.batch.input_ids.clone()
         slots = slots_of(self.batch, index)
         known = torch.unique(ids)
-        # Each token becomes the next larger id of the pack: each token changes, and no special token appears.
+        # Each token becomes the next larger id of the pack: each token changes, and no new id appears.
         rank = torch.searchsorted(known, ids[slots])
         ids[slots] = known[(rank + 1) % len(known)]
         return self.batch.replace(input_ids=ids)

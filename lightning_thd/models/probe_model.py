@@ -21,10 +21,13 @@ from lightning_thd.models.pack import NOTES
 def undisturbed(model: nn.Module) -> Generator[None]:
     """Run the model in eval mode, uncompiled, inside this context; then restore modes and random state."""
     training = {module: module.training for module in model.modules()}
+    devices = sorted({x.device.index or 0 for x in model.parameters() if x.is_cuda})
     model.eval()
     try:
-        with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
-            torch.manual_seed(0)
+        with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
+            # torch.manual_seed would seed all GPUs, also those that are initialised later.
+            for generator in (torch.default_generator, *(torch.cuda.default_generators[i] for i in devices)):
+                generator.manual_seed(0)
             yield
     finally:
         for module, flag in training.items():
@@ -90,7 +93,7 @@ def in_fp32(model: nn.Module, *, most: int) -> Generator[bool]:
 
 
 def averaging_norms(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the batch norms of a model that average over their input in training, by name."""
+    """Return, by name, the batch norms that average over their input in the model's present mode."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -117,7 +120,7 @@ _LIMITS = frozenset(
     {"sliding_window", "attention_chunk_size", "attention_window_size", "chunk_size", "mamba_chunk_size"}
     | {"floor_scale", "log_scaling_n_floor", "local_attention", "sliding_window_size", "window_size"}
 )
-# The attributes in which dynamic rotary embeddings keep lengths.
+# How the names of attributes end in which dynamic rotary embeddings keep lengths.
 _ROPE_LIMITS = ("original_max_seq_len", "max_seq_len_cached")
 
 
@@ -137,7 +140,7 @@ def logits_alone(model: nn.Module, input_ids: Tensor) -> Tensor:
 
 
 def lengths_to_reach(model: nn.Module, longest: int) -> list[int]:
-    """Find a sequence length beyond all windows, chunks and rope limits below ``_REACH``."""
+    """Find a length beyond windows, chunks and rope limits below ``_REACH``, unless ``longest`` is one."""
     near = [size for _, _, size in _limits(model) if longest <= size < _REACH]
     return [max(near) + 5] if near else []
 

@@ -22,12 +22,12 @@ class PackingReport:
         error: largest difference between a sequence's logits in the pack and in a pack of its own.
         gradient_error: the same for the gradients of the sequence's inputs, if asked for.
         leak_tolerance: largest ``leak`` and ``gradient_leak`` that pass.
-        tolerance: largest ``error`` and ``gradient_error`` that pass.
+        tolerance: largest ``error``, ``gradient_error`` and ``pad_error`` that pass.
         reference_error: largest difference of a logit from stock eager attention, if that was run.
         pad_error: largest difference that a trailing pad makes to the gradient of a parameter, if asked for.
         batch_norms: names of the batch norms that would average over a pack in training.
         skipped: the checks that were skipped, and why.
-        module: first module whose inputs agree and whose outputs differ; None if every check passes.
+        module: first batch norm, or module whose inputs agree and outputs differ; None if none is found.
     """
 
     model: str

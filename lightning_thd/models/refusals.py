@@ -111,7 +111,7 @@ def refuse_early_release(model_type: str, installed: str) -> None:
 
 
 def _refuse_layer(found: _Found) -> None:
-    """Refuse a layer with a state, one that reads neighbouring tokens, and one that counts positions."""
+    """Refuse a layer with a state, a cut DoRA layer, and one that reads neighbours or counts positions."""
     module, kind = found.module, type(found.module).__name__
     convolves = any(isinstance(x, nn.Conv1d) and x.kernel_size[0] > 1 for x in module.children())
     if convolves or any(hasattr(module, name) for name in ("A_log", "dt_bias")):
@@ -282,7 +282,7 @@ def refuse_losing_adapters(wrapper: Any) -> None:
             )
 
 
-# Loss types over the next token, loss types over the same token, and arguments that label a whole row.
+# Loss types that shift labels, loss types that do not, and arguments that label a whole row.
 _SHIFTED: Final = ("ForCausalLM", "ForConditionalGeneration")
 _IN_PLACE: Final = ("ForMaskedLM", "ForTokenClassification", "ForSequenceClassification")
 _ROW_LABELS: Final = ("start_positions", "end_positions", "next_sentence_label", "sentence_order_label")
@@ -290,7 +290,7 @@ LABELS: Final = ("labels", *_ROW_LABELS)
 
 
 def keep_labels_inside(model: Any, kwargs: dict[str, Any], pack: Pack) -> dict[str, Any]:
-    """Return the arguments with the label of every sequence's first token ignored."""
+    """Ignore the labels of sequences' first tokens if the loss shifts labels; refuse unknown losses."""
     of_a_row = next((name for name in _ROW_LABELS if kwargs.get(name) is not None), None)
     if of_a_row is not None:
         raise ValueError(

@@ -112,7 +112,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: loss(BATCH.replace(targets=BATCH.targets + VOCAB)), f"wanted 0 to {VOCAB - 1}"),
     (lambda: causal_lm_logprobs(build("Llama"), BATCH, temperature=0.0), "temperature=0"),
     (lambda: whole(return_dict=False), "returned a tuple without logits.*return_dict"),
-    (lambda: whole(logits_to_keep=3), r"\[1, 3, 32\] for 28 targets.*logits_to_keep"),
+    (lambda: whole(logits_to_keep=3), r"\[1, 3, 32\] for 28 slots.*logits_to_keep"),
     (lambda: loss(reduction="mean"), "reduction.*mean.*wanted.*tokens.*sequences"),
     (lambda: loss(weights=torch.ones(3)), r"weights is \[3\], wanted \[28\], one per slot"),
     (lambda: loss(label_smoothing="0.1"), "label_smoothing is a str.*wanted a number"),

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd.alignment import Alignment
+from lightning_thd.loss import router_balance
+from lightning_thd.loss.head_call import HeadCall
 from tests.strategies.jobs import family_model
 from tests.tiny import checkpoint_activations, largest_error, nll, sequences
 
@@ -226,6 +228,16 @@ def test_refusals() -> None:
     for one, packed, how, words in cases:
         with pytest.raises(ValueError, match=words):
             causal_lm_loss(one, packed, **how)
+
+
+def test_in_a_pipeline_a_message_names_the_option_that_is_on() -> None:
+    model, batch = family_model("mixtral"), THDBatch.collate(SAMPLES)
+    model.config.output_router_logits = True
+    in_pipeline = mock.patch.object(router_balance, "stage_of")
+    without = mock.patch.object(HeadCall, "balance_coefficient", None)
+    words = "^router_balance='microbatch' needs the coefficient"
+    with in_pipeline, without, pytest.raises(ValueError, match=words):
+        router_balance.routers_for(HeadCall.of(model), batch, "microbatch")
 
 
 def test_recomputed_layers_are_balanced_once() -> None:

@@ -189,5 +189,5 @@ def test_groups_worked_examples_and_limit() -> None:
     groups = plan_static_group(offsets, 4, 5)
     assert groups.sources[0].tolist() == [[0, 1, 5, 5], [2, 3, 4, 5]]
     assert groups.back.tolist() == [0, 1, 4, 5, 6]
-    with pytest.raises(ValueError, match="would run 2 sequences padded to 100 for 5 tokens"):
+    with pytest.raises(ValueError, match="would run 2 sequences padded to 100 for 5 slots"):
         plan_static_group(offsets, 100, 5)

@@ -178,6 +178,15 @@ def test_nan_in_one_run_is_not_overwritten_by_the_next() -> None:
     assert not check_packing(Own("nan"), vocab_size=32, raise_on_leak=False).ok
 
 
+def test_the_probe_seeds_no_gpu_that_the_model_is_not_on(monkeypatch: Patch) -> None:
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    model, before = Gated(None), torch.get_rng_state()
+    check_packing(model, vocab_size=32)
+    assert not seeded
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_weights_of_zero_hide_no_leak_and_are_zero_again() -> None:
     for leak in ("shift", None):
         model = Gated(leak)

@@ -48,7 +48,7 @@ class LogitMap:
         return close and self.valid_vocab_size == other.valid_vocab_size
 
     def apply_(self, x: Tensor) -> Tensor:
-        """Map a tile of raw products in place, ``[c, v]`` fp32."""
+        """Map a tile of raw products in place, ``[c, v]`` fp32 or fp64."""
         if self.softcap is None:
             factor = self.scale / self.temperature
             return x if factor == 1.0 else x.mul_(factor)
@@ -65,12 +65,12 @@ class Settings:
     start: int  # vocabulary index of this rank's first column
     compute: torch.dtype  # dtype of the products' inputs
     accumulator: torch.dtype  # dtype of the products and of the results
-    native: bool  # the CPU's bf16 instructions compute the products; gradients are rounded to bf16
+    native: bool  # whether the CPU's bf16 instructions multiply; then gradients are rounded to bf16
     chunk: int | Literal["auto"]  # tokens of a tile, the caller's argument
     tp_group: dist.ProcessGroup | None  # ranks that share the vocabulary
-    partial_hidden: bool  # the gradient of hidden is left for the caller to reduce over ``tp_group``
+    partial_hidden: bool  # whether the caller reduces the gradient of hidden over ``tp_group``
     ignore_index: int | None = None  # the target of rows that do not count; None if all rows count
-    of_logits: bool = False  # the hidden states are logits already, and the weight is empty
+    of_logits: bool = False  # whether the hidden states are logits already, and the weight is empty
 
 
 class Head:
@@ -132,7 +132,7 @@ class Head:
 class HeadGradients:
     """Gradients of a head's operands; None for an operand that needs none."""
 
-    hidden: Tensor | None  # ``[R, H]``, in its own dtype if the outer loop is over rows, else in bias's dtype
+    hidden: Tensor | None  # ``[R, H]``, in its own dtype if the outer loop is over rows, else in the sum's
     weight: Tensor | None  # ``[V, H]``, in its own dtype
     bias: Tensor | None  # ``[V]``, in the accumulator's dtype
 

@@ -76,9 +76,9 @@ def gradients(
 
 
 # The rest is for CPUs with native bf16. Rounding a product to bf16 changes a logit by up to 2^-8 of its size.
-# The error of a log-sum is almost 0 if thousands of tokens share the probability, and 0.06 if one token has
-# it all. So rows of a tile whose rounding would show are computed again exactly, and so is the logit of every
-# target.
+# The error of a log-sum is almost 0 if thousands of tokens share the probability. It is up to 0.06 if a token
+# with logit 20 has it all. So rows of a tile whose rounding would show are computed again exactly, and so
+# is the logit of every target.
 
 
 def may_round(head: Head) -> bool:

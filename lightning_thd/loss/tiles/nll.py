@@ -28,9 +28,9 @@ from lightning_thd.loss.tiles.softmax import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Penalties:
-    """Label smoothing and z-loss, which are added to the negative log-likelihood."""
+    """Label smoothing and z-loss, which change the negative log-likelihood."""
 
-    label_smoothing: float = 0.0  # share of the target's mass that is spread over the vocabulary, 0 to 1
+    label_smoothing: float = 0.0  # share of the target's mass that is spread over the vocabulary, below 1
     z_loss: float = 0.0  # factor of the squared lse, the log of the sum of a row's exponentiated logits
 
     def __post_init__(self) -> None:
@@ -50,7 +50,7 @@ class Penalties:
         return loss
 
     def gradients(self, weights: Tensor, lse: Tensor, vocabulary: int) -> RowGradients:
-        """Return the derivatives of ``weights * loss`` by each row's log-probability, lse and mean logit."""
+        """Return the factors of each row's gradient of ``weights * loss`` for the logits."""
         direct = weights
         if self.z_loss:
             direct = direct * (1.0 + 2.0 * self.z_loss * lse)
@@ -69,7 +69,7 @@ def nll_and_gradients(
     penalties: Penalties,
     seen: Tensor | None = None,
 ) -> tuple[Tensor, HeadGradients]:
-    """Return the sum of ``weights * loss`` over the rows, and gradients; ``seen`` gets each row's loss."""
+    """Return the sum of ``weights * loss`` over the rows, and gradients; ``seen`` gets each summand."""
     loss = head.hidden.new_zeros((), dtype=head.settings.accumulator)
     sums = GradientSums(head, needs=needs, rows_outside=True)
     whole = head.hidden.device.type != "cpu" and head.settings.logit_map.softcap is None

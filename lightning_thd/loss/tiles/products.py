@@ -116,8 +116,8 @@ def product(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
 def accumulate(total: Tensor, a: Tensor, b: Tensor, compute: torch.dtype, *, first: bool) -> None:
     """Add a gradient's product ``a @ b`` to ``total``; ``a`` and ``b`` are rounded to ``compute`` first.
 
-    ``total`` ``[c, k]`` and ``a`` ``[c, v]`` have the accumulator's dtype, ``b`` ``[v, k]`` any. The
-    ``first`` product overwrites ``total``.
+    ``total`` ``[c, k]`` has the accumulator's dtype; ``a`` ``[c, v]`` and ``b`` ``[v, k]`` may have another.
+    The ``first`` product overwrites ``total``.
     """
     native = compute != total.dtype and is_native(compute, a.device)
     if compute == total.dtype or (compute != torch.float16 and not a.is_cuda and not native):

@@ -106,7 +106,7 @@ def merge_parts(every: Tensor) -> Tensor:
     """Merge the statistics ``[P, 5, R]`` of all ranks, or tiles, into ``[5, R]``."""
     largest = every[:, MAX].amax(0)
     base = largest.masked_fill(largest == -torch.inf, 0.0)
-    shift = (every[:, MAX] - base).clamp_min(LOWEST)  # columns that only pad have the maximum -inf
+    shift = (every[:, MAX] - base).clamp_min(LOWEST)  # ranks with only padding columns have the maximum -inf
     decay = shift.exp()
     sums = every[:, SUM]
     merged = torch.empty_like(every[0])

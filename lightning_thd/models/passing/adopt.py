@@ -34,7 +34,7 @@ _STATE.running = None
 
 
 class _Running(NamedTuple):
-    """A layer that runs on a shard, and the names of the functions it has called."""
+    """The layout of the shard that a layer runs on, and the names of the functions it has called."""
 
     layout: ShardLayout
     called: list[str]
@@ -155,7 +155,7 @@ def run_on_shard(
 
 
 def _shard_aware(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of transformers to take states of other ranks while a layer runs on a shard."""
+    """Wrap transformers' function to take states or slots of other ranks while a layer runs on a shard."""
 
     @functools.wraps(original)
     def on_shards(*args: Any, **kwargs: Any) -> Any:
@@ -194,7 +194,7 @@ def _names_in(forward: Callable[..., Any], depth: int = 4) -> set[str]:
 class _Reach(NamedTuple):
     """Indices for a convolution over the stretches of a shard."""
 
-    rows: Tensor  # the slots of all stretches, each with the W - 1 slots before it
+    rows: Tensor  # indices into own and received slots: all stretches, each after up to W - 1 earlier slots
     sources: tuple[Tensor, ...]  # per group of stretches: ``[stretches, longest]``, indices into ``rows``
     own: Tensor  # ``[N]``, where the outputs of this rank's slots are in the groups laid end to end
 

@@ -8,7 +8,7 @@ The state decays by one number per head and slot (Mamba-2), or is multiplied by 
 Both are linear in the entering state. So a stretch can run before that state is known. Its output is the
 output without an entering state, plus a term that is computed from that state when it arrives.
 
-Legend: N slots of a shard, R rows, L slots of the longest row, H heads, K and V sizes of the state.
+Legend: N slots of a shard, R rows, L slots of the longest row, H heads, K and V sizes of keys and values.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ Inputs = tuple[Tensor, ...]
 class Spanned(NamedTuple):
     """The result of a stretch that ran before its entering state was known, and the effect of that state."""
 
-    out: Tensor  # ``[R, L, H, V]``, the output without an entering state
-    state: Tensor  # ``[R, H, K, V]``, the final state without an entering state
+    out: Tensor  # ``[R, L, H, ...]``, the output without an entering state
+    state: Tensor  # ``[R, *state_shape]``, the final state without an entering state
     change: Tensor  # ``[R, H, ...]``, how the stretch changes an entering state; see ``carry``
-    read: Callable[[Tensor], Tensor]  # entering state ``[R, H, K, V]`` -> the term to add to the output
+    read: Callable[[Tensor], Tensor]  # entering state, shaped as ``state`` -> the term to add to ``out``
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateSpace:
-    """The recurrence of Mamba 2 over x ``[R, L, H, P]``, dt ``[R, L, H]``, B and C ``[R, L, G, S]``."""
+    """Mamba 2: x ``[R, L, H, P]``, dt ``[R, L, H]``, B and C ``[R, L, G, S]``; G groups, sizes P and S."""
 
     scan: Callable[..., Any]  # transformers' or mamba-ssm's function on rows
     decay: Tensor  # ``[H]``, the layer's A, below 0
-    skip: Tensor | None  # ``[H]`` D, or None
+    skip: Tensor | None  # ``[H]``, the layer's D: the output gets the term D x; None for no such term
     chunk_size: int  # slots that the scan processes at once
     state_shape: tuple[int, ...]  # H, P, S
 
@@ -257,7 +257,7 @@ def _plan(layout: ShardLayout) -> _Plan:
 
 
 def _group(kind: Ints, slots: int) -> list[tuple[Ints, Ints]]:
-    """Group P stretches of similar length, on the host; ``kind`` holds first rows and lengths, ``[2, P]``."""
+    """Group P stretches of similar length, on the host; ``kind``: first slots and lengths, ``[2, P]``."""
     first, lengths = kind
     rows = np.append(ranges(first, first + lengths), slots)
     return [(members, rows[grid]) for members, grid in padded_rows(lengths)]
