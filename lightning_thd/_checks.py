@@ -1,6 +1,6 @@
 """A user's argument -> a checked number, array or word, or an error that says what to pass instead.
 
-All argument checks are here. A check takes the value first, and then the argument's name for the error.
+The checks that several modules share are here. Most take the value first, and then the argument's name.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def as_tensor(values: Any) -> Tensor:
 
 
 def described(value: object) -> str:
-    """Describe a value for a message by its type, shape and at most forty characters."""
+    """Describe a value for a message: arrays by dtype and shape, others by type and forty characters."""
     if isinstance(value, Tensor | np.ndarray):
         return f"a {type(value).__name__} of {value.dtype} {list(value.shape)}"
     return f"a {type(value).__name__}, {value!r:.40}" if value is not None else "None"

@@ -1,4 +1,4 @@
-"""A module -> the transformers models inside it and their configs; all other files search with these."""
+"""A module -> the transformers models inside it and their configs; other files search with these."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Installed packages and the GPU -> the combinations that are known to fail or to compute wrong numbers.
 
-This is the only table of such versions. ``lightning-thd doctor`` prints it, and kernels are chosen by it.
+This is the only such table. ``lightning-thd doctor`` prints entries that apply; mixers avoid their kernels.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every place where this package replaces a function of another package, such as torch or transformers.
 
-``patch`` makes the permanent replacements; each needs a row in ``PATCHES``. The code that makes a replacement
-marked "for a while" also undoes it, at the end of a ``with`` block or a run.
+``patch`` makes the permanent replacements in classes and modules. The code that makes a replacement marked
+"for a while" also undoes it, at the end of a ``with`` block or a run. Each has a row in ``PATCHES``.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ STATIC: ContextVar[bool] = ContextVar("lightning_thd_static_shapes", default=Fal
 
 @contextlib.contextmanager
 def static_shapes() -> Iterator[None]:
-    """Forbid reads of tensor values in this context, because the recorded step replays on other batches."""
+    """Mark a context that must not read tensor values, because its recorded step replays on other batches."""
     token = STATIC.set(True)
     try:
         yield

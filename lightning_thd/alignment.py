@@ -4,7 +4,7 @@ Kernels check the number of slots on one rank. Of a pack's T slots, a rank has T
 parallelism gathers them, and T / cp afterwards. Padding every sequence for all these checks wastes up to 10 %
 of a pack of chats. So sequences are padded only for context parallelism, and the whole pack is padded once
 for everything else. This wastes 1 to 3 % (python -m benchmarks.segments prints both). The padding at the end
-of a pack is a separate sequence, so no token attends to it.
+of a pack is a separate sequence, so no real token attends to it.
 """
 
 from __future__ import annotations

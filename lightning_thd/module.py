@@ -90,8 +90,8 @@ class CausalLMModule(L.LightningModule):
         lr: peak learning rate.
         weight_decay: weight decay of AdamW for matrices; vectors are not decayed.
         betas: betas of AdamW.
-        warmup_fraction: share of all steps in which the learning rate rises from 0.
-        final_lr_fraction: the learning rate of the last step, as a share of ``lr``.
+        warmup_fraction: share of all steps, at least one step, in which the learning rate rises to ``lr``.
+        final_lr_fraction: the learning rate after the last step, as a share of ``lr``.
         compile: ``layers`` compiles the model's layers with torch.compile; ``off`` runs eagerly. One compiled
             graph serves all layers and packs of any size. Compiling it takes some ten seconds on a CPU in the
             first step; later runs read it from torch's cache on disk.
@@ -158,13 +158,13 @@ class CausalLMModule(L.LightningModule):
             self._compile = "off"  # Lightning calls this hook once for fit and once more for test
 
     def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
-        """Log and return the microbatch's share of the step's mean loss."""
+        """Log and return the microbatch's loss, whose mean over microbatches and ranks is the step's loss."""
         loss = causal_lm_loss(self._built, batch, router_balance=self.router_balance)
         self.log("train/loss", loss.detach(), on_step=True, sync_dist=True)
         return loss
 
     def on_train_batch_end(self, *args: Any) -> None:
-        """Show the loss in the progress bar when it is logged; ``prog_bar=True`` reads it in every step."""
+        """Show the loss in the progress bar when it is logged; ``prog_bar=True`` would read it every step."""
         connector = self.trainer._logger_connector
         if connector.should_update_logs and "train/loss" in (found := connector.callback_metrics):
             connector._progress_bar_metrics["train/loss"] = float(found["train/loss"])

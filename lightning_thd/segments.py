@@ -1,4 +1,4 @@
-"""Segment ids and positions -> sequence lengths and offsets, in O(T + segments) time and memory.
+"""Segment ids and positions -> sequence lengths and offsets, without a T x T mask.
 
 Legend: T slots in a row, M = max_segments. Ids count from 1, and 0 is padding.
 

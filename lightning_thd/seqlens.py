@@ -1,11 +1,11 @@
-"""Lengths, cu_seqlens, position ids or sequence numbers -> another of these forms, in time O(T + S).
+"""Lengths, cu_seqlens or position ids -> another of these forms, or the sequence number of every slot.
 
 Legend: T slots in a pack, S sequences. ``cu_seqlens`` is int32 ``[S + 1]``, starts at 0, never decreases.
 
-T and S are arguments where they cannot be read from shapes. So the host never waits for a GPU, and every
-function runs on the meta device and inside ``torch.compile(fullgraph=True)``. Only ``check_cu_seqlens``, and
-``pad_cu_seqlens`` without lengths, read from a device. Values are checked only in lists, numpy arrays and CPU
-tensors, which are cheap to read. Every function accepts lists and arrays as well as tensors.
+T and S are arguments where they cannot be read from shapes. So the host need not wait for a GPU, and
+functions run on the meta device and inside ``torch.compile(fullgraph=True)``. ``check_cu_seqlens``, and
+``pad_cu_seqlens`` without lengths, are the exceptions: they read the device. All others check values only in
+lists, numpy arrays and CPU tensors. Every function accepts lists and arrays as well as tensors.
 """
 
 from __future__ import annotations
@@ -128,9 +128,9 @@ def pad_cu_seqlens(
 ) -> Tensor:
     """Pad offsets with dummy sequences to a fixed number of sequences and slots, as a CUDA graph needs.
 
-    Offsets up to the last real token stay. Dummy sequences of equal length fill the tail up to ``total``.
-    Every spare entry becomes a dummy, because many short sequences are cheapest for attention.
-    If the tail has fewer slots, the last entries repeat ``total``.
+    Offsets up to the last real token stay. Dummy sequences of one length fill the tail up to ``total``;
+    the last may be shorter. They are as short as the number of spare entries allows, because many short
+    sequences are cheapest for attention. Entries that are left repeat ``total``.
 
     Args:
         cu_seqlens: int32 ``[S + 1]``. Empty sequences at its end are dropped.
@@ -184,7 +184,7 @@ def check_cu_seqlens(cu_seqlens: Ints, total: int) -> None:
 
 
 def host_values(tensor: Tensor) -> npt.NDArray[np.integer] | None:
-    """Return the values of a plain CPU tensor; None for other tensors, or while code is traced."""
+    """Return the values of a plain CPU tensor; None for others, and while code is traced or recorded."""
     if torch.compiler.is_compiling() or type(tensor) is not Tensor or tensor.device.type != "cpu":
         return None
     if shapes_are_static():  # a recorded step must not depend on the values of its first batch
@@ -204,7 +204,7 @@ def _row(values: Any, name: str) -> Tensor:
 
 def _count(count: Any, name: str) -> int:
     """Return a checked number of slots or sequences."""
-    return whole_number(count, name, most=INT32_MAX, advice="It is known on the host.")
+    return whole_number(count, name, most=INT32_MAX, advice="Pass the number that the host knows.")
 
 
 def _offsets(cu_seqlens: Any, total: int | None) -> Tensor:
@@ -290,8 +290,10 @@ def _host_lengths(cu_seqlens: Tensor, lengths: Sequence[int] | None) -> list[int
             f"{len(known)} lengths do not fit cu_seqlens of {cu_seqlens.shape[0]} entries. Pass its lengths."
         )
     host = host_values(cu_seqlens)
-    if host is not None and (np.diff(host) != np.asarray(known)).any():
+    if host is not None and (bad := np.flatnonzero(np.diff(host) != np.asarray(known))).size:
+        here = slice(bad[0], bad[0] + 8)
         raise ValueError(
-            f"lengths={known[:8]} but cu_seqlens gives {np.diff(host)[:8].tolist()}; wanted the same."
+            f"lengths[{bad[0]}:] are {known[here]} but cu_seqlens gives {np.diff(host)[here].tolist()}. "
+            "Pass the same."
         )
     return known

@@ -89,7 +89,7 @@ class SeqStats:
         loss_tokens: tokens with a target.
         sequences: sequences of at least one token.
         sum_squares: sum of the squared lengths.
-        window_pairs: per window, the (query, key) pairs of causal attention: sum of min(i + 1, window).
+        window_pairs: per window, the (query, key) pairs of causal attention; for int W, sum of min(i + 1, W).
         cross_tokens: tokens, such as an encoder's, from which cross-attention gets keys and values.
         cross_pairs: sum over sequences of their length x their cross tokens.
         vision_patches: patches of all images and video frames.
@@ -135,7 +135,7 @@ class SeqStats:
         Args:
             lengths: real tokens of every sequence (0 is allowed), on the host.
             windows: attention windows of the model (``FlopsModel.windows``).
-            slots: tokens with padding; by default the sum of the lengths.
+            slots: tokens with padding; by default the real tokens.
             loss_tokens: tokens with a target; by default all but one of each sequence.
             cross_lengths: per sequence, the tokens that its cross-attention reads.
             image_grid_thw: ``[N, 3]`` frames, rows and columns of patches of each image.
@@ -208,9 +208,9 @@ class SeqStats:
     ) -> SeqStats:
         """Count a batch from cumulative lengths as data pipelines pass them, with or without a padded tail.
 
-        Lengths come from unpadded offsets if they are given. Offsets after ``argmin``, repeats of the last
-        offset, and a tail of -1 or 0 are ignored. Fewer than two offsets mean that rows are not packed: every
-        row is one sequence.
+        Lengths come from unpadded offsets if they are given. Offsets after the first ``argmin``, repeats of
+        the last offset, and a tail of -1 or 0 are ignored. Fewer than two offsets mean that rows are not
+        packed: every row is one sequence.
 
         Args:
             cu_seqlens: ``[S + 1]``, or ``[rows, S + 1]`` if every row starts at 0; None for dense rows.

@@ -187,6 +187,7 @@ def found_in(*positions: float, num_sequences: int = 2) -> None:
         (lambda: pad_cu_seqlens(OFFSETS, 4, 2**31), "total=2147483648; wanted at most 2147483647"),
         (lambda: pad_cu_seqlens(OFFSETS, 4, 9, lengths=[3, 2, 0]), "3 lengths do not fit cu_seqlens of 3"),
         (lambda: pad_cu_seqlens(OFFSETS, 4, 9, lengths=[2, 3]), r"but cu_seqlens gives \[3, 2\].*the same"),
+        (lambda: pad_cu_seqlens(OFFSETS, 4, 9, lengths=[3, 1]), r"lengths\[1:\] are \[1\] but .* \[2\]"),
         (lambda: pad_cu_seqlens(META, 4, 9), "on the meta device, which holds no values. Pass lengths="),
         (lambda: position_ids_from_cu_seqlens(META, -1), "total=-1"),
         (lambda: check_cu_seqlens(META, 5), "on the meta device, which holds no values"),

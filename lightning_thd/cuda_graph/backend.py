@@ -39,7 +39,7 @@ class Backend(Protocol):
 
 
 class CudaBackend:
-    """``torch.cuda.CUDAGraph``; only one graph runs at a time, so all share a side stream and memory."""
+    """Captures ``torch.cuda.CUDAGraph``s; only one runs at a time, so all share a side stream and memory."""
 
     name = "cuda"
     # cuBLAS, autotuners and lazily built tables settle within two runs. The third run is captured.

@@ -1,7 +1,7 @@
 """A batch's sizes -> the bucket (fixed shape) that it fits, or why it fits none; a bucket's buffers.
 
 A bucket has T slots and S sequences. The bucket of a batch is chosen before any copy, without reading
-tensors. Dummy sequences of equal length, without targets, fill a bucket's tail.
+tensors. Dummy sequences without targets fill a bucket's tail.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def make_buckets(max_sequences: Sequence[int], *, slots: int, max_seqlen: int | 
     """Make one bucket per number of sequences, in ascending order."""
     counts = sorted(set(host_ints(max_sequences, "max_sequences", advice="Example: (24, 80).").tolist()))
     if not counts:
-        raise ValueError("max_sequences is empty; wanted at least one number, for example 64, or 'auto'.")
+        raise ValueError("max_sequences is empty; wanted at least one number, for example (24, 80).")
     longest = slots if max_seqlen is None else max_seqlen
     return [Bucket(slots=slots, sequences=s, max_seqlen=longest) for s in counts]
 
@@ -118,7 +118,7 @@ def real_lengths_of(batch: THDBatch, padded_lengths: Ints) -> Ints:
 
 
 def dummy_batch(layout: Layout, device: torch.device, *, axes: int | None = None) -> THDBatch:
-    """Make a batch of token 0 with a target in every slot but the last, for warm-up and timing."""
+    """Make a batch of token 0 with a target in every slot but each sequence's last, for warm-up."""
     count = max(1, min(layout.sequences, layout.slots))
     lengths = [layout.slots // count + (i < layout.slots % count) for i in range(count)]
     batch = THDBatch.collate([{"input_ids": torch.zeros(length, dtype=torch.int64)} for length in lengths])

@@ -1,4 +1,4 @@
-"""A module -> a record of all that its graphs depend on, compared before every replay.
+"""A module -> a record of what its graphs depend on, compared before every replay.
 
 The record has the addresses of tensors, ``requires_grad``, classes and hooks. It also has the attributes of
 submodules, of their ``config`` and of the hyperparameters. docs/guides/cuda-graphs.md lists what is not
@@ -32,7 +32,7 @@ _FOLLOWED = (*PLAIN, tuple, type, torch.dtype, *_FUNCTIONS)
 _SETTINGS = ("config", "_hparams")  # The values inside these are compared, too.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _REGISTRIES = ("_parameters", "_buffers", "_modules", *_HOOKS)
-# Attributes of every module, such as its registries and its Trainer. Their changes do not change a step.
+# Attributes of every module, such as its Trainer, are not compared; its registries are, in their own spaces.
 _USUAL = frozenset((*vars(nn.Module()), *vars(L.LightningModule()))) - {"training", "_hparams"}
 _RECIPE = "_thd_fp8"
 _ONLY_LOOKS = "_thd_only_looks"
@@ -109,10 +109,10 @@ class _Space(NamedTuple):
     """A dictionary that the step may read."""
 
     held: dict[Any, Any]
-    what: str
+    what: str  # its name in messages
     whole: bool  # True for a registry, all of whose members are compared
     known: frozenset[Any] = frozenset()  # names at the capture, compared for any type of value
-    left_out: frozenset[str] = frozenset()
+    left_out: frozenset[str] = frozenset()  # names that are never compared
     read: set[str] | None = None  # if given, only these names are compared
 
     def counts(self, name: Any, value: Any) -> bool:

@@ -1,7 +1,7 @@
 """A planner and the costs of a step -> the buckets to capture as CUDA graphs, and a table with the reasons.
 
 A bucket has S sequences. A replay costs ``graph + per_sequence * S``, because every entry of cu_seqlens, used
-or not, enlarges the grid of every varlen kernel. So one bucket for the largest batch is slower than eager.
+or not, enlarges the grid of every varlen kernel. One bucket for the largest batch can be slower than eager.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class GraphCosts:
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
             if not math.isfinite(value) or value < 0 or (value == 0 and name == "eager"):
-                raise ValueError(f"GraphCosts({name}={value}): wanted a positive time, in any one unit.")
+                raise ValueError(f"GraphCosts({name}={value}): wanted a positive time (0 only if not eager).")
 
     def replay(self, sequences: int) -> float:
         """Return the time of a replay with S sequences; ``GraphCosts().replay(100)`` is 0.7067."""
@@ -72,7 +72,7 @@ class GraphPlan:
 
     slots: int
     max_seqlen: int
-    quantiles: tuple[int, ...]
+    quantiles: tuple[int, ...]  # P50, P90, P99 and maximum of the sequences that batches need
     choices: tuple[Choice, ...]
     chosen: Choice
 
@@ -131,7 +131,7 @@ def plan_graphs(
     costs: GraphCosts | None = None,
     given: Sequence[int] = (),
 ) -> GraphPlan:
-    """Choose one to three buckets with the least expected cost for sampled layouts, or use the given ones."""
+    """Choose up to three buckets with the least expected cost for sampled layouts, or use the given ones."""
     needs = needed_sequences(layouts, slots, max_seqlen)
     if not len(needs):
         raise ValueError(f"No sampled batch fits into slots={slots}. Raise slots to the capacity of a pack.")

@@ -83,7 +83,7 @@ class GraphedStep:
 
     Args:
         function: returns the loss or a dict with the loss, for example ``causal_lm_loss``. If ``module`` is
-            wrapped in DistributedDataParallel, it gets the wrapped module.
+            wrapped in DistributedDataParallel, the function gets the module inside.
         module: the module to train.
         buckets: the shapes to capture; see ``make_buckets``.
         backend: the capture engine; CUDA graphs by default.
@@ -123,7 +123,7 @@ class GraphedStep:
         self._modes: tuple[Any, ...] | None = None  # torch's modes at the capture
         self._fingerprint: Fingerprint | None = None
         self._slower: set[Bucket] = set()
-        self._rounds = 0  # the number of captures so far, each of all buckets
+        self._rounds = 0  # the number of successful captures, each of all buckets
 
     def __call__(self, batch: Any, *rest: Any) -> Any:
         """Run the step on a batch, replayed from a graph if one fits."""
@@ -168,7 +168,7 @@ class GraphedStep:
             if self._shared.turn.pending:
                 return "pending_backward"
             if self._modes is not None:
-                self._forget("torch's autocast, dtype or precision")
+                self._forget("torch's autocast, dtype or precision changed")
             if self.off is not None or not self._capture(example):
                 return "capture_error"
         bucket, misfit = choose(self.buckets, batch)
@@ -237,8 +237,8 @@ class GraphedStep:
         if self._rounds >= _MOST_CAPTURES:
             self._give_up(
                 CaptureError(
-                    f"the module changed again after {self._rounds} captures ({change}). Swap weights by "
-                    "copying values in place (copy_), which keeps graphs valid."
+                    f"the step changed again after {self._rounds} captures ({change}). Keep its "
+                    "settings, and copy new weights in place (copy_), which keeps graphs valid."
                 )
             )
 
@@ -302,7 +302,7 @@ _ADVICE = (
 )
 # The relative differences by dtype that rounding can cause, because padding changes the order of sums.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-4}
-_LOW, _FP8, _RANDOM = 2e-2, 0.1, 0.7
+_LOW, _FP8, _RANDOM = 2e-2, 0.1, 0.7  # for other dtypes, for FP8, and for steps with random numbers
 
 
 def prove(subject: Subject, step: CapturedStep, example: Example) -> None:

@@ -1,8 +1,8 @@
 """A module under capture -> its logged values, and errors for work that a replay would not repeat.
 
 ``torch.utils.checkpoint`` reads and sets the state of the random generator on the host. For steps without
-random operators, a capture skips this. Steps with dropout are refused, because the masks of the second
-forward pass would differ.
+random operators, a capture skips this. Checkpointed steps with dropout are refused, because the masks of the
+second forward pass would differ.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def refuse_sums_over_slots(module: nn.Module) -> None:
 
 
 def refuse_fp8(module: nn.Module) -> None:
-    """Refuse Transformer Engine's FP8 with a scaling history, which warm-up on dummy tokens would change."""
+    """Refuse Transformer Engine's FP8, unless its recipe is known to have no history of scales."""
     layers = [
         child
         for child in module.modules()

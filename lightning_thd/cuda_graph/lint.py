@@ -1,4 +1,4 @@
-"""A module and a batch -> every line of the step that a CUDA graph cannot capture, found without a GPU."""
+"""A module and a batch -> the lines of the step that a CUDA graph cannot capture, found without a GPU."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def lint_capture(module: nn.Module, batch: THDBatch, *, step: StepFunction | Non
     Both runs use copies: the module, its gradients and the random states do not change.
 
     Args:
-        module: a LightningModule, or any module together with ``step``.
+        module: a LightningModule or any other module.
         batch: a real batch, on any device.
         step: ``step(module, batch)``, which returns the loss. The default is a LightningModule's
             ``training_step``, and ``causal_lm_loss`` for any other module.

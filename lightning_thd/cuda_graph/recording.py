@@ -94,9 +94,7 @@ class RecordingBackend:
 
     def unavailable(self, device: torch.device) -> str | None:
         """Return why a step cannot be recorded (it does not run on the CPU), or None."""
-        return (
-            None if device.type == "cpu" else f"the recording backend runs on the CPU, not on {device.type}"
-        )
+        return None if device.type == "cpu" else f"RecordingBackend runs on the CPU, not on {device.type}"
 
     def warm_up(self, function: Callable[[], R], *, last: bool) -> R:
         """Run the function once before it is recorded."""

@@ -65,7 +65,7 @@ class Weight:
     path: str
     macs: int  # multiply-adds per token; 0 if the weight is not in a matmul
     trained: bool
-    stage: float  # 0 into the mixer, 1 out of the mixer, 2 into the MLP, 3 out of the MLP; norms between
+    stage: float  # 0, 1: into and out of the mixer; 2, 3: of the MLP; norms: -1, 0.5, 1.5 or 4
     adapter: str = ""  # "A" or "B" of a low-rank pair
     router: bool = False
     follows: bool = False  # outside the layers, and listed after the first layer

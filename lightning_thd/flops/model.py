@@ -167,7 +167,7 @@ class FlopsModel:
         return FlopsBreakdown(**self._multiply(self._tables["forward"], stats))
 
     def for_module(self, module: nn.Module) -> FlopsModel:
-        """Return a copy that counts the backward pass and recomputation which ``module`` really runs.
+        """Return a copy with the backward pass of ``module``, and with its recomputation unless one was set.
 
         Args:
             module: the model with its frozen weights, adapters and checkpointing.

@@ -26,7 +26,7 @@ _COLUMNS: dict[torch.dtype | str, str] = {
     torch.float8_e5m2: "fp8",
     **{name: name for name in ("bf16", "fp16", "tf32", "fp32", "fp8", "fp4")},
 }
-# Words of a device name that say nothing about its peak. Every other word must be in the row's name.
+# Words of a device name that its row's name need not have. Every other word must be in that name.
 _NEUTRAL = re.compile(
     r"nvidia|amd|intel|instinct|tesla|geforce|quadro|graphics|gpu|tensor|core|accelerator|generation|google|habana"
     r"|\d+gb?|hbm\d\w*|pcie|sxm\d?|oam|ac|hl\d+\w*|3e|vf|od|ts|blackwell"
@@ -69,7 +69,7 @@ def find_peak(device_name: str) -> Peak | None:
 
 
 def device_name(device: torch.device | str) -> str:
-    """Return an accelerator's name in the form of the table of peaks."""
+    """Return a device's name as ``find_peak`` takes it; its type if it has no other name."""
     device = torch.device(device)
     library: Any = getattr(torch, device.type, None)
     if device.type == "cpu" or not hasattr(library, "get_device_name"):

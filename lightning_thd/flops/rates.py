@@ -39,8 +39,8 @@ def throughput(
     Returns:
         The values of ``device/flops_per_sec``, ``device/tflops_per_gpu``, ``device/mfu``, ``device/hfu``,
         ``device/items_per_sec`` (slots), ``device/real_items_per_sec``, ``device/samples_per_sec``
-        (sequences), ``device/batches_per_sec`` (microbatches), ``packing/fill`` and
-        ``packing/attention_fraction``. With several devices, keys without ``device/`` are sums over all.
+        (sequences), ``device/batches_per_sec`` (microbatches), ``packing/fill``, ``packing/shared`` and
+        ``packing/attention_fraction``. With several devices, rates without ``device/`` are sums over all.
     """
     passed = "Read the clock before and after: a rate needs time that has passed."
     seconds = real_number(seconds, "seconds", above=0, advice=passed)
@@ -95,7 +95,7 @@ def count(
 
 
 def packing(stats: SeqStats, flops: FlopsBreakdown | None) -> dict[str, float]:
-    """Return how full the packs are, and which share of the FLOPs is attention."""
+    """Return how full the packs are, and the shares of shared tokens and of attention FLOPs."""
     ratios = {}
     if stats.slots:
         ratios["packing/fill"] = stats.real_tokens / stats.slots
@@ -112,7 +112,8 @@ def check_peak(peak: object, *, named: bool = False) -> None:
         return
     number = isinstance(peak, (int, float)) and not isinstance(peak, bool)
     if peak is not None and not (number and 0 < peak < math.inf):  # type: ignore[operator]
+        others = "'measure' to time matmuls, or 'auto' to look the device up"
         raise ValueError(
             f"peak={peak!r} is not a device's dense FLOP/s. Give a positive number, such as 989.4e12 for an "
-            "H100 in bf16, 'measure' to time matmuls, or 'auto' to look the device up."
+            f"H100 in bf16, {others if named else 'or what measure_flops() returns'}."
         )

@@ -50,7 +50,7 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
-    """Terms that run together: the backward pass recomputes or skips all of them or none."""
+    """Terms of one module, which activation checkpointing wraps as a whole or not at all."""
 
     path: str  # the name in ``named_modules`` without the prefix of the decoder: ``"layers.0"``
     terms: tuple[Term, ...]

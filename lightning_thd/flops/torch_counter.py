@@ -99,7 +99,7 @@ class StepCounter(FlopCounterMode):
     def __init__(self) -> None:
         super().__init__(display=False, custom_mapping=formulas())
         self.unknown: set[str] = set()
-        self.attention: dict[tuple[str, int, int], int] = defaultdict(int)  # by operator, rows and length
+        self.attention: dict[tuple[str, int, int], int] = defaultdict(int)  # by operator, rows, row length
 
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
         if func_packet in self.flop_registry:

@@ -70,7 +70,7 @@ def prepare_thd(
         and ``loop.optimizer.zero_grad()``.
 
     Raises:
-        ValueError: for Accelerate's own context or sequence parallelism, and data of another kind.
+        ValueError: for Accelerate's context or sequence parallelism, other engines, and data of another kind.
     """
     schedulers = require("accelerate.scheduler", feature="prepare_thd")
     _refuse_parallelism(accelerator)

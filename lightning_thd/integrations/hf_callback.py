@@ -29,7 +29,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]  # transformers
     Args:
         peak: dense FLOP/s of one device; "auto" looks the device up, "measure" times matmuls once.
         flops_model: the model that counts FLOPs; None reads the transformers config of the model.
-        warmup_steps: the first optimizer steps, which are left out of the rates.
+        warmup_steps: number of first optimizer steps that are left out of the rates.
 
     Attributes:
         monitor: the monitor that measures; ``monitor.latest`` holds the metrics of the last log.

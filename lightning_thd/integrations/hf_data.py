@@ -100,7 +100,7 @@ def is_streamed(dataset: object) -> bool:
 
 
 def streamed_dataset(dataset: Any, trainer: type) -> Any:
-    """Return an iterable dataset in which TRL's masks of learned tokens are turned into labels."""
+    """Return an iterable dataset; for TRL's trainers, turn its masks of learned tokens into labels."""
     prepared = any(base.__module__.startswith("trl.") for base in trainer.__mro__)
     if not hasattr(dataset, "map"):
         if prepared:
@@ -139,7 +139,7 @@ class PositionMixin(TrainerBase):  # type: ignore[misc]
             self.args.ignore_data_skip, self._resumed = False, None
 
     def _packs_of(self, loader: THDLoader) -> TrainerPacks:
-        """Return the dataset that Trainer iterates, at the position of its checkpoint."""
+        """Return a loader's packs for Trainer, at the position of the checkpoint if it resumes."""
         self._packs = TrainerPacks(loader, self._begin, lambda: self.state.global_step)
         if self._resumed is not None:
             self._packs.load(self._resumed)
@@ -157,7 +157,7 @@ class PositionMixin(TrainerBase):  # type: ignore[misc]
 
 
 class TrainerPacks:
-    """An iterable of packs for Trainer; ``begin`` runs before the first, ``steps`` returns ended steps."""
+    """An iterable of packs for Trainer; ``begin`` runs before the first, ``steps`` counts finished steps."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
     """Runs a Trainer's evaluation and prediction on packs; a base of the classes of ``packed_trainer``."""
 
     control: Any
-    _evaluated: tuple[str, int] | None = None  # the last metrics' prefix, its number of packs
+    _evaluated: tuple[str, int] | None = None  # the last evaluation's prefix of metrics, and its packs
 
     @property
     def _logs_entropy(self) -> bool:
@@ -161,7 +161,7 @@ class Rows:
     def add(self, model: nn.Module, batch: THDBatch) -> None:
         """Run the model on a pack, and store the results of each sequence separately on the host."""
         of_pack: tuple[Tensor, ...] = (model(**batch.hf_kwargs()).logits[0], batch.targets, batch.input_ids)
-        if self._preprocess is None:  # reads whole packs, not every sequence
+        if self._preprocess is None:  # copy whole packs to the host, not each sequence
             of_pack = tuple(x.cpu() for x in of_pack)
         for number, logits, targets, ids in zip(batch.sequence_ids, *map(batch.unpack, of_pack), strict=True):
             # No logits predict the first token of a sequence.

@@ -73,7 +73,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
 def refuse_options(args: Any) -> None:
     """Refuse options of a ``TrainingArguments`` that packs would ignore, or that would change their loss.
 
-    An option that transformers or TRL has added since is refused if it differs from its default.
+    An option that none of the lists above names is refused if it differs from its default.
     """
     for field in dataclasses.fields(args):
         name, value = field.name, getattr(args, field.name)
@@ -114,7 +114,7 @@ def refuse_engines(trainer: Any) -> None:
 
 
 def _is_changed(args: Any, field: dataclasses.Field[Any]) -> bool:
-    """Return whether an option differs from its default; options of a user's class count as unchanged."""
+    """Return whether an option of transformers or TRL differs from its default, if this is a plain value."""
     owners = [base for base in type(args).__mro__ if field.name in inspect.get_annotations(base)]
     theirs = bool(owners) and owners[-1].__module__.partition(".")[0] in ("transformers", "trl")
     default = field.default

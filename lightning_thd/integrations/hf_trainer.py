@@ -58,7 +58,7 @@ def packed_trainer(trainer_class: type | None = None) -> type:
         ``data_kwargs`` (more arguments of ``THDDataModule``). With ``data_kwargs={"global_batch":
         Sequences(n)}``, every optimizer step has exactly n sequences.
         ``train_dataset`` may be a stream: an iterable dataset, a ``data.streams.Stream``, or a mixture.
-        All else works as in the base. The loss of a step is the mean over its loss tokens.
+        Other options work as in the base or are refused. The loss of a step is the mean over its loss tokens.
     """
     transformers = require("transformers", feature="packed_trainer")
     base = transformers.Trainer if trainer_class is None else trainer_class
@@ -114,11 +114,11 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         self._metered = False  # whether the meter was set up for the model
         self._checked_step = -1  # the last step with a check for unfrozen weights
         self._trained_sequences, self._trained_tokens = 0, 0
-        self._token_sums: dict[str, list[Tensor]] = {}  # by mode, until they are logged
+        self._token_sums: dict[str, list[Tensor]] = {}  # (entropy, correct, tokens) of packs, by mode
         self._refuse_settings()
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as the base class does; counters, clock and FLOPs model start again with each call."""
+        """Train as the base class does; count sequences from 0, and make a new FLOPs model."""
         self._trained_sequences, self._metered = 0, False  # model_init may have made a new model
         try:
             return super().train(*args, **kwargs)
@@ -144,7 +144,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Tensor:
-        """Return the pack's share of the step's mean loss."""
+        """Return the pack's loss, whose mean over the packs of all ranks is the step's mean loss."""
         if return_outputs:
             raise ValueError(
                 "compute_loss(return_outputs=True) wants logits, which packed_trainer never makes. Call "
@@ -197,7 +197,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         return loss
 
     def floating_point_ops(self, inputs: dict[str, THDBatch | THDStep]) -> int:
-        """Return a pack's FLOPs from the lengths of its sequences; 0 for a model with unknown FLOPs."""
+        """Return the model FLOPs of a batch's packs, from lengths; 0 for a model with unknown FLOPs."""
         flops_model = self._ready.model
         if flops_model is None:
             return 0

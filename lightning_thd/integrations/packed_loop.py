@@ -140,7 +140,7 @@ class PackedLoop:
         loader: a loader that yields ``THDStep`` objects; checkpoints hold its position.
         optimizer: the prepared optimizer; a list if several were given.
         scheduler: the prepared scheduler, or None.
-        global_step: steps run so far.
+        global_step: optimizer steps run so far.
         latest: the metrics of the last interval.
     """
 
@@ -243,7 +243,7 @@ class PackedLoop:
             The graphs, with their ``stats``; None if training continues eagerly, with the reason printed.
 
         Raises:
-            ValueError: if a number of sequences is below 1, or, with ``require``, if graphs are impossible.
+            ValueError: under context parallelism, for counts below 1, or if required graphs are impossible.
         """
         if (size := self._engine.shared.size) > 1:
             raise ValueError(
@@ -394,8 +394,8 @@ def mean_loss(
     cut: Callable[[THDBatch], THDBatch] = lambda batch: batch,  # keeps this rank's part of a batch
 ) -> tuple[float, int]:
     """Return the weighted mean loss over all loss tokens of a set, and their number; a collective."""
-    # A loss that is not linear in batch.loss_scale, as with reduction="sequences", raises. Without a loss
-    # token the mean is NaN, because 0 would look like a perfect loss.
+    # reduction="sequences" raises, because the batch gets no sequence_scale. Without a loss token the mean is
+    # NaN, because 0 would look like a perfect loss.
     losses, counts = list[Tensor](), list[tuple[float, int]]()
     with evaluating(model):
         for batch in batches:

@@ -34,7 +34,7 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 MOST_MICROBATCHES = 2**24  # A step with more microbatches, over all ranks, is probably a mistake.
-_UNEVEN = 1.05  # If a plan lasts 5 % longer than the least possible, one more microbatch is tried.
+_UNEVEN = 1.05  # With max_patches, a plan over 5 % longer than the least possible tries one more microbatch.
 _EVEN_ENOUGH = 1.01  # A plan that lasts at most 1 % longer than the least possible is not improved.
 
 
@@ -65,7 +65,8 @@ def balance(
         capacity: most slots of a microbatch.
         dp: data-parallel ranks.
         cost: work of a sequence; the default fits a model with hidden size 4096.
-        num_microbatches: microbatches of each rank; None takes the fewest that hold all sequences.
+        num_microbatches: microbatches of each rank; None takes the fewest that are found, or one more if
+            ``max_patches`` makes the work uneven.
         patches: image patches of each sequence, ints ``[S]``, or ``[S, 2]`` with the sum over frames of
             squared patch counts; None for text.
         max_patches: most patches of a microbatch; None sets no bound.
@@ -163,7 +164,7 @@ class Problem:
 
     @property
     def least(self) -> float:
-        """Return a lower bound of :func:`waiting`: an even share of the work, or the largest sequence."""
+        """Return a lower bound of :func:`waiting`: the larger of an even share and the largest work."""
         return max(float(self.work.sum()) / self.dp, float(self.work.max(initial=0.0)))
 
     def fewest(self) -> int:
@@ -240,7 +241,7 @@ def scheduled_bins(
     cost: Cost,
     patches: IntArray | None = None,
 ) -> tuple[IntArray, IntArray]:
-    """Call a user's scheduler, and check that its plan is complete, fits and is even."""
+    """Call a user's scheduler; check that it uses each sequence once, fits, and serves all ranks equally."""
     plan = [
         [np.asarray(bin_, np.int64) for bin_ in rank]
         for rank in scheduler(lengths, slots.usable, dp=dp, cost=cost)
@@ -248,7 +249,7 @@ def scheduled_bins(
     numbers = sorted({len(rank) for rank in plan})
     if len(plan) != dp or len(numbers) != 1 or numbers[0] < 1:
         raise ValueError(
-            f"The scheduler planned {len(plan)} ranks with {numbers} microbatches; wanted {dp} equally long."
+            f"The scheduler gave {len(plan)} ranks {numbers} microbatches; wanted {dp} with equally many."
         )
     bins = [bin_ for rank in plan for bin_ in rank]
     order = np.concatenate([np.empty(0, np.int64), *bins])
@@ -306,10 +307,10 @@ def assign_bins(totals: FloatArray, dp: int) -> IntArray:
 
 
 # The level of a microstep is the work to which its bins are filled. These levels are tried, in units of the
-# mean remaining work, unless the longest sequence is above them. A higher level leaves fewer and shorter
+# mean work left for a bin, unless the largest sequence is above them. A higher level leaves fewer and shorter
 # sequences to the last microstep. More levels gain 0.2 %.
 _LEVELS = (1.0, 1.04, 1.08, 1.12, 1.16, 1.2, 1.24, 1.32)
-_HIGHEST = 1.2  # The last microstep is filled to at most 1.2 times an even level.
+_HIGHEST = 1.2  # The last microstep is filled to at most 1.2 times its lowest possible level.
 _PRECISION = 0.003  # The level of the last microstep is found to 0.3 %.
 _LEAST_GAIN = 1e-9  # A smaller gain, in units of a microstep's heaviest bin, is rounding.
 _EXCHANGES = 100  # At most 100 exchanges, of about 25 us each, improve the best plan.
@@ -342,7 +343,7 @@ def fill_microsteps(step: Problem, num_microbatches: int, *, enough: float) -> I
         waits = step.waits(owner, step.dp * num_microbatches)
         if waits < least:
             best, least = owner, waits
-        if least <= enough or start.filled == num_microbatches - 1:  # short enough, or other levels are equal
+        if least <= enough or start.filled == num_microbatches - 1:  # or all levels give one plan
             break
     if best is not None and least > enough:
         exchange(step, best, num_microbatches)
@@ -428,7 +429,7 @@ class _Search:
         return plan
 
     def fill_level(self, plan: _Partial, level: float, *, below: float) -> _Partial | None:
-        """Fill the other microsteps to ``level`` times their mean; None if the step reaches ``below``."""
+        """Fill the other microsteps to ``level`` times their mean; None unless the plan beats ``below``."""
         while plan.filled < self.microsteps - 1 and plan.left:
             plan = self._next(plan, max(plan.left[0][0], self._mean(plan) * level))
         return self._last(plan, below - plan.waits) if plan.left else plan
@@ -462,10 +463,8 @@ class _Search:
 
 def _fill(
     items: list[_Item], level: float, room_of_bin: tuple[int, int], owner: list[int], numbers: range
-) -> tuple[
-    list[_Item], float, float
-]:  # the items left, the work of the heaviest bin, and of all items placed
-    """Put each item in the bin that it fills closest to the level, and write the bin to ``owner``."""
+) -> tuple[list[_Item], float, float]:
+    """Put items in the bins they fill closest to the level; return the rest, the most and the placed work."""
     level *= 1 + 1e-12  # sums are rounded
     least = items[-1][0]
     bins: list[_Bin] = []

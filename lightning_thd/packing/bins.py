@@ -1,7 +1,7 @@
 """Sequence lengths -> packs of at most ``capacity`` slots, as two flat index arrays.
 
 Best-fit decreasing runs on the histogram of lengths, and fills all packs with equal contents at once. It
-costs O(n + distinct lengths), and gives as many packs as placing the sequences one by one.
+loops over the distinct lengths, and gives as many packs as placing the sequences one by one.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def pack_lengths(
     Args:
         lengths: positive ints ``[S]``, tokens of each sequence.
         capacity: slots of a pack.
-        algorithm: ``"bfd"`` (best-fit decreasing) leaves the fewest slots empty; ``"next_fit"`` keeps the
+        algorithm: ``"bfd"`` (best-fit decreasing) leaves fewer slots empty; ``"next_fit"`` keeps the
             order given.
         max_sequences: most sequences in one pack; None sets no bound. Of packs with equal room, the one with
             the fewest sequences is filled first.
@@ -124,7 +124,7 @@ def best_fit(padded: IntArray, slots: Slots, patches: IntArray | None = None) ->
 
 def _fit_both(padded: IntArray, patches: IntArray, slots: Slots) -> Packing:
     """Pack by best fit in slots and patches; sequences with the largest share of either come first."""
-    slot, patch = 1 / slots.usable, 1 / slots.patches  # their shares of a pack
+    slot, patch = 1 / slots.usable, 1 / slots.patches  # the share of a pack that one of them takes
     order = np.argsort(-np.maximum(padded * slot, patches * patch), kind="stable")
     free_slots, free_patches = np.empty_like(padded), np.empty_like(padded)  # for each pack
     share = np.empty(len(padded))  # the free share of slots plus the free share of patches

@@ -142,7 +142,7 @@ class Entries:
         bad = (lengths < 1) | ((lengths > self.limit) & (self.oversize in ("error", "drop")))
         if bad.any():
             raise ValueError(
-                f"The lengths changed: sequence {indices[bad][0]} does not fit any more. Make a new planner."
+                f"The lengths changed: sequence {indices[bad][0]} does not fit or is empty. Make a planner."
             )
         if self.oversize == "split":
             return _split(indices, lengths, self.limit)

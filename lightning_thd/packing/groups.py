@@ -2,7 +2,7 @@
 
 Every microbatch divides all ranks into groups of 1, 2, 4, ... neighbours. FSDP ranks wait for each other in
 every microbatch, so each microbatch gets equal work on all ranks. DDP ranks wait only at the end of the step,
-so each rank gets equal work over the step. That saves up to 15 % (benchmarks.dynamic_cp).
+so each rank gets equal work over the step.
 
 Legend: S sequences, C degrees (sizes of groups), R ranks, M microbatches of each rank. The *level* of a
 microbatch is the work to which each of its ranks is filled.
@@ -23,11 +23,11 @@ import numpy.typing as npt
 from lightning_thd._checks import host_ints, instance, whole_number
 from lightning_thd.packing.degrees import FloatArray, IntArray, Sharing, Tables, check_tiling
 
-_FULL = 0.96  # Sequences fill at most this share of all slots; the free slots make equal work possible.
+_FULL = 0.96  # Microbatches are planned for this share of their slots; free slots make equal work possible.
 _FEW = 0.1  # The last sequences get no new microbatch if they would fill less than this share of it.
 _WIDEST = 2.0  # The highest level that is tried, in units of the lowest.
 _WORTH = 1.1  # A sequence may join a group only if that costs at most 1.1 times its cheapest degree.
-_ROUNDING = 1 + 1e-9
+_ROUNDING = 1 + 1e-9  # Levels are raised by this factor, because sums of work are rounded.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -1,7 +1,7 @@
 """Sizes and weights of sources -> which sequences of each source an epoch takes.
 
 An epoch of a mixture takes a fixed number of sequences of every source. A source is reshuffled whenever it is
-used up. So the numbers of times that two sequences of a source were used differ by at most one. Nothing is
+used up. So after any epoch, the counts of uses of two sequences of a source differ by at most one. Nothing is
 stored: the j-th sequence drawn from a source is a pure function of seed, source and j.
 """
 
@@ -31,9 +31,8 @@ EpochSize = Literal["longest", "shortest"] | int
 
 _DRAWS = 11  # mixed into the key that shuffles a source; windows.py and planner.py use other numbers
 _MOST_PASSES = 1000  # An epoch with more passes over a source is probably a mistake, and takes long to plan.
-_DENOMINATOR = (
-    10**9
-)  # Weights of streams become fractions with at most this denominator: 0.3 is exactly 3/10.
+# Weights of streams become fractions with at most this denominator: 0.3 is exactly 3/10.
+_DENOMINATOR = 10**9
 _KEEP = 2  # planners that are kept: of this epoch, and of the next epoch, which workers prefetch
 
 
@@ -93,6 +92,8 @@ def share_out(
     else:
         number = int(mixing.epoch)
     counts = _round(shares, number)
+    if isinstance(mixing.epoch, str):  # rounding may have left out or repeated one sequence of a source
+        counts = {name: choose(count, sizes[name]) for name, count in counts.items()}
     name = max(sizes, key=lambda name: counts[name] / sizes[name])
     if counts[name] > _MOST_PASSES * sizes[name]:
         raise ValueError(
@@ -219,7 +220,7 @@ def make_mixture(
     seed: int = 0,
     most: int | None = None,
 ) -> Mixture:
-    """Build a mixture from the lengths of its sources, without sequences of more than ``most`` tokens."""
+    """Build a mixture from the lengths of its sources; leave out sequences of 0 or over ``most`` tokens."""
     usable: dict[str, IntArray | None] = {}
     means: dict[str, float] = {}
     instance(lengths, "lengths", Mapping, advice="Pass the lengths of each source, by its name.")

@@ -20,7 +20,7 @@ _U64 = npt.NDArray[np.uint64]
 
 _MASK = (1 << 64) - 1
 _ROUNDS = 8
-# Up to this many entries, sorting keyed hashes is exactly uniform and costs less than the network.
+# Up to this many entries, sorting keyed hashes shuffles more evenly and costs less than the network.
 _SMALL = 4096
 # splitmix64 (Steele, Lea, Flood 2014): the golden-ratio increment and the two multipliers of its finaliser.
 _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB

@@ -175,7 +175,7 @@ class StepPlan:
 
     @property
     def loss_tokens(self) -> float | None:
-        """Return the summed weight of the loss tokens; without weights, their number. None if unknown."""
+        """Return the summed weight of the loss tokens (their number if each weighs 1); None if unknown."""
         return None if self.weights is None else float(self.weights[0].sum())
 
     @property

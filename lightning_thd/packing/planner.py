@@ -64,7 +64,7 @@ class Resumable(ABC):
         return fingerprint(self.settings)
 
     def state(self, epoch: int, step: int) -> dict[str, Any]:
-        """Return the state that a checkpoint needs to continue with ``step(epoch, step)``, on any rank."""
+        """Return the state to save, equal on all ranks, from which ``step(epoch, step)`` continues."""
         whole_number(epoch, "epoch", advice="Epochs count from 0.")
         whole_number(step, "step", most=self.num_steps(epoch), advice="Pass the steps consumed in the epoch.")
         return {
@@ -76,7 +76,7 @@ class Resumable(ABC):
         }
 
     def resume(self, state: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the epoch and next step of a state; raise if other data or settings saved it."""
+        """Return the epoch and next step of a state; raise if it was saved with other data or settings."""
         instance(state, "state", Mapping, advice="Pass what PackPlanner.state() returned.")
         if state.get("fingerprint") != self.fingerprint():
             saved = state.get("settings", {})
@@ -104,7 +104,7 @@ class CountedTargets:
     """Weighs spans by their number of loss tokens; each target and each sequence weighs 1."""
 
     lengths: OpenLengths  # tokens of each sequence
-    counts: OpenLengths | None
+    counts: OpenLengths | None  # loss tokens of each sequence; None if all but the first token are
 
     def __call__(self, spans: Spans) -> FloatArray | None:
         """Return float64 ``[2, S]``; None if a sequence is cut whose targets are partly masked."""
@@ -123,9 +123,7 @@ class CountedTargets:
             return None
         targets = spans.lengths - ~spans.continued
         of_span = np.where(whole, counts, np.where(full, targets, 0)).astype(np.float64)
-        only = (
-            spans.start == 0
-        ) & ~spans.continued  # the only piece; tokens after a truncated one are dropped
+        only = (spans.start == 0) & ~spans.continued  # the only piece that is used of its sequence
         of_sequence = np.where(only, of_span, counts)
         share = np.divide(of_span, of_sequence, out=np.zeros_like(of_span), where=of_sequence > 0)
         return np.stack([of_span, share])
@@ -181,7 +179,7 @@ class PackPlanner(Resumable):
         oversize: what to do with a sequence that does not fit a pack: ``error``, ``drop`` it, ``truncate``
             it, ``split`` it in pieces, or let it have its ``own_pack`` above the capacity.
         tail: what to do if the last step of an epoch has too few packs or sequences: ``pad`` runs the step
-            with fewer, ``drop`` leaves it out.
+            with those that are left, ``drop`` leaves it out.
         seed: the seed of every shuffle.
         loss_tokens: number of targets of each sequence, ints ``[N]``, or ``"all"`` if every token except the
             last has one. Or a function ``Spans -> float64 [2, S]`` that returns the weights of their loss

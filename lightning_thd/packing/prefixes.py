@@ -30,7 +30,7 @@ from lightning_thd.packing.plan import Packs, Sequences, Spans, StepPlan
 from lightning_thd.packing.planner import LossTokens, PackPlanner, open_loss_tokens
 
 IntArray = npt.NDArray[np.int64]
-# Two sequences that share less than an eighth of the shorter one are planned in separate groups.
+# Two neighbours in sorted order that share less than an eighth of the shorter one get separate groups.
 _LEAST = 8
 _GROUPS = 7  # mixed into the key that orders the groups of an epoch
 
@@ -42,11 +42,11 @@ class Groups:
     rows: IntArray  # int64 ``[S]``, the sequences, group after group
     offsets: IntArray  # int64 ``[G + 1]``, where each group begins in ``rows``
     shared: IntArray  # int64 ``[S]``, first tokens that each shares with the sequence before it in its group
-    repeated: int  # prefixes that several groups compute, because their sequences exceed the capacity
+    repeated: int  # prefixes that several groups compute, because not all their sequences fit into one
 
 
 def group_prefixes(ids: Callable[[int], bytes], width: int, rows: IntArray, limit: int, seed: int) -> Groups:
-    """Group sequences by prefix; a group has at most ``limit`` distinct tokens, of ``width`` bytes each."""
+    """Group sequences by prefix, to ``limit`` tokens (shared ones count once) of ``width`` bytes each."""
     texts = {row: ids(row) for row in rows.tolist()}
     order = sorted(texts, key=texts.__getitem__)
     lengths = np.array([len(texts[row]) // width for row in order], np.int64)
@@ -118,8 +118,8 @@ class _Cut:
 class PrefixPlanner(PackPlanner):
     """Plans groups of sequences with a common prefix; the other arguments are those of ``PackPlanner``.
 
-    ``ids`` returns the bytes of a sequence's tokens, 4 bytes each. A pack holds at most ``capacity`` distinct
-    tokens. A step of ``Sequences(n)`` has exactly n, so its last group may continue in the next step.
+    ``ids`` returns the bytes of a sequence's tokens, 4 bytes each. A pack holds at most ``capacity`` tokens;
+    shared ones count once. A step of ``Sequences(n)`` has exactly n, so the next step may continue its group.
     """
 
     def __init__(
@@ -138,9 +138,7 @@ class PrefixPlanner(PackPlanner):
         settings.pop("patches", None)  # the work of sequences with images is counted by their tokens only
         for name in ("scheduler", "schedule", "max_patches"):
             if settings.pop(name, None) is not None:
-                raise ValueError(
-                    f"share_prefixes=True with {name}=: these cannot be combined. Leave one out."
-                )
+                raise ValueError(f"share_prefixes=True does not work with {name}=. Leave one out.")
         if oversize in ("truncate", "split"):
             raise ValueError(
                 f"share_prefixes=True with oversize={oversize!r}: pieces share no prefix. Set 'drop'."
@@ -206,12 +204,14 @@ class PrefixPlanner(PackPlanner):
 
     def _slice(self, epoch: int, k: int) -> tuple[IntArray, IntArray]:
         """Return the ranges of rows that step k takes in an epoch; each range is a group or a part of one."""
-        if epoch not in self._epochs:
+        kept = self._epochs.get(epoch)  # read once, because a thread that plans ahead may replace it
+        if kept is None:
             number = len(self.groups.offsets) - 1
             order = permute(np.arange(number), number, key=derive_key(self.seed, _GROUPS, epoch))
             counts = np.diff(self.groups.offsets)[order]
-            self._epochs = {epoch: (order, np.concatenate([[0], np.cumsum(counts)]))}
-        order, before = self._epochs[epoch]
+            kept = order, np.concatenate([[0], np.cumsum(counts)])
+            self._epochs = {epoch: kept}
+        order, before = kept
         low, high = k * self.global_batch.n, min((k + 1) * self.global_batch.n, int(before[-1]))
         a, b = np.searchsorted(before, low, "right") - 1, np.searchsorted(before, high, "left")
         at = self.groups.offsets[order[a:b]] - before[a:b]

@@ -1,7 +1,8 @@
 """Lengths, the capacity of a rank, and degrees -> the plan of any step, in which ranks share long sequences.
 
 The degree of a sequence is the number of ranks that share it. A step has the sequences that ``PackPlanner``
-gives it. So a killed job resumes with the same sequences, on any number of ranks and with any largest degree.
+gives it. So a killed job resumes with the same sequences on any number of ranks. It may change the largest
+degree only with ``Sequences(n)``, and if all sequences fit.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class WindowedPacks:
         return int(self.counts.sum(dtype=np.int64))
 
     def read(self, epoch: int, first: int, last: int) -> tuple[Spans, IntArray]:
-        """Return the packs ``first`` to ``last`` of an epoch: their spans, and int64 offsets of each pack."""
+        """Return packs ``first`` to ``last - 1`` of an epoch: their spans, and int64 offsets of each pack."""
         order, ends = self._windows(epoch)
         parts, sizes = [], []
         place = int(np.searchsorted(ends, first, side="right"))
@@ -110,7 +110,7 @@ def make_windows(
 
 
 def window_members(entries: Entries, window: int, seed: int, first: int, last: int) -> IntArray:
-    """Return the dataset indices in the windows ``first`` to ``last``, window after window."""
+    """Return the dataset indices in the windows ``first`` to ``last - 1``, window after window."""
     positions = np.arange(first * window, min(last * window, entries.total))
     return entries.drawn(positions, window, derive_key(seed, _MEMBERS))
 
@@ -175,7 +175,7 @@ class ScheduledPacks:
         return hashed.hexdigest()
 
     def read(self, epoch: int, first: int, last: int) -> tuple[Spans, IntArray]:
-        """Return the packs ``first`` to ``last``: their spans, and int64 offsets of each pack."""
+        """Return the packs ``first`` to ``last - 1``: their spans, and int64 offsets of each pack."""
         begin = self.offsets[first]
         spans = self.entries.spans(self.indices[begin : self.offsets[last]])
         return spans, self.offsets[first : last + 1] - begin

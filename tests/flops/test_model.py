@@ -208,6 +208,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         (lambda peak=peak: throughput(EIGHT, seconds=1.0, peak=peak), "is not a device's dense FLOP/s. Give")
         for peak in (0, -1e12, math.nan, math.inf, True, "fast")
     ],
+    (lambda: throughput(EIGHT, seconds=1.0, peak="auto"), r"bf16, or what measure_flops\(\) returns"),  # type: ignore[arg-type]
     (lambda: measure_flops(dtype=torch.int8, device="cpu"), "dtype=torch.int8 is not a floating-point"),
     (lambda: peak_flops("NVIDIA H100", "bf17"), "dtype='bf17' is not a torch dtype or one of bf16"),
 ]

@@ -24,7 +24,7 @@ def test_shares_are_within_one_sequence_of_the_weights(sizes: dict[str, int], se
     counts = share_out(sizes, weights)
     for name, count in counts.items():
         assert abs(count - sum(counts.values()) * weights[name] / sum(weights.values())) < 1
-        assert count >= sizes[name] - 1  # "longest": each is used whole
+        assert count >= sizes[name]  # "longest": each is used whole
     lengths = {name: np.full(size, 3) for name, size in sizes.items()}
     mixture = make_mixture(lengths, weights, seed=seed)
     drawn: Counter[int] = Counter()
@@ -102,6 +102,11 @@ def test_what_an_epoch_takes() -> None:
     sizes, even = {"a": 10, "b": 30}, {"a": 1.0, "b": 1.0}
     assert share_out(sizes, even, Mixing(epoch="shortest")) == {"a": 10, "b": 10}
     assert share_out(sizes, even, Mixing(epoch=7)) == {"a": 4, "b": 3}
+    # Rounding alone would leave out one of c's 25 sequences here, and use one of a's 26 twice.
+    whole = share_out({"a": 3, "b": 2, "c": 25}, {"a": 0.3, "b": 0.3, "c": 2.0}, Mixing(epoch="longest"))
+    assert whole == {"a": 4, "b": 4, "c": 25}
+    once = share_out({"a": 26, "b": 19, "c": 3}, {"a": 1.0, "b": 0.05, "c": 0.05}, Mixing(epoch="shortest"))
+    assert once == {"a": 26, "b": 1, "c": 1}
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,8 @@ def test_groups_hold_distinct_tokens_and_pairs_and_a_large_tree_repeats_its_pref
 def test_what_does_not_go_with_shared_prefixes_is_refused() -> None:
     with pytest.raises(ValueError, match="share_prefixes=True with oversize='split': pieces"):
         planner_of(rows(), 64, global_batch=Packs(1), oversize="split")
+    with pytest.raises(ValueError, match="share_prefixes=True does not work with schedule="):
+        planner_of(rows(), 64, global_batch=Packs(1), schedule=[0])
     state = planner_of(rows(), 64, global_batch=Packs(1)).state(0, 0)
     with pytest.raises(ValueError, match="lengths was"):
         planner_of(rows(1), 64, global_batch=Packs(1)).resume(state)

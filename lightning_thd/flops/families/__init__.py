@@ -1,1 +1,1 @@
-"""A transformers config -> the layers of its model: sizes, the parts of a layer, and one line a family."""
+"""A transformers config -> the layers of its model: sizes, the parts of a layer, and a table of families."""

@@ -60,7 +60,7 @@ def indexer(
 ) -> list[Term]:
     """Return the terms of DeepSeek's lightning indexer, which scores every pair to pick the best keys.
 
-    It passes on no gradient. ``keys`` is the number of projections from which its keys are made.
+    It has no backward pass. ``keys`` is the number of projections from which its keys are made.
     """
     terms = [
         matmul("indexer", q_rank * heads * head_dim + hidden * (keys * head_dim + heads)),
@@ -117,7 +117,7 @@ def experts(
     terms = [matmul("router", hidden * num_experts, kind="router")]
     if latent:
         terms.append(matmul("latent_in", hidden * latent))
-    # No matmul here is the last: the router's weights multiply the outputs, so the backward needs them.
+    # The router's weights multiply the outputs of routed experts. The backward needs these, so none is last.
     terms += mlp(width, inner * top_k, gated=gated, name="experts", last=False)
     if latent:
         terms.append(matmul("latent_out", latent * hidden, last=not shared))

@@ -67,7 +67,7 @@ def _decoder(sizes: Sizes, *, gated: bool = True) -> list[Layer]:
     """Return decoder layers, each a mixer, then an MLP or experts."""
     sparse = expert_layers(sizes)
     dropouts = ("resid_pdrop", "residual_dropout", "hidden_dropout", "hidden_dropout_prob", "dropout")
-    # The backward pass of a norm or dropout after a layer's last matmul needs that matmul's output.
+    # A norm or dropout after a layer's last matmul makes checkpointing run that matmul again.
     followed = sizes.model_type in _NORM_AFTER or sizes.get(*dropouts, default=0.0) > 0
     layers = _between_widths(sizes, "project_in")
     for index in range(sizes.num_layers):

@@ -33,7 +33,7 @@ class Sizes:
         return default
 
     def size(self, *names: str, default: int | None = None) -> int:
-        """Return an integer that the config must have."""
+        """Return an integer that the config must have, unless there is a default."""
         value = self.get(*names, default=default)
         if not isinstance(value, int) or value < 0:
             raise ValueError(

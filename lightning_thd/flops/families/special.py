@@ -3,7 +3,7 @@
 Every projection that transformers computes is counted. n is the number of streams of DeepSeek-V4's
 hyper-connections and of Gemma's AltUp (arXiv:2301.13310). Vision towers are counted as in Megatron-Bridge.
 Attention runs between all patches of a frame and is not halved. The tower and every deepstack layer have a
-projector. The convolution that makes patches is added.
+projector. The convolution that makes patches counts too.
 """
 
 from __future__ import annotations
