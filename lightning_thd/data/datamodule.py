@@ -53,8 +53,8 @@ class THDDataModule(LogsSources):
         global_batch: ``Packs(n)`` is n packs per optimizer step. ``Sequences(n)`` is exactly n sequences per
             step, in as many microbatches as needed; it requires one of our strategies. Default: one pack for
             each rank and batch, ``Packs(ranks * accumulate_grad_batches)``.
-        val: as ``train``; every sequence is used once, always in the same order. A dict ``{name: source}``
-            makes a loader for each source, whose batches carry the name in ``set_name``.
+        val: as ``train``, but no stream; every sequence is used once, in one order. A dict
+            ``{name: source}`` makes a loader for each source; its batches carry the name in ``set_name``.
         test: as ``val``.
         predict: as ``val``; ``batch.unpack(output)`` splits outputs in the order of ``batch.sequence_ids``.
         tokenizer: ``str -> ids`` for text, or the name of a Hugging Face tokenizer; UTF-8 bytes by default.
@@ -68,17 +68,17 @@ class THDDataModule(LogsSources):
         packed: how to read rows that were packed before and carry ``lengths``, ``cu_seqlens`` or
             ``position_ids``. ``"sequences"`` splits rows into sequences and packs these again. ``"packs"``
             keeps each row as a ready pack, in the order given, for ``Packs(n)``. ``"off"`` makes a row one
-            sequence. ``"auto"`` is ``"sequences"`` if the first row carries such a key, else ``"off"``.
-        oversize: what to do with a training sequence longer than ``capacity``: ``error``, ``drop``,
-            ``truncate``, ``split`` or ``own_pack``. Evaluation uses ``own_pack`` in place of ``error``.
+            sequence. ``"auto"`` is ``"sequences"`` if row 0 has such a key; else no row may hold several.
+        oversize: what to do with a sequence longer than ``capacity``: ``error``, ``drop``, ``truncate``,
+            ``split`` or ``own_pack``. Evaluation uses ``own_pack`` in place of ``error``.
         empty: what to do with a sequence without tokens: ``error`` or ``drop``.
         on_error: what to do with a record that cannot be read or tokenised, and with a row that has nulls,
             negative ids or labels that do not fit: ``raise`` or ``skip``. Skipped records are counted, and
-            listed in ``skipped.jsonl`` beside the tokens in the cache. ``Stream`` has its own setting.
+            listed in ``skipped.jsonl`` beside the tokens in the cache. ``Stream(on_error=)`` overrides it.
         max_errors: most records of a source that may be skipped; None sets no bound.
         tail: what to do with the last, incomplete step of an epoch: ``pad`` runs it with emptier packs,
             ``drop`` leaves it out.
-        window: sequences packed together; a larger window fills packs better, a smaller one shuffles better.
+        window: sequences that ``Packs(n)`` packs together; more fill packs better, fewer shuffle better.
         seed: decides the order of every epoch.
         schedule: a ready-made plan for training with ``Packs(n)``: the pack of each sequence, ints ``[N]``.
         scheduler: a function that replaces ``packing.balance``, for ``Sequences(n)``.
@@ -92,15 +92,15 @@ class THDDataModule(LogsSources):
         pad_to: fill every pack to this many slots; by default packs differ in size.
         mixing: how the sources of a mixture make an epoch, see ``packing.mixtures.Mixing``.
         share_prefixes: compute the common prefix of sequences in a pack once. Such sequences are planned into
-            one pack, which holds at most ``capacity`` distinct tokens. A larger group is cut, and its prefix
-            is computed again. All ids are read at setup.
+            one pack, in which a common prefix counts once. A group larger than ``capacity`` is cut, and its
+            prefix is computed again. All ids are read before the first step.
         vocab_size: the bound of the ids; by default it comes from the model's config.
         num_workers: the number of processes that read and collate, and of those that tokenise and count.
         prefetch_factor: batches prepared ahead by each worker.
-        pin_memory: page-lock batches; by default when training on a GPU.
+        pin_memory: page-lock batches; by default if they go to a CUDA device.
         cache_dir: where tokenised text and counts are kept, ``~/.cache/lightning_thd`` by default. Files
             (identified by content) and datasets with a ``fingerprint`` are counted once. One process fills a
-            cache; if it is killed, the next run continues where it stopped.
+            cache; if it is killed while tokenising, the next run continues there.
 
     Raises:
         TypeError: if a source or a sample has the wrong type.
@@ -262,7 +262,7 @@ class THDDataModule(LogsSources):
 
     @property
     def set_names(self) -> dict[str, tuple[str, ...]]:
-        """Return the names of the data sets of each stage that has several, in the order of its loaders."""
+        """Return the names in the dict of each evaluation stage that got one, in the order of its loaders."""
         found: dict[str, tuple[str, ...]] = {}
         for stage, _, name in (source.partition("/") for source in self._sources):
             if name:
@@ -275,7 +275,7 @@ class THDDataModule(LogsSources):
         return {name: planning.counts_of(data, self._planner(name)) for name, data in self._sets.items()}
 
     def train_dataloader(self) -> THDLoader:
-        """Return this rank's training batches: ``THDBatch``, or ``THDStep`` with ``Sequences(n)``."""
+        """Return this rank's training batches: ``THDBatch``, or ``THDStep`` if each batch is a whole step."""
         states = [] if self.trainer is None else link.settle_epoch(self.trainer)
         step = isinstance(self.global_batch, Sequences) or self._job.whole_steps
         kind: Kind = "step" if step else "pack"
@@ -294,7 +294,7 @@ class THDDataModule(LogsSources):
         return self._loader("train", kind="step", fixed_order=False)
 
     def val_dataloader(self) -> THDLoader | list[THDLoader]:
-        """Return this rank's validation batches; a list of loaders if ``val`` names several sources."""
+        """Return this rank's validation batches; a list of loaders if ``val`` is a dict of sources."""
         return self._evaluation("val")
 
     def test_dataloader(self) -> THDLoader | list[THDLoader]:
@@ -308,7 +308,7 @@ class THDDataModule(LogsSources):
     def _streamed(self, streams: Streams, kind: Kind) -> THDLoader:
         """Build the loader of a stream; every rank of the job must call this."""
         if getattr(self.trainer, "overfit_batches", 0) > 0:
-            raise MisconfigurationException("overfit_batches repeats batches, which a stream cannot.")
+            raise MisconfigurationException("overfit_batches repeats batches, unlike a stream. Set it to 0.")
         if self._settings.schedule is not None:
             raise MisconfigurationException("A schedule numbers the sequences of a dataset, not of a stream.")
         steps = StreamedSteps(streams, self._settings, self._job, kind=kind)

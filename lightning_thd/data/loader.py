@@ -55,7 +55,7 @@ Key = tuple[int, int, int, int]
 # The loss scale, sequence scale and token scale of a step. With None, the loss is the mean over the batch.
 Scales = tuple[float | None, float | None, float | None]
 
-_REMEMBERED = 10_000  # most steps whose tokens per source wait to be logged; a log interval has fewer steps
+_REMEMBERED = 10_000  # most steps whose tokens per source wait for ``tokens_of``; only process 0 takes them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +65,7 @@ class Position:
     epoch: int = 0
     step: int = 0
     ended: bool = False  # whether the epoch before this step has ended, and this epoch has not begun
-    stream: dict[str, Any] | None = None  # the state of a stream, with the records that are read but unused
+    stream: dict[str, Any] | None = None  # a stream's state, with the places of records read but unused
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -328,7 +328,7 @@ class Ahead:
         return future.result()
 
     def stop(self) -> None:
-        """Wait until the queued calls have ended, and drop their results."""
+        """Drop the results of queued calls; wait until these have ended, but at most ``_STOP_S`` seconds."""
         self.pending.clear()
         if self._queue is not None and self._thread is not None:
             self._queue.put(None)
@@ -357,7 +357,7 @@ def _join_threads() -> None:
 
 
 class PlansAhead:
-    """Plans steps in a thread: a request for one step starts the planning of the next."""
+    """Plans steps; in the main process, a request for one step lets a thread plan the next."""
 
     def __init__(self, planner: Planner, dp: int) -> None:
         self._planner, self._dp = planner, dp
@@ -412,7 +412,7 @@ class BatchMaker:
                 if self.one_each and "position_ids" in samples[-1]:
                     refuse_second_sequence(samples[-1], i)
         except StopIteration as err:  # it would silently end the epoch
-            raise RuntimeError(f"Sequence {i}: the dataset raised StopIteration. Fix its [i].") from err
+            raise RuntimeError(f"Sequence {i}: the dataset raised StopIteration. Fix its data[i].") from err
         batch = self.collate(
             samples,
             sequence_ids=spans.index.tolist(),
@@ -478,7 +478,7 @@ class PlannedSteps:
         return self._num_steps(epoch) * self.per_step
 
     def steps(self, at: Position, limit: int | None) -> Iterator[RankStep]:
-        """Yield the steps of an epoch; their batches are read when the caller iterates over them."""
+        """Yield an epoch's steps from ``at`` on; batches are read when the caller iterates over them."""
         whole, count = self.length(at.epoch), self._num_steps(at.epoch)
         stop = whole if limit is None else min(whole, limit)
         self._keys.left = _keys(0 if self.fixed_order else at.epoch, at.step, stop, self.per_step)
@@ -499,7 +499,7 @@ class PlannedSteps:
         return tokens
 
     def state(self, at: Position) -> dict[str, Any]:
-        """Return the position, the settings of the plan, and the fingerprint of the data."""
+        """Return the position, the settings of the plan, and a hash of a few rows."""
         return {**self.planner.state(at.epoch, at.step), "ended": at.ended, "content": self._content}
 
     def load(self, state: Mapping[str, Any]) -> Position:
@@ -517,7 +517,7 @@ class PlannedSteps:
 
 def _keys(epoch: int, first: int, stop: int, per_step: int) -> Iterator[Key]:
     """Yield the keys of an epoch from a step on."""
-    # This is a function, not a method, so that the iterator keeps no loader and its workers alive.
+    # This is a function, not a method, so that the iterator keeps neither loader nor workers alive.
     for batch in range(first * per_step, stop):
         step, micro = divmod(batch, per_step)
         yield epoch, step, micro, min(per_step, stop - step * per_step)

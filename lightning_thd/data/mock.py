@@ -7,7 +7,7 @@ as a mapping, as JSON text or as a JSON file::
     {"mode": "distribution", "type": "lognormal", "min_seq_len": 1024, "max_seq_len": 8192,
      "mean_seq_len": 4096, "lognormal_sigma": 1.1}
 
-Drawn lengths are clipped to their bounds, so the mean of this example becomes 3257. Sequence i depends only
+Drawn lengths are clipped to their bounds, so this example has a mean of about 3,250. Sequence i depends only
 on (seed, i), so that every rank and worker makes the same sequence.
 """
 
@@ -85,7 +85,7 @@ def _make_lengths(config: dict[str, Any], num_sequences: int | None, seed: int) 
     if mode not in ("file", "distribution"):
         raise ValueError(f'"mode" is {mode!r}. Set it to "file" or "distribution".')
     if kind != "lognormal":
-        raise ValueError(f'"type" is {kind!r}. Only "lognormal" is known. Lengths can be read from a file.')
+        raise ValueError(f'"type" is {kind!r}. Set it to "lognormal", or set "mode" to "file".')
     wanted = ("path",) if mode == "file" else _LOGNORMAL
     if set(config) != set(wanted):
         raise ValueError(f"The mock settings are {sorted(config)}, wanted {sorted(wanted)}.")

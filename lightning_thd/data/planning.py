@@ -33,7 +33,7 @@ from lightning_thd.packing.sharing import SharedPlanner
 T = TypeVar("T")
 
 _VERSION = 1  # the version of the counts in the cache
-# Part of the cache key, with the capacity and the data: the packs of windows depend on no other setting.
+# With capacity, max_patches and the data, these make the cache key: packs depend on no other setting.
 _WINDOW_SETTINGS = ("align", "window", "oversize", "seed")
 
 COUNTS_FROM = 100_000  # With fewer sequences, counting packs takes less time than opening a cache file.
@@ -203,7 +203,7 @@ def _images(data: DataSet, settings: DataSettings, job: Job) -> dict[str, Any]:
 
 
 def prefix_bytes(rows: MapDataset, i: int) -> bytes:
-    """Return the ids of a row, 4 bytes each; ids that no other row has if it carries images or positions."""
+    """Return the ids of a row, 4 bytes each; unique ids if it has images, positions or types."""
     sample = rows[i]
     ids = np.asarray(sample["input_ids"])
     if inputs(sample) or any(key in sample for key in ("position_ids", *TYPES)):

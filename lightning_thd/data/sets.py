@@ -1,4 +1,4 @@
-"""The sources of a stage -> one data set, opened and counted; the sources of a mixture lie end to end."""
+"""Sources -> data sets, opened and counted; the sources of a mixture lie end to end in one data set."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def join_indices(indices: list[SequenceIndex]) -> SequenceIndex:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSet:
-    """The data of one stage, opened and counted."""
+    """One data set of a stage, opened and counted."""
 
-    name: str  # ``"train"``, ``"val"``, ..., or ``"val/code"`` if a stage has several
+    name: str  # ``"train"``, ``"val"``, ..., or ``"val/code"`` if ``val`` is a dict
     dataset: MapDataset  # ``[i]`` gives the ids of a sequence
     index: SequenceIndex  # lengths and loss tokens of the sequences
-    key: dict[str, Any] | None  # the cache key of its content and policies; None without a fingerprint
+    key: dict[str, Any] | None  # the cache key of content and policies; None if counts are not cached
     schedule: NDArray[np.int64] | None = None  # the pack of each sequence, if rows are ready packs
     weights: dict[str, float] | None = None  # the share of each source of a mixture, in any unit
     lengths: dict[str, NDArray[np.integer]] | None = None  # the lengths in each source of a mixture
@@ -107,7 +107,7 @@ def refuse_unused_processor(processor: object, data: DataSet) -> None:
 
 
 def refuse_class_names(name: str, source: Any, opener: Opener, classifier: str) -> None:
-    """Raise if ``label`` holds a class name, because a model can learn only numbers."""
+    """Raise if the first ``label`` of a source is a class name, because a model learns only numbers."""
     for part in [given[0] for given in source.values()] if is_mixture(source) else [source]:
         record = opener.first_record(part)
         label = record.get("label") if isinstance(record, Mapping) else None
@@ -132,7 +132,7 @@ def weighted(name: str, given: object) -> tuple[Any, float]:
         source, weight = given
         if isinstance(weight, int | float) and not isinstance(weight, bool):
             return source, float(weight)
-    raise TypeError(f"train[{name!r}] is a {type(given).__name__}, wanted (source, weight): a number.")
+    raise TypeError(f"train[{name!r}] is a {type(given).__name__}, wanted (source, number).")
 
 
 def open_set(
@@ -162,7 +162,7 @@ def open_set(
 
 
 def named_sources(sources: Mapping[str, Any]) -> dict[str, Any]:
-    """Name each source by its stage, such as ``val``; ``val/code`` if an evaluation stage has several."""
+    """Name each source by its stage, such as ``val``; ``val/code`` if ``val`` is a dict of sources."""
     named: dict[str, Any] = {}
     for stage, source in sources.items():
         if stage == "train" or not is_mixture(source):

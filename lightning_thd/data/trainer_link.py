@@ -31,7 +31,7 @@ class Job:
     rank: int = 0  # data-parallel rank of this process
     ranks: int = 1  # number of data-parallel ranks
     accumulate: int = 1  # batches that each rank runs between two optimizer steps
-    is_first: bool = True  # whether this process writes messages and shows progress bars
+    is_first: bool = True  # whether this process shows progress bars
     on_gpu: bool = False  # whether batches are moved to a CUDA device
     alignment: Alignment | None = None
     sharing: Sharing | None = None  # set with context_parallel_size="dynamic"
@@ -170,7 +170,7 @@ def hook_of_module(trainer: L.Trainer | None, batch: Any, dataloader_idx: int) -
 
 
 def check_trainer(trainer: L.Trainer | None, step: Packs | Sequences | None) -> None:
-    """Refuse a Trainer whose ranks and accumulation contradict ``global_batch``."""
+    """Refuse a Trainer that contradicts ``global_batch`` or cannot train the model; warn if it lacks FP8."""
     if trainer is None:
         return
     callbacks = cast("list[L.Callback]", trainer.callbacks)  # type: ignore[attr-defined]
@@ -212,8 +212,8 @@ def check_step(step: Packs | Sequences | None, *, ranks: int, accumulate: int, w
     if isinstance(step, Packs) and (step.n % ranks if whole else step.n != ranks * accumulate):
         raise MisconfigurationException(
             f"global_batch={step} but {ranks} data-parallel ranks x accumulate_grad_batches={accumulate} "
-            f"make {ranks * accumulate} packs a step. Set Packs({ranks * accumulate}). "
-            "See docs/reference/messages.md#steps."
+            f"make {ranks * accumulate} packs a step. Set Packs({ranks * accumulate})"
+            f"{' or a multiple' * whole}. See docs/reference/messages.md#steps."
         )
 
 

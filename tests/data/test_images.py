@@ -344,7 +344,17 @@ def test_a_stream_bounds_and_weighs_patches_too() -> None:
         iter_rows, capacity=64, global_batch=Sequences(9), max_patches=10, oversize="drop"
     )
     dropped.attach()
-    assert cast("THDStep", next(iter(dropped.train_steps()))).microbatches[0].stats.vision_patches <= 10
+    loader = dropped.train_steps()
+    assert cast("THDStep", next(iter(loader))).microbatches[0].stats.vision_patches <= 10
+    assert loader.counts["dropped"] > 0
+    assert loader.counts["tokens_lost"] > loader.counts["dropped"]
+    alone = THDDataModule(
+        iter_rows, capacity=64, global_batch=Sequences(20), max_patches=10, oversize="own_pack"
+    )
+    alone.attach()
+    loader = alone.train_steps()
+    next(iter(loader))
+    assert loader.counts["own_pack"] > 0
 
 
 class KnowsLengths(list[Any]):

@@ -25,6 +25,7 @@ from lightning_thd.data import ByteTokenizer, StdlibText, read_documents, stdlib
 from lightning_thd.data.read.encode import Encoder, tokenize
 from lightning_thd.data.read.files import find_files
 from lightning_thd.data.read.records import file_chunks
+from lightning_thd.data.read.sources import Opener
 from lightning_thd.data.store.tokens import cached_store
 from lightning_thd.data.streams import Stream
 from tests.data.support import batches_of, open_source, read
@@ -231,6 +232,10 @@ def test_lists_globs_and_folders_are_files_and_not_documents(tmp_path: Path) -> 
     table = write(folder, "a.csv", "text\nhi\n")
     with pytest.raises(ValueError, match="a.csv is a table. Tables are not read beside other files"):
         open_source([table, a])
+    with pytest.raises(ValueError, match=r"a.csv is a table. Tables are not read .* by read_documents"):
+        next(read_documents(table))
+    with pytest.raises(ValueError, match="a.csv is a table. Tables are not read .* with processor="):
+        Opener(processor=object()).open(table)
     note = write(folder, "notes.txt", "x")
     with pytest.raises(ValueError, match="is one document of text, but other files hold records"):
         open_source([note, a])

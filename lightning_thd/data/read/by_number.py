@@ -1,4 +1,4 @@
-"""Files or a dataset of conversations -> a list of records, each read when it is needed."""
+"""Files or a dataset of conversations -> records by number; rows and lines are read when needed."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class ImagePlaceholders:
         if len(pieces) != wanted + 1:
             raise ValueError(
                 f"the template writes {len(pieces) - 1} times {self.token!r} for {wanted} images. "
-                f"Remove {self.token!r} from the text."
+                f"Remove {self.token!r} from the text, or take a template that writes one for each image."
             )
         filled = zip(pieces[1:], self.counts, strict=False)
         return pieces[0] + "".join(self.token * count + piece for piece, count in filled)

@@ -63,7 +63,7 @@ def as_rows(dataset: MapDataset) -> MapDataset:
 
 
 def hold_ids(files: list[SourceFile], text_key: str) -> bool:
-    """Return whether Parquet or Arrow files have a column of ids; raise if they have no text instead."""
+    """Return whether Parquet or Arrow files have ids; raise if they have no text either, or differ."""
     schemas = [
         open_parquet(file).schema_arrow if file.suffix == ".parquet" else map_arrow(file).schema
         for file in files
@@ -75,7 +75,8 @@ def hold_ids(files: list[SourceFile], text_key: str) -> bool:
                 return False
             raise ValueError(f"{file.name} has the columns {list(found)}, but neither 'input_ids' nor text.")
         if found != columns[0]:  # datasets would fill in missing columns
-            raise ValueError(f"{file.name} and others have different columns: {found}, and {columns[0]}.")
+            both = f"{file.name} and {files[0].name} have different columns: {found}, and {columns[0]}"
+            raise ValueError(f"{both}. Give files with the same columns.")
     return True
 
 

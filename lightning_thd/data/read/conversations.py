@@ -140,6 +140,7 @@ def _turn(turn: dict[str, Any]) -> Message:
         return turn
     who, value = turn.get("from"), turn.get("value")
     if not isinstance(who, str) or who not in _ROLES or not isinstance(value, str):
-        raise ValueError(f"a turn is from {who!r} with a value of type {type(value).__name__}. Fix it.")
+        given = f"a turn is from {who!r} with a value of type {type(value).__name__}"
+        raise ValueError(f"{given}; wanted a string from one of {', '.join(_ROLES)}.")
     learned = {key: turn[key] for key in LEARNED if key in turn}
     return {**learned, "role": _ROLES[who], "content": value}

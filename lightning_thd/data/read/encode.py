@@ -40,7 +40,7 @@ _KIND_RECORDS = 1000  # records that are searched for a known kind with on_error
 _PER_TOKEN_KEYS = names("weight", "other_weight", "mask", "token", "type", "other_boundary")
 _WEIGHTS = names("weight", "other_weight")
 _ALSO_NUMBERS = (*_WEIGHTS, "prompt_length", "prompt_len", "prompt_lengths", "answer_start_idx")
-# Keys beside ids that are refused, because a store keeps only ids and labels.
+# Keys beside ids that are refused, because a store keeps only ids, labels and ``label``.
 _NOT_KEPT = (*names("weight", "type", "media", "boundary"), "next_label", "position_ids")
 _NO_AUDIO = "audio cannot be packed, only tokens, images and video. Remove these records."
 _NO_IMAGES = "images go through the model's processor: pass processor=."
@@ -111,7 +111,7 @@ class Encoder:
             labels = _joined([row.ids if row.labels is None else row.labels for row in rows])
         numbers = [row.label for row in rows if row.label is not None]
         if numbers and len(numbers) < len(rows):
-            raise ValueError(f"{len(numbers)} of {len(rows)} records have a number under 'label'.")
+            raise ValueError(f"{len(numbers)} of {len(rows)} records have a number under 'label'. Give all.")
         label = np.array(numbers) if numbers else None
         return Rows(_joined(ids), lengths, labels, tuple(skipped), label)
 
@@ -262,7 +262,7 @@ def _joined(rows: list[Ids]) -> NDArray[Any]:
 
 
 def find_kind(chunks: Sequence[Chunk], *, records: Records, text_key: str, on_error: OnError) -> Kind:
-    """Return the kind of a source's records, by the keys of its first record."""
+    """Return ``records``; for "auto", the kind of the first record whose keys show one, else "text"."""
     placed = chain.from_iterable(chunk() for chunk in chunks)
     first = [record for _, record in islice(placed, _KIND_RECORDS if on_error == "skip" else 1)]
     if not first:

@@ -49,7 +49,7 @@ def with_images(messages: list[Message], record: Mapping[str, Any]) -> tuple[lis
             if isinstance(source, Mapping) and "url" in source:
                 source = source["url"]
             if source is None and not left:
-                raise ValueError(f"a message has a place for an image beyond the {given} of the record.")
+                raise ValueError(f"a message has a place for an image beyond the {given} given. Add it.")
             sources.append(left.pop(0) if source is None else source)
             parts.append({"type": "image"})
         changed.append({**message, "content": parts})

@@ -202,7 +202,7 @@ def _json_entries(file: SourceFile) -> list[Any]:
 
 
 def file_chunks(files: list[SourceFile], *, chunk_bytes: int = CHUNK_BYTES) -> list[Chunk]:
-    """Cut files into chunks of about ``chunk_bytes``; a record or a text file is never cut."""
+    """Cut files into chunks of whole records; chunks of lines or texts have about ``chunk_bytes``."""
     chunks: list[Chunk] = []
     texts: list[SourceFile] = []
     for file in files:
@@ -218,6 +218,11 @@ def file_chunks(files: list[SourceFile], *, chunk_bytes: int = CHUNK_BYTES) -> l
         elif kind == "JSON":
             starts = range(0, len(_json_entries(file)), CHUNK_ROWS)
             chunks += [partial(_json, file, at, at + CHUNK_ROWS) for at in starts]
+        elif kind == "table":
+            raise ValueError(
+                f"{file.name} is a table. Tables are not read beside other files, with processor= or by "
+                "read_documents(). Give .jsonl."
+            )
         else:
             first = 0
             for part, size in enumerate(part_sizes(file)):

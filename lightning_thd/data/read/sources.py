@@ -115,14 +115,8 @@ class Opener:
         return self._tokenised(self._chunks(files), key)
 
     def _chunks(self, files: list[SourceFile]) -> list[Chunk]:
-        tables = [file for file in files if KINDS.get(file.suffix) == "table"]
-        if not tables:
+        if self.processor is not None or not all(KINDS.get(file.suffix) == "table" for file in files):
             return file_chunks(files)
-        if len(tables) < len(files) or self.processor is not None:
-            raise ValueError(
-                f"{tables[0].name} is a table. Tables are not read beside other files, nor with processor=. "
-                "Give .jsonl."
-            )
         return [chunk for file in files for chunk in table_chunks(file, self.text_key, self.cache_dir)]
 
     def _open_dataset(self, dataset: MapDataset) -> Opened:

@@ -51,7 +51,7 @@ def read_documents(path: Paths, *, text_key: str = "text") -> Iterator[str]:
     """Yield the documents in files of text, or in files of records with text under a key.
 
     Args:
-        path: as for ``THDDataModule``; a text file is one document.
+        path: as for ``THDDataModule``, but no table and no saved store; a text file is one document.
         text_key: the key of the text in a record.
 
     Raises:
@@ -118,7 +118,7 @@ def _functions_and_classes() -> list[str]:
 
 
 def tokenizer_fingerprint(tokenizer: object) -> str | None:
-    """Hash all settings that change a tokenizer's ids; None for a function without a fingerprint."""
+    """Return a tokenizer's ``fingerprint``, or a hash of what decides a fast tokenizer's ids, or None."""
     fingerprint = getattr(tokenizer, "fingerprint", None)
     if fingerprint is not None:
         return str(fingerprint)

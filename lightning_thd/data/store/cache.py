@@ -99,7 +99,7 @@ def cache_errors(folder: Path) -> Iterator[None]:
 
 
 def seal(folder: Path, *, version: int) -> None:
-    """Write the sizes and hashes of a folder's .npy files, so that ``open_arrays`` can detect damage."""
+    """Write the size and hashed ends of each .npy file, by which ``open_arrays`` detects most damage."""
     files = {path.stem: _mark(path) for path in sorted(folder.glob("*.npy"))}
     (folder / "meta.json").write_text(json.dumps({"version": version, "files": files}))
 
@@ -124,7 +124,7 @@ def _write(folder: Path, arrays: Mapping[str, NDArray[Any]], version: int) -> No
 
 
 def open_arrays(folder: str | Path, *, version: int) -> Arrays:
-    """Map the arrays of a folder into memory, after checking their sizes and hashes."""
+    """Map the arrays of a folder into memory, after checking the size and the ends of each file."""
     folder = Path(folder)
     try:
         meta = json.loads((folder / "meta.json").read_text())

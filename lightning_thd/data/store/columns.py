@@ -49,7 +49,7 @@ def _value(cell: Any) -> Any:
 
 
 def arrow_table(dataset: object) -> Any:
-    """Return the Arrow table behind a ``datasets.Dataset`` or ``ColumnRows``; None for anything else."""
+    """Return the Arrow table behind ``ColumnRows`` or a ``datasets.Dataset`` without transform, else None."""
     if isinstance(dataset, ColumnRows):
         return dataset.table
     if not is_hugging_face(dataset):
@@ -83,7 +83,7 @@ def visible(dataset: object, values: NDArray[Any]) -> NDArray[Any]:
 
 
 def is_list(table: Any, name: str, *, floats: bool = False) -> bool:
-    """Return whether a column exists and holds lists of integers (of floats with ``floats=True``)."""
+    """Return whether a column exists and holds lists of integers (or floats, with ``floats=True``)."""
     if name not in table.column_names:
         return False
     pt = require("pyarrow", feature="reading Arrow columns").types

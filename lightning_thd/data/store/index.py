@@ -184,7 +184,7 @@ class SequenceIndex:
             raise _changed_error(i, "loss tokens", found, int(self.loss_tokens[i]))
 
     def loss_weights(self, dataset: MapDataset, spans: Spans) -> NDArray[np.float64]:
-        """Return float64 ``[2, S]``: the weight of each span's loss tokens, and its share of its sequence."""
+        """Return float64 ``[2, S]``: each span's loss-token weight, and its part of the sequence weight."""
         at = spans.index
         of_sequence = (self.weights if len(self.weights) else self.loss_tokens)[at].astype(np.float64)
         sequence = self.sequence_weights[at] if len(self.weights) else np.ones(len(at))
@@ -384,7 +384,7 @@ class _CountedRows(TorchDataset[tuple[float, ...]]):
         except Exception as err:  # any error of the user's dataset; _fault_of reports it
             if self._on_error == "raise":
                 if isinstance(err, StopIteration):  # it would end the count silently
-                    raise RuntimeError(f"Sequence {i}: the dataset raised StopIteration.") from err
+                    raise RuntimeError(f"Sequence {i}: the dataset raised StopIteration. Fix it.") from err
                 raise
             return (0, 0, False, 0, 1.0, False, -1, True, *(0,) * COLUMNS)
 

@@ -22,7 +22,7 @@ from lightning_thd.data.store.cache import build_once, cached_folder, open_array
 
 _VERSION = 3
 _IGNORE = -100
-_BLOCK = 1 << 22  # tokens or labels that are read at once: 32 MiB as int64
+_BLOCK = 1 << 22  # tokens that are read at once to find the largest id: 16 MiB as uint32
 _SKIPPED = "skipped.jsonl"
 
 
@@ -98,7 +98,7 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
 
     @classmethod
     def from_rows(cls, rows: Iterable[Sequence[int] | NDArray[np.integer]]) -> TokenStore:
-        """Lay rows of ids end to end in memory, in the smallest unsigned dtype that holds them."""
+        """Lay rows of ids end to end in memory, as uint16, or as uint32 if an id needs it."""
         arrays = [host_ints(row, f"row {i}") for i, row in enumerate(rows)]
         offsets = np.zeros(len(arrays) + 1, np.int64)
         np.cumsum([len(row) for row in arrays], out=offsets[1:])
@@ -159,14 +159,14 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
 
     @classmethod
     def open(cls, folder: str | Path) -> TokenStore:
-        """Map a folder written by ``save`` into memory; raise ValueError if its files were changed."""
+        """Map a folder written by ``save`` into memory; raise ValueError if a file's size or ends differ."""
         return cls._from_arrays(folder, open_arrays(folder, version=_VERSION))
 
     @classmethod
     def _from_arrays(cls, folder: str | Path, arrays: Mapping[str, NDArray[Any]]) -> TokenStore:
         store = cls(**arrays)
         store._folder = Path(folder)
-        # meta.json holds sizes and hashes of all files, so that its hash identifies the content.
+        # meta.json holds the size and hashed ends of each file, so that its hash stands for the content.
         store.fingerprint = hashlib.sha256((store._folder / "meta.json").read_bytes()).hexdigest()
         return store
 
@@ -257,7 +257,7 @@ def _refuse_mixed(has: dict[str, bool], part: Mapping[str, Any]) -> None:
     for name in ("labels", "label") if len(part["lengths"]) else ():
         if has.setdefault(name, name in part) != (name in part):
             some, others = ("first", "later") if has[name] else ("later", "first")
-            raise ValueError(f"The {some} records have {name!r}, but the {others} records do not.")
+            raise ValueError(f"The {some} records have {name!r}, but the {others} records do not. Add it.")
 
 
 def _join(place: Path, paths: Sequence[Path], *, labelled: bool) -> int:

@@ -78,7 +78,7 @@ class Intake:
     def __init__(self, settings: Settings, wire: Wire) -> None:
         self._settings, self._sources, self._wire = settings, settings.sources, wire
         self.payloads: Payloads = {}  # unused sequences that this rank holds
-        self.exhausted = np.zeros((len(self._sources), wire.ranks), bool)  # parts that were read to the end
+        self.exhausted = np.zeros((len(self._sources), wire.ranks), bool)  # ``[N, ranks]``, read to its end
         self.marks: dict[int, list[Mark]] = {}  # saved states of the shards that can save one, in order
         self.counts = dict.fromkeys(("bad", "tail_dropped", *POLICIES), 0)
         self._tallies = [Tally() for _ in self._sources]  # counts of this rank
@@ -168,7 +168,7 @@ class Intake:
             self.marks.pop(shard, None)
 
     def drop_marks(self, pending: Table, cursors: IntArray) -> None:
-        """Keep the latest saved state from which all unused records can be read; drop older states."""
+        """Of each shard, drop states older than the last from which all unused records can be read."""
         for shard, marks in self.marks.items():
             rows = pending["row"][pending["shard"] == shard]
             least = min(int(rows.min()) if len(rows) else int(cursors[shard]), int(cursors[shard]))
@@ -229,7 +229,7 @@ class Read:
 
 
 def assign(sizes: Sequence[int], ranks: int, *, first: int = 0) -> list[list[int]]:
-    """Assign each shard, largest first, to the rank with the smallest sum of sizes, at first ``first``."""
+    """Assign each shard, largest first, to the rank with the smallest sum; ranks begin at ``first``."""
     heap = [(0, (rank - first) % ranks, rank) for rank in range(ranks)]
     heapq.heapify(heap)
     assigned: list[list[int]] = [[] for _ in range(ranks)]
@@ -354,8 +354,8 @@ class Reader:
             reads = list(islice(wanted, len(rows)))
             if len(reads) != len(rows):
                 raise ValueError(
-                    f"Shard {self._reading.shards[number].name} held {len(rows)} sequences when the "
-                    f"checkpoint was written, but gives {len(reads)} of them now. Restore the file."
+                    f"Shard {self._reading.shards[number].name} had {len(rows)} unused records when "
+                    f"the checkpoint was written, but gives {len(reads)} of them now. Restore the file."
                 )
             for read in reads:
                 self._tally.counts.update(read.counts)

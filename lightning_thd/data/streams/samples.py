@@ -75,12 +75,10 @@ class Sampler:
             return None
         sample = self._checked(given)
         patches, squares = self._patches(record, sample)
-        if self.max_patches is not None and patches > self.max_patches and self.oversize != "own_pack":
-            if self.oversize != "drop":
-                raise ValueError(f"{patches} image patches but max_patches={self.max_patches}.")
-            self.counts["dropped"] += 1
-            return None
-        fitted = self._fitted(sample, row)
+        wide = self.max_patches is not None and patches > self.max_patches
+        if wide and self.oversize not in ("drop", "own_pack"):
+            raise ValueError(f"{patches} image patches but max_patches={self.max_patches}. Set oversize=.")
+        fitted = self._fitted(sample, row, wide)
         if fitted is None:
             return None
         weight, sequences = whole_weight(fitted, "the record")
@@ -146,10 +144,10 @@ class Sampler:
             refuse_shifted([(sample["input_ids"], sample["labels"])], "the record")
         return sample
 
-    def _fitted(self, sample: dict[str, Any], row: int) -> dict[str, Any] | None:
-        """Apply the ``oversize`` policy to a sample: keep, cut, drop or refuse it."""
+    def _fitted(self, sample: dict[str, Any], row: int, wide: bool) -> dict[str, Any] | None:
+        """Apply the ``oversize`` policy to a sample that is too long, or too ``wide`` by its patches."""
         length = len(sample["input_ids"])
-        if length <= self.capacity:
+        if length <= self.capacity and not wide:
             return sample
         if self.oversize == "error":
             raise ValueError(f"the sequence has {length} tokens but capacity={self.capacity}. Set oversize=.")

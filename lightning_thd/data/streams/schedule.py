@@ -82,7 +82,7 @@ def rows_of(table: Table, rows: IntArray) -> Table:
 
 
 def plan_steps(pool: Table, scheduling: Scheduling, *, ended: bool) -> tuple[list[PlannedStep], Table]:
-    """Plan as many steps as the pool suffices for, in its order; return the steps and the sequences left."""
+    """Plan one step of ``Sequences(n)``, or all steps of ``Packs(n)``; return them and the rows left."""
     if not len(pool):
         return [], pool
     if isinstance(scheduling.step, Sequences):
@@ -166,7 +166,7 @@ _PLACE = ("shard", "row", "round")  # the fields that identify a sequence
 class Ledger:
     """The position in a stream, the same on all ranks. It has K shards and N sources."""
 
-    cursors: IntArray  # int64 ``[K]``, rows of each shard that were read in the present pass over its source
+    cursors: IntArray  # int64 ``[K]``, row after the last that was taken from each shard in this pass
     rounds: IntArray  # int64 ``[N]``, number of the present pass over each source
     drawn: IntArray  # int64 ``[N]``, sequences used of each source since a source last ran dry
     out: npt.NDArray[np.bool_]  # bool ``[N]``, sources that ran dry, so that the others finish this pass
@@ -174,7 +174,7 @@ class Ledger:
     planned: deque[PlannedStep] = field(default_factory=deque)  # planned steps that are not made, in order
     number: int = 0  # number of this pass over the stream
     steps: int = 0  # steps made in this pass
-    pace: int = 0  # sequences that each rank reads for each step that is already planned
+    pace: int = 0  # most of each source that a rank reads before a step that is already planned
 
     @classmethod
     def fresh(cls, shards: int, sources: int) -> Ledger:

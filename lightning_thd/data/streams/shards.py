@@ -130,7 +130,7 @@ class Beginning:
 
     @classmethod
     def of(cls, source: Any) -> Beginning:
-        """Return the object of a source, the same for all loaders of this process."""
+        """Return the ``Beginning`` of a source, the same for all loaders of this process."""
         try:
             return _KNOWN.setdefault(source, cls(source))
         except TypeError:  # the source is not hashable, or allows no weak reference
@@ -167,7 +167,7 @@ class IterableShard:
     beginning: Beginning | None = field(default=None, compare=False, repr=False)
 
     def read(self, start: int, mark: Mark | None = None) -> Rows:
-        """Yield the records from row ``start`` on, from the first record or a saved state."""
+        """Yield the records from row ``start`` on; the source is read from its start or a saved state."""
         records, first = self.begin(), 0
         # States of Hugging Face datasets are not used: they lose the records in shuffle buffers.
         if has_state(records) and not is_hf(records):
@@ -240,7 +240,7 @@ def _counts_across_shards(dataset: Any) -> str | None:
 
 
 def _part(dataset: Any, index: int, count: int) -> Any:
-    """Return one of ``count`` shards of a Hugging Face IterableDataset; any dataset is its only shard."""
+    """Return one of ``count`` shards of a Hugging Face IterableDataset; any dataset if ``count=1``."""
     if count == 1:
         return dataset
     part = dataset.shard(num_shards=count, index=index)

@@ -52,7 +52,8 @@ class Stream:
             read by one rank for all ranks, so it must not split itself by rank.
         window: sequences that each rank holds to plan from; a larger window fills packs and balances work
             better.
-        shuffle_buffer: sequences that each rank holds to draw from at random; 0 keeps their order.
+        shuffle_buffer: sequences that each rank holds to draw from at random, from shards in random
+            order; 0 keeps the order of both.
         steps_per_epoch: optimizer steps of an epoch; None ends it with the data, so endless streams need one.
         on_error: ``"raise"`` stops at an unusable record, ``"skip"`` skips and counts it; None takes
             ``on_error`` and ``max_errors`` of the data module.
@@ -213,7 +214,7 @@ class StreamedSteps:
             self._ahead.submit(self.engine.make_next)
 
     def state(self, at: Position) -> dict[str, Any]:
-        """Return the position, and hashes of the shards and settings for which it holds."""
+        """Return the position, and texts that identify the shards and settings for which it holds."""
         return {
             "epoch": at.epoch,
             "step": at.step,
@@ -268,18 +269,18 @@ class StreamedSteps:
 
 
 def _settings(streams: Streams, settings: DataSettings, job: Job) -> Settings:
-    """Return the settings of a stream; refuse settings that need all lengths before the first step."""
+    """Return the settings of a stream; refuse those that ranks or a stream cannot follow."""
     if job.sharing is not None:
         raise ValueError("context_parallel_size='dynamic' plans a degree from all lengths. Pass a dataset.")
     if settings.oversize == "split":
         raise ValueError("oversize='split' needs every length before the first step. Set another policy.")
     step, opener = settings.step(job), settings.opener
     if isinstance(step, Packs) and step.n % job.ranks:
-        raise ValueError(f"{step} cannot be shared by {job.ranks} data-parallel ranks.")
+        raise ValueError(f"{step} cannot be shared by {job.ranks} data-parallel ranks. Pass a multiple.")
     if settings.scheduler is not None and isinstance(step, Packs):
         raise ValueError(f"A scheduler cannot serve {step}. Pass global_batch=Sequences(n).")
     if opener.packed in ("sequences", "packs"):
-        raise ValueError(f"packed={opener.packed!r} takes rows apart, which a stream cannot.")
+        raise ValueError(f"packed={opener.packed!r} takes rows apart, which a stream cannot. Pass a dataset.")
     slots = make_slots(settings.capacity, job.alignment, settings.max_patches)
     chat = None if opener.processor is None else VisionChat(opener.processor)
     shards, sources = streams.open(opener, job.ranks)
@@ -296,7 +297,7 @@ def _settings(streams: Streams, settings: DataSettings, job: Job) -> Settings:
             drop_empty=settings.empty == "drop",
             text_key=opener.text_key,
             append_eos=opener.append_eos,
-            # With a processor, rows of ids are refused, because there is nothing to render.
+            # With a processor, a stream outside a mixture refuses rows of ids: there is nothing to render.
             records="messages" if chat is not None and "" in streams.streams else opener.records,
             one_each=opener.packed != "off",
             vocab_size=settings.vocab_size or vocab_size(job.model),

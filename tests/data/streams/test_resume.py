@@ -81,7 +81,7 @@ def test_a_shard_that_lost_rows_is_noticed(tmp_path: Path) -> None:
     write_shards(tmp_path, [30])
     state = run(f"{tmp_path}/*.jsonl", steps=1, n=4)[1]
     (tmp_path / "000.jsonl").write_text("")
-    with pytest.raises(ValueError, match="Rank 0: Shard .*000.jsonl held .* sequences when"):
+    with pytest.raises(ValueError, match="Rank 0: Shard .*000.jsonl had .* unused records when"):
         run(f"{tmp_path}/*.jsonl", state=state, n=4)
 
 
