@@ -132,7 +132,7 @@ def weighted(name: str, given: object) -> tuple[Any, float]:
         source, weight = given
         if isinstance(weight, int | float) and not isinstance(weight, bool):
             return source, float(weight)
-    raise TypeError(f"train[{name!r}] is a {type(given).__name__}, wanted (source, number).")
+    raise TypeError(f"train[{name!r}] is a {type(given).__name__}, wanted (source, weight), a number.")
 
 
 def open_set(
