@@ -44,8 +44,13 @@ from lightning_thd.loss.watch import SlotLosses, recorded_losses, show
 
 
 def differentiable(output: Any) -> list[Tensor]:
-    """List the tensors in a step's output that require gradients."""
-    return [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+    """List the tensors in a step's output that require gradients; raise if there are none."""
+    if not (found := [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]):
+        raise CaptureError(
+            "no output of the step requires a gradient. Return the loss, not detached, or train something "
+            "that the loss depends on."
+        )
+    return found
 
 
 def differentiate(
@@ -105,11 +110,6 @@ class GraphPair:
         self.forward, outputs = backend.capture(function)
         flat, self._spec = tree_flatten(outputs)
         found = differentiable(flat)
-        if not found:
-            raise CaptureError(
-                "no output of the step requires a gradient. Return the loss, not detached, or train "
-                "something that the loss depends on."
-            )
         _refuse_foreign_leaves(found, leaves)
         self.grad_outputs = [torch.zeros_like(x) for x in found]
         with copied_into(buffers, leaves):
@@ -395,9 +395,7 @@ def _warm_up(
 def _forward_backward(
     run: Callable[[StaticBatch], Any], batch: StaticBatch, leaves: Sequence[Tensor]
 ) -> None:
-    outputs = differentiable(run(batch))
-    if outputs:  # the capture raises for a step without them
-        differentiate(outputs, leaves)
+    differentiate(differentiable(run(batch)), leaves)
 
 
 def _checked(output: Any) -> Any:

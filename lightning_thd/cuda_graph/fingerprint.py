@@ -33,7 +33,7 @@ _SETTINGS = ("config", "_hparams")  # The values inside these are compared, too.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _REGISTRIES = ("_parameters", "_buffers", "_modules", *_HOOKS)
 # Attributes of every module, such as its Trainer, are not compared; its registries are, in their own spaces.
-_USUAL = frozenset((*vars(nn.Module()), *vars(L.LightningModule()))) - {"training", "_hparams"}
+USUAL = frozenset((*vars(nn.Module()), *vars(L.LightningModule()))) - {"training", "_hparams"}
 _RECIPE = "_thd_fp8"
 _ONLY_LOOKS = "_thd_only_looks"
 
@@ -147,7 +147,7 @@ class Fingerprint:
         hooks = (getattr(nn_module, f"_global{name}") for name in _HOOKS)
         spaces = {id(held): _Space(held, "the hooks of every module", True) for held in hooks}
         for path, child in used.items():
-            left_out = _USUAL.union(written.get(id(child), ()))
+            left_out = USUAL.union(written.get(id(child), ()))
             for space in _spaces_of(path, child, left_out, uses.read if child is module else None):
                 spaces.setdefault(id(space.held), space)  # layers share a config
         self._spaces = [*spaces.values()]

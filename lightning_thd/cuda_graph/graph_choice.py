@@ -203,12 +203,8 @@ def sequence_counts(max_sequences: object) -> tuple[int, ...]:
     """Return ``max_sequences`` as a sorted tuple, empty for "auto"; raise for other values than ints >= 1."""
     if isinstance(max_sequences, str) and max_sequences == "auto":
         return ()
-    counts = (max_sequences,) if isinstance(max_sequences, int) else max_sequences
-    if (
-        not isinstance(counts, list | tuple)
-        or not counts
-        or any(not isinstance(s, int) or isinstance(s, bool) or s < 1 for s in counts)
-    ):
+    counts: Any = max_sequences if isinstance(max_sequences, list | tuple) else [max_sequences]
+    if not counts or any(not isinstance(s, int) or isinstance(s, bool) or s < 1 for s in counts):
         raise ValueError(
             f"max_sequences={max_sequences!r}: wanted 'auto', a number of sequences such as 64, or several "
             "such as (24, 80)."

@@ -37,7 +37,7 @@ from lightning_thd.cuda_graph.capture import (
 )
 from lightning_thd.cuda_graph.errors import CaptureError, as_capture_error
 from lightning_thd.cuda_graph.fingerprint import PLAIN, Fingerprint, Uses
-from lightning_thd.cuda_graph.guards import RandomUse, attribute, guarded, restored, sharded_by
+from lightning_thd.cuda_graph.guards import RandomUse, attribute, guarded, remembered, restored, sharded_by
 from lightning_thd.parallel.across_ranks import all_agree
 from lightning_thd.parallel.shard import THDShard
 
@@ -204,6 +204,7 @@ class GraphedStep:
     def _try_capture(self, example: Example) -> CaptureError | None:
         """Capture and verify all buckets; return the error, or None."""
         subject = self._subject
+        give_back = remembered(map(vars, subject.module.modules()))
         try:
             missing = subject.backend.unavailable(example.device)
             if missing is not None:
@@ -213,6 +214,7 @@ class GraphedStep:
             for step in self._graphs.values():
                 prove(subject, step, example)
         except Exception as error:  # training goes on after any failed capture
+            give_back()  # counters, lists and metrics, which have seen dummy batches
             return as_capture_error(error)
         return None
 
@@ -362,18 +364,13 @@ def _refuse_difference(found: Any, wanted: Any, what: str, bound: float) -> None
                 f"{name}: a tensor of shape {tuple(eager.shape)}, and {tuple(replayed.shape)} from a graph, "
                 f"which is padded. {_ADVICE}"
             )
-        error = _error(replayed.detach().double(), eager.detach().double())
-        if error > bound:
+        now, before = replayed.detach().double(), eager.detach().double()
+        error = float((now - before).norm() / before.norm().clamp_min(1e-30)) if before.numel() else 0.0
+        if math.isfinite(error) and error > bound:
             raise CaptureError(
                 f"{name}: a value that differs by {error:.1e} from a graph, which is padded with dummy "
                 f"sequences. It depends on the number of slots or sequences, or on the padding. {_ADVICE}"
             )
-
-
-def _error(found: Tensor, wanted: Tensor) -> float:
-    """Return the relative difference, or 0 if it is not finite."""
-    error = float((found - wanted).norm() / wanted.norm().clamp_min(1e-30)) if wanted.numel() else 0.0
-    return error if math.isfinite(error) else 0.0
 
 
 def _rounding(module: nn.Module, device: torch.device) -> float:

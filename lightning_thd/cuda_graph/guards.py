@@ -8,8 +8,9 @@ second forward pass would differ.
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import lightning.pytorch as L
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_thd.cuda_graph.errors import CaptureError, refuse
-from lightning_thd.cuda_graph.fingerprint import ABSENT, PLAIN
+from lightning_thd.cuda_graph.fingerprint import ABSENT, PLAIN, USUAL
 from lightning_thd.models.positions import keep_frequencies
 
 # Attributes of the Trainer that change during training. All others (devices, precision) may be read.
@@ -118,15 +119,13 @@ def guarded(module: nn.Module) -> Iterator[list[LoggedValue]]:
 @contextlib.contextmanager
 def attribute(module: nn.Module, name: str, value: Callable[..., Any]) -> Iterator[None]:
     """Set an attribute of a module inside this context."""
-    before = module.__dict__.get(name)
+    before = {name: module.__dict__[name]} if name in module.__dict__ else {}
     module.__dict__[name] = value
     try:
         yield
     finally:
-        if before is None:
-            module.__dict__.pop(name, None)
-        else:
-            module.__dict__[name] = before
+        module.__dict__.pop(name, None)
+        module.__dict__.update(before)
 
 
 def check_numbers(runs: list[list[LoggedValue]], sizes: set[int]) -> None:
@@ -145,25 +144,27 @@ _CONTAINERS = (list, dict, set, tuple)
 _SHARDED = ("FSDPModule", "FullyShardedDataParallel", "FullyShardedDataParallelPlus", "DeepSpeedEngine")
 
 
-def host_state(module: nn.Module) -> dict[tuple[int, str], Any]:
+def host_state(module: nn.Module) -> dict[tuple[int, str], tuple[Any, Any]]:
     """Collect plain attributes, container sizes and buffers of all submodules, to detect changes."""
-    found: dict[tuple[int, str], Any] = {}
+    found: dict[tuple[int, str], tuple[Any, Any]] = {}
     for i, child in enumerate(module.modules()):
-        for name, value in vars(child).items():
+        for name, value in (*vars(child).items(), *child._buffers.items()):
+            own = i == 0 and name not in USUAL and name[:4] != "_thd"  # hooks of the user may read it
             if isinstance(value, PLAIN):
-                found[i, name] = value
+                found[i, name] = None, value
             elif isinstance(value, _CONTAINERS) and name != "_buffers":
-                found[i, name] = len(value)
-        for name, buffer in child._buffers.items():
-            found[i, name] = None if buffer is None else (id(buffer), buffer._version)
+                found[i, name] = value if own else None, len(value)
+            elif own or name in child._buffers:
+                found[i, name] = value, value._version if isinstance(value, Tensor) else None
     return found
 
 
-def refuse_host_changes(module: nn.Module, before: dict[tuple[int, str], Any]) -> None:
+def refuse_host_changes(module: nn.Module, before: dict[tuple[int, str], tuple[Any, Any]]) -> None:
     """Raise if a step changes Python state, because a replay would not change it again."""
     after = host_state(module)
     for key in (*before, *after):
-        if before.get(key, ABSENT) == after.get(key, ABSENT):
+        (old, state), (new, now) = before.get(key, (ABSENT, None)), after.get(key, (ABSENT, None))
+        if old is new and state == now:
             continue
         index, name = key
         owner = type(list(module.modules())[index]).__name__
@@ -174,25 +175,39 @@ def refuse_host_changes(module: nn.Module, before: dict[tuple[int, str], Any]) -
         )
 
 
+def remembered(spaces: Iterable[dict[str, Any]]) -> Callable[[], None]:
+    """Return a function that gives dictionaries of attributes back their present values and contents."""
+    kept = [
+        (space, name, value, value.detach().clone() if isinstance(value, Tensor) else copy.copy(value))
+        for space in spaces
+        for name, value in space.items()
+        if isinstance(value, (*PLAIN, *_CONTAINERS, Tensor)) and name not in USUAL and name[:4] != "_thd"
+    ]
+
+    @torch.no_grad()
+    def give_back() -> None:
+        for space, name, value, contents in kept:
+            space[name] = value
+            if isinstance(value, Tensor):
+                value.copy_(contents)
+            elif isinstance(value, list | dict | set):
+                value.clear()
+                (value.extend if isinstance(value, list) else value.update)(contents)
+
+    return give_back
+
+
 @contextlib.contextmanager
 def restored(module: nn.Module) -> Iterator[None]:
     """Restore random states and the values of buffers when this context ends."""
     keep_frequencies(module)  # otherwise a graph would use buffers that are freed when this context ends
-    buffers = [
-        (child._buffers, name, x, None if x is None else x.clone())
-        for child in module.modules()
-        for name, x in child._buffers.items()
-    ]
+    give_back = remembered(child._buffers for child in module.modules())
     devices = sorted({x.device.index or 0 for x in module.parameters() if x.is_cuda})
     with torch.random.fork_rng(devices=devices):
         try:
             yield
         finally:
-            with torch.no_grad():
-                for owner, name, buffer, value in buffers:
-                    owner[name] = buffer
-                    if buffer is not None and value is not None:
-                        buffer.copy_(value)
+            give_back()
 
 
 def refuse_sums_over_slots(module: nn.Module) -> None:

@@ -17,7 +17,7 @@ from lightning_thd._static import static_shapes
 from lightning_thd.batch import THDBatch
 from lightning_thd.cuda_graph.buckets import StaticBatch
 from lightning_thd.cuda_graph.capture import StepFunction, differentiable, differentiate
-from lightning_thd.cuda_graph.errors import CaptureError, as_capture_error, reporting_to
+from lightning_thd.cuda_graph.errors import as_capture_error, reporting_to
 from lightning_thd.cuda_graph.guards import (
     HostValue,
     RandomUse,
@@ -117,10 +117,7 @@ def _forward_backward(module: nn.Module, batch: THDBatch, run: StepFunction) -> 
     leaves = [p for p in module.parameters() if p.requires_grad]
     with guarded(module):
         output = run(module, StaticBatch.watching(batch))
-    losses = differentiable(output)
-    if not losses:
-        raise CaptureError("no output of the step requires a gradient. Return the loss, not detached.")
-    differentiate(losses, leaves)
+    differentiate(differentiable(output), leaves)
 
 
 @contextmanager

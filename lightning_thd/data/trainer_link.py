@@ -15,6 +15,7 @@ from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
 from lightning_thd._find import model_config, models_in, outermost_models, text_config
@@ -189,6 +190,13 @@ def check_trainer(trainer: L.Trainer | None, step: Packs | Sequences | None) -> 
             "See docs/reference/messages.md#steps."
         )
     job = job_of(trainer)
+    if (job.accumulate != 1 or isinstance(step, Sequences)) and is_param_in_hook_signature(
+        module.training_step, "dataloader_iter", explicit=True
+    ):
+        raise MisconfigurationException(
+            "training_step(dataloader_iter) reads batches itself: Lightning would clear gradients inside an "
+            "accumulated step, and Sequences(n) has several microbatches. Take (self, batch, batch_idx)."
+        )
     recipe = recipe_of(job.model)
     if recipe is not None and recipe.engine == "te" and not hasattr(trainer.precision_plugin, "recipe"):
         rank_zero_warn(

@@ -124,17 +124,18 @@ def gspo_loss(
     and the divergence is averaged over each row's tokens. Equal policies and advantages of 1 give -1.
     """
     low, high = _bounds(clip, clip_high)
-    given = _masked(rollouts, logp=logp, old_logp=old_logp)
-    rows, of_row = rollouts.shape[:1], advantages.detach()
+    rows, of_row, of_slot = rollouts.shape[:1], advantages.detach(), None
     shaped(advantages, "advantages", rows, "one per row.")
     if weights is not None:
         shaped(weights, "weights", rows, "one per row.")
+        of_row = torch.where(weights != 0, of_row, 0.0)  # a NaN of weight 0 reaches no gradient
+        of_slot = torch.cat([weights, weights.new_zeros(1)]).index_select(0, rollouts.row)
+    given = _masked(rollouts, of_slot, logp=logp, old_logp=old_logp)
     ratio = _ratio(rollouts.means(given["logp"] - given["old_logp"].detach()))
     losses = -torch.minimum(ratio * of_row, ratio.clamp(low, high) * of_row)
     losses = torch.where(rollouts.counts > 0, losses, 0.0)
-    losses = losses + rollouts.means(_divergence(given["logp"], reference_logp, beta, rollouts))
-    if weights is not None:
-        losses = torch.where(weights != 0, losses, 0.0) * weights.detach()
+    losses = losses + rollouts.means(_divergence(given["logp"], reference_logp, beta, rollouts, of_slot))
+    losses = losses if weights is None else losses * weights.detach()
     return losses.sum() * (1.0 / max(1, *rows) if scale is None else real_number(scale, "scale"))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
 from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd.callbacks.cuda_graph import CaptureError, GraphedStep, lint_capture
@@ -93,9 +94,10 @@ class Extra(nn.Module):
         super().__init__()
         self.model, self.kind = tiny_llama(torch.float64), kind
         self.register_buffer("total", torch.zeros((), dtype=torch.float64))
-        self.outside = [
-            torch.ones((), dtype=torch.float64, requires_grad=True)
-        ]  # a list hides it from the module
+        # a list hides it from the module
+        self.outside = [torch.ones((), dtype=torch.float64, requires_grad=True)]
+        self.last, self.calls, self.losses = torch.zeros(()), 0, list[Tensor]()
+        self.mean = MeanMetric()
 
     def loss(self, batch: THDBatch) -> Tensor:
         loss = causal_lm_loss(self.model, batch)
@@ -103,6 +105,12 @@ class Extra(nn.Module):
             self.total += batch.targets.numel()
         elif self.kind == "rebound":
             self.total = self.total + 1
+        elif self.kind == "kept":  # a hook would read the value of the capture
+            self.last = loss.detach()
+        elif self.kind == "counted":
+            self.calls += 1
+            self.losses.append(loss.detach())
+            self.mean.update(loss.detach())
         elif self.kind == "outside":
             loss = loss * self.outside[0]
         return loss
@@ -116,6 +124,8 @@ class Extra(nn.Module):
             r"the step changes Extra.total. A replay would not change it again; if it is a buffer",
         ),
         ("rebound", r"the step changes Extra.total"),
+        ("kept", r"the step changes Extra.last"),
+        ("counted", r"the step changes Extra.calls"),
         ("outside", r"trains a tensor of shape \(\) that is not a parameter of the module"),
     ],
 )
@@ -125,8 +135,13 @@ def test_state_that_a_replay_would_get_wrong_is_refused_and_left_alone(kind: str
     step = graphed(module, Extra.loss, require=False)
     with pytest.warns(UserWarning, match=message):
         loss = step(random_batch(1, count=4))
-    assert float(module.total) == {"in place": loss_slots(), "rebound": 1.0, "outside": 0.0}[kind]
+    assert float(module.total) == {"in place": loss_slots(), "rebound": 1.0}.get(kind, 0.0)
     assert (module.total is buffer) == (kind != "rebound")
+    if kind == "kept":
+        assert module.last == loss
+    if kind == "counted":  # once, by the eager step
+        assert module.calls == len(module.losses) == module.mean.update_count == 1
+        assert float(module.mean.compute()) == pytest.approx(float(loss.detach()))
     assert loss.requires_grad
 
 

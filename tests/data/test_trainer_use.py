@@ -74,6 +74,23 @@ def test_accumulation_changed_while_it_trains_is_refused(train: Any, step: Seque
         trainer.fit(TinyModule(), THDDataModule(train, capacity=CAPACITY, global_batch=step))
 
 
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
+@pytest.mark.parametrize(("step", "accumulate"), [(Sequences(7), 1), (None, 2)])
+def test_a_step_that_reads_the_loader_itself_has_one_batch(step: Sequences | None, accumulate: int) -> None:
+    class Reads(TinyModule):
+        def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+            batch, _, _ = next(dataloader_iter)
+            self.seen.append(batch.sequence_ids)
+            return causal_lm_loss(self.model, batch)
+
+    trainer = make_trainer(max_steps=2, strategy="thd", accumulate_grad_batches=accumulate)
+    with pytest.raises(MisconfigurationException, match="reads batches itself"):
+        trainer.fit(Reads(), THDDataModule(SAMPLES, capacity=CAPACITY, global_batch=step))
+    module = Reads()
+    make_trainer(max_steps=2, strategy="thd").fit(module, THDDataModule(SAMPLES, capacity=CAPACITY))
+    assert len(module.seen) == 2
+
+
 @pytest.mark.parametrize("mixed", [False, True])
 def test_hooks_of_the_users_module_run(mixed: bool) -> None:
     class Doubles(TinyModule):

@@ -163,6 +163,24 @@ def test_weights_and_the_dual_clip() -> None:
     torch.testing.assert_close(one, (rows * by_row)[rollouts.counts > 0].sum())
 
 
+def test_nan_in_a_row_of_weight_0_reaches_no_gradient_of_gspo() -> None:
+    rollouts, response = make_rollouts()
+    values = padded_values(4, response)
+    logp, old = (rollouts.pack(x) for x in values[:2])
+    weights = torch.ones(ROWS, dtype=torch.float64)
+    weights[1] = 0.0
+    found = []
+    for lost in (0.5, math.nan):
+        leaf, blank = logp.clone().requires_grad_(), torch.where(rollouts.row == 1, lost, 0.0)
+        reference, advantages = old + blank, torch.where(weights == 0, lost, values[3])
+        loss = policy.gspo_loss(
+            leaf, old + blank, advantages, rollouts, reference_logp=reference, beta=0.1, weights=weights
+        )
+        found.append((loss, *torch.autograd.grad(loss, leaf)))
+    assert found[0][1].norm() > 0
+    torch.testing.assert_close(found[1], found[0])
+
+
 def test_group_advantages() -> None:
     assert policy.group_advantages(torch.tensor([1.0, 3.0]), 2, normalise=False).tolist() == [-1.0, 1.0]
     rewards = torch.rand(6, dtype=torch.float64)
