@@ -111,8 +111,7 @@ class CUDAGraphCallback(L.Callback):
         if isinstance(chosen, str):
             chosen = CudaBackend() if chosen == "cuda" else RecordingBackend()
         backend: Backend = chosen
-        reason = _unsupported(trainer, pl_module, backend)
-        if reason is not None:
+        if (reason := _unsupported(trainer, pl_module, backend)) is not None:
             self._stay_idle(reason)
             return
         original = pl_module.training_step
@@ -205,8 +204,7 @@ class CUDAGraphCallback(L.Callback):
 
 def _unsupported(trainer: L.Trainer, module: L.LightningModule, backend: Backend) -> str | None:
     """Return why this fit cannot use CUDA graphs, or None if it can."""
-    missing = backend.unavailable(trainer.strategy.root_device)
-    if missing is not None:
+    if (missing := backend.unavailable(trainer.strategy.root_device)) is not None:
         return missing
     if not module.automatic_optimization:
         return (

@@ -169,13 +169,10 @@ def sample_layouts(planner: PackPlanner, *, dp: int = 1) -> list[Layout]:
 
 def expected_cost(needs: IntArray, sequences: Sequence[int], costs: GraphCosts) -> float:
     """Return the mean cost of batches that need ``[N]`` sequences, if these buckets are captured."""
-    total, done = 0.0, 0
-    ordered = np.sort(needs)
-    for s in sorted(sequences):
-        upto = int(np.searchsorted(ordered, s, side="right"))
-        total += (upto - done) * costs.replay(s)
-        done = upto
-    return (total + (len(ordered) - done) * costs.eager) / len(ordered)
+    sizes = sorted(sequences)
+    fitting = np.searchsorted(np.sort(needs), sizes, side="right").tolist()  # batches that fit each bucket
+    replayed = sum((n - m) * costs.replay(s) for s, m, n in zip(sizes, [0, *fitting], fitting, strict=False))
+    return (replayed + (len(needs) - max(fitting, default=0)) * costs.eager) / len(needs)
 
 
 def best_sequences(needs: IntArray, num_buckets: int, costs: GraphCosts) -> tuple[int, ...]:

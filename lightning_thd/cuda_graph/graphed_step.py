@@ -127,9 +127,8 @@ class GraphedStep:
 
     def __call__(self, batch: Any, *rest: Any) -> Any:
         """Run the step on a batch, replayed from a graph if one fits."""
-        if isinstance(self.wrapped, DistributedDataParallel):
-            return self._through_ddp(batch, *rest)
-        return self._run(batch, *rest)
+        through_ddp = isinstance(self.wrapped, DistributedDataParallel)
+        return self._through_ddp(batch, *rest) if through_ddp else self._run(batch, *rest)
 
     def close(self) -> None:
         """Drop all graphs and their memory; the next call with gradients captures again."""
@@ -197,8 +196,9 @@ class GraphedStep:
             self.stats.captures += len(self._graphs)
         self.stats.capture_s += time.perf_counter() - started
         if self._modes is None:
-            elsewhere = CaptureError("the capture failed on another rank, whose message says why.")
-            self._give_up(error or elsewhere)
+            self._give_up(
+                error or CaptureError("the capture failed on another rank, whose message says why.")
+            )
         return self._modes is not None
 
     def _try_capture(self, example: Example) -> CaptureError | None:
@@ -206,8 +206,7 @@ class GraphedStep:
         subject = self._subject
         give_back = remembered(map(vars, subject.module.modules()))
         try:
-            missing = subject.backend.unavailable(example.device)
-            if missing is not None:
+            if (missing := subject.backend.unavailable(example.device)) is not None:
                 raise CaptureError(f"{missing}.")
             for bucket in reversed(self.buckets):  # the largest first, so that smaller ones reuse its memory
                 self._graphs[bucket] = capture_step(subject, bucket, example, self._shared)

@@ -177,7 +177,7 @@ def refuse_host_changes(module: nn.Module, before: dict[tuple[int, str], tuple[A
 
 def remembered(spaces: Iterable[dict[str, Any]]) -> Callable[[], None]:
     """Return a function that gives dictionaries of attributes back their present values and contents."""
-    kept = [
+    kept: list[tuple[dict[str, Any], str, Any, Any]] = [
         (space, name, value, value.detach().clone() if isinstance(value, Tensor) else copy.copy(value))
         for space in spaces
         for name, value in space.items()

@@ -125,10 +125,9 @@ class _Functions(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not self._operators.running:  # skip Python calls inside a kernel
-            problem = function_problem(func, args, kwargs)
-            if problem is not None:
-                self._report(problem, calling_line())
+        inside = self._operators.running  # skip Python calls inside a kernel
+        if not inside and (problem := function_problem(func, args, kwargs)) is not None:
+            self._report(problem, calling_line())
         return func(*args, **kwargs)
 
 
@@ -142,16 +141,14 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        problem = operator_problem(func, args, kwargs)
-        if problem is not None:
+        if (problem := operator_problem(func, args, kwargs)) is not None:
             self._report(problem, calling_line())
         self.running += 1
         try:
             result = func(*args, **kwargs)
         finally:
             self.running -= 1
-        call = _call(func, args, kwargs, result)
-        if call is not None:
+        if (call := _call(func, args, kwargs, result)) is not None:
             self._tape.calls.append(call)
         return _wait_for_recorded(result) if func.namespace == "c10d" else result
 
@@ -162,8 +159,7 @@ class RefuseReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        problem = operator_problem(func, args, kwargs or {})
-        if problem is not None:
+        if (problem := operator_problem(func, args, kwargs or {})) is not None:
             raise CaptureError(problem, calling_line())
         return func(*args, **(kwargs or {}))
 
@@ -237,8 +233,7 @@ def function_problem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def operator_problem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Return why a dispatched operator cannot be captured, or None."""
-    found = _OPERATORS.get(func)
-    if found is not None:
+    if (found := _OPERATORS.get(func)) is not None:
         return found
     if func is _aten.repeat_interleave.Tensor:
         known = kwargs.get("output_size", args[1] if len(args) > 1 else None) is not None

@@ -190,9 +190,9 @@ def check_trainer(trainer: L.Trainer | None, step: Packs | Sequences | None) -> 
             "See docs/reference/messages.md#steps."
         )
     job = job_of(trainer)
-    if (job.accumulate != 1 or isinstance(step, Sequences)) and is_param_in_hook_signature(
-        module.training_step, "dataloader_iter", explicit=True
-    ):
+    hook = None if module is None else module.training_step
+    reads = hook is not None and is_param_in_hook_signature(hook, "dataloader_iter", explicit=True)
+    if reads and (job.accumulate != 1 or isinstance(step, Sequences)):
         raise MisconfigurationException(
             "training_step(dataloader_iter) reads batches itself: Lightning would clear gradients inside an "
             "accumulated step, and Sequences(n) has several microbatches. Take (self, batch, batch_idx)."

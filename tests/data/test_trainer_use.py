@@ -74,7 +74,7 @@ def test_accumulation_changed_while_it_trains_is_refused(train: Any, step: Seque
         trainer.fit(TinyModule(), THDDataModule(train, capacity=CAPACITY, global_batch=step))
 
 
-@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
 @pytest.mark.parametrize(("step", "accumulate"), [(Sequences(7), 1), (None, 2)])
 def test_a_step_that_reads_the_loader_itself_has_one_batch(step: Sequences | None, accumulate: int) -> None:
     class Reads(TinyModule):
