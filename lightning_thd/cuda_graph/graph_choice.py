@@ -170,7 +170,7 @@ def sample_layouts(planner: PackPlanner, *, dp: int = 1) -> list[Layout]:
 def expected_cost(needs: IntArray, sequences: Sequence[int], costs: GraphCosts) -> float:
     """Return the mean cost of batches that need ``[N]`` sequences, if these buckets are captured."""
     sizes = sorted(sequences)
-    fitting = np.searchsorted(np.sort(needs), sizes, side="right").tolist()  # batches that fit each bucket
+    fitting: list[int] = np.searchsorted(np.sort(needs), sizes, side="right").tolist()
     replayed = sum((n - m) * costs.replay(s) for s, m, n in zip(sizes, [0, *fitting], fitting, strict=False))
     return (replayed + (len(needs) - max(fitting, default=0)) * costs.eager) / len(needs)
 
