@@ -15,7 +15,7 @@ from torchmetrics import MeanMetric
 
 from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd.callbacks.cuda_graph import CaptureError, GraphedStep, lint_capture
-from lightning_thd.cuda_graph.guards import HostValue, guarded
+from lightning_thd.cuda_graph.guards import HostValue, guarded, remembered
 from lightning_thd.parallel.shard import shard_batch
 from tests.cuda_graph.support import BUCKETS, GraphModule, graphed, random_batch
 from tests.models.families import build
@@ -264,3 +264,13 @@ def test_messages() -> None:
     whole = THDBatch.collate([{"input_ids": torch.ones(8, dtype=torch.int64)}])
     with pytest.raises(ValueError, match="got a THDShard, whose attention needs the other ranks"):
         lint_capture(tiny_llama(), shard_batch(whole, group=None, cp=2, rank=0))
+
+
+def test_expanded_attributes_do_not_stop_a_module_from_being_given_back() -> None:
+    module: Any = nn.Linear(2, 2)
+    module.mask, module.count, module.kept = torch.ones(1).expand(3), 1, torch.ones(2)
+    give_back = remembered(map(vars, module.modules()))
+    module.count = 5
+    module.kept.zero_()
+    give_back()
+    assert (module.count, module.kept.tolist(), module.mask.tolist()) == (1, [1.0, 1.0], [1.0] * 3)
