@@ -182,5 +182,6 @@ def segment_sums(values: Tensor, segment: Tensor, num_segments: int) -> Tensor:
     """Sum values ``[T]`` by their ascending ``segment``; leave out segments from ``num_segments`` on."""
     bounds = torch.arange(num_segments + 1, device=segment.device)
     offsets = torch.searchsorted(segment.contiguous(), bounds)
-    sums: Tensor = torch.segment_reduce(values, "sum", offsets=offsets, initial=0, unsafe=True)
-    return sums
+    wide = torch.float32 if values.is_mps else torch.float64  # a CPU adds one by one: fp32 loses small values
+    sums: Tensor = torch.segment_reduce(values.to(wide), "sum", offsets=offsets, initial=0, unsafe=True)
+    return sums.to(values.dtype)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -62,6 +63,17 @@ def test_there_and_back(seed: int, multiple: int, total: int) -> None:
     torch.testing.assert_close(by_sequence, packed.sums(packed.pack(values))[mask.any(1)])
     means = (values * counted).sum(1) / counted.sum(1).clamp_min(1)
     torch.testing.assert_close(packed.means(packed.pack(values)), means)
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-7), (torch.bfloat16, 4e-3)])
+def test_sums_of_long_responses_lose_no_small_values(dtype: torch.dtype, rtol: float) -> None:
+    """Added one by one in fp32, a sum above 512 swallows what is below 3e-5; in bf16 it stays at 2,048."""
+    likely = torch.rand(2, 16_384, generator=torch.Generator().manual_seed(0)) ** 12 * 2
+    mask = torch.ones(likely.shape, dtype=torch.long)
+    packed = PackedRollouts.from_padded(torch.zeros_like(mask), mask)
+    values, wanted = packed.pack(-likely.to(dtype)), -likely.to(dtype)[:, 1:].double().sum(1)
+    for found in (packed.sums(values), sequence_sums(values, packed.batch)):
+        torch.testing.assert_close(found.double(), wanted, rtol=rtol, atol=0.0)
 
 
 def test_model_in_one_call_equals_each_row_by_itself() -> None:
