@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("transformers")
 
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from lightning_thd import Packs, THDBatch, THDDataModule
@@ -47,6 +47,10 @@ MARKS_CHANGE = (
 MARKED_TWICE = MARKED.replace(
     "{{ m.content }}<|end|>{% endgen", "{{ m.content }}{% endgeneration %}{% generation %}<|end|>{% endgen"
 )
+AS_JSON = PLAIN.replace("m.content", "m.content if m.content is string else m.content | tojson")
+# A switch whose name holds that of a key, and a template that writes no thought, as that of DeepSeek R1.
+SWITCHED = "{% set enable_thinking = true %}" + PLAIN
+CUTS = PLAIN.replace("m.content", "m.content.split('</think>')[-1]")
 # As templates of models that think, it asks with an open thought and writes earlier answers without one.
 OPENS_A_THOUGHT = "%}<|assistant|>\n{% endif %}", "%}<|assistant|>\n<think>{% endif %}"
 WITH_A_SYSTEM_PROMPT = (
@@ -132,6 +136,21 @@ def test_prompts_and_completions(tmp_path: Path, num_workers: int) -> None:
     assert store.loss_tokens.tolist() == [len(after) + 1, 1]
     own = open_source(file)  # bytes: EOS at the end, none between
     assert own[0]["input_ids"].tolist() == [*b"two plus two is four", 257]
+
+
+@pytest.mark.parametrize("asked", ["two plus", "two plus "])
+def test_a_completion_begins_without_the_blank_that_a_tokenizer_puts_before_a_text(asked: str) -> None:
+    """Tokenizers of the kind of sentencepiece do, those of Llama 2 and Mistral among them."""
+    inner = Tokenizer(models.BPE({sign: i for i, sign in enumerate(dict.fromkeys("\u2581\natwoplusfr"))}, []))
+    blank = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    inner.normalizer = normalizers.Sequence(blank)
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>")
+    record = {"prompt": asked, "completion": "four"}
+    rows = Encoder(tokenizer=tokenizer, kind="prompt").encode([("a", record)])
+    assert tokenizer.decode(rows.tokens) == f"{asked}four</s>"
 
 
 def test_documents_and_completions_end_with_eos_once() -> None:
@@ -228,6 +247,14 @@ def test_marks_tell_where_a_prompt_ends_if_the_template_opens_a_thought_of_its_o
         learned(MARKED_TWICE, talk, skip=3)
 
 
+def test_marks_may_leave_thoughts_out_of_earlier_turns() -> None:
+    last = MARKED.replace(
+        "{{ m.content }}<|end|>{% endg", "{{ m.thinking if loop.last }}{{ m.content }}{% endg"
+    )
+    answers = [{**ANSWER, "thinking": "Hm.", "content": "two"}, {**ANSWER, "thinking": "Oh.", "content": "4"}]
+    assert learned(last, [USER, answers[0], USER, answers[1]]) == "twoOh.4"
+
+
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 @pytest.mark.parametrize("key", [("weight", 0.0), ("train", False), ("loss", False)])
 def test_messages_that_are_not_to_be_learned(template: str, key: tuple[str, Any], tmp_path: Path) -> None:
@@ -248,8 +275,9 @@ def test_messages_that_are_not_to_be_learned(template: str, key: tuple[str, Any]
 def test_an_answer_that_comes_first(template: str) -> None:
     # without ASKS the template says nothing of where an answer begins
     header = "" if ASKS in template else "<|assistant|>\n"
-    talk = [ANSWER, USER, {**ANSWER, "content": "four"}]
-    assert learned(template, talk) == f"It is blue.<|end|>{header}four<|end|>"
+    for words in ("It is blue.", "a"):  # the header holds the second, too
+        talk = [{**ANSWER, "content": words}, USER, {**ANSWER, "content": "four"}]
+        assert learned(template, talk) == f"{words}<|end|>{header}four<|end|>"
 
 
 def test_an_eos_inside_a_turn_hides_nothing_behind_it() -> None:
@@ -361,8 +389,31 @@ REFUSED: list[tuple[str | None, Any, str]] = [
     (PLAIN.replace(*OPENS_A_THOUGHT), talk(USER, ANSWER), "ends a prompt for message 1 with '.*<think>'"),
     (KNOWN_ROLES, talk({**USER, "role": "Human"}, ANSWER), "leaves out message 0 of the role 'Human', which"),
     (OF_PARTS, talk(USER, ANSWER), "leaves out message 0 of the role 'user', which says 'What colour"),
-    (PLAIN, talk({**USER, "content": [{"type": "text", "text": "Hi"}]}, ANSWER), "message 0 as Python code"),
-    (PLAIN, talk(USER, {**ANSWER, "reasoning_content": "Hm."}), "message 1 has 'reasoning_content', which"),
+    (PLAIN, talk({**USER, "content": [{"type": "text", "text": "Hi"}]}, ANSWER), "message 0 as code"),
+    (AS_JSON, talk({**USER, "content": [{"type": "text", "text": "Hi"}]}, ANSWER), "message 0 as code"),
+    (
+        PLAIN,
+        talk(USER, {**ANSWER, "reasoning_content": "Hm."}),
+        "message 1 has thoughts under 'reasoning_content'",
+    ),
+    (SWITCHED, talk(USER, {**ANSWER, "thinking": "Hm."}), "message 1 has thoughts under 'thinking', which"),
+    (
+        CUTS,
+        talk(USER, {**ANSWER, "content": "<think>Hm.</think>4"}),
+        "message 1 has thoughts before </think>",
+    ),
+    (SWITCHED, talk(USER, ANSWER, chat_template_kwargs={"thinking": 1}), "'thinking', which the chat"),
+    (
+        KNOWN_ROLES,
+        talk(USER, ANSWER, {**USER, "role": "tool", "content": "is"}, ANSWER),
+        "leaves out message 2",
+    ),
+    (PLAIN, talk(USER, ANSWER, tools=[{"name": "colour"}]), "the chat template leaves out the tools"),
+    (
+        PLAIN.replace("<|end|>\n", ""),
+        talk(USER, ANSWER),
+        "nothing behind the answer 'It is blue.', so its end",
+    ),
     (PLAIN, talk(USER, TWO_CALLS), "leaves out the call of 'colour' in message 1"),
     (MARKED, talk(USER, TWO_CALLS, RESULT, ANSWER), "leaves out the call of 'colour' in message 1"),
     (ONE_CALL, talk(USER, TWO_CALLS, RESULT, ANSWER), "leaves out the call of 'depth' in message 1"),

@@ -6,9 +6,11 @@ rendered again up to each answer. It is refused if the text of a turn changes wh
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +22,7 @@ from lightning_thd.data.read.conversations import LEARNED, calls_read, other_cal
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 # Keys under which models and datasets keep the thoughts of an assistant before its answer.
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thoughts", "thought", "tool_plan")
+_THOUGHT_END = "</think>"  # ends them if they are in the content
 Message = dict[str, Any]
 Spans = list[tuple[int, int]]
 
@@ -102,7 +105,8 @@ def encode_chat(
     read = [calls_read(message, text) for message in messages]
     if read != messages:  # as JSON text, the template would quote the arguments of calls again
         messages, text = read, renderer.render(read)
-    _refuse_unread(template, renderer.options, messages, text)
+    _refuse_unread(template, renderer.options)
+    _refuse_lost_thoughts(renderer, messages, text)
     _refuse_unwritten(renderer, messages, text)
     if marked:
         return _encode_marked(renderer, messages, text, template, skip)
@@ -111,9 +115,21 @@ def encode_chat(
     ids, cuts = _encode_with_edges(tokenizer, text, sorted({edge for bound in bounds for edge in bound}))
     mask = np.zeros(len(ids), bool)
     for i, (start, stop) in zip(answers, bounds, strict=True):
+        _refuse_no_end(messages[i], text[start:stop], ids[cuts[stop] - 1], tokenizer)
         first, turn = cuts[start], ids[cuts[start] : cuts[stop]]
         mask[first : first + _learned_tokens(turn, text[start:stop], messages[i], tokenizer)] = True
     return ids, mask
+
+
+def _refuse_no_end(message: Message, turn: str, last: int, tokenizer: Any) -> None:
+    """Raise if the template writes nothing behind the words of an answer, so that no end is learned."""
+    content = message.get("content")
+    words = content.strip() if isinstance(content, str) else ""
+    if words and turn.endswith(words) and last not in tokenizer.all_special_ids:
+        raise ValueError(
+            f"the chat template writes nothing behind the answer {words[-24:]!r}, so its end would not be "
+            "learned. Let it end answers with a token. See docs/reference/messages.md#chat-templates."
+        )
 
 
 def _learned_tokens(turn: list[int], text: str, message: Message, tokenizer: Any) -> int:
@@ -145,19 +161,31 @@ def _words(value: Any) -> Iterator[str]:
             yield from _words(entry)
 
 
-def _refuse_unread(template: str, options: Mapping[str, Any], messages: Sequence[Message], text: str) -> None:
-    """Raise if the template leaves out variables or thoughts, because it does not know their names."""
-    if unread := [name for name in options if name not in template]:
+def _refuse_unread(template: str, options: Mapping[str, Any]) -> None:
+    """Raise if the template does not know the name of a variable."""
+    if unread := [name for name in options if not re.search(rf"\b{re.escape(name)}\b", template)]:
         raise ValueError(
             f"chat_template_kwargs holds {unread[0]!r}, which the chat template does not read. "
             "Correct its name, or drop it."
         )
+
+
+def _refuse_lost_thoughts(renderer: _Renderer, messages: list[Message], text: str) -> None:
+    """Raise if the template leaves out thoughts even in the last message of a conversation."""
     for i, message in enumerate(messages):
-        for name in _THOUGHTS:
-            if name not in template and any(words not in text for words in _words(message.get(name))):
+        content = message.get("content")
+        begun, end, answer = str(content).rpartition(_THOUGHT_END)
+        values = {name: message.get(name) for name in _THOUGHTS}
+        for name, value in {**values, "content": begun if isinstance(content, str) else None}.items():
+            if all(words in text for words in _words(value)):
+                continue
+            other = f"{value} x{end}{answer}" if name == "content" else f"{value} x"
+            last = renderer.render(messages[: i + 1])
+            if _renders_alike(renderer, messages[: i + 1], i, {**message, name: other}, last):
+                where = f"before {_THOUGHT_END}" if name == "content" else f"under {name!r}"
                 raise ValueError(
-                    f"message {i} has {name!r}, which the chat template does not write. "
-                    "Put it into the content, or drop the key."
+                    f"message {i} has thoughts {where}, which the chat template does not write. "
+                    "Take a template that writes them, or remove them."
                 )
 
 
@@ -218,13 +246,20 @@ def _answers(messages: Sequence[Message], skip: int) -> list[int]:
 
 
 def _refuse_unwritten(renderer: _Renderer, messages: list[Message], text: str) -> None:
-    """Raise if the template leaves out a message or a call, or writes content as Python code."""
+    """Raise if the template leaves out tools, a message or a call, or writes content as code."""
+    if renderer.tools and replace(renderer, tools=None).render(messages) == text:
+        raise ValueError(
+            "the chat template leaves out the tools. Take a template that writes tools, or drop them."
+        )
+    signs, signed = [f" \ue000{i}\ue000" for i in range(len(messages))], ""
+    with suppress(ValueError):  # short words may be in the text without their message, so sign all messages
+        signed = renderer.render([*map(_longer, messages, signs)])
     for i, message in enumerate(messages):
         content, parts = message.get("content"), _parts(message)
-        values = [] if isinstance(content, str) else [*parts, content]
-        if any(value and str(value) in text for value in values):
+        values = [] if isinstance(content, str) else [*map(str, [*parts, content]), *map(_json, parts)]
+        if any(content and value in text for value in values):
             raise ValueError(
-                f"the chat template writes the content of message {i} as Python code, because it takes only "
+                f"the chat template writes the content of message {i} as code, because it takes only "
                 "strings. Give the content as one string."
             )
         calls = list(other_calls(message))
@@ -236,16 +271,26 @@ def _refuse_unwritten(renderer: _Renderer, messages: list[Message], text: str) -
                     "See docs/reference/messages.md#chat-templates."
                 )
         texts = [part.get("text") for part in parts] if parts else [content]
-        if calls or all(not isinstance(words, str) or words.strip() in text for words in texts):
+        if calls or signs[i] in signed or not any(isinstance(x, str) and x.strip() for x in texts):
             continue
-        longer = [
-            {**part, "text": f"{part['text']} x"} if "text" in part else part for part in parts
-        ] or f"{content} x"
-        if _renders_alike(renderer, messages, i, {**message, "content": longer}, text):
+        if _renders_alike(renderer, messages, i, _longer(message, " x"), text):
             raise ValueError(
                 f"the chat template leaves out message {i} of the role {message['role']!r}, which says "
                 f"{next(filter(None, texts), None)!r:.40}. See docs/reference/messages.md#chat-templates."
             )
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _longer(message: Message, more: str) -> Message:
+    """Return a copy of a message with more words at the end of its texts."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": content + more}
+    parts = [{**part, "text": part["text"] + more} if "text" in part else part for part in _parts(message)]
+    return {**message, "content": parts} if parts else message
 
 
 def _renders_alike(renderer: _Renderer, messages: list[Message], i: int, changed: Message, text: str) -> bool:
@@ -340,10 +385,9 @@ def _before_first(renderer: _Renderer, messages: list[Message], after: str) -> s
         header = bare.render(asked, prompt=True).removeprefix(bare.render(asked))
     except ValueError:
         header = ""
-    content = messages[0].get("content")
-    answer = content.strip() if isinstance(content, str) else ""
-    at = after.find(header) + len(header) if header and header in after else max(0, after.find(answer))
-    return after[:at]
+    if header and header in after:
+        return after[: after.find(header) + len(header)]
+    return after[: max(0, renderer.render([{**messages[0], "content": "\ue000"}]).find("\ue000"))]
 
 
 def _encode_with_edges(tokenizer: Any, text: str, edges: list[int]) -> tuple[list[int], dict[int, int]]:

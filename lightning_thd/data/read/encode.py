@@ -196,8 +196,8 @@ class Encoder:
     def _prompt_and_completion(self, prompt: object, completion: object) -> tuple[Ids, NDArray[np.bool_]]:
         if not isinstance(prompt, str) or not isinstance(completion, str):
             raise ValueError("prompt and completion must be two strings, or two lists of messages.")
-        # Encode them separately, because at inference the prompt is encoded without a completion.
-        before, after = self._encode_prompt(prompt), self._with_eos(self._without_special_tokens(completion))
+        # At inference the prompt is encoded without a completion, so no token may reach over its end.
+        before, after = self._encode_prompt(prompt), self._with_eos(self._encode_after(prompt, completion))
         mask = np.repeat([False, True], [len(before), len(after)])
         return np.concatenate([before, after]).astype(np.int64), mask
 
@@ -209,6 +209,15 @@ class Encoder:
         # The prompt itself may end with EOS, so compare with the prompt without special tokens.
         bare = self._without_special_tokens(text) if is_hugging_face(self.tokenizer) else ids[:-1]
         return ids[:-1] if _trailing(ids, eos) > _trailing(bare, eos) else ids
+
+    def _encode_after(self, prompt: str, completion: str) -> Ids:
+        """Encode a completion as it continues a prompt; some tokenizers put a blank before any text."""
+        for text in (prompt, "\n", "a") if is_hugging_face(self.tokenizer) else ():
+            start = self._without_special_tokens(text)
+            both = self._without_special_tokens(text + completion)
+            if np.array_equal(both[: len(start)], start):
+                return both[len(start) :]
+        return self._without_special_tokens(completion)
 
     def _without_special_tokens(self, text: str) -> Ids:
         if is_hugging_face(self.tokenizer) or isinstance(self.tokenizer, ByteTokenizer):
