@@ -95,7 +95,7 @@ def _as_array(values: Any, name: str, advice: str) -> npt.NDArray[Any]:
 
 
 def int_tensor(values: Any, name: str) -> Tensor:
-    """Return an integer tensor unchanged, and other integers as an int64 tensor on the CPU."""
+    """Return an integer tensor (int64 for wide unsigned dtypes), or other integers as int64 on the CPU."""
     if not isinstance(values, Tensor):
         if torch.compiler.is_compiling():
             return torch.as_tensor(values, dtype=torch.int64)
@@ -146,7 +146,7 @@ def shaped(value: Tensor, name: str, wanted: Sequence[int], what: str) -> None:
 
 
 def refuse_missing(name: str, advice: str) -> None:
-    """Raise ValueError if a name looks like a path, not like a model on a hub, and does not exist."""
+    """Raise ValueError if a name looks like a path, not like a model on a hub, but no file is there."""
     path = Path(name)
     is_path = path.is_absolute() or name.startswith(".") or name.count("/") > 1 or path.suffix == ".json"
     if is_path and not path.exists():

@@ -1,4 +1,4 @@
-"""A module -> the transformers models inside it and their configs; other files search with these."""
+"""A module -> the transformers models inside it and their configs; other modules use this search."""
 
 from __future__ import annotations
 
@@ -77,5 +77,5 @@ TEXT_CONFIGS = frozenset(("decoder", "generator", "text_config"))
 
 @cache
 def kind_holds_text_config(kind: Any) -> bool:
-    """Return whether a class of transformers configs has one of ``TEXT_CONFIGS``."""
+    """Return whether a class of transformers configs has an attribute that ``TEXT_CONFIGS`` names."""
     return any(hasattr(kind, name) for name in TEXT_CONFIGS)

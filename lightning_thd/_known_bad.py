@@ -1,6 +1,6 @@
 """Installed packages and the GPU -> the combinations that are known to fail or to compute wrong numbers.
 
-This is the only such table. ``lightning-thd doctor`` prints entries that apply; mixers avoid their kernels.
+This is the only such table. ``lightning-thd doctor`` prints entries that apply; mixers avoid their packages.
 """
 
 from __future__ import annotations
@@ -69,5 +69,5 @@ def known_problems(
 
 
 def _within(version: str | None, wanted: str) -> bool:
-    """Return whether a version is in the given range; pre-releases and local builds count as their base."""
+    """Return whether a version is in the given range; pre-releases and local builds count as the release."""
     return version is not None and Version(Version(version).base_version) in SpecifierSet(wanted)

@@ -29,7 +29,7 @@ def is_users(file: str) -> bool:
 
 
 def calling_frame(wanted: Callable[[str], bool] = is_users) -> FrameType | None:
-    """Return the innermost frame of the call stack with a ``wanted`` file, or None."""
+    """Return the innermost frame of the call stack whose file is ``wanted``, or None."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not wanted(frame.f_code.co_filename):
         frame = frame.f_back

@@ -5,9 +5,10 @@ Keys reach other ranks in one of four ways:
 - ``all_gather``: every rank gathers all keys and values. The backward pass reduce-scatters their gradients.
 - ``needed``: a rank receives only the keys that its queries see, in one exchange of sizes known on the host.
 - ``ring``: these keys arrive from one rank after the other, and ``merge`` combines the partial results.
-- ``ulysses``: an all-to-all gives each rank the whole pack for H / cp heads; a second one reverses it.
+- ``ulysses``: an all-to-all gives each rank the whole pack for H / cp query heads; a second one reverses it.
 
-``auto`` compares ``needed`` and ``ulysses`` for each batch and kind of layer (``parallel.context.costs``).
+``auto`` is ``ulysses`` if a window looks ahead, else the cheaper of ``needed`` and ``ulysses`` for each batch
+and kind of layer (``parallel.context.costs``).
 
 Legend: T slots in a pack, N = T / cp, H query heads, G key-value heads, D head size, E value head size.
 """
@@ -52,7 +53,7 @@ def choose_way(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> W
         return asked
     if asked == "auto":
         return _cheaper_way(layout, sizes, spec)
-    # With a window, a rank needs only few keys of other ranks, so one exchange replaces the ring.
+    # In shards that are not striped, a window needs few keys of other ranks: one exchange replaces the ring.
     return "needed" if asked == "ring" and layout.layout != "striped" and spec.left >= 0 else asked
 
 
@@ -70,7 +71,7 @@ def _cheaper_way(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) ->
 
 
 def _pairs(layout: ShardLayout, spec: AttentionSpec) -> tuple[float, float]:
-    """Count the query-key pairs of the busiest rank, and those of all ranks; estimates with a window."""
+    """Count the query-key pairs of the busiest rank, and those of all ranks; with a window, estimate them."""
     lengths = np.asarray(layout.padded_lengths, dtype=np.float64)
     if not spec.causal:
         held = [partition.held_lengths(layout.padded_lengths, **layout.cut, rank=r) for r in range(layout.cp)]

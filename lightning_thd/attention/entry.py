@@ -60,14 +60,16 @@ def varlen_attention(
         max_seqlen_kv: longest key sequence or more.
         causal: hide later keys; query i of Lq is at key ``i + Lkv - Lq`` (bottom-right, as in flash-attn).
         window: None for no window. With ``causal``, an int W lets a query see the last W keys, its own
-            included. ``(left, right)`` counts keys before and after its own, -1 for all; W is ``(W - 1, 0)``.
+            included. ``(left, right)`` counts keys before and after its own, -1 for all; ``causal``
+            sets right to 0. W is ``(W - 1, 0)``.
         scale: factor of the scores; None means ``D ** -0.5``.
         softcap: scores become ``softcap * tanh(scores / softcap)``; None leaves them unchanged.
         sinks: ``[H]`` logits of one extra key, with a value of zero, that every query sees; or None.
         backend: a backend of ``support_table()``, or "auto" for the fastest that supports this call.
 
     Returns:
-        ``[Tq, H, E]`` in q's dtype; 0 for a query that sees no key. Without sinks, one token gives its v.
+        ``[Tq, H, E]`` in the dtype of q, or of autocast; 0 for a query that sees no key. Without sinks, a
+        sequence of one token returns its v.
     """
     if isinstance(q_THD, Tensor) and isinstance(k_THD, Tensor) and isinstance(v_THD, Tensor):
         q_THD, k_THD, v_THD = _autocast(q_THD, k_THD, v_THD)
@@ -102,7 +104,7 @@ def bind(
     sinks: Tensor | None = None,
     keys: Tensor | None = None,
 ) -> Bound:
-    """Check a call; return a function for its shapes and offsets, which selects rows ``keys`` of k and v."""
+    """Check a call on THD tensors; return a function for its shapes that uses rows ``keys`` of k and v."""
     cast = _autocast(q, k, v)
     dtype = None if cast[0] is q and cast[1] is k and cast[2] is v else cast[0].dtype
     q, k, v = cast
@@ -206,7 +208,7 @@ def run(
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast q, k and v to autocast's dtype, as torch's attention does; rotary embeddings return fp32."""
+    """Cast q, k and v to autocast's dtype, as torch's attention does; rotary embeddings may return fp32."""
     device = q.device.type
     if device == "meta" or not torch.is_autocast_enabled(device) or q.dtype == torch.float64:
         return q, k, v
@@ -215,7 +217,7 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _device_type(x: Tensor) -> str:
-    """Return the device type by which a kernel is chosen; meta tensors use the CPU kernel for shapes."""
+    """Return the device type by which a kernel is chosen; meta tensors count as CPU tensors."""
     return "cpu" if x.is_meta else x.device.type
 
 

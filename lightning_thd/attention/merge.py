@@ -1,7 +1,7 @@
 """Attention of one rank's queries to parts of the keys -> attention to all keys, merged by log-sum-exp.
 
-The result over all keys is the sum of the parts' results, each weighted by exp(lse of the part - lse of all).
-With the lse of all keys, a kernel's backward is exact for any part of the keys (``kernels.raw``).
+The result over all keys is the sum of the parts' results, each weighted by exp(lse of the part - lse of all
+keys). Given out and lse of all keys, a kernel's backward is exact for any part of them (``kernels.raw``).
 
 Legend: N slots of a shard, H query heads, G key-value heads, D head size, E value head size.
 """
@@ -22,7 +22,7 @@ from lightning_thd.parallel.context.needs import BlockCall, RingStep
 
 
 class KeySource:
-    """The keys and values by step, as ``joined`` rows: this rank's in step 0, then other ranks' in a ring."""
+    """Keys and values by step, as ``joined`` rows: this rank's in step 0, then, in a ring, other ranks'."""
 
     _local_rows: Any
     _local_grad: Any
@@ -37,7 +37,7 @@ class KeySource:
         self.release()
 
     def begin(self, rows: Tensor) -> None:
-        """Store this rank's rows and start to send the next rank the rows that it needs."""
+        """Store this rank's rows, which are step 0's, and start the transfer of step 1's rows, if any."""
         if self.group is not None:
             _connect(self.group, rows.device)
         self.release()
@@ -45,7 +45,7 @@ class KeySource:
         self._send(1)
 
     def rows(self, step: int) -> Tensor:
-        """Wait for a step's rows and start the transfer of the next step's rows."""
+        """Return a step's rows; after step 0, wait for them and start the transfer of the next step's."""
         rows: Tensor = self._local_rows
         if step:
             rows, works, _ = self._arriving.pop(step)
@@ -54,12 +54,12 @@ class KeySource:
         return rows
 
     def return_gradient(self, step: int, grad: Tensor) -> None:
-        """Send the gradient of a step's rows to their rank, and start to receive one for the local rows."""
+        """Store step 0's gradient; send other steps' to the rows' rank, and receive one for local rows."""
         if step == 0:
             self._local_grad = grad
             return
         at = self.steps[step]
-        sent = grad.to(self._local_rows.dtype)  # as many bytes as the rows
+        sent = grad.to(self._local_rows.dtype)  # so that gradients take no more bytes than the rows did
         coming = sent.new_empty((len(at.send_rows), sent.shape[1]))
         works = self._transfer(sent, at.source, coming, at.to)
         self._returning.append((coming, works, sent, at.send_rows))
@@ -181,11 +181,12 @@ class _Merged(torch.autograd.Function):
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, call: BlockCall) -> None:
-    """Merge the result for another part of the keys into out and lse, in place."""
+    """Merge the result for another part of the keys into the call's rows of out and lse, in place."""
     part_lse = part_lse.masked_fill(part_lse == torch.inf, -torch.inf).to(lse.dtype)
     old_out, old_lse = _rows_of(out, call), _rows_of(lse, call)
     new_lse = torch.logaddexp(old_lse, part_lse)
-    # If a query has seen no key yet, both lse are -inf. Subtract 0 from them, because -inf - -inf is NaN.
+    # If a query sees no key in this part or earlier ones, all three lse are -inf. Subtract 0 instead of
+    # new_lse then, because -inf - -inf is NaN.
     floor = new_lse.masked_fill(new_lse == -torch.inf, 0.0)
     old, new = (torch.exp(x - floor).unsqueeze(-1) for x in (old_lse, part_lse))
     merged = old_out * old + part.to(out.dtype) * new
@@ -205,7 +206,7 @@ def _add(total: Tensor, part: Tensor, call: BlockCall) -> None:
 
 
 def _rows_of(x: Tensor, call: BlockCall) -> Tensor:
-    """Return the rows of a call's queries."""
+    """Return the rows of x that belong to a call's queries."""
     return x if call.q_rows is None else x.index_select(0, call.q_rows)
 
 
@@ -214,7 +215,7 @@ def _offsets(call: BlockCall) -> Offsets:
 
 
 def _spec_of(spec: AttentionSpec, call: BlockCall) -> AttentionSpec:
-    """Return the options with the window sides of a call."""
+    """Return the layer's options with the call's own window sides."""
     return AttentionSpec(left=call.left, right=call.right, scale=spec.scale, softcap=spec.softcap)
 
 

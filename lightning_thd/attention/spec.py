@@ -17,10 +17,10 @@ Window = int | tuple[int, int] | None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSpec:
-    """The options of a call: query i is at key ``p = i + Lkv - Lq`` and sees ``p - left .. p + right``."""
+    """A call's options. Query i is at key p = i + keys - queries and sees keys p - left to p + right."""
 
-    left: int = -1  # all keys before its own position
-    right: int = -1  # all keys after its own position; 0 is causal
+    left: int = -1  # keys before p that are seen; -1 means all
+    right: int = -1  # keys after p that are seen; -1 means all, 0 is causal
     scale: float  # factor of scores before softcap and softmax
     softcap: float = 0.0  # 0 means no cap; else scores become softcap * tanh(scores / softcap)
 
@@ -60,7 +60,7 @@ def make_spec(
     return AttentionSpec(left=left, right=right, scale=float(scale), softcap=float(softcap or 0.0))
 
 
-# Specs are cached, because the layers of a model use few different options.
+# Specs are cached, because many layers of a model have equal options.
 known_spec = lru_cache(maxsize=256, typed=True)(make_spec)
 
 
@@ -91,7 +91,7 @@ class Offsets(NamedTuple):
     max_kv: int
 
     def checked(self, rows: int, keys: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Read offsets on the CPU, check that they cover every row of q and of k, and return them as ints."""
+        """Return offsets of CPU tensors as ints; raise if they miss rows, fall, or exceed max_seqlens."""
         cu_q = _checked(self.cu_q, rows, self.max_q, "q")
         if self.cu_kv is self.cu_q and (rows, self.max_q) == (keys, self.max_kv):
             return cu_q, cu_q
@@ -119,7 +119,7 @@ def _checked(cu_seqlens: Tensor, total: int, max_seqlen: int, side: str) -> tupl
 
 
 def read_offsets(cu_seqlens: Tensor) -> tuple[tuple[int, ...], int, int | None]:
-    """Return offsets on the CPU as ints, the longest length, and the index of their largest fall, or None."""
+    """Return CPU offsets as ints, the longest length, and where they fall most (None if they never fall)."""
     array = cu_seqlens.numpy()
     return _parse(array.tobytes(), array.dtype.str)
 

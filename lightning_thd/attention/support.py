@@ -1,4 +1,4 @@
-"""The features of a call -> the first kernel that supports all of them, or an error with each reason."""
+"""The features of a call -> the first kernel that supports all, or an error with each kernel's reason."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ class Support:
     """One kernel and the features that it supports: dtypes, head sizes, softcap, sinks, devices."""
 
     backend: Backend  # the name with which a user selects it
-    device: str = "cuda"  # where its tensors are; or "cpu" or "any"
+    device: str = "cuda"  # the device type of its tensors: "cuda", "cpu" or "any"
     dtypes: tuple[torch.dtype, ...] = _HALF
     bf16_from: int = 0  # the lowest compute capability (major) with bf16
-    sizes: Callable[[int, int], tuple[int, int] | None]  # (head size, value size) -> padded sizes, or None
+    # (head size, value size) -> padded sizes; None if unsupported
+    sizes: Callable[[int, int], tuple[int, int] | None]
     sizes_text: str
     softcap: bool = False
     # Compute capabilities (major) on which softcap limits the head size, and the largest head size there.
@@ -37,10 +38,10 @@ class Support:
     ahead: bool = True  # windows without a causal mask are supported
     sinks: str | None = "through lse"  # how sinks are applied; None if they are not supported
     lse: bool = True  # it returns lse, so partial results can be merged (context parallelism)
-    deterministic: str = "with torch.use_deterministic_algorithms(True)"  # when gradients repeat
+    deterministic: str = "with torch.use_deterministic_algorithms(True)"  # when gradients repeat exactly
     deterministic_to: int | None = None  # largest head size with a deterministic backward
     capability: tuple[int, ...] | None = None  # compute capabilities (major), None for any
-    probe: str | None = None  # the module that it needs; None if torch is enough
+    probe: str | None = None  # the module to import; None if torch is enough
     install: str = ""
     slow: bool = False  # most calls have a faster kernel, so a notice is printed once if "auto" chooses it
 
@@ -207,7 +208,7 @@ def _notice_slow(kernel: Kernel, request: Request) -> None:
 
 
 def why_not(kernel: Kernel, request: Request) -> str | None:
-    """Return why a kernel cannot run a call, or None if it can."""
+    """Return why a kernel cannot run a call, or None if it can once its package is installed."""
     row = SUPPORT[kernel]
     if request.device != row.device and row.device != "any":
         return f"runs on {row.device} tensors, these are on {request.device}; move them .to({row.device!r})"
@@ -243,7 +244,7 @@ def why_not(kernel: Kernel, request: Request) -> str | None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def missing(kernel: Kernel) -> str | None:
-    """Return what to install for a kernel, or None if its package imports or, prebuilt, loads."""
+    """Return what to install for a kernel; None if it needs none, or its package or a prebuilt one loads."""
     row = SUPPORT[kernel]
     if row.probe is None or available(row.probe):
         return None
@@ -257,7 +258,7 @@ def support_table() -> str:
     """Write ``SUPPORT`` as a Markdown table.
 
     Returns:
-        One row per kernel; the column "here" is "yes" if the kernel's package imports or, prebuilt, loads.
+        One row per kernel; the column "here" is "yes" if ``missing`` names nothing to install.
     """
     head = (
         "backend", "kernel", "device", "dtypes", "head size", "GQA", "window", "softcap", "sinks",

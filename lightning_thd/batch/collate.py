@@ -1,6 +1,6 @@
 """Checked samples, or a padded batch with its mask -> the fields of a ``THDBatch``.
 
-T slots in a pack, S sequences.
+T slots in a pack, S sequences, C labels of a sequence; B rows of N slots in a padded batch.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def lay_out(
             targets[start + length - 1] = sample["next_label"]
             loss_tokens += 1
             masked |= sample["next_label"] == IGNORE_INDEX
-    if masked:  # otherwise every token but a sequence's last has a target
+    if masked:  # otherwise every token has a target, except the last of a sequence without next_label
         loss_tokens = int(np.count_nonzero(targets != IGNORE_INDEX))
 
     weights = pack_weights(samples, targets, starts, lengths, masked=masked)
@@ -161,7 +161,7 @@ def cumulative(lengths: Sequence[int]) -> Tensor:
 
 
 def slots_of(lengths: list[int], align: Alignment | None, pad_to: int | None) -> tuple[list[int], int]:
-    """Return the slots of every sequence and of a trailing padding sequence, and their sum."""
+    """Return the slots of every sequence and of a trailing padding sequence, if any, and their sum."""
     if pad_to is not None:
         pad_to = whole_number(pad_to, "pad_to", least=1, advice="It is the number of slots of the batch.")
     padded = lengths if align is None else [align.padded_length(n) for n in lengths]
@@ -197,7 +197,7 @@ def _end_to_end(
 
 
 def _shift(source: NDArray[np.int64], starts: list[int], lengths: list[int]) -> NDArray[np.int64]:
-    """Return each slot's next token in the same sequence; the last token of a sequence gets -100."""
+    """Return each slot's next token in its sequence; a sequence's last token and padding get -100."""
     targets = np.append(source[1:], IGNORE_INDEX)
     ends = np.asarray(starts, np.int64) + np.asarray(lengths, np.int64)
     targets[ends - 1] = IGNORE_INDEX
@@ -217,7 +217,7 @@ def _count_up(size: int) -> NDArray[np.int64]:
 def _positions(
     samples: Sequence[Sample], padded: list[int], starts: list[int], lengths: list[int], slots: int
 ) -> Tensor:
-    # Copies of the first part of 0, 1, 2, ... take a third of the time of arange - repeat.
+    # Joining slices of one cached arange takes a third of the time of arange(T) minus the repeated starts.
     from_zero = _count_up(1 << max(padded, default=1).bit_length())
     from_each_start = np.concatenate([from_zero[:n] for n in padded])
     given = [np.asarray(s["position_ids"]) if "position_ids" in s else None for s in samples]
@@ -239,7 +239,7 @@ def _positions(
 
 
 def sequence_labels(samples: Sequence[Sample]) -> Tensor:
-    """Stack the labels of whole sequences to ``[S]`` or ``[S, C]``; the result is fp32 if any label is."""
+    """Stack the labels of whole sequences to ``[S]`` or ``[S, C]``, in fp32 if any label is fp32."""
     labels = [sequence_label(sample, f"Sample {i}").get("label") for i, sample in enumerate(samples)]
     if len(shapes := {None if label is None else label.shape for label in labels}) > 1:
         raise ValueError(
@@ -276,9 +276,10 @@ class PackWeights(NamedTuple):
     # fp32 ``[T]``, the weight of each slot's target, 0 without a target; None if no sample has weights
     slots: NDArray[np.float32] | None
     total: float  # the sum of ``slots``; the number of targets if no sample has weights
-    # ``[S]``, each sequence's weight divided by the sum of its loss tokens' weights; 0 without loss tokens
+    # ``[S]``, each sequence's weight / the summed weight of its loss tokens in all packs; 0 without any
     shares: list[float]
-    sequences: float  # the summed weights of sequences with loss tokens; a piece counts in proportion
+    # the summed weights of sequences with loss tokens; a piece counts by its part of the sequence's loss
+    sequences: float
 
 
 def pack_weights(
@@ -342,7 +343,8 @@ def padded_on_host(
     shapes = [list(x.shape) for x in (ids, mask, other)]
     if ids.ndim != 2 or shapes[1:] != shapes[:1] * 2:
         raise ValueError(
-            f"from_padded() got shapes {shapes} for input_ids, attention_mask and {name}, wanted one [B, N]."
+            f"from_padded() got shapes {shapes} for input_ids, attention_mask and {name}, "
+            "wanted one [B, N] for all three."
         )
     odd = (mask != 0) & (mask != 1)
     ids, mask, other, odd = torch.stack([x.long() for x in (ids, mask, other, odd)]).cpu()

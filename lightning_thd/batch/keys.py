@@ -24,7 +24,7 @@ Role = Literal[
     "mask",  # hides tokens from the loss under a name that is not read
     "other_weight",  # a weight under a name that is not read
     "other_boundary",  # boundaries under a name that is not read
-    "made",  # an argument that THDBatch.hf_kwargs computes
+    "made",  # a field of the batch, or an argument of the model, that the batch computes
 ]
 
 _NAMES: dict[Role, str] = {
@@ -67,7 +67,7 @@ def names(*roles: Role) -> tuple[str, ...]:
     return tuple(name for name, role in KEYS.items() if role in roles)
 
 
-# Keys with one value per token. They are cut together with the tokens of a truncated sequence.
+# Keys that always have one value per token. They are cut together with the tokens of a truncated sequence.
 PER_TOKEN = names("token", "type")
 TYPES = names("type")
 COLLATED = frozenset(names("token", "type", "weight", "label", "sequence"))

@@ -19,10 +19,10 @@ from lightning_thd.stats import Vision
 IntArray = NDArray[np.int64]
 GRIDS = ("image_grid_thw", "video_grid_thw")
 PIXELS = ("pixel_values", "pixel_values_videos")
-# Columns of the table of sizes: the number of patches, the sum over frames of squared patch counts, and both
-# for pixels. The last two are for samples without a grid.
+# Columns of the table of sizes: the number of patches, the sum over frames of squared patch counts, and
+# both in pixels. The last two are for samples without a grid.
 COLUMNS = 4
-_MOST_SQUARES = 2**62  # these sums are int64
+_MOST_SQUARES = 2**62  # sums of squared patch counts are int64
 
 # A sample -> the number of its image patches, or the grids of its images: frames, rows and columns, [N, 3].
 ExtrasCost = Callable[[Any], Any]
@@ -69,7 +69,7 @@ def declared(cost: ExtrasCost, sample: Any, name: str) -> tuple[int, int, int, i
 
 
 def patch_table(sizes: IntArray, patch: int | None) -> IntArray:
-    """Return patches and sums of squares ``[N, 2]`` of a table of sizes; ``patch`` is its side in pixels."""
+    """Return patches and sums of squares ``[N, 2]`` of a table of sizes; a patch is ``patch`` pixels high."""
     table: IntArray = sizes[:, :2].copy()
     if patch is not None:
         table += sizes[:, 2:] // np.array([patch**2, patch**4])

@@ -1,11 +1,12 @@
 """Sequences with common prefixes -> a batch that stores each distinct prefix once, and indices into it.
 
-The sequences of a batch form a tree over their tokens. Each leaf stores the tokens that no earlier leaf has,
-in adjacent slots. Its queries attend, causal from the bottom right, to the keys of the whole path from the
-root; an index gathers these keys. A token that several sequences share may predict several next tokens. So
-the batch has rows of (slot, target, weight) instead of one target per slot.
+The sequences of a batch form a tree over their tokens. A sequence that has tokens which no earlier
+one has is a leaf, and stores these tokens in adjacent slots. A leaf's queries attend, causal from the bottom
+right, to the keys of the whole path from the root; an index gathers these keys. A token that sequences share
+may predict several next tokens. So the batch has rows of (slot, target, weight), not one target per slot.
 
-T slots of the pack, N tokens of all sequences laid end to end, R rows of predictions, S sequences.
+T slots of the pack, N tokens of all sequences laid end to end, R rows of predictions, S sequences, K keys of
+all leaves, C values by which tokens are compared (id, type, position, images).
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Prefixes(Immutable):
         cu_seqlens_q: int32, offsets of the slots of the leaves and of a trailing pad.
         cu_seqlens_kv: int32, offsets of their parts of ``keys``.
         offsets: int32 ``[S + 1]``, offsets of the sequences among the N tokens.
-        lengths: tokens of each sequence, on the host; earlier leaves store the first ``prefix_lengths``.
+        lengths: tokens of each sequence, on the host; ``prefix_lengths``: those that earlier leaves store.
         query_lengths: slots of each leaf and of a trailing pad, on the host; ``key_lengths``: their keys.
     """
 
@@ -161,7 +162,7 @@ class SharedBatch(THDBatch):
 
     @property
     def predictions(self) -> Predictions:
-        """Return the rows of (slot, target, weight); the loss is the sum of weight times the row's loss."""
+        """Return the rows of (slot, target, weight); the summed loss is that of weight * row's loss."""
         ones = torch.ones_like(self.prefixes.token_rows, dtype=torch.float32)
         weights = self.prefixes.of_rows(ones if self.weights is None else self.weights)
         return Predictions(self.prefixes.slots, self.prefixes.targets, weights)
@@ -236,7 +237,7 @@ class _Tree(NamedTuple):
 
 def prefix_tree(keys: _Ints, lengths: Sequence[int]) -> _Tree | None:
     """Build the prefix tree from keys of tokens, ``[N]`` or ``[N, C]``; None if no prefix is shared."""
-    # Sorted by bytes, a sequence has its longest common prefix with the sequence right before it. In
+    # Sorted by bytes, a sequence's longest common prefix with earlier ones is with the one right before. In
     # descending order, a sequence comes before those that are its prefixes.
     starts = [0, *accumulate(lengths)]
     raw, width = keys.tobytes(), keys.strides[0]
@@ -372,7 +373,7 @@ def _tree_of(samples: Sequence[Mapping[str, Any]], plain: dict[str, Any]) -> tup
         tree = prefix_tree(keys, lengths)
         if tree is None:
             return None, []
-        # A leaf that shares only some of its images gets a number of its own, so that it shares nothing.
+        # A leaf that shares only some of its images gets its own image number, so that it shares nothing.
         held = [int(seen[a + n] - seen[a]) for a, n in zip(starts, tree.shared, strict=False)]
         whole = [int(seen[b] - seen[a]) for a, b in pairwise(starts)]
         split = [i for i in tree.leaves if 0 < held[i] < whole[i]]

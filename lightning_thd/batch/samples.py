@@ -203,7 +203,7 @@ def with_label(sample: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def sample_weights(sample: Mapping[str, Any], length: int, name: str) -> tuple[NDArray[np.float32], float]:
-    """Read a sample's loss weights: fp32 ``[n]``, one per token as a target, and one for the sequence."""
+    """Read a sample's loss weights: fp32 ``[n]``, one per token for predicting it, and the sequence's."""
     given = sample.get("weights", 1.0)
     row = _floats(given)
     if row.dtype.kind not in "iufb" or row.shape not in ((), (length,)):
@@ -228,7 +228,7 @@ def whole_weight(sample: Mapping[str, Any], name: str) -> tuple[float, float]:
 
 
 def refuse_shifted(rows: Iterable[tuple[NDArray[Any], NDArray[Any]]], name: str) -> None:
-    """Raise if labels are already shifted: all equal the next id, and at least 8 differ from their own id."""
+    """Raise if labels are already shifted: all equal the next id or -100, and at least 8 not their own id."""
     differing = 0
     for ids, labels in rows:
         own, following, labels = ids[:-1], ids[1:], labels[:-1]

@@ -1,7 +1,7 @@
 """Samples of varying length -> one ``THDBatch``: rows laid end to end, and their lengths on the host.
 
-T slots in a pack, S sequences. Only ``from_padded`` reads from a device: collation keeps every integer that a
-kernel or a counter needs on the host.
+T slots in a pack, S sequences. Apart from ``to``, only ``from_padded`` reads from a device: collation
+keeps on the host every integer that a kernel or a counter needs.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def rows_of_slots(x: Any, slots: int) -> Tensor:
         x = as_tensor(x)
     if not isinstance(x, Tensor):
         raise TypeError(f"unpack() got {described(x)}; wanted a tensor with one row per slot.")
-    # With one slot, [1, 1, V] is a model's logits.
+    # With one slot, [1, V] has one row per slot already, but [1, 1, V] is a model's output.
     row = x.ndim > 1 and x.shape[0] == 1 and (slots != 1 or (x.ndim > 2 and x.shape[1] == 1))
     return x[0] if row else x
 
@@ -117,7 +117,7 @@ class THDBatch(_Pinned):
         sequence_shares: for every sequence in ``lengths``, its weight / the summed weight of its loss tokens,
             those in other packs included.
         sequence_scale: like ``loss_scale``, for the weight of the step's sequences; None if unknown.
-        token_scale: like ``loss_scale``, for input tokens. 0 keeps no router loss but "microbatch" balance.
+        token_scale: like ``loss_scale``, for input tokens. If 0, only "microbatch" balance adds router loss.
         microbatch: the batch's index among this rank's microbatches of the step, from 0.
         set_name: the name of the batch's data set, such as ``"code"``; empty if there is only one set.
         max_targets: an upper bound of the slots with a target; None if unknown, as after ``targets`` changed.
@@ -234,7 +234,7 @@ class THDBatch(_Pinned):
 
         Raises:
             TypeError: if a sample is not a dict, or a value is not a number.
-            ValueError: if a sample is not valid, or there are more tokens than ``pad_to``.
+            ValueError: if a sample is not valid, or the samples need more slots than ``pad_to``.
         """
         if share_prefixes is not False:
             flags(share_prefixes=share_prefixes)
@@ -289,7 +289,7 @@ class THDBatch(_Pinned):
         return THDBatch(**{**self.__getstate__(), **changes})
 
     def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> THDBatch:
-        """Move the tensors to a device; by default, copies to CUDA use one pinned buffer and do not block."""
+        """Move the tensors to a device; from CPU to CUDA, this is one copy that by default does not block."""
         if not isinstance(device, torch.device):
             device = checked_device(device)
         tensors = self._tensors()
@@ -401,7 +401,7 @@ class THDBatch(_Pinned):
 
     @property
     def loss_tokens(self) -> int:
-        """Return the number of slots with a target."""
+        """Return the number of tokens with a target."""
         return self.stats.loss_tokens
 
     def __len__(self) -> int:
@@ -410,7 +410,7 @@ class THDBatch(_Pinned):
     def __iter__(self) -> Iterator[Tensor]:
         # For self.log, Lightning takes the rows of the first tensor in a batch as the batch size. With
         # 1 / loss_scale, its epoch mean of causal_lm_loss is the exact mean over all loss tokens. The loss of
-        # a batch with labels is a mean over its sequences.
+        # a batch with labels is a mean over its sequences, so their number is its batch size.
         tokens = 1 / self.loss_scale if self.loss_scale else 0.0
         yield weighing_rows(float(len(self.lengths)) if "labels" in self.extras else tokens)
 
@@ -469,7 +469,7 @@ class THDStep(Immutable):
         return len(self.microbatches)
 
     def __iter__(self) -> Iterator[Tensor]:
-        # Lightning's weight for the step is this rank's share of its loss tokens; see THDBatch.__iter__.
+        # Lightning's weight for the step is its loss tokens / data-parallel ranks; see THDBatch.__iter__.
         scale = self.microbatches[0].loss_scale
         yield weighing_rows(len(self) / scale if scale else 0.0)
 

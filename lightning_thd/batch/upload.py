@@ -73,19 +73,19 @@ def uploaded(found: Any, device: torch.device) -> Any:
         buffer = pinned.to(device, non_blocking=True)
         tensors = {i: _view(buffer, part) for i, part in parts.items()}
     for i, tensor in tensors.items():
-        leaves[i] = tensor.to(device, non_blocking=device.type != "mps")  # MPS would read freed memory
+        leaves[i] = tensor.to(device, non_blocking=device.type != "mps")  # MPS would read freed memory then
         if arrays[i].dtype == np.int32 and arrays[i].ndim == 1 and device.type != "cpu":
             know_offsets(leaves[i], arrays[i])
     return tree_unflatten(leaves, structure)
 
 
 def know_offsets(cu_seqlens: Tensor, lengths: Sequence[int] | npt.NDArray[np.int32]) -> None:
-    """Remember the lengths (or, as an array, the values) of offsets on a device, to avoid reading them."""
+    """Remember what offsets on a device hold: the ``lengths``, or the offsets themselves if an array."""
     _KNOWN[cu_seqlens] = _version(cu_seqlens), lengths
 
 
 def host_offsets(cu_seqlens: Tensor) -> tuple[int, ...]:
-    """Return offsets as ints; unknown ones are read once per change, inference tensors at every call."""
+    """Return offsets as ints. Unknown ones are read once per change, if inference tensors at every call."""
     version, found = _KNOWN.get(cu_seqlens, (None, None))
     if found is None or version != _version(cu_seqlens):
         read = tuple(cu_seqlens.tolist())

@@ -49,7 +49,7 @@ __all__ = [
     "make_buckets",
 ]
 
-# Without a planner, buckets are chosen from this many observed batches.
+# Without a planner, buckets (the shapes to capture) are chosen from this many observed batches.
 _OBSERVED = 32
 # Observed slots are rounded up to a multiple of this, so that later batches fit too.
 _ROUND = 128

@@ -1,6 +1,6 @@
 """The experts that MoE routers choose -> metrics of the experts' load, and biases that balance the load.
 
-Legend: L layers with experts, E experts, K experts per token.
+Legend: L layers with experts, E experts.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ExpertChoices:
         return self._counts
 
     def take(self) -> Tensor:
-        """Return all ranks' choices since the last call, int64 ``[L, E]``; a collective, no device read."""
+        """Return all ranks' choices since the last call, int64 ``[L, E]``, by a collective."""
         counts, several = self._tensor(self.device), group_size(self.group) > 1
         wire = communication_device(self.group, counts.device) if several else counts.device
         found = counts.to(wire, copy=True)
@@ -105,8 +105,8 @@ class ExpertBias(Callback):
         rate: the change of a bias per step.
 
     Raises:
-        MisconfigurationException: when training starts, if a bias is missing or in half precision; and after
-            the first step, if no choice was counted.
+        MisconfigurationException: when training starts, if a bias is missing or in half precision; and before
+            the first optimizer step, if no choice was counted.
     """
 
     def __init__(self, rate: float = 1e-3) -> None:

@@ -28,7 +28,7 @@ _HIDDEN = ("device/flops_per_sec", "device/items_per_sec", "total_flops", "step_
 
 
 def for_loggers(metrics: dict[str, float]) -> dict[str, float]:
-    """Return the metrics that loggers show by default."""
+    """Return the metrics that loggers get by default."""
     return {key: value for key, value in metrics.items() if _LOGGED.fullmatch(key)}
 
 

@@ -1,6 +1,6 @@
 """A module and its first steps -> the FlopsModel of every stage, from configs or torch's counter.
 
-In the first step of a stage, hooks count how often its tokens go through each model, with and without
+In the first step of a stage, hooks count how often the step's tokens go through each model, with and without
 gradients. Nothing is read from the device: shapes and the grad mode are enough.
 """
 
@@ -112,7 +112,7 @@ class ModuleFlops:
 
     @property
     def outdated(self) -> bool:
-        """Return whether weights were frozen or unfrozen since the models were made; all ranks agree."""
+        """Return whether weights were frozen or unfrozen since the models were made; never in pipelines."""
         if [weight.requires_grad for weight in self._weights] == self._trained:
             return False
         return not any(True for _ in stages_in(self._module))  # ranks of a pipeline would not agree
@@ -197,7 +197,7 @@ class _Count:
 
 
 class _Calls:
-    """Counts calls of a model or of its first layer by forward hooks, while ``runs()`` is true."""
+    """Counts calls of a model and of its first layer by forward hooks, while ``runs()`` is true."""
 
     def __init__(self, model: nn.Module, runs: Callable[[], bool]) -> None:
         self.model = model
@@ -254,10 +254,10 @@ def _slots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
 
 
 def _share(calls: int, slots: int, microbatches: int, total: int) -> float:
-    """Return passes per token: calls per microbatch if whole and the slots agree, else the share of slots."""
+    """Return passes per token: calls per microbatch if every call had all slots, else slots / total."""
     if not calls:
         return 0.0
-    if not microbatches or not total:
+    if not microbatches or not total:  # the slots are unknown
         return float(max(1, round(calls / microbatches))) if microbatches else 1.0
     if calls % microbatches == 0 and slots >= 0.9 * total * calls / microbatches:
         return calls / microbatches  # padding to a graph's bucket adds slots but no passes
@@ -272,7 +272,7 @@ def find_model(
     recompute: Policy = "auto",
     passes: Mapping[str, Passes] | None = None,
 ) -> FlopsModel | None:
-    """Join the FLOPs of a module's transformers models; None without any, or (printed) if one is unknown."""
+    """Join the FLOPs of a module's transformers models; None without any, or (printed) with an unknown."""
     models = outermost_models(module)
     members, paths = list[Member](), list[str]()
     for path, child in models.items():

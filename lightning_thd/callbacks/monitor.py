@@ -377,7 +377,7 @@ class THDThroughputMonitor(Callback):
             self._flops.end(stage, meter.steps[-1])
 
     def _close(self, meter: Meter, *, last: bool) -> dict[str, float]:
-        """Return an interval's metrics, in a collective; print once if the padding of rows is unknown."""
+        """Return an interval's metrics, in a collective; print once if padding or capacity is unknown."""
         metrics = meter.close(last=last)
         if self._flops is not None:
             self._flops.follow()

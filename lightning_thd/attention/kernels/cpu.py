@@ -4,7 +4,7 @@ Attention runs on torch's flash kernel for CPUs. Its causal mask is top-left, it
 sequence crashes the process. With a softcap, matrix products are used instead. Plain eager code calls Python
 functions here; torch.compile and dispatch modes see one torch operator.
 
-Legend: T slots, H query heads, G key-value heads, D head size, E value head size, B tiles in a call.
+Legend: T slots, H query heads, D head size, E value head size.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from lightning_thd.attention.spec import AttentionSpec, Offsets, read_offsets
 _SCORES = 1 << 21
 # If a call would return more elements than this per tensor, its heads are split: 8 MiB in fp32.
 _CALL_ELEMENTS = 1 << 21
-# Up to _FEW short sequences get one kernel call each, which takes 0.6 to 1.1 times as long as copying them to
-# one padded call. More sequences also get one call each if their lengths differ, they average _LARGE elements
-# (tokens x heads x head size) or more, and there are at least as many heads as threads.
+# Up to _FEW short sequences that need no mask (``_few``) get one kernel call each, which takes 0.6 to 1.1
+# times as long as copying them to one padded call. More sequences also get one call each if their lengths
+# differ, they average _LARGE elements (tokens x heads x head size), and heads are not fewer than threads.
 _FEW, _LARGE = 24, 4096
 
 
@@ -93,7 +93,7 @@ def _options(spec: AttentionSpec) -> tuple[int, int, float, float]:
 
 
 def is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether a call is plain eager code: no compiler, dispatch mode, transform or tensor subclass."""
+    """Return whether a call is eager CPU code without a dispatch mode, transform or tensor subclass."""
     return (
         type(q) is type(k) is type(v) is Tensor
         and q.is_cpu
@@ -116,7 +116,7 @@ def _refuse_forward_mode(*tensors: Tensor | None) -> None:
 
 
 class _Few(NamedTuple):
-    """The numbers of queries and keys of a few sequences, and which sequences are causal."""
+    """Sequences that get one kernel call each: their numbers of queries and keys, and which are causal."""
 
     rows: list[int]
     keys: list[int]
@@ -140,7 +140,7 @@ class _Work:
         self._heads, self._size = heads, size = width
         self._plans: dict[bool, Plan] = {}
         count = len(cu_q) - 1
-        equal = len({b - a for a, b in pairwise(cu_q)}) == 1  # one call can run them all
+        equal = len({b - a for a, b in pairwise(cu_q)}) == 1  # usually one call can run them all
         large = cu_q[-1] * heads * size >= _LARGE * count
         one_each = count <= _FEW or (large and not equal and torch.get_num_threads() <= heads)
         shares = heads == kv_heads or cpu_tiles.kernel_shares_heads()
@@ -171,7 +171,7 @@ _work = lru_cache(maxsize=32)(_Work)
 
 
 def _few(cu_q: tuple[int, ...], cu_kv: tuple[int, ...], spec: AttentionSpec) -> _Few | None:
-    """Return the sequences if each is short and needs one kernel call without a mask, else None."""
+    """Return the sequences if each has 1 to SHORT queries and keys and needs no mask tensor, else None."""
     rows, keys = ([b - a for a, b in pairwise(cu)] for cu in (cu_q, cu_kv))
     if min(*rows, *keys) == 0 or max(*rows, *keys) > SHORT:
         return None
@@ -350,7 +350,7 @@ def forward(
     spec: AttentionSpec,
     sinks: Tensor | None = None,
 ) -> OutLse:
-    """Return out ``[Tq, H, E]`` and fp32 or fp64 lse ``[Tq, H]``; without keys, they are 0 and -inf."""
+    """Return out ``[Tq, H, E]`` and fp32 or fp64 lse ``[Tq, H]``; 0 and -inf if a query sees no key."""
     out, lse = _forward(_work_of(q_THD, k_THD, v_THE, cu_q, cu_kv, spec), q_THD, k_THD, v_THE)
     return (out, lse) if sinks is None else apply_sinks(out, lse, sinks)
 
@@ -441,7 +441,7 @@ def _piece_forward(
             parts = kernel.forward(call.q.view(_heads(q, heads)), k_part, v_part, call)
             for x, part in zip(results, parts, strict=True):
                 piece.q.put_tiles(_heads(x, heads), part, call.q)
-            del parts, part  # free up to 8 MiB each before the next call allocates its results
+            del parts, part  # free these results before the next call allocates its own
 
 
 def _piece_backward(
@@ -466,7 +466,7 @@ def _piece_backward(
         parts = kernel.backward([call.q.view(x) for x in by_q], [call.k.view(x) for x in by_k], call)
         for total, part, tiles in zip(sums, parts, (call.q, call.k, call.k), strict=True):
             tiles.add(total, part)
-        del parts, part  # free up to 8 MiB each before the next call allocates its results
+        del parts, part  # free these results before the next call allocates its own
     for grad, total, rows, direct in zip(grads, sums, piece_rows, in_place, strict=True):
         if not direct:
             rows.put(grad, total)
@@ -485,7 +485,7 @@ def _backward_once(
             call.q.add(dq, parts[0])
         for grad, part in zip(grads[1:], parts[1:], strict=True):
             piece.k.put_tiles(grad, part, call.k)
-        del parts, part  # free up to 8 MiB each before the next call allocates its results
+        del parts, part  # free these results before the next call allocates its own
     assert dq is not None
     piece.q.put(grads[0], dq)
 
@@ -540,7 +540,7 @@ def _heads(x: Tensor, heads: slice | None) -> Tensor:
 def _head_slices(
     num_rows: int, q: Tensor, k: Tensor, *, at_least: int
 ) -> Iterator[tuple[slice | None, slice | None]]:
-    """Yield slices of the heads, ``at_least`` or more of q, to bound a call's memory; None for all."""
+    """Yield slices of q's and k's heads, ``at_least`` or more of q, to bound a call's memory; None is all."""
     kv_heads, groups = k.shape[1], q.shape[1] // k.shape[1]
     elements = num_rows * groups * q.shape[2]  # the query elements per key-value head
     step = max(1, _CALL_ELEMENTS // elements, -(-at_least // groups))

@@ -1,11 +1,11 @@
-"""Offsets on the host and a window -> kernel calls: the rows of q and k in each call, and its diagonal.
+"""Offsets on the host and a window -> kernel calls: the rows of q and k in each call, and their shift.
 
 The flash kernel's causal flag skips keys only 512 at a time, so sequences are cut into tiles. The forward
 cuts queries: a tile has all the keys that its queries see, so no results are merged. The backward cuts keys:
-a tile has all queries that see its keys, so only dq is summed. Long runs of adjacent short sequences of equal
-length are read in place; other short sequences are copied and padded to a common length.
+a tile has all queries that see its keys, so only dq is summed (above COLUMN_ROWS queries, dk and dv too).
+Long runs of adjacent short sequences of equal length are read in place; others are copied and padded.
 
-Legend: T slots, N rows of a piece, B tiles of a call, H heads.
+Legend: T slots, N rows of a piece, B tiles of a call.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ CALL_ROWS = 512
 CALL_PRODUCTS = 350_000
 # Keys per step of the kernel's forward: 16 fp32 values of AVX-512. The exp of leftover keys runs one by one.
 KEYS = 16
-# Causal sequences longer than this are not cut in the forward, because cutting costs more than it saves.
+# Longer sequences are not cut in a forward with only a causal mask: cutting costs more than it saves.
 WHOLE_FORWARD = 1280
 # Rows of (limit of visible keys or queries, tile height in the forward, tile width in the backward), measured
 # on two cores of a Zen 4 server.
 TILES = ((96, 32, 32), (128, 32, 64), (256, 64, 64), (512, 128, 64), (1280, 128, 128), (1 << 62, 128, 256))
-# The backward cuts a column of keys into blocks of this many queries: 1 MiB of dq per head of 64 in fp32.
+# Most queries of a backward's tile: 1 MiB of dq per head of 64 in fp32. Also most keys if no mask is needed.
 COLUMN_ROWS = 4096
-# Masks stay below this many entries: 4 MiB in fp32.
+# Most entries of a mask: 4 MiB in fp32. Only a tile of 8 rows may exceed it.
 MASK_CELLS = 1 << 20
 
 
@@ -83,7 +83,7 @@ class Rows:
             self.put_tiles(x, part.view(len(self.starts), self.length, *part.shape[1:]), self._blocks)
 
     def put_tiles(self, x: Tensor, part: Tensor, tiles: Spaced) -> None:
-        """Write ``[B, length, ...]``, one run per block, to x ``[T, ...]`` without the padded rows."""
+        """Write results ``[B, length, ...]`` of tiles to x ``[T, ...]`` without the padded rows."""
         if self.span is not None:
             tiles.view(self.take(x)).copy_(part)
             return
@@ -96,7 +96,7 @@ class Rows:
         part.index_fill_(0, self._padded, value)
 
     def prepare(self, tiles: Iterable[Spaced]) -> None:
-        """Make all index tensors now; between large temporary tensors they would fragment the heap."""
+        """Make all index tensors now; made later, between large temporary tensors, they fragment the heap."""
         if self.span is None:
             _ = self._indices, self._padded
             for each in (*tiles, self._blocks):
@@ -148,7 +148,7 @@ class Spaced:
     length: int
 
     def view(self, x: Tensor) -> Tensor:
-        """Return the runs of ``[N, ...]`` as a view ``[B, length, ...]``; overlapping runs are read-only."""
+        """Return the runs of ``[N, ...]`` as a view ``[B, length, ...]``; if runs overlap, only read it."""
         stride = x.stride()
         return x.as_strided(
             (self.count, self.length, *x.shape[1:]),
@@ -196,7 +196,7 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Calls on the same rows. ``once``: in a backward, a key is in one tile and call 0 has all queries."""
+    """Calls on the same rows. ``once``: in a backward, each key is in one tile and call 0 has all queries."""
 
     q: Rows
     k: Rows
@@ -206,7 +206,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All calls of a pack, the rows to fill with zeros, and one call that replaces all others, or None."""
+    """All calls of a pack, the ranges of rows in no call, and one call that can replace them all."""
 
     pieces: tuple[Piece, ...]
     blank_q: tuple[tuple[int, int], ...]
@@ -226,7 +226,7 @@ def make_plan(
     grouped: int = SHORT,  # the longest sequence that may share a padded call
     width: int = 512,  # the number of query heads x head size
 ) -> Plan:
-    """Cut the sequences of a pack into kernel calls; the cache gives all layers of a step the same plan."""
+    """Cut the sequences of a pack into kernel calls; layers with equal options share the cached plan."""
     singles: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
     triangles: list[tuple[int, int]] = []
     pieces: list[Piece] = []
@@ -353,8 +353,9 @@ class _Cutter:
 
     def _columns(self, rows: int, keys: int) -> list[Tiles]:
         shift, width, tiles = keys - rows, self._tile_size(rows, forward=False), []
-        edges = list(range(max(0, shift), keys, width))  # a column that starts on the diagonal needs no mask
-        # Without a left limit, all queries see the keys before query 0's position: wide columns need no mask.
+        # Causal columns that start on the diagonal need no mask tensor. Without a left limit, all queries
+        # see the keys before query 0's position, so columns of these keys need none and may be wide.
+        edges = list(range(max(0, shift), keys, width))
         wide = width if self.left >= 0 or self.max_cells is not None else COLUMN_ROWS
         edges = [*range(0, max(0, shift), wide), *edges, keys]
         for start, stop in pairwise(edges):
@@ -412,7 +413,7 @@ def _equal_groups(
 
 
 def _triangles(triangles: list[tuple[int, int]], grouped: int, cutter: _Cutter) -> list[Piece]:
-    """Group short causal sequences into calls: long runs of equal lengths in place, others as copies."""
+    """Group short causal sequences into calls; copy those up to ``grouped`` tokens that form no long run."""
     blocks: list[Rows] = []
     others: list[tuple[int, int]] = []
     for run in _runs(triangles):

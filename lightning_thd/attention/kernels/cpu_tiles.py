@@ -52,7 +52,7 @@ class Masks:
         return self._made[key]
 
     def _ending_on_diagonal(self, rows: int, keys: int) -> Tensor:
-        """Return a tile's causal mask as a corner of the largest mask made so far."""
+        """Return a tile's causal mask as the last rows and keys of the largest mask made so far."""
         have = (0, 0) if self._diagonal is None else tuple(self._diagonal.shape)
         if self._diagonal is None or rows > have[0] or keys > have[1]:
             height, width = max(rows, have[0]), max(keys, have[1])

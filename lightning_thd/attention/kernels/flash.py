@@ -1,8 +1,8 @@
 """CUDA tensors -> attention by flash-attn 2 (from Ampere on), 3 (Hopper), 4 (Hopper, data-centre Blackwell).
 
 The calls follow the signatures of flash-attn 2.8, of hopper/flash_attn_interface.py (tag 2.8.3 and main) and
-of flash-attn-4 4.0.0b36. Functions here import flash-attn, which torch.compile can trace, after ``support``
-has checked that the import works.
+of flash-attn-4 4.0.0b36. Functions here import flash-attn when they run; torch.compile can trace such
+imports. ``support`` has checked before that the import works.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _INTERFACES: dict[int, Any] = {}  # version -> the interface of a prebuilt flash
 
 @cache
 def prebuilt_trouble(version: int) -> str | None:
-    """Load a prebuilt flash-attn once per process; return None if it works, else text for an error."""
+    """Load a prebuilt flash-attn once per process; return None if it works, else the end of an error."""
     if version not in PREBUILT or not _sees_gpu():
         return ""
     if not installed("kernels"):

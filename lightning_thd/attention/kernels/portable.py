@@ -1,7 +1,7 @@
 """THD tensors of any device and dtype -> attention by matrix products, on groups of similar lengths.
 
-A row of padding is a copy of its sequence's first row. If the host does not know the offsets, it reads them
-from the device once per batch.
+A row of padding is a copy of its sequence's first row. Offsets that the host does
+not know are read from the device once, but at every call if they are inference tensors.
 
 Legend: T slots, B sequences of a group, R rows of queries, K keys.
 """
@@ -29,7 +29,7 @@ _SCORES = 1 << 20
 
 
 class Rows(NamedTuple):
-    """The rows of a padded batch, as indices into the pack, and its rows that are not padding."""
+    """Indices of rows in the pack and in a padded batch; padding and rows that see no key are not real."""
 
     taken: Tensor  # for each row of the batch, the row of the pack to copy
     real: Tensor  # the rows of the batch whose results count
@@ -132,7 +132,7 @@ def _make_group(members: list[tuple[int, int, int, int]], right: int) -> Group:
     real, real_k = row < lengths[:, None], key < key_lengths[:, None]
     q = starts[:, None] + np.where(real, row, 0)
     k = key_starts[:, None] + np.where(real_k, key, 0)
-    if right >= 0:  # the first queries may see no key; their results stay 0
+    if right >= 0:  # the first queries may see no key; their out stays 0 and their lse -inf
         real &= row + (key_lengths - lengths)[:, None] + right >= 0
     return Group(_rows(q, real), _rows(k, real_k), lengths, key_lengths)
 

@@ -1,11 +1,11 @@
 """A raw kernel and sinks -> a differentiable attention call; context parallelism uses the same functions.
 
 A raw kernel has a forward that returns out and lse (log-sum-exp), and a backward that recomputes the weights
-from both. If out and lse include more than the given keys (a sink or other ranks' keys), the gradients are
+from lse. If out and lse include more than the given keys (a sink or other ranks' keys), the gradients are
 those of the complete attention. A sink is an extra key of every query, with a learned logit and a value of
-zero (gpt_oss). It only rescales: ``lse' = log(exp(lse) + exp(sink))``, ``out' = out * exp(lse - lse')``.
+zero (gpt_oss). It rescales out: ``lse' = log(exp(lse) + exp(sink))``, ``out' = out * exp(lse - lse')``.
 
-Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E value head size.
+Legend: T slots, H query heads, E value head size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk and dv
 
 
 class Saved(NamedTuple):
-    """The tensors that a kernel's backward reads; lse is +inf for a query that sees no key."""
+    """The tensors that a kernel's backward reads; lse is +inf for a query that sees neither key nor sink."""
 
     q: Tensor
     k: Tensor
@@ -40,7 +40,7 @@ class RawKernel(Protocol):
         """Return supported head sizes that are at least the given ones, or None if there are none."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> OutLse:
-        """Return out ``[Tq, H, E]`` and lse ``[Tq, H]``; without keys, out is 0 and lse is inf or -inf."""
+        """Return out ``[Tq, H, E]`` and lse ``[Tq, H]``; 0 and +inf or -inf for a query without keys."""
 
     def backward(self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec) -> Gradients:
         """Return the gradients dq, dk and dv."""
@@ -73,7 +73,7 @@ def attend(
     sinks: Tensor | None,
     keys: Tensor | None = None,
 ) -> Tensor:
-    """Run a raw kernel with gradients and sinks; the backward gathers the rows ``keys`` of k and v again."""
+    """Run a raw kernel with gradients and sinks on rows ``keys`` of k and v, gathered again in backward."""
     value_size = v.shape[2]
     q, k, v = widen(kernel, q, k, v)
     out: Tensor = _Attention.apply(kernel, q, k, v, at, spec, sinks, keys)  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
 """CUDA tensors -> Transformer Engine's DotProductAttention in THD, which runs cuDNN's kernels or flash-attn.
 
-Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E value head size.
+Legend: T slots, H query heads, G key-value heads, D head size, E value head size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def attend(
     deterministic = torch.are_deterministic_algorithms_enabled()
     attention = _module(*q.shape[1:], k.shape[1], v.shape[2], spec.scale, self_attention, deterministic)
     mask, left, right = "padding", spec.left, spec.right  # in THD all mask names begin with "padding"
-    if not spec.causal and max(left, right) >= 0:  # its windows need a bound on both sides
+    if not spec.causal and max(left, right) >= 0:  # non-causal windows need both bounds
         left, right = (at.max_kv if left < 0 else left), (at.max_q if right < 0 else right)
     if spec.causal:
         mask = "padding_causal" if self_attention else "padding_causal_bottom_right"
@@ -55,7 +55,7 @@ def _module(
     self_attention: bool,
     deterministic: bool,
 ) -> Any:
-    """Build Transformer Engine's module, without parameters; it reads torch's deterministic mode itself."""
+    """Build Transformer Engine's module, without parameters; it reads ``deterministic`` from torch."""
     te = require("transformer_engine.pytorch", feature="backend='te'")
     return te.DotProductAttention(
         heads,

@@ -7,7 +7,7 @@ The memory-efficient kernel also supports fp32 and older devices. It needs as ma
 heads, and has neither softcap nor windows that look ahead. Its results for queries without keys and keys
 without queries are undefined, so this module overwrites them.
 
-Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E value head size.
+Legend: T slots, S sequences, H query heads, D head size, E value head size.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class AtenFlash:
         return out, lse.t()
 
     def backward(self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec) -> Gradients:
-        """Run the backward operator; dropout is 0, so its random state may be any tensor."""
+        """Run the backward operator; dropout is 0, so the random state is not used."""
         state = (torch.zeros(2, dtype=torch.uint64, device=grad.device), torch.empty(0, device=grad.device))
         tensors = (grad, *saved[:4], saved.lse.t().contiguous())
         return _flash_backward(tensors, at, spec, state)
@@ -118,7 +118,7 @@ class AtenEfficient:
         return -(-head_size // 8) * 8, -(-value_size // 8) * 8
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> OutLse:
-        """Call the forward operator on one row; its lse is ``[S, H, longest]``."""
+        """Call the forward operator on the pack as one row; the operator's lse is ``[S, H, longest]``."""
         k, v = _share_heads(k, q.shape[1]), _share_heads(v, q.shape[1])
         rows = (x.unsqueeze(0) for x in (q, k, v))
         out, lse, *_ = torch.ops.aten._efficient_attention_forward(
@@ -132,7 +132,7 @@ class AtenEfficient:
         return out, lse
 
     def backward(self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec) -> Gradients:
-        """Call the backward operator; with one split of the keys, the order of its sums is fixed."""
+        """Call the backward operator; in deterministic mode, one split of keys fixes the order of sums."""
         q, k, v, out, lse = saved
         heads, kv_heads = q.shape[1], k.shape[1]
         sequence, place = _places(at.cu_q, q.shape[0])
