@@ -16,7 +16,7 @@ from lightning_thd.data.read.sources import Opener, Source
 from lightning_thd.data.read.vision_chat import ChatRows
 from lightning_thd.data.store.index import Empty, MapDataset, SequenceIndex, build_index, keeps_rows
 
-_BAR_FROM = 10_000  # Counting fewer sequences takes less than a second, and shows no progress bar.
+_BAR_FROM = 10_000  # Up to this many sequences are counted in less than a second, without a progress bar.
 
 
 class MixedRows(ConcatDataset[dict[str, Any]]):
@@ -39,7 +39,7 @@ def join_indices(indices: list[SequenceIndex]) -> SequenceIndex:
     pairs = list(zip(indices, starts, strict=True))
 
     def joined(name: str, default: Callable[[SequenceIndex], NDArray[Any]]) -> NDArray[Any]:
-        """Join a column; ``default`` makes it for indices without it, unless none has it."""
+        """Join a column, empty if no index has it; for an index without it, ``default(index)`` is used."""
         columns: list[NDArray[Any]] = [getattr(index, name) for index in indices]
         if not any(map(len, columns)):
             return columns[0]
@@ -67,7 +67,7 @@ class DataSet:
     name: str  # ``"train"``, ``"val"``, ..., or ``"val/code"`` if ``val`` is a dict
     dataset: MapDataset  # ``[i]`` gives the ids of a sequence
     index: SequenceIndex  # lengths and loss tokens of the sequences
-    key: dict[str, Any] | None  # the cache key of content and policies; None if counts are not cached
+    key: dict[str, Any] | None  # the cache key of content and policies; None if nothing is cached
     schedule: NDArray[np.int64] | None = None  # the pack of each sequence, if rows are ready packs
     weights: dict[str, float] | None = None  # the share of each source of a mixture, in any unit
     lengths: dict[str, NDArray[np.integer]] | None = None  # the lengths in each source of a mixture
@@ -98,7 +98,7 @@ def open_mixture(name: str, sources: Mapping[str, Any], opener: Opener, **option
 
 
 def refuse_unused_processor(processor: object, data: DataSet) -> None:
-    """Raise if a processor is given, but no data are conversations for it to render."""
+    """Raise if a processor is given, but the data have no conversations that it could render."""
     datasets = data.dataset.datasets if isinstance(data.dataset, MixedRows) else [data.dataset]
     if processor is not None and len(data.dataset) and not any(isinstance(x, ChatRows) for x in datasets):
         raise ValueError(
@@ -107,7 +107,7 @@ def refuse_unused_processor(processor: object, data: DataSet) -> None:
 
 
 def refuse_class_names(name: str, source: Any, opener: Opener, classifier: str) -> None:
-    """Raise if the first ``label`` of a source is a class name, because a model learns only numbers."""
+    """Raise if the ``label`` of a source's first record is text; a classifier learns only numbers."""
     for part in [given[0] for given in source.values()] if is_mixture(source) else [source]:
         record = opener.first_record(part)
         label = record.get("label") if isinstance(record, Mapping) else None
@@ -132,7 +132,7 @@ def weighted(name: str, given: object) -> tuple[Any, float]:
         source, weight = given
         if isinstance(weight, int | float) and not isinstance(weight, bool):
             return source, float(weight)
-    raise TypeError(f"train[{name!r}] is a {type(given).__name__}, wanted (source, weight), a number.")
+    raise TypeError(f"train[{name!r}] is a {type(given).__name__}, wanted (source, weight) with a number.")
 
 
 def open_set(

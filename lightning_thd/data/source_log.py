@@ -25,15 +25,15 @@ class SourceLog:
 
     def __init__(self, loader: THDLoader, tokens: Mapping[str, int]) -> None:
         self.loader, self._names = loader, loader.source.names
-        # Steps begun since the last log: (epoch, step), and on process 0 the tokens per source, else 0.
+        # Steps begun since the last log: (epoch, step), and the tokens per source (0 except on process 0).
         self._steps: list[tuple[tuple[int, int], NDArray[np.int64] | int]] = []
         self.restore(tokens)
-        self._announced: tuple[tuple[int, ...], ...] = ()  # sequence ids of the microbatches of this batch
-        # Loss and weight of each of the K sources since the last log, and of padding: fp64 [2, K + 1].
+        self._announced: tuple[tuple[int, ...], ...] = ()  # sequence ids of the last batch's microbatches
+        # Losses and weights since the last log, summed for each of K sources and for padding: [2, K + 1].
         self._sums: Tensor | None = None
 
     def begin(self, trainer: L.Trainer, batch: THDBatch | THDStep) -> None:
-        """Record the sources of the coming batch, and log if a log is due; called on every rank."""
+        """Log if a log is due, and record the step of the coming batch; called on every rank."""
         batches = int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
         step = trainer.current_epoch, batches // self.loader.per_step
         if not self._steps or self._steps[-1][0] != step:
@@ -57,7 +57,7 @@ class SourceLog:
         if self._sums is None:
             self._sums = self._zeros(source.device)
         found = torch.stack([slots.losses.flatten(), slots.weights.flatten()]).to(self._sums.dtype)
-        # A step that is replayed from a CUDA graph may have more slots, which follow those of the batch.
+        # A step that is replayed from a CUDA graph may have more slots after those of the batch: drop them.
         self._sums.index_add_(1, source, found[:, : len(source)] / scale)
 
     def _source_of_slots(self, batch: THDBatch) -> Tensor:
@@ -82,7 +82,7 @@ class SourceLog:
             logged[f"data/{name}/share"] = float(self._tokens[k]) / max(1, int(self._tokens.sum()))
             if losses[k] is not None:
                 logged[f"data/{name}/loss"] = losses[k]
-        last = trainer.fit_loop.epoch_loop._batches_that_stepped - 1  # where Lightning logs its train/loss
+        last = trainer.fit_loop.epoch_loop._batches_that_stepped - 1  # the step of Lightning's train/loss
         for logger in trainer.loggers:
             logger.log_metrics(logged, step=max(0, last))
 
@@ -105,9 +105,9 @@ class SourceLog:
         return torch.zeros((2, len(self._names) + 1), dtype=wide, device=device)
 
     def _losses(self, trainer: L.Trainer) -> list[float | None]:
-        """Return the mean loss of each source over all ranks, with one all-reduce and one device read."""
+        """Return each source's mean loss over all ranks, None without loss tokens; one device read."""
         sums, self._sums = self._sums, None
-        if sums is None:  # in a pipeline only the last stage has losses
+        if sums is None:  # no loss here: in a pipeline only the last stage has losses
             sums = self._zeros(trainer.strategy.root_device)
         summed = trainer.strategy.reduce(sums, reduce_op="sum")
         assert isinstance(summed, Tensor)
@@ -123,7 +123,7 @@ class LogsSources(L.LightningDataModule):
     _restored: Mapping[str, int] = MappingProxyType({})
 
     def _log_sources(self, loader: THDLoader) -> None:
-        """Make the log for a loader's mixture; loaders of the same plan share one."""
+        """Make the log for a loader's mixture; loaders of the same plan share one log."""
         before = None if self._source_log is None else self._source_log.loader
         same = before is not None and before.planner is loader.planner is not None
         if loader.source.names and before is not loader and not same:
@@ -141,7 +141,7 @@ class LogsSources(L.LightningDataModule):
             self._source_log.flush(self.trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the tokens of each source of a mixture for a checkpoint; an empty dict without a mixture."""
+        """Return the tokens of each source of a mixture, on process 0; an empty dict otherwise."""
         if self._source_log is None or self.trainer is None:
             return {}
         tokens = self._source_log.state(self.trainer)

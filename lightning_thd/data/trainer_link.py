@@ -34,7 +34,7 @@ class Job:
     accumulate: int = 1  # batches that each rank runs between two optimizer steps
     is_first: bool = True  # whether this process shows progress bars
     on_gpu: bool = False  # whether batches are moved to a CUDA device
-    alignment: Alignment | None = None
+    alignment: Alignment | None = None  # multiples of lengths and of slots; None requires none
     sharing: Sharing | None = None  # set with context_parallel_size="dynamic"
     model: nn.Module | None = None  # the module that is trained
     loggers: tuple[Logger, ...] = ()
@@ -69,7 +69,7 @@ def on_gpu(model: nn.Module | None, device: torch.device | str | None) -> bool:
 
 
 def alignment_of(strategy: Any, precision: Any, module: nn.Module | None = None) -> Alignment | None:
-    """Return the multiples of lengths and totals that both the strategy and the precision need."""
+    """Return the multiples of lengths and totals that strategy and precision need together, if any."""
     of_strategy: Alignment | None = getattr(strategy, "alignment", None)
     rule = getattr(precision, "alignment", None)
     if not callable(rule):
@@ -205,7 +205,7 @@ def check_trainer(trainer: L.Trainer | None, step: Packs | Sequences | None) -> 
         )
     # A module with manual optimization decides how many batches make a step.
     manual = module is not None and not module.automatic_optimization and isinstance(step, Packs)
-    ranks = 1 if job.sharing is not None else job.ranks  # ranks that share packs divide any number of them
+    ranks = 1 if job.sharing is not None else job.ranks  # dynamic degrees: any number of packs
     check_step(step, ranks=ranks, accumulate=job.accumulate, whole=job.whole_steps or manual)
 
 
@@ -300,7 +300,7 @@ class Progress:
             trainer.val_check_batch = max(1, int(batches * trainer.val_check_interval))
 
     def match(self, start: int) -> None:
-        """Set Lightning's batch counters to ``start``, the batches of the loader's whole steps."""
+        """Set Lightning's batch counters to ``start``, the batches in the steps that the loader finished."""
         # They differ after a change of ranks, or if the checkpoint was saved inside a step.
         progress = self._batches
         if self.begins_epoch() and not start:  # the counters are still those of the epoch before

@@ -1,8 +1,8 @@
 """Layers and the module they describe -> the same layers with the backward pass that autograd will run.
 
-The gradient of a trained weight costs as much as its forward. The gradient of its input costs the same again
-if anything trained runs before it. Sizes come from parameters and ``in_features``, not from classes, so
-adapters, sharded (DTensor) and quantized weights count with their full size.
+The gradient of a trained weight costs as much as its forward. The gradient of a weight's input, trained or
+not, costs the same again if anything trained runs before the weight. Sizes come from parameters and
+``in_features``, not from classes, so adapters, sharded (DTensor) and quantized weights count in full.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ _LONE_PROJECTION = re.compile(
 _TRANSFORM = re.compile(r"(?:^|\.)(predictions\.transform|vocab_transform|lm_head\.dense|head\.dense)\.")
 # Parts of the names of modules that run before the layers, even if they are listed after the layers.
 _INPUTS = ("embed", "prompt", "prefix", "tower", "audio", "wte", "wpe")
+# Paths that ``_locate`` gives to parts that are not layers.
 _OUTSIDE_LAYERS = ("", "lm_head", "transform", "visual.merger", "visual.patch_embed")
 _TWICE = ("modality_router",)  # AltUp routes before and after a layer
 _PLAIN_MATRICES = ("fn", "hc_fn")  # hyper-connections hold parameters without a module
@@ -63,7 +64,7 @@ class Weight:
     """One parameter of a layer: its size, whether it is trained, and when it runs in its layer."""
 
     path: str
-    macs: int  # multiply-adds per token; 0 if the weight is not in a matmul
+    macs: int  # multiply-adds per token; 0 for routers, and if the weight is not in a matmul
     trained: bool
     stage: float  # 0, 1: into and out of the mixer; 2, 3: of the MLP; norms: -1, 0.5, 1.5 or 4
     adapter: str = ""  # "A" or "B" of a low-rank pair
@@ -72,7 +73,7 @@ class Weight:
 
 
 def weights_by_layer(module: nn.Module, active: float) -> dict[str, list[Weight]]:
-    """Group the parameters of ``module`` by the layer paths of ``FlopsModel``."""
+    """Group parameters by layer path; ``active`` is the share of routed experts that a token runs through."""
     owners = dict(module.named_modules(remove_duplicate=False))
     decoder = decoder_prefix(owners)
     groups: dict[str, list[Weight]] = defaultdict(list)
@@ -96,7 +97,7 @@ def weights_by_layer(module: nn.Module, active: float) -> dict[str, list[Weight]
 
 
 def _is_idle(name: str, owners: dict[str, nn.Module]) -> bool:
-    """Return whether PEFT does not run a weight: another adapter is active, or a trained copy replaces it."""
+    """Return whether PEFT does not run a weight: its adapter is not active, or a trained copy replaces it."""
     found = _OF_ADAPTER.search(name)
     wrapper: Any = owners[name[: found.start()]] if found else None
     if found is None or not hasattr(wrapper, "active_adapters"):
@@ -254,7 +255,7 @@ def _keywords(function: Any) -> dict[str, Any]:
 
 
 def _backward(layer: Layer, weights: list[Weight], upstream: bool) -> tuple[Layer, bool]:
-    """Return a layer with the backward pass of its weights, and whether later layers need input gradients."""
+    """Return a layer with its backward pass, and whether later layers need input gradients (``upstream``)."""
     first = min((weight.stage for weight in weights if weight.trained), default=float("inf"))
     runs = upstream or first < float("inf")
     products = [term for term in layer.terms if _has_weight(term)]
@@ -271,7 +272,7 @@ def _backward(layer: Layer, weights: list[Weight], upstream: bool) -> tuple[Laye
             learned = learned if any(weight.router and weight.trained for weight in weights) else 0
         elif _has_weight(term) and exact:  # one term below counts all weights
             inputs = learned = 0
-        elif _has_weight(term):  # the sizes disagree: use the share of trained parameters
+        elif _has_weight(term):  # the sizes disagree: use the trained share of the module's sizes
             share = [(max(weight.macs, 1), weight.trained) for weight in weights]
             inputs = inputs if runs else 0
             learned = learned * sum(macs for macs, on in share if on) // sum(macs for macs, _ in share)

@@ -167,7 +167,7 @@ class FlopsModel:
         return FlopsBreakdown(**self._multiply(self._tables["forward"], stats))
 
     def for_module(self, module: nn.Module) -> FlopsModel:
-        """Return a copy with the backward pass of ``module``, and with its recomputation unless one was set.
+        """Return a copy with the backward pass of ``module``, and its checkpointing if ``recompute="none"``.
 
         Args:
             module: the model with its frozen weights, adapters and checkpointing.
@@ -283,7 +283,7 @@ def join(members: Sequence[Member]) -> FlopsModel:
 
 
 def _scaled_term(term: Term, member: Member) -> Term:
-    """Multiply the costs of a term by how often a token passes through the model."""
+    """Multiply the costs of a term by how often a token passes through the member's model."""
     if term.basis == "merged_patch":  # models may merge different numbers of patches
         names = ("forward", "input_grad", "weight_grad")
         merged: Any = {name: getattr(term, name) // member.model.merge for name in names}

@@ -1,8 +1,8 @@
 """A device name and a dtype -> the FLOP/s of dense matmuls: the vendor's figure, or a measurement.
 
-Vendors print figures with 2:4 sparsity for most tensor units, and figures with 16-bit accumulation for
-consumer cards. The table halves both, because training cannot reach them. ``Peak.printed`` says which
-figure the vendor printed. If torch sees the two dies of a package as two devices, a row is one die.
+Training uses neither 2:4 sparsity nor 16-bit accumulation. So sparse figures are halved here, and those of
+consumer cards are for 32-bit accumulation. ``Peak.printed`` says whether the vendor's tensor figures were
+dense or sparse. If torch sees the two dies of a package as two devices, a row is one die.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _COLUMNS: dict[torch.dtype | str, str] = {
     torch.float8_e5m2: "fp8",
     **{name: name for name in ("bf16", "fp16", "tf32", "fp32", "fp8", "fp4")},
 }
-# Words of a device name that its row's name need not have. Every other word must be in that name.
+# Words of a device name to ignore when looking for its row; the row's name must contain all others.
 _NEUTRAL = re.compile(
     r"nvidia|amd|intel|instinct|tesla|geforce|quadro|graphics|gpu|tensor|core|accelerator|generation|google|habana"
     r"|\d+gb?|hbm\d\w*|pcie|sxm\d?|oam|ac|hl\d+\w*|3e|vf|od|ts|blackwell"
@@ -154,8 +154,8 @@ class Peak:
     fp4: float | None = None
     source: str  # where the figures are printed
     printed: Printed = "dense"  # whether the vendor's tensor figures are dense, or sparse and halved here
-    # Memory sizes of the row's boards in GB, given if boards of this name with other sizes have another chip.
-    # A device name without a size always matches.
+    # Memory sizes in GB of the row's boards; empty means any. Set if boards of this name with other sizes
+    # have another chip. A device name without a size always matches.
     memory: tuple[int, ...] = ()
 
 
@@ -192,7 +192,7 @@ def _row(
 
 
 PEAKS: tuple[Peak, ...] = (
-    # Blackwell, data centre
+    # Blackwell, data centre; the fp4 of B300 and GB300 is printed as dense, above half of the sparse figure
     _row("b200", "NVIDIA HGX B200 datasheet / 8 GPUs", 2250, 1125, 75, 4500, 9000),
     _row("gb200", "NVIDIA GB200 NVL72 page / 72 GPUs", 2500, 1250, 80, 5000, 10000),
     _row("b300", "NVIDIA HGX B300 datasheet / 8 GPUs", 2250, 1125, 75, 4500, 14000),

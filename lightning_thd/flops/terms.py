@@ -11,7 +11,9 @@ from typing import Any, Literal, TypeAlias
 
 from lightning_thd.stats import Blocks, SeqStats, Window
 
+# The part of the model: a column of ``FlopsBreakdown``, except "embedding" and "router", in column "linear".
 Kind: TypeAlias = Literal["linear", "attention", "logits", "vision", "embedding", "router"]
+# The count. A "pair" is a query and a key that it sees under a causal mask; "all_pair": in both directions.
 Basis: TypeAlias = Literal[
     "token",
     "pair",
@@ -32,13 +34,13 @@ Recompute: TypeAlias = Literal["none", "full", "early_stop", "selective"]
 class Term:
     """FLOPs per unit of one count."""
 
-    name: str  # the part's name in the table
-    kind: Kind  # the column of the breakdown that it belongs to
-    basis: Basis  # the count it multiplies
+    name: str  # the name of the operation, for tables
+    kind: Kind
+    basis: Basis  # the count of the batch that the FLOPs multiply
     forward: int  # FLOPs per unit in the forward pass
     input_grad: int  # FLOPs per unit of the gradient with respect to the activations
     weight_grad: int  # FLOPs per unit of the gradient with respect to the weights
-    window: Window | None = None  # the attention window; with basis "patch_window_pair" its edge
+    window: Window | None = None  # the attention window; with basis "patch_window_pair" its edge in patches
     last: bool = False  # the layer's last operation, which torch's checkpointing need not run again
     again: int | None = None  # FLOPs per unit that checkpointing runs again; None means ``forward``
 

@@ -21,7 +21,7 @@ from lightning_thd.stats import SeqStats, window_pairs
 
 _Shape: TypeAlias = Any  # torch.Size: torch's own formulas are untyped
 
-# Operators of these namespaces multiply nothing, except those in ``_PRODUCTS``.
+# Operators of these namespaces without a formula multiply nothing, except those in ``_PRODUCTS``.
 _PLAIN = (
     *("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "c10d_functional", "fsdp", "dtensor"),
     *("_dtensor", "symm_mem", "rngprims", "inductor", "streams", "debugprims", "quantized_decomposed"),
@@ -76,7 +76,7 @@ def _varlen_cpu_backward(grad: Any, q: Any, k: Any, v: Any, *rest: Any, out_val:
     return products * _squares(cu_q=rest[2], cu_kv=rest[3], left=rest[4])
 
 
-_varlen_cpu._get_raw = True  # type: ignore[attr-defined]  # the offsets are on the CPU: reading them is free
+_varlen_cpu._get_raw = True  # type: ignore[attr-defined]  # give it tensors: reading offsets on a CPU is free
 _varlen_cpu_backward._get_raw = True  # type: ignore[attr-defined]
 
 
@@ -141,7 +141,8 @@ def counted_layers(
         whole = "varlen" not in operator and rows * length >= (least or stats.slots)
         # torch's count of a backward pass includes the recomputed scores, which the model does not need
         needed = flops * _NEEDED if "backward" in operator else flops
-        # Attention over all slots of a microbatch sees ``length`` keys from each slot, padding included.
+        # In a call over all slots of a microbatch, each slot sees ``length`` keys, padding included. In other
+        # calls and in varlen kernels, a token sees the keys of its own sequence.
         pairs = length * max(rows * length, stats.slots) if whole else max(stats.sum_squares, 1)
         per_pair += needed / pairs
     terms = (

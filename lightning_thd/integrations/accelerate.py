@@ -61,7 +61,7 @@ def prepare_thd(
         peak: dense FLOP/s of a device, for MFU: see ``THDThroughputMonitor``.
         log_every_n_steps: steps between two calls of ``accelerator.log``.
         context_parallel_size: neighbouring ranks that share the slots of a pack, as under
-            ``THDDDPStrategy``; documents stay apart.
+            ``THDDDPStrategy``; sequences stay apart.
         context_parallel_layout: ``dual_chunk``, ``contiguous``, ``striped`` or ``mixed``.
         context_parallel_communication: ``auto``, ``all_gather``, ``ulysses``, ``needed`` or ``ring``.
 
@@ -70,7 +70,7 @@ def prepare_thd(
         and ``loop.optimizer.zero_grad()``.
 
     Raises:
-        ValueError: for Accelerate's context or sequence parallelism, other engines, and data of another kind.
+        ValueError: for engines, parallelism and schedulers of Accelerate unfit for packs, or other data.
     """
     schedulers = require("accelerate.scheduler", feature="prepare_thd")
     _refuse_parallelism(accelerator)

@@ -1,4 +1,4 @@
-"""A Trainer's dataset, or a stream -> packs for Trainer, and their position in its checkpoints."""
+"""A Trainer's dataset, or a stream -> packs for Trainer, and the data's position in its checkpoints."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def packed_dataset(dataset: Any, arguments: frozenset[str] = frozenset()) -> Map
 
 
 def arguments_of(model: Any) -> frozenset[str]:
-    """Return the names of the arguments of a model's ``forward``, or of the model inside adapters."""
+    """Return the names of the arguments of a model's ``forward``; adapters around the model do not count."""
     return frozenset(inspect.signature(unwrapped(model).forward).parameters)
 
 
 def with_labels(sample: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Turn TRL's masks of learned tokens, if a sample has them, into labels."""
+    """Turn TRL's masks of learned tokens, if a sample has them and no labels, into labels."""
     masks = {name: np.asarray(sample[name]) for name in _MASKS if sample.get(name) is not None}
     without = {**sample, **dict.fromkeys(masks)}  # None, because `datasets` keeps a column that is left out
     if not masks or "labels" in sample:
@@ -100,7 +100,7 @@ def is_streamed(dataset: object) -> bool:
 
 
 def streamed_dataset(dataset: Any, trainer: type) -> Any:
-    """Return an iterable dataset; for TRL's trainers, turn its masks of learned tokens into labels."""
+    """Return an iterable dataset; for TRL's trainers, its masks of learned tokens become labels."""
     prepared = any(base.__module__.startswith("trl.") for base in trainer.__mro__)
     if not hasattr(dataset, "map"):
         if prepared:
@@ -125,7 +125,7 @@ class PositionMixin(TrainerBase):  # type: ignore[misc]
     _resumed: str | None = None  # the checkpoint from which training resumes
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as the base class does; data resumes at the checkpoint's position, without skipping."""
+        """Train as the base class does; data resume at the checkpoint unless ``ignore_data_skip`` is set."""
         if not resume_from_checkpoint or self.args.ignore_data_skip:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         from transformers.trainer_utils import get_last_checkpoint
@@ -146,7 +146,7 @@ class PositionMixin(TrainerBase):  # type: ignore[misc]
         return self._packs
 
     def _begin(self) -> None:
-        if self._resumed is not None:  # as Trainer does after skipping the batches used before
+        if self._resumed is not None:  # Trainer does so after it has skipped the used batches
             self._load_rng_state(self._resumed)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -157,7 +157,7 @@ class PositionMixin(TrainerBase):  # type: ignore[misc]
 
 
 class TrainerPacks:
-    """An iterable of packs for Trainer; ``begin`` runs before the first, ``steps`` counts finished steps."""
+    """An iterable of packs for Trainer; ``begin`` runs before the first, ``steps()`` gives finished steps."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class TrainerPacks:
 
     def save(self, folder: str | Path) -> None:
         """Write the position into a checkpoint's folder, atomically."""
-        # A checkpoint may be saved inside a step, of which the loader has yielded packs already.
+        # A checkpoint may be saved inside a step, whose first packs the loader has yielded. So count steps.
         done = (self._steps() - self._before) * self.loader.per_step
         path = Path(folder) / _FILE
         torch.save(self.loader.state_after(done), path.with_suffix(".partial"))

@@ -34,7 +34,7 @@ class EvaluationMixin(TrainerBase):  # type: ignore[misc]
     """Runs a Trainer's evaluation and prediction on packs; a base of the classes of ``packed_trainer``."""
 
     control: Any
-    _evaluated: tuple[str, int] | None = None  # the last evaluation's prefix of metrics, and its packs
+    _evaluated: tuple[str, int] | None = None  # the last evaluation's metric prefix and pack count
 
     @property
     def _logs_entropy(self) -> bool:
@@ -164,7 +164,7 @@ class Rows:
         if self._preprocess is None:  # copy whole packs to the host, not each sequence
             of_pack = tuple(x.cpu() for x in of_pack)
         for number, logits, targets, ids in zip(batch.sequence_ids, *map(batch.unpack, of_pack), strict=True):
-            # No logits predict the first token of a sequence.
+            # Shift targets back to labels; the first is ignored, because no logits predict a first token.
             labels = torch.nn.functional.pad(targets[:-1], (1, 0), value=_PAD)
             kept = logits[None] if self._preprocess is None else self._preprocess(logits[None], labels[None])
             inputs = _on_host(ids[None]) if self._inputs else None

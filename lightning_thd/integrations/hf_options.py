@@ -34,7 +34,7 @@ _HONOURED = """
 """
 HONOURED = frozenset(_HONOURED.split())
 
-# Options that packs do not read, because packing decides what they would set.
+# Options that packed_trainer does not read, because packing decides what they would set.
 _IRRELEVANT = """
     per_device_train_batch_size per_device_eval_batch_size average_tokens_across_devices use_cache
     accelerator_config dataloader_persistent_workers remove_unused_columns length_column_name
@@ -73,7 +73,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
 def refuse_options(args: Any) -> None:
     """Refuse options of a ``TrainingArguments`` that packs would ignore, or that would change their loss.
 
-    An option that none of the lists above names is refused if it differs from its default.
+    An option of transformers or TRL in none of the lists above is refused if it differs from its default.
     """
     for field in dataclasses.fields(args):
         name, value = field.name, getattr(args, field.name)
@@ -108,13 +108,13 @@ def refuse_engines(trainer: Any) -> None:
     config = getattr(trainer.accelerator, "parallelism_config", None)
     if config is not None and (config.cp_enabled or config.sp_enabled or config.tp_enabled):
         raise ValueError(
-            f"packed_trainer runs data parallel, but the accelerator has {config}. Its context "
+            f"packed_trainer runs data parallel, but the accelerator has {config}. Accelerate's context "
             "parallelism would let documents see each other. Use Lightning with THDModelParallelStrategy."
         )
 
 
 def _is_changed(args: Any, field: dataclasses.Field[Any]) -> bool:
-    """Return whether an option of transformers or TRL differs from its default, if this is a plain value."""
+    """Return whether an option of transformers or TRL has a plain value as default, and differs from it."""
     owners = [base for base in type(args).__mro__ if field.name in inspect.get_annotations(base)]
     theirs = bool(owners) and owners[-1].__module__.partition(".")[0] in ("transformers", "trl")
     default = field.default

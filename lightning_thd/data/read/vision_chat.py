@@ -1,8 +1,8 @@
 """A conversation with images and a processor -> ids, labels, positions and pixels of one sample.
 
-The processor's chat template writes the conversation, with one placeholder for each token of an image. The
-size of an image gives the number of its tokens. So rows are counted from file headers, and images are decoded
-only when a row is read.
+The processor's chat template writes the conversation, with a placeholder for each image. The placeholder is
+repeated once for each token of the image, and the size of the image gives the number of these tokens. So rows
+are counted from file headers, and images are decoded only when a row is read.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from lightning_thd.data.read.text import tokenizer_fingerprint
 
 IntArray = NDArray[np.int64]
 CONVERSATIONS = ("messages", "sharegpt", "prompt", "alpaca")
+# Processors that cut each image into a grid of patches, and those that scale all images to one size.
 _GRIDS = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor")
 _ONE_SIZE = ("LlavaProcessor",)
 
 
 class VisionChat:
-    """Renders conversations with images, using a transformers processor or the folder of a saved one."""
+    """Renders conversations with images, using a transformers processor, its name, or its saved folder."""
 
     def __init__(self, processor: Any) -> None:
         if isinstance(processor, str | Path):
@@ -57,7 +58,7 @@ class VisionChat:
             self.tokenizer.chat_template = template
 
     def fingerprint(self) -> str | None:
-        """Return a text that identifies tokenizer and settings; None if the tokenizer has no fingerprint."""
+        """Return a text that identifies tokenizer and image settings; None if that is impossible."""
         tokenizer = tokenizer_fingerprint(self.tokenizer)
         settings = json.dumps(self.images.to_dict(), sort_keys=True, default=str)
         return None if tokenizer is None else f"{type(self.processor).__name__} {tokenizer} {settings}"
@@ -65,7 +66,7 @@ class VisionChat:
     def sample(
         self, record: Mapping[str, Any], folder: Path | None, *, pixels: bool = True
     ) -> dict[str, Any]:
-        """Render a record as a sample; without ``pixels``, no image is decoded, and only sizes are given."""
+        """Render a record as a sample; without ``pixels`` it holds only sizes of images, and decodes none."""
         kind = kind_of(dict(record), "text")
         if kind not in CONVERSATIONS:
             raise ValueError(
@@ -117,7 +118,7 @@ class VisionChat:
     def _inputs(
         self, ids: IntArray, grids: list[tuple[int, int, int]], images: list[Any] | None
     ) -> dict[str, Any]:
-        """Return the model's inputs beside the ids; if ``images`` is None, only inputs that give sizes."""
+        """Return the model's inputs beside the ids; if ``images`` is None, none holds real pixels."""
         found: dict[str, Any] = {}
         if self.has_grids:
             token = self.tokenizer.convert_tokens_to_ids(self.processor.image_token)
@@ -140,8 +141,8 @@ def image_positions(
 ) -> IntArray:
     """Return M-RoPE positions (frame, row, column), int64 ``[3, n]``, of ids with placeholders of images.
 
-    The three positions of a text token are equal, and count up. The tokens of an image share one frame. The
-    text after an image continues after its larger side.
+    The three positions of a text token are equal, and count up. The tokens of an image, ``merge`` x ``merge``
+    patches each, share one frame. Text after it begins at the image's first position plus its longer side.
     """
     found = np.empty((3, len(ids)), np.int64)
     at = following = 0

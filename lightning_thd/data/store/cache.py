@@ -23,7 +23,7 @@ Arrays = dict[str, NDArray[Any]]
 _EDGE_BYTES = 1 << 20  # hashed at both ends of an .npy file, which finds a torn header or tail
 _WHOLE_BYTES = 1 << 26  # larger source files are identified by samples of their content and their change time
 _BLOCK_BYTES = 1 << 20
-_SAMPLES = 64  # blocks that are hashed of such a large file
+_SAMPLES = 64  # blocks that are hashed of a source file above _WHOLE_BYTES
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, a full quota, a file above the size limit
 
 
@@ -53,7 +53,7 @@ def build_once(folder: Path, build: Callable[[Path], None], *, resume: bool = Fa
                 return False
             place = folder.parent / f".{folder.name}.unfinished"
             if resume:
-                place.mkdir(exist_ok=True)
+                place.mkdir(exist_ok=True)  # it may hold the files of an attempt that was killed or failed
             else:
                 place = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
             try:
@@ -82,7 +82,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def cache_errors(folder: Path) -> Iterator[None]:
-    """Convert a file-system error in the cache to a ``CacheError``."""
+    """Convert a full disk, or a file-system error in the cache, to a ``CacheError``."""
     try:
         yield
     except CacheError:
@@ -91,7 +91,7 @@ def cache_errors(folder: Path) -> Iterator[None]:
         place = str(err.filename or "")
         at_cache = bool(place) and (place.startswith(str(folder.parent)) or str(folder).startswith(place))
         if err.errno not in _FULL and not at_cache:
-            raise  # the error is about a source file, and names it
+            raise  # the error is not about the cache; if it is about a source file, it names that file
         raise CacheError(
             err.errno,
             f"The cache {folder} cannot be written ({err}). Pass cache_dir=, a writable folder with space.",
@@ -157,7 +157,7 @@ def _mark(path: Path) -> list[int | str]:
 
 
 def reopen(folder: Path, *, version: int) -> Arrays | None:
-    """Open a cached folder; None if it is missing or, with a warning, if it cannot be read."""
+    """Open a cached folder; None if it is missing. If it cannot be read, warn, delete it and return None."""
     if not folder.exists():
         return None
     try:
@@ -176,7 +176,7 @@ def cached_arrays(
     version: int,
     cache_dir: str | Path | None = None,
 ) -> Arrays:
-    """Open the arrays that were built from the same key before, or build, save and open them."""
+    """Open the arrays saved under the same key, or build and save them; without a key, only build them."""
     if key is None:
         return dict(build())
     folder = cached_folder(kind, key, cache_dir)
@@ -200,7 +200,7 @@ def cached_arrays(
 def content_of(path: Path) -> str:
     """Return a hexadecimal hash of a file; above 64 MiB, of 64 samples of 1 MiB and of its change time.
 
-    No program can set the change time (ctime) back, so a replaced file has another hash.
+    Programs cannot set the change time (ctime) of a file, so a file that was changed has another hash.
     """
     size = path.stat().st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=16)

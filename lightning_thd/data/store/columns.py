@@ -15,7 +15,7 @@ from lightning_thd.batch.media import GRIDS, PIXELS
 from lightning_thd.batch.samples import MOST_ID, wrapped
 
 IntArray = NDArray[np.int64]
-Facts = tuple[IntArray, IntArray, NDArray[np.bool_], IntArray]
+Facts = tuple[IntArray, IntArray, NDArray[np.bool_], IntArray]  # what ``_facts`` returns
 
 
 class ColumnRows(Dataset[dict[str, Any]]):
@@ -67,7 +67,7 @@ def is_hugging_face(dataset: object) -> bool:
 
 
 def visible_columns(dataset: object, table: Any) -> list[str]:
-    """Return the columns that samples have; a dataset's ``with_format(columns=...)`` hides others."""
+    """Return the columns that samples have; ``with_format(columns=...)`` of datasets hides the others."""
     if isinstance(dataset, ColumnRows):
         return dataset.names
     form = getattr(dataset, "format", None) or {}
@@ -77,7 +77,7 @@ def visible_columns(dataset: object, table: Any) -> list[str]:
 
 
 def visible(dataset: object, values: NDArray[Any]) -> NDArray[Any]:
-    """Pick the values of the rows that a dataset's ``select``, ``shuffle`` and ``filter`` left, in order."""
+    """Take one value per row of the table; return those of the dataset's rows, in the dataset's order."""
     indices = getattr(dataset, "_indices", None)
     return values if indices is None else values[np.asarray(indices.column(0))]
 
@@ -105,7 +105,7 @@ def is_label(table: Any, name: str) -> bool:
 
 
 def count_columns(dataset: object) -> dict[str, NDArray[Any]] | None:
-    """Count tokens and loss tokens from columns; None if the dataset has none. Bad rows count as empty."""
+    """Count tokens and loss tokens; None unless ids, labels and masks are Arrow columns of integer lists."""
     table = arrow_table(dataset)
     if table is None:
         return None
@@ -126,7 +126,7 @@ def count_columns(dataset: object) -> dict[str, NDArray[Any]] | None:
     if "attention_mask" in table.column_names:
         found, _, bad, _ = _facts(table, "attention_mask", lambda values: values != 1)
         wrong = wrong | bad | (found != lengths)
-    lengths[wrong], loss_tokens[wrong], most[wrong] = 0, 0, -1
+    lengths[wrong], loss_tokens[wrong], most[wrong] = 0, 0, -1  # a bad row counts as empty
     lengths, loss_tokens, wrong, most = (
         visible(dataset, column) for column in (lengths, loss_tokens, wrong, most)
     )
@@ -140,7 +140,7 @@ def count_columns(dataset: object) -> dict[str, NDArray[Any]] | None:
 
 
 def without_pixels(dataset: Any) -> Any:
-    """Drop the pixel columns of a Hugging Face dataset if a grid column has the numbers of patches."""
+    """Drop each pixel column of a Hugging Face dataset that has a grid column with the numbers of patches."""
     if arrow_table(dataset) is None or isinstance(dataset, ColumnRows):
         return dataset
     pairs = zip(GRIDS, PIXELS, strict=True)
@@ -149,7 +149,7 @@ def without_pixels(dataset: Any) -> Any:
 
 
 def _facts(table: Any, name: str, is_wrong: Callable[[NDArray[Any]], NDArray[np.bool_]]) -> Facts:
-    """Return length, number of targets, whether it is wrong, and largest value, of every row of a column."""
+    """Return for each row of a list column: length, targets, whether a value is wrong, largest value."""
     pc = require("pyarrow.compute", feature="reading Arrow columns")
     nothing = np.empty(0, np.int64)
     parts: list[Facts] = [(nothing, nothing, np.empty(0, bool), nothing)]

@@ -73,7 +73,7 @@ def counted_row(dataset: MapDataset, i: int) -> Mapping[str, Any]:
 
 
 def refuse_second_sequence(sample: Mapping[str, Any], i: int) -> None:
-    """Refuse a row of several sequences, because row 0 holds only one."""
+    """Refuse a row of several sequences: row 0 marks no boundaries, so each row counts as one sequence."""
     refuse_restart(
         sample,
         f"Sequence {i}",
@@ -103,14 +103,14 @@ class SequenceIndex:
     loss_tokens: NDArray[np.integer]  # tokens that have a target, ints ``[N]``; the first label never counts
     # Sorted rows that are known to carry images, videos or other inputs beside tokens.
     media: NDArray[np.integer] = field(default_factory=lambda: np.empty(0, np.int64))
-    # The weight of each sequence's loss tokens, and of each sequence; fp64 ``[N]``, empty without weights.
+    # The summed token weights of each sequence, and its own weight; fp64 ``[N]``, empty without weights.
     weights: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     sequence_weights: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
-    # The largest token id, and the row it is in.
+    # The largest token id, and the row it is in; [-1, 0] if unknown.
     largest: NDArray[np.integer] = field(default_factory=lambda: np.array([-1, 0]))
     # Sorted rows that were skipped; their length is 0.
     bad: NDArray[np.integer] = field(default_factory=lambda: np.empty(0, np.int64))
-    # Patches and pixels of each sequence's images, and the squares of both, ``[N, 4]``; empty for text.
+    # Patches and pixels of each sequence's images, ``[N, 4]``: see ``batch.media.COLUMNS``; empty for text.
     sizes: NDArray[np.integer] = field(default_factory=lambda: _NO_SIZES)
     # Whether sizes were measured from the images, so that each row read can be compared with them.
     sizes_measured: bool = True
@@ -156,11 +156,11 @@ class SequenceIndex:
         return {k: np.array(x) if type(x) is np.ndarray else _copied(x) for k, x in sample.items()}
 
     def _cut(self, sample: dict[str, Any], i: int, start: int, stop: int, continued: bool) -> None:
-        """Cut a sample to a piece; if the sequence continues, keep the label that follows the piece."""
+        """Cut a sample to a piece; if the sequence continues, keep the next token's label and weight."""
         found = len(sample["input_ids"])
         refuse_cut(sample, i, found)
         if "label" in sample and not _is_truncated(start, continued):
-            raise ValueError(f"Sequence {i} ({found} tokens) has a label: set oversize='truncate', no split.")
+            raise ValueError(f"Sequence {i} ({found} tokens) has a label: set oversize='truncate'.")
         if continued:
             sample["next_label"] = int(sample.get("labels", sample["input_ids"])[stop])
         if not _is_truncated(start, continued):
@@ -192,7 +192,7 @@ class SequenceIndex:
         if not len(cut):
             return np.array([of_sequence, sequence * (of_sequence > 0)])
         of_span = of_sequence.copy()
-        for k in cut:  # the weights inside a cut sequence are read from the dataset
+        for k in cut:  # the weights inside a cut sequence are read, unless all are 1 or all are 0
             i, start, stop = int(at[k]), int(spans.start[k]), int(spans.stop[k])
             continued = bool(spans.continued[k])
             if not len(self.weights) and self.loss_tokens[i] == self.lengths[i] - 1:
@@ -224,7 +224,7 @@ def _is_truncated(start: int, continued: bool) -> bool:
 
 
 def content_of_rows(dataset: MapDataset, index: SequenceIndex) -> str | None:
-    """Hash the ids and labels of a few rows; None if reading a row again gives other values."""
+    """Hash ids and labels of a few rows; None if a row is unreadable, or differs when it is read again."""
     rows = np.unique(np.linspace(0, len(dataset) - 1, _HASHED_ROWS, dtype=np.int64))
     rows = np.setdiff1d(rows, index.bad)
 
@@ -255,7 +255,7 @@ def refuse_cut(sample: Mapping[str, Any], i: int, length: int) -> None:
 
 
 def refuse_cuts(index: SequenceIndex, dataset: MapDataset, limit: int) -> None:
-    """Refuse, before the first step, sequences with images that are longer than ``limit`` tokens."""
+    """Refuse, before the first step, sequences above ``limit`` tokens with images or other inputs."""
     long = index.media[index.lengths[index.media] > limit]
     if len(long):
         refuse_cut(dataset[int(long[0])], int(long[0]), int(index.lengths[long[0]]))
@@ -316,7 +316,7 @@ def _refuse_shifted(dataset: MapDataset, index: SequenceIndex) -> None:
 
 
 def _check_bad(dataset: MapDataset, index: SequenceIndex, max_errors: int | None) -> None:
-    """Warn of the bad rows that are left out, or raise if there are more than ``max_errors``."""
+    """Warn of the bad rows that are left out; raise if all rows are bad, or more than ``max_errors``."""
     if not len(index.bad):
         return
     first = " | ".join(_fault_of(dataset, int(i)) for i in index.bad[:3])

@@ -183,11 +183,11 @@ def cached_store(
     cache_dir: str | Path | None = None,
     max_errors: int | None = None,
 ) -> TokenStore:
-    """Open the store that was built from the same key before, or build it on disk and open it."""
+    """Open the store of the same key, or build it on disk; without a key, files last as long as the store."""
     folder = cached_folder("tokens", {"unnamed": uuid4().hex} if key is None else key, cache_dir)
     arrays = reopen(folder, version=_VERSION)
     if arrays is not None:
-        _refuse_more(_listed(folder), max_errors)  # it may have been built with a larger bound
+        _refuse_more(_listed(folder), max_errors)  # the store may have had a larger bound
         return TokenStore._from_arrays(folder, arrays)
     build_once(folder, lambda place: _fill(place, parts, max_errors), resume=key is not None)
     store = TokenStore.open(folder)
@@ -202,7 +202,7 @@ def _remove(folder: Path, owner: int) -> None:
 
 
 def _fill(place: Path, parts: Callable[[int], Iterable[Rows]], max_errors: int | None) -> None:
-    """Save each piece as a part file, after the parts of a killed process, and join all parts."""
+    """Save the pieces after the k that a killed process saved, ``parts(k)``, as files; join all files."""
     paths: list[Path] = []
     skipped: list[Skipped] = []
     has: dict[str, bool] = {}
@@ -253,7 +253,7 @@ def _part_of(rows: Rows) -> dict[str, Any]:
 
 
 def _refuse_mixed(has: dict[str, bool], part: Mapping[str, Any]) -> None:
-    """Raise if this part has labels but the parts before had none, or the other way round."""
+    """Raise if this part has labels, or a label per sequence, and the parts before do not, or vice versa."""
     for name in ("labels", "label") if len(part["lengths"]) else ():
         if has.setdefault(name, name in part) != (name in part):
             some, others = ("first", "later") if has[name] else ("later", "first")

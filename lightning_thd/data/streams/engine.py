@@ -39,7 +39,7 @@ ROW_BITS = 40  # The low 40 bits of a sequence id are its row, and the others ar
 
 
 class Engine:
-    """Makes the steps of a stream, pass after pass. All ranks that read call its methods in one order."""
+    """Makes the steps of a stream, pass after pass. All reading ranks call its methods in the same order."""
 
     def __init__(
         self, settings: Settings, wire: Wire, state: dict[str, Any] | None = None, *, same: bool = False
@@ -54,7 +54,7 @@ class Engine:
         self._restore = None if state is None else (state, same)
         self._gave = np.zeros(count, bool)  # sources that gave a sequence in their present pass
         self._next: PlannedStep | None = None
-        self._to_open = list(range(count))
+        self._to_open = list(range(count))  # sources whose next pass has not begun
         self._closed = False  # after the end of a pass or an error, no step is made until ``open_pass``
         self.open_pass()
 
@@ -114,7 +114,7 @@ class Engine:
         return self.ledger
 
     def _whole_passes(self) -> int:
-        """Return the number of passes whose sequences are all used, of the source that has fewest."""
+        """Return the number of passes of which all sequences are used, for the source with the fewest."""
         whole = self.ledger.rounds.copy()
         for table in (self.ledger.pool, *(step.table for step in self.ledger.planned)):
             np.minimum.at(whole, self._settings.source_of[table["shard"]], table["round"])
@@ -178,7 +178,7 @@ class Engine:
             target += settings.window
 
     def _gather(self, window: int, *, most: int | None = None) -> None:
-        """Read until each rank holds ``window`` unplanned sequences, but at most ``most`` of each source.
+        """Fill each rank up to ``window`` unplanned sequences, but read at most ``most`` of each source.
 
         The collective runs even if nothing is left to read, because it also brings the errors of other ranks.
         """
@@ -266,7 +266,7 @@ def shares_of(settings: Settings, out: BoolArray) -> dict[int, int]:
 
 
 def order_of(ledger: Ledger, settings: Settings, dry: BoolArray) -> Order:
-    """Shuffle the pool, and let sources take turns by shares; ``dry`` marks sources with nothing to read."""
+    """Order the pool by turns of sources, shuffled ones at random; ``dry`` marks sources read to the end."""
     queues = _queues(ledger, settings)
     if len(queues) == 1:
         return Order(rows=queues[0], rest=queues[0][:0], ended=bool(dry.all()))
@@ -298,7 +298,7 @@ def _queues(ledger: Ledger, settings: Settings) -> list[IntArray]:
 def _turns(
     waiting: list[int], ledger: Ledger, settings: Settings, dry: BoolArray
 ) -> tuple[IntArray, list[RanDry], bool]:
-    """Return the source of each next sequence, the sources that ran dry, and whether the pass then ends."""
+    """Return the source of each next sequence, the sources that ran dry, and whether the pass ends there."""
     step, unused = settings.scheduling.step, np.array(waiting, np.int64)
     out, drawn = ledger.out.copy(), ledger.drawn
     turns: list[int] = []
@@ -318,7 +318,7 @@ def _turns(
 
 
 def wanted_of(window: int, ledger: Ledger, settings: Settings, exhausted: BoolArray) -> IntArray:
-    """Return how many sequences of each source each rank must read, int64 ``[N, ranks]``."""
+    """Return how many sequences of each of N sources each rank must read, int64 ``[N, ranks]``."""
     (sources, ranks), shares = exhausted.shape, shares_of(settings, ledger.out)
     place = settings.source_of[ledger.pool["shard"]] * ranks + ledger.pool["holder"]
     held = np.bincount(place, minlength=sources * ranks).reshape(sources, ranks)
@@ -329,7 +329,7 @@ def wanted_of(window: int, ledger: Ledger, settings: Settings, exhausted: BoolAr
     active = int((~exhausted[still_read]).any(0).sum())  # ranks that can still read
     total, parts = max(window * active, settings.scheduling.needed), sum(shares.values())
     for i in still_read:
-        # A source of several may be one turn ahead of its share.
+        # In a mixture, a source may be one turn ahead of its share.
         of_source = -(-total * shares[i] // parts) + (len(shares) > 1)
         readers = ~exhausted[i]
         per_rank = max(-(-of_source // int(readers.sum())), settings.sources[i].shuffle_buffer)

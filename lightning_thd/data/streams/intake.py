@@ -29,7 +29,8 @@ from lightning_thd.data.streams.shards import Mark, Shard
 
 Dry = Literal["restart", "stop", "rest"]
 
-# If a rank read fewer sequences in a pass, starting workers again takes longer than reading.
+# If a source of a mixture gave a rank fewer sequences in its last pass, the rank reads the next pass without
+# workers, because starting them takes longer than reading.
 _WORKERS_FROM = 1000
 
 
@@ -63,7 +64,7 @@ class Settings:
 
     @cached_property
     def source_of(self) -> IntArray:
-        """Return the number of each shard's source, int64 ``[K]``."""
+        """Return the number of each shard's source, int64, one for each shard."""
         return np.repeat(np.arange(len(self.sources)), [s.stop - s.first for s in self.sources])
 
     @property
@@ -78,9 +79,10 @@ class Intake:
     def __init__(self, settings: Settings, wire: Wire) -> None:
         self._settings, self._sources, self._wire = settings, settings.sources, wire
         self.payloads: Payloads = {}  # unused sequences that this rank holds
-        self.exhausted = np.zeros((len(self._sources), wire.ranks), bool)  # ``[N, ranks]``, read to its end
-        self.marks: dict[int, list[Mark]] = {}  # saved states of the shards that can save one, in order
-        self.counts = dict.fromkeys(("bad", "tail_dropped", *POLICIES), 0)
+        # Whether each rank has read its shards of each of the N sources to the end, ``[N, ranks]``.
+        self.exhausted = np.zeros((len(self._sources), wire.ranks), bool)
+        self.marks: dict[int, list[Mark]] = {}  # by shard, for shards that save states: the states, in order
+        self.counts = dict.fromkeys(("bad", "tail_dropped", *POLICIES), 0)  # over all ranks
         self._tallies = [Tally() for _ in self._sources]  # counts of this rank
         self._readers: dict[int, Reader] = {}  # the reader of each source
 
@@ -112,7 +114,7 @@ class Intake:
 
     @property
     def dry(self) -> npt.NDArray[np.bool_]:
-        """Return bool ``[N]``: whether all ranks have read a source to its end."""
+        """Return bool ``[N]``: whether each source was read to its end on all ranks."""
         return np.asarray(self.exhausted.all(axis=1))
 
     def gather(self, wanted: IntArray) -> Table:
@@ -168,7 +170,7 @@ class Intake:
             self.marks.pop(shard, None)
 
     def drop_marks(self, pending: Table, cursors: IntArray) -> None:
-        """Of each shard, drop states older than the last from which all unused records can be read."""
+        """Drop each shard's states before the last one from which all its unused records can be read."""
         for shard, marks in self.marks.items():
             rows = pending["row"][pending["shard"] == shard]
             least = min(int(rows.min()) if len(rows) else int(cursors[shard]), int(cursors[shard]))
@@ -202,7 +204,7 @@ class Intake:
 
 
 def _pooled(tables: list[Table]) -> Table:
-    """Join the tables of all ranks: the first record of every shard, then the second of every shard, ..."""
+    """Join the tables of all ranks: the first records of all shards, then the second of all shards, ..."""
     joined: npt.NDArray[np.void] = np.zeros(sum(map(len, tables)), POOL)
     for name in META.names or ():
         joined[name] = np.concatenate([table[name] for table in tables])
@@ -229,7 +231,7 @@ class Read:
 
 
 def assign(sizes: Sequence[int], ranks: int, *, first: int = 0) -> list[list[int]]:
-    """Assign each shard, largest first, to the rank with the smallest sum; ranks begin at ``first``."""
+    """Assign each shard, largest first, to the least loaded rank; ties begin at rank ``first % ranks``."""
     heap = [(0, (rank - first) % ranks, rank) for rank in range(ranks)]
     heapq.heapify(heap)
     assigned: list[list[int]] = [[] for _ in range(ranks)]
@@ -249,20 +251,20 @@ class Reading(IterableDataset[Read]):
     starts: Mapping[int, int]  # the first row to read of each shard
     sampler: Sampler
     round: int = 0  # number of the pass over the source
-    marks: Mapping[int, Mark] = field(default_factory=dict)
+    marks: Mapping[int, Mark] = field(default_factory=dict)  # by shard, a state to resume from
 
     def __iter__(self) -> Iterator[Read]:
         """Read the shards; each of n workers reads every n-th shard."""
         worker = get_worker_info()
         first, every = (0, 1) if worker is None else (worker.id, worker.num_workers)
         if worker is not None:
-            # Datasets must not divide a shard among workers, because one worker reads it. So hide the worker.
+            # A dataset that sees a worker may read only a part of its shard. So hide the worker.
             worker_module._worker_info = None
         for number in self.mine[first::every]:
             yield from self.rows(number, self.starts[number])
 
     def rows(self, number: int, start: int) -> Iterator[Read]:
-        """Yield the records of one shard from a row on."""
+        """Yield the records of one shard from a row on, and a bad one where reading fails."""
         row, mark = start - 1, self.marks.get(number)
         mark = mark if mark is not None and mark[0] <= start else None
         try:

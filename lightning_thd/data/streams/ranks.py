@@ -1,6 +1,6 @@
 """Collectives that gather tables from the ranks of a stream, exchange samples, and send steps to peers.
 
-A sequence is sent only if another rank runs it. Every rank knows the sizes of all messages from the plan.
+A sequence is sent only if one rank read it and another runs it. The plan gives every rank all message sizes.
 """
 
 from __future__ import annotations

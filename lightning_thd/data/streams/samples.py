@@ -33,7 +33,7 @@ META = np.dtype(
         ("squares", "<i8"),  # sum over frames of squared patch counts
     ]
 )
-# What is counted of the sequences that a data module's policies leave out or change.
+# The counts of sequences that a data module's policies leave out or change, and of the tokens lost.
 POLICIES = ("empty", "dropped", "truncated", "own_pack", "tokens_lost")
 
 
@@ -60,7 +60,7 @@ class Sampler:
     vocab_size: int | None = None
     chat: VisionChat | None = None
     extras_cost: ExtrasCost | None = None
-    patch: int | None = None
+    patch: int | None = None  # edge of an image patch in pixels; None if unknown
     max_patches: int | None = None
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(POLICIES, 0))
     _encoders: dict[str, Encoder] = field(default_factory=dict)
@@ -145,7 +145,7 @@ class Sampler:
         return sample
 
     def _fitted(self, sample: dict[str, Any], row: int, wide: bool) -> dict[str, Any] | None:
-        """Apply the ``oversize`` policy to a sample that is too long, or too ``wide`` by its patches."""
+        """Apply the ``oversize`` policy to a sample that is too long, or has too many patches (``wide``)."""
         length = len(sample["input_ids"])
         if length <= self.capacity and not wide:
             return sample
@@ -166,7 +166,7 @@ class Sampler:
 
 
 def _is_read(key: str, value: Any) -> bool:
-    """Return whether a key is an input of the model; False for text, names and None."""
+    """Return whether a key is read: a known one, or another with an array of numbers; None is not read."""
     if value is None or key in KEYS:
         return value is not None
     if isinstance(value, np.ndarray):

@@ -47,7 +47,7 @@ class Scheduling:
 
     @property
     def needed(self) -> int:
-        """Return the fewest sequences that make a step."""
+        """Return the fewest sequences from which a step is planned before the data end."""
         return self.step.n if isinstance(self.step, Sequences) else 1
 
 
@@ -82,7 +82,7 @@ def rows_of(table: Table, rows: IntArray) -> Table:
 
 
 def plan_steps(pool: Table, scheduling: Scheduling, *, ended: bool) -> tuple[list[PlannedStep], Table]:
-    """Plan one step of ``Sequences(n)``, or all steps of ``Packs(n)``; return them and the rows left."""
+    """Plan one step of ``Sequences(n)``, or all whole steps of ``Packs(n)``; return them and the rest."""
     if not len(pool):
         return [], pool
     if isinstance(scheduling.step, Sequences):
@@ -168,8 +168,8 @@ class Ledger:
 
     cursors: IntArray  # int64 ``[K]``, row after the last that was taken from each shard in this pass
     rounds: IntArray  # int64 ``[N]``, number of the present pass over each source
-    drawn: IntArray  # int64 ``[N]``, sequences used of each source since a source last ran dry
-    out: npt.NDArray[np.bool_]  # bool ``[N]``, sources that ran dry, so that the others finish this pass
+    drawn: IntArray  # int64 ``[N]``, sequences planned of each source since a source last ran dry
+    out: npt.NDArray[np.bool_]  # bool ``[N]``, sources that ran dry; the others finish this pass
     pool: Table = field(default_factory=lambda: np.empty(0, POOL))  # sequences that no step has taken
     planned: deque[PlannedStep] = field(default_factory=deque)  # planned steps that are not made, in order
     number: int = 0  # number of this pass over the stream

@@ -26,8 +26,8 @@ from lightning_thd.data.read.files import KINDS, PACKED, expand, suffix_of, unpa
 from lightning_thd.data.read.records import as_written, parse_line
 
 _ROWS = 1024  # rows of a Parquet batch: some megabytes of tokens
-_MARK_EVERY = 64  # rows between two saved states; a resumed source reads fewer rows than this again
-_COMPARED = 4  # records at the start of a source that must be the same on all ranks
+_MARK_EVERY = 64  # rows between two saved states; to resume at a row, fewer rows than this are read before it
+_COMPARED = 4  # first records of a source without parts, which must be the same on all ranks
 # Operations of a Hugging Face IterableDataset that count rows of all shards. After a split, each shard would
 # count by itself.
 _ACROSS = {
@@ -47,7 +47,7 @@ class FileShard:
     """A JSONL, Parquet or Arrow file of records, local or through fsspec."""
 
     name: str
-    size: int  # bytes; ranks divide the shards by size
+    size: int  # bytes, 1 if remote; ranks divide the shards by size
     replays = True
     whole = False
 
@@ -119,7 +119,7 @@ def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
 class Beginning:
     """The first state of a source with ``state_dict``, and whether its last iteration was left unfinished.
 
-    A new iteration of such a source may continue the last one. So the source must be reset before.
+    A new iteration may continue an unfinished one. So the source is reset to its first state before.
     """
 
     def __init__(self, source: Any) -> None:
@@ -180,14 +180,14 @@ class IterableShard:
             yield row, as_written(record), following
 
     def _refuse_begun(self, records: Any) -> None:
-        """Refuse an iterator that was read before, because its next record would count as row 0."""
+        """Refuse a generator that was read before, and an iterator that ``begin`` would return again."""
         if inspect.isgenerator(records):
             begun = inspect.getgeneratorstate(records) != inspect.GEN_CREATED
         else:
             begun = hasattr(records, "__next__") and records is self.begin()
         if begun:
             raise ValueError(
-                f"A {type(records).__name__} can be read only once, and was read before. Pass its function."
+                f"A {type(records).__name__} can be read only once. Pass a function that makes a new one."
             )
 
 
@@ -197,7 +197,7 @@ Shard = FileShard | IterableShard
 def iterable_shards(source: Any, parts: int, *, prefix: str) -> list[IterableShard]:
     """Return the shards of a source that is not a path."""
     kind = f"{prefix}{type(source).__name__}"
-    if isinstance(source, Mapping):  # to iterate over a sample would give its keys as texts
+    if isinstance(source, Mapping):  # iteration over a sample would give its keys as texts
         raise ValueError(f"{kind} is not a stream. Give samples by a function that returns an iterator.")
     if is_hf(source):
         if getattr(source, "_distributed", None) is not None:
@@ -266,7 +266,7 @@ def is_hf(source: object) -> bool:
 
 
 def is_stream(source: object) -> bool:
-    """Return whether a source can only be iterated: an iterable, or a function that returns an iterator."""
+    """Return whether a source can only be iterated: an iterable, a function, or a list of these."""
     if isinstance(source, str | Path):
         return False
     if isinstance(source, IterableDataset) or is_hf(source) or inspect.isgenerator(source):

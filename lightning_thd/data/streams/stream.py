@@ -54,11 +54,11 @@ class Stream:
             better.
         shuffle_buffer: sequences that each rank holds to draw from at random, from shards in random
             order; 0 keeps the order of both.
-        steps_per_epoch: optimizer steps of an epoch; None ends it with the data, so endless streams need one.
+        steps_per_epoch: optimizer steps of an epoch; None ends it with the data, so set it for endless data.
         on_error: ``"raise"`` stops at an unusable record, ``"skip"`` skips and counts it; None takes
-            ``on_error`` and ``max_errors`` of the data module.
-        max_errors: most records that the whole job skips; None sets no bound.
-        timeout_s: seconds to wait for a rank that yields nothing; then the job ends with an error.
+            ``on_error`` of the data module, and its ``max_errors`` too if none is given here.
+        max_errors: most records that the whole job skips; None sets no bound, unless ``on_error`` is None.
+        timeout_s: seconds to wait for a rank that sends nothing; then the job ends with an error.
     """
 
     source: Any = field(kw_only=False)
@@ -322,7 +322,7 @@ def _settings(streams: Streams, settings: DataSettings, job: Job) -> Settings:
 
 
 def _refuse_other_shards(lists: list[list[tuple[str, str | None]]]) -> None:
-    """Raise if ranks list other shards, or if a source that one rank reads for all differs among ranks."""
+    """Raise if ranks list different shards, or if a source that one rank reads for all differs on another."""
     for rank, found in enumerate(lists):
         if [name for name, _ in found] != [name for name, _ in lists[0]]:
             raise ValueError(

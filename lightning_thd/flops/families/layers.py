@@ -83,7 +83,7 @@ def shared_size(sizes: Sizes) -> int:
 
 _SHARED_GATE = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text")
 _ATTENTION = ("full_attention", "attention", "sliding_attention", "chunked_attention", "indexed_attention")
-# Families that ignore their window unless use_sliding_window is set.
+# Families that ignore their window unless use_sliding_window is set: the beginnings of their model_type.
 _WINDOW_OFF = ("qwen2", "qwen3", "smollm3")
 
 
@@ -108,7 +108,7 @@ def mixer(sizes: Sizes, index: int) -> list[Term]:
 
 
 def window_of(sizes: Sizes, index: int) -> Window | None:
-    """Return the attention window of layer ``index``; None when it sees its whole sequence."""
+    """Return the attention window of layer ``index``; None if its tokens see their whole sequence."""
     kinds = sizes.get("layer_types")
     if kinds:
         if kinds[index] == "chunked_attention":

@@ -1,7 +1,7 @@
 """Sizes -> terms of one part of a layer: attention, MLP, experts, state space, linear attention.
 
-The coefficients are those of published counters, which are named beside them. The tests compare every
-projection with torch's own counter.
+The coefficients of state-space scans and delta rules are those of published counters, which are named beside
+them. The tests compare every projection with torch's own counter.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def indexer(
 ) -> list[Term]:
     """Return the terms of DeepSeek's lightning indexer, which scores every pair to pick the best keys.
 
-    It has no backward pass. ``keys`` is the number of projections from which its keys are made.
+    It has no backward pass. ``keys`` is the number of projections from which the indexer makes its keys.
     """
     terms = [
         matmul("indexer", q_rank * heads * head_dim + hidden * (keys * head_dim + heads)),

@@ -21,7 +21,7 @@ Read = Callable[[Sizes], list[Layer]]  # gives the layers between embedding and 
 
 
 def read_config(config: Any) -> tuple[str, tuple[Layer, ...], int, int | None]:
-    """Return a config's model type, its layers, how many patches merge into one, and a patch's edge."""
+    """Return model type, layers, the number of patches that merge into one, and a patch's edge or None."""
     if (name := Sizes(config).model_type) in _REGISTERED:
         vision_sizes = Sizes(config).sub("vision_config")
         patch = None if vision_sizes is None else vision_sizes.get("patch_size")

@@ -1,7 +1,7 @@
 """A transformers config or the content of a config.json -> its sizes, under the names of any family.
 
-Files of many families do not list the kind of each layer. Their config class computes it, and ``completed``
-lets transformers do so.
+In many families, config.json does not list the kind of each layer. Then the config class of transformers
+computes the kinds: ``completed`` calls it.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def completed(config: Any, known: Collection[str]) -> Any:
             "transformers does not import here or does not know the family. Add it, or pip install "
             "'lightning_thd[hf]'."
         )
-    return config if made is None else made  # a multimodal config leaves out defaults in its sub-configs
+    return config if made is None else made  # made has the defaults that multimodal files leave out
 
 
 def _missing(config: Mapping[str, Any]) -> str:

@@ -1,9 +1,9 @@
-"""Configs of DeepSeek-V4, Gemma 3n, Gemma 4 and Qwen-VL's vision towers -> their layers.
+"""Configs of DeepSeek-V4, Gemma 3n, Gemma 4, and the vision towers of Qwen-VL and Llava -> their layers.
 
-Every projection that transformers computes is counted. n is the number of streams of DeepSeek-V4's
-hyper-connections and of Gemma's AltUp (arXiv:2301.13310). Vision towers are counted as in Megatron-Bridge.
-Attention runs between all patches of a frame and is not halved. The tower and every deepstack layer have a
-projector. The convolution that makes patches counts too.
+Every projection that transformers computes is counted. Vision towers are counted as in Megatron-Bridge:
+attention runs between all patches of a frame (in Qwen2.5-VL's windowed blocks, of a window), and is not
+halved. The tower and every deepstack layer have a projector. The convolution that makes patches counts too.
+Below, n is the number of streams of DeepSeek-V4's hyper-connections or of Gemma's AltUp (arXiv:2301.13310).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def deepseek_v4(sizes: Sizes) -> list[Layer]:
         terms = [
             *_streams(sizes.hidden, streams),
             *_v4_attention(sizes, kind),
-            # The backward needs the outputs, because the streams mix them.
+            # Not last: the backward needs the outputs, which the streams mix, so checkpointing reruns them.
             *(replace(term, last=False) for term in experts),
             *_streams(sizes.hidden, streams, last=True),
         ]
@@ -46,7 +46,7 @@ def deepseek_v4(sizes: Sizes) -> list[Layer]:
 
 
 def _streams(hidden: int, streams: int, *, last: bool = False) -> list[Term]:
-    """Return a hyper-connection's terms: n + n + n^2 coefficients from all streams, and an n x n product."""
+    """Return a hyper-connection's terms: a projection of n streams to 2 n + n^2 weights, and n x n mixing."""
     mix = recurrence("stream_mix", 2 * streams**2 * hidden)
     return [matmul("stream_weights", (2 + streams) * streams * streams * hidden), replace(mix, last=last)]
 
@@ -89,14 +89,14 @@ def _compressed(sizes: Sizes, kind: str) -> list[Term]:
 
 
 def gemma3n(sizes: Sizes) -> list[Layer]:
-    """Return Gemma 3n's layers between embedding and logits: n streams, of which a layer computes one."""
+    """Return Gemma 3n's layers between embedding and logits: n streams; attention and MLP run on one."""
     hidden, streams = sizes.hidden, sizes.size("altup_num_inputs")
     inner = sizes.get("intermediate_size")
     widened = (streams - 1) * hidden * hidden
     layers = [*_layer_inputs_projection(sizes), lone("altup_projections", matmul("altup_in", widened))]
     for index in range(sizes.num_layers):
         terms = [
-            # Streams are predicted and corrected by two routings and an n x n product.
+            # Two routings (hidden -> n), from which n^2 coefficients predict the streams and n correct them.
             matmul("altup", 2 * hidden * streams + streams**3 + streams**2),
             recurrence("altup_mix", 2 * hidden * streams**2),
             matmul("laurel", 2 * hidden * sizes.size("laurel_rank")),
@@ -141,7 +141,7 @@ def _layer_input(sizes: Sizes) -> list[Term]:
     """Return the terms of the gate on a layer's additional input, and of the projection back."""
     width = sizes.optional("hidden_size_per_layer_input")
     macs = sizes.hidden * width
-    # A norm follows, whose backward needs the last output.
+    # Not last: a norm follows, and its backward needs the output of the projection.
     return [matmul("own_gate", macs), matmul("own_out", macs)] if width else []
 
 
@@ -171,8 +171,9 @@ def _gemma_heads(sizes: Sizes, index: int) -> tuple[int, int]:
         layer = Sizes(table[index])
         return layer.kv_heads, layer.head_dim
     if table is not None:
+        # The table's keys are layer numbers ("05") or kinds of layers.
         keys = (key for key in table if key == kind or (str(key).isdigit() and int(key) == index))
-        layer = Sizes(table[key] if (key := next(keys, None)) is not None else {})  # by number ("05") or kind
+        layer = Sizes(table[key] if (key := next(keys, None)) is not None else {})
         heads = layer.size("num_key_value_heads", default=sizes.kv_heads)
         return heads, layer.size("head_dim", default=sizes.head_dim)
     if kind != "full_attention":
@@ -185,7 +186,7 @@ _TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwe
 
 
 def tower(config: Sizes) -> tuple[list[Layer], int, int | None]:
-    """Return the layers of a vision tower and projector, how many patches merge into one, and their edge."""
+    """Return a tower's layers, how many patches merge into one, and a patch's edge in pixels or None."""
     sizes = config.sub("vision_config")
     if sizes is not None and config.model_type == "llava" and sizes.model_type == "clip_vision_model":
         return _clip(config, sizes)
