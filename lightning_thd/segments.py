@@ -31,10 +31,10 @@ class SegmentLayout(NamedTuple):
 
     q_lengths: Tensor  # ``[..., M]`` number of queries of id ``i + 1`` that see a key
     kv_lengths: Tensor  # ``[..., M]`` number of keys of id ``i + 1`` that a query sees
-    q_offsets: Tensor  # ``[..., M + 1]`` first slots of the runs of such queries, ascending, then -1
-    kv_offsets: Tensor  # ``[..., M + 1]`` the same for keys; Transformer Engine needs both
-    q_starts: Tensor  # ``[..., M]`` slot of the first such query of id ``i + 1``, -1 if there is none
-    kv_starts: Tensor  # ``[..., M]`` the same for keys
+    q_offsets: Tensor  # ``[..., M + 1]`` first slot of each run of queries that see a key, then -1
+    kv_offsets: Tensor  # ``[..., M + 1]`` first slot of each run of keys that are seen, then -1
+    q_starts: Tensor  # ``[..., M]`` slot of the first query of id ``i + 1`` that sees a key, or -1
+    kv_starts: Tensor  # ``[..., M]`` slot of the first key of id ``i + 1`` that is seen, or -1
 
 
 @torch.no_grad()
@@ -49,8 +49,8 @@ def seqlens_offsets(
             objects, they are processed once.
         pos_q: positions inside the segments, in the shape of ``ids_q``; not used with "padding".
         pos_kv: the same for keys.
-        mask: "causal" lets a query see keys up to its position; "causal_bottom_right" counts positions from
-            the end of their run; "padding" lets a query see all keys of its id.
+        mask: "causal" lets a query see the keys of its id up to its position; "causal_bottom_right" counts
+            positions from the end of their run; "padding" lets a query see all keys of its id.
         max_segments: the highest id M, known on the host.
 
     Returns:

@@ -2,7 +2,7 @@
 
 Legend: T slots in a pack, S sequences. ``cu_seqlens`` is int32 ``[S + 1]``, starts at 0, never decreases.
 
-T and S are arguments where they cannot be read from shapes. So the host need not wait for a GPU, and
+T and S are arguments if they cannot be read from shapes. So the host need not wait for a GPU, and
 functions run on the meta device and inside ``torch.compile(fullgraph=True)``. ``check_cu_seqlens``, and
 ``pad_cu_seqlens`` without lengths, are the exceptions: they read the device. All others check values only in
 lists, numpy arrays and CPU tensors. Every function accepts lists and arrays as well as tensors.
@@ -128,7 +128,7 @@ def pad_cu_seqlens(
 ) -> Tensor:
     """Pad offsets with dummy sequences to a fixed number of sequences and slots, as a CUDA graph needs.
 
-    Offsets up to the last real token stay. Dummy sequences of one length fill the tail up to ``total``;
+    Offsets up to the last real token stay. Dummy sequences of equal length fill the tail up to ``total``;
     the last may be shorter. They are as short as the number of spare entries allows, because many short
     sequences are cheapest for attention. Entries that are left repeat ``total``.
 

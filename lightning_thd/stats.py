@@ -36,7 +36,7 @@ __all__ = [
     "window_pairs",
 ]
 
-_NO_PICTURES: tuple[int, int, tuple[tuple[int, int], ...]] = (0, 0, ())  # what ``_vision`` returns for text
+_NO_PICTURES: tuple[int, int, tuple[tuple[int, int], ...]] = (0, 0, ())  # the ``_vision`` of no images
 _LARGEST = 2**62  # tokens of a window; more would overflow int64 in the sums below
 
 
@@ -81,21 +81,22 @@ class Vision:
 class SeqStats:
     """Counts of one or more batches, as host integers; add them with ``+`` or ``sum``.
 
-    ``SeqStats.from_lengths([3, 5])`` has 8 real tokens and slots, 6 loss tokens, 2 sequences, 34 squares.
+    ``SeqStats.from_lengths([3, 5])`` has 8 real tokens, 8 slots, 6 loss tokens, 2 sequences, sum_squares=34.
 
     Attributes:
         real_tokens: tokens of sequences, without padding; a shared prefix counts once.
         slots: tokens with padding, on which the device computes.
         loss_tokens: tokens with a target.
         sequences: sequences of at least one token.
-        sum_squares: sum of the squared lengths.
-        window_pairs: per window, the (query, key) pairs of causal attention; for int W, sum of min(i + 1, W).
+        sum_squares: sum of the squared lengths, less the squares of shared prefixes.
+        window_pairs: per window, the (query, key) pairs of causal attention; for int W, min(i + 1, W) summed
+            over positions i. Pairs inside shared prefixes are left out.
         cross_tokens: tokens, such as an encoder's, from which cross-attention gets keys and values.
         cross_pairs: sum over sequences of their length x their cross tokens.
         vision_patches: patches of all images and video frames.
         vision_squares: sum over frames of the squared number of patches.
         vision_window_pairs: per window edge (in patches), the sum over windows of squared patch counts.
-        shared_tokens: tokens that are not computed, because another sequence has the same prefix.
+        shared_tokens: tokens that are not computed, because another sequence computes the same prefix.
     """
 
     real_tokens: int = 0
@@ -208,8 +209,8 @@ class SeqStats:
     ) -> SeqStats:
         """Count a batch from cumulative lengths as data pipelines pass them, with or without a padded tail.
 
-        Lengths come from unpadded offsets if they are given. Offsets after the first ``argmin``, repeats of
-        the last offset, and a tail of -1 or 0 are ignored. Fewer than two offsets mean that rows are not
+        Lengths come from unpadded offsets if they are given. Only the first ``argmin`` offsets count. Repeats
+        of the last offset, and a tail of -1 or 0, are ignored. Fewer than two offsets mean that rows are not
         packed: every row is one sequence.
 
         Args:
@@ -288,7 +289,7 @@ def _join(
 
 
 def window_pairs(lengths: Ints, window: Window, *, ends: Ints) -> IntArray:
-    """Count the (query, key) pairs of causal attention with a window, per run; run i ends at ``ends[i]``."""
+    """Count a causal window's (query, key) pairs for each run, ``lengths[ends[i - 1] : ends[i]]``."""
     values, runs = _lengths(lengths), host_ints(ends, "ends")
     if not runs.size or runs[0] < 0 or runs[-1] != values.size or (np.diff(runs) < 0).any():
         raise ValueError(
@@ -312,7 +313,7 @@ def _pairs(lengths: IntArray, window: Window, sums: Callable[[IntArray], _Sum]) 
     if isinstance(window, Blocks):  # a block is seen by its last token and by all later tokens
         seen: IntArray = lengths // window.size
         seen = seen if window.most is None else np.minimum(seen, window.most)
-        # sum over j = 1 .. seen of (length - j x size + 1)
+        # sum over j = 1 .. seen of (length - j x size + 1), the number of queries that see j blocks or more
         return sums(seen * (lengths + 1) - window.size * (seen * (seen + 1) // 2))
     if isinstance(window, Chunk):
         size = window.size

@@ -1,8 +1,8 @@
 """A LightningModule -> its models sharded by FSDP2 over all ranks that see different tokens.
 
-A vision tower runs only if a pack has images. If one rank skipped the tower's backward pass, the other ranks
-would wait in its collectives. So if any rank has images, all ranks give the tower's weights a gradient, which
-is zero on ranks without images.
+A vision tower runs only if a pack has images. FSDP2 reduces only gradients that exist, and the job can hang
+if ranks reduce different gradients. So if any rank has images, all ranks give the tower's weights a gradient,
+which is zero on ranks without images.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PATHS = "_thd_tower_paths"  # the attribute of a model that keeps its ``TowerPa
 def shard_parameters(
     module: nn.Module, mesh: DeviceMesh, *, policy: MixedPrecisionPolicy, reshard_after_forward: bool
 ) -> None:
-    """Shard every model of a LightningModule by FSDP2, layer by layer, and vision towers with the root."""
+    """Shard each model of a LightningModule by FSDP2: layers one by one, and all other weights together."""
     if own := [name for name, _ in module.named_parameters(recurse=False)]:
         raise ValueError(
             f"{type(module).__name__} holds the parameters {own} itself, but FSDP2 gathers only the weights "
@@ -55,7 +55,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     """List the modules that FSDP2 gathers one at a time.
 
     These are the modules of the classes in ``_no_split_modules``, or without such a list, the elements of
-    ModuleLists. Layers of a vision tower run only on some ranks, so they are gathered with the model.
+    ModuleLists. Layers of a vision tower may run on some ranks only, so FSDP2 gathers them with the model.
     """
     towers = towers_of(model)
     names: set[str] = set(getattr(model, "_no_split_modules", None) or ())
@@ -76,7 +76,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def reshard(module: nn.Module) -> None:
-    """Free weights that FSDP2 left gathered, because an optimizer over gathered copies trains nothing."""
+    """Free weights that FSDP2 left gathered: an optimizer over gathered copies would not train the shards."""
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.reshard()
@@ -119,7 +119,7 @@ def _result_of(model: Any, getter: str) -> nn.Module | None:
 
 
 class TowerPaths:
-    """Gives the weights of a model's towers a zero gradient, through its embedding, while ``active``."""
+    """While ``active``, adds zeros to the gradients of tower weights, by way of the embedding's output."""
 
     def __init__(self, model: Any) -> None:
         self.active = False
@@ -129,7 +129,7 @@ class TowerPaths:
     def _tie(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
         if not (self.active and torch.is_grad_enabled()):
             return out
-        # Look the weights up inside the model's forward call, because FSDP2 has gathered them by then.
+        # Look the weights up only now, inside the model's forward call, in which FSDP2 has gathered them.
         weights = [p for tower in self._towers for p in tower.parameters() if p.requires_grad]
         return keep_path(out, *weights)
 
@@ -157,6 +157,7 @@ def any_rank_sees(batch: object, group: dist.ProcessGroup) -> bool:
 
 
 def _sees(batch: object) -> bool:
+    """Return whether a batch may have inputs of a tower, which are extras without one value per slot."""
     if isinstance(batch, THDStep):
         return any(map(_sees, batch.microbatches))
     if not isinstance(batch, THDBatch):

@@ -23,10 +23,10 @@ PIPELINE = "pipeline_parallel"
 class AxisSizes:
     """The number of ranks along each parallel axis."""
 
-    data: int = 1  # groups that read different data
-    context: int = 1  # ranks that share the slots of a pack
-    tensor: int = 1  # ranks that share the rows and columns of weights
-    pipeline: int = 1  # ranks that share the layers of a model, the outermost axis
+    data: int = 1  # along this axis, ranks read different data
+    context: int = 1  # ranks hold different slots of a pack
+    tensor: int = 1  # ranks hold different rows or columns of weights
+    pipeline: int = 1  # ranks hold different layers of a model
 
     @property
     def world(self) -> int:
@@ -44,18 +44,18 @@ class AxisSizes:
         return self.world // self.pipeline
 
     def data_rank(self, rank: int) -> int:
-        """Return which data a global rank reads: 0 for ranks 0 and 1 of ``AxisSizes(data=2, context=2)``."""
+        """Return a rank's place on the data axis: 0 for ranks 0 and 1 of ``AxisSizes(data=2, context=2)``."""
         return rank % self.stage // (self.context * self.tensor)
 
     def readers(self, data: int) -> list[int]:
-        """Return the global ranks that read the same data."""
+        """Return the global ranks at place ``data`` on the data axis; they read the same data."""
         return [rank for rank in range(self.world) if self.data_rank(rank) == data]
 
 
 def resolve_sizes(
     world: int, *, data: int | Literal["auto"] = "auto", context: int = 1, tensor: int = 1, pipeline: int = 1
 ) -> AxisSizes:
-    """Check sizes against the number of processes; ``data="auto"`` takes the processes that remain."""
+    """Check sizes against the number of processes; ``data="auto"`` is that number over the other sizes."""
     given = {"pipeline": pipeline, "context": context, "tensor": tensor}
     check_sizes(data=data, **given)
     shown = " x ".join(
@@ -91,12 +91,12 @@ def check_sizes(*, data: object, replicas: object = 1, **others: object) -> None
 class Meshes:
     """The mesh of a job and the flattened meshes of its axes."""
 
-    axes: DeviceMesh  # (pipeline x) data x context x tensor
+    axes: DeviceMesh  # data x context x tensor, after a pipeline axis if it is larger than 1
     data_context: DeviceMesh  # data and context as one axis: ranks of a stage that see different tokens
     peers: DeviceMesh  # all axes but data as one axis: ranks that read the same data
     stage: DeviceMesh  # all axes but pipeline as one axis: ranks that hold the same layers
-    shards: DeviceMesh  # ranks that share weights by FSDP2: ``data_context``, or replicas x shards of it
-    tensor: DeviceMesh  # the tensor-parallel ranks, on a mesh with ``shards``
+    shards: DeviceMesh  # FSDP2's: the ranks of ``data_context``, or the same ranks as replicas x shards
+    tensor: DeviceMesh  # the tensor-parallel ranks, an axis of the mesh that ``shards`` comes from
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Return the process group of this rank along one of the axes."""

@@ -1,10 +1,10 @@
 """Router logits of a mixture of experts -> sums per group of tokens, over all layers and pipeline stages.
 
-A balancing loss multiplies an expert's share of the tokens by the expert's mean probability (Switch
+A balancing loss multiplies each expert's share of the tokens by the expert's mean probability (Switch
 Transformers, arXiv:2101.03961, equations 4 to 6), both over all layers. So each stage of a pipeline adds the
 sums of its layers to the sums that it received, and sends the result to the next stage.
 
-Legend: T slots, E experts, K experts a token, G groups of slots.
+Legend: T slots, N tokens (more than T if sequences share slots), E experts, G groups of tokens.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def router_sums(
     scores: Scores = "softmax",
     slots: Tensor | None = None,
 ) -> Tensor:
-    """Sum over layers and the slots of each of ``size`` groups; return ``[size, 2 E + 1]``, fp32 or wider.
+    """Sum router statistics over all layers and over the tokens of each group; ``size`` is G.
 
-    There are E sums of probabilities, E counts of choices and a sum of squared lse. ``logits`` are ``[T, E]``
-    of each layer. ``groups``, int64 ``[T]``, has the group of each slot. If sequences share slots, ``slots``,
-    int64 ``[N]``, has the slot of each token, and ``groups`` is ``[N]``.
+    The result is ``[G, 2 E + 1]``, fp32 or wider: E sums of probabilities, E counts of choices, and a sum of
+    squared logsumexps. ``logits`` holds ``[T, E]`` for each layer. ``groups``, int64 ``[N]``, is the group of
+    each token. ``slots``, int64 ``[N]``, is the slot of each token; None if token i is in slot i.
     """
     wide = torch.promote_types(logits[0].dtype, torch.float32) if logits else torch.float32
     total = logits[0].shape[0] if logits else groups.numel()
@@ -84,7 +84,7 @@ def routers_of(inner: nn.Module) -> list[tuple[type[nn.Module], int]]:
 
 
 def wants_balance(inner: Any) -> bool:
-    """Return whether a model adds a balancing loss over the routers of its layers."""
+    """Return whether a model's config asks for a balancing loss over the routers of its layers."""
     return bool(getattr(inner.config.get_text_config(decoder=True), "output_router_logits", None))
 
 
@@ -128,10 +128,10 @@ class RouterRelay:
         self.channel = channel  # sends sums to later stages and their gradients back, in fp64
         self.stage = stage
         self.group = group  # the ranks that hold the same layers; None is the world
-        self.received: Tensor | None = None
+        self.received: Tensor | None = None  # the sums of the stages before, in the running pass
 
     def add(self, own: Tensor) -> Tensor:
-        """Return all stages' sums; in training, stages without the head get a NaN that depends on ``own``."""
+        """Return the sums of all stages; with gradients and without the head, NaN that depends on ``own``."""
         own, stage = own.to(self.channel.dtype(own.device)), self.stage
         if not torch.is_grad_enabled():
             own = own.clone()

@@ -3,7 +3,7 @@
 Norms, residuals and dropout then work on T / tp slots, which saves memory. Every attention or feed-forward
 block of a layer gathers its input, and keeps only this rank's slots of its output.
 
-Legend: T slots of a context-parallel shard, or of the pack.
+Legend: T slots of the pack, or of its context-parallel shard; tp tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def apply_sequence_parallel(model: Any, group: dist.ProcessGroup) -> None:
             else:
                 _gather_and_keep(child, group)
     stage = stage_of(model)
-    if isinstance(norms[0], PassThrough):  # a stage of a pipeline that has no last norm
+    if isinstance(norms[0], PassThrough):  # a pipeline stage without the last norm
         _gather_output(norms[0], group, lambda: False)
         return
     sum_own_gradients(norms[0], group)
@@ -114,7 +114,7 @@ def check_slots(slots: int, ranks: int) -> None:
 
 
 def _gather_output(module: Any, group: dist.ProcessGroup, wanted: Callable[[], bool]) -> None:
-    """Gather all slots of a module's output; return any tensor of that shape if it is not ``wanted``."""
+    """Gather all slots of a module's output; if ``wanted()`` is false, only return a tensor of that shape."""
     forward = module.forward
 
     def gathering_forward(x: Tensor) -> Tensor:

@@ -29,9 +29,10 @@ class THDShard(THDBatch):
     """The slice of a pack that one context-parallel rank holds, in place of a ``THDBatch``.
 
     ``layout`` describes the slice. ``input_ids``, ``targets``, ``position_ids`` have N slots. ``cu_seqlens``
-    and ``cu_seqlens_padded`` count every sequence of the pack; a sequence that only other ranks hold is
-    empty. ``lengths``, ``padded_lengths``, ``sequence_ids`` and, except in dynamic groups, ``stats`` are the
-    whole pack's. ``loss_scale`` is cp times the pack's, because the mean over ranks also divides by cp.
+    and ``cu_seqlens_padded`` are offsets of this rank's parts of all sequences; the part of a sequence that
+    only other ranks hold is empty. ``lengths``, ``padded_lengths`` and ``sequence_ids`` are the whole pack's.
+    So is ``stats``, except in dynamic groups, where it is this rank's share. ``loss_scale`` is cp times the
+    pack's, because the mean over ranks also divides by cp.
     """
 
     __slots__ = ("layout",)
@@ -59,7 +60,7 @@ class THDShard(THDBatch):
         return THDShard._of(self, **changes)
 
     def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> THDBatch:
-        """Return the shard itself, because batches are moved to the device before they are cut."""
+        """Return the shard itself; refuse another device, because batches are moved before they are cut."""
         if torch.device(device) == self.layout.device:
             return self
         raise ValueError(
@@ -85,8 +86,8 @@ class THDShard(THDBatch):
         return super().unpack(gather_pack(x, self.layout))
 
     def __iter__(self) -> Iterator[Tensor]:
-        # Lightning weighs a logged loss by this. All cp ranks give the pack's weight, because the mean of
-        # their losses is the pack's loss.
+        # Lightning weighs a logged loss by the rows of this tensor (see THDBatch.__iter__). All cp ranks give
+        # the pack's weight, because the mean of their losses is the pack's loss.
         yield weighing_rows(self.layout.cp / self.loss_scale if self.loss_scale else 0.0)
 
 

@@ -73,7 +73,7 @@ def _match(model: nn.Module, plan: Mapping[str, str]) -> list[tuple[str, nn.Modu
                     f"The tensor-parallel plan asks for {style!r} of {entry!r}; supported are "
                     f"{', '.join(_STYLES)}. Pass tensor_parallel_plan={{...}}."
                 )
-            # The replacement of another pipeline stage's embedding or head has nothing to cut.
+            # Placeholders for embeddings and heads of other pipeline stages have nothing to cut.
             if not isinstance(module, nn.ModuleList) and has_parameters(module):
                 found.append((name, module, style))
     return found
@@ -85,7 +85,7 @@ def _pattern(entry: str) -> re.Pattern[str]:
 
 
 def _between_products(model: nn.Module, matched: list[tuple[str, nn.Module, str]]) -> list[nn.Module]:
-    """Return activations and head norms that a plan leaves out; refuse those that mix ranks' columns."""
+    """Return activations and head norms with weights on cut columns; refuse those that mix all columns."""
     known = {id(module) for _, module, _ in matched}
     whole = {id(module) for _, module, style in matched if style == "colwise_gather_output"}
     found = []
@@ -203,7 +203,7 @@ def _embedding(module: Any, shards: _Shards) -> None:
     rows = module.num_embeddings // shards.group.size()
     first = shards.group.rank() * rows
     shards.cut(module, "weight", 0)
-    if module.padding_idx is not None:  # keep the row without a gradient on the rank that holds it
+    if module.padding_idx is not None:  # only one rank holds the padding row, which gets no gradient
         inside = first <= module.padding_idx < first + rows
         module.padding_idx = module.padding_idx - first if inside else None
     forward, group = module.forward, shards.group
@@ -219,7 +219,7 @@ def _embedding(module: Any, shards: _Shards) -> None:
 
 
 def sum_own_gradients(module: Any, group: dist.ProcessGroup) -> None:
-    """Sum the gradients of replicated parameters that each rank uses for its own heads or slots."""
+    """Sum the gradients of a module's whole parameters, which each rank uses for its own heads or slots."""
     forward = module.forward
 
     def summing_forward(*args: Any, **kwargs: Any) -> Any:
@@ -409,7 +409,7 @@ def _without_other_styles(model: nn.Module, plan: Mapping[str, str]) -> dict[str
 
 
 def _experts_of(model: nn.Module, ranks: int) -> dict[str, str]:
-    """Return a plan for a model's experts, if ``ranks`` divides the number of experts of every layer."""
+    """Return a plan for experts in parameters ``[num_experts, ...]``, if ``ranks`` divides every number."""
     plan: dict[str, str] = {}
     for name, style in (getattr(model, "_ep_plan", None) or {}).items():
         pattern = _pattern(name)

@@ -1,7 +1,7 @@
 """A model with ``nn.Linear`` layers -> the same model, in place, whose linear layers multiply in FP8.
 
-A replacement layer holds the same parameter objects as the layer before. So ties, optimizer groups and hooks
-stay valid, nothing is copied, and a model on the meta device stays there.
+A replacement holds the same parameter objects as the layer that it replaces. So ties, optimizer groups and
+hooks stay valid, nothing is copied, and a model on the meta device stays there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_thd.flops.backward import checkpointing
 from lightning_thd.precision.recipes import Recipe, check_device, resolve
 
 KEEP = ("lm_head", "*router*", "*gate", "visual.*", "vision_tower.*", "vision_model.*", "*lora_*")
-_HOOKS = (
+_HOOKS = (  # the attributes of a layer with its hooks, which the replacement gets
     *("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"),
     *("_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks"),
     "_is_full_backward_hook",  # without it, torch never calls hooks of the backward pass
@@ -131,8 +131,8 @@ def replace_layers(
 def fp8_context(model: nn.Module, *, group: Any = None) -> AbstractContextManager[Any]:
     """Return the context in which a converted model runs forward; torchao needs none and gets an empty one.
 
-    ``model`` may wrap the converted model. The ranks of ``group`` share the statistics of delayed scaling;
-    None means all ranks, unless the recipe is ``DelayedScaling(reduce_amax=False)``.
+    ``model`` may wrap the converted model. With delayed scaling, the ranks of ``group`` (None: all) share
+    statistics, unless the recipe is ``DelayedScaling(reduce_amax=False)``.
     """
     recipe = recipe_of(model)
     return autocast(recipe, group) if recipe is not None and recipe.engine == "te" else nullcontext()
@@ -141,7 +141,7 @@ def fp8_context(model: nn.Module, *, group: Any = None) -> AbstractContextManage
 def in_low_precision(
     loss_fn: Callable[[nn.Module, Any], torch.Tensor], model: nn.Module, *, group: Any = None
 ) -> Callable[[nn.Module, Any], torch.Tensor]:
-    """Wrap a loss function to run in Transformer Engine's region; return it unchanged for other models."""
+    """Wrap a loss function to run in Transformer Engine's region, if that engine converted the model."""
     recipe = recipe_of(model)
     if recipe is None or recipe.engine != "te":
         return loss_fn
@@ -258,7 +258,7 @@ def product_reason(child: nn.Module) -> str:
 
 
 def check_model(module: nn.Module, recipe: Recipe) -> None:
-    """Refuse a model that an FP8 engine would compute wrongly or not at all."""
+    """Refuse a model with Transformer Engine layers, or with sharded weights for that engine."""
     layers = [
         name
         for name, child in module.named_modules()
@@ -300,7 +300,7 @@ def check_weights(module: nn.Module) -> None:
         if isinstance(child, nn.Linear) and child.weight.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(
                 f"{name}.weight is {child.weight.dtype}: FP8 takes weights in torch.bfloat16 or torch.float32"
-                ". Load the model in one of them: a cast from float16 loses digits or range."
+                ". Load the checkpoint in one of them: a cast does not restore the range that float16 lost."
             )
 
 

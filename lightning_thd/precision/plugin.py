@@ -72,9 +72,9 @@ class FP8Precision(Precision):
         self.min_features = whole_number(min_features, "min_features")
         self.converted: Converted | None = None
         self._rules: Alignment | None = self.alignment()  # the multiples for lengths and slots of packs
-        self._group: Any = None  # the process group that shares statistics
+        self._group: Any = None  # the ranks that share delayed scaling's statistics
         self._device_type = "cuda"
-        self._recomputes = False
+        self._recomputes = False  # whether the backward pass recomputes Transformer Engine's layers
         self._module: nn.Module | None = None  # the module whose layers have delayed scaling's statistics
 
     def alignment(
@@ -89,14 +89,14 @@ class FP8Precision(Precision):
         return self.recipe.alignment(cp=cp, tp=tp, sequence_parallel=sequence_parallel, layout=layout)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert layers to FP8 in place, only once, and cast the module to ``weights_dtype``."""
+        """Cast a module to ``weights_dtype`` and convert its layers, in place; skip converted modules."""
         strategy = getattr(getattr(module, "_trainer", None), "strategy", None)
         check_strategy(strategy, self.recipe)
         self._module = module
         if self._is_converted(module):
             return module
         self._rules = alignment_of(strategy, self)
-        # Statistics are shared by all ranks: data, context and tensor ranks have the same layers.
+        # All ranks share statistics, because the ranks of a data or context axis have the same layers.
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self._group = dist.group.WORLD if several else None
         device = torch.device(getattr(strategy, "root_device", None) or device_of(module))
@@ -117,12 +117,12 @@ class FP8Precision(Precision):
     module_init_context = tensor_init_context
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the FP8 context of a training step; its statistics are shared over the step's ranks."""
+        """Return the FP8 context of a training step; all ranks share delayed scaling's statistics."""
         return self._region(self._group)
 
     @contextmanager
     def val_step_context(self) -> Iterator[None]:
-        """Enter the FP8 context of an evaluation step, without statistics and without collectives."""
+        """Enter the FP8 context of an evaluation step, which updates no statistics and runs no collective."""
         with self._region(None):
             yield
 

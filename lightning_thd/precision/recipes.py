@@ -44,11 +44,11 @@ class Recipe:
 
     @property
     def has_history(self) -> bool:
-        """Return whether scales depend on earlier steps; graphs and recomputation would disturb them."""
+        """Return whether scales depend on earlier steps; graphs and recomputation would change such scales."""
         return self.name == "delayed"
 
 
-# ``features`` are whole blocks, which Transformer Engine's quantizers require; torch._scaled_mm requires 16.
+# ``features``: Transformer Engine needs whole blocks of 128 or 32; other products need multiples of 16.
 _KNOWN: dict[tuple[Engine, str], Recipe] = {
     (recipe.engine, recipe.name): recipe
     for recipe in (
@@ -176,7 +176,7 @@ _FP16_CORES = (7, 0)
 def fastest_precision(
     device: torch.device | str | None = None,
 ) -> Literal["bf16-mixed", "16-mixed", "32-true"]:
-    """Return the ``precision`` for a Trainer or Fabric in which a device (or a device name) is fastest.
+    """Return the ``precision`` for a Trainer or Fabric in which ``device`` is fastest.
 
     The default device is the GPU if torch finds one, else the CPU.
 

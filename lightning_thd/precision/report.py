@@ -17,10 +17,10 @@ from lightning_thd.precision.convert import is_converted, product_reason
 class FP8Report:
     """Which layers of a model multiply in FP8; ``print`` it for the table."""
 
-    recipe: str | None  # None without converted layers
-    engine: str | None  # None without converted layers
+    recipe: str | None  # None if this package has not converted the model
+    engine: str | None  # likewise
     converted: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # name -> (inputs, outputs)
-    # name -> (inputs, outputs) of the linear layers that stay in bf16
+    # name -> (inputs, outputs), for linear layers that stay in bf16
     kept: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     # name -> why it stays in bf16, for linear layers and for products outside of linear layers
     reasons: Mapping[str, str] = field(default_factory=dict)

@@ -20,7 +20,7 @@ def draw_packs(
     theme: Theme = "light",
     width: float = 8.0,
 ) -> Any:
-    """Draw each pack as a horizontal bar, with one colour per sequence and the padding at its end.
+    """Draw each pack as a horizontal bar of sequences in six colours, with the padding at the bar's end.
 
     Args:
         packs: the lengths of each pack's sequences.

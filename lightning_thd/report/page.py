@@ -85,7 +85,7 @@ def number(value: float) -> str:
 
 
 def read_metrics(folder: str | Path) -> Series:
-    """Read every ``metrics.csv`` in a folder of CSVLogger; values of later runs replace earlier ones.
+    """Read every ``metrics.csv`` in a folder of CSVLogger; later runs replace the values of equal steps.
 
     Returns:
         For every metric its (step, value) pairs, sorted by step.
@@ -189,7 +189,7 @@ def _data_of(series: Series, theme: Theme) -> str:
 
 
 def draw_page(series: Series, theme: Theme) -> Any:
-    """Draw a run's last numbers and versions, its curves, and the parts of a step's time."""
+    """Draw a run's headline numbers, its curves, the parts of a step's time, and the installed versions."""
     look, shown = look_of(theme), _shown(series)
     panels = len(shown) + bool(step_times(series))
     rows = max(math.ceil(panels / 2), 1)
@@ -211,7 +211,7 @@ def draw_page(series: Series, theme: Theme) -> Any:
 def step_times(series: Series) -> dict[str, float]:
     """Return the mean of each part of a step over a run, in milliseconds by title.
 
-    All intervals have the same weight: ``[(10, 0.2), (20, 0.4)]`` gives 300. Only logged parts are returned.
+    Every logged value weighs the same: ``[(10, 0.2), (20, 0.4)]`` gives 300. Only logged parts are returned.
     """
     found = {}
     for part, title in PARTS.items():
@@ -237,7 +237,7 @@ def draw_waterfall(axes: Any, series: Series, *, theme: Theme = "light") -> None
 
 
 def _shown(series: Series) -> list[tuple[str, ...]]:
-    """Return the metrics of each plot that the run has logged."""
+    """Return for each plot the metrics that the run has logged, without plots that have none."""
     found = (tuple(name for name in names if _finite(series, name)) for names in _CURVES)
     return [names for names in found if names]
 
@@ -262,7 +262,7 @@ def _title(names: Sequence[str]) -> str:
 
 
 def _finite(series: Series, name: str) -> list[tuple[int, float]]:
-    """Return a metric's finite values in its unit; none if HFU equals MFU, or imbalance is always 1."""
+    """Return a metric's finite values in its unit; [] for HFU equal to MFU, or imbalance that is always 1."""
     found, factor = series.get(name, []), ROWS[name].factor
     same = name == "train/device/hfu" and found == series.get("train/device/mfu")
     if same or (name == "train/packing/imbalance" and all(value == 1 for _, value in found)):
@@ -273,7 +273,7 @@ def _finite(series: Series, name: str) -> list[tuple[int, float]]:
 def _headlines(series: Series) -> list[str]:
     """Return the headline numbers of a page with their titles: the last loss, and the medians of rates."""
     found = []
-    for name in _TOP:
+    for name in _TOP:  # the metrics of the headline
         values = [value for _, value in _finite(series, name)]
         if values:
             kind, value = ("last", series[name][-1][1]) if "loss" in name else ("median", _median(values))

@@ -24,8 +24,8 @@ class Axes:
 
     sizes: AxisSizes
     collective_device: torch.device  # where tensors must be for collectives of the whole job
-    meshes: Meshes | None  # None if every rank holds all weights and no pack is shared by a fixed size
-    # Groups that share microbatches under dynamic context parallelism, by size.
+    meshes: Meshes | None  # None if ranks hold all weights, and no fixed number of them shares a pack
+    # Size -> this rank's group of that size, for dynamic context parallelism; None under a fixed size.
     degree_groups: Mapping[int, dist.ProcessGroup] | None
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
@@ -73,7 +73,7 @@ def sizes_of(strategy: Any) -> AxisSizes:
 
 
 def fixed_context(strategy: Any) -> int:
-    """Return the number of ranks that share every pack: 1 for a dynamic number."""
+    """Return the fixed number of context-parallel ranks; 1 if every microbatch has its own number."""
     size = strategy.context_parallel_size
     return 1 if isinstance(size, str) else int(size)
 

@@ -85,10 +85,10 @@ class Checkpoints:
     def save(
         self, base: Callable[..., None], checkpoint: dict[str, Any], filepath: Any, options: Any
     ) -> None:
-        """Write a checkpoint, in the background after ``open`` has prepared for it."""
+        """Write a checkpoint, in the background if ``open`` prepared for it and ``options`` is None."""
         strategy, pipeline = self._strategy, self._strategy._pipeline
         fresh = [i for i, optimizer in enumerate(strategy.optimizers) if not optimizer.state]
-        if pipeline is not None:  # a stage that trains nothing has no state after a step either
+        if pipeline is not None:  # a stage that trains nothing never has a state, so ask all stages
             found: list[list[int]] = [[]] * pipeline.channel.ranks
             dist.all_gather_object(found, fresh, group=pipeline.channel.down)
             fresh = [i for i in fresh if all(i in other for other in found)]
@@ -115,7 +115,7 @@ class Checkpoints:
         fresh = not inner.state
         with trained(inner.state):
             state = base(optimizer)
-        if fresh:  # to know the state's form, torch has made a step with zero gradients; Adam would count it
+        if fresh:  # to learn the state's form, torch made a step with zero gradients; Adam must not count it
             inner.state.clear()
         if pipeline is not None:
             state = complete_groups(renamed(state, pipeline.head_name), pipeline.channel.down)
@@ -239,7 +239,7 @@ class BackgroundSaves:
             self._thread.submit(self._remove_after, self._running, removal)
 
     def _remove_after(self, save: Future[None], removal: Callable[[], None]) -> None:
-        if save.exception() is None:  # after a failed save, only the older checkpoint exists
+        if save.exception() is None:  # after a failed save, keep the older checkpoint, the only one
             removal()
 
     def wait(self) -> None:
@@ -309,7 +309,7 @@ def by_name(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) -
                 f"of {own}. Make it with the same groups, because the saved states are numbered."
             )
         names = names_in(optimizer, module)
-    else:
+    else:  # Lightning's numbers follow the order of the module
         names = [_plain(name) for name, _ in module.named_parameters()]
     groups = [
         {**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]
@@ -382,7 +382,7 @@ def load_whole_states(
     """Load whole states, by name or number, into the optimizers of a sharded model; a collective."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     for state, optimizer in zip(states, optimizers, strict=False):
-        if not state["state"]:  # saved before the first step: torch would fail on it
+        if not state["state"]:  # saved before the first step; torch would fail on an empty state
             for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
                 group.update({name: value for name, value in saved.items() if name != "params"})
             continue
@@ -395,7 +395,7 @@ def load_whole_states(
 def set_state(
     model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], options: StateDictOptions
 ) -> None:
-    """Load an optimizer's state; load its empty groups here, because torch can load at most one of them."""
+    """Load an optimizer's state; set groups without parameters here, because torch can load only one such."""
     groups, saved = optimizer.param_groups, state["param_groups"]
     empty = {i: group for i, group in enumerate(groups) if not group["params"]}
     if not empty:

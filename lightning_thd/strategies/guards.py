@@ -134,7 +134,7 @@ def refuse_lbfgs(optimizers: list[Any], sizes: AxisSizes) -> None:
 
 
 def refuse_callbacks(callbacks: Iterable[Any], strategy: Any) -> None:
-    """Refuse callbacks that copy weights cut over ranks, or unfreeze weights that DDP would not average."""
+    """Refuse callbacks that copy cut weights, or unfreeze weights whose gradients would not be averaged."""
     shards = isinstance(strategy, ModelParallelStrategy)
     refused = (WeightAveraging, StochasticWeightAveraging, BaseFinetuning) if shards else (BaseFinetuning,)
     for callback in callbacks:

@@ -27,7 +27,7 @@ class StepLogs:
     def __init__(self, trainer: L.Trainer, *, microbatches: int) -> None:
         self._trainer, self._microbatches = trainer, microbatches
         self._logged: dict[str, list[Tensor]] = {}
-        # Values whose reduction over ranks waits for the end of the step.
+        # Values, known from earlier steps, whose reduction over ranks waits for the end of the step.
         known = self._values() if microbatches > 1 else {}
         self._late = {key: value for key, value in known.items() if value.meta.sync.should}
 
@@ -61,7 +61,7 @@ class StepLogs:
                 )
 
     def close(self) -> None:
-        """Let Lightning reduce over ranks again, even if a microbatch raised an error."""
+        """Let Lightning reduce over ranks again; called also after a microbatch that raised an error."""
         for value in self._late.values():
             value.meta.sync._generate_sync_fn()
 
@@ -83,7 +83,7 @@ class StepLogs:
         return self._trainer._results
 
     def _values(self) -> dict[str, Any]:
-        """Return the tensors logged on_step by ``training_step``; a logged Metric has its own state."""
+        """Return the tensors logged on_step by ``training_step``; a logged Metric accumulates by itself."""
         return {key: value for key, value in self._on_step().items() if value.is_tensor}
 
     def _on_step(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class StepLogs:
 
 
 def weigh(results: Any, batch: THDBatch) -> None:
-    """Weight values logged on_epoch by the step's loss tokens per microbatch and rank, a float."""
+    """Weigh values logged on_epoch by the step's loss tokens over its microbatches x data-parallel ranks."""
     results.batch = batch
     results.batch_size = 1.0 / batch.loss_scale if batch.loss_scale else 0
 
@@ -117,7 +117,7 @@ class SyncedMetrics:
             metric.process_group = group
 
     def close(self) -> None:
-        """Remove the group from the metrics, because it ends with the job and cannot be copied."""
+        """Remove the group from the metrics, because the group ends with the job and cannot be copied."""
         for metric in self._metrics:
             metric.process_group = None
 
@@ -139,7 +139,7 @@ def groups_of_sums(*, dynamic: bool) -> str:
     """Return the end of a message: which group to sum over."""
     world = "torch.distributed.group.WORLD for a count of each rank's slots"
     if dynamic:
-        return f"{world}; with context_parallel_size='dynamic' no group has every pack once. {_MORE}"
+        return f"{world}; under context_parallel_size='dynamic' no group counts each pack just once. {_MORE}"
     return f"self.trainer.strategy.data_parallel_group for a value of the whole pack, or to {world}. {_MORE}"
 
 
@@ -204,7 +204,7 @@ class RecordedLogs:
                 if name not in options:
                     raise MisconfigurationException(
                         f"The last pipeline stage logged {name!r} in training_step, but this stage did not. "
-                        "Log the same names on every rank, whatever the loss is."
+                        "Log the same names on every rank: do not let the loss decide."
                     )
                 module.log(name, value, **options[name])
             logs.end(before)

@@ -60,7 +60,7 @@ class StepLoop:
         return output
 
     def rest(self, first_loss: Tensor, backward: Callable[[Tensor], Tensor]) -> Tensor:
-        """Backpropagate the first microbatch, then run the others; divide each loss by the number of all."""
+        """Backpropagate the first microbatch, then run the others; divide losses by their number."""
         assert self._step is not None
         assert self._logs is not None
         step, args = self._step

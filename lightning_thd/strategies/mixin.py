@@ -1,4 +1,4 @@
-"""A Lightning strategy -> a strategy that runs steps of several microbatches and shares packs and weights."""
+"""A Lightning strategy -> one that runs steps of several microbatches and cuts packs and weights."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _NOT_GIVEN: Any = object()
 
 
 def _all_reduced(tensor: Tensor, group: Any, reduce_op: str) -> Tensor:
-    """Reduce over ranks in place, as Lightning does, but without its barrier, which makes the host wait."""
+    """Reduce over ranks in place, as Lightning does, but without the barrier that makes the host wait."""
     if dist.get_world_size() == 1:
         return tensor
     mean = reduce_op.lower() in ("mean", "avg")
@@ -64,11 +64,11 @@ def _all_reduced(tensor: Tensor, group: Any, reduce_op: str) -> Tensor:
 class THDStrategyMixin(Strategy):
     """Runs steps of any number of microbatches; the mixin comes before a Lightning strategy in the bases.
 
-    ``class MyStrategy(THDStrategyMixin, DDPStrategy)`` runs ``Sequences(n)``. The base strategy runs batches
-    of any other type. Gradients are synchronised only in the last microbatch, ``outputs["loss"]`` is the mean
-    over the microbatches, and ``self.log`` logs one value per step. The attributes below are the arguments of
-    ``THDModelParallelStrategy`` and ``THDDDPStrategy``: set them on your class. With sharded weights,
-    Lightning's plugin ``AsyncCheckpointIO`` works like ``asynchronous_checkpoints=True``.
+    ``class MyStrategy(THDStrategyMixin, DDPStrategy)`` runs ``Sequences(n)``. Other batches run as under the
+    base strategy, except in a pipeline. Gradients are synchronised only in the last microbatch,
+    ``outputs["loss"]`` is the mean over a rank's microbatches, and ``self.log`` logs one value per step. The
+    attributes below are the arguments of ``THDModelParallelStrategy`` and ``THDDDPStrategy``; set them on a
+    class. With sharded weights, Lightning's ``AsyncCheckpointIO`` works as ``asynchronous_checkpoints=True``.
 
     Raises:
         TypeError: if the base strategy runs steps by itself, as DeepSpeed and XLA do.
@@ -134,17 +134,17 @@ class THDStrategyMixin(Strategy):
 
     @property
     def data_rank(self) -> int:
-        """Return this rank's index among the ranks that read different data, from 0."""
+        """Return the number of the part of the data that this rank reads, from 0."""
         return self.sizes.data_rank(getattr(self, "global_rank", 0))
 
     @property
     def data_size(self) -> int:
-        """Return how many ranks read different data."""
+        """Return the number of parts into which the ranks divide the data."""
         return self.sizes.data
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Return rank and number of replicas for samplers; ranks with the same data count as one."""
+        """Return rank and num_replicas for samplers; ranks that read the same data count as one replica."""
         if self.sizes.peers == 1:
             known: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
             return known
@@ -303,7 +303,7 @@ class THDStrategyMixin(Strategy):
         return result
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a batch; after the last batch, free the weights that FSDP2 left gathered."""
+        """Run a batch; after the last batch of validation, free the weights that FSDP2 left gathered."""
         output = super().validation_step(*args, **kwargs)
         if self._shards is not None:
             self._shards.free_after_validation(self._trainer)
@@ -312,7 +312,7 @@ class THDStrategyMixin(Strategy):
     def reduce(
         self, tensor: Any, group: Any = _NOT_GIVEN, reduce_op: ReduceOp | str | None = "mean", **kwargs: Any
     ) -> Any:
-        """Reduce over ranks; means of integers become floats, logged sums count ranks of one pack once."""
+        """Reduce over ranks; means of integers are floats, logged sums count ranks of equal tokens once."""
         if group is None and isinstance(reduce_op, str) and reduce_op.lower() == "sum":
             group = self._group_of_sums()  # the call comes from self.log, which passes group=None by default
         group = None if group is _NOT_GIVEN else group

@@ -30,9 +30,10 @@ def clip_by_norm(
     across: dist.ProcessGroup | None = None,
     counted_elsewhere: Collection[int] = (),
 ) -> Tensor:
-    """Scale gradients to a norm of at most ``max_norm`` over all ranks of ``across``; return the norm before.
+    """Scale gradients to a norm of at most ``max_norm``, and return the norm before; a collective.
 
-    A collective. The norm leaves out parameters with ids in ``counted_elsewhere``, counted by another rank.
+    The norm is that of all shards, and of all ranks of ``across``, the stages of a pipeline. It leaves out
+    parameters whose ids are in ``counted_elsewhere``, because another rank counts them.
     """
     own = list(parameters)
     groups = _by_mesh(own)
@@ -43,7 +44,7 @@ def clip_by_norm(
     squares = [_sum_of_squares(grads, key) for key, grads in counted.items()]
     square = torch.stack(squares).sum() if squares else zero
     if across is not None:
-        square = square.to(torch.float64)  # a stage without gradients does not know the dtype of the others
+        square = square.to(torch.float64)  # one dtype on all stages, also on one without gradients
         dist.all_reduce(square, group=across)
     total = square.sqrt()
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # torch's rule and constant
@@ -92,14 +93,14 @@ def meshes(parameters: Iterable[Tensor]) -> set[Any]:
 
 
 def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Tensor]:
-    """Compute the p-norm of each parameter's whole gradient, and of all together; a collective.
+    """Compute the p-norm, with p = ``norm_type``, of each whole gradient and of all together; a collective.
 
     Returns:
-        ``grad_2.0_norm/<name>`` and ``grad_2.0_norm_total``, ``[]`` each; nothing without gradients. Norms 3
-        and 4 give a total of 5. A rank of a pipeline gets the norms of its own layers, and the total of all.
+        ``grad_2.0_norm/<name>`` and ``grad_2.0_norm_total``, ``[]`` each; none without gradients. If p is 2,
+        norms 3 and 4 give a total of 5. A pipeline's rank gets its own layers' norms, and the total of all.
 
     Raises:
-        ValueError: if p is neither a number above 0 nor "inf".
+        ValueError: if ``norm_type`` is neither a number above 0 nor "inf".
     """
     try:
         p = float(norm_type)
@@ -142,7 +143,7 @@ def refused_norms_of_a_stage() -> Generator[None]:
             f"self.clip_gradients(...) or lightning_thd.strategies.norms.grad_norm.\n  {user_line()}"
         )
 
-    # All functions of torch's module call this helper, under whatever name the user imported them.
+    # All functions of torch's module call this one, under whatever name the user imported them.
     module: Any = clip_grad
     grouping = module._group_tensors_by_device_and_dtype
     module._group_tensors_by_device_and_dtype = refuse

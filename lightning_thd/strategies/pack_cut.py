@@ -78,7 +78,7 @@ class PackCut:
                     "context_parallel_size='dynamic' needs steps with a planned number of ranks for each "
                     f"microbatch, but the dataloader gave {type(moved).__name__}. Use THDDataModule."
                 )
-            # While shards of a training step exist, attention must know that these packs are whole.
+            # While shards of a training step exist, attention must know that evaluation packs are whole.
             apply_to_collection(moved, THDBatch, lambda pack: know_whole_pack(pack.cu_seqlens_padded))
             return moved
         found: list[Any] = []
@@ -130,7 +130,7 @@ class BroadcastLoader:
 
 
 def set_data_rank(dataloader: object, rank: int, sizes: AxisSizes) -> None:
-    """Set which part of the data an iterable dataset reads on this rank, or refuse an unknown part."""
+    """Set which part of the data an iterable dataset reads here, or refuse one whose part is unknown."""
     dataset: Any = getattr(dataloader, "dataset", None)
     if not isinstance(dataset, IterableDataset):
         return
@@ -150,7 +150,7 @@ def set_data_rank(dataloader: object, rank: int, sizes: AxisSizes) -> None:
 
 
 def log_traffic(trainer: L.Trainer) -> None:
-    """Log the bytes per slot that this rank has received since the last log, when the Trainer logs."""
+    """When the Trainer logs, log the bytes per slot received since the last log, and the ways of exchange."""
     connector = trainer._logger_connector
     if not connector.should_update_logs:
         return
@@ -195,13 +195,13 @@ def sharing_of(strategy: Any) -> Sharing:
         tp=strategy.sizes.tensor,
         sequence_parallel=strategy.sequence_parallel,
         exchange=exchange_costs(strategy.lightning_module, largest),
-        # Ranks wait for each other when DDP sums gradients, or when FSDP2 gathers weights.
+        # Ranks wait for each other once a step if DDP sums gradients or FSDP2 gathers once, else more often.
         waits="step" if isinstance(strategy, DDPStrategy) or gathers_once(strategy) else "microbatch",
     )
 
 
 def exchange_costs(module: nn.Module | None, largest: int) -> tuple[float, ...] | None:
-    """Return a slot's cheapest exchange in groups of 2, 4, ... ranks, relative to a token's training time."""
+    """Return the time of a slot's cheapest exchange among 2, 4, ... ranks over a token's training time."""
     config = model_config(module)
     if config is None:
         return None

@@ -22,7 +22,7 @@ from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.batch.upload import uploaded
 from lightning_thd.parallel.across_ranks import broadcast_object, on_host
 from lightning_thd.parallel.mesh import another_group
-from lightning_thd.parallel.pipeline import Op, expected_bubble, make_schedule
+from lightning_thd.parallel.pipeline import Op, make_schedule
 from lightning_thd.parallel.pipeline.channel import Channel, copy_tied, require_same_ends, sum_tied
 from lightning_thd.parallel.pipeline.cut import cut_model, language_model_of, stages_in, tied_names
 from lightning_thd.parallel.pipeline.stage import Stage
@@ -38,7 +38,7 @@ class Pipeline:
         self._strategy, self._axes = strategy, axes
         self.channel = self._make_channel()
         self.stage: Stage | None = None
-        # The share of the last step in which this rank waited: measured (0 on a GPU) and by the formula.
+        # The share of the last step in which this rank waited (0 on a GPU), and the schedule's ``bubble``.
         self.waited = self.expected_wait = 0.0
         self.compared = False  # whether the stages have compared how they make the loss
 
@@ -161,7 +161,7 @@ class PipelineLoop(StepLoop):
 
     @property
     def is_running(self) -> bool:
-        """Return whether the first pass of a step has run and others have not."""
+        """Return whether the first pass of a step has run, and the last has not."""
         return self._running is not None
 
     def first(self, batch: Any, *args: Any) -> Any:
@@ -203,8 +203,8 @@ class PipelineLoop(StepLoop):
         return result
 
     def _synchronise(self, step: PipelineStep, op: Op) -> None:
-        """Reduce a chunk's gradients in its last backward pass only, then free its weights."""
-        # The embedding and the head are in no chunk; reduce their gradients in the rank's last pass.
+        """Reduce the gradients of a chunk, and free its weights, only in the chunk's last backward pass."""
+        # The embedding and the head are in no chunk. Reduce their gradients in the rank's last pass.
         stage, last = step.stage, op is step.program[-1]
         ends_chunk = op.microbatch == len(step.step) - 1
         ending = {id(m) for m in stage.modules_of(op.chunk)} if ends_chunk else set()
@@ -231,9 +231,9 @@ class PipelineStep:
         # With sequence parallelism, a message has only the slots of one tensor-parallel rank.
         self._slot_ranks = strategy.sizes.tensor if strategy.sequence_parallel else 1
         self._logs = RecordedLogs(strategy._trainer)
-        self.losses: dict[tuple[int, int], Tensor] = {}  # (microbatch, chunk) -> loss, without the first one
+        self.losses: dict[tuple[int, int], Tensor] = {}  # (microbatch, chunk) -> loss, except the first
         self._values: dict[int, Tensor] = {}  # microbatch -> loss, on the stage with the head
-        # (microbatch, chunk) -> names of the loss's autograd nodes after the model
+        # (microbatch, chunk) -> names of the autograd nodes by which training_step made the loss
         self._graphs: dict[tuple[int, int], tuple[str, ...]] = {}
         self._started, self.channel.waited_s = time.perf_counter(), 0.0
 
@@ -267,15 +267,15 @@ class PipelineStep:
         return output
 
     def finish(self) -> list[Tensor]:
-        """Send the last stage's losses and logs to all stages, and return the losses."""
+        """Send the last stage's losses and logs to all stages, log the values, and return the losses."""
         self.stage.begin(None)
         self.channel.finish()
         if self.stage.balance is not None:
             self.stage.balance.channel.finish()
         losses = self._share()
-        plan, pipeline, trainer = self.schedule, self._pipeline, self._strategy._trainer
+        pipeline, trainer = self._pipeline, self._strategy._trainer
         pipeline.waited = self.channel.waited_s / max(time.perf_counter() - self._started, 1e-9)
-        pipeline.expected_wait = expected_bubble(plan.ranks, plan.microbatches, chunks=plan.chunks)
+        pipeline.expected_wait = self.schedule.bubble
         if trainer._logger_connector.should_update_logs:
             found = {
                 "pipeline/bubble_fraction": pipeline.waited,
@@ -325,8 +325,8 @@ class PipelineStep:
 def require_only_loss(module: Any, loss: Tensor, made: Collection[Any]) -> tuple[str, ...]:
     """Return the names of a loss's autograd nodes up to ``made``; refuse a loss with other paths to weights.
 
-    ``made`` are the nodes of the model's own losses. On all stages but the last, such a loss is a NaN whose
-    graph leads back to the stage's layers.
+    ``made`` are the nodes of the model's own loss values. On all stages but the last, these values are NaN,
+    and their graph leads back to the stage's layers.
     """
     seen, left = {id(node) for node in made}, [loss.grad_fn]
     held, leaves = [], set()  # ``held`` keeps nodes alive, because ids of freed nodes are used again

@@ -64,7 +64,7 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
     """``Trainer(strategy="thd_ddp")``: replicated parameters, steps with varying numbers of microbatches.
 
     Args:
-        context_parallel_size: ranks that share the slots of a pack; the others read different data.
+        context_parallel_size: number of ranks that share the slots of a pack; other groups read other data.
             ``dynamic`` chooses 1, 2, 4, ... ranks for every microbatch: long sequences are shared, short ones
             stay whole. Then ``THDDataModule(capacity=...)`` is the capacity of one rank, and a pack of
             ``Packs(n)`` has the capacity of the largest group.
@@ -73,8 +73,8 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
             ``striped`` does both, with a kernel call for each rank's keys; ``mixed`` keeps short sequences
             whole, so that ranks exchange few keys.
         context_parallel_communication: what attention exchanges. ``all_gather``: all keys and values.
-            ``needed``: only those that a query sees. ``ring``: the same, rank by rank. ``ulysses``: some rows
-            of all heads for all rows of some heads. ``auto``: the faster of ``needed`` and ``ulysses``.
+            ``needed``: only those that a rank's queries see. ``ring``: the same, from one rank after another.
+            ``ulysses``: all slots of some heads. ``auto``: the faster of ``needed`` and ``ulysses``.
         broadcast_data: one of the ranks that share packs reads the data, and sends it to the others. Iterable
             datasets need it if they do not state which part they read.
         kwargs: the arguments of Lightning's ``DDPStrategy``.
@@ -103,7 +103,7 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
         )
 
     def configure_ddp(self) -> None:
-        """Wrap the model in DDP; let DDP accept a vision tower that ranks with only text do not use."""
+        """Wrap the model in DDP; let DDP accept that a rank without images does not use a vision tower."""
         assert self.lightning_module is not None
         if any(map(trains_towers, models_of(self.lightning_module))):
             self._ddp_kwargs.setdefault("find_unused_parameters", True)
@@ -114,25 +114,25 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
     """``Trainer(strategy="thd_model_parallel")``: the strategy shards the model that the user built.
 
     Weights are cut over the tensor-parallel ranks by the model's own plan, and sharded by FSDP2 over data and
-    context ranks. All ranks begin with rank 0's weights. Build the model in ``__init__`` or in
-    ``configure_model``; a model that is already sharded does not change. ``context_parallel_...`` and
-    ``broadcast_data`` are those of ``THDDDPStrategy``.
+    context ranks. All ranks begin with the weights of rank 0, or of the first rank of their pipeline stage.
+    Build the model in ``__init__`` or in ``configure_model``. If you shard it there, it stays as it is.
+    ``context_parallel_...`` and ``broadcast_data`` are those of ``THDDDPStrategy``.
 
     Args:
-        data_parallel_size: groups that read different data; ``auto`` uses all processes that remain.
+        data_parallel_size: number of groups that read different data; ``auto``: processes over other sizes.
         data_parallel_replicas: number of groups of neighbouring data-parallel ranks, such as nodes, each with
             all weights. Weights are gathered inside a group; gradients are averaged over the groups too.
-        tensor_parallel_size: ranks that share the rows and columns of weights.
+        tensor_parallel_size: number of ranks that each hold some rows or columns of the weights.
         tensor_parallel_plan: a dict from module names below a model to styles (``parallel.tensor``), instead
             of the model's own plan.
         sequence_parallel: tensor-parallel ranks share the slots between blocks, which saves memory.
         reshard_after_forward: free a layer's gathered weights after its forward pass, and gather them again;
-            with False they stay until the step's end. ``auto`` frees them, but not under a pipeline.
+            with False, weights stay until the step's end. ``auto`` frees them, but not under a pipeline.
         asynchronous_checkpoints: write checkpoints in the background; the previous one stays until the new
             one is complete. ``wait_for_checkpoint()`` waits for it.
         process_group_backend: the backend of ``torch.distributed``.
         timeout: the timeout of collectives; if a rank dies, the job ends after this time at the latest.
-        pipeline_parallel_size: ranks that share the layers of a model; see docs/guides/pipelines.md.
+        pipeline_parallel_size: number of ranks that each hold some layers; see docs/guides/pipelines.md.
         pipeline_schedule: ``1f1b``, or ``interleaved`` with several stages per rank and a smaller bubble.
         stages_per_rank: stages of each rank, above 1 only for ``interleaved``.
         pipeline_split: ``auto`` by FLOPs and parameters, or the number of layers of each stage.

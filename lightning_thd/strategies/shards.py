@@ -139,12 +139,12 @@ class WeightShards:
             yield
 
     def free_after_validation(self, trainer: L.Trainer) -> None:
-        """Free gathered weights after the last batch: a callback that freezes weights would freeze copies."""
+        """Free gathered weights after the last batch; else a callback that freezes weights freezes copies."""
         if trainer._evaluation_loop.batch_progress.is_last_batch:
             fsdp.reshard(self._strategy.model)
 
     def no_foreach_over_meshes(self) -> None:
-        """Turn off foreach kernels for parameter groups that span two meshes."""
+        """Turn off foreach kernels, which cannot mix meshes, for parameter groups that span two."""
         for optimizer in self._strategy.optimizers:
             for group in optimizer.param_groups:
                 if len(meshes(group["params"])) > 1 and not group.get("fused"):

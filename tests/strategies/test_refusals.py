@@ -119,7 +119,7 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: policy_of("16-mixed"), "'16-mixed' would let every rank.*Use 'bf16-mixed'"),
     (lambda: summed(dynamic=False), r"parts\.tokens is a SumMetric while.*strategy\.data_parallel_group for"),
-    (lambda: summed(dynamic=True), "no group has every pack once"),
+    (lambda: summed(dynamic=True), "no group counts each pack just once"),
     (accelerate_hooks, r"without ParallelismConfig\(cp_size, sp_size\)"),
     (newer_context_parallel, r"torch's context_parallel\(\) is active"),
     (

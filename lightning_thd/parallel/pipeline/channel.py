@@ -1,8 +1,8 @@
 """Activations of one pipeline stage -> the next stage, and their gradients back.
 
 Each direction has a separate process group, so that activations never wait for gradients. Sends do not wait,
-and receives may be posted ahead. A message needs no tag and no shape, because both sides know its place in
-the schedule.
+and receives may be posted ahead. Messages need no tag, because they arrive in the order of the schedule, and
+no shape, because every stage knows the slots of each microbatch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_thd.parallel.exchange import local
 
 Direction: TypeAlias = Literal["down", "up"]
 
-# Ranks send a dtype's index in this tuple once, when a pipeline first runs.
+# The dtypes of hidden states. Before its first message, a rank sends the index of the dtype in this tuple.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -35,8 +35,8 @@ class Channel:
     # With several stages per rank, two more such groups, for messages between the last rank and the first. On
     # one NCCL communicator, messages in opposite directions would wait for each other.
     wraps: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
-    fixed_dtype: torch.dtype | None = None  # None if later ranks learn it from the first message
-    waited_s: float = 0.0  # time spent waiting for messages; 0 on devices for which the CPU does not wait
+    fixed_dtype: torch.dtype | None = None  # the messages' dtype; None until this rank knows it
+    waited_s: float = 0.0  # the CPU's wait for messages; about 0 under CUDA, where only the GPU waits
     _sent: deque[tuple[Any, Tensor]] = field(default_factory=deque)
     _posted: dict[Direction, deque[tuple[Any, Tensor]]] = field(
         default_factory=lambda: {"down": deque(), "up": deque()}
@@ -53,7 +53,7 @@ class Channel:
         return self.down.size()
 
     def meet(self, device: torch.device) -> None:
-        """Create all communicators in one order, because NCCL waits for the other ranks at the first use."""
+        """Create all communicators in one order on all ranks, because NCCL's first use waits for the peer."""
         if device.type == "cpu":
             return
         token = torch.zeros(1, device=device)
@@ -111,7 +111,7 @@ class Channel:
         return bool(self._sent) or any(self._posted.values())
 
     def dtype(self, device: torch.device) -> torch.dtype:
-        """Return the dtype of hidden states; a rank's first call waits for the stage before to send it."""
+        """Return the dtype of messages; if unknown, receive it from the rank before and pass it on."""
         if self.fixed_dtype is None:
             code = torch.empty(1, dtype=torch.int64, device=device)
             dist.recv(code, self._peer("down", -1), group=self.down)
@@ -121,7 +121,7 @@ class Channel:
         return self.fixed_dtype
 
     def _send_dtype(self, tensor: Tensor) -> None:
-        """Send the dtype of hidden states to the next rank before the first message; refuse others later."""
+        """Before the first message, send its dtype to the next rank; refuse later messages in another."""
         if self.fixed_dtype is None:
             self.fixed_dtype = tensor.dtype
             code = torch.tensor([_DTYPES.index(tensor.dtype)], device=tensor.device)
@@ -168,10 +168,10 @@ class Send(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, hidden: Tensor, channel: Channel) -> Tensor:
-        """Send hidden states to the next stage; ``anchor`` only gives the loss a gradient."""
+        """Send hidden states to the next stage; ``anchor`` makes the result need a gradient."""
         ctx.channel, ctx.shape, ctx.device = channel, hidden.shape, hidden.device
         channel.send(hidden, "down")
-        # Anomaly detection would report a NaN gradient of this value, which nothing uses.
+        # A NaN can make gradients NaN. Nothing uses them, but anomaly detection would report them.
         value = 0.0 if torch.is_anomaly_enabled() else torch.nan
         return hidden.new_full((), value, dtype=torch.promote_types(hidden.dtype, torch.float32))
 
@@ -182,7 +182,7 @@ class Send(torch.autograd.Function):
 
 
 def copy_tied(weight: nn.Parameter, channel: Channel) -> None:
-    """Copy the first stage's tied weight, whole or sharded, to the last stage; both call it."""
+    """Copy the first stage's tied weight, whole or sharded, to the last stage; both stages call this."""
     data = local(weight.detach())
     if channel.rank == 0:
         dist.send(data.contiguous(), _other_end(channel), group=channel.down)
@@ -193,7 +193,7 @@ def copy_tied(weight: nn.Parameter, channel: Channel) -> None:
 
 
 def sum_tied(weight: nn.Parameter, channel: Channel) -> None:
-    """Sum the reduced gradients of the embedding's and head's tied weight; both stages call it."""
+    """Sum the gradients of a tied weight's two copies, each reduced over its stage; both stages call this."""
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight)
     own = local(weight.grad)
@@ -209,7 +209,7 @@ def sum_tied(weight: nn.Parameter, channel: Channel) -> None:
 
 
 def require_same_ends(weight: nn.Parameter | None, optimizers: Sequence[Optimizer], channel: Channel) -> None:
-    """Refuse optimizers that treat the two copies of a tied weight differently; all stages call it."""
+    """Refuse optimizers that treat the two copies of a tied weight differently; all stages call this."""
     found: list[Any] = [None] * channel.ranks
     dist.all_gather_object(found, _treatment(weight, optimizers), group=channel.down)
     if found[0] != found[-1]:

@@ -29,7 +29,7 @@ from lightning_thd.parallel.pipeline.stage import (
 )
 from lightning_thd.parallel.routers import RouterRelay, leave_to_losses, routers_of, scores_of, wants_balance
 
-# The sequence lengths (tokens) for which stages are balanced: a pack of mixed documents.
+# Stages are balanced for sequences of these lengths, in tokens: a pack of mixed documents.
 _LENGTHS = (4096, 2048, 1024, 512, 512)
 
 
@@ -85,7 +85,7 @@ def cut_model(
 
 
 def language_model_of(model: nn.Module) -> Any:
-    """Return the Hugging Face model with a head inside wrappers such as PEFT's."""
+    """Return the Hugging Face model with a head, which may be inside wrappers such as PEFT's."""
     found = model_with_head(model)
     if found is not None:
         return found
@@ -167,7 +167,7 @@ def _refuse_shared(inner: Any, layers: nn.ModuleList) -> None:
 def plan_split(
     inner: Any, ranks: int, *, stages_per_rank: int = 1, split: Literal["auto"] | Sequence[int] = "auto"
 ) -> Split:
-    """Choose the layers of each stage; balance FLOPs first and parameters second."""
+    """Choose the layers of each stage as ``split`` says; "auto" balances FLOPs first, parameters second."""
     layers = decoder_stack(inner)[2]
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     head, embedding = inner.get_output_embeddings(), inner.get_input_embeddings()
@@ -217,7 +217,7 @@ def _on_meta(inner: nn.Module) -> nn.Module:
 
 
 def _run_only_if(held: Callable[[], bool], module: Any, instead: nn.Module) -> None:
-    """Make a module call ``instead`` whenever ``held()`` is false: another stage of the rank then runs."""
+    """Make a module call ``instead`` while ``held()`` is false, that is, while another stage runs."""
     forward = module.forward
     module.forward = lambda *args, **kwargs: forward(*args, **kwargs) if held() else instead(*args, **kwargs)
 

@@ -2,22 +2,22 @@
 
 All ranks run forward passes in the same order, and backward passes too, so messages between two ranks arrive
 in the order in which they were sent and need no tag. Ranks differ in the warm-up, the number of forward
-passes before forward and backward alternate. The schedules are one forward, one backward (PipeDream-Flush,
-arXiv:2006.09503) and its interleaved form (Megatron-LM, arXiv:2104.04473).
+passes before forward and backward alternate. The schedules are 1F1B ("one forward, one backward",
+PipeDream-Flush, arXiv:2006.09503) and interleaved 1F1B (Megatron-LM, arXiv:2104.04473).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
 from lightning_thd._checks import whole_number
 
 _MOST_PASSES = 1 << 23  # forward passes of all ranks in a step; planning so many takes minutes
 ScheduleName: TypeAlias = Literal["1f1b", "interleaved"]
-# (stage, microbatch) -> time of the forward pass; the backward pass takes twice as long
+# (stage, microbatch) -> time of the forward pass; the backward pass counts as twice as long
 Work: TypeAlias = Callable[[int, int], float]
 
 
@@ -34,9 +34,10 @@ class Schedule:
     """The passes that every rank of a pipeline runs in one optimizer step, in order."""
 
     ranks: int  # p
-    chunks: int  # stages of a rank, v; stage ``chunk * p + rank`` is the rank's ``chunk``
+    chunks: int  # stages per rank, v; a rank's chunk c is stage ``c * p + rank``
     microbatches: int  # n
     programs: tuple[tuple[Op, ...], ...]  # the ``2 n v`` passes of each rank
+    bubble: float = 0.0  # share of the step that ranks wait if all passes of a kind take equally long
 
 
 def make_schedule(ranks: int, microbatches: int, *, chunks: int = 1) -> Schedule:
@@ -45,14 +46,14 @@ def make_schedule(ranks: int, microbatches: int, *, chunks: int = 1) -> Schedule
     forwards = _visits(ranks, microbatches, range(chunks))
     backwards = _visits(ranks, microbatches, range(chunks)[::-1])
     total = len(forwards)
-    # More warm-up is needed only if the last group has fewer than p microbatches. The order with all forward
-    # passes first always works.
+    # Megatron-LM's warm-up suffices unless chunks > 1 and n is not a multiple of p; then the last group of
+    # microbatches is short (see ``_visits``). The order with all forward passes first always works.
     for extra in range(total + 1):
         warm_ups = [min(total, _warm_up(rank, ranks, chunks) + extra) for rank in range(ranks)]
         programs = tuple(_program(forwards, backwards, warm_up) for warm_up in warm_ups)
         found = Schedule(ranks=ranks, chunks=chunks, microbatches=microbatches, programs=programs)
-        if timeline(found, lambda stage, microbatch: 1.0) is not None:
-            return found
+        if (lines := timeline(found, lambda stage, microbatch: 1.0)) is not None:
+            return replace(found, bubble=1.0 - 3.0 * total / max(line[-1].end for line in lines))
     raise AssertionError("a schedule with all forward passes first must work")
 
 
@@ -64,7 +65,7 @@ def _check_sizes(**sizes: int) -> None:
 
 
 def _visits(ranks: int, microbatches: int, chunks: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (microbatch, chunk) pairs; each group of p microbatches runs through one chunk after another."""
+    """List a rank's (microbatch, chunk) pairs: with several chunks, groups of p microbatches take turns."""
     if len(chunks) == 1:
         return [(m, chunks[0]) for m in range(microbatches)]
     groups = [range(i, min(i + ranks, microbatches)) for i in range(0, microbatches, ranks)]
@@ -101,7 +102,7 @@ def timeline(schedule: Schedule, work: Work) -> list[list[Timed]] | None:
     p, last = schedule.ranks, schedule.ranks * schedule.chunks - 1
     done: dict[tuple[bool, int, int], float] = {}
     lines: list[list[Timed]] = [[] for _ in range(p)]
-    ended = [0] * p  # passes of each rank
+    ended = [0] * p  # how many passes of each rank have ended
     progressed = True
     while progressed:
         progressed = False
@@ -131,9 +132,12 @@ def _needs(op: Op, stage: int, last: int) -> list[tuple[bool, int, int]]:
 
 
 def expected_bubble(ranks: int, microbatches: int, *, chunks: int = 1) -> float:
-    """Compute the share of time that ranks wait if all microbatches are equal: ``(p - 1) / (v n + p - 1)``.
+    """Compute the share of a step's time that ranks wait if all passes of a kind take equally long.
 
-    Source: Megatron-LM (arXiv:2104.04473), section 2.2, as a share of the step's time.
+    It is ``(p - 1) / (v n + p - 1)`` (Megatron-LM, section 2.2, which divides by the ideal time), except that
+    with several chunks ranks wait longer if n is not a multiple of p.
     """
     _check_sizes(ranks=ranks, microbatches=microbatches, chunks=chunks)
+    if chunks > 1 and microbatches % ranks:
+        return make_schedule(ranks, microbatches, chunks=chunks).bubble
     return (ranks - 1) / (chunks * microbatches + ranks - 1)

@@ -1,7 +1,7 @@
 """Costs of a model's layers -> the layers of each pipeline stage.
 
-The embedding belongs to the first stage, the final norm and the head to the last. With a vocabulary of 152k a
-head costs as much as several layers, so the last stage gets fewer layers.
+The embedding belongs to the first stage, the final norm and the head to the last. With a vocabulary of 152k,
+a head can cost as much as several layers; then the last stage gets fewer layers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LayerCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """The layers, FLOPs and parameters of each pipeline stage; embedding and head are included."""
+    """The layers, FLOPs and parameters of each pipeline stage; the last two include embedding and head."""
 
     bounds: tuple[int, ...]  # stage s holds the layers ``range(bounds[s], bounds[s + 1])``
     flops: tuple[float, ...]
@@ -65,9 +65,9 @@ def split_layers(
     head: LayerCost | None = None,
     split: Literal["auto"] | Sequence[int] = "auto",
 ) -> Split:
-    """Cut a stack of layers into stages of equal work.
+    """Cut a stack of layers into stages: by ``split``, the number of layers of each, or into equal work.
 
-    The cut minimises the work of the slowest stage; among equals it prefers stages with fewer parameters.
+    "auto" minimises the work of the slowest stage, and among equal cuts the parameters of the largest.
     """
     ranks = whole_number(ranks, "ranks", least=1)
     stages = ranks * whole_number(stages_per_rank, "stages_per_rank", least=1)
@@ -100,10 +100,10 @@ def split_layers(
 
 
 def _even_bounds(flops: Sequence[float], sizes: Sequence[int], stages: int) -> list[int]:
-    """Minimise the work of the slowest stage; of equal cuts so far, keep one with fewer parameters."""
+    """Minimise the work of the slowest stage, and among equal cuts so far the parameters of the largest."""
     n = len(flops)
     work, held = [0.0, *accumulate(flops)], [0, *accumulate(sizes)]
-    # best[b]: (slowest, largest, bounds) of the stages so far, which hold layers 0..b
+    # best[b]: (FLOPs of the slowest stage, parameters of the largest, bounds) if they hold the first b layers
     best: dict[int, tuple[float, int, list[int]]] = {0: (0.0, 0, [0])}
     for stage in range(stages):
         after: dict[int, tuple[float, int, list[int]]] = {}
@@ -120,7 +120,7 @@ def _even_bounds(flops: Sequence[float], sizes: Sequence[int], stages: int) -> l
 def layer_flops(
     config: Any, num_layers: int, lengths: Sequence[int]
 ) -> tuple[list[float], float, float] | None:
-    """Count the FLOPs of each layer, of all modules before and all after; None if ``FlopsModel`` cannot."""
+    """Count the FLOPs of each layer and of all modules before and after them; None for an unknown config."""
     try:
         model = FlopsModel.from_config(config)
     except ValueError:

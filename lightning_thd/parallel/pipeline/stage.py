@@ -1,8 +1,9 @@
 """A Hugging Face decoder -> the same decoder with one rank's layers, and boundaries instead of other layers.
 
 The model's own ``forward`` runs on every rank. The boundary before the first layer of a stage receives hidden
-states, and the boundary after its last layer sends them. On all stages but the first, the embedding returns
-NaN, which the boundary replaces. If a later layer uses the embedding, ``require_own_inputs`` finds the NaN.
+states ``[1, T, H]`` (T slots, width H), and the boundary after the stage's last layer sends them. On all
+stages but the first, the embedding returns NaN, which the receiving boundary replaces. If layers get another
+input computed from the embedding, ``require_own_inputs`` finds the NaN in it.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ class Stage:
         self.held: Mapping[str, nn.Module] = MappingProxyType({})  # this rank's layers by name
         self.balance: RouterRelay | None = None  # for experts: adds up the router sums of all layers
         self.device: torch.device | None = None  # device of the last hidden states
-        self.made: list[Any] = []  # autograd nodes of the model's own losses in the running pass
+        self.made: list[Any] = []  # autograd nodes of the model's own loss values in the running pass
         self.in_layers = False  # whether the running pass has reached the layers
         self._calls: list[str] = []  # the user's lines that computed a loss in the running pass
         self._received: Tensor | None = None  # hidden states of the running pass from the stage before
-        self._is_again = False  # whether the running pass repeats a call whose head failed
-        self._width: int | None = None  # H of hidden states, once a pass has run
+        self._is_again = False  # whether the running pass calls the model a second time
+        self._width: int | None = None  # H, once a pass has run
         self._last = split.ranks * self.chunks - 1
         self._chunk_of = {
             layer: chunk for chunk in range(self.chunks) for layer in split.layers(self._stage(chunk))
@@ -103,8 +104,8 @@ class Stage:
             )
 
     def again(self) -> bool:
-        """Return whether this rank repeats a call whose head failed, and count both calls as one."""
-        # With gradients, only the rank with the head repeats, on the hidden states that it has received.
+        """Return whether this rank calls the model again, with another logit map; count both calls as one."""
+        # With gradients, only the rank with the head repeats it, on the hidden states that it has received.
         if torch.is_grad_enabled() and not self.holds_head:
             return False
         self._calls.pop()
@@ -133,7 +134,7 @@ class Stage:
         return chunk is not None and self.active in (None, chunk)
 
     def cross(self, index: int, hidden: Tensor) -> Tensor:
-        """Send hidden states ``[1, T, H]`` if the layer before ran here; receive if the next runs here."""
+        """Send hidden states ``[1, T, H]`` if layer index - 1 ran here; receive if index + 1 runs here."""
         self.device = hidden.device
         if index and self.runs(index - 1):
             self._width = hidden.shape[-1]
@@ -147,7 +148,7 @@ class Stage:
         return hidden
 
     def stand_in(self, size: int, hidden: Tensor) -> Tensor:
-        """Return ``[size]`` values instead of the head's: with gradients NaN, else the broadcast values."""
+        """Return ``[size]`` values without the head: NaN with gradients, else the last stage's values."""
         self._calls.append(user_line())
         if torch.is_grad_enabled():
             assert self.tail is not None
@@ -167,7 +168,7 @@ class Stage:
 
     def share_logits(self, head: nn.Module, args: tuple[Any, ...], logits: Tensor) -> None:
         """Broadcast the head's logits in prediction and evaluation; a forward hook."""
-        if not torch.is_grad_enabled() and type(logits) is Tensor:  # losses share values instead
+        if not torch.is_grad_enabled() and type(logits) is Tensor:  # losses get LazyLogits, and share values
             self.broadcast(logits.contiguous())
 
     def broadcast(self, values: Tensor) -> Tensor:
@@ -232,11 +233,11 @@ class StageLayers(nn.ModuleList):
 
 
 class Boundary(nn.Module):
-    """Replaces a layer that another stage holds."""
+    """Replaces a layer while a pass runs in which this rank does not run the layer."""
 
     def __init__(self, layer: nn.Module, index: int, stage: Stage) -> None:
         super().__init__()
-        for name, value in vars(layer).items():
+        for name, value in vars(layer).items():  # such as attention_type, which models read
             if isinstance(value, str | int | float | bool) and not name.startswith("_"):
                 setattr(self, name, value)
         self._index, self._stage = index, stage
@@ -256,7 +257,7 @@ class Boundary(nn.Module):
         return crossed if self._returns is None else (crossed, *[None] * (self._returns - 1))
 
     def require_same_form(self, layer: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        """Refuse a layer that returns more than hidden states; a forward hook of the layer itself."""
+        """Refuse a layer that returns more than hidden states, or not as a boundary does; a forward hook."""
         self._stage.in_layers = True
         first, *rest = output if isinstance(output, tuple) else (output,)
         length = len(rest) + 1 if isinstance(output, tuple) else None
@@ -284,7 +285,7 @@ def returned_by(layer: nn.Module) -> int | None:
 
 
 def require_own_inputs(index: int, inputs: dict[Any, Any]) -> None:
-    """Refuse layers that need an input computed from the embedding, which other ranks see as NaN."""
+    """Refuse layers that need an input computed from the embedding, which is NaN on other stages."""
     for name, value in inputs.items():
         for part in value if isinstance(value, tuple | list) else (value,):
             if not isinstance(part, Tensor) or not part.is_floating_point():

@@ -41,6 +41,14 @@ def test_two_ranks_by_hand() -> None:
 def test_the_bubble_of_equal_microbatches_is_the_formula(p: int, n: int, v: int) -> None:
     found = bubble_fraction(make_schedule(p, n, chunks=v), equal)
     assert found == pytest.approx(expected_bubble(p, n, chunks=v), rel=0.05)
+    assert found == pytest.approx((p - 1) / (v * n + p - 1))
+
+
+@pytest.mark.parametrize(("p", "n", "v"), [(4, 6, 2), (3, 4, 3), (2, 1, 2), (4, 6, 1), (4, 8, 2)])
+def test_the_bubble_is_also_that_of_a_short_last_group(p: int, n: int, v: int) -> None:
+    schedule = make_schedule(p, n, chunks=v)
+    assert schedule.bubble == pytest.approx(bubble_fraction(schedule, equal))
+    assert expected_bubble(p, n, chunks=v) == pytest.approx(schedule.bubble)
 
 
 @pytest.mark.parametrize(
