@@ -146,7 +146,7 @@ def shaped(value: Tensor, name: str, wanted: Sequence[int], what: str) -> None:
 
 
 def refuse_missing(name: str, advice: str) -> None:
-    """Raise ValueError if a name looks like a path, not like a model on a hub, but no file is there."""
+    """Raise ValueError if a name looks like a path, not like a model on a hub, but does not exist."""
     path = Path(name)
     is_path = path.is_absolute() or name.startswith(".") or name.count("/") > 1 or path.suffix == ".json"
     if is_path and not path.exists():

@@ -1,6 +1,6 @@
 """Installed packages and the GPU -> the combinations that are known to fail or to compute wrong numbers.
 
-This is the only such table. ``lightning-thd doctor`` prints entries that apply; mixers avoid their packages.
+This is the only such table. ``lightning-thd doctor`` prints entries that apply; mixers avoid the packages.
 """
 
 from __future__ import annotations

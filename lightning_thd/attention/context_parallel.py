@@ -53,7 +53,7 @@ def choose_way(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> W
         return asked
     if asked == "auto":
         return _cheaper_way(layout, sizes, spec)
-    # In shards that are not striped, a window needs few keys of other ranks: one exchange replaces the ring.
+    # If shards are not striped, a window needs few keys of other ranks, so one exchange replaces the ring.
     return "needed" if asked == "ring" and layout.layout != "striped" and spec.left >= 0 else asked
 
 

@@ -208,7 +208,7 @@ def run(
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast q, k and v to autocast's dtype, as torch's attention does; rotary embeddings may return fp32."""
+    """Cast q, k and v, unless they are fp64, to autocast's dtype, as torch's attention does."""
     device = q.device.type
     if device == "meta" or not torch.is_autocast_enabled(device) or q.dtype == torch.float64:
         return q, k, v

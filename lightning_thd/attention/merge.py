@@ -54,9 +54,9 @@ class KeySource:
         return rows
 
     def return_gradient(self, step: int, grad: Tensor) -> None:
-        """Store step 0's gradient; send other steps' to the rows' rank, and receive one for local rows."""
+        """Start to send a step's gradient to the rank of its rows, and to receive one for this rank's."""
         if step == 0:
-            self._local_grad = grad
+            self._local_grad = grad  # step 0 has this rank's own rows
             return
         at = self.steps[step]
         sent = grad.to(self._local_rows.dtype)  # so that gradients take no more bytes than the rows did

@@ -17,7 +17,7 @@ Window = int | tuple[int, int] | None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSpec:
-    """A call's options. Query i is at key p = i + keys - queries and sees keys p - left to p + right."""
+    """A call's options. Query i is at key p = i + num_keys - num_queries and sees p - left .. p + right."""
 
     left: int = -1  # keys before p that are seen; -1 means all
     right: int = -1  # keys after p that are seen; -1 means all, 0 is causal
@@ -119,7 +119,7 @@ def _checked(cu_seqlens: Tensor, total: int, max_seqlen: int, side: str) -> tupl
 
 
 def read_offsets(cu_seqlens: Tensor) -> tuple[tuple[int, ...], int, int | None]:
-    """Return CPU offsets as ints, the longest length, and where they fall most (None if they never fall)."""
+    """Return CPU offsets as ints, the longest length, and the sequence that falls most, if one does."""
     array = cu_seqlens.numpy()
     return _parse(array.tobytes(), array.dtype.str)
 

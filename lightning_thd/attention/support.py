@@ -29,8 +29,7 @@ class Support:
     device: str = "cuda"  # the device type of its tensors: "cuda", "cpu" or "any"
     dtypes: tuple[torch.dtype, ...] = _HALF
     bf16_from: int = 0  # the lowest compute capability (major) with bf16
-    # (head size, value size) -> padded sizes; None if unsupported
-    sizes: Callable[[int, int], tuple[int, int] | None]
+    sizes: Callable[[int, int], tuple[int, int] | None]  # (head size, value size) -> padded sizes, or None
     sizes_text: str
     softcap: bool = False
     # Compute capabilities (major) on which softcap limits the head size, and the largest head size there.
@@ -244,7 +243,7 @@ def why_not(kernel: Kernel, request: Request) -> str | None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def missing(kernel: Kernel) -> str | None:
-    """Return what to install for a kernel; None if it needs none, or its package or a prebuilt one loads."""
+    """Return what to install for a kernel, or None if nothing is missing; a prebuilt package suffices."""
     row = SUPPORT[kernel]
     if row.probe is None or available(row.probe):
         return None

@@ -20,7 +20,7 @@ IntArray = NDArray[np.int64]
 GRIDS = ("image_grid_thw", "video_grid_thw")
 PIXELS = ("pixel_values", "pixel_values_videos")
 # Columns of the table of sizes: the number of patches, the sum over frames of squared patch counts, and
-# both in pixels. The last two are for samples without a grid.
+# the same two in pixels. The last two are for samples without a grid.
 COLUMNS = 4
 _MOST_SQUARES = 2**62  # sums of squared patch counts are int64
 

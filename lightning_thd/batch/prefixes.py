@@ -162,7 +162,7 @@ class SharedBatch(THDBatch):
 
     @property
     def predictions(self) -> Predictions:
-        """Return the rows of (slot, target, weight); the summed loss is that of weight * row's loss."""
+        """Return the rows of (slot, target, weight); losses of rows times weights add up to the batch's."""
         ones = torch.ones_like(self.prefixes.token_rows, dtype=torch.float32)
         weights = self.prefixes.of_rows(ones if self.weights is None else self.weights)
         return Predictions(self.prefixes.slots, self.prefixes.targets, weights)

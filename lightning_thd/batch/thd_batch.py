@@ -409,8 +409,8 @@ class THDBatch(_Pinned):
 
     def __iter__(self) -> Iterator[Tensor]:
         # For self.log, Lightning takes the rows of the first tensor in a batch as the batch size. With
-        # 1 / loss_scale, its epoch mean of causal_lm_loss is the exact mean over all loss tokens. The loss of
-        # a batch with labels is a mean over its sequences, so their number is its batch size.
+        # 1 / loss_scale, Lightning's epoch mean of causal_lm_loss is the exact mean over all loss tokens. The
+        # loss of a batch with labels is a mean over its sequences, so their number is the batch size.
         tokens = 1 / self.loss_scale if self.loss_scale else 0.0
         yield weighing_rows(float(len(self.lengths)) if "labels" in self.extras else tokens)
 
@@ -456,7 +456,7 @@ class THDStep(Immutable):
         return THDStep([batch.to(device, non_blocking=non_blocking) for batch in self.microbatches])
 
     def pin_memory(self) -> THDStep:
-        """Return a copy in page-locked memory."""
+        """Return a copy whose batches also have their tensors in page-locked memory."""
         return THDStep([batch.pin_memory() for batch in self.microbatches])
 
     @property

@@ -1,4 +1,4 @@
-"""The tensors of a batch -> one pinned buffer -> the same tensors on a GPU, by one non-blocking copy.
+"""The tensors of a batch -> one pinned buffer -> the same tensors on a GPU, by one copy.
 
 Int64 tensors are sent as int32 if their values fit. Positions that count from 0 in every sequence are
 computed on the GPU. The host remembers the values of uploaded offsets, so that no kernel reads them back.
@@ -80,12 +80,12 @@ def uploaded(found: Any, device: torch.device) -> Any:
 
 
 def know_offsets(cu_seqlens: Tensor, lengths: Sequence[int] | npt.NDArray[np.int32]) -> None:
-    """Remember what offsets on a device hold: the ``lengths``, or the offsets themselves if an array."""
+    """Remember what offsets on a device hold; ``lengths`` are of sequences or, if an array, the offsets."""
     _KNOWN[cu_seqlens] = _version(cu_seqlens), lengths
 
 
 def host_offsets(cu_seqlens: Tensor) -> tuple[int, ...]:
-    """Return offsets as ints. Unknown ones are read once per change, if inference tensors at every call."""
+    """Return offsets as ints. Read unknown ones from the device once per change, inference tensors always."""
     version, found = _KNOWN.get(cu_seqlens, (None, None))
     if found is None or version != _version(cu_seqlens):
         read = tuple(cu_seqlens.tolist())

@@ -95,7 +95,7 @@ def expert_load(module: nn.Module, group: Any = None) -> ExpertChoices | None:
 
 
 class ExpertBias(Callback):
-    """Balances experts without a loss by moving the routers' ``e_score_correction_bias`` after every step.
+    """Balances experts without a loss by moving the routers' ``e_score_correction_bias`` in every step.
 
     If an expert is chosen more often than the mean in a step, over all ranks, its bias falls by ``rate``. If
     it is chosen less often, its bias rises by ``rate`` (arXiv:2408.15664; DeepSeek-V3 has 0.001). The

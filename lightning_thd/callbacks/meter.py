@@ -227,7 +227,7 @@ class Meter:
         return {f"{self.name}/{key}": value for key, value in metrics.items()}
 
     def flush(self, *, whole: bool = False) -> list[int]:
-        """Return this rank's counts as integers, in a list as long on all ranks, and reset the counts."""
+        """Return and reset this rank's counts: a list of integers that is equally long on all ranks."""
         running = self.steps.pop() if whole else []
         steps = [step for step in self.steps if step]
         measured = list(chain.from_iterable(steps))
@@ -317,7 +317,7 @@ def interval(rows: list[list[int]], model: FlopsModel | None, work: Work, second
 
 
 def _seconds_by_rate(rows: list[list[int]], counts: int) -> float | None:
-    """Return all slots / the sum of the ranks' slots per second; None if all ran equally many batches."""
+    """Return all slots / the ranks' summed slots per second; None if ranks ran equally many microbatches."""
     if len({row[2 * counts] for row in rows}) == 1:
         return None
     worked = [(row[COUNTS.index("slots")], row[2 * counts + 3]) for row in rows]
@@ -395,7 +395,7 @@ def compute_dtype(precision: str, module: nn.Module) -> torch.dtype | str:
 
 
 def low_precision(module: nn.Module, device: torch.device, peak: str | float) -> LowPrecision | None:
-    """Return the low-precision share of a model's FLOPs and the ratio of peaks; None if there is one peak."""
+    """Return the low-precision share of a model's FLOPs and the ratio of peaks; None if one is enough."""
     recipe = recipe_of(module)
     if recipe is None or recipe.emulate or not isinstance(peak, str):
         return None

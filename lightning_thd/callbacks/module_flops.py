@@ -112,7 +112,7 @@ class ModuleFlops:
 
     @property
     def outdated(self) -> bool:
-        """Return whether weights were frozen or unfrozen since the models were made; never in pipelines."""
+        """Return whether weights were frozen or unfrozen since the models were made; False in a pipeline."""
         if [weight.requires_grad for weight in self._weights] == self._trained:
             return False
         return not any(True for _ in stages_in(self._module))  # ranks of a pipeline would not agree
@@ -272,7 +272,7 @@ def find_model(
     recompute: Policy = "auto",
     passes: Mapping[str, Passes] | None = None,
 ) -> FlopsModel | None:
-    """Join the FLOPs of a module's transformers models; None without any, or (printed) with an unknown."""
+    """Join the FLOPs of a module's transformers models; None without any or, printed, if one is unknown."""
     models = outermost_models(module)
     members, paths = list[Member](), list[str]()
     for path, child in models.items():

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Causal sequences up to SHORT tokens share calls, because a call's overhead (about 20 us) equals the
-# arithmetic of 40 tokens with 8 heads of 64. A padded call may compute up to PADDING times its real query-key
-# pairs, plus FREE_PAIRS, which cost less than the overhead of another call.
+# Causal sequences up to SHORT tokens share calls, because the overhead of one call each would be large: about
+# 20 us, like the arithmetic of 40 tokens with 8 heads of 64. A padded call may compute up to PADDING times the
+# real query-key pairs, plus FREE_PAIRS, which cost less than the overhead of another call.
 SHORT = 128
 PADDING = 1.25
 FREE_PAIRS = 1500
@@ -83,7 +83,7 @@ class Rows:
             self.put_tiles(x, part.view(len(self.starts), self.length, *part.shape[1:]), self._blocks)
 
     def put_tiles(self, x: Tensor, part: Tensor, tiles: Spaced) -> None:
-        """Write results ``[B, length, ...]`` of tiles to x ``[T, ...]`` without the padded rows."""
+        """Write results ``[B, length, ...]`` of a call's tiles to x ``[T, ...]`` without the padded rows."""
         if self.span is not None:
             tiles.view(self.take(x)).copy_(part)
             return

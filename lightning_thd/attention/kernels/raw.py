@@ -73,7 +73,7 @@ def attend(
     sinks: Tensor | None,
     keys: Tensor | None = None,
 ) -> Tensor:
-    """Run a raw kernel with gradients and sinks on rows ``keys`` of k and v, gathered again in backward."""
+    """Run a raw kernel with gradients and sinks on rows ``keys`` of k and v; backward gathers them again."""
     value_size = v.shape[2]
     q, k, v = widen(kernel, q, k, v)
     out: Tensor = _Attention.apply(kernel, q, k, v, at, spec, sinks, keys)  # type: ignore[no-untyped-call]

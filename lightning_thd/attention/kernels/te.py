@@ -55,7 +55,7 @@ def _module(
     self_attention: bool,
     deterministic: bool,
 ) -> Any:
-    """Build Transformer Engine's module, without parameters; it reads ``deterministic`` from torch."""
+    """Build the module, without parameters. It reads the deterministic mode; the argument keys the cache."""
     te = require("transformer_engine.pytorch", feature="backend='te'")
     return te.DotProductAttention(
         heads,

@@ -1,11 +1,9 @@
 """CUDA tensors -> attention by one of torch's own two kernels: flash-attn 2 or the memory-efficient kernel.
 
 The flash kernel is called through aten operators, because the function in ``torch.nn.attention.varlen`` costs
-120 us of Python.
-
-The memory-efficient kernel also supports fp32 and older devices. It needs as many key-value heads as query
-heads, and has neither softcap nor windows that look ahead. Its results for queries without keys and keys
-without queries are undefined, so this module overwrites them.
+120 us of Python. The memory-efficient kernel also supports fp32 and older devices. It needs as many key-value
+heads as query heads, and has neither softcap nor windows that look ahead. Its results for queries without
+keys and keys without queries are undefined, so this module overwrites them.
 
 Legend: T slots, S sequences, H query heads, D head size, E value head size.
 """
