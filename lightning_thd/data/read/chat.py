@@ -213,6 +213,9 @@ def _check_content(message: Message, images: bool) -> None:
     role, content = message["role"], message.get("content")
     if message.get("function_call"):
         raise ValueError("a message has a function_call, which is not read. Give it as tool_calls.")
+    calls = message.get("tool_calls")
+    if calls and not (isinstance(calls, list | tuple) and all(isinstance(call, dict) for call in calls)):
+        raise ValueError(f"tool_calls is {calls!r:.40}; wanted a list of dicts. Parse it, or remove it.")
     if content is None:  # a message may have content only under another key, such as tool_calls
         others = (message[key] for key in message.keys() - {"role", "name"})
         if any(hasattr(value, "__len__") and len(value) for value in others):

@@ -71,11 +71,11 @@ def messages_of(record: dict[str, Any], kind: Kind) -> Conversation:
         if not isinstance(talk, list) or not talk or not all(isinstance(turn, dict) for turn in talk):
             raise ValueError("conversations must be a list of {'from': ..., 'value': ...}. Fix it.")
         return Conversation(_system(record) + [_turn(turn) for turn in talk], tools, 0, options)
+    if record.get("system"):
+        raise ValueError("'system' is beside messages. Make it the first message.")
     if kind == "prompt":
         before = _turns(record["prompt"])
         return Conversation([*before, *_turns(record["completion"])], tools, len(before), options)
-    if record.get("system"):
-        raise ValueError("'system' is beside 'messages'. Make it the first message.")
     return Conversation(_turns(record["messages"]), tools, 0, options)
 
 

@@ -182,12 +182,15 @@ class Encoder:
         return _Row(row, np.where(mask, row, IGNORE_INDEX), _label_of(record))
 
     def _encode_conversation(self, record: dict[str, Any]) -> tuple[Sequence[int] | Ids, NDArray[np.bool_]]:
-        if self.kind == "prompt" and not all(
-            isinstance(record[name], list) for name in ("prompt", "completion")
-        ):
-            return self._prompt_and_completion(record["prompt"], record["completion"])
-        if self.kind == "alpaca" and not getattr(self.tokenizer, "chat_template", None):
-            return self._prompt_and_completion(f"{alpaca_prompt(record)}\n\n", record["output"])
+        texts = None
+        if self.kind == "prompt":
+            texts = record["prompt"], record["completion"]
+        elif self.kind == "alpaca" and not getattr(self.tokenizer, "chat_template", None):
+            texts = f"{alpaca_prompt(record)}\n\n", record["output"]
+        if texts is not None and not all(isinstance(text, list) for text in texts):
+            if lost := [name for name in ("system", "tools") if record.get(name)]:
+                raise ValueError(f"{lost[0]!r} beside a prompt would be left out. Write it into the prompt.")
+            return self._prompt_and_completion(*texts)
         talk = messages_of(record, self.kind)
         return encode_chat(
             self.tokenizer, talk.messages, tools=talk.tools, skip=talk.skip, options=talk.options
