@@ -171,7 +171,7 @@ def hook_of_module(trainer: L.Trainer | None, batch: Any, dataloader_idx: int) -
 
 
 def check_trainer(trainer: L.Trainer | None, step: Packs | Sequences | None) -> None:
-    """Refuse a Trainer that contradicts ``global_batch`` or cannot train the model; warn if it lacks FP8."""
+    """Refuse a Trainer that contradicts ``global_batch`` or cannot train the model; warn of unused FP8."""
     if trainer is None:
         return
     callbacks = cast("list[L.Callback]", trainer.callbacks)  # type: ignore[attr-defined]

@@ -300,7 +300,7 @@ def _adapter_terms(layer: Layer, adapters: list[Weight], upstream: bool, first: 
         return
     like = next(term for term in layer.terms if _has_weight(term))
     for weight in adapters:
-        # B's input is the output of A, which is trained; A's input is the input of the adapted layer
+        # B's input is the output of A, taken to be trained; A's input is the input of the adapted layer.
         reached = weight.adapter == "B" or upstream or first < weight.stage
         last = weight.adapter == "B" and weight.stage == 3
         term = matmul(f"lora_{weight.adapter}", weight.macs, kind=like.kind, basis=like.basis, last=last)

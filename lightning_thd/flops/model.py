@@ -103,7 +103,7 @@ class FlopsModel:
         router: bool = False,
         recompute: Recompute = "none",
     ) -> FlopsModel:
-        """Build the FLOPs model of a transformers config, without importing transformers.
+        """Build the FLOPs model of a transformers config; only an incomplete config.json needs transformers.
 
         Args:
             config: ``PretrainedConfig`` or the content of a ``config.json``.

@@ -13,7 +13,7 @@ from lightning_thd.stats import Blocks, SeqStats, Window
 
 # The part of the model: a column of ``FlopsBreakdown``, except "embedding" and "router", in column "linear".
 Kind: TypeAlias = Literal["linear", "attention", "logits", "vision", "embedding", "router"]
-# The count. A "pair" is a query and a key that it sees under a causal mask; "all_pair": in both directions.
+# The count. "pair": queries x keys under a causal mask; "all_pair": without it; "cross": keys from elsewhere.
 Basis: TypeAlias = Literal[
     "token",
     "pair",

@@ -81,7 +81,7 @@ _varlen_cpu_backward._get_raw = True  # type: ignore[attr-defined]
 
 
 def _squares(cu_q: Any, cu_kv: Any, left: int) -> int:
-    """Return query-key pairs as torch counts them: whole squares, although causal masks hide half."""
+    """Return query-key pairs as torch counts them: as if no causal mask hid half of them."""
     queries, keys = cu_q.diff().long(), cu_kv.diff().long()
     if left < 0:
         return int((queries * keys).sum())
@@ -99,7 +99,7 @@ class StepCounter(FlopCounterMode):
     def __init__(self) -> None:
         super().__init__(display=False, custom_mapping=formulas())
         self.unknown: set[str] = set()
-        self.attention: dict[tuple[str, int, int], int] = defaultdict(int)  # by operator, rows, row length
+        self.attention: dict[tuple[str, int, int], int] = defaultdict(int)  # FLOPs by operator, rows, length
 
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
         if func_packet in self.flop_registry:

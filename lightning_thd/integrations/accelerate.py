@@ -60,7 +60,7 @@ def prepare_thd(
         router_balance: the tokens over which ``causal_lm_loss`` balances experts.
         peak: dense FLOP/s of a device, for MFU: see ``THDThroughputMonitor``.
         log_every_n_steps: steps between two calls of ``accelerator.log``.
-        context_parallel_size: neighbouring ranks that share the slots of a pack, as under
+        context_parallel_size: number of neighbouring ranks that share the slots of a pack, as under
             ``THDDDPStrategy``; sequences stay apart.
         context_parallel_layout: ``dual_chunk``, ``contiguous``, ``striped`` or ``mixed``.
         context_parallel_communication: ``auto``, ``all_gather``, ``ulysses``, ``needed`` or ``ring``.

@@ -55,7 +55,7 @@ def prepare_fabric(
         router_balance: the tokens over which ``causal_lm_loss`` balances experts.
         peak: dense FLOP/s of a device, for MFU: see ``THDThroughputMonitor``.
         log_every_n_steps: steps between two calls of ``fabric.log_dict``.
-        context_parallel_size: neighbouring ranks that share the slots of a pack, as for ``prepare_thd``.
+        context_parallel_size: number of neighbouring ranks that share a pack's slots; see ``prepare_thd``.
         context_parallel_layout: as for ``prepare_thd``.
         context_parallel_communication: as for ``prepare_thd``.
 

@@ -43,7 +43,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         warmup_steps: int = 1,
     ) -> None:
         self.monitor = THDThroughputMonitor(peak=peak, flops_model=flops_model, warmup_steps=warmup_steps)
-        self.counts_calls = True  # whether the hook counts the inputs of the model
+        self.counts_calls = True  # whether the hook counts; else the Trainer calls ``count``
         self._handle: RemovableHandle | None = None
         self._pending: dict[str, float] = {}
 
@@ -64,7 +64,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self.monitor._begin_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End the step, and stop the clock while the Trainer evaluates or saves."""
+        """End the step; measure if a log is due; stop the clock if the Trainer will evaluate or save."""
         self.monitor._end_step()
         step, every = state.global_step, state.logging_steps or 0
         if control.should_log or (every and step % every == 0) or step == state.max_steps:

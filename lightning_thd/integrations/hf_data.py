@@ -24,7 +24,7 @@ from lightning_thd.data.streams import Stream, is_stream
 # The base of the mixins of ``packed_trainer``, which use the attributes of a Trainer.
 TrainerBase: Any = object
 _FILE = "thd_data.pt"  # in a checkpoint's folder
-# Arguments of THDDataModule that decide how rows are read. All others concern only training.
+# Arguments of THDDataModule that decide how rows are read. Evaluation takes only these from data_kwargs.
 OF_READING = frozenset({"cache_dir", "empty", "max_errors", "on_error", "vocab_size"})
 _MASKS = ("completion_mask", "assistant_masks")  # TRL's columns: 1 for tokens to learn
 

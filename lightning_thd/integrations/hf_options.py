@@ -1,4 +1,4 @@
-"""Options of transformers' and TRL's Trainers -> which of them packs support, ignore or refuse."""
+"""Options of transformers' and TRL's Trainers -> which of them packed_trainer supports or refuses."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class SequenceIndex:
     largest: NDArray[np.integer] = field(default_factory=lambda: np.array([-1, 0]))
     # Sorted rows that were skipped; their length is 0.
     bad: NDArray[np.integer] = field(default_factory=lambda: np.empty(0, np.int64))
-    # Patches and pixels of each sequence's images, ``[N, 4]``: see ``batch.media.COLUMNS``; empty for text.
+    # Patches and pixels of images, ``[N, 4]``: see ``batch.media.COLUMNS``; empty for text, or if unknown.
     sizes: NDArray[np.integer] = field(default_factory=lambda: _NO_SIZES)
     # Whether sizes were measured from the images, so that each row read can be compared with them.
     sizes_measured: bool = True
@@ -286,7 +286,7 @@ def build_index(
         rows = without_pixels(dataset) if extras_cost is None else dataset
         read = partial(read_rows, rows, on_error, num_workers, progress, one_each, extras_cost)
         counted = cached_arrays("index", cache_key, read, version=_VERSION, cache_dir=cache_dir)
-    # Counting checked every row, unless the dataset gave its lengths or Arrow rows have other columns.
+    # Counting checked every row, unless a dataset (no mapped store) gave lengths or Arrow has other columns.
     checked = isinstance(dataset, TokenStore) and dataset.trusted
     if not checked and (getattr(dataset, "lengths", None) is None or "weights" in dataset[0]):
         plain = {"input_ids", "labels", "attention_mask"}

@@ -53,7 +53,7 @@ class Settings:
 
     shards: Sequence[Shard]
     sources: Sequence[Source]
-    dry: Dry = "restart"
+    dry: Dry = "restart"  # what happens when a source runs dry: see ``Mixing``
     make_sampler: Callable[[], Sampler]  # makes the sampler of one reader
     scheduling: Scheduling
     collate: Callable[..., THDBatch]  # samples of a microbatch, ids and scales -> batch

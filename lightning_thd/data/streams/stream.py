@@ -40,7 +40,7 @@ _AHEAD = 2  # steps that are made while one runs
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """Training data that can only be iterated: each rank reads a part of it once, from front to back.
+    """Training data that can only be iterated: in each pass, each rank reads a part from front to back.
 
     ``THDDataModule(Stream("shards/*.jsonl.gz", shuffle_buffer=1_000), capacity=8_192)``. An
     ``IterableDataset`` or a generator function given to ``THDDataModule`` is ``Stream(source=...)``.

@@ -93,7 +93,7 @@ def mlp(
     basis: Basis = "token",
     last: bool = True,
 ) -> list[Term]:
-    """Return an MLP's terms; a gated one with ``hidden`` 2 and ``inner`` 3 costs 2 x 18 FLOPs per token."""
+    """Return an MLP's terms; gated with ``hidden`` 2 and ``inner`` 3, its forward is 2 x 18 FLOPs a token."""
     return [
         matmul(f"{name}_up", hidden * inner * (2 if gated else 1), kind=kind, basis=basis),
         matmul(f"{name}_down", hidden * inner, kind=kind, basis=basis, last=last),
@@ -117,7 +117,7 @@ def experts(
     terms = [matmul("router", hidden * num_experts, kind="router")]
     if latent:
         terms.append(matmul("latent_in", hidden * latent))
-    # The router's weights multiply the outputs of routed experts. The backward needs these, so none is last.
+    # The router's weights multiply the outputs of routed experts. The backward needs these: none is last.
     terms += mlp(width, inner * top_k, gated=gated, name="experts", last=False)
     if latent:
         terms.append(matmul("latent_out", latent * hidden, last=not shared))
