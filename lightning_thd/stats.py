@@ -88,9 +88,8 @@ class SeqStats:
         slots: tokens with padding, on which the device computes.
         loss_tokens: tokens with a target.
         sequences: sequences of at least one token.
-        sum_squares: sum of the squared lengths, less the squares of shared prefixes.
-        window_pairs: per window, the (query, key) pairs of causal attention; for int W, min(i + 1, W) summed
-            over positions i. Pairs inside shared prefixes are left out.
+        sum_squares: sum of the squared lengths; this and ``window_pairs`` count a shared prefix once.
+        window_pairs: per window, the causal (query, key) pairs, min(i + 1, W) at position i for an int W.
         cross_tokens: tokens, such as an encoder's, from which cross-attention gets keys and values.
         cross_pairs: sum over sequences of their length x their cross tokens.
         vision_patches: patches of all images and video frames.

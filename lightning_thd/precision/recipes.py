@@ -44,7 +44,7 @@ class Recipe:
 
     @property
     def has_history(self) -> bool:
-        """Return whether scales depend on earlier steps; graphs and recomputation would change such scales."""
+        """Return whether scales depend on earlier steps; graphs and recomputation would change them."""
         return self.name == "delayed"
 
 

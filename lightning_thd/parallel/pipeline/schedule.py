@@ -137,7 +137,4 @@ def expected_bubble(ranks: int, microbatches: int, *, chunks: int = 1) -> float:
     It is ``(p - 1) / (v n + p - 1)`` (Megatron-LM, section 2.2, which divides by the ideal time), except that
     with several chunks ranks wait longer if n is not a multiple of p.
     """
-    _check_sizes(ranks=ranks, microbatches=microbatches, chunks=chunks)
-    if chunks > 1 and microbatches % ranks:
-        return make_schedule(ranks, microbatches, chunks=chunks).bubble
-    return (ranks - 1) / (chunks * microbatches + ranks - 1)
+    return make_schedule(ranks, microbatches, chunks=chunks).bubble
