@@ -343,8 +343,7 @@ def padded_on_host(
     shapes = [list(x.shape) for x in (ids, mask, other)]
     if ids.ndim != 2 or shapes[1:] != shapes[:1] * 2:
         raise ValueError(
-            f"from_padded() got shapes {shapes} for input_ids, attention_mask and {name}, "
-            "wanted one [B, N] for all three."
+            f"from_padded() got shapes {shapes} for input_ids, mask and {name}, wanted one [B, N] for all."
         )
     odd = (mask != 0) & (mask != 1)
     ids, mask, other, odd = torch.stack([x.long() for x in (ids, mask, other, odd)]).cpu()

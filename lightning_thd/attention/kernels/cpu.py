@@ -38,8 +38,8 @@ _SCORES = 1 << 21
 # If a call would return more elements than this per tensor, its heads are split: 8 MiB in fp32.
 _CALL_ELEMENTS = 1 << 21
 # Up to _FEW short sequences get one kernel call each, if the conditions in ``_Work`` and ``_few`` hold, too.
-# This takes 0.6 to 1.1 times as long as copying them to one padded call. More than _FEW also get one call each
-# if lengths differ, average _LARGE or more elements (tokens x heads x head size), and threads <= heads.
+# This takes 0.6 to 1.1 times as long as copying them to one padded call. More than _FEW also get a call each
+# if lengths differ, they average _LARGE or more elements (tokens x heads x head size), and threads <= heads.
 _FEW, _LARGE = 24, 4096
 
 

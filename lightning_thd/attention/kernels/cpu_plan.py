@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 # Causal sequences up to SHORT tokens share calls, because the overhead of one call each would be large: about
-# 20 us, like the arithmetic of 40 tokens with 8 heads of 64. A padded call may compute up to PADDING times the
-# real query-key pairs, plus FREE_PAIRS, which cost less than the overhead of another call.
+# 20 us, as much as the arithmetic of 40 tokens with 8 heads of 64. A padded call may compute up to PADDING
+# times its real query-key pairs, plus FREE_PAIRS, which cost less than the overhead of another call.
 SHORT = 128
 PADDING = 1.25
 FREE_PAIRS = 1500
