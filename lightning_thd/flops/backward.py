@@ -40,8 +40,7 @@ _LONE_PROJECTION = re.compile(
 _TRANSFORM = re.compile(r"(?:^|\.)(predictions\.transform|vocab_transform|lm_head\.dense|head\.dense)\.")
 # Parts of the names of modules that run before the layers, even if they are listed after the layers.
 _INPUTS = ("embed", "prompt", "prefix", "tower", "audio", "wte", "wpe")
-# Paths that ``_locate`` gives to parts that are not layers.
-_OUTSIDE_LAYERS = ("", "lm_head", "transform", "visual.merger", "visual.patch_embed")
+_OUTSIDE_LAYERS = ("", "lm_head", "transform", "visual.merger", "visual.patch_embed")  # no layers
 _TWICE = ("modality_router",)  # AltUp routes before and after a layer
 _PLAIN_MATRICES = ("fn", "hc_fn")  # hyper-connections hold parameters without a module
 _ROUTER = ("gate", "router", "shared_expert_gate")

@@ -11,7 +11,6 @@ from typing import Any, Literal, TypeAlias
 
 from lightning_thd.stats import Blocks, SeqStats, Window
 
-# The part of the model: a column of ``FlopsBreakdown``, except "embedding" and "router", in column "linear".
 Kind: TypeAlias = Literal["linear", "attention", "logits", "vision", "embedding", "router"]
 # The count. "pair": queries x keys under a causal mask; "all_pair": without it; "cross": keys from elsewhere.
 Basis: TypeAlias = Literal[
@@ -35,7 +34,7 @@ class Term:
     """FLOPs per unit of one count."""
 
     name: str  # the name of the operation, for tables
-    kind: Kind
+    kind: Kind  # column of ``FlopsBreakdown``; "embedding" and "router" count in column "linear"
     basis: Basis  # the count of the batch that the FLOPs multiply
     forward: int  # FLOPs per unit in the forward pass
     input_grad: int  # FLOPs per unit of the gradient with respect to the activations

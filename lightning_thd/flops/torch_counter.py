@@ -141,8 +141,7 @@ def counted_layers(
         whole = "varlen" not in operator and rows * length >= (least or stats.slots)
         # torch's count of a backward pass includes the recomputed scores, which the model does not need
         needed = flops * _NEEDED if "backward" in operator else flops
-        # In a call over all slots of a microbatch, each slot sees ``length`` keys, padding included. In other
-        # calls and in varlen kernels, a token sees the keys of its own sequence.
+        # In calls over all slots, each sees ``length`` keys, padding too; in others, those of its sequence.
         pairs = length * max(rows * length, stats.slots) if whole else max(stats.sum_squares, 1)
         per_pair += needed / pairs
     terms = (

@@ -30,9 +30,8 @@ from lightning_thd.data.read.text import tokenizer_fingerprint
 
 IntArray = NDArray[np.int64]
 CONVERSATIONS = ("messages", "sharegpt", "prompt", "alpaca")
-# Processors that cut each image into a grid of patches, and those that scale all images to one size.
-_GRIDS = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor")
-_ONE_SIZE = ("LlavaProcessor",)
+_GRIDS = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor")  # an image is a grid of patches
+_ONE_SIZE = ("LlavaProcessor",)  # all images are scaled to one size
 
 
 class VisionChat:

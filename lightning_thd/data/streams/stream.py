@@ -50,10 +50,8 @@ class Stream:
             ``.feather`` files, or a list of them, local or through fsspec; an ``IterableDataset``; a function
             that returns an iterator, ``make()`` or ``make(part, parts)``. A source without parts is
             read by one rank for all ranks, so it must not split itself by rank.
-        window: sequences that each rank holds to plan from; a larger window fills packs and balances work
-            better.
-        shuffle_buffer: sequences that each rank holds to draw from at random, from shards in random
-            order; 0 keeps the order of both.
+        window: sequences that each rank holds to plan from; more of them fill packs and balance work better.
+        shuffle_buffer: sequences from which a rank draws at random; shards are shuffled too. 0 shuffles none.
         steps_per_epoch: optimizer steps of an epoch; None ends it with the data, so set it for endless data.
         on_error: ``"raise"`` stops at an unusable record, ``"skip"`` skips and counts it; None takes
             ``on_error`` of the data module, and its ``max_errors`` too if none is given here.

@@ -170,8 +170,7 @@ def _gemma_heads(sizes: Sizes, index: int) -> tuple[int, int]:
     if table is not None and not isinstance(table, Mapping):  # transformers' object, which has all sizes
         layer = Sizes(table[index])
         return layer.kv_heads, layer.head_dim
-    if table is not None:
-        # The table's keys are layer numbers ("05") or kinds of layers.
+    if table is not None:  # its keys are layer numbers ("05") or kinds of layers
         keys = (key for key in table if key == kind or (str(key).isdigit() and int(key) == index))
         layer = Sizes(table[key] if (key := next(keys, None)) is not None else {})
         heads = layer.size("num_key_value_heads", default=sizes.kv_heads)
