@@ -68,8 +68,7 @@ def varlen_attention(
         backend: a backend of ``support_table()``, or "auto" for the fastest that supports this call.
 
     Returns:
-        ``[Tq, H, E]`` in the dtype of q, or of autocast; 0 for a query that sees no key. Without sinks, a
-        sequence of one token returns its v.
+        ``[Tq, H, E]`` in q's dtype or autocast's; 0 if a query sees no key. Without sinks, one token gives v.
     """
     if isinstance(q_THD, Tensor) and isinstance(k_THD, Tensor) and isinstance(v_THD, Tensor):
         q_THD, k_THD, v_THD = _autocast(q_THD, k_THD, v_THD)

@@ -185,8 +185,7 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, call: Block
     part_lse = part_lse.masked_fill(part_lse == torch.inf, -torch.inf).to(lse.dtype)
     old_out, old_lse = _rows_of(out, call), _rows_of(lse, call)
     new_lse = torch.logaddexp(old_lse, part_lse)
-    # If a query sees no key in this part or earlier ones, all three lse are -inf. Subtract 0 instead of
-    # new_lse then, because -inf - -inf is NaN.
+    # A query that sees no key so far has new_lse -inf. Subtract 0 instead then, because -inf - -inf is NaN.
     floor = new_lse.masked_fill(new_lse == -torch.inf, 0.0)
     old, new = (torch.exp(x - floor).unsqueeze(-1) for x in (old_lse, part_lse))
     merged = old_out * old + part.to(out.dtype) * new

@@ -278,8 +278,7 @@ class PackWeights(NamedTuple):
     total: float  # the sum of ``slots``; the number of targets if no sample has weights
     # ``[S]``, each sequence's weight / the summed weight of its loss tokens in all packs; 0 without any
     shares: list[float]
-    # summed weights of sequences with loss tokens; a piece counts by its part of the sequence's loss weight
-    sequences: float
+    sequences: float  # summed weights of sequences with loss tokens; a piece by its part of the loss weight
 
 
 def pack_weights(

@@ -204,8 +204,7 @@ class _Calls:
         layers = [child[0] for child in model.modules() if isinstance(child, nn.ModuleList) and len(child)]
         self._counts = [_Count() for _ in (model, *layers[:1])]
         self._handles: list[RemovableHandle] = []
-        # After ``compile()``, torch would trace a module's hooks, and trace again without them. So a compiled
-        # module gets no hooks.
+        # A compiled module gets no hooks: torch would trace them, and trace again after they are removed.
         self.visible = model._compiled_call_impl is None
         for module, count in zip((model, *layers[:1]), self._counts, strict=True):
             if module._compiled_call_impl is None:
