@@ -89,7 +89,8 @@ class HeadCall:
         self.inner = inner
         self.logit_map: LogitMap = guess_logit_map(inner)
         self._record: Record | None = None  # the operations that made ``logit_map``
-        self._job: _Job | None = None
+        self._here = threading.local()  # ``job``: this thread's forward pass; other threads have none
+        self._own: tuple[Callable[..., Any], ...] = ()  # the forwards of model and head, for other threads
         self._lock = threading.RLock()
         self.experts: Experts | None = None
         self._hooks: list[Any] | None = None  # the hooks for which ``_whole`` was decided
@@ -142,7 +143,7 @@ class HeadCall:
         self._look_at_hooks(model)
         for attempt in range(3):
             slots, head = batch.input_ids.shape[-1], inner.get_output_embeddings()
-            with self._lock:  # other threads see the replaced forwards too
+            with self._lock:  # so that a thread does not take another's replacement for the own forward
                 own_head = head.__dict__.get("forward")
                 job = _Job(values, size, slots, head, own_head, inner.forward, stage, routers, self._whole)
                 outputs = self._call(model, batch, job)
@@ -174,13 +175,13 @@ class HeadCall:
         if kwargs.pop("labels", None) is not None:
             _warn_of_labels()
         scope = STATE.scope = announced(batch, kwargs)
-        self._job = job
+        self._here.job, self._own = job, (job.model_forward, job.head.forward)
         job.head.__dict__["forward"], inner.__dict__["forward"] = self.head_forward, self.forward
         try:
             with nullcontext() if job.routers is None else job.routers.requested(inner, kwargs):
                 outputs = model(**kwargs)
         finally:
-            STATE.scope, self._job = before, None
+            STATE.scope, self._here.job = before, None
             for module, forward in ((inner, own), (job.head, job.own_head_forward)):
                 if forward is None:
                     del module.__dict__["forward"]
@@ -216,21 +217,25 @@ class HeadCall:
         return False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward and return the computed values in place of logits."""
-        assert self._job is not None
-        return self._finish(self._job.model_forward(*args, **kwargs))
+        """Run the model's forward and return the computed values in place of logits, in the loss's thread."""
+        job: _Job | None = getattr(self._here, "job", None)
+        if job is None:
+            return self._own[0](*args, **kwargs)
+        return self._finish(job.model_forward(*args, **kwargs))
 
     def head_forward(self, hidden: Tensor) -> Tensor:
         """Compute the job's values from hidden states ``[1, T, H]`` and return them as lazy logits."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             outside: Tensor = _outside_compile(self.head_forward, hidden)
             return outside
-        job = self._job
-        assert job is not None
+        job: _Job | None = getattr(self._here, "job", None)
+        if job is None:
+            logits: Tensor = self._own[1](hidden)
+            return logits
         head, stage = job.head, job.stage
         if stage is not None and not stage.holds_head:
             values = stage.stand_in(job.size, hidden)
-            logits: Tensor = carry_values(values, (*hidden.shape[:-1], head.out_features))
+            logits = carry_values(values, (*hidden.shape[:-1], head.out_features))
             job.logits.append(logits)
             return logits
         linear = None if job.whole else plain_linear(head, job.own_head_forward)
@@ -249,10 +254,9 @@ class HeadCall:
 
     def _finish(self, outputs: Any) -> Any:
         """Return the values of a pass in place of the model's outputs; the outputs if the values are lost."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return _outside_compile(self._finish, outputs)
-        job = self._job
-        assert job is not None
+        job: _Job = self._here.job
         job.called = True
         logits = getattr(outputs, "logits", None)
         if job.whole:

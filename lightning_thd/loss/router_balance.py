@@ -7,6 +7,8 @@ formulas are in docs/guides/experts.md. Legend: T slots, S sequences, E experts,
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from lightning_thd.loss.head_call import HeadCall
 
 RouterBalance = Literal["microbatch", "sequence", "step"]
+_HERE = threading.local()  # ``muted``: whether this thread's model must not balance its experts itself
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -68,10 +71,12 @@ class Routers:
         module = module_of_loss(inner)
         before = getattr(module, FUNCTION, None)
         if before is not None:
-            setattr(module, FUNCTION, _no_balance)
+            setattr(module, FUNCTION, _muted(before))
+        _HERE.muted = True
         try:
             yield
         finally:
+            _HERE.muted = False
             if before is not None:
                 setattr(module, FUNCTION, before)
 
@@ -210,7 +215,17 @@ def _first(names: tuple[str, ...], *places: Any) -> int | None:
     return next((value for value in found if isinstance(value, int)), None)
 
 
-def _no_balance(logits: Any, *_: Any, **__: Any) -> Tensor:
-    """Return 0 in place of a model's balancing loss, because ``Routers`` computes it from the logits."""
-    first = logits[0] if isinstance(logits, tuple) and logits else None
-    return torch.zeros((), device=None if first is None else first.device)
+@functools.cache
+def _muted(function: Any) -> Any:
+    """Return a balancing function that gives 0 in a thread whose ``Routers`` compute the loss."""
+    if hasattr(function, "_thd_muted"):  # another thread's
+        return function
+
+    def balance(logits: Any, *args: Any, **kwargs: Any) -> Any:
+        if not getattr(_HERE, "muted", False):
+            return function(logits, *args, **kwargs)
+        first = logits[0] if isinstance(logits, tuple) and logits else None
+        return torch.zeros((), device=None if first is None else first.device)
+
+    balance._thd_muted = True  # type: ignore[attr-defined]
+    return balance

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from lightning_thd.loss.lazy_logits import Record, carry_values
 from lightning_thd.loss.tiles.logits import LogitMap
 from lightning_thd.parallel.pipeline.stage import STAGE
 from tests.cuda_graph.support import random_batch
+from tests.loss.families import build
 from tests.loss.support import gradients
 from tests.tiny import tiny_llama
 
@@ -343,3 +345,22 @@ def test_threads_that_share_a_model_take_turns() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(losses, batches)) == [{loss} for loss in alone]
+
+
+@pytest.mark.parametrize("router_balance", ["microbatch", "sequence"])
+def test_a_plain_call_in_another_thread_gets_logits_and_leaves_the_loss_alone(router_balance: Any) -> None:
+    """As an evaluation or a sampler runs beside a training step: here in the middle of its forward pass."""
+    model = build("Mixtral")
+    batch, other = (THDBatch.collate([{"input_ids": ids}]) for ids in ([3, 4, 5], [8, 9, 7, 6]))
+    alone, wanted = causal_lm_loss(model, batch, router_balance=router_balance), model(**other.hf_kwargs())
+    found: list[Any] = []
+
+    def beside(*_: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            with ThreadPoolExecutor(1) as pool:
+                found.append(pool.submit(model, **other.hf_kwargs()).result())
+
+    model.get_submodule("model.layers.1").register_forward_hook(beside)
+    assert causal_lm_loss(model, batch, router_balance=router_balance).item() == alone.item()
+    assert torch.equal(found[0].logits, wanted.logits)
+    assert found[0].aux_loss.item() == wanted.aux_loss.item()
