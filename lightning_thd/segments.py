@@ -1,6 +1,6 @@
 """Segment ids and positions -> sequence lengths and offsets, without a T x T mask.
 
-Legend: T slots in a row, M = max_segments. Ids count from 1, and 0 is padding.
+Legend: T slots in a row (Tq of queries, Tkv of keys), M = max_segments. Ids count from 1, and 0 is padding.
 
 Every slot gets an order number. A query sees a key of its id if the query's number is at least the key's.
 So a query sees some key if its number is at least the lowest number of the id's keys. A key is seen if its

@@ -339,8 +339,7 @@ def _lengths(lengths: Ints) -> IntArray:
     if not known or values.min(initial=0) < 0:
         values = host_ints(lengths, "lengths", least=0, advice=advice)
     squares = float(values.max(initial=0)) * float(values.sum(dtype=np.float64))
-    if squares >= 2.0**63:
-        _refuse_overflow(squares, "lengths")
+    _refuse_overflow(squares, "lengths")
     checked: IntArray = values
     return checked
 

@@ -1,6 +1,6 @@
 """A ``THDBatch`` -> the part of it that one context-parallel rank holds, a ``THDShard``.
 
-Legend: T slots in a pack, N = T / cp slots of a shard.
+Legend: cp context-parallel ranks, T slots in a pack, N = T / cp slots of a shard.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from lightning_thd.parallel.exchange import (
 
 # Linear layers of feed-forward blocks, whose columns are not heads.
 _FEED_FORWARD = frozenset({"gate_proj", "up_proj", "w1", "w3", "proj_up_gate", "proj_up"})
-_HEAD_NORM = re.compile(r"([qk])(?:uery|ey)?_(?:layer)?norm")
+_HEAD_NORM = re.compile(r"([qk])(?:uery|ey)?_(?:layer)?norm")  # norms of queries or keys: q_norm
 
 
 def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:

@@ -34,7 +34,8 @@ _HOOKS = (  # the attributes of a layer with its hooks, which the replacement ge
     "_is_full_backward_hook",  # without it, torch never calls hooks of the backward pass
     *("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
-_MARK = "_thd_fp8"
+_MARK = "_thd_fp8"  # the attribute of a converted model and of its FP8 layers that holds the recipe
+_WHOLE = "Use engine='torchao', or THDDDPStrategy, which keeps weights whole."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -289,9 +290,6 @@ def check_strategy(strategy: object, recipe: Recipe) -> None:
             f"engine='te' with {type(strategy).__name__}, which shards the weights by FSDP or tensor "
             f"parallelism, is not tested. {_WHOLE}"
         )
-
-
-_WHOLE = "Use engine='torchao', or THDDDPStrategy, which keeps weights whole."
 
 
 def check_weights(module: nn.Module) -> None:

@@ -85,7 +85,7 @@ class FP8Precision(Precision):
         *,
         layout: Layout = "dual_chunk",
     ) -> Alignment:
-        """Return the alignment of packs; the data module combines it with that of the strategy."""
+        """Return the recipe's multiples for packs; the data module combines them with the strategy's."""
         return self.recipe.alignment(cp=cp, tp=tp, sequence_parallel=sequence_parallel, layout=layout)
 
     def convert_module(self, module: nn.Module) -> nn.Module:

@@ -44,7 +44,7 @@ class Recipe:
 
     @property
     def has_history(self) -> bool:
-        """Return whether scales depend on earlier steps; graphs and recomputation would change them."""
+        """Return whether scales depend on earlier steps; graphs and recomputation would change the scales."""
         return self.name == "delayed"
 
 
@@ -71,6 +71,7 @@ _TE_CLASSES = {
     "mxfp8": "MXFP8BlockScaling",
     "nvfp4": "NVFP4BlockScaling",
 }
+_EMULATE = "Train in bf16, or try FP8 on any device with engine='torchao', emulate=True, which gains no time."
 
 
 def resolve(recipe: Any, engine: str, *, emulate: bool = False) -> Recipe:
@@ -124,9 +125,6 @@ def _torchao_object(config: Any, emulate: bool) -> Recipe:
     return replace(
         known, config=replace(config, emulate=emulate), emulate=emulate, gradients=2 if high else 3
     )
-
-
-_EMULATE = "Train in bf16, or try FP8 on any device with engine='torchao', emulate=True, which gains no time."
 
 
 def check_device(recipe: Recipe, device: torch.device) -> None:

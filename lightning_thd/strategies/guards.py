@@ -122,7 +122,7 @@ def refuse_static_graph(model: object) -> None:
 
 
 def refuse_lbfgs(optimizers: list[Any], sizes: AxisSizes) -> None:
-    """Refuse torch's LBFGS with tensor or pipeline ranks, because it needs products over all weights."""
+    """Refuse torch's LBFGS with tensor or pipeline ranks: LBFGS needs products over all weights."""
     if sizes.tensor * sizes.pipeline == 1:
         return
     for optimizer in optimizers:

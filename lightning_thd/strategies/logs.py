@@ -132,15 +132,13 @@ def refuse_sums(module: nn.Module, *, dynamic: bool) -> None:
             )
 
 
-_MORE = "See docs/reference/messages.md#sums."
-
-
 def groups_of_sums(*, dynamic: bool) -> str:
     """Return the end of a message: which group to sum over."""
+    more = "See docs/reference/messages.md#sums."
     world = "torch.distributed.group.WORLD for a count of each rank's slots"
     if dynamic:
-        return f"{world}; under context_parallel_size='dynamic' no group counts each pack just once. {_MORE}"
-    return f"self.trainer.strategy.data_parallel_group for a value of the whole pack, or to {world}. {_MORE}"
+        return f"{world}; under context_parallel_size='dynamic' no group counts each pack just once. {more}"
+    return f"self.trainer.strategy.data_parallel_group for a value of the whole pack, or to {world}. {more}"
 
 
 def _is_on_device(value: Any) -> bool:

@@ -314,8 +314,7 @@ class PipelineStep:
             differs = next(filter(None, found), None)
         if differs is not None:
             raise MisconfigurationException(differs)
-        device = self._strategy.root_device
-        return list(uploaded(np.array(losses, np.float64), device))
+        return list(uploaded(np.array(losses, np.float64), self._strategy.root_device))
 
     @property
     def _trains_tied(self) -> bool:

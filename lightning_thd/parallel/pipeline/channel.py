@@ -37,7 +37,7 @@ class Channel:
     wraps: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
     fixed_dtype: torch.dtype | None = None  # the messages' dtype; None until this rank knows it
     waited_s: float = 0.0  # the CPU's wait for messages; about 0 under CUDA, where only the GPU waits
-    _sent: deque[tuple[Any, Tensor]] = field(default_factory=deque)
+    _sent: deque[tuple[Any, Tensor]] = field(default_factory=deque)  # sends under way, and their data
     _posted: dict[Direction, deque[tuple[Any, Tensor]]] = field(
         default_factory=lambda: {"down": deque(), "up": deque()}
     )

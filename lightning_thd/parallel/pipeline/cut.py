@@ -42,7 +42,7 @@ def cut_model(
     balance: Callable[[], Channel] | None = None,
     peers: dist.ProcessGroup | None = None,
 ) -> Stage:
-    """Replace the modules of other ranks by placeholders, in place, and return this rank's ``Stage``.
+    """Replace the modules of other ranks by placeholders, once and in place; return this rank's ``Stage``.
 
     For a mixture of experts, ``balance`` makes the channel for router sums between stages. ``peers`` are the
     ranks that hold the same layers; balancing losses add the router sums of these ranks.

@@ -37,7 +37,7 @@ def stage_of(model: object) -> Stage | None:
 
 
 class Stage:
-    """The layers of a model that one rank holds, and which of them take part in the running pass."""
+    """The layers of a rank, in one or several stages ("chunks"), and the state of the running pass."""
 
     def __init__(
         self, split: Split, channel: Channel, whole: nn.Module | None = None, *, draws: bool = False
