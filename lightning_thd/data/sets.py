@@ -68,7 +68,7 @@ class DataSet:
     dataset: MapDataset  # ``[i]`` gives the ids of a sequence
     index: SequenceIndex  # lengths and loss tokens of the sequences
     key: dict[str, Any] | None  # the cache key of content and policies; None if nothing is cached
-    schedule: NDArray[np.int64] | None = None  # the pack of each sequence, if rows are ready packs
+    schedule: NDArray[np.int64] | None = None  # the number of each sequence's pack, if rows are packs
     weights: dict[str, float] | None = None  # the share of each source of a mixture, in any unit
     lengths: dict[str, NDArray[np.integer]] | None = None  # the lengths in each source of a mixture
 

@@ -55,7 +55,7 @@ class Layer:
 
     path: str  # the name in ``named_modules`` without the prefix of the decoder: ``"layers.0"``
     terms: tuple[Term, ...]
-    recomputable: bool = True  # activation checkpointing wraps layers of this kind
+    recomputable: bool = True  # whether activation checkpointing wraps the layer when it is on
 
 
 def lone(path: str, term: Term) -> Layer:
@@ -96,12 +96,12 @@ def recurrence(name: str, flops: int) -> Term:
 def units(
     basis: Basis, window: Window | None, stats: SeqStats, *, causal: Causal, tokens: Tokens, merge: int
 ) -> tuple[int, int]:
-    """Return the count that a term multiplies, as numerator and denominator, because a square may be odd."""
+    """Return the count that a term multiplies, as numerator and denominator: half a square may end in .5."""
     if basis == "token":
         return (stats.real_tokens if tokens == "real" else stats.slots), 1
     if basis == "pair":
         twice = stats.sum_squares + stats.real_tokens if window is None else 2 * _pairs_in(stats, window)
-        square = twice if isinstance(window, Blocks) else twice - stats.real_tokens
+        square = twice if isinstance(window, Blocks) else twice - stats.real_tokens  # mirrored
         return {"half": (square, 2), "exact": (twice, 2), "full": (square, 1)}[causal]
     if basis == "all_pair" and window is not None:  # the pairs of a causal window, mirrored
         return 2 * _pairs_in(stats, window) - stats.real_tokens, 1

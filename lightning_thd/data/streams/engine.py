@@ -48,7 +48,7 @@ class Engine:
         count = len(settings.sources)
         self.ledger = Ledger.fresh(len(settings.shards), count) if state is None else ledger_of(state)
         self._intake = Intake(settings, wire)
-        self.counts = self._intake.counts  # records that were bad, or that policies left out or changed
+        self.counts = self._intake.counts  # how many records were bad, or left out or changed by policies
         if state is not None:
             self._intake.marks = {shard: [mark] for shard, mark in state["marks"].items()}
         self._restore = None if state is None else (state, same)

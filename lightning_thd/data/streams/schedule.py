@@ -174,7 +174,7 @@ class Ledger:
     planned: deque[PlannedStep] = field(default_factory=deque)  # planned steps that are not made, in order
     number: int = 0  # number of this pass over the stream
     steps: int = 0  # steps made in this pass
-    pace: int = 0  # most of each source that a rank reads before a step that is already planned
+    pace: int = 0  # most sequences of a source that a rank reads before each step that was planned ahead
 
     @classmethod
     def fresh(cls, shards: int, sources: int) -> Ledger:
