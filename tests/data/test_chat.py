@@ -275,6 +275,9 @@ def test_messages_that_are_not_to_be_learned(template: str, key: tuple[str, Any]
 def test_an_answer_that_comes_first(template: str) -> None:
     # without ASKS the template says nothing of where an answer begins
     header = "" if ASKS in template else "<|assistant|>\n"
+    parts = [{"type": "text", "text": "a"}]
+    of_parts = template.replace("m.content", "(m.content if m.content is string else m.content[0].text)")
+    assert learned(of_parts, [{**ANSWER, "content": parts}, USER]) == "a<|end|>"
     for words in ("It is blue.", "a"):  # the header holds the second, too
         talk = [{**ANSWER, "content": words}, USER, {**ANSWER, "content": "four"}]
         assert learned(template, talk) == f"{words}<|end|>{header}four<|end|>"
@@ -375,6 +378,7 @@ def talk(*messages: Any, **more: Any) -> dict[str, Any]:
 
 
 ALPACA = {"instruction": "a", "output": "b"}
+CALLS_ALONE = CALLING.replace("m.content or ''", "m.content if not m.tool_calls")  # as that of Llama 3.1
 ONE_CALL = CALLING.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
 TWO_CALLS = calling(call({"of": "sky"}), call({"of": "sea"}, "depth"))
 REFUSED: list[tuple[str | None, Any, str]] = [
@@ -413,6 +417,11 @@ REFUSED: list[tuple[str | None, Any, str]] = [
         PLAIN.replace("<|end|>\n", ""),
         talk(USER, ANSWER),
         "nothing behind the answer 'It is blue.', so its end",
+    ),
+    (
+        CALLS_ALONE,
+        talk(USER, {**TWO_CALLS, "content": "I look."}),
+        "message 1 of the role 'assistant', which says",
     ),
     (PLAIN, talk(USER, TWO_CALLS), "leaves out the call of 'colour' in message 1"),
     (MARKED, talk(USER, TWO_CALLS, RESULT, ANSWER), "leaves out the call of 'colour' in message 1"),

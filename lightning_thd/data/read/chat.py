@@ -123,7 +123,7 @@ def encode_chat(
 
 def _refuse_no_end(message: Message, turn: str, last: int, tokenizer: Any) -> None:
     """Raise if the template writes nothing behind the words of an answer, so that no end is learned."""
-    content = message.get("content")
+    content = next((part.get("text") for part in _parts(message)[-1:]), message.get("content"))
     words = content.strip() if isinstance(content, str) else ""
     if words and turn.endswith(words) and last not in tokenizer.all_special_ids:
         raise ValueError(
@@ -265,8 +265,7 @@ def _refuse_unwritten(renderer: _Renderer, messages: list[Message], text: str) -
                 f"the chat template writes the content of message {i} as code, because it takes only "
                 "strings. Give the content as one string."
             )
-        calls = list(other_calls(message))
-        for name, changed in calls:
+        for name, changed in other_calls(message):
             if _renders_alike(renderer, messages, i, changed, text):
                 raise ValueError(
                     f"the chat template leaves out the call of {name!r:.40} in message {i}. "
@@ -274,7 +273,7 @@ def _refuse_unwritten(renderer: _Renderer, messages: list[Message], text: str) -
                     "See docs/reference/messages.md#chat-templates."
                 )
         texts = [part.get("text") for part in parts] if parts else [content]
-        if calls or signs[i] in signed or not any(isinstance(x, str) and x.strip() for x in texts):
+        if signs[i] in signed or not any(isinstance(x, str) and x.strip() for x in texts):
             continue
         if _renders_alike(renderer, messages, i, _longer(message, " x"), text):
             raise ValueError(
@@ -390,7 +389,8 @@ def _before_first(renderer: _Renderer, messages: list[Message], after: str) -> s
         header = ""
     if header and header in after:
         return after[: after.find(header) + len(header)]
-    return after[: max(0, renderer.render([{**messages[0], "content": "\ue000"}]).find("\ue000"))]
+    content = [{"type": "text", "text": "\ue000"}] if _parts(messages[0]) else "\ue000"
+    return after[: max(0, renderer.render([{**messages[0], "content": content}]).find("\ue000"))]
 
 
 def _encode_with_edges(tokenizer: Any, text: str, edges: list[int]) -> tuple[list[int], dict[int, int]]:
