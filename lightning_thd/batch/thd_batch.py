@@ -35,11 +35,13 @@ class Immutable:
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
-    def __setattr__(self, name: str, value: object) -> NoReturn:
+    def __setattr__(self, name: str, value: object = None) -> NoReturn:
         raise AttributeError(
-            f"{type(self).__name__}.{name} cannot be assigned: batches are immutable. "
+            f"{type(self).__name__}.{name} cannot be assigned or deleted: batches are immutable. "
             "Make a changed copy of a THDBatch with .replace(...)."
         )
+
+    __delattr__ = __setattr__
 
     def __getstate__(self) -> dict[str, Any]:
         names: tuple[str, ...] = self.__slots__

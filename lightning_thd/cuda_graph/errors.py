@@ -23,7 +23,7 @@ _MACHINERY = (
     os.path.join(os.path.dirname(os.path.dirname(__file__)), "callbacks", "cuda_graph.py"),
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
     os.path.dirname(os.path.abspath(lightning.__file__)) + os.sep,
-    os.path.dirname(os.__file__) + os.sep + "contextlib.py",
+    *(os.path.join(os.path.dirname(os.__file__), name) for name in ("contextlib.py", f"logging{os.sep}")),
 )
 
 

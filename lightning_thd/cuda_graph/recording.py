@@ -207,6 +207,7 @@ _FUNCTIONS: Final[dict[Any, str]] = {
     Tensor.__float__: f"float() of a tensor {_READ}",
     Tensor.__index__: f"a tensor used as an index of Python {_READ}",
     Tensor.__array__: f"a tensor given to numpy {_READ}",
+    Tensor.__repr__: f"printing a tensor {_READ}",
     torch.tensor: f"torch.tensor(...) {_CONSTANT}",
     torch.from_numpy: f"torch.from_numpy(...) {_CONSTANT}",
 }

@@ -98,6 +98,8 @@ def prepare(args: LossArgs) -> Prepared:
     targets, shape = args.targets.flatten().long(), args.targets.shape
     if type(args.ignore_index) is not int:
         whole_number(args.ignore_index, "ignore_index", least=None)
+    if args.chunk != "auto":
+        whole_number(args.chunk, "chunk", least=1, advice='Pass the tokens of a tile, or "auto".')
     if args.rows is None:
         known = args.loss_tokens if hidden.device.type in _WAITS else None
         kept, targets, counts = rows_with_target(targets, args.ignore_index, at_most=known)

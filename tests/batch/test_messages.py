@@ -81,6 +81,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: THDStep([]), "at least one microbatch"),
     (lambda: THDStep([BATCH, None]), "A THDStep is made of a list, .*; wanted a list of THDBatch"),
     (lambda: setattr(BATCH, "loss_scale", 2.0), "immutable"),
+    (lambda: delattr(BATCH, "lengths"), "immutable"),
 ]
 
 

@@ -78,6 +78,7 @@ def another_attention() -> None:
 CASES: list[tuple[Callable[[], Any], str]] = [
     # Operands of all fused losses
     (lambda: logprobs(temperature=0.0), r"temperature=0.0; wanted a finite number above 0.*Greedy"),
+    (lambda: logprobs(chunk=0), r"chunk=0; wanted 1 or more.*tile"),
     (lambda: logprobs(softcap=math.inf), "softcap=inf"),
     (lambda: logprobs(logit_scale=0.0), "scale is 0, wanted another number"),
     (
