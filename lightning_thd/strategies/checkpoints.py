@@ -311,9 +311,7 @@ def by_name(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) -
         names = names_in(optimizer, module)
     else:  # Lightning's numbers follow the order of the module
         names = [_plain(name) for name, _ in module.named_parameters()]
-    groups = [
-        {**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]
-    ]
+    groups = [{**group, "params": [names[n] for n in group["params"]]} for group in state["param_groups"]]
     kept = {names[number]: value for number, value in state["state"].items()}
     return {**state, "state": kept, "param_groups": groups}
 
@@ -370,10 +368,8 @@ def trained(parameters: Iterable[nn.Parameter]) -> Generator[None]:
 def without_fresh(checkpoint: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return a checkpoint's optimizer states, empty for optimizers that had made no step."""
     fresh = set(checkpoint.get(FRESH, ()))
-    return [
-        {**state, "state": {}} if i in fresh else state
-        for i, state in enumerate(checkpoint["optimizer_states"])
-    ]
+    states = checkpoint["optimizer_states"]
+    return [{**state, "state": {}} if i in fresh else state for i, state in enumerate(states)]
 
 
 def load_whole_states(
@@ -433,10 +429,8 @@ def load_states_of_folder(
 
 def renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """Return an optimizer's state with some parameters renamed, in its parameter groups too."""
-    groups = [
-        {**group, "params": [names.get(name, name) for name in group["params"]]}
-        for group in state["param_groups"]
-    ]
+    groups = state["param_groups"]
+    groups = [{**group, "params": [names.get(name, name) for name in group["params"]]} for group in groups]
     kept = {names.get(name, name): value for name, value in state["state"].items()}
     return {"state": kept, "param_groups": groups}
 
