@@ -1,6 +1,6 @@
-"""A padded batch of TRL's pair and group trainers -> one pack for the model, and its outputs as rows [B, N].
+"""Padded rows [B, N] of TRL's pair and group trainers -> one pack for the model, and its outputs as rows.
 
-Their losses compare rows, so only the model runs on a pack. Data, losses and metrics stay TRL's.
+These trainers' losses compare rows, so only the model runs on a pack. Data, losses and metrics stay TRL's.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NOT_FOR_ROWS = {
     "router_balance": "TRL averages over pairs or groups, and adds the model's own balancing loss",
 }
 
-# Option: why it is refused. All others keep TRL's meaning.
+# Options that are refused if set, and why. pad_to_multiple_of has no effect; all others keep TRL's meaning.
 REFUSED_FOR_ROWS: dict[str, str] = {
     "padding_free": "packs by itself, before packed_trainer does",
     "use_liger_kernel": "replaces parts of the model that run on packs here",
@@ -53,7 +53,7 @@ REFUSED_FOR_ROWS: dict[str, str] = {
 
 
 class PackedRowsMixin(TrainerBase):  # type: ignore[misc]
-    """Makes the models of a TRL trainer run every padded batch as one pack; ``packed_trainer`` applies it."""
+    """Makes a TRL trainer's models run padded rows as packs (``pack_rows``); see ``packed_trainer``."""
 
     def __init__(
         self,
@@ -76,11 +76,11 @@ class PackedRowsMixin(TrainerBase):  # type: ignore[misc]
 
             measure = ThroughputCallback(peak=peak)
             measure.add_to(self)
-            measure.counts_calls = False  # calls have padded rows, which do not run
+            measure.counts_calls = False  # a call has padded rows; _run_pack counts the pack
             unwrapped(self.accelerator.unwrap_model(self.model))._thd_throughput = measure
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
-        self._pack_models()  # DPO's constructor may run its reference model already
+        self._pack_models()  # DPO's constructor, which may call this, runs before ours has packed the models
         return super()._precompute_ref_logps(*args, **kwargs)
 
     def _pack_models(self) -> None:
@@ -102,7 +102,8 @@ def pack_rows(model: Any, *, share_prefixes: bool = False) -> None:
     """Make a transformers model run padded rows as one pack, in place; it still returns padded rows.
 
     With ``share_prefixes``, the common prefix of rows runs once. Only TRL's calls for log-probabilities
-    (``fused_lm_head=True``) and calls of a classifier run as packs; others run on padded rows.
+    (``fused_lm_head=True``) and a sequence classifier's calls with an ``attention_mask`` run as packs. All
+    other calls run on padded rows, with the attention that the model had before.
     """
     if getattr(model, "_thd_packs_rows", False):
         return
@@ -133,7 +134,7 @@ def _forward_rows(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _run_pack(model: Any, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Run a call's rows as one pack, and return the outputs as TRL's rows."""
+    """Run a call's rows as one pack; return values of tokens as rows ``[B, N - 1]``, classes ``[B, ...]``."""
     unknown = [name for name in given if name not in _OF_ROWS | _PASSED_ON and given[name] is not None]
     if unknown or given.get("use_cache"):
         raise ValueError(
@@ -156,8 +157,8 @@ def _run_pack(model: Any, forward: Callable[..., Any], given: dict[str, Any]) ->
     for name, value in list(output.items()):
         if isinstance(value, Tensor) and value.shape == (1, len(targets)):
             values = value[0] if shared is None else shared.of_tokens(value[0])
-            output[name] = _as_rows(values, mask)[:, :-1]  # TRL has no row for the last token
-    if shared is not None:  # a prediction may score several tokens, but TRL would count it once
+            output[name] = _as_rows(values, mask)[:, :-1]  # TRL has no column for the last token
+    if shared is not None:  # the model's mean has a prediction once, even if several rows have it
         scored = (shared.token_rows < len(shared.targets)).sum().clamp(min=1)
         output["loss"] = -output["log_probs"].sum() / passed_on.get("num_items_in_batch", scored)
     return output
@@ -212,7 +213,7 @@ def _attention(model: nn.Module, name: str) -> Generator[None]:
     configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     chosen = [config for config in configs if getattr(config, "_attn_implementation", None) == NAME]
     for config in chosen:
-        config._attn_implementation_internal = name  # setting the public name would switch towers too
+        config._attn_implementation_internal = name  # setting the public name would also switch vision towers
     try:
         yield
     finally:

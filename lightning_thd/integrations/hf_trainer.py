@@ -53,10 +53,10 @@ def packed_trainer(trainer_class: type | None = None) -> type:
         trainer_class: ``transformers.Trainer`` by default, or a subclass.
 
     Returns:
-        A subclass that takes four more arguments than its base: ``capacity`` (most tokens of a pack),
-        ``peak`` (see ``THDThroughputMonitor``), ``router_balance`` (see ``causal_lm_loss``) and
-        ``data_kwargs`` (more arguments of ``THDDataModule``). With ``data_kwargs={"global_batch":
-        Sequences(n)}``, every optimizer step has exactly n sequences.
+        A subclass. Unless its base is one of the three TRL trainers above, it takes four more arguments:
+        ``capacity`` (most tokens of a pack), ``peak`` (see ``THDThroughputMonitor``), ``router_balance`` (see
+        ``causal_lm_loss``) and ``data_kwargs`` (more arguments of ``THDDataModule``). With
+        ``data_kwargs={"global_batch": Sequences(n)}``, every optimizer step has exactly n sequences.
         ``train_dataset`` may be a stream: an iterable dataset, a ``data.streams.Stream``, or a mixture.
         Other options work as in the base or are refused. The loss of a step is the mean over its loss tokens.
     """
@@ -77,7 +77,7 @@ def packed_trainer(trainer_class: type | None = None) -> type:
 class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
     """Replaces the data, the loss and the token counts of a Trainer by those of packs."""
 
-    loss_is_scaled_for_ga = False  # Trainer divides by the accumulation steps, as loss_scale expects
+    loss_is_scaled_for_ga = False  # so Trainer divides by the accumulation steps, as loss_scale expects
     current_gradient_accumulation_steps: int
 
     def __init__(
@@ -102,7 +102,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         if given is not None:
             refuse_options(given)  # before the base class warns about them or acts on them
         super().__init__(*args, **kwargs)
-        # TRL multiplies the balancing loss itself; causal_lm_loss takes the factor from the model.
+        # TRL keeps the balancing loss's factor in the trainer; causal_lm_loss reads it from the model.
         if (coefficient := getattr(self, "router_aux_loss_coef", None)) is not None:
             unwrapped(self.model).router_aux_loss_coef = coefficient
         check_peak(peak, named=True)
@@ -112,7 +112,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         self._meter = Meter("train", "training", time.perf_counter)
         self._meter.capacity = capacity
         self._metered = False  # whether the meter was set up for the model
-        self._checked_step = -1  # the last step with a check for unfrozen weights
+        self._checked_step = -1  # the last step with a check for frozen or unfrozen weights
         self._trained_sequences, self._trained_tokens = 0, 0
         self._token_sums: dict[str, list[Tensor]] = {}  # (entropy, correct, tokens) of packs, by mode
         self._refuse_settings()
@@ -173,7 +173,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Train on one pack or all packs of a step, and add their tokens to the throughput counters."""
         meter = self._ready
-        if self._checked_step != self.state.global_step and self._flops.outdated:  # weights were unfrozen
+        if self._checked_step != self.state.global_step and self._flops.outdated:  # (un)frozen weights
             meter.reduce()
             self._flops.follow()
             meter.model = self._flops.model("train")
@@ -216,7 +216,7 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
         if "loss" in logs and self._metered:
             ours = for_loggers(self._meter.close())  # reporters put "train/" before every key themselves
             logs = {**logs, **{key.removeprefix("train/"): value for key, value in ours.items()}}
-            if self._logs_entropy:  # fill TRL's metrics, as TRL's compute_loss would do, which does not run
+            if self._logs_entropy:  # TRL's compute_loss, which fills these metrics, does not run
                 tokens = self._sum_over_ranks(self._trained_tokens)
                 metrics = {"num_tokens": tokens, **self._token_metrics("train")}
                 self._metrics["train"].update({key: [value] for key, value in metrics.items()})
@@ -236,12 +236,12 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
             self.state.num_input_tokens_seen += self._sum_over_ranks(own)
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Return the packs of an optimizer step, or its sequences if these are fixed."""
+        """Return the packs of an optimizer step, or its sequences under ``Sequences(n)``."""
         wanted = self._data_kwargs.get("global_batch")
         return wanted.n if wanted is not None else int(args.gradient_accumulation_steps * args.world_size)
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
-        # Trainer would count packs. Newer versions also multiply by the share of all steps in this call.
+        # Trainer would count packs. Newer versions multiply by this call's share of all steps: divide first.
         samples = self._sum_over_ranks(self._trained_sequences)
         before = getattr(self, "_initial_global_step", None)
         if before is not None:

@@ -1,4 +1,4 @@
-"""A step of microbatches in an Accelerate or Fabric loop -> gradients, the step's loss, and its metrics."""
+"""A step of microbatches in an Accelerate or Fabric loop -> gradients, the step's loss and metrics."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ LossFn: TypeAlias = Callable[[nn.Module, THDBatch], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shared:
-    """The packs that a rank reads, by its index among ranks with different data, and its shard of each."""
+    """Says which packs a rank reads, and which shard of each pack it runs."""
 
-    rank: int
-    ranks: int
-    data_group: dist.ProcessGroup | None = None  # one rank of each pack; None is the world
-    size: int = 1  # ranks that share a pack, those of ``group``; 1 leaves batches whole
+    rank: int  # the rank's place among those that read different packs; ranks that share packs have one place
+    ranks: int  # the number of places
+    data_group: dist.ProcessGroup | None = None  # one rank of each place; None is the world
+    size: int = 1  # the number of ranks in ``group``, which share a pack; 1 leaves batches whole
     group: dist.ProcessGroup | None = field(default=None, repr=False)
     layout: Layout = "dual_chunk"
     communication: Communication = "auto"
@@ -68,7 +68,7 @@ class Shared:
         return None if self.size == 1 else Alignment.for_(cp=self.size, layout=self.layout)
 
     def cut(self, batch: THDBatch) -> THDBatch:
-        """Return this rank's shard of a pack that is on its device."""
+        """Return this rank's shard of a pack, which must be on this rank's device."""
         if self.size == 1:
             return batch
         return shard_batch(batch, group=self.group, layout=self.layout, communication=self.communication)
@@ -77,7 +77,7 @@ class Shared:
 def share_packs(
     model: nn.Module,
     *,
-    data: tuple[int, int, dist.ProcessGroup | None],  # what ``data_rank`` returns
+    data: tuple[int, int, dist.ProcessGroup | None],  # index and number of readers, and their group
     device: torch.device,
     size: int,
     layout: Layout,
@@ -141,7 +141,7 @@ class PackedLoop:
         optimizer: the prepared optimizer; a list if several were given.
         scheduler: the prepared scheduler, or None.
         global_step: optimizer steps run so far.
-        latest: the metrics of the last interval.
+        latest: the metrics of the last logging interval.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class PackedLoop:
 
         Returns:
             fp32 ``[]``, detached, this rank's share of the step's loss. The mean of the shares over the
-            data-parallel ranks is the sum over all loss tokens of the step divided by their number.
+            data-parallel ranks is the step's loss; ``causal_lm_loss`` averages over all its loss tokens.
         """
         if self._flops.outdated:  # weights were frozen or unfrozen since the last step
             self._meter.model = self._flops.model("train")
@@ -202,11 +202,11 @@ class PackedLoop:
         return loss
 
     def evaluate(self, data: THDDataModule | Iterable[THDBatch], *, name: str = "val") -> dict[str, float]:
-        """Return and log the mean loss over all loss tokens of an evaluation set; every rank calls it.
+        """Return and log the mean loss over all loss tokens of an evaluation set; every rank must call it.
 
         Args:
             data: a ``THDDataModule(val=...)``, which gives each rank its packs, or this rank's batches.
-            name: prefix of every key: ``val/loss`` and ``val/loss_tokens``, the same on every rank.
+            name: prefix of the keys: ``val/loss`` and ``val/loss_tokens``. All ranks get the same values.
         """
         batches: Any = data
         if isinstance(data, THDDataModule):
@@ -316,7 +316,7 @@ class PackedLoop:
 
 
 def attach(data: THDDataModule, model: nn.Module, shared: Shared, **given: Any) -> None:
-    """Attach a data module to this rank's index among the ranks that read data."""
+    """Attach a data module with this rank's place in ``shared``, the model and the alignment of packs."""
     data.attach(rank=shared.rank, ranks=shared.ranks, model=model, alignment=shared.alignment, **given)
 
 
@@ -357,7 +357,7 @@ def sum_over_packs(
 
 
 def balancing(loss_fn: LossFn, router_balance: RouterBalance) -> LossFn:
-    """Return ``causal_lm_loss`` with a ``router_balance``; refuse the argument for another loss."""
+    """Return ``loss_fn`` with ``router_balance``; refuse values that only ``causal_lm_loss`` takes."""
     choice(router_balance, "router_balance", *get_args(RouterBalance))
     if router_balance == "microbatch":
         return loss_fn
@@ -394,8 +394,8 @@ def mean_loss(
     cut: Callable[[THDBatch], THDBatch] = lambda batch: batch,  # keeps this rank's part of a batch
 ) -> tuple[float, int]:
     """Return the weighted mean loss over all loss tokens of a set, and their number; a collective."""
-    # reduction="sequences" raises, because the batch gets no sequence_scale. Without a loss token the mean is
-    # NaN, because 0 would look like a perfect loss.
+    # A loss_fn with reduction="sequences" raises, because the batch gets no sequence_scale. Without a loss
+    # token the mean is NaN, because 0 would look like a perfect loss.
     losses, counts = list[Tensor](), list[tuple[float, int]]()
     with evaluating(model):
         for batch in batches:
@@ -403,7 +403,7 @@ def mean_loss(
             seen(moved)
             weights = batch.weights
             weight = batch.loss_tokens if weights is None else float(weights.sum(dtype=torch.float64))
-            # Compute the batch's mean, so that an unscaled balancing loss of experts gets the same weight.
+            # Compute the mean: a balancing loss, which is a mean, is added, and ``weight`` multiplies both.
             scaled = moved.replace(loss_scale=1 / (weight or 1.0), sequence_scale=None, token_scale=0.0)
             losses.append(loss_fn(model, cut(scaled)).detach())
             counts.append((weight, batch.loss_tokens))

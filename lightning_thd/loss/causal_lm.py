@@ -1,7 +1,8 @@
 """A model and a ``THDBatch`` -> the batch's share of the step's loss, or log-probabilities, without logits.
 
-T slots in a pack, S sequences, V vocabulary. ``head_call`` calls the model with its head replaced. It also
-records the model's operations on its logits (Granite's division, Cohere's factor, Gemma's cap).
+T slots in a pack, S sequences, N tokens of all sequences (if they share prefixes), V vocabulary. The module
+``head_call`` calls the model with its head replaced, records the model's operations on its logits (Granite's
+division, Cohere's factor, Gemma's cap), and says when the full logits are computed after all.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from lightning_thd.parallel.shard import THDShard, gather_pack, pack_value
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
 Reduction = Literal["tokens", "sequences"]
-# (targets, depth) -> targets int64 [T] and the factor of each target's loss [T]
+# (targets, earlier head calls) -> targets, ignored if their factor is 0, and the factor of each one's loss
 Factors = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-# DeepSeek-V3 (arXiv:2412.19437, section 2.2) starts with 0.3 for predictions beyond the next token.
+# DeepSeek-V3 (arXiv:2412.19437, section 4.2) starts with 0.3 for predictions beyond the next token.
 _MTP_WEIGHT = 0.3
 
 
@@ -61,8 +62,8 @@ def causal_lm_loss(
             (DDP, FSDP2, tensor parallel, PEFT, Accelerate, torch.compile).
         batch: the microbatch, on the model's device.
         reduction: "tokens" or "sequences".
-        weights: floats ``[T]``, another factor of each slot's loss, without gradient. They do not change the
-            divisor. ``classes[batch.targets.clamp(0)]`` weights by target. With shared prefixes ``[N]``.
+        weights: floats ``[T]``, with shared prefixes ``[N]``: another factor of each slot's loss, without
+            gradient. They do not change the divisor. To weight classes: ``factors[batch.targets.clamp(0)]``.
         label_smoothing: share of a target's mass that is spread over the vocabulary.
         z_loss: factor of each loss token's squared log-sum-exp (lse); None: ``config.z_loss_coefficient``.
         mtp_weight: weight of the mean loss of predictions beyond the next token, if the model calls its head
@@ -77,7 +78,7 @@ def causal_lm_loss(
     Returns:
         fp32 ``[]`` (fp64 for an fp64 model). Under context parallelism every rank gets the whole pack's loss,
         with the gradient of its shard. 10 loss tokens and ``loss_scale`` 0.1 give their mean. A batch without
-        loss tokens gives 0.
+        loss tokens gives 0, plus losses of routers.
 
     Raises:
         ValueError: for an unsupported model or attention, for a batch that does not fit the model, or for a
@@ -99,7 +100,7 @@ def causal_lm_loss(
 
 
 class TokenStats(NamedTuple):
-    """Sums over a batch's loss tokens, ``[]`` each: entropies in nats, correct predictions, and tokens.
+    """Sums over a batch's loss tokens, ``[]`` each: entropy in nats, correct predictions, number of tokens.
 
     A prediction is correct if no other token is likelier than the target.
     """
@@ -116,7 +117,7 @@ def causal_lm_loss_and_stats(
     label_smoothing: float = 0.0,
     router_balance: RouterBalance = "microbatch",
 ) -> tuple[Tensor, TokenStats]:
-    """Compute ``causal_lm_loss``, and entropy and accuracy of its tokens, in one forward pass.
+    """Compute ``causal_lm_loss``, and sums for entropy and accuracy of its tokens, in one forward pass.
 
     The arguments are those of ``causal_lm_loss``; the batch must not be a shard. 10 loss tokens under a
     uniform distribution over 8 tokens have entropy 10 log 8.
@@ -197,11 +198,11 @@ def causal_lm_logprobs(
     """Compute log-probability, entropy and lse of every target of a batch, differentiable.
 
     ``model``, ``batch`` and errors are those of ``causal_lm_loss``. ``temperature``, above 0, divides the
-    logits after the model's own scale and cap. ``entropy=False`` leaves the entropy out.
+    logits after the model's own scale and cap. With ``entropy=False`` the entropy is None.
 
     Returns:
         Three tensors ``[T]``, 0 for slots without a target; fp32 (fp64 for an fp64 model). Entry i belongs to
-        ``batch.targets[i]``, the token after slot i; ``PackedRollouts`` moves it to that token. With shared
+        ``batch.targets[i]``, the token after slot i; ``PackedRollouts.unpack`` moves it there. With shared
         prefixes the tensors have one entry for each token of every sequence, ``[N]``.
     """
     LogitMap(temperature=temperature)  # checks the temperature before the model runs

@@ -1,7 +1,7 @@
 """Hidden states and heads of a student and a teacher -> the divergence of their predictions, without logits.
 
-T slots, H hidden size, H' the teacher's, V vocabulary. The loss takes 8THV operations if H' = H: 2THV for the
-logits of each and 4THV for the student's gradients, which the forward pass computes already.
+T slots, H hidden size, H' the teacher's, V vocabulary. The divergence takes 8THV operations if H' = H: 2THV
+for each model's logits and 4THV for the student's gradients, which the forward pass computes already.
 """
 
 from __future__ import annotations
@@ -53,22 +53,22 @@ def fused_linear_distillation(
     ``sum p log(p / q)``, arXiv:1503.02531; "reverse_kl" is ``sum q log(q / p)``, MiniLLM, arXiv:2306.08543;
     "jsd" is the generalised Jensen-Shannon divergence ``beta KL(p, m) + (1 - beta) KL(q, m)``,
     ``m = beta p + (1 - beta) q``, GKD, arXiv:2306.13649, equation 1. There is no factor of the squared
-    temperature; put one into ``token_weights`` if you want it. The cross entropy uses temperature 1.
+    temperature. The cross entropy uses temperature 1.
 
     All other arguments mean the same as in ``fused_linear_cross_entropy``, with the student's head. With
-    ``alpha=1``, ``targets`` only say which tokens count. Under ``tp_group`` every few hundred tokens take one
-    or two small collectives.
+    ``alpha=1``, ``targets`` only say which tokens count. Under ``tp_group`` each tile of tokens (``chunk``)
+    takes one or two small collectives.
 
     - ``teacher_hidden`` ``[T, H']`` (H' and float dtype may differ from the student's), ``teacher_weight``
       ``[V, H']``, sharded like ``weight``, and ``teacher_bias`` ``[V]``: none of them gets a gradient.
     - ``teacher_softcap``, ``teacher_logit_scale``: cap on the teacher's logits, and their factor before the
       cap.
     - ``alpha``: the divergence's share, 0 to 1; ``beta``: the teacher's share of m, above 0 and below 1.
-    - ``temperature``: divides the logits of both, after their caps.
+    - ``temperature``: divides the logits of both models, after their caps.
     - ``valid_vocab_size``: the number of columns that exist in both vocabularies.
 
     Returns:
-        fp32 ``[]`` (fp64 for fp64 inputs). A teacher equal to the student gives 0.
+        fp32 ``[]`` (fp64 for fp64 inputs). With ``alpha=1``, a teacher equal to the student gives 0.
     """
     choice(kind, "kind", *get_args(Kind))
     choice(reduction, "reduction", "sum", "mean")
@@ -103,7 +103,6 @@ def _distillation(
     token_weights: Tensor | float | None,
     mean: bool,
 ) -> Tensor:
-    """Compute ``fused_linear_distillation`` from the arguments of student and teacher."""
     prepared, weights = prepare_weighted(student, token_weights, mean=mean)
     weights = weights * alpha
     hard: Tensor | None = None

@@ -1,10 +1,11 @@
 """One call of a model with its head replaced -> values computed from hidden states instead of logits.
 
-Legend: T slots, H hidden size, V vocabulary. The model's own ``forward`` runs through ``__call__`` with all
-hooks, so FSDP2, DDP, PEFT and checkpointing keep working. The replacements are the same functions in every
-call, so torch.compile does not compile again. The head returns ``LazyLogits``, which record the model's
-operations on the logits as a ``LogitMap``. If an operation cannot be recorded, or the head is not a plain
-linear layer, the full logits are computed. They take memory for T x V numbers.
+Legend: T slots, R rows (selected slots), H hidden size, V vocabulary, n values of a head call, E experts. The
+model's own ``forward`` runs through ``__call__`` with all hooks, so FSDP2, DDP, PEFT and checkpointing keep
+working. The replacements are the same functions in every call, so torch.compile does not compile again. The
+head returns ``LazyLogits``, which record the model's operations on the logits as a ``LogitMap``. The full
+logits, T x V numbers, are computed only if an operation cannot be recorded, the head is not a plain linear
+layer, or code of the user may read the logits.
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ class HeadOperands:
         return replace(self, hidden=self.hidden.flatten(0, -2).index_select(0, slots))
 
     def loss_args(self, targets: Tensor, logit_map: LogitMap, loss_tokens: int | None) -> LossArgs:
-        """Build the arguments of a fused loss, with one target per slot."""
+        """Build the arguments of a fused loss, with one target per row of ``hidden``."""
         targets = targets.view(self.hidden.shape[:-1])
         how = {"tp_group": self.tp_group, "loss_tokens": loss_tokens, "partial_hidden": self.partial_hidden}
         return LossArgs(self.hidden, self.weight, targets, self.bias, logit_map, **how)  # type: ignore[arg-type]
 
 
-# (the head's operands, the number of earlier calls of the head, the logit map) -> the values of the slots
+# (the head's operands, the number of its earlier calls, the logit map) -> values ``[n]``, such as a loss
 Values = Callable[[HeadOperands, int, LogitMap], Tensor]
 
 
@@ -67,7 +68,7 @@ class _Job:
     """The inputs and the results of one forward pass."""
 
     values: Values  # see ``HeadCall.run``
-    size: int  # how many values a call of the head returns
+    size: int  # n, the number of values of a head call
     slots: int  # T
     head: Any  # the model's head
     own_head_forward: Any  # a forward that others have set on this head object
@@ -83,20 +84,20 @@ class _Job:
 
 
 class HeadCall:
-    """Replaces the forward of a model and of its head, so that no logits are computed."""
+    """Replaces the forward of a model and of its head, so that logits are computed only if they must be."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self.logit_map: LogitMap = guess_logit_map(inner)
         self._record: Record | None = None  # the operations that made ``logit_map``
-        self._here = threading.local()  # ``job``: this thread's forward pass; other threads have none
+        self._here = threading.local()  # ``job``: this thread's forward pass, if it runs a loss
         self._own: tuple[Callable[..., Any], ...] = ()  # the forwards of model and head, for other threads
         self._lock = threading.RLock()
         self.experts: Experts | None = None
         self._hooks: list[Any] | None = None  # the hooks for which ``_whole`` was decided
         self._whole = ""  # why the full logits are computed; empty if they are not
         self._warned = False
-        self.choices: Tensor | None = None  # how often experts were chosen in the step so far, [E]
+        self.choices: Tensor | None = None  # how often each expert was chosen in the step so far, [E]
         self._config: Any = None  # the whole model's config; ``config`` is its language model's
         self.config: Any = None
 
@@ -136,14 +137,14 @@ class HeadCall:
         """Call the model on a batch with its head replaced, and return what the head computed.
 
         If the model changes its logits in another way than its config describes, it is called again.
-        ``size`` is n, which pipeline stages without a head need to know. Returns ``{"values": [n],
-        "value_1": ..., "aux_loss": []}``.
+        ``size`` is n, which pipeline stages without a head need to know. Returns ``{"values": [n]}``, further
+        calls of the head under "value_1" and so on, and a loss ``[]`` of routers under "aux_loss".
         """
         inner, stage = self.inner, self.inner.__dict__.get(STAGE)
         self._look_at_hooks(model)
         for attempt in range(3):
             slots, head = batch.input_ids.shape[-1], inner.get_output_embeddings()
-            with self._lock:  # so that a thread does not take another's replacement for the own forward
+            with self._lock:  # else a thread could take another thread's replacement for the model's forward
                 own_head = head.__dict__.get("forward")
                 job = _Job(values, size, slots, head, own_head, inner.forward, stage, routers, self._whole)
                 outputs = self._call(model, batch, job)
@@ -196,7 +197,7 @@ class HeadCall:
         return outputs
 
     def _followed(self, job: _Job, *, again: bool) -> bool:
-        """Return whether a pass used the right logit map; else choose the map for the next pass."""
+        """Return whether a pass used the right logit map; else choose a map, or full logits, for the next."""
         if job.lost:
             if job.stage is not None:
                 raise NotImplementedError(
@@ -217,14 +218,14 @@ class HeadCall:
         return False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward and return the computed values in place of logits, in the loss's thread."""
+        """Run the model's forward; in a thread that runs a loss, return values in place of the outputs."""
         job: _Job | None = getattr(self._here, "job", None)
         if job is None:
             return self._own[0](*args, **kwargs)
         return self._finish(job.model_forward(*args, **kwargs))
 
     def head_forward(self, hidden: Tensor) -> Tensor:
-        """Compute the job's values from hidden states ``[1, T, H]`` and return them as lazy logits."""
+        """Turn hidden states ``[1, T, H]`` into lazy logits; into real ones without a job or if whole."""
         if torch.compiler.is_dynamo_compiling():
             outside: Tensor = _outside_compile(self.head_forward, hidden)
             return outside
@@ -253,7 +254,7 @@ class HeadCall:
         return logits
 
     def _finish(self, outputs: Any) -> Any:
-        """Return the values of a pass in place of the model's outputs; the outputs if the values are lost."""
+        """Return values in place of the model's outputs; the outputs if ``job.whole`` or ``job.lost``."""
         if torch.compiler.is_dynamo_compiling():
             return _outside_compile(self._finish, outputs)
         job: _Job = self._here.job
@@ -297,7 +298,7 @@ class HeadCall:
         return {"values": values, **self._auxiliary(job, outputs)}
 
     def _auxiliary(self, job: _Job, outputs: Any) -> dict[str, Tensor]:
-        """Return the balancing loss of a mixture of experts, if the model has one."""
+        """Return the loss of ``job.routers``, else the model's balancing loss of experts, if it has one."""
         auxiliary = getattr(outputs, "aux_loss", None)
         if job.routers is not None:
             return {"aux_loss": job.routers.loss(self.inner, outputs)}
@@ -362,7 +363,6 @@ def _check_slots(job: _Job, rows: Tensor) -> None:
 
 @functools.cache
 def _warn_of_labels() -> None:
-    """Warn once that a loss over tokens does not use labels of whole sequences."""
     rank_zero_warn(
         "Samples carry a label for each sequence: causal_lm_loss does not use the label, but self.log weighs "
         "batches by their sequences. Drop the key or the column if you do not need it."
@@ -399,7 +399,7 @@ def guess_logit_map(inner: Any) -> LogitMap:
 
 
 def plain_linear(head: Any, forward: object) -> nn.Linear | None:
-    """Return the head if it is a plain linear layer, or None; ``forward`` is a forward that was set on it."""
+    """Return the plain linear layer inside a head, or None; ``forward`` is one that was set on the head."""
     if hasattr(head, "_orig_mod"):  # torch.compile's wrapper has another forward
         head = head._orig_mod
         forward = head.__dict__.get("forward")
@@ -412,7 +412,7 @@ def plain_linear(head: Any, forward: object) -> nn.Linear | None:
         return None
     weight = head._parameters.get("weight")
     if type(weight) is not nn.Parameter and is_dtensor(weight):
-        linear: nn.Linear = head  # tensor parallelism has set another forward
+        linear: nn.Linear = head  # tensor parallelism may set ``forward``
         return linear
     kind = type(weight)
     quantised = weight is not None and kind is not nn.Parameter and not kind.__module__.startswith("torch.")

@@ -1,7 +1,7 @@
-"""Values of a loss -> placeholder logits, which record a model's factors, cap and columns.
+"""Values of a loss -> placeholder logits, which record the factors, cap and columns that a model applies.
 
-Legend: T slots, V vocabulary. Factors, tanh, casts and slices of the vocabulary are recorded. Any other
-operation gets zeros and is noted, so that the model can be called again with real logits.
+Legend: T slots, V vocabulary, n values. Factors, tanh, casts and vocabulary slices are recorded. All other
+operations, except reads of metadata, get zeros and are noted, so that the model is called with real logits.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class LazyLogits(Tensor):
     """Placeholder logits ``[..., T, V]`` that store a few values and record operations."""
 
     record: Record
-    count: int
+    count: int  # n
     learns: bool  # whether gradients were on when the head ran
-    made_from: LazyLogits | None = None  # the result of the head; None for the result itself
+    made_from: LazyLogits | None = None  # the head's result that these come from; None for that result
     lost: str = ""  # the last operation on a head's result that cannot be recorded
     over: bool = False  # whether the forward pass is over; set only on a head's result
     aliases: bool = False  # whether these logits may share memory with other logits
@@ -80,7 +80,7 @@ class LazyLogits(Tensor):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         handler, first = _RECORDED.get(name), args[0] if args else None
-        # Gradients are off inside a custom autograd function, whose backward is unknown.
+        # A custom autograd function, in which gradients are off, has an unknown backward: record nothing.
         if handler is not None and isinstance(first, LazyLogits) and first.learns == torch.is_grad_enabled():
             found = NotImplemented if "out" in kwargs else handler(first, *args[1:], **kwargs)
             if isinstance(found, Record) and name not in _IN_PLACE:
@@ -205,7 +205,7 @@ class _Carry(torch.autograd.Function):
 
 
 class _Copy(torch.autograd.Function):
-    """Copies logits to a new object without new memory, so that its operations get their own record."""
+    """Copies logits to a new object without new memory, so that the new object gets its own record."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, columns: int | None) -> Tensor:

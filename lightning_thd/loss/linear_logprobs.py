@@ -1,9 +1,9 @@
 """Hidden states and the head's weight -> log-probability, entropy and lse of every token, without logits.
 
-T slots, H hidden size, V vocabulary. One autograd.Function computes all three, so that they can be
-differentiated together or one by one, in any order. The forward pass keeps lse and entropy, 8 bytes per
-token. The backward pass computes the logits again. In total that is 8THV operations; ``linear_nll`` takes
-6THV for one scalar.
+T slots, R rows (selected tokens), H hidden size, V vocabulary. One autograd.Function computes all three, so
+that they can be differentiated together or one by one. Besides its inputs, the forward pass keeps lse and
+entropy, 8 bytes per token in fp32. The backward pass computes the logits again. In total that is 8THV
+operations; ``linear_nll`` takes 6THV for one scalar.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def fused_linear_logprobs(
         ignore_index: the target that does not count; its rows are skipped if they are at least 5 % of all.
         valid_vocab_size: number of real columns, if the vocabulary is padded.
         rows: int64 ``[R]`` indices, or bool ``[T]``: the tokens to compute, for example those of a response.
-        tp_group: ranks that share the vocabulary: one collective forward, one backward.
+        tp_group: ranks that share the vocabulary: one collective forward, at most one backward.
         chunk: tokens of a tile; "auto" keeps two tiles within a byte budget. Results change by rounding only.
         loss_tokens: upper bound of the targets that count, if known; then Python does not wait for a GPU.
         entropy: whether to compute the entropy; False saves a pass over every tile.
@@ -163,7 +163,7 @@ class _LinearLogprobs(torch.autograd.Function):
         lse = stats[MAX] + log_sum
         # Subtracting the largest logit and log(sum) one by one is exact if the target is nearly certain.
         logp = stats[TARGET] - stats[MAX] - log_sum
-        if exact is not None:  # the target's logit is exact, the largest logit may be rounded
+        if exact is not None:  # the target's exact logit may exceed a rounded largest logit
             logp = logp.clamp_max_(0.0)
         spread = torch.zeros_like(lse)
         if entropy:

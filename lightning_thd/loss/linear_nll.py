@@ -1,8 +1,8 @@
 """Hidden states and the head's weight -> one scalar: the cross entropy over a pack, without logits.
 
-T slots, H hidden size, V vocabulary. Tiles of logits become gradients while they are in memory
-(``tiles/nll``, 6THV operations). Under tensor parallelism, in fp16, from full logits, or if nothing needs a
-gradient, the loss is computed from ``linear_logprobs``.
+T slots, R rows (selected tokens), H hidden size, V vocabulary. Tiles of logits become gradients while they
+are in memory (``tiles/nll``, 6THV operations). Under tensor parallelism, in fp16, without a head weight (the
+input then is logits), or if nothing needs a gradient, the loss is computed from ``row_logprobs``.
 """
 
 from __future__ import annotations
@@ -54,10 +54,11 @@ def fused_linear_cross_entropy(
 ) -> Tensor:
     """Compute ``F.cross_entropy(logits, targets)`` of a pack without its logits.
 
-    The other arguments are those of ``fused_linear_logprobs``. ``token_weights`` ``[T]`` are factors of each
-    token's loss and get no gradient. ``label_smoothing`` is the share of the target's mass that is spread
-    over the vocabulary. ``z_loss`` is the factor of each token's squared log-sum-exp (lse). ``reduction`` is
-    "sum", or "mean": the sum divided by the number of tokens that count (0 if there are none).
+    ``token_weights`` ``[T]`` are factors of each token's loss and get no gradient. ``label_smoothing`` is the
+    share of the target's mass that is spread over the vocabulary. ``z_loss`` is the factor of each token's
+    squared log-sum-exp (lse). ``reduction`` is "sum", or "mean": the sum divided by the number of targets
+    that are not ``ignore_index``, also those of weight 0; 0 if there are none. All arguments not named here
+    are those of ``fused_linear_logprobs``.
 
     Returns:
         fp32 ``[]`` (fp64 for fp64 inputs). Hidden ``[[0.]]``, weight ``[[1.], [2.]]`` and target 0

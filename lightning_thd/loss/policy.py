@@ -8,7 +8,7 @@ predict no response token are ignored. Each loss is one number ``[]``. The losse
   that sampled the responses,
 - ``advantages``, ``[T]``, or ``[B]`` for one per row: they get no gradient,
 - ``rollouts``: the pack,
-- ``clip`` and ``clip_high``: the ratio of the policies is clipped to between ``1 - clip`` and
+- ``clip`` and ``clip_high``: the ratio of the policies is clipped to values from ``1 - clip`` to
   ``1 + clip_high``; None for ``clip_high`` means ``clip``,
 - ``reference_logp``, floats ``[T]``: log-probabilities under the reference model; ``beta``: the factor of the
   divergence from that model,
@@ -17,7 +17,8 @@ predict no response token are ignored. Each loss is one number ``[]``. The losse
   ranks, pass ranks x microbatches / the step's rows or tokens. The mean over microbatches and ranks is then
   exact for every packing.
 
-Shapes and settings that do not fit raise ValueError, arguments of another type TypeError.
+In formulas, r is the ratio ``e^(logp - old_logp)`` and A the advantage. Shapes and settings that do not fit
+raise ValueError, arguments of another type TypeError.
 """
 
 from __future__ import annotations
@@ -151,9 +152,9 @@ def cispo_loss(
 ) -> Tensor:
     """Compute the CISPO loss: ``-min(r, largest_ratio) A logp`` per token; only ``logp`` gets a gradient.
 
-    MiniMax-M1, arXiv:2506.13585, equation 4, with no lower bound, averaged over all response tokens. Every
-    token keeps its gradient, whatever its ratio. Ratios of 1, advantages of 1 and log-probabilities of -2
-    give 2.
+    MiniMax-M1, arXiv:2506.13585, equation 4, with no lower bound, averaged over all response tokens.
+    Unlike a clip, the bound leaves every token its gradient. Ratios of 1, advantages of 1 and
+    log-probabilities of -2 give 2.
     """
     real_number(largest_ratio, "largest_ratio", above=0.0)
     logp, ratio, of_slot = _slot_values(logp, old_logp, advantages, rollouts, weights)
@@ -228,7 +229,7 @@ def group_advantages(
 
     arXiv:2402.03300, section 4.1.2; without ``normalise`` nothing is divided (Dr. GRPO, arXiv:2503.20783).
     The ``group_size`` rollouts of a prompt are next to each other. The standard deviation is that of a sample
-    (n - 1), plus ``epsilon``. Rewards ``[1, 3]`` of one group without ``normalise`` give ``[-1, 1]``.
+    (divisor n - 1), plus ``epsilon``. Rewards ``[1, 3]`` of one group without ``normalise`` give ``[-1, 1]``.
     """
     real_number(epsilon, "epsilon", least=0.0)
     flags(normalise=normalise)

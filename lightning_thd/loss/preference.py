@@ -11,7 +11,7 @@ is one number ``[]``. The losses share these arguments:
 - ``label_smoothing``: the share of labels that are assumed to be wrong, below 0.5,
 - ``weights``, floats ``[P]``: factors of the pairs; the loss is then divided by their sum,
 - ``scale``: replaces the division. For a step of several microbatches or ranks, pass ranks x microbatches /
-  the pairs of the whole step. The mean over microbatches and ranks is then exact for every packing.
+  the step's pairs (or the sum of their weights). The mean over microbatches and ranks is then exact.
 
 Shapes and settings that do not fit raise ValueError, arguments of another type TypeError.
 """
@@ -43,7 +43,7 @@ _DISCOPOP_TAU = 0.05
 
 
 def sequence_sums(values: Tensor, batch: THDBatch) -> Tensor:
-    """Sum values of slots, floats ``[T]``, over the loss tokens of every sequence; differentiable.
+    """Sum values of slots, floats ``[T]``, over the loss tokens of every sequence, ``[S]``; differentiable.
 
     Values ``[1, 2, 4]`` of the sequences ``[5, 6]`` and ``[7]`` give ``[1, 0]``, in the order of
     ``batch.sequence_ids``: the last token of a sequence predicts nothing. A shard of a batch is refused.
@@ -89,13 +89,13 @@ def dpo_loss(
     - "ipo": ``(c / tokens - r / tokens - 1 / (2 b))^2``, IPO, arXiv:2310.12036, equation 17, averaged over
       each response's tokens.
     - "robust": ``(-(1 - e) log sigmoid(d) + e log sigmoid(-d)) / (1 - 2 e)``, arXiv:2403.00409.
-    - "exo_pair": the reverse divergence from ``(1 - e, e)``, EXO, arXiv:2402.00856, equation 16; needs e > 0.
+    - "exo_pair": ``KL((s, 1 - s), (1 - e, e))``, ``s = sigmoid(d)``, e > 0, EXO, arXiv:2402.00856, eq. 16.
     - "nca_pair": ``-log sigmoid(b c) - (log sigmoid(-b c) + log sigmoid(-b r)) / 2``, NCA, arXiv:2402.05369.
     - "bco_pair": ``-log sigmoid(b c) - log sigmoid(-b r)``, BCO without its shift, arXiv:2404.04656.
     - "sppo_hard": ``(c - 1 / (2 b))^2 + (r + 1 / (2 b))^2``, SPPO, arXiv:2405.00675, equation 4.7.
     - "apo_zero": ``1 - sigmoid(b c) + sigmoid(b r)``; "apo_down": ``sigmoid(b c) + 1 - sigmoid(d)``, APO,
       arXiv:2408.06266, equations 7 and 8.
-    - "discopop": a blend of ``-log sigmoid(d)`` and ``e^-d``, arXiv:2406.08414, equation 5.
+    - "discopop": ``-(1 - w) log sigmoid(d) + w e^-d``, ``w = sigmoid(d / 0.05)``, arXiv:2406.08414, eq. 5.
     - "sigmoid_norm": "sigmoid" of ``c / tokens`` and ``r / tokens``.
     - "aot_unpaired": "sigmoid" of ``c`` and ``r``, each sorted over the pairs; "aot" sorts
       ``chosen - rejected`` and the same difference of the reference, arXiv:2406.05882. Pass all pairs of a
@@ -252,7 +252,7 @@ def kto_loss(
     this is the unpaired "apo_zero" of arXiv:2408.06266.
 
     ``logps`` and ``reference_logps`` are floats ``[N]``, sums over the tokens of a response; ``desirable`` is
-    bool ``[N]``, and ``weights`` are ``[N]``. ``divergence`` is an estimate, one number or ``[]``: the mean
+    bool ``[N]``, and ``weights`` are ``[N]``. ``divergence`` is an estimate, a float or ``[]``: the mean
     of ``logp - reference`` over mismatched prompts and responses of the whole step, at least 0. It gets no
     gradient. ``desirable_weight`` and ``undesirable_weight`` are factors of the losses, and do not change the
     divisor. Equal log-probabilities and no divergence give 0.5.

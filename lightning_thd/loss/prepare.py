@@ -15,12 +15,13 @@ from lightning_thd.loss.tiles.budget import tile_shape
 from lightning_thd.loss.tiles.logits import Head, LogitMap, Operands, Settings
 from lightning_thd.loss.tiles.products import has_autocast, is_native
 
+# Shapes: T slots, R rows (selected slots, of which some may not count), H hidden size, V vocabulary.
 _FLOATS = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 # If a smaller share of rows is ignored, computing these rows costs less than copying all others.
 _WORTH_SKIPPING = 0.05
 # Types that hold no DTensor.
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
-# Reading a number from these devices makes Python wait, so the caller's number of loss tokens is used.
+# Reading a number from these devices makes Python wait, so ``LossArgs.loss_tokens``, if known, is used.
 _WAITS = {"cuda"}
 
 
@@ -43,7 +44,7 @@ class LossArgs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """Checked operands and targets of the rows that are multiplied."""
+    """Checked operands and targets of the R rows."""
 
     operands: Operands  # hidden ``[R, H]``, weight and bias, which autograd follows
     targets: Tensor  # int64 ``[R]``
@@ -133,7 +134,7 @@ def prepare(args: LossArgs) -> Prepared:
 
 
 def _local(args: LossArgs) -> LossArgs:
-    """Replace DTensors by this rank's part of them."""
+    """Replace DTensors: gather the hidden states, and take this rank's part of all other arguments."""
     hidden, group, partial = args.hidden, args.tp_group, args.partial_hidden
     if is_dtensor(args.weight):
         group = group_of_operands(hidden, args.weight, group)
@@ -149,7 +150,7 @@ def _local(args: LossArgs) -> LossArgs:
 def rows_with_target(
     targets: Tensor, ignore_index: int, *, at_most: int | None = None
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """Return the rows whose target counts, their targets, and which of them count; None means all.
+    """Return the rows to compute, their targets, and which of them count; None means all.
 
     With ``at_most``, no number is read from the device, and ignored rows fill the result up to that number.
     """
@@ -199,7 +200,6 @@ def _check_device(name: str, tensor: Tensor, hidden: Tensor) -> None:
 
 
 def _check_targets(targets: Tensor, hidden: Tensor) -> None:
-    """Check that targets are integers, one per row of ``hidden``, on its device."""
     if targets.shape != hidden.shape[:-1]:
         what = "already shifted: targets[i] is the token that token i predicts."
         shaped(targets, "targets", hidden.shape[:-1], what)

@@ -34,7 +34,7 @@ class PackedRollouts:
         held: int64 ``[T]``, the index of each slot's token in the flattened rows; B * N for padding.
         predicted: int64 ``[T]``, the index of the token that each slot predicts; B * N if there is none.
         row: int64 ``[T]``, the row of each slot, also of padding inside sequences; B for the trailing pad.
-        counts: int64 ``[B]``, response tokens of every row, except its first token, which nothing predicts.
+        counts: int64 ``[B]``, response tokens of every row, without the row's first, which nothing predicts.
         shape: (B, N).
     """
 
@@ -60,8 +60,8 @@ class PackedRollouts:
 
         Args:
             input_ids: ints ``[B, N]``, prompt and response.
-            attention_mask: ``[B, N]``, 1 for real tokens, else 0; left, right or ragged padding. A row
-                without tokens keeps its index.
+            attention_mask: ``[B, N]``, 1 for real tokens, else 0; padding anywhere. A row without tokens gets
+                no sequence in the pack, but other rows keep their numbers and results have an entry for it.
             response_mask: ``[B, N]``, nonzero for tokens that the policy sampled; the default is
                 ``attention_mask``.
             align: the multiples that lengths and the total must have.
@@ -108,8 +108,8 @@ class PackedRollouts:
 
         ``values[b, n]`` belongs to ``input_ids[b, n]``: advantages, old log-probabilities, rewards.
         ``of="prediction"`` puts it into the slot that predicts that token, ``of="token"`` into the token's
-        own slot. Slots that predict or hold nothing get ``fill``. For the rows of ``from_padded``, ``[[1, 2,
-        0], [0, 3, 4]]`` becomes ``[2, fill, 4, fill]`` of predictions and ``[1, 2, 3, 4]`` of tokens.
+        own slot. Slots that predict or hold nothing get ``fill``. With mask ``[[1, 1, 0], [0, 1, 1]]``,
+        ``[[1, 2, 0], [0, 3, 4]]`` becomes ``[2, fill, 4, fill]``, or ``[1, 2, 3, 4]`` of tokens.
         """
         rows, columns = self.shape
         if values.shape[:2] != self.shape:
@@ -123,8 +123,8 @@ class PackedRollouts:
         """Scatter values of slots, ``[T, ...]`` or ``[1, T, ...]``, to rows ``[B, N, ...]``; differentiable.
 
         ``of="prediction"`` moves a slot's value to the token that it predicts, ``of="token"`` to its own
-        token. All other entries get ``fill``, such as the first token of a row. Slots ``[1, 2, 3, 4]`` of the
-        rows of ``from_padded`` become ``[[0, 1, 0], [0, 0, 3]]`` of predictions.
+        token. All other entries get ``fill``, such as the first token of a row. With mask
+        ``[[1, 1, 0], [0, 1, 1]]``, slots ``[1, 2, 3, 4]`` become ``[[0, 1, 0], [0, 0, 3]]`` of predictions.
         """
         if values.ndim > 1 and values.shape[0] == 1 and self.held.shape[0] != 1:
             values = values[0]
@@ -159,7 +159,7 @@ class PackedRollouts:
 
 
 def _index_plan(mask: Tensor, batch: THDBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each slot's token, the token that the slot predicts, and its row of the mask ``[B, N]``."""
+    """Return ``held``, ``predicted`` and ``row`` of ``PackedRollouts`` for a mask ``[B, N]`` and its pack."""
     nowhere = mask.numel()
     tokens = mask.flatten().nonzero().squeeze(1)
     sequences = len(batch.lengths)

@@ -1,7 +1,7 @@
-"""A model's router logits and a ``THDBatch`` -> the balancing loss of its experts, over sequences or a step.
+"""A model's router logits and a ``THDBatch`` -> the balancing loss of its experts, and their router z-loss.
 
 transformers balances experts over all slots of a microbatch, so its loss depends on the packing. The
-formulas are in docs/guides/experts.md. Legend: T slots, S sequences, E experts, K chosen experts per token.
+formulas are in docs/guides/experts.md. Legend: T slots, S sequences, E experts.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Routers:
     batch: THDBatch  # the microbatch
     stage: Stage | None  # the stage of a pipeline that this rank holds
     before: Tensor | None  # how often all ranks chose each expert in the step's earlier microbatches, ``[E]``
-    seen: Tensor | None = None  # the same sum, including this microbatch
+    seen: Tensor | None = None  # the same sum with this microbatch; computed only for balance="step"
 
     @contextlib.contextmanager
     def requested(self, inner: Any, kwargs: dict[str, Any]) -> Generator[None]:
@@ -81,7 +81,7 @@ class Routers:
                 setattr(module, FUNCTION, before)
 
     def loss(self, inner: Any, outputs: Any) -> Tensor:
-        """Compute the loss ``[]`` of a model's outputs; in training, stages without the head return NaN."""
+        """Compute a model's router loss ``[]``; NaN in training on pipeline stages without the head."""
         logits: tuple[Tensor, ...] = getattr(outputs, "router_logits", None) or ()
         given = [layer.reshape(-1, layer.shape[-1]) for layer in logits]
         (groups, of_tokens), (count, top_k, scores, routers) = self._groups(), self.experts
@@ -111,7 +111,7 @@ class Routers:
         return loss
 
     def _groups(self) -> tuple[Tensor, Tensor | None]:
-        """Return each slot's sequence, int64 ``[T]``, S for padding; or each token's sequence and slot."""
+        """Return each slot's sequence, S for padding; if prefixes are shared, each token's, and its slot."""
         batch = self.batch
         if isinstance(batch, SharedBatch):
             return batch.token_sequences(), batch.prefixes.token_slots
@@ -120,7 +120,7 @@ class Routers:
         return sequence_of_slots(len(batch.lengths), slots, batch.cu_seqlens_padded, real), None
 
     def _of_sums(self, sums: Tensor, tokens: Tensor) -> Tensor:
-        """Compute the loss from the sums ``[S + 1, 2 E + 1]`` of sequences and padding."""
+        """Compute the loss from sums of probabilities, choices and squared lse, ``[S + 1, E + E + 1]``."""
         (count, top_k, *_), batch, scale = self.experts, self.batch, self.batch.token_scale
         likely, chosen = sums[:, :count], sums[:, count:-1].detach()
         total = sums.new_zeros(())
@@ -218,7 +218,7 @@ def _first(names: tuple[str, ...], *places: Any) -> int | None:
 @functools.cache
 def _muted(function: Any) -> Any:
     """Return a balancing function that gives 0 in a thread whose ``Routers`` compute the loss."""
-    if hasattr(function, "_thd_muted"):  # another thread's
+    if hasattr(function, "_thd_muted"):  # another thread has wrapped it
         return function
 
     def balance(logits: Any, *args: Any, **kwargs: Any) -> Any:

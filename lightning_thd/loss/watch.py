@@ -1,6 +1,6 @@
 """The losses of a batch's slots -> the watcher that asked for them.
 
-T slots in a pack, R slots with a target.
+T slots in a pack, R rows: the slots that the loss computes, some perhaps with weight 0.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def watch(watcher: Watcher) -> None:
 
 
 def watching(batch: THDBatch) -> tuple[Watcher | None, list[SlotLosses] | None]:
-    """Return the watcher of a training batch, and the list of a recorded step's losses; each may be None."""
+    """Return the watcher of a training batch, and the list of ``recorded_losses``; each may be None."""
     recorded = RECORDED.get()
     watcher = WATCHER[0]() if WATCHER else None
     if watcher is None or shapes_are_static() or not torch.is_grad_enabled() or not watcher.wants(batch):
@@ -57,7 +57,7 @@ def watching(batch: THDBatch) -> tuple[Watcher | None, list[SlotLosses] | None]:
 
 @contextmanager
 def recorded_losses() -> Iterator[list[SlotLosses]]:
-    """Collect a recorded step's slot losses in a list; replays fill the tensors again, for ``show``."""
+    """Collect slot losses while a CUDA graph records a step; replays fill the tensors again, for ``show``."""
     found: list[SlotLosses] = []
     token = RECORDED.set(found if WATCHER and WATCHER[0]() is not None else None)
     try:
@@ -76,7 +76,7 @@ def show(batch: THDBatch, slots: SlotLosses) -> None:
 def log_token_losses(batch: THDBatch, losses: Tensor, weights: Tensor | None = None) -> None:
     """Pass the losses of a training batch's tokens to the log of a mixture's sources.
 
-    ``causal_lm_loss`` calls this itself. With another loss, call it in ``training_step``; then
+    ``causal_lm_loss`` does this itself. With another loss, call it in ``training_step``; then
     ``data/<name>/loss`` is the mean loss of the tokens of each source of a ``THDDataModule``. Without a
     mixture it does nothing. ``losses`` are floats ``[T]``, which are ignored if the target is -100.
     ``weights`` ``[T]`` are the weights of the tokens in the mean, 1 by default.

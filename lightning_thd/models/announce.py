@@ -6,7 +6,6 @@ the arguments of a call, or take the batch that a loss has announced. The guard 
 miss: ``model.forward(...)``, a model whose config was switched by hand, and a model with "thd" inside a model
 without. The guard announces the first and refuses the second. It refuses the third if the outer model gets
 labels or pools its output.
-
 Hooks are functions of this module, so that a model that carries them can be copied, pickled and compiled.
 """
 
@@ -149,7 +148,7 @@ def install(model: Any) -> None:
 
 
 def adopt(model: Any) -> None:
-    """Patch the classes of a hooked model's layers to handle packs, in this process, once each.
+    """Patch the classes of a hooked model's layers to handle packs, once each, and prepare the model.
 
     A pickled model brings its hooks along, but the classes of a new process are not patched yet.
     """
@@ -335,7 +334,7 @@ def _refuse_pack(model: Any, offsets: Any) -> None:
 
 
 def _refuse_wrong_layers(model: Any) -> None:
-    """Refuse layers that "thd" cannot make correct; check each model once, or in every trace."""
+    """Refuse layers that "thd" cannot make correct; check a model until it passes once, or in every trace."""
     if torch.compiler.is_compiling():
         reason = _reason_of(id(model))
     else:
@@ -460,7 +459,7 @@ def carry_scope(checkpoint: Callable[..., Any], *, compilable: bool) -> Callable
 
     The backward pass recomputes after the model has returned, perhaps after other microbatches, in another
     thread. ``compilable`` means that torch.compile traces the layers without a graph break. Then the
-    boundaries are inputs of the graph. Layers that break the graph run again in Python, and need the scope.
+    boundaries are inputs of the graph. Around layers that break the graph, this wrapper must run in Python.
     """
     if getattr(checkpoint, "_thd_carries", False):
         return checkpoint

@@ -1,4 +1,4 @@
-"""transformers' attention call, q, k, v ``[B, H, T, D]`` -> ``varlen_attention`` on the pack.
+"""transformers' attention call on q, k and v -> ``varlen_attention`` on the pack.
 
 Legend: B rows (1 for a pack), T slots, H query heads, G key-value heads, D head size, E value head size.
 """
@@ -17,9 +17,9 @@ from lightning_thd.models.pack import CAUSAL, NOTES, STATE, Pack, Scope, current
 from lightning_thd.parallel.context import layout
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
-_PLAIN_MASK: Final = (None, None, False)  # window, chunk, all keys shown: of no mask, or of one to refuse
+_PLAIN_MASK: Final = (None, None, False)  # (window, chunk, all shown) of no mask or of one to refuse
 _UNSET: Final = -1  # `sliding_window` was not passed; None is a value with another meaning
-# transformers passes these arguments to attention functions, and none of its own uses them for scores. Any
+# transformers passes these arguments to attention functions; its own do not use them for scores. Any
 # other argument might change the result, so it raises an error unless it is None or False.
 _INERT: Final = frozenset(
     {"cache_position", "deterministic", "ignore_index", "inputs_embeds", "labels", "layer_idx"}
@@ -125,11 +125,9 @@ def _attend_first(
         images = _Boundaries(given[0], given[0], given[2], given[2])
         return _attend_unbound(query, key, value, images, (False, None, scaling, softcap), None)
     bounds = _boundaries(module, query, key, given, causal=causal, chunk=chunk)
-    if pack is None or kind is None:
+    if pack is None or kind is None or query.shape[0] != 1:
         if bounds.keys is not None:
             key, value = key.index_select(2, bounds.keys), value.index_select(2, bounds.keys)
-        return _attend_unbound(query, key, value, bounds, options, s_aux)
-    if query.shape[0] != 1:
         return _attend_unbound(query, key, value, bounds, options, s_aux)
     if not causal:
         pack.cache["sees_later"] = type(module).__name__  # causal_lm_loss refuses such a layer
@@ -148,7 +146,7 @@ def _window(module: nn.Module, given: int | None, *, causal: bool) -> int | None
             "model from a config with the new window."
         )
     window = current if given == _UNSET else given
-    # If a decoder has is_causal=False in its config, transformers' window does not count the token itself.
+    # If a decoder's config has is_causal=False, the window does not count the token itself: add it.
     late = not causal and window is not None and getattr(module, "config", None) is not None
     if late and not getattr(module.config, "is_causal", True):
         assert window is not None
@@ -285,7 +283,7 @@ def chunk_offsets(cu_seqlens: Tensor, slots: int, chunk: int) -> Tensor:
 
 
 def _announced_boundaries(module: nn.Module, query: Tensor, key: Tensor, *, causal: bool) -> _Boundaries:
-    """Return the pack's boundaries; without a pack, or in other rows if not causal, a row is a sequence."""
+    """Return the pack's boundaries; without a pack, or in other rows if not causal, rows are sequences."""
     pack = current_pack()
     rows, slots, slots_k = query.shape[0], query.shape[2], key.shape[2]
     if pack is not None and rows == 1 and slots == pack.slots and slots_k == slots:

@@ -17,6 +17,7 @@ from lightning_thd._patches import patch
 from lightning_thd.models.pack import BIDIRECTIONAL, CAUSAL, STATE, Pack, Scope
 
 _MASKING_UTILS = "transformers.masking_utils"
+# The functions of that module that ``_equals_plain`` recognises as parts of a composed mask.
 _UNDERSTOOD = (
     "causal_mask_function",
     "bidirectional_mask_function",
@@ -79,7 +80,7 @@ def thd_mask(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def shows_all(mask: Tensor, pack: Pack | None) -> bool:
-    """Return whether a padding mask ``[B, 1, 1, T]`` hides no token; this reads the device once per pack."""
+    """Return whether a mask ``[B, 1, 1, T]`` hides no token; reads the device, but once per pack and mask."""
     if mask.ndim != 4 or mask.shape[1:3] != (1, 1):
         return False
     if pack is not None and pack.cache.get("shows all") is mask:
@@ -104,7 +105,7 @@ def decode_limit(mask: Tensor) -> tuple[int | None, int | None]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _equals_plain(mask_function: Callable[..., Any] | None, kind: str) -> tuple[bool, bool, int | None]:
-    """Return whether a composed mask equals a plain mask, whether the model reads it, and its window."""
+    """Return whether a composed mask equals a plain one, whether the model itself reads it, its window."""
     window: int | None = None
     added = kind == BIDIRECTIONAL
     parts = list(_parts(mask_function))

@@ -2,8 +2,7 @@
 
 The forward method of each class is patched once. Inside a pack, it passes seq_idx and cu_seqlens to the fused
 kernels. Without usable kernels it runs on padded groups of sequences. On a context-parallel shard it passes
-states between ranks (see ``passing``); a striped shard, or a layer that returns no state, gathers the pack.
-
+states between ranks (see ``passing``). If it is striped, or no states can be passed, it gathers the pack.
 Legend: T slots in a pack, N = T / cp slots of a shard.
 """
 
@@ -130,7 +129,7 @@ def boundaries(kernels: tuple[str, ...], pack: Pack, layer: type) -> dict[str, A
     """Return the boundaries of sequences as keyword arguments that transformers passes to the kernels."""
     found: dict[str, Any] = {"seq_idx": pack.seq_idx, "cu_seq_lens_q": pack.cu_seqlens_q}
     rule = getattr(sys.modules.get(layer.__module__), "torch_chunk_gated_delta_rule", None)
-    # Since 5.20, transformers passes a kernel only the keywords that the kernel takes.
+    # Since 5.20, transformers wraps the rule and passes a kernel only the keywords that the kernel takes.
     if "fla" in kernels and hasattr(rule, "__wrapped__"):
         if "cu_seqlens_cpu" not in pack.cache:
             pack.cache["cu_seqlens_cpu"] = cu_seqlens_from_lengths(pack.lengths)

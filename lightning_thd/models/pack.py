@@ -2,7 +2,6 @@
 
 Some families pass no keyword arguments to their layers. So a model pushes a ``Scope`` with its pack on a
 stack when it starts, and pops the scope when it ends (see ``announce``). Layers read the top of the stack.
-
 Legend: T slots in a pack, S sequences (a trailing pad included).
 """
 
@@ -43,7 +42,7 @@ class Pack:
 
     ``cu_seqlens_real`` holds cumulative lengths without padding, None if no sequence is padded inside. If
     sequences share ``prefixes``, offsets and ``lengths`` belong to leaves of the prefix tree, and keys are
-    gathered by ``prefixes.keys``. ``cache`` holds values that all layers share, computed once per batch.
+    gathered by ``prefixes.keys``. ``cache`` holds values that layers share, computed once per pack.
     """
 
     __slots__ = (
@@ -73,7 +72,7 @@ class Pack:
         self._slots = cu_seqlens_q.new_empty(slots, 0)
         self._lengths = None if lengths is None else tuple(lengths)
         self.cu_seqlens_real = cu_seqlens_real
-        self._sequences: Tensor | None = None  # its number of rows counts sequences, without a trailing pad
+        self._sequences: Tensor | None = None  # ``[S, 0]`` without a trailing pad, if known
         self.cache: dict[Any, Any] = {}
 
     @classmethod
@@ -362,7 +361,7 @@ def _check_offsets(offsets: Any, offsets_k: Any) -> None:
 
 
 def pack_from_positions(position_ids: Tensor | None) -> Pack | None:
-    """Build a pack from positions ``[1, T]`` that restart, and refuse others that do; reads the device."""
+    """Build a pack from positions ``[1, T]`` that restart; refuse M-RoPE or several rows that do."""
     if position_ids is None or position_ids.shape[-1] < 2:
         return None
     steps = position_ids.long().diff(dim=-1)  # int64, because uint8 has no differences below 0

@@ -1,9 +1,7 @@
 """Lengths of a pack -> a few padded batches of sequences of similar length, and indices back to the pack.
 
 Causal layers without a packed kernel give exact results on these batches, because padding behind a sequence
-cannot change the sequence.
-
-Legend: T slots in a pack, S sequences, N rows of a group, L its longest row.
+cannot change the sequence. Legend: T slots in a pack, S sequences, N rows of a group, L its longest row.
 """
 
 from __future__ import annotations
@@ -45,7 +43,8 @@ def plan_groups(lengths: Sequence[int], device: torch.device) -> Groups:
 
 
 def padded_rows(
-    lengths: Sequence[int] | IntArray, padded: Sequence[int] | None = None
+    lengths: Sequence[int] | IntArray,
+    padded: Sequence[int] | None = None,  # slots of each in the pack, if more than its length
 ) -> Iterator[tuple[IntArray, IntArray]]:
     """Yield, for each group, the indices of sequences ``[N]`` and their slots ``[N, L]``; T marks padding."""
     sizes = np.asarray(lengths, dtype=np.int64)

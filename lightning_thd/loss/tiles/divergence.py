@@ -1,7 +1,7 @@
 """Student and teacher heads -> the divergence of their softmaxes over rows, and the student's gradients.
 
-R rows, V vocabulary columns held here, c x v one tile, P ranks that share the vocabulary. ``s`` and ``t`` are
-the log-probabilities of student and teacher in one tile.
+Legend: c rows and v vocabulary columns of one tile. ``s`` and ``t``, ``[c, v]``, are the log-probabilities of
+student and teacher in a tile.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Divergence:
         return self.kind != "kl"
 
     def terms(self, s: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute a tile's part of the divergence and of the sum that couples columns, ``[c]`` each."""
+        """Compute a tile's part of the divergence, and of ``sum e^s g`` (see ``_slope``), ``[c]`` each."""
         q = exponential(t, out=torch.empty_like(t))
         if self.kind == "kl":
             found = torch.where(q > 0, q * (t - s), 0.0).sum(1)
@@ -54,7 +54,7 @@ class Divergence:
         return s - t if self.kind == "reverse_kl" else (1.0 - self.beta) * (s - self._mixture(s, t))
 
     def gradient(self, s: Tensor, t: Tensor, inner: Tensor) -> Tensor:
-        """Return the gradient for the student's logits, ``[c, v]``; overwrites s."""
+        """Return the gradient of student logits, ``[c, v]``; ``inner`` is ``sum e^s g``. Overwrites s."""
         if self.kind == "kl":
             return exponential(s, out=s).sub_(exponential(t, out=torch.empty_like(t)))
         g = self._slope(s, t)

@@ -1,6 +1,6 @@
 """A language model's head and its inputs -> the logits of one tile, and gradients of tiles -> their sums.
 
-R rows (tokens with a target), H hidden size, V vocabulary columns held here, c x v one tile.
+R rows (selected tokens), H hidden size, V vocabulary columns held here, c x v one tile.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Head:
         self, operands: Operands, targets: Tensor, settings: Settings, tile: tuple[int, int]
     ) -> None:
         self.hidden, self.weight, self.bias = operands
-        # Rows that are False are replaced by zeros; None if all rows count.
+        # Bool ``[R]``. Hidden states of rows that are False are replaced by zeros; None if all rows count.
         self.counts = None if settings.ignore_index is None else targets != settings.ignore_index
         self.settings, self.tile = settings, tile
         rows, columns = self.hidden.shape[0], settings.columns
@@ -132,7 +132,7 @@ class Head:
 class HeadGradients:
     """Gradients of a head's operands; None for an operand that needs none."""
 
-    hidden: Tensor | None  # ``[R, H]``, in its own dtype if the outer loop is over rows, else in the sum's
+    hidden: Tensor | None  # ``[R, H]``, in its own dtype if rows are the outer loop, else the accumulator's
     weight: Tensor | None  # ``[V, H]``, in its own dtype
     bias: Tensor | None  # ``[V]``, in the accumulator's dtype
 
@@ -168,7 +168,7 @@ class GradientSums:
             self.weight = blank(head.weight.shape, dtype=head.weight.dtype, device=device)
         self.bias = torch.zeros(head.weight.shape[:1], dtype=wide, device=device) if needs[2] else None
         self._tile: Tensor | None = None
-        # Without rows, or without columns on this rank, no product fills an accumulator.
+        # Without rows, or without columns on this rank, no product fills a tile: start it at 0.
         self._blank = torch.empty_like if rows and settings.columns else torch.zeros_like
 
     def open(self, outer: slice) -> None:
@@ -214,9 +214,9 @@ class GradientSums:
 class WideSum:
     """A gradient ``[V, H]`` that is summed in a dtype twice as wide, with the memory of two gradients.
 
-    A sum of tiles in bf16 has an error of 2 % for 65,000 tokens. The first half of the wide sum uses the
-    memory of the result, and is rounded in place from the start. That takes ``4VH`` bytes instead of ``6VH``.
-    ``columns`` rows get a sum, the others are zero. A tile of ``width`` rows never spans two halves.
+    A sum of tiles in bf16 would have an error of 2 % for 65,000 tokens. The first half of the wide sum uses
+    the result's memory, and is rounded in place from the start. That takes ``4VH`` bytes, not ``6VH``. The
+    first ``columns`` rows get a sum, the others are zero. A tile of ``width`` rows never spans two halves.
     """
 
     def __init__(self, like: Tensor, *, columns: int, width: int, wide: torch.dtype) -> None:

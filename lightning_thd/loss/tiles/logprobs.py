@@ -1,6 +1,6 @@
 """Hidden states x head weight, in tiles of tokens and vocabulary -> softmax statistics, and gradients.
 
-R rows (tokens with a target), V vocabulary columns held here, c x v one tile. The vocabulary is the outer
+R rows (selected tokens), V vocabulary columns held here, c x v one tile. The vocabulary is the outer
 loop: a tile of the weight is read and widened once, and its gradient is finished before the next tile.
 """
 
@@ -77,7 +77,7 @@ def gradients(
 
 # The rest is for CPUs with native bf16. Rounding a product to bf16 changes a logit by up to 2^-8 of its size.
 # The error of a log-sum is almost 0 if thousands of tokens share the probability. It is up to 0.06 if a token
-# with logit 20 has it all. So rows of a tile whose rounding would show are computed again exactly, and so
+# with logit 20 has all of it. So rows of a tile whose rounding would show are computed again exactly, and so
 # is the logit of every target.
 
 
@@ -126,7 +126,7 @@ def rounding_shows(each: Tensor, widths: list[int], *, entropy: bool) -> Tensor:
 
     The estimate assumes independent errors of logits with a standard deviation of at most ``|z| 2^-8 /
     sqrt(3)``, weighted by probabilities. The root of the weights' summed squares is at most ``sqrt(largest p
-    * the tile's mass)``. In a flat tile all errors may have the same sign, so there the errors add up.
+    * the tile's mass)``. In a flat tile, of mean ``e^(z - max)`` above 1/2, errors of one sign may add up.
     """
     tiles, whole = len(widths), merge_parts(each)
     log_sum = whole[SUM].log()
@@ -143,7 +143,7 @@ def rounding_shows(each: Tensor, widths: list[int], *, entropy: bool) -> Tensor:
 
 
 def target_logits(head: Head, rows: slice, local: Tensor) -> Tensor:
-    """Compute the exact logits of targets ``[c]`` counted from this rank's first column; 0 for others."""
+    """Compute exact logits of targets ``[c]``, counted from this rank's first column; 0 on other ranks."""
     here = (local >= 0) & (local < head.settings.columns)
     x, w = _widened(head, rows, head.weight[local.clamp(0, head.settings.columns - 1)])
     return torch.where(here, head.settings.logit_map.apply_((x * w).sum(1)), 0.0)
@@ -156,7 +156,7 @@ def _widened(head: Head, rows: slice | Tensor, w: Tensor) -> tuple[Tensor, Tenso
 
 
 def _wide_logits(head: Head, rows: slice | Tensor, columns: slice, w: Tensor, out: Tensor) -> Tensor:
-    """Multiply in the accumulator's dtype; a row's logits do not depend on the other rows."""
+    """Compute a tile's exact logits, by products in the accumulator's dtype."""
     x, w = _widened(head, rows, w)
     return head.finish(product(x, w, out=out[: len(x) * len(w)].view(len(x), len(w))), columns)
 
@@ -164,7 +164,7 @@ def _wide_logits(head: Head, rows: slice | Tensor, columns: slice, w: Tensor, ou
 def _mixed_logits(
     head: Head, rows: slice, columns: slice, w: Tensor, kept: Tensor, out: Tensor, exact: Tensor
 ) -> Tensor:
-    """Compute rounded logits, and exact ones in rows with ``exact`` ``[R]`` True."""
+    """Compute rounded logits, and exact ones in rows with ``exact`` ``[R]`` True, or in all if most are."""
     chosen = exact[rows].nonzero().squeeze(1)
     if 2 * len(chosen) > rows.stop - rows.start:
         return _wide_logits(head, rows, columns, w, out)

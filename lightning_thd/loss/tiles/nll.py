@@ -1,7 +1,7 @@
 """Hidden states x head weight -> a weighted negative log-likelihood and its gradients, 6RHV operations.
 
-R rows, H hidden size, V vocabulary. A scalar's gradient is known up to a factor in the forward pass. So the
-logits of a few rows, over the whole vocabulary, are kept just long enough to become gradients.
+R rows, H hidden size, V vocabulary, c x v one tile. A scalar's gradient is known up to a factor in the
+forward pass. So the logits of a few rows, of the whole vocabulary, are kept until they become gradients.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def nll_and_gradients(
     penalties: Penalties,
     seen: Tensor | None = None,
 ) -> tuple[Tensor, HeadGradients]:
-    """Return the sum of ``weights * loss`` over the rows, and gradients; ``seen`` gets each summand."""
+    """Return the sum of ``weights * loss`` over rows, and gradients; ``seen`` ``[R]`` gets the summands."""
     loss = head.hidden.new_zeros((), dtype=head.settings.accumulator)
     sums = GradientSums(head, needs=needs, rows_outside=True)
     whole = head.hidden.device.type != "cpu" and head.settings.logit_map.softcap is None
@@ -135,7 +135,7 @@ class WholeRows:
 
 
 class Stash:
-    """The logits of a few rows over all columns; a CPU with native bf16 rounds them to halve the memory."""
+    """The logits of a few rows over all columns; a CPU with native bf16 keeps them as rounded products."""
 
     def __init__(self, head: Head) -> None:
         self.head, settings = head, head.settings

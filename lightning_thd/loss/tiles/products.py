@@ -5,8 +5,8 @@ logits are computed in fp32. CUDA's tensor cores return fp32. A CPU with bf16 in
 rounded product and adds its rounding error. Other devices cast the tiles to fp32 first. Products that give
 gradients are rounded as the model's own products are.
 
-In fp32 on a CPU torch.mm calls MKL, which uses only AVX2 on processors not made by Intel; oneDNN uses AVX-512
-on all of them. Measured on an AMD EPYC (Zen 5), one thread, 1024 x 1024 x 2048: MKL 95, oneDNN 195 GFLOP/s.
+In fp32 on a CPU torch.mm calls MKL, which uses only AVX2 on processors not made by Intel; oneDNN uses
+AVX-512 if there is any. On an AMD EPYC (Zen 5), one thread, 1024 x 1024 x 2048: MKL 95, oneDNN 195 GFLOP/s.
 torch.exp calls MKL too: it takes 0.69 ns per number, while a multiplication and exp2 take 0.24 ns.
 """
 
@@ -24,7 +24,7 @@ from torch import Tensor
 # Gradients of logits are scaled to at most this before they are rounded to fp16, which holds 6e-8 to 65,504.
 # They then do not overflow under any loss scale, and those for probabilities above 1e-11 do not become 0.
 _HALF_TOP = 8192.0
-# Numbers widened at a time: 256 KiB in fp32, which is a quarter of a core's second-level cache.
+# Numbers widened at a time: 256 KiB in fp32, a quarter of a second-level cache of 1 MiB.
 _PIECE = 2**16
 # Numbers of a gradient computed at a time: they need an extra buffer of 4 MiB in fp32.
 _SUMMED = 2**20
@@ -39,7 +39,7 @@ def has_autocast(device: torch.device) -> bool:
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Switch autocast off in this context: tiles are cast explicitly, and it would round their sums."""
+    """Switch autocast off in this context: it would round sums of tiles, and tiles are cast explicitly."""
     if not torch.amp.is_autocast_available(device.type):
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
@@ -76,7 +76,7 @@ def _one_dnn() -> Callable[..., Tensor] | None:
 
 
 def one_dnn_product(a: Tensor, b: Tensor) -> Tensor | None:
-    """Compute ``a @ b`` with oneDNN; None if it cannot, is not faster, or a dispatch mode is on."""
+    """Compute ``a @ b`` with oneDNN; None if it cannot, is not faster or may round, or in a dispatch mode."""
     if a.device.type != "cpu" or a.dtype != torch.float32 or b.dtype != torch.float32:
         return None
     if a.shape[0] * a.shape[1] * b.shape[1] < _WORTH_A_KERNEL or torch._C._len_torch_dispatch_stack():

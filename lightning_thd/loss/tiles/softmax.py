@@ -1,7 +1,7 @@
 """Tiles of logits -> statistics of their softmax, merged over tiles and ranks, and gradients of the logits.
 
-R rows (tokens with a target), c x v one tile, P ranks of the tensor-parallel group. Rank k holds the columns
-k * V/P to (k + 1) * V/P.
+R rows (selected tokens), c x v one tile, P ranks of the tensor-parallel group. Of the V vocabulary columns,
+rank k holds those from k * V/P to (k + 1) * V/P.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_thd.parallel.exchange import stacked
 LOWEST = -1e4
 # Rows of the statistics: largest logit m, sum e^(z-m), sum e^(z-m) (z-m), the target's z, sum z.
 MAX, SUM, WEIGHTED, TARGET, TOTAL = range(5)
-# Groups whose shards are known to be equal. Sizes on an accelerator are read once, on the CPU in every call.
+# Groups whose ranks are known to hold equally many columns. An accelerator's sizes are read only once.
 _EQUAL_SHARDS: set[tuple[int, int]] = set()
 
 
@@ -35,7 +35,7 @@ def blank_statistics(like: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
 def update_statistics(
     stats: Tensor, z: Tensor, e: Tensor, targets: Tensor, *, entropy: bool, total: bool
 ) -> None:
-    """Update the statistics ``[5, c]`` with logits ``z`` ``[c, v]``; ``entropy`` overwrites ``z``."""
+    """Update statistics ``[5, c]`` with logits z ``[c, v]``; e is scratch, and ``entropy`` overwrites z."""
     here, index = targets_here(targets, z.shape[1])
     stats[TARGET] += torch.where(here, z.gather(1, index).squeeze(1), 0.0)
     if total:
@@ -61,7 +61,7 @@ def targets_here(targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowGradients:
-    """Factors ``[R]`` of the softmax p: ``dz = p * (direct + slope * log p) + onehot * target + flat``."""
+    """Factors ``[R]``, with softmax p: ``dz = p * (direct + slope * log p) + onehot * target + flat``."""
 
     direct: Tensor
     slope: Tensor | None

@@ -1,10 +1,8 @@
 """transformers' convolutions, scans and delta rules -> the same functions, which also run on shards.
 
 Layers look these functions up in their Python module, where each function is patched once. A stretch is a
-part of a sequence on one rank. A convolution of width W reads W - 1 earlier slots, as an attention window
-does. So the functions of attention plan which slots the ranks exchange.
-
-Legend: N slots of a shard, C channels.
+part of a sequence on one rank. A convolution of width W reads W - 1 earlier slots, like an attention with a
+window. So the functions of attention plan which slots the ranks exchange. N slots of a shard, C channels.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Inputs of a recurrent layer on one rank's shard -> the layer's output, with states passed between ranks.
 
 A stretch is a part of a sequence on one rank. All ranks run their stretches at the same time. Stretches that
-continue on another rank run first. One exchange sends their final states and their changes. From these each
-rank computes the states that enter its stretches.
+continue on another rank run first. One exchange sends their final states and their changes (what a stretch
+does to an entering state). From these each rank computes the states that enter its stretches.
 
 The state decays by one number per head and slot (Mamba-2), or is multiplied by a matrix (gated delta rules).
-Both are linear in the entering state. So a stretch can run before that state is known. Its output is the
-output without an entering state, plus a term that is computed from that state when it arrives.
-
+So final state and output are linear in the entering state, and a stretch can run before that state arrives.
+Its output is the output without an entering state, plus a term that is later computed from that state.
 Legend: N slots of a shard, R rows, L slots of the longest row, H heads, K and V sizes of keys and values.
 """
 
@@ -83,7 +82,7 @@ class StateSpace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeltaRule:
-    """The gated delta rule over q, k ``[R, L, h, K]``, v ``[R, L, H, V]``, gates and beta of H heads."""
+    """The gated delta rule: q, k ``[R, L, h, K]``, v ``[R, L, H, V]``, g and beta; h heads of keys."""
 
     rule: Callable[..., Any]  # transformers' or flash-linear-attention's function on rows
     options: dict[str, Any]  # further arguments, the same for all rows
@@ -128,7 +127,7 @@ Recurrence: TypeAlias = StateSpace | DeltaRule
 
 
 class _Rows(NamedTuple):
-    """Stretches of similar length as rows: their indices and their slots; N marks padding."""
+    """Stretches of one kind, of similar length: their indices ``[R]`` and slots ``[R, L]``; N for padding."""
 
     members: Tensor
     slots: Tensor
@@ -257,7 +256,7 @@ def _plan(layout: ShardLayout) -> _Plan:
 
 
 def _group(kind: Ints, slots: int) -> list[tuple[Ints, Ints]]:
-    """Group P stretches of similar length, on the host; ``kind``: first slots and lengths, ``[2, P]``."""
+    """Group n stretches of similar length, on the host; ``kind``: first slots and lengths, ``[2, n]``."""
     first, lengths = kind
     rows = np.append(ranges(first, first + lengths), slots)
     return [(members, rows[grid]) for members, grid in padded_rows(lengths)]
