@@ -235,8 +235,9 @@ def dft_loss(logp: Tensor, batch: THDBatch) -> Tensor:
     """
     known = batch.token_targets != IGNORE_INDEX
     shaped(logp, "logp", known.shape, "one per slot. Pass causal_lm_logprobs(model, batch).logp.")
-    losses = torch.where(known, -logp * logp.detach().exp(), 0.0)
-    return (losses if batch.weights is None else losses * batch.weights).sum() * batch.loss_scale
+    weights = torch.ones_like(logp) if batch.weights is None else batch.weights
+    logp = torch.where(known & (weights != 0), logp, 0.0)
+    return -(logp * logp.detach().exp() * weights).sum() * batch.loss_scale
 
 
 def loss_weights(batch: THDBatch, reduction: Reduction, weights: Tensor | None) -> Factors | None:

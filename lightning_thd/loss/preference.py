@@ -6,7 +6,7 @@ chosen responses and the second half the rejected ones, use ``chosen, rejected =
 is one number ``[]``. The losses share these arguments:
 
 - ``chosen`` and ``rejected``, floats ``[P]``: log-probabilities of the responses of each pair in nats, and
-  ``reference_chosen`` and ``reference_rejected``: the same under the reference model,
+  ``reference_chosen`` and ``reference_rejected``: the same under the reference model, without gradient,
 - ``beta``: the strength of the pull to the reference model, or the scale of the rewards,
 - ``label_smoothing``: the share of labels that are assumed to be wrong, below 0.5,
 - ``weights``, floats ``[P]``: factors of the pairs; the loss is then divided by their sum,
@@ -113,6 +113,7 @@ def dpo_loss(
     chosen, rejected, reference_chosen, reference_rejected = _masked(
         weights, chosen, rejected, reference_chosen, reference_rejected
     )
+    reference_chosen, reference_rejected = reference_chosen.detach(), reference_rejected.detach()
     c, r = chosen - reference_chosen, rejected - reference_rejected
     if kind in ("ipo", "sigmoid_norm"):
         if chosen_tokens is None or rejected_tokens is None:
@@ -253,9 +254,9 @@ def kto_loss(
 
     ``logps`` and ``reference_logps`` are floats ``[N]``, sums over the tokens of a response; ``desirable`` is
     bool ``[N]``, and ``weights`` are ``[N]``. ``divergence`` is an estimate, a float or ``[]``: the mean
-    of ``logp - reference`` over mismatched prompts and responses of the whole step, at least 0. It gets no
-    gradient. ``desirable_weight`` and ``undesirable_weight`` are factors of the losses, and do not change the
-    divisor. Equal log-probabilities and no divergence give 0.5.
+    of ``logp - reference`` over mismatched prompts and responses of the whole step. A negative mean counts as
+    0, and neither it nor the reference gets a gradient. ``desirable_weight`` and ``undesirable_weight`` are
+    factors of the losses, and do not change the divisor. Equal log-probabilities and no divergence give 0.5.
     """
     _check_rows(logps=logps, reference_logps=reference_logps)
     if desirable.dtype != torch.bool or desirable.shape != logps.shape:
@@ -263,14 +264,16 @@ def kto_loss(
             f"desirable is {desirable.dtype} {list(desirable.shape)}, wanted bool {list(logps.shape)}."
         )
     real_number(beta, "beta", above=0.0)
+    real_number(desirable_weight, "desirable_weight", least=0.0)
+    real_number(undesirable_weight, "undesirable_weight", least=0.0)
     if not isinstance(divergence, Tensor):
-        real_number(divergence, "divergence")
+        divergence = max(0.0, real_number(divergence, "divergence"))
     elif divergence.numel() != 1:
         raise ValueError(f"divergence is {list(divergence.shape)}, wanted one number for the step.")
     else:
-        divergence = divergence.detach()
+        divergence = divergence.detach().reshape(()).clamp_min(0.0)
     logps, reference_logps = _masked(weights, logps, reference_logps)
-    distance = logps - reference_logps - divergence
+    distance = logps - reference_logps.detach() - divergence
     losses = torch.where(
         desirable,
         desirable_weight * (1.0 - (beta * distance).sigmoid()),

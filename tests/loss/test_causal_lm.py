@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -183,3 +184,11 @@ def test_dft_weighs_each_tokens_loss_by_its_probability(share_prefixes: bool) ->
     head = model.lm_head.weight  # below it Llama's norms round gradients to fp32
     [one], [other] = (torch.autograd.grad(loss, [head]) for loss in (found, wanted))
     torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+def test_dft_of_a_token_of_weight_0_that_is_lost() -> None:
+    batch = THDBatch.collate([{"input_ids": [5, 6, 7], "weights": [1.0, 0.0, 2.0]}])
+    logp = torch.tensor([math.nan, -1.0, 0.0], requires_grad=True)  # the target of slot 0 has weight 0
+    loss = dft_loss(logp, batch)
+    assert loss.item() == pytest.approx(math.exp(-1.0))
+    assert torch.autograd.grad(loss, logp)[0].tolist() == pytest.approx([0.0, -math.exp(-1.0), 0.0])

@@ -160,6 +160,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: dpo(kind="hinge", label_smoothing=0.1), "label_smoothing is 0.1 with kind='hinge'"),
     (lambda: dpo(kind="exo_pair"), "with kind='exo_pair', wanted below 0.5, and above 0"),
     (lambda: preference.kto_loss(ONE, ONE, ONE), r"desirable is torch.float32 \[2\], wanted bool"),
+    (lambda: preference.kto_loss(ONE, ONE, ONE > 0, desirable_weight=-1), "desirable_weight=-1; wanted a"),
     (
         lambda: preference.kto_loss(ONE, ONE, ONE > 0, divergence=ONE),
         r"divergence is \[2\], wanted one",

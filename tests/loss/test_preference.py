@@ -190,8 +190,9 @@ def test_weights_and_scale_are_those_of_single_pairs_and_no_weight_touches_nothi
     for how, divisor in (({}, weights.sum()), ({"scale": 0.25}, 4.0)):
         ours, wanted = function(*leaves, weights=weights, **given, **how), (each * weights).sum() / divisor
         torch.testing.assert_close(ours, wanted)
-        found = torch.autograd.grad(ours, leaves)
-        torch.testing.assert_close(found, torch.autograd.grad(wanted, clean, retain_graph=True))
+        found = torch.autograd.grad(ours, leaves, materialize_grads=True)
+        expected = torch.autograd.grad(wanted, clean, retain_graph=True, materialize_grads=True)
+        torch.testing.assert_close(found, expected)
         assert not any(gradient[1] for gradient in found)
 
 
@@ -208,7 +209,24 @@ def test_ties_and_huge_margins_have_finite_losses_and_gradients(
     leaves = [x.clone().requires_grad_() for x in (away, away.flip(0), ones, ones)[:rows]]
     loss = function(*leaves, **settings_of(name, 2))
     assert loss.isfinite()
-    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(loss, leaves))
+    gradients = torch.autograd.grad(loss, leaves, materialize_grads=True)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def test_references_get_no_gradient_and_the_divergence_of_kto_is_at_least_0() -> None:
+    """A reference computed without no_grad would pull the policy's own weights the other way."""
+    for name in ("sigmoid", "aot", "ipo", "kto"):
+        function, rows, _ = LOSSES[name]
+        leaves = numbers(4)[: max(2, rows)]
+        loss = function(*leaves, **settings_of(name, 4))
+        *_, last = torch.autograd.grad(loss, leaves, allow_unused=True)
+        assert last is None, name
+    logps, references, *_ = numbers(4)
+    losses = [
+        preference.kto_loss(logps, references, torch.ones(4).bool(), divergence=below)
+        for below in (0.0, -1.0, torch.tensor([[-1.0]]))
+    ]
+    assert len({loss.item() for loss in losses}) == 1
 
 
 def test_a_response_of_no_probability_and_one_that_is_certain() -> None:
