@@ -1,4 +1,4 @@
-"""A Lightning module before its first training step -> a leak check of its model, once per callback."""
+"""A Lightning module at the start of fit -> a leak check of its model, unless an earlier fit passed it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from lightning_thd.models.probe_report import PackingReport
 class PackingCheck(L.Callback):
     """Runs ``check_packing`` when fit starts, on the model with its device, dtype and sharding for training.
 
-    The check takes a few forwards and backwards of ``sum(lengths)`` tokens. If sequences leak into each
-    other, the run stops with ``PackingLeakError``, which names the module.
+    The check takes a few forwards and, with ``grad``, backwards of ``sum(lengths)`` tokens. If sequences leak
+    into each other, the run stops with ``PackingLeakError``.
 
     Args:
         model: the attribute of the Lightning module that holds the model; dots are allowed
             (``"policy.model"``). The default is the first transformers model in the module.
         vocab_size: the number of token ids; by default that of the model's config.
         lengths: the lengths of the test sequences.
-        grad: also check gradients. If parameters are sharded, this is off, because FSDP2 would reduce their
-            gradients over ranks.
-        tolerance: the largest allowed difference between packed and separate sequences; None: by dtype.
+        grad: also check gradients. If parameters are DTensors, gradients are never checked, because FSDP2
+            would reduce them over ranks.
+        tolerance: as for ``check_packing``; None chooses it by the dtype.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class PackingCheck(L.Callback):
         self.report: PackingReport | None = None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Run the check, only in the first fit."""
+        """Run the check, unless an earlier fit passed it."""
         if self.report is not None:
             return
         model = find_model(pl_module, self.model)
@@ -71,7 +71,7 @@ class PackingCheck(L.Callback):
 
 
 def find_model(pl_module: nn.Module, name: str | None) -> nn.Module:
-    """Return the submodule with this path, or without a path the outermost transformers model."""
+    """Return the submodule at the path ``name``; without a name, the first transformers model."""
     if name is not None:
         return pl_module.get_submodule(name)
     for _, model in models_in(pl_module):

@@ -1,6 +1,6 @@
-"""A batch of any kind -> its sequences: host integers of packs, and lengths of padded rows on the device.
+"""A batch of any kind -> the lengths of its sequences: on the host for packs, on the device for padded rows.
 
-B rows of N slots. Only ``resolve`` reads from a device, once for all batches of an interval.
+B rows of N slots. Only ``resolve`` reads from a device, once per device for all records that it is given.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Rows:
     """Padded rows whose real lengths are on the device."""
 
     shape: tuple[int, int]  # (B, N)
-    counts: Tensor  # the lengths of the rows' sequences; if any is negative, lengths are unknown
+    counts: Tensor  # the lengths of the rows' sequences; if any count is negative, lengths are unknown
     by_length: bool = False  # if True, ``counts[n]`` is the number of sequences with n tokens
-    images: Mapping[str, Tensor] = field(default_factory=dict)  # grids of patches, meta tensors for pixels
+    images: Mapping[str, Tensor] = field(default_factory=dict)  # by key: grids, shapes of pixels
 
     def lengths(self, counts: np.ndarray[Any, Any]) -> tuple[int, ...] | Dense:
-        """Return the lengths from ``counts`` on the host; ``Dense`` if they are unknown or too many."""
+        """Turn ``counts``, read to the host, into lengths; ``Dense`` if unknown or longer than the rows."""
         known = bool((counts >= 0).all())
         if known and self.by_length:
             counts = np.repeat(np.arange(len(counts)), counts)
@@ -50,7 +50,7 @@ class Dense(tuple[int, ...]):
 class Shared(tuple[int, ...]):
     """The lengths of sequences that share prefixes, in the order of their slots."""
 
-    held: tuple[int, ...]  # how many first tokens of each sequence an earlier sequence stores
+    held: tuple[int, ...]  # for each sequence, how many of its first tokens an earlier one stores
 
     @classmethod
     def of(cls, batch: SharedBatch) -> Shared:
@@ -68,12 +68,12 @@ class Shared(tuple[int, ...]):
 
 Lengths: TypeAlias = tuple[int, ...] | Rows | None
 _Lookup: TypeAlias = Callable[[str], Any]  # a key or attribute of a batch -> its value
-# The record of a microbatch: its stats, and its lengths for windows that the stats do not count.
+# The record of a microbatch: its stats, and lengths to count attention windows that the stats leave out.
 Seen: TypeAlias = tuple[SeqStats, Lengths]
 
 
 def microbatches(batch: Any, pad_id: int | None = None) -> list[Seen]:
-    """Return the ``SeqStats`` and, if known, the lengths of every pack and every padded batch in a batch."""
+    """Return a record for every pack and every padded batch in ``batch``, which may be a container."""
     if isinstance(several := getattr(batch, "microbatches", None), Sequence):
         return [seen for microbatch in several for seen in microbatches(microbatch, pad_id)]
     if isinstance(batch, SeqStats):
@@ -96,7 +96,7 @@ def microbatches(batch: Any, pad_id: int | None = None) -> list[Seen]:
 def resolve(
     seen: Sequence[Seen], vision: Vision | None = None
 ) -> list[tuple[SeqStats, tuple[int, ...] | None]]:
-    """Return the records with all lengths, and with ``vision`` also images, after one read per device."""
+    """Fill in the lengths and, with ``vision``, the images of padded rows, with one read per device."""
     padded = [lengths for _, lengths in seen if isinstance(lengths, Rows)]
     wanted = [rows.counts for rows in padded]
     wanted += [x for rows in padded for x in rows.images.values() if vision is not None and not x.is_meta]
@@ -144,7 +144,7 @@ def _tensors(members: Sequence[Any]) -> list[Seen]:
 
 
 def _hides_padding(mask: Tensor, ids: Tensor) -> Tensor:
-    """Return whether a tensor is a mask: zeros and ones, with a one in each row, that hides a single id."""
+    """Return whether a tensor is a mask: zeros and ones, with a one in each row, hiding at most one id."""
     # A tuple may also have token types and labels, whose zeros would hide several different ids.
     real = mask == 1
     ids = ids.long()
@@ -220,7 +220,7 @@ def _fits(value: Any, ids: Tensor) -> TypeGuard[Tensor]:
 
 
 def _one_per_row(lengths: Any, rows: int) -> Tensor | None:
-    """Return given lengths as a tensor; None if they are not one integer per row, or any of a single row."""
+    """Return integer lengths as a tensor, else None; several rows need one each, a single row any number."""
     if not isinstance(lengths, Tensor):
         try:
             lengths = torch.tensor(lengths)
@@ -241,12 +241,12 @@ def _dense(ids: Tensor) -> list[Seen]:
 
 
 def _real(mask: Tensor) -> Tensor:
-    """Return the slots that a mask keeps: nonzero values, or the 0s of an additive mask (floats up to 0)."""
+    """Return which slots a mask keeps: nonzero ones; if it is additive (floats, none above 0), its zeros."""
     return torch.where((mask > 0).any(), mask > 0, mask == 0) if mask.is_floating_point() else mask != 0
 
 
 def _mask_lengths(mask: Tensor) -> Tensor:
-    """Count the sequences of each length, ``[N + 1]``; a mask's numbers above 0 are sequence numbers."""
+    """Count the sequences of each length, ``[N + 1]``; equal numbers in a row's mask are one sequence."""
     rows, length = mask.shape
     numbers = torch.where(_real(mask), mask.long().abs().clamp(1, length), 0)  # a boolean has no abs()
     slots = torch.zeros(rows, length + 1, dtype=torch.int64, device=mask.device)
@@ -264,8 +264,9 @@ def _histogram(lengths: Tensor, longest: int) -> Tensor:
 def _run_lengths(positions: Tensor, mask: Tensor | None) -> Tensor:
     """Count the sequences of each length, ``[N + 1]``; a sequence is a run of positions that count up.
 
-    Without a mask, a run of one slot at either end of a row is padding. If every one of several rows is a
-    single run, its last slots may be padding, so the lengths are unknown.
+    Without a mask, runs of one slot before and after all longer runs of a row are padding. If there are
+    several rows and each is a single run, the end of a row may be padding that counts on. The lengths are
+    then unknown: entry 0 is -1.
     """
     rows, length = positions.shape
     index = torch.arange(length, device=positions.device).expand(rows, length)

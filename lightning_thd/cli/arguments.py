@@ -17,7 +17,7 @@ PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line; for an unknown option, the line names the most similar option."""
+    """A parser whose errors are one line; for an unknown option, the line names a similar one if any is."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Refuse unknown options, then parse the arguments."""
@@ -40,7 +40,7 @@ def nearest(given: str, known: Iterable[str]) -> str:
 
 
 def refuse_unreachable(name: str) -> None:
-    """Raise ValueError if a model is neither on disk nor in the cache, and the hub does not answer."""
+    """Raise ValueError for a missing path, or a name that is not cached while the hub does not answer."""
     advice = "Pass a config.json, a folder with one, or a model's name."
     refuse_missing(name, advice)
     if Path(name).exists() or not available("huggingface_hub"):
@@ -51,7 +51,7 @@ def refuse_unreachable(name: str) -> None:
         return
     try:
         hub.HfApi().model_info(name, timeout=_HUB_S)
-    except hub.errors.HfHubHTTPError:  # the hub answers; transformers explains its errors later
+    except hub.errors.HfHubHTTPError:  # the hub answers; transformers explains this error later
         return
     except Exception as err:  # releases of huggingface_hub use different HTTP clients
         raise ValueError(

@@ -20,13 +20,13 @@ def check(arguments: Sequence[str]) -> None:
     """Print the leak probe's report; exit with 1 if sequences of a pack see each other."""
     parser = Parser(
         "lightning-thd check",
-        description="Run packs through a model and test whether any sequence sees another. A config.json is "
-        "enough: the layers then get random weights.",
+        description="Build a model from its config with random weights, run packs through it, and test "
+        "whether any sequence sees another.",
         epilog="example: lightning-thd check config.json --layers 2",
     )
     parser.add_argument("model", help="a config.json, a folder with one, or a model's name")
     parser.add_argument("--attention", default="thd", help="attn_implementation to check (default: thd)")
-    parser.add_argument("--layers", type=whole(1), help="build this many layers of a config, not all")
+    parser.add_argument("--layers", type=whole(1), help="build only this many of the config's layers")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(list(arguments))
     model = load_model(given.model, given.attention, given.layers)
@@ -54,7 +54,7 @@ def load_model(name: str, attention: str, layers: int | None) -> Any:
                 f"--layers {layers}, but {name} has {text.num_hidden_layers} layers. Pass at most as many."
             )
         text.num_hidden_layers = layers
-        if vars(text).get("layer_types"):  # in other configs it is a property of the number of layers
+        if vars(text).get("layer_types"):  # other configs compute it from the number of layers
             text.layer_types = text.layer_types[:layers]
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()

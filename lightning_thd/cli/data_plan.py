@@ -28,23 +28,23 @@ _MFU = 0.4  # the MFU that is assumed for a device's speed if --mfu is not given
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expected:
-    """The statistics that ``lightning-thd plan`` expects for training, from the packs of some steps."""
+    """The statistics that ``lightning-thd plan`` expects for training, from an epoch's first steps."""
 
     steps: int  # steps of an epoch
-    packs: int  # packs of the planned steps; the counts below are of these packs
+    packs: int  # packs of the planned steps; the counts below are of these, if not of the data set
     sequences: int
     tokens: int  # real tokens; a shared prefix counts for every sequence
-    lengths: tuple[int, int, int]  # shortest, median and longest
+    lengths: tuple[int, int, int]  # tokens of the shortest, median and longest sequence
     fill: float  # computed tokens / slots
     padded_fill: float  # real tokens / slots, if batches of 8 sequences were padded
-    imbalance: float  # the slowest rank's work divided by the mean
-    tokens_per_s: float | None  # speed of one device at the assumed MFU
-    lost: dict[str, int]  # sequences of the data set by what happened to them, and tokens_lost
+    imbalance: float  # the slowest rank's work / the mean of the ranks, averaged over steps
+    tokens_per_s: float | None  # speed of one device at the assumed MFU; None without a device
+    lost: dict[str, int]  # sequences of the data set that policies left out or changed, and tokens_lost
     documents: int  # number of documents in the data set
-    distinct: int  # number of computed tokens if prefixes are shared, else ``tokens``
-    patches: int = 0  # number of patches of all images
-    most_patches: int = 0  # largest number of patches of a microbatch
-    vision: float | None = None  # the vision tower's share of the work
+    distinct: int  # computed tokens; with shared prefixes, fewer than ``tokens``
+    patches: int = 0  # those of all images
+    most_patches: int = 0  # those of the microbatch with most
+    vision: float | None = None  # the vision tower's share of the work; None without a model
 
     def table(self) -> Table:
         """Build the table that ``lightning-thd plan`` prints."""
@@ -88,7 +88,7 @@ def plan(arguments: Sequence[str]) -> None:
     if split > expected.documents / 2:
         sys.stderr.write(
             f"Warning: --capacity {given.capacity} splits {split:,} of {expected.documents:,} documents: "
-            "most tokens do not see the beginning of their document. Raise it, or pass --oversize truncate.\n"
+            "only a document's first piece sees its start. Raise --capacity, or pass --oversize truncate.\n"
         )
     if given.json:
         sys.stdout.write(json.dumps(asdict(expected)) + "\n")
@@ -104,7 +104,7 @@ def plan(arguments: Sequence[str]) -> None:
 
 
 def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]], list[list[int]]]:
-    """Plan an epoch's first steps; return the statistics, and each pack's lengths and shared tokens."""
+    """Plan an epoch's first steps; return statistics, and lengths and shared tokens of packs' sequences."""
     model = None if given.model is None else FlopsModel.from_config(load_config(given.model))
     peak = _peak(given.device, given.mfu, model)
     cost = Cost() if model is None else Cost.from_flops(model, longest=given.capacity)
@@ -125,7 +125,7 @@ def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]], lis
     data.prepare_data()
     data.setup("fit")
     loader = data.train_steps()
-    assert loader.planner is not None, "streams were refused above"
+    assert loader.planner is not None, "a path is not a stream"
     planner = loader.planner
     plans = [planner.step(0, k, given.dp) for k in range(min(len(planner), given.steps))]
     spans = [pack for plan in plans for rank in plan.spans_by_rank() for pack in rank]
@@ -175,7 +175,7 @@ def load_config(path: str) -> Any:
 
 
 def _padded_fill(packs: Sequence[Sequence[int]], rows: int = 8) -> float:
-    """Return the share of real tokens if batches of ``rows`` sequences were padded to their longest one."""
+    """Return real tokens / slots if batches of ``rows`` sequences were padded to their longest one."""
     flat = [length for pack in packs for length in pack]
     batches = [flat[start : start + rows] for start in range(0, len(flat), rows)]
     slots = sum(len(batch) * max(batch) for batch in batches)
@@ -194,7 +194,7 @@ def _peak(device: str | None, mfu: float | None, model: FlopsModel | None) -> fl
     if peak is None:
         raise ValueError(
             f"No peak FLOP/s is known for {device!r}{nearest_device(device)} "
-            "`lightning-thd peaks` lists those that are."
+            "`lightning-thd peaks` lists the known devices."
         )
     return peak * (_MFU if mfu is None else mfu)
 
@@ -220,7 +220,7 @@ def plan_parser() -> argparse.ArgumentParser:
         description="What training on a data set will look like: packs, balance, padding avoided, speed.",
         epilog="example: lightning-thd plan texts.jsonl --capacity 8192 --dp 8 --plot packs.png",
     )
-    parser.add_argument("data", help="JSONL, text, Parquet or Arrow file, or a folder of text")
+    parser.add_argument("data", help="a path for THDDataModule: .jsonl, .parquet, text, a folder")
     parser.add_argument("--capacity", type=whole(1), required=True, help="largest number of slots of a pack")
     parser.add_argument("--dp", type=whole(1), default=1, help="data-parallel ranks (default: 1)")
     parser.add_argument("--sequences", type=whole(1), help="sequences per step, global_batch=Sequences(n)")
@@ -250,10 +250,10 @@ def graph_plan(arguments: Sequence[str]) -> None:
     """Print which CUDA graphs are worth a capture for a data set; this needs no GPU."""
     parser = Parser(
         "lightning-thd graph-plan",
-        description="Choose the buckets of CUDAGraphCallback for a data set, with costs relative to eager.",
+        description="Choose the buckets of CUDAGraphCallback for a data set, with assumed costs of a replay.",
         epilog="example: lightning-thd graph-plan texts.jsonl --capacity 8192",
     )
-    parser.add_argument("data", help="a data source of THDDataModule: .jsonl, .parquet, text, a folder")
+    parser.add_argument("data", help="a path for THDDataModule: .jsonl, .parquet, text, a folder")
     parser.add_argument("--capacity", type=whole(1), default=8192, help="slots of a pack")
     parser.add_argument("--text-key", default="text", help="the key of the text in a JSONL object")
     parser.add_argument("--tokenizer", help="name or path of a Hugging Face tokenizer; UTF-8 bytes without")

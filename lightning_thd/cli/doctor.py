@@ -18,14 +18,14 @@ from lightning_thd.cli.arguments import Parser
 from lightning_thd.cuda_graph.backend import CudaBackend
 from lightning_thd.report.terminal import Table, show_table
 
-# The distributions whose versions a bug report needs, in the order of the data flow.
+# The distributions whose versions a bug report needs.
 _DISTRIBUTIONS = (
     *("torch", "lightning", "numpy", "transformers", "accelerate", "trl", "datasets", "pyarrow"),
     *("triton", "flash-attn", "flash-attn-3", "flash-attn-4", "transformer-engine", "mamba-ssm"),
     *("causal-conv1d", "fla-core", "flash-linear-attention", "tilelang", "torchao", "fsspec", "wandb"),
     *("jsonargparse", "matplotlib", "zstandard"),
 )
-# A kind of layer -> the kernels that run it, and the imports that these need beside a CUDA device.
+# A kind of layer or precision -> its kernels or engine, and the imports they need beside a CUDA device.
 _FUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "mamba-2 layers": ("fused by mamba-ssm", ("mamba_ssm", "causal_conv1d")),
     "gated delta layers": ("fused by flash-linear-attention", ("fla", "causal_conv1d")),

@@ -22,7 +22,7 @@ TOOLS = {
     "plan": ("data_plan", "estimate packs, balance and speed for a data set"),
     "check": ("check", "check whether a model keeps the sequences of a pack apart"),
     "doctor": ("doctor", "list what is installed, which kernels run here, known-bad versions"),
-    "report": ("main", "print the table of a run and draw its page"),
+    "report": ("main", "print a run's metrics as a table and draw report.png and report.html"),
     "peaks": ("peaks", "list the dense peaks of devices, from which MFU is computed"),
     "graph-plan": ("data_plan", "plan buckets for CUDA graphs and estimate the gain"),
 }
@@ -34,10 +34,10 @@ TRAINING = {
 }
 # Errors of these types are shown as one line, because they say what to change in the command or the config.
 _REFUSALS = (ValueError, OSError, ImportError, MisconfigurationException)
-# But an error keeps its traceback if it passed through code of any other package, such as the user's.
+# But an error that passed through code outside these packages and the standard library keeps its traceback.
 _KNOWN = {"lightning_thd", "lightning", "jsonargparse", "transformers", "huggingface_hub"}
-_ITERATE = {"torch", "tqdm"}  # These iterate our data, so they may be in the traceback of our own errors.
-_DEBUG = "JSONARGPARSE_DEBUG"  # the variable by which jsonargparse shows tracebacks
+_ITERATE = {"torch", "tqdm"}  # They iterate our data, so errors that this package raises may pass through.
+_DEBUG = "JSONARGPARSE_DEBUG"  # environment variable; with "true", jsonargparse shows tracebacks
 
 
 def _help() -> str:
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif given[0] in TOOLS:
         _tool(given[0], given[1:])
     elif given[0] in TRAINING:
-        sys.argv[1:] = given  # LightningCLI reads these
+        sys.argv[1:] = given  # LightningCLI reads sys.argv
         try:
             _lightning(given[0])
         except Exception as err:
@@ -77,17 +77,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _refusal_in(err: BaseException) -> BaseException | None:
-    """Return an error to show as one line, or None if its traceback is needed."""
+    """Return the error to show as one line, ``err`` or its cause; None if the traceback is needed."""
     frames = traceback.walk_tb(err.__traceback__)
     packages = [str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in frames]
-    if packages[-1] == "jsonargparse" and err.__cause__ is not None:  # it repeats the error of a constructor
+    if packages[-1] == "jsonargparse" and err.__cause__ is not None:  # it wraps a constructor's error
         return _refusal_in(err.__cause__)
     allowed = _KNOWN | sys.stdlib_module_names | (_ITERATE if packages[-1] == "lightning_thd" else set())
     return err if isinstance(err, _REFUSALS) and allowed.issuperset(packages) else None
 
 
 def _fail(command: str, message: object) -> NoReturn:
-    """Exit with status 2 and one line."""
     sys.stderr.write(f"lightning-thd {command}: error: {' '.join(str(message).split())}\n")
     sys.exit(2)
 
@@ -124,7 +123,7 @@ def _lightning(command: str) -> None:
 
 
 def _name_nearest(parsers: list[Any]) -> None:
-    """Make the newest parser suggest the most similar option of all parsers for an unknown option."""
+    """Let the newest parser's error for an unknown option name the most similar option of all parsers."""
     error = parsers[-1].error
 
     def one_line(message: str, *args: Any, **kwargs: Any) -> Any:
@@ -146,12 +145,12 @@ def _name_nearest(parsers: list[Any]) -> None:
 
 
 def report(arguments: Sequence[str]) -> None:
-    """Print the table of a run and draw its page."""
+    """Print a run's metrics as a table and draw its page."""
     from lightning_thd.report import read_metrics, show
 
     parser = Parser(
         "lightning-thd report",
-        description="Print the table of a run, and draw report.png and report.html beside its logs.",
+        description="Print a run's metrics as a table, and draw report.png and report.html beside its logs.",
         epilog="example: lightning-thd report runs/quickstart",
     )
     parser.add_argument("folder", help="the folder in which CSVLogger wrote")

@@ -26,20 +26,20 @@ class Backend(Protocol):
         """Return why nothing can be captured on a device, or None."""
 
     def warm_up(self, function: Callable[[], R], *, last: bool) -> R:
-        """Run the function once before its capture; the last run may raise the errors of a capture."""
+        """Run the function once before its capture; the ``last`` run may raise where a capture would."""
 
     def capture(self, function: Callable[[], R]) -> tuple[Any, R]:
-        """Run the function once and record it; ``replay()`` of the recording refills the result's tensors."""
+        """Call the function once and record its work; ``replay()`` of the recording refills the result."""
 
     def time_s(self, function: Callable[[], object]) -> float | None:
         """Measure the seconds of a run, or return None if the backend's times are meaningless."""
 
     def release(self) -> None:
-        """Free the memory that graphs shared, once all of them have been dropped."""
+        """Free the memory that graphs shared; call this when all of them have been dropped."""
 
 
 class CudaBackend:
-    """Captures ``torch.cuda.CUDAGraph``s; only one runs at a time, so all share a side stream and memory."""
+    """Captures CUDA graphs on a side stream; only one runs at a time, so all share a memory pool."""
 
     name = "cuda"
     # cuBLAS, autotuners and lazily built tables settle within two runs. The third run is captured.
@@ -57,7 +57,7 @@ class CudaBackend:
         return None if device.type == "cuda" else f"the module is on {device.type}, not on a CUDA device"
 
     def warm_up(self, function: Callable[[], R], *, last: bool) -> R:
-        """Run the function on the side stream; in the last run, a step that waits for the device raises."""
+        """Run the function on the side stream; in the ``last`` run, code that waits for the device raises."""
         stream = self._side()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), RefuseReads() if last else contextlib.nullcontext():  # type: ignore[no-untyped-call]
@@ -84,7 +84,7 @@ class CudaBackend:
                     raised = error
                     raise
         except Exception as error:
-            if error is not raised:  # it comes from the end of the capture
+            if error is not raised:  # the end of the capture raised it
                 self._recover(graph)
             raise (raised or error) from None
         finally:
@@ -105,7 +105,7 @@ class CudaBackend:
         return float(statistics.median(times))
 
     def release(self) -> None:
-        """Drop the memory pool, whose memory is freed once no graph holds it."""
+        """Drop the memory pool; its memory is freed once no graph holds it."""
         self._pool = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -118,7 +118,7 @@ class CudaBackend:
     def _recover(self, graph: torch.cuda.CUDAGraph) -> None:
         """Reset state that torch (up to 2.13) leaves behind when the end of a capture raises."""
         device, pool = torch.cuda.current_device(), self._pool
-        with contextlib.suppress(RuntimeError):  # raised if torch has already ended the pool
+        with contextlib.suppress(RuntimeError):  # torch raises if it has already ended the pool
             torch._C._cuda_endAllocateToPool(device, pool)
             torch._C._cuda_releasePool(device, pool)
         self._pool = None

@@ -1,7 +1,7 @@
 """A batch's sizes -> the bucket (fixed shape) that it fits, or why it fits none; a bucket's buffers.
 
 A bucket has T slots and S sequences. The bucket of a batch is chosen before any copy, without reading
-tensors. Dummy sequences without targets fill a bucket's tail.
+tensors. Dummy sequences without targets fill the slots behind the batch, the bucket's tail.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Bucket:
 
     slots: int  # T, to which every batch is padded
     sequences: int  # S, the entries of cu_seqlens minus one
-    max_seqlen: int  # the longest sequence of the captured kernels, dummy sequences included
+    max_seqlen: int  # the longest sequence that the kernels allow; at most ``slots``
 
     def __post_init__(self) -> None:
         for name in ("slots", "sequences", "max_seqlen"):
@@ -69,7 +69,7 @@ class Bucket:
             )
 
     def misfit(self, layout: Layout) -> Reason | None:
-        """Return why a batch does not fit this bucket, or None."""
+        """Return why a batch of this layout does not fit the bucket, or None if it fits."""
         if layout.slots > self.slots:
             return "tokens"
         if layout.max_seqlen > self.max_seqlen:
@@ -79,7 +79,7 @@ class Bucket:
 
 
 def choose(buckets: Sequence[Bucket], batch: THDBatch) -> tuple[Bucket | None, Reason | None]:
-    """Return the cheapest bucket that a batch fits; or None, and why the nearest bucket does not fit."""
+    """Return the first bucket that a batch fits, and None; or None, and why the nearest does not fit."""
     if batch.extras:
         return None, "extras"
     layout = Layout.of_batch(batch)
@@ -94,7 +94,7 @@ def choose(buckets: Sequence[Bucket], batch: THDBatch) -> tuple[Bucket | None, R
 
 
 def make_buckets(max_sequences: Sequence[int], *, slots: int, max_seqlen: int | None = None) -> list[Bucket]:
-    """Make one bucket per number of sequences, in ascending order."""
+    """Make one bucket per number of sequences, in ascending order; ``max_seqlen`` defaults to ``slots``."""
     counts = sorted(set(host_ints(max_sequences, "max_sequences", advice="Example: (24, 80).").tolist()))
     if not counts:
         raise ValueError("max_sequences is empty; wanted at least one number, for example (24, 80).")
@@ -118,7 +118,7 @@ def real_lengths_of(batch: THDBatch, padded_lengths: Ints) -> Ints:
 
 
 def dummy_batch(layout: Layout, device: torch.device, *, axes: int | None = None) -> THDBatch:
-    """Make a batch of token 0 with a target in every slot but each sequence's last, for warm-up."""
+    """Make a batch of token 0 with targets in all slots but each sequence's last."""
     count = max(1, min(layout.sequences, layout.slots))
     lengths = [layout.slots // count + (i < layout.slots % count) for i in range(count)]
     batch = THDBatch.collate([{"input_ids": torch.zeros(length, dtype=torch.int64)} for length in lengths])
@@ -153,11 +153,11 @@ def _refused(name: str) -> property:
 
 
 class StaticBatch(THDBatch):
-    """The batch of a captured step: its tensors have fixed addresses, and reads of host values raise."""
+    """A batch of tensors with fixed addresses; except for ``max_seqlen``, reads of host values raise."""
 
     __slots__ = ()
 
-    max_targets = None  # unknown, because it changes from batch to batch
+    max_targets = None  # not known at capture, because it changes from batch to batch
 
     @classmethod
     def build(cls, **fields: Any) -> StaticBatch:
@@ -182,7 +182,7 @@ class StaticBatch(THDBatch):
         return StaticBatch.build(**{**{name: getattr(self, name) for name in _KEPT}, **changes})
 
     def _real_offsets(self) -> Tensor | None:
-        """Always return the buffer of offsets, because another replay may pad the sequences."""
+        """Return the offsets of real tokens even if no sequence is padded, because a later batch may be."""
         return self.cu_seqlens
 
     def __repr__(self) -> str:
@@ -221,7 +221,7 @@ class StaticInputs:
         )
 
     def dummy(self, layout: Layout | None = None) -> THDBatch:
-        """Return a dummy batch of a layout, by default the bucket's own."""
+        """Return a dummy batch of a layout; by default it fills the bucket."""
         bucket = self.bucket
         layout = layout or Layout(bucket.slots, bucket.sequences, bucket.max_seqlen)
         return dummy_batch(layout, self._device, axes=self.axes)
@@ -238,7 +238,7 @@ class StaticInputs:
             target[:used].copy_(getattr(batch, name)[:used], non_blocking=True)
             target[used:].fill_(blank)
         static.position_ids[..., :used].copy_(batch.position_ids[..., :used], non_blocking=True)
-        if tail:  # all dummies but the last are as long as the first one
+        if tail:  # all dummies are as long as the first, but the last may be shorter
             positions = torch.remainder(self._arange[:tail], int(lengths[layout.sequences]))
             static.position_ids[..., used:].copy_(positions, non_blocking=True)
         static_scale: Any = static.loss_scale

@@ -1,11 +1,11 @@
-"""A step and a bucket -> CUDA graphs of its forward and backward, called through one autograd.Function.
+"""A step and a bucket -> graphs of the step's forward and backward, called through an autograd.Function.
 
 ``torch.cuda.make_graphed_callables`` returns its gradient buffers themselves, so that a later replay
 overwrites the gradients accumulated in them (pytorch#181723). Here every gradient and output is a copy.
 
 Memory for G bytes of gradients and n buckets: all graphs share one set of buffers (G), because only one runs
-at a time. A replay returns copies (another G), which become ``.grad`` or are added to it. Separate buffers
-would take n G.
+at a time. A replay returns copies (another G), which become ``.grad`` or are added to it. One set of buffers
+per graph would take n G.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ def differentiate(
     outputs: Sequence[Tensor], leaves: Sequence[Tensor], grad_outputs: Sequence[Tensor] | None = None
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of leaves; None for leaves that no output depends on."""
-    # Without autocast, as in ``backward()``: it would cast the backward of an operator that ran in fp32.
+    # As in ``backward()``, autocast is off, because it would cast the backward of operators that ran in fp32.
     starts = [torch.ones_like(x) for x in outputs] if grad_outputs is None else grad_outputs
     with torch.autocast(outputs[0].device.type, enabled=False):
         return torch.autograd.grad(outputs, leaves, starts, allow_unused=True)
 
 
 class _Token:
-    """Held by the autograd node of a replay; it is alive while the backward may still run."""
+    """Held only by the autograd node of a replay, and so alive while the backward may still run."""
 
 
 class Turn:
@@ -117,7 +117,7 @@ class GraphPair:
                 lambda: differentiate(found, leaves, self.grad_outputs)
             )
         self.is_differentiable = [isinstance(x, Tensor) and x.requires_grad for x in flat]
-        # Detached outputs release the tensors that autograd saved, for the next capture.
+        # Outputs are detached to free what autograd saved, so that the next capture can reuse the memory.
         self.outputs = [x.detach() if isinstance(x, Tensor) else x for x in flat]
 
     def __call__(self, leaves: Sequence[Tensor]) -> Any:
@@ -131,8 +131,6 @@ class GraphPair:
 
 
 class _Replay(torch.autograd.Function):
-    """Replays the forward graph, and in its backward the backward graph."""
-
     @staticmethod
     def forward(ctx: Any, pair: GraphPair, *leaves: Tensor) -> tuple[Tensor, ...]:
         ctx.token, ctx.pair = pair.turn.take(), pair
@@ -158,7 +156,7 @@ class _Replay(torch.autograd.Function):
 
 
 def _refuse_foreign_leaves(outputs: list[Tensor], leaves: Sequence[Tensor]) -> None:
-    """Raise if a step trains tensors other than its parameters, which would get no gradient in a replay."""
+    """Raise if a step trains other tensors than ``leaves``, because a replay would give them no gradient."""
     known = {id(leaf) for leaf in leaves}
     stack: list[Any] = [x.grad_fn for x in outputs]
     seen: set[Any] = set()
@@ -178,13 +176,13 @@ def _refuse_foreign_leaves(outputs: list[Tensor], leaves: Sequence[Tensor]) -> N
 
 
 class GradientBuffers:
-    """Buffers for the gradients of a module's parameters; each is allocated for the first gradient."""
+    """One buffer per parameter for its gradient, allocated when the first gradient comes."""
 
     def __init__(self, count: int) -> None:
         self._held: list[Tensor | None] = [None] * count
 
     def keep(self, index: int, leaf: Tensor, gradient: Tensor) -> Tensor:
-        """Copy a dense gradient into its buffer and return the buffer; return other gradients unchanged."""
+        """Copy a dense, plain gradient into its buffer and return the buffer; return others unchanged."""
         if not (is_plain(leaf) and is_plain(gradient)) or gradient.layout is not torch.strided:
             return gradient
         held = self._held[index]
@@ -195,7 +193,7 @@ class GradientBuffers:
 
 @contextlib.contextmanager
 def copied_into(buffers: GradientBuffers, leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Copy every complete gradient of a backward into its buffer, so that the gradient's memory is freed."""
+    """Copy each gradient into its buffer once the backward has it, so that the gradient's memory is freed."""
     handles: list[Any] = [
         leaf.register_hook(functools.partial(buffers.keep, i, leaf))  # type: ignore[no-untyped-call]
         for i, leaf in enumerate(leaves)
@@ -208,7 +206,7 @@ def copied_into(buffers: GradientBuffers, leaves: Sequence[Tensor]) -> Iterator[
 
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy tensors, with a few kernel launches even for hundreds of parameters."""
+    """Copy tensors; all plain ones are copied together, in a few kernel launches."""
     made: list[Tensor] = [torch.empty_like(x) if is_plain(x) else x.clone() for x in tensors]
     plain = [i for i, x in enumerate(tensors) if is_plain(x)]
     if plain:
@@ -217,7 +215,7 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is of no subclass, such as DTensor, whose values are in other tensors."""
+    """Return whether a tensor is a Tensor or Parameter, not a subclass such as DTensor that wraps others."""
     return type(tensor) in (Tensor, nn.Parameter)
 
 
@@ -329,7 +327,7 @@ class CapturedStep:
 
 
 def capture_step(subject: Subject, bucket: Bucket, example: Example, shared: Shared) -> CapturedStep:
-    """Warm up and capture a step; the module, the random states and the Trainer's logs do not change."""
+    """Warm up and capture a step; buffers, random states and the Trainer's logs are as before at the end."""
     batch, module, backend = example.batch, subject.module, subject.backend
     refuse_sums_over_slots(module)
     refuse_fp8(module)
@@ -399,7 +397,7 @@ def _forward_backward(
 
 
 def _checked(output: Any) -> Any:
-    """Return the step's outputs unchanged; raise for None and for other objects than tensors."""
+    """Return the step's output unchanged; raise if it is None or holds more than tensors and None."""
     if output is None:
         raise CaptureError(
             "the step returned None to skip a batch, which a replay cannot decide again. Return the loss."

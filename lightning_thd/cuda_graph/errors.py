@@ -80,7 +80,7 @@ def as_capture_error(error: Exception) -> CaptureError:
 
 
 def is_machinery(filename: str) -> bool:
-    """Return whether a file is part of torch, Lightning, or our captures and batches, or is no real file."""
+    """Return whether a file is in ``_MACHINERY`` (torch, Lightning, ...), or is no real file."""
     return filename.startswith((*_MACHINERY, "<"))
 
 

@@ -32,7 +32,7 @@ _FOLLOWED = (*PLAIN, tuple, type, torch.dtype, *_FUNCTIONS)
 _SETTINGS = ("config", "_hparams")  # The values inside these are compared, too.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _REGISTRIES = ("_parameters", "_buffers", "_modules", *_HOOKS)
-# Attributes of every module, such as its Trainer, are not compared; its registries are, in their own spaces.
+# Not compared: attributes that every module has, such as the Trainer. Registries are spaces of their own.
 USUAL = frozenset((*vars(nn.Module()), *vars(L.LightningModule()))) - {"training", "_hparams"}
 _RECIPE = "_thd_fp8"
 _ONLY_LOOKS = "_thd_only_looks"
@@ -70,9 +70,9 @@ def _addresses(tensor: Tensor) -> tuple[int, ...]:
 class Uses:
     """The attributes that a step reads and writes during its capture."""
 
-    # ``written`` has (id of the module, name) of attributes that the step sets; they are not constants.
-    # ``read`` has the names that it reads from a LightningModule, whose hooks may change other attributes. It
-    # is None for other modules.
+    # ``written``: (id of the module, name) of the attributes that the step sets. They are not compared.
+    # ``read``: names of the LightningModule's attributes that the step reads. Only these are compared: its
+    # hooks may change others. None for other modules.
     def __init__(self, *others: Uses) -> None:
         self.written: set[tuple[int, str]] = {place for other in others for place in other.written}
         read = [other.read for other in others if other.read is not None]
@@ -154,7 +154,7 @@ class Fingerprint:
         self._remember(self._members())
 
     def change(self) -> str | None:
-        """Return the first thing that has changed since the fingerprint was taken, or None."""
+        """Return what has changed since the fingerprint was taken (the first difference found), or None."""
         for held, name, tensor, where, wanted in self._tensors:
             if held.get(name) is not tensor or _addresses(tensor) != where:
                 return f"{name} moved to other memory"
@@ -163,7 +163,7 @@ class Fingerprint:
         for child, kind in self._kinds:
             if type(child) is not kind:
                 return f"a {kind.__name__} became a {type(child).__name__}"
-        # This runs every step, so it has no loop in Python.
+        # There are many attributes, so they are compared without a loop in Python.
         if self._all_keys() == self._keys and all(map(is_, map(_get, self._held, self._names), self._values)):
             return None
         now = self._members()
@@ -172,7 +172,7 @@ class Fingerprint:
                 index, name = place
                 space = self._spaces[index]
                 return f"{space.what} changed" if space.whole else f"{space.what}{name} changed"
-        self._remember(now)  # only names that are not compared have changed
+        self._remember(now)  # only names that are not compared changed, or objects of equal value
         return None
 
     def _members(self) -> dict[tuple[int, Any], Any]:
@@ -196,7 +196,7 @@ class Fingerprint:
 def _spaces_of(
     path: str, child: nn.Module, left_out: frozenset[str], read: set[str] | None
 ) -> Iterator[_Space]:
-    """Yield a module's registries, its attributes, and its settings."""
+    """Yield a module's registries, its attributes, and the values inside its settings."""
     held, prefix = vars(child), f"{path}." if path else ""
     for name in _REGISTRIES:
         if type(held.get(name)) in (dict, OrderedDict):  # a scripted module has other types

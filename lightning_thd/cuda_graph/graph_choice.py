@@ -27,7 +27,7 @@ _WORTH = 0.005
 _MOST_BUCKETS = 3
 # The search over sets of 1 to 3 of 32 quantiles takes 0.1 s. More quantiles would save less than _WORTH.
 _QUANTILES = 32
-# Five of 512 batches lie above the 99th percentile. Planning a step takes about a millisecond.
+# Five of 512 batches lie above the 99th percentile. To plan 512 steps takes about half a second.
 _SAMPLE = 512
 
 
@@ -49,7 +49,7 @@ class GraphCosts:
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
             if not math.isfinite(value) or value < 0 or (value == 0 and name == "eager"):
-                raise ValueError(f"GraphCosts({name}={value}): wanted a positive time (0 only if not eager).")
+                raise ValueError(f"GraphCosts({name}={value}): wanted a positive time (or 0 if not eager).")
 
     def replay(self, sequences: int) -> float:
         """Return the time of a replay with S sequences; ``GraphCosts().replay(100)`` is 0.7067."""
@@ -58,7 +58,7 @@ class GraphCosts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """A line of the plan's table: the buckets' sequences, the share of batches that fit, and the speed-up."""
+    """A line of the plan's table: the buckets' sequences, the share of batches that fit, the speed-up."""
 
     name: str
     sequences: tuple[int, ...]
@@ -131,7 +131,7 @@ def plan_graphs(
     costs: GraphCosts | None = None,
     given: Sequence[int] = (),
 ) -> GraphPlan:
-    """Choose up to three buckets with the least expected cost for sampled layouts, or use the given ones."""
+    """Choose up to three buckets with the least expected cost for sampled layouts; or take those given."""
     needs = needed_sequences(layouts, slots, max_seqlen)
     if not len(needs):
         raise ValueError(f"No sampled batch fits into slots={slots}. Raise slots to the capacity of a pack.")
@@ -150,13 +150,13 @@ def plan_graphs(
 
 
 def needed_sequences(layouts: Sequence[Layout], slots: int, max_seqlen: int) -> IntArray:
-    """Count the sequences of each batch that fits, and the dummies that fill its tail, int64 ``[N]``."""
+    """Count the sequences of N fitting batches, with the dummies in their tails, int64 ``[N]``."""
     found = [x.sequences + -(-(slots - x.slots) // max_seqlen) for x in layouts if x.slots <= slots]
     return np.array(found, dtype=np.int64)
 
 
 def sample_layouts(planner: PackPlanner, *, dp: int = 1) -> list[Layout]:
-    """Return up to 512 microbatch layouts, from steps across an epoch; every rank gets the same ones."""
+    """Return up to 512 microbatch layouts, from random steps of epoch 0; every rank gets the same ones."""
     steps = np.random.default_rng(0).choice(len(planner), size=min(len(planner), _SAMPLE), replace=False)
     found = (
         Layout.of(planner.slots.padded(spans.lengths).tolist())
@@ -168,7 +168,7 @@ def sample_layouts(planner: PackPlanner, *, dp: int = 1) -> list[Layout]:
 
 
 def expected_cost(needs: IntArray, sequences: Sequence[int], costs: GraphCosts) -> float:
-    """Return the mean cost of batches that need ``[N]`` sequences, if these buckets are captured."""
+    """Return the mean cost of N batches with these ``needs``, if buckets of ``sequences`` are captured."""
     sizes = sorted(sequences)
     fitting: list[int] = np.searchsorted(np.sort(needs), sizes, side="right").tolist()
     replayed = sum((n - m) * costs.replay(s) for s, m, n in zip(sizes, [0, *fitting], fitting, strict=False))
@@ -176,7 +176,7 @@ def expected_cost(needs: IntArray, sequences: Sequence[int], costs: GraphCosts) 
 
 
 def best_sequences(needs: IntArray, num_buckets: int, costs: GraphCosts) -> tuple[int, ...]:
-    """Choose up to ``num_buckets`` quantiles of the needs ``[N]`` as buckets of least expected cost."""
+    """Choose up to ``num_buckets`` quantiles of ``needs`` ``[N]`` as the buckets of least expected cost."""
     levels = np.linspace(0, 1, _QUANTILES)
     values = np.unique(np.quantile(needs, levels, method="inverted_cdf")).astype(int).tolist()
     best: tuple[int, ...] = ()

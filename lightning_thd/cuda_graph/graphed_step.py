@@ -41,9 +41,9 @@ from lightning_thd.cuda_graph.guards import RandomUse, attribute, guarded, remem
 from lightning_thd.parallel.across_ranks import all_agree
 from lightning_thd.parallel.shard import THDShard
 
-# Stop after this many captures: if parameters are swapped every few steps, captures are useless.
+# Stop after this many captures of all buckets: if parameters move every few steps, captures are useless.
 _MOST_CAPTURES = 4
-# A replay must be faster by this share; otherwise eager is as good, and needs no second copy of gradients.
+# A replay must be faster by this share; otherwise the bucket's batches run eagerly.
 _MARGIN = 0.02
 
 
@@ -53,7 +53,7 @@ class GraphStats:
 
     Attributes:
         replays: number of batches that ran from a graph.
-        fallbacks: number of batches that ran eagerly, by reason.
+        fallbacks: number of batches that ran eagerly, by reason; calls without gradients do not count.
         captures: number of captured graphs.
         capture_s: seconds spent on captures, warm-up included.
     """
@@ -111,7 +111,7 @@ class GraphedStep:
         if (found := sharded_by(bare)) is not None:
             raise ValueError(
                 f"The module is sharded by {found}, which gathers parameters into its own memory at every "
-                "step: a captured step would keep the addresses of the first. Use CUDA graphs with one "
+                "step: a captured step would keep the addresses of its capture. Use CUDA graphs with one "
                 "device or DDP, or train without them."
             )
         self.wrapped, self.require = module, require
@@ -131,7 +131,7 @@ class GraphedStep:
         return self._through_ddp(batch, *rest) if through_ddp else self._run(batch, *rest)
 
     def close(self) -> None:
-        """Drop all graphs and their memory; the next call with gradients captures again."""
+        """Drop all graphs and their memory; if not ``off``, the next call with gradients captures again."""
         self._graphs, self._modes, self._fingerprint = {}, None, None
         self._subject.backend.release()
 
@@ -183,8 +183,8 @@ class GraphedStep:
     def _capture(self, example: Example) -> bool:
         """Capture every bucket under torch's current modes, and return whether that succeeded."""
         started, parameters = time.perf_counter(), self._subject.module.parameters()
-        # All ranks capture together the first time, and every time with DTensors. Another capture may happen
-        # only on this rank, so it must not communicate.
+        # All ranks capture together the first time, and every time with DTensors. Any other capture may be on
+        # this rank only, so it must not communicate.
         together = self._rounds == 0 or any(isinstance(parameter, DTensor) for parameter in parameters)
         error = self._try_capture(example)
         if all_agree(error is None, example.device) if together else error is None:
@@ -218,7 +218,7 @@ class GraphedStep:
         return None
 
     def _find_slower(self, example: Example, *, together: bool) -> None:
-        """Mark the buckets whose replay is measured to be no faster; their batches will run eagerly."""
+        """Mark the buckets whose replay is not faster by ``_MARGIN``; their batches will run eagerly."""
         for bucket, step in self._graphs.items():
             times = _compare(self._subject, step, example)
             if times is None:
@@ -230,7 +230,7 @@ class GraphedStep:
             self._slower.add(bucket)
             rank_zero_info(
                 f"CUDA graph of {bucket}: a replay takes {replay_s * 1e3:.2f} ms and eager "
-                f"{eager_s * 1e3:.2f} ms on this or another rank, so batches of this size run eagerly."
+                f"{eager_s * 1e3:.2f} ms on this rank. Not every rank gains, so these batches run eagerly."
             )
 
     def _forget(self, change: str) -> None:
@@ -268,9 +268,9 @@ class GraphedStep:
 def _compare(subject: Subject, step: CapturedStep, example: Example) -> tuple[float, float] | None:
     """Return the seconds of forward and backward, eager and replayed; None if the backend has no times."""
     backend, bucket, layout = subject.backend, step.inputs.bucket, Layout.of_batch(example.batch)
-    slots = example.batch.input_ids.numel()  # trailing padding included, because FP8 needs it
+    slots = example.batch.input_ids.numel()  # with trailing padding, because FP8 needs it
     layout = Layout(slots, layout.sequences, max(layout.max_seqlen, -(-slots // max(1, layout.sequences))))
-    if bucket.misfit(layout) is not None:  # the example would not use this bucket
+    if bucket.misfit(layout) is not None:  # the example is too large, so take a batch that fills the bucket
         layout = Layout(bucket.slots, bucket.sequences, bucket.max_seqlen)
     batch = step.inputs.dummy(layout)
 
@@ -303,16 +303,16 @@ _ADVICE = (
 )
 # The relative differences by dtype that rounding can cause, because padding changes the order of sums.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-4}
-_LOW, _FP8, _RANDOM = 2e-2, 0.1, 0.7  # for other dtypes, for FP8, and for steps with random numbers
+_LOW, _FP8, _RANDOM = 2e-2, 0.1, 0.7  # for other dtypes, autocast or TF32; for FP8; for random numbers
 
 
 def prove(subject: Subject, step: CapturedStep, example: Example) -> None:
-    """Raise if a captured step's results differ from eager ones, on a batch that fills part of a bucket."""
+    """Raise if a captured step differs from the eager one by more than rounding, on a part-filled bucket."""
     layout = small_layout(step.inputs.bucket)
     if layout is None:
         return
     batch = step.inputs.dummy(layout)
-    batch = batch.replace(input_ids=torch.ones_like(batch.input_ids))  # the bucket's tail has zeros
+    batch = batch.replace(input_ids=torch.ones_like(batch.input_ids))  # unlike the zeros of the bucket's tail
     use = RandomUse()
     with restored(subject.module), guarded(subject.module) as eager, use:
         wanted = subject(batch, *example.rest)

@@ -85,7 +85,7 @@ class LoggedValue(NamedTuple):
 
 @contextlib.contextmanager
 def guarded(module: nn.Module) -> Iterator[list[LoggedValue]]:
-    """Yield the step's ``self.log`` calls, and refuse reads of the Trainer's progress in this context."""
+    """Collect the step's ``self.log`` calls in a list, and refuse reads of the Trainer's progress."""
     logged: list[LoggedValue] = []
     if not isinstance(module, L.LightningModule):
         yield logged
@@ -145,11 +145,11 @@ _SHARDED = ("FSDPModule", "FullyShardedDataParallel", "FullyShardedDataParallelP
 
 
 def host_state(module: nn.Module) -> dict[tuple[int, str], tuple[Any, Any]]:
-    """Collect plain attributes, container sizes and buffers of all submodules, to detect changes."""
+    """Collect all plain attributes, container sizes and buffers, and every attribute of ``module`` itself."""
     found: dict[tuple[int, str], tuple[Any, Any]] = {}
     for i, child in enumerate(module.modules()):
         for name, value in (*vars(child).items(), *child._buffers.items()):
-            own = i == 0 and name not in USUAL and name[:4] != "_thd"  # hooks of the user may read it
+            own = i == 0 and name not in USUAL and name[:4] != "_thd"  # the user's hooks may read it
             if isinstance(value, PLAIN):
                 found[i, name] = None, value
             elif isinstance(value, _CONTAINERS) and name != "_buffers":
@@ -274,7 +274,7 @@ class RandomUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether an operator drops nothing, because its probability of dropout is 0."""
+    """Return whether an operator drops nothing, because its dropout is 0 or switched off."""
     if func is torch.ops.aten.native_dropout.default:
         return not (args[1] and args[2])
     named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
@@ -283,7 +283,7 @@ def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @contextlib.contextmanager
 def without_saved_states(use: RandomUse | None = None) -> Iterator[None]:
-    """Stop checkpointing from saving and setting random states inside this context."""
+    """Stop checkpointing from saving and setting random states; ``use`` records that it tried to save."""
     checkpoint: Any = torch.utils.checkpoint
     namespace: Any = torch
     get, set_, devices = torch.get_rng_state, torch.set_rng_state, checkpoint.get_device_states

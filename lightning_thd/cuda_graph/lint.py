@@ -44,7 +44,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class LintReport:
-    """The findings of :func:`lint_capture`: the lines that cannot be captured, in the order of the step."""
+    """The findings of :func:`lint_capture` in the order found, one per line of code."""
 
     findings: tuple[Finding, ...]
 
@@ -61,9 +61,9 @@ class LintReport:
 
 
 def lint_capture(module: nn.Module, batch: THDBatch, *, step: StepFunction | None = None) -> LintReport:
-    """Run a step on the CPU and on the meta device, and report all that a CUDA graph cannot capture.
+    """Run a step on the CPU and on the meta device, and report what a CUDA graph cannot capture.
 
-    Both runs use copies: the module, its gradients and the random states do not change.
+    The runs use copies: the module, its gradients and the random states do not change.
 
     Args:
         module: a LightningModule or any other module.
@@ -122,7 +122,6 @@ def _forward_backward(module: nn.Module, batch: THDBatch, run: StepFunction) -> 
 
 @contextmanager
 def _errors_to(report: Callable[[str, str | None], None]) -> Iterator[None]:
-    """Report any exception in this context as a finding."""
     try:
         yield
     except Exception as error:
@@ -143,7 +142,6 @@ def _default_step(module: nn.Module) -> StepFunction:
 
 
 def _copy(module: nn.Module) -> nn.Module:
-    """Deep-copy a module, but not its Trainer."""
     trainer = module._trainer if isinstance(module, L.LightningModule) else None
     return copy.deepcopy(module, {id(trainer): trainer})
 

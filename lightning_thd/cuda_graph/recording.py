@@ -43,7 +43,6 @@ class _Call:
 
 
 def _wait_for_replayed(function: Any, results: list[Any]) -> None:
-    """If a replayed operator is a collective, wait until its results are complete."""
     if function.namespace == "_c10d_functional":
         for x in results:
             if isinstance(x, Tensor):
@@ -55,7 +54,7 @@ def _wait_for_replayed(function: Any, results: list[Any]) -> None:
 
 
 def _wait_for_recorded(result: Any) -> Any:
-    """Wait for a recorded collective, because some copy results only then; return finished handles."""
+    """Wait for a recorded collective, because some copy results in ``wait``; return finished handles."""
     leaves, spec = tree_flatten(result)
     for i, x in enumerate(leaves):
         if isinstance(x, torch.ScriptObject):
@@ -109,7 +108,7 @@ class RecordingBackend:
         raise CaptureError(problem, where)
 
     def time_s(self, function: Callable[[], object]) -> float | None:
-        """Return None: a recording is always slower than eager, so its times are meaningless."""
+        """Return None: a recording replays from Python, so its times say nothing about CUDA graphs."""
         return None
 
     def release(self) -> None:
@@ -184,13 +183,12 @@ def _storages(tensor: Tensor) -> set[int]:
     return {x.untyped_storage().data_ptr() for x in plain_tensors(tensor)} - {0}
 
 
-# Later operators fill the results of these, so that a replay needs no new ones.
+# Later operators fill the results of these, so a replay needs no new results.
 _EMPTY = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 _UNFILLED = tuple(f"aten::{name}" for name in _EMPTY)
 
-
-# Two tables are needed for what cannot be captured. Python functions such as ``tolist`` never reach the
-# dispatcher. Operators do: ``if x > 0`` reaches it as ``_local_scalar_dense``, from any code.
+# What cannot be captured is in two tables. Python functions such as ``tolist`` never reach the dispatcher.
+# Operators do, from any code: the dispatcher sees ``if x > 0`` as ``_local_scalar_dense``.
 _READ = "reads a value back to the host, which waits for the device and fixes the value it had at capture"
 _SHAPE = "makes a shape that depends on values"
 _CONSTANT = (

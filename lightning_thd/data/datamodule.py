@@ -49,7 +49,7 @@ class THDDataModule(LogsSources):
             completion, or only the assistant's turns. A dict ``{name: (source, weight)}`` is a mixture. An
             ``IterableDataset``, a function that returns an iterator, and ``data.streams.Stream`` are streams:
             read once, front to back. If one source of a mixture is a stream, all are read as streams.
-        capacity: most tokens of a pack.
+        capacity: most tokens of a pack, with padding for alignment; ``own_pack`` may exceed it.
         global_batch: ``Packs(n)`` is n packs per optimizer step. ``Sequences(n)`` is exactly n sequences per
             step, in as many microbatches as needed; it requires one of our strategies. Default: one pack for
             each rank and batch, ``Packs(ranks * accumulate_grad_batches)``.
@@ -83,7 +83,7 @@ class THDDataModule(LogsSources):
         schedule: a ready-made plan for training with ``Packs(n)``: the pack of each sequence, ints ``[N]``.
         scheduler: a function that replaces ``packing.balance``, for ``Sequences(n)``.
         cost: the work of a sequence by its length and images; ranks get equal work. By default it is computed
-            from the transformers config of the model and its vision tower, if there is one.
+            from the model's transformers config, with its vision tower if the model has one.
         extras_cost: a function from a row to the number of its image patches, or to the frames, rows and
             columns of patches of each image, ``[N, 3]``. Rows need it if their grids or ``pixel_values`` do
             not give the patches.
@@ -169,7 +169,7 @@ class THDDataModule(LogsSources):
             if name != "train" and (isinstance(source, Stream) or is_stream(source)):
                 raise ValueError(f"{name} is a stream; only train may be one. Pass a dataset.")
         # Unused hooks must look absent. For each dataloader, Lightning requires a step method in the module,
-        # and on_before_batch_transfer here would replace that of the module.
+        # and on_before_batch_transfer here would replace the module's.
         unused = [f"{stage}_dataloader" for stage, source in evaluated.items() if source is None]
         if not sets.is_mixture(train):
             unused.append("on_before_batch_transfer")

@@ -55,7 +55,7 @@ Key = tuple[int, int, int, int]
 # The loss scale, sequence scale and token scale of a step. With None, the loss is the mean over the batch.
 Scales = tuple[float | None, float | None, float | None]
 
-_REMEMBERED = 10_000  # most steps whose tokens per source wait for ``tokens_of``; only process 0 takes them
+_REMEMBERED = 10_000  # bound of the steps whose tokens wait for ``tokens_of``: only process 0 calls it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,18 +83,14 @@ class _Steps(Protocol):
 
     kind: Kind
     per_step: int  # batches of a rank per step
-    steps_per_epoch: int | None  # None ends an epoch at the step that is marked ``last``
+    steps_per_epoch: int | None  # if None, an epoch ends at the step that is marked ``last``
     resumes: bool  # whether an iteration continues after the last trained step, as a stream must
     names: Sequence[str]  # names of the sources of a mixture
 
     def source_of(self, ids: npt.ArrayLike) -> npt.NDArray[np.int64]: ...
-
     def length(self, epoch: int) -> int | None: ...
-
     def steps(self, at: Position, limit: int | None) -> Iterator[RankStep]: ...
-
     def state(self, at: Position) -> dict[str, Any]: ...
-
     def load(self, state: Mapping[str, Any]) -> Position: ...
 
 
@@ -107,7 +103,7 @@ class THDLoader:
         self.source, self._progress, self.capacity = source, progress, capacity
         self.planner: Planner | None = source.planner if isinstance(source, PlannedSteps) else None
         self.per_step = source.per_step
-        # Whether ranks that share packs get them from the rank that reads: true for streams.
+        # Whether one rank reads packs for all ranks that share them, as in streams.
         self.reads_for_peers = source.resumes
         self.waited_s = 0.0  # seconds spent so far on reading and collating, or on waiting for workers
         self.tokens: deque[npt.NDArray[np.int64]] = deque(maxlen=_REMEMBERED)
@@ -289,7 +285,7 @@ class _SamplerForLightning(_IndexBatchSamplerWrapper):
         self.sampler, self.seen_batch_indices = loader, indices
 
 
-_STOP_S = 30.0  # seconds that an ending process waits for running calls, in which other ranks may take part
+_STOP_S = 30.0  # seconds to wait at the end for running calls, in which other ranks may take part
 _Calls = SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None]
 _THREADS: WeakKeyDictionary[Thread, _Calls] = WeakKeyDictionary()
 
@@ -304,7 +300,7 @@ class Ahead:
         self._thread: Thread | None = None
 
     def submit(self, call: Callable[..., Any], *args: Any) -> None:
-        """Queue a call, and start the thread at the first."""
+        """Queue a call; the first call starts the thread."""
         if self._queue is None:
             self._queue = SimpleQueue()
             self._thread = Thread(target=_run_calls, args=(self._queue,), name=self._name, daemon=True)
@@ -328,7 +324,7 @@ class Ahead:
         return future.result()
 
     def stop(self) -> None:
-        """Drop the results of queued calls; wait until these have ended, but at most ``_STOP_S`` seconds."""
+        """Drop the results of queued calls, and wait until the calls end, but at most ``_STOP_S`` seconds."""
         self.pending.clear()
         if self._queue is not None and self._thread is not None:
             self._queue.put(None)
@@ -516,7 +512,6 @@ class PlannedSteps:
 
 
 def _keys(epoch: int, first: int, stop: int, per_step: int) -> Iterator[Key]:
-    """Yield the keys of an epoch from a step on."""
     # This is a function, not a method, so that the iterator keeps neither loader nor workers alive.
     for batch in range(first * per_step, stop):
         step, micro = divmod(batch, per_step)

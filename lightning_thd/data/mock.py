@@ -8,7 +8,7 @@ as a mapping, as JSON text or as a JSON file::
      "mean_seq_len": 4096, "lognormal_sigma": 1.1}
 
 Drawn lengths are clipped to their bounds, so this example has a mean of about 3,250. Sequence i depends only
-on (seed, i), so that every rank and worker makes the same sequence.
+on the settings, the seed and i, so that every rank and worker makes the same sequence.
 """
 
 from __future__ import annotations

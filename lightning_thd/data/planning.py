@@ -33,7 +33,7 @@ from lightning_thd.packing.sharing import SharedPlanner
 T = TypeVar("T")
 
 _VERSION = 1  # the version of the counts in the cache
-# With capacity, max_patches and the data, these make the cache key: packs depend on no other setting.
+# With capacity, max_patches and the data, these are the cache key: the counts depend on no other setting.
 _WINDOW_SETTINGS = ("align", "window", "oversize", "seed")
 
 COUNTS_FROM = 100_000  # With fewer sequences, counting packs takes less time than opening a cache file.
@@ -83,7 +83,7 @@ class DataSettings:
             raise ValueError(f"pad_to={self.pad_to} is less than capacity={self.capacity}. Raise or omit it.")
 
     def step(self, job: Job) -> Packs | Sequences:
-        """Return the size of a step; by default one pack for each rank (or largest group) and batch."""
+        """Return a step's size; by default one pack per batch for each rank or largest group of ranks."""
         groups = job.ranks if job.sharing is None else max(1, job.ranks // job.sharing.max_degree)
         return self.global_batch or Packs(groups * job.accumulate)
 
@@ -203,7 +203,7 @@ def _images(data: DataSet, settings: DataSettings, job: Job) -> dict[str, Any]:
 
 
 def prefix_bytes(rows: MapDataset, i: int) -> bytes:
-    """Return the ids of a row, 4 bytes each; unique ids if it has images, positions or types."""
+    """Return a row's ids, 4 bytes each; with images, positions or types, numbers that no other row shares."""
     sample = rows[i]
     ids = np.asarray(sample["input_ids"])
     if inputs(sample) or any(key in sample for key in ("position_ids", *TYPES)):
@@ -212,7 +212,6 @@ def prefix_bytes(rows: MapDataset, i: int) -> bytes:
 
 
 def _refuse(option: str, clashes: Mapping[str, bool]) -> None:
-    """Raise for the first of ``clashes`` that is True."""
     for other, clashing in clashes.items():
         if clashing:
             raise ValueError(f"{option} cannot be used with {other}. Leave one of them out.")
@@ -228,7 +227,7 @@ def counts_of(data: DataSet, planner: Planner) -> dict[str, int]:
 def plan_counted_once(
     make: partial[PackPlanner], key: Mapping[str, Any], cache_dir: str | Path | None
 ) -> PackPlanner:
-    """Make a planner; take the number of packs of each window from the cache if it is there."""
+    """Make a planner; the numbers of packs of its windows come from the cache, or go there once counted."""
     options = make.keywords
     if isinstance(options["global_batch"], Sequences) or options["schedule"] is not None:
         return make()

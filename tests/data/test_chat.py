@@ -454,6 +454,7 @@ REFUSED: list[tuple[str | None, Any, str]] = [
     (PLAIN, {"messages": "hello"}, "messages must be a list of"),
     (PLAIN, {"prompt": "a", "completion": [USER]}, "prompt and completion must be two strings"),
     (PLAIN, {"conversations": []}, "conversations must be a list of"),
+    (PLAIN, {"conversation": []}, "conversation must be a list of"),
     (PLAIN, {"conversations": [{"from": "alien", "value": "a"}]}, "a turn is from 'alien'"),
     (PLAIN, {**ALPACA, "input": 3}, "instruction, input and output must be strings"),
     (PLAIN, {**ALPACA, "history": [["q", "a"]]}, "'history' is not read"),

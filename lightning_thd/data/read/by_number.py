@@ -76,7 +76,7 @@ class RowsByNumber:
     """The rows of a dataset; the images of a Hugging Face dataset are not decoded."""
 
     def __init__(self, dataset: MapDataset, folder: Path | None = None) -> None:
-        self._folder = folder  # the start of relative paths of images
+        self._folder = folder  # the folder at which relative paths of images start
         self._arrow = is_hugging_face(dataset) and arrow_table(dataset) is not None
         self._dataset: Any = dataset.with_format("arrow") if self._arrow else dataset  # type: ignore[attr-defined]
 

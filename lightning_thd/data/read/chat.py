@@ -22,7 +22,7 @@ from lightning_thd.data.read.conversations import LEARNED, calls_read, other_cal
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 # Keys under which models and datasets keep the thoughts of an assistant before its answer.
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thoughts", "thought", "tool_plan")
-_THOUGHT_END = "</think>"  # ends them if they are in the content
+_THOUGHT_END = "</think>"  # ends the thoughts if they are in the content
 Message = dict[str, Any]
 Spans = list[tuple[int, int]]
 
@@ -103,7 +103,7 @@ def encode_chat(
     messages = list(messages)
     text = renderer.render(messages)
     read = [calls_read(message, text) for message in messages]
-    if read != messages:  # as JSON text, the template would quote the arguments of calls again
+    if read != messages:  # the template would quote arguments that stay JSON text a second time
         messages, text = read, renderer.render(read)
     _refuse_unread(template, renderer.options)
     _refuse_lost_thoughts(renderer, messages, text)
@@ -122,7 +122,7 @@ def encode_chat(
 
 
 def _refuse_no_end(message: Message, turn: str, last: int, tokenizer: Any) -> None:
-    """Raise if the template writes nothing behind the words of an answer, so that no end is learned."""
+    """Raise if an answer's turn ends with its own words and no special token, so that no end is learned."""
     content = next((part.get("text") for part in _parts(message)[-1:]), message.get("content"))
     words = content.strip() if isinstance(content, str) else ""
     if words and turn.endswith(words) and last not in tokenizer.all_special_ids:
@@ -135,8 +135,8 @@ def _refuse_no_end(message: Message, turn: str, last: int, tokenizer: Any) -> No
 def _learned_tokens(turn: list[int], text: str, message: Message, tokenizer: Any) -> int:
     """Return how many tokens of a turn are learned: those up to its last EOS, if that EOS ends the turn.
 
-    What the template adds after it is not learned. EOS in the message's own text end no turn. If words of the
-    message follow the last EOS, it does not end the turn. Then the whole turn is learned.
+    What the template adds after that EOS is not learned. EOS tokens in the message's own text do not end the
+    turn, nor does an EOS before words of the message. If no EOS ends the turn, all of it is learned.
     """
     eos = getattr(tokenizer, "eos_token", None)
     eos_in_message = str(message).count(eos) if eos else 0
@@ -150,7 +150,7 @@ def _learned_tokens(turn: list[int], text: str, message: Message, tokenizer: Any
 
 
 def _words(value: Any) -> Iterator[str]:
-    """Yield all texts of a message under any key except ``role`` and ``type``."""
+    """Yield all texts in a value, at any depth, except under the keys ``role`` and ``type``."""
     if isinstance(value, str) and value.strip():
         yield value.strip()
     elif isinstance(value, Mapping):
@@ -162,7 +162,7 @@ def _words(value: Any) -> Iterator[str]:
 
 
 def _refuse_unread(template: str, options: Mapping[str, Any]) -> None:
-    """Raise if the template does not know the name of a variable."""
+    """Raise if the template does not use a variable of ``options``."""
     if unread := [name for name in options if not re.search(rf"\b{re.escape(name)}\b", template)]:
         raise ValueError(
             f"chat_template_kwargs holds {unread[0]!r}, which the chat template does not read. "
@@ -171,7 +171,7 @@ def _refuse_unread(template: str, options: Mapping[str, Any]) -> None:
 
 
 def _refuse_lost_thoughts(renderer: _Renderer, messages: list[Message], text: str) -> None:
-    """Raise if the template leaves out thoughts even in the last message of a conversation."""
+    """Raise if the template leaves out a message's thoughts even if that message is the last one."""
     for i, message in enumerate(messages):
         content = message.get("content")
         begun, end, answer = str(content).rpartition(_THOUGHT_END)
@@ -209,7 +209,7 @@ def _check(tokenizer: Any, messages: object, skip: int, *, images: bool = False)
 
 
 def _check_content(message: Message, images: bool) -> None:
-    """Refuse a message whose content a template would write as None, a number or a list."""
+    """Refuse ``function_call``, bad ``tool_calls``, missing or numeric content, and parts of other types."""
     role, content = message["role"], message.get("content")
     if message.get("function_call"):
         raise ValueError("a message has a function_call, which is not read. Give it as tool_calls.")
@@ -299,14 +299,13 @@ def _renders_alike(renderer: _Renderer, messages: list[Message], i: int, changed
     """Return whether the template writes the same text if message ``i`` is replaced by ``changed``."""
     try:
         return renderer.render([*messages[:i], changed, *messages[i + 1 :]]) == text
-    except ValueError:  # the template refuses the other message, so it reads what differs
+    except ValueError:  # the template refuses the changed message, so it does read the changed part
         return False
 
 
 def _encode_marked(
     renderer: _Renderer, messages: list[Message], text: str, template: str, skip: int
 ) -> tuple[list[int], NDArray[np.bool_]]:
-    """Encode a conversation with a template that marks answers with ``{% generation %}``."""
     tokenizer, spans = renderer.tokenizer, _marked_spans(renderer, messages, text, template)
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     learned = _answers(messages, skip)
@@ -380,7 +379,7 @@ def _answer_span(renderer: _Renderer, messages: list[Message], i: int, text: str
 
 
 def _before_first(renderer: _Renderer, messages: list[Message], after: str) -> str:
-    """Return the text before the answer if it is message 0; a template may add a system prompt there."""
+    """Return the text before an answer that is message 0; a template may add a system prompt there."""
     asked, bare = [{"role": "user", "content": "x"}], _Renderer(renderer.tokenizer, None, renderer.options)
     try:
         # Templates cannot render zero messages. So take the header of an answer from a made-up question.
@@ -394,7 +393,7 @@ def _before_first(renderer: _Renderer, messages: list[Message], after: str) -> s
 
 
 def _encode_with_edges(tokenizer: Any, text: str, edges: list[int]) -> tuple[list[int], dict[int, int]]:
-    """Return the ids of a text, and for each character position in ``edges`` the token that begins there."""
+    """Return a text's ids, and for each character position in ``edges`` the index of the token there."""
 
     def encode(part: str) -> list[int]:
         return list(tokenizer(part, add_special_tokens=False)["input_ids"])

@@ -1,4 +1,4 @@
-"""Columns of ids in files or Hugging Face datasets -> rows that are views of them; CSV tables -> records."""
+"""Columns of ids in files or Hugging Face datasets -> rows that view the columns; CSV tables -> records."""
 
 from __future__ import annotations
 
@@ -63,7 +63,10 @@ def as_rows(dataset: MapDataset) -> MapDataset:
 
 
 def hold_ids(files: list[SourceFile], text_key: str) -> bool:
-    """Return whether Parquet or Arrow files have ids; raise if they have no text either, or differ."""
+    """Return True if all files have ids, False at the first that has text instead.
+
+    Raises ValueError at a file with neither, or if files with ids have different columns.
+    """
     schemas = [
         open_parquet(file).schema_arrow if file.suffix == ".parquet" else map_arrow(file).schema
         for file in files
@@ -74,7 +77,7 @@ def hold_ids(files: list[SourceFile], text_key: str) -> bool:
             if kind_of(dict.fromkeys(found, ""), text_key) is not None:
                 return False
             raise ValueError(f"{file.name} has the columns {list(found)}, but neither 'input_ids' nor text.")
-        if found != columns[0]:  # datasets would fill in missing columns
+        if found != columns[0]:  # the package datasets would fill in missing columns
             both = f"{file.name} and {files[0].name} have different columns: {found}, and {columns[0]}"
             raise ValueError(f"{both}. Give files with the same columns.")
     return True
@@ -82,12 +85,12 @@ def hold_ids(files: list[SourceFile], text_key: str) -> bool:
 
 def load_columns(files: list[SourceFile], cache_dir: str | Path | None) -> Any:
     """Open Parquet or Arrow files as one Hugging Face dataset, mapped into memory from the cache."""
-    full = [file for file in files if sum(part_sizes(file))]  # datasets fails on a file without rows
+    full = [file for file in files if sum(part_sizes(file))]  # the package datasets refuses empty files
     if not full:
         raise ValueError(f"{files[0].name} has no rows. Give at least one sequence.")
     try:
         return _load("parquet" if files[0].suffix == ".parquet" else "arrow", full, cache_dir)
-    except Exception:  # this error names no file: reading the files again raises one that does
+    except Exception:  # the error names no file, but reading again raises one that does
         for chunk in file_chunks(full):
             deque(chunk(), maxlen=0)
         raise
@@ -140,6 +143,6 @@ def _table_rows(name: str, rows: Any, which: range, numbers: frozenset[str]) -> 
 
 
 def _number(cell: str) -> Any:
-    """Parse a cell of numbers, such as ``1`` or ``[1, 0]``; any other cell stays text."""
+    """Parse a cell that is a JSON number, boolean or list, such as ``[1, 0]``; any other cell stays text."""
     found = parse_json(cell)
     return found if isinstance(found, int | float | list) else cell

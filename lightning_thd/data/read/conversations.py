@@ -67,9 +67,10 @@ def messages_of(record: dict[str, Any], kind: Kind) -> Conversation:
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
         return Conversation(_system(record) + turns, tools, 0, options)
     if kind == "sharegpt":
-        talk = record.get("conversations", record.get("conversation"))
+        key = "conversations" if "conversations" in record else "conversation"
+        talk = record.get(key)
         if not isinstance(talk, list) or not talk or not all(isinstance(turn, dict) for turn in talk):
-            raise ValueError("conversations must be a list of {'from': ..., 'value': ...}. Fix it.")
+            raise ValueError(f"{key} must be a list of {{'from': ..., 'value': ...}}. Fix it.")
         return Conversation(_system(record) + [_turn(turn) for turn in talk], tools, 0, options)
     if record.get("system"):
         raise ValueError("'system' is beside messages. Make it the first message.")
@@ -87,7 +88,7 @@ def _turns(messages: Any) -> Any:
 
 
 def calls_read(message: Message, text: str) -> Message:
-    """Parse the JSON arguments of a message's tool calls if the rendered ``text`` quotes them twice."""
+    """Parse arguments of tool calls that are JSON text, if the template wrote them as a quoted string."""
     for place, call in _calls(message):
         given = call.get("arguments")
         found = parse_json(given) if isinstance(given, str) else None
@@ -141,6 +142,6 @@ def _turn(turn: dict[str, Any]) -> Message:
     who, value = turn.get("from"), turn.get("value")
     if not isinstance(who, str) or who not in _ROLES or not isinstance(value, str):
         given = f"a turn is from {who!r} with a value of type {type(value).__name__}"
-        raise ValueError(f"{given}; wanted a string from one of {', '.join(_ROLES)}.")
+        raise ValueError(f"{given}; the value must be a string, 'from' one of {', '.join(_ROLES)}.")
     learned = {key: turn[key] for key in LEARNED if key in turn}
     return {**learned, "role": _ROLES[who], "content": value}

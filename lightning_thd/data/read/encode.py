@@ -1,4 +1,4 @@
-"""Records of text, prompts or conversations, and a tokenizer -> rows of ids, with labels if some are masked.
+"""Records of text, ids, prompts or chats, and a tokenizer -> rows of ids, with labels if some are masked.
 
 EOS keeps its target even if the pad token has the same id, because no code here looks for padding.
 """
@@ -35,7 +35,7 @@ Tokenizer = Callable[[str], Sequence[int] | NDArray[np.integer]]
 Ids = NDArray[np.integer]
 Number = int | float
 
-_KIND_RECORDS = 1000  # records that are searched for a known kind with on_error="skip", else 1
+_KIND_RECORDS = 1000  # records searched for a known kind with on_error="skip"; else only one is
 # Keys beside text that are refused if they hold several numbers, and keys refused also with one number.
 _PER_TOKEN_KEYS = names("weight", "other_weight", "mask", "token", "type", "other_boundary")
 _WEIGHTS = names("weight", "other_weight")
@@ -205,7 +205,7 @@ class Encoder:
         return np.concatenate([before, after]).astype(np.int64), mask
 
     def _encode_prompt(self, text: str) -> Ids:
-        """Encode a prompt with the BOS of the tokenizer, but without the EOS that it adds."""
+        """Encode a prompt, with the BOS but without the EOS that the tokenizer adds."""
         ids, eos = as_ids(self.tokenizer(text)), self._eos
         if eos is None or not len(ids) or ids[-1] != eos:
             return ids
@@ -274,7 +274,7 @@ def _joined(rows: list[Ids]) -> NDArray[Any]:
 
 
 def find_kind(chunks: Sequence[Chunk], *, records: Records, text_key: str, on_error: OnError) -> Kind:
-    """Return ``records``; for "auto", the kind of the first record whose keys show one, else "text"."""
+    """Return ``records``; for "auto", the first kind that keys of the examined records show, else "text"."""
     placed = chain.from_iterable(chunk() for chunk in chunks)
     first = [record for _, record in islice(placed, _KIND_RECORDS if on_error == "skip" else 1)]
     if not first:

@@ -77,7 +77,7 @@ def is_data(name: str) -> bool:
 
 
 def is_paths(source: object) -> bool:
-    """Return whether a source is a path, or a list of paths."""
+    """Return whether a source is a path or a list of paths; raise if only some strings of a list are."""
     if isinstance(source, str | Path):
         return True
     if not isinstance(source, list | tuple) or not source:
@@ -106,7 +106,7 @@ def _looks_like_a_path(text: str) -> bool:
 
 
 def find_files(source: Paths, *, cache_dir: str | Path | None = None) -> list[SourceFile]:
-    """List the files of a path, glob, folder or address in sorted order; a list keeps its order."""
+    """List the files of a path, glob, folder or address in sorted order; a list of these keeps its order."""
     entries = [source] if isinstance(source, str | Path) else source
     files = [_fetched(name, cache_dir) for entry in entries for name in expand(entry)]
     times = Counter(file.path.resolve() for file in files)
@@ -140,7 +140,7 @@ def expand(source: str | Path) -> list[str]:
 
 
 def _in_folder(folder: Path) -> list[Path]:
-    """List the data files in a folder, which must be of one kind."""
+    """List the data files of a folder, all of which must be of one kind."""
     if (folder / "dataset_dict.json").is_file() or (folder / "dataset_info.json").is_file():
         raise ValueError(f"{folder} was saved by datasets. Pass datasets.load_from_disk of it.")
     kinds: dict[str, list[Path]] = {}
@@ -159,7 +159,7 @@ def _in_folder(folder: Path) -> list[Path]:
             kinds.setdefault(kind, []).append(file)
     if left_out:
         rank_zero_info(
-            f"{folder}: these files are left out, because they hold no data: "
+            f"{folder}: these files are left out, judged by their names: "
             f"{', '.join(map(str, left_out[:4]))} ..."
         )
     return _one_kind(folder, kinds)
@@ -197,7 +197,6 @@ def _expand_remote(address: str) -> list[str]:
 
 
 def _fetched(name: str, cache_dir: str | Path | None) -> SourceFile:
-    """Return a file on this machine, after downloading and unpacking it if necessary."""
     suffix = suffix_of(name)
     if KINDS.get(suffix) == "refused":
         raise ValueError(

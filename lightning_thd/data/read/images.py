@@ -1,8 +1,9 @@
 """A conversation with images -> messages whose content is a list of parts, and the source of each image.
 
-A source is a path or bytes. A part ``{"type": "image"}`` has it under ``image``, ``path`` or ``url``, and a
-part ``{"type": "image_url"}`` under ``{"image_url": {"url": ...}}``. A part without a source, and each
-``<image>`` in a text, takes the next entry of the record's ``images``.
+A source is a path, a data address, bytes, or an opened image. A part ``{"type": "image"}`` has it under
+``image``, ``path`` or ``url``, and a part ``{"type": "image_url"}`` under ``{"image_url": {"url": ...}}``. A
+part without a source takes the next entry of the record's ``images``, and so does each ``<image>`` in a text
+if the record has any.
 """
 
 from __future__ import annotations

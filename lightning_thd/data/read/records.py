@@ -1,7 +1,7 @@
 """Files or a dataset -> records, in chunks that any process can read.
 
-A record is text, or a dict of ids, of a prompt or of a conversation. A record that cannot be read is yielded
-as ``Bad``, so that the caller can skip it.
+A record is text, or a dict with text, ids, a prompt or a conversation. A record that cannot be read is
+yielded as ``Bad``, so that the caller can skip it. A file that is damaged as a whole raises.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def parse_json(text: str | bytes) -> Any | Bad:
 
 
 def decode(data: bytes) -> str | Bad:
-    """Decode UTF-8, with or without a byte-order mark; return ``Bad`` for other bytes."""
+    """Decode UTF-8, with or without a byte-order mark; return ``Bad`` for other bytes, and for null bytes."""
     try:
         text = data.removeprefix(_BOM).decode()
     except UnicodeDecodeError as err:
@@ -105,20 +105,19 @@ def _jsonl(file: SourceFile, start: int, stop: int) -> Iterator[Placed]:
 
 
 def _json(file: SourceFile, start: int, stop: int) -> Iterator[Placed]:
-    """Read entries ``start`` to ``stop`` of a JSON file that is one array: objects or strings."""
+    """Read entries ``start`` to ``stop`` of a JSON file: objects or strings of its array, or one object."""
     for i, entry in enumerate(_json_entries(file)[start:stop], start):
         known = isinstance(entry, str | dict)
         yield f"{file.name}, entry {i}", entry if known else Bad(f"a {type(entry).__name__}, not an object.")
 
 
 def _documents(files: list[SourceFile]) -> Iterator[Placed]:
-    """Read text files; each file is one document."""
     for file in files:
         yield file.name, decode(file.path.read_bytes())
 
 
 def _column_rows(file: SourceFile, part: int, first_row: int) -> Iterator[Placed]:
-    """Read a row group of Parquet, or a record batch of Arrow, as dicts without null keys."""
+    """Read a row group of Parquet, or a record batch of Arrow, as dicts without null values."""
     rows = (row for batch in read_part(file, part) for row in batch.to_pylist())
     try:
         for i, row in enumerate(rows, first_row):
@@ -128,7 +127,6 @@ def _column_rows(file: SourceFile, part: int, first_row: int) -> Iterator[Placed
 
 
 def _dataset_rows(dataset: MapDataset, start: int, stop: int) -> Iterator[Placed]:
-    """Read rows ``start`` to ``stop`` of a dataset."""
     for i in range(start, stop):
         try:
             row: Any = dataset[i]
@@ -139,14 +137,14 @@ def _dataset_rows(dataset: MapDataset, start: int, stop: int) -> Iterator[Placed
 
 
 def as_written(record: Any) -> Any:
-    """Return a record of a stream without null keys inside its messages and tools; see ``without_nulls``."""
+    """Return a record without null values inside its values; see ``without_nulls``. Ids stay as they are."""
     if not isinstance(record, dict) or "input_ids" in record:
         return record
     return {name: without_nulls(value) for name, value in record.items()}
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without null keys: a column of structs gives all rows the keys of any row."""
+    """Drop keys whose value is None: in a column of structs, every row has the keys of all rows."""
     if isinstance(value, dict):
         return {name: without_nulls(entry) for name, entry in value.items() if entry is not None}
     return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
@@ -192,7 +190,7 @@ def open_parquet(file: SourceFile) -> Any:
         raise ValueError(f"{file.name} is not a Parquet file ({err}). Write it again.") from err
 
 
-@lru_cache(maxsize=1)  # all chunks of a file parse it once
+@lru_cache(maxsize=1)  # each chunk of a file calls this, but the file is parsed once
 def _json_entries(file: SourceFile) -> list[Any]:
     """Return the entries of a file that is a JSON array; any other file is one entry."""
     found = parse_json(file.path.read_bytes().removeprefix(_BOM))
@@ -208,7 +206,7 @@ def file_chunks(files: list[SourceFile], *, chunk_bytes: int = CHUNK_BYTES) -> l
     for file in files:
         kind = KINDS.get(file.suffix, "text")
         if kind == "text":
-            if not file.suffix and holds_lines(file):  # all lines would become one document
+            if not file.suffix and holds_lines(file):  # read as text, all lines would become one document
                 raise ValueError(f"{file.name} holds a JSON object per line. Name it .jsonl, or .txt.")
             texts.append(file)
         elif kind == "JSONL" or (kind == "JSON" and holds_lines(file)):
@@ -234,7 +232,7 @@ def file_chunks(files: list[SourceFile], *, chunk_bytes: int = CHUNK_BYTES) -> l
 
 
 def holds_lines(file: SourceFile) -> bool:
-    """Return whether the first non-blank line of a file is a JSON object."""
+    """Return whether the first non-blank line of a file is a JSON object (of up to 1 MiB)."""
     with file.path.open("rb") as opened:
         lines = iter(partial(opened.readline, 1 << 20), b"")
         return isinstance(parse_line(next((line for line in lines if line.strip()), b"")), dict)

@@ -171,7 +171,7 @@ class Opener:
 
 
 def as_dataset(source: Any) -> MapDataset:
-    """Check that a source is a map-style dataset of samples."""
+    """Return a source that is a map-style dataset of samples; raise for anything else."""
     if isinstance(source, Mapping) or hasattr(source, "iloc"):  # a dict of splits or columns, a DataFrame
         found = f"A {type(source).__name__} with the keys {list(source)[:8]} is not a dataset"
         raise TypeError(f"{found}. Pass one of its splits, or its rows as a list of dicts.")
@@ -186,7 +186,7 @@ def is_known(source: object) -> bool:
 
 
 def dataset_key(dataset: object) -> dict[str, Any] | None:
-    """Return a dataset's ``fingerprint``, or that of Hugging Face datasets; None without either."""
+    """Return the cache key of a dataset: its ``fingerprint``, or Hugging Face's; None without either."""
     # An attribute of a wrapped dataset, which __getattr__ passes on, does not count.
     has_one = "fingerprint" in getattr(dataset, "__dict__", ()) or hasattr(type(dataset), "fingerprint")
     value = getattr(dataset, "fingerprint", None) if has_one else None

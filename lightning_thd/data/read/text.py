@@ -80,10 +80,10 @@ def text_of(record: Record, text_key: str) -> str:
 
 
 def stdlib_documents(*, max_bytes: int | None = None) -> list[str]:
-    """Return every function and class in the top-level modules of Python's standard library.
+    """Return every function and class, nested ones too, in the top-level modules of the standard library.
 
-    Every machine has this text: about 7,800 documents with a median of 290 bytes. Longer documents are cut at
-    ``max_bytes`` of UTF-8.
+    Every Python has this text: about 7,800 documents with a median of 290 bytes. Documents longer than
+    ``max_bytes`` of UTF-8 are cut there.
 
     Raises:
         ValueError: if ``max_bytes`` is not a whole number above 0.
@@ -135,7 +135,7 @@ def tokenizer_fingerprint(tokenizer: object) -> str | None:
 
 
 class StdlibText(TokenStore):
-    """``stdlib_documents(max_bytes=...)`` as bytes: a data set of real text that every machine has."""
+    """``stdlib_documents(max_bytes=...)`` as ids of bytes: a data set of real text on every machine."""
 
     def __init__(self, *, max_bytes: int | None = 2048) -> None:
         store = TokenStore.from_rows(map(ByteTokenizer(), stdlib_documents(max_bytes=max_bytes)))
