@@ -50,7 +50,7 @@ def packed_trainer(trainer_class: type | None = None) -> type:
     answers in the batch, and ``peak=``, to log throughput and MFU.
 
     Args:
-        trainer_class: ``transformers.Trainer`` by default, or a subclass.
+        trainer_class: ``transformers.Trainer`` by default, or a subclass without a loss or data of its own.
 
     Returns:
         A subclass. Unless its base is one of the three TRL trainers above, it takes four more arguments:

@@ -83,7 +83,7 @@ def share_packs(
     layout: Layout,
     communication: Communication,
 ) -> Shared:
-    """Group neighbouring ranks to share packs by context parallelism; a collective of the world."""
+    """Group neighbouring ranks to share packs by context parallelism; a collective if ``size`` is above 1."""
     rank, ranks, group = data
     advice = "It is a number of ranks; 'dynamic' needs THDDDPStrategy or THDModelParallelStrategy."
     size = whole_number(size, "context_parallel_size", least=1, advice=advice)
@@ -125,7 +125,7 @@ class Engine:
 
     backward: Callable[[Tensor], None]  # must not divide the loss
     no_sync: Callable[[nn.Module], AbstractContextManager[Any]]  # leaves gradients unreduced
-    log: Callable[[dict[str, float], int], None]
+    log: Callable[[dict[str, float], int], None]  # takes metrics and the number of steps
     device: torch.device
     devices: int  # devices of the whole job
     shared: Shared

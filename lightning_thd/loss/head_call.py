@@ -162,7 +162,7 @@ class HeadCall:
             if self._followed(job, again=attempt > 0) or (stage is not None and not stage.again()):
                 break
         for name, value in job.found.items():
-            # FSDP2 with an output_dtype (Accelerate's default for bf16) rounds the model's outputs.
+            # FSDP2 with an output_dtype (Accelerate's default for bf16) rounds outputs: return exact values.
             if outputs[name].dtype.itemsize < value.dtype.itemsize:
                 outputs[name] = value
         found: dict[str, Tensor] = outputs

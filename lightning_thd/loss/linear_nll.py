@@ -54,11 +54,10 @@ def fused_linear_cross_entropy(
 ) -> Tensor:
     """Compute ``F.cross_entropy(logits, targets)`` of a pack without its logits.
 
-    ``token_weights`` ``[T]`` are factors of each token's loss and get no gradient. ``label_smoothing`` is the
-    share of the target's mass that is spread over the vocabulary. ``z_loss`` is the factor of each token's
-    squared log-sum-exp (lse). ``reduction`` is "sum", or "mean": the sum divided by the number of targets
-    that are not ``ignore_index``, also those of weight 0; 0 if there are none. All arguments not named here
-    are those of ``fused_linear_logprobs``.
+    ``token_weights`` ``[T]`` are factors of each token's loss, without gradient. ``label_smoothing`` is the
+    share of the target's mass that is spread over the vocabulary, ``z_loss`` the factor of each token's
+    squared log-sum-exp (lse). ``reduction="mean"`` divides the sum by the number of targets that are not
+    ``ignore_index``, also those of weight 0. All other arguments are those of ``fused_linear_logprobs``.
 
     Returns:
         fp32 ``[]`` (fp64 for fp64 inputs). Hidden ``[[0.]]``, weight ``[[1.], [2.]]`` and target 0
@@ -139,7 +138,7 @@ class _ScalarLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         *_, ctx.settings, ctx.job, ctx.name = arguments
-        ctx.save_for_backward(*arguments[:5])  # autograd then detects changes in place
+        ctx.save_for_backward(*arguments[:5])  # so that autograd detects in-place changes
         loss, ctx.found = _run(ctx, arguments[:5])
         return loss
 
@@ -166,7 +165,7 @@ scalar_loss: Callable[..., Tensor] = _ScalarLoss.apply
 
 
 def _run(ctx: Any, saved: tuple[Any, ...]) -> tuple[Tensor, HeadGradients]:
-    """Run a job on tiles with as many rows as fit the memory for kept logits."""
+    """Run a job on tiles of ``chunk`` rows; "auto" takes as many as the budget allows, or the fewest."""
     settings, hidden, targets, weights = ctx.settings, saved[0], saved[3], saved[4]
     on_cpu, kept = hidden.device.type == "cpu", settings.compute if settings.native else settings.accumulator
     budget, fewest = (_CPU_STASH_BYTES, 256) if on_cpu else (_ACCELERATOR_STASH_BYTES, 1024)

@@ -143,7 +143,7 @@ def install(model: Any) -> None:
     model._thd_takes_decoder = not names or any(name.startswith("decoder_") for name in names)
     adopt(model)
     model.register_forward_pre_hook(enter, with_kwargs=True)
-    # It runs also when forward raises: a scope left by an exception would be used for the next batch.
+    # It must run even if forward raises, or the scope left behind would be used for the next batch.
     model.register_forward_hook(leave, always_call=True)
 
 
@@ -219,7 +219,7 @@ def enter(
     outer: Scope | None = getattr(STATE, "scope", None)
     if outer is None and getattr(model, "_thd_packs_rows", False):
         return None  # the model's forward decides what becomes a pack: see run_as_pack
-    # A loop may pass a batch in place of tensors, to run its whole step inside the model's call.
+    # A loop may pass a batch in place of tensors, to run its whole step inside the call: keep args then.
     if args and isinstance(args[0], torch.Tensor | None):
         named = _by_name(model._thd_parameters, args, kwargs)
         args, kwargs = ((), named) if named is not None else (args, kwargs)
@@ -275,7 +275,7 @@ def leave(model: Any, args: tuple[Any, ...], output: Any) -> Any:
     outermost = scope.outer is None or scope.outer.module is None
     if model._thd_pools or getattr(model, "pooler", None) is not None:
         return pool_each_sequence(model, scope.pack, output, outermost=outermost)
-    if outermost and model._thd_own_class:  # names of transformers' own classes show what they return
+    if outermost and model._thd_own_class:  # ``_thd_pools`` covers transformers' own classes
         refuse_pooled_pack(model, scope.pack, output)
     return None
 

@@ -61,7 +61,7 @@ def adopt_mixers(model_class: type) -> None:
 
 
 def has_mixers(model: nn.Module) -> bool:
-    """Return whether any layer of the model carries a state along the row."""
+    """Return whether the model has a patched state-space, linear-attention or convolution layer."""
     return any(hasattr(type(module).forward, "_thd_mixer") for module in model.modules())
 
 

@@ -122,7 +122,7 @@ def divergence_and_gradients(
 
 
 def _open(stash: Stash, teacher: Teacher, rows: slice) -> Tensor:
-    """Compute both models' logits of some rows into their stashes; return the student's lse, ``[c]``."""
+    """Fill both stashes with logits of some rows; set the teacher's lse, return the student's, ``[c]``."""
     head = stash.head
     nowhere = torch.full((rows.stop - rows.start,), -1, device=head.hidden.device)
     stats = stash.fill(rows, nowhere, total=False)

@@ -2,8 +2,8 @@
 
 Legend: c rows of a tile, v columns, k summed. A logit of 20 that is rounded to bf16 is off by up to 0.06, so
 logits are computed in fp32. CUDA's tensor cores return fp32. A CPU with bf16 instructions computes the
-rounded product and adds its rounding error. Other devices cast the tiles to fp32 first. Products that give
-gradients are rounded as the model's own products are.
+rounded product and adds its rounding error. Other devices cast the tiles to fp32 first. For gradients,
+only a CPU with bf16 instructions rounds its products, as it rounds the model's own.
 
 In fp32 on a CPU torch.mm calls MKL, which uses only AVX2 on processors not made by Intel; oneDNN uses
 AVX-512 if there is any. On an AMD EPYC (Zen 5), one thread, 1024 x 1024 x 2048: MKL 95, oneDNN 195 GFLOP/s.

@@ -21,7 +21,7 @@ from lightning_thd.parallel.exchange import stacked
 LOWEST = -1e4
 # Rows of the statistics: largest logit m, sum e^(z-m), sum e^(z-m) (z-m), the target's z, sum z.
 MAX, SUM, WEIGHTED, TARGET, TOTAL = range(5)
-# Groups whose ranks are known to hold equally many columns. An accelerator's sizes are read only once.
+# Groups whose ranks are known to hold equally many columns. On CUDA they are read only once.
 _EQUAL_SHARDS: set[tuple[int, int]] = set()
 
 

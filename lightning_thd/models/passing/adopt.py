@@ -211,7 +211,7 @@ def convolve_shard(
     left = weight.shape[-1] - 1
     plan = needs.exchanged(layout, causal=True, left=left)
     rows = x_1CN[0].transpose(0, 1)
-    if plan.group_rows:  # the same on every rank
+    if plan.group_rows:  # the same on every rank, so all ranks exchange slots or none does
         assert layout.group is not None
         sent = rows.index_select(0, plan.send_rows)
         received = exchange_rows(sent, plan.send_counts, plan.receive_counts, layout.group)

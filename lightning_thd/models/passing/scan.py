@@ -198,7 +198,7 @@ def _entering_states(
     states = torch.cat([empty.view(0, *recurrence.state_shape), *(x.to(dtype) for x in left)])
     changed = _in_order([one.change for one in spanned], plan.spanning)
     changes = torch.cat([empty.view(0, *recurrence.change_shape), *(x.to(dtype) for x in changed)])
-    if plan.host.moved.any():  # the same on every rank
+    if plan.host.moved.any():  # the same on every rank, so all ranks exchange states or none does
         received = _exchange(recurrence, plan, states, changes, like, layout)
         states, changes = torch.cat([states, received[0]]), torch.cat([changes, received[1]])
     carried: list[Tensor] = []  # the states after each step along the sequences
