@@ -77,7 +77,7 @@ class Shared:
 def share_packs(
     model: nn.Module,
     *,
-    data: tuple[int, int, dist.ProcessGroup | None],  # index and number of readers, and their group
+    data: tuple[int, int, dist.ProcessGroup | None],  # (index, number, group) of ranks that read data
     device: torch.device,
     size: int,
     layout: Layout,

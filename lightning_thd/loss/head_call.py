@@ -105,7 +105,7 @@ class HeadCall:
     def of(cls, model: nn.Module) -> HeadCall:
         """Return the ``HeadCall`` of the language model inside ``model``, made in the first call."""
         call = getattr(model, "__dict__", {}).get(_ATTRIBUTE)
-        if call is None or call.inner is not model:  # a wrapper, or new, or a copy with another's HeadCall
+        if call is None or call.inner is not model:  # a wrapper, a new model, or a copy with an old HeadCall
             inner = language_model(model)
             call = inner.__dict__.get(_ATTRIBUTE)
             if call is None or call.inner is not inner:

@@ -211,7 +211,7 @@ class Caller:
 
 
 # The top of the stack in each thread, because backward recomputes checkpoints in its own threads. A subclass
-# with defaults would fail, because torch.compile (2.13) loses values that a traced hook stores in it.
+# of local with defaults would fail: torch.compile (2.13) loses values that a traced hook stores in it.
 STATE = threading.local()
 STATE.scope = None
 STATE.caller = None
@@ -341,7 +341,6 @@ def _pack_from_kwargs(kwargs: dict[str, Any], tokens: Tensor | None, outer: Pack
 
 
 def _check_offsets(offsets: Any, offsets_k: Any) -> None:
-    """Refuse values that are not offsets, and offsets of keys that differ from those of queries."""
     for name, value in (("cu_seq_lens_q", offsets), ("cu_seq_lens_k", offsets_k)):
         is_tensor = isinstance(value, Tensor)
         if (is_tensor and value.ndim == 1 and value.dtype == torch.int32) or value is None:
@@ -366,7 +365,7 @@ def pack_from_positions(position_ids: Tensor | None) -> Pack | None:
         return None
     steps = position_ids.long().diff(dim=-1)  # int64, because uint8 has no differences below 0
     if torch.compiler.is_compiling():
-        # A read would break the graph. A pack that is taken for one sequence would leak.
+        # A read would break the graph, and a pack that is taken for one sequence would leak: assert instead.
         torch._assert_async(
             (steps >= 0).all() if position_ids.ndim == 3 else (steps == 1).all(),
             "positions restart inside a row, but a compiled model cannot see where: pass batch.hf_kwargs().",

@@ -19,11 +19,11 @@ from torch import Tensor
 from lightning_thd.batch.upload import uploaded
 
 # Sequences of a group have at least this share of its longest, so padding is at most a third of the group.
-# Sequences of up to 32 slots share one group, because another call costs more than their padding.
+# But sequences of up to 32 slots share one group, because another call costs more than their padding.
 _SHARE = 2 / 3
 _SMALL = 32
 IntArray = npt.NDArray[np.int64]
-# A group of fixed size has at most this many places per slot of the pack; else eager groups are far faster.
+# A group of fixed size may have this many places per slot of the pack. With more, eager groups are faster.
 _STATIC_WASTE = 32
 
 

@@ -21,7 +21,7 @@ from lightning_thd.parallel.exchange import stacked
 LOWEST = -1e4
 # Rows of the statistics: largest logit m, sum e^(z-m), sum e^(z-m) (z-m), the target's z, sum z.
 MAX, SUM, WEIGHTED, TARGET, TOTAL = range(5)
-# Groups whose ranks are known to hold equally many columns. On CUDA they are read only once.
+# Groups whose ranks are known to hold equally many columns. On CUDA the numbers are read only once.
 _EQUAL_SHARDS: set[tuple[int, int]] = set()
 
 
@@ -131,7 +131,7 @@ def merge_ranks(
 
 
 def _check_equal(columns: Tensor, group: dist.ProcessGroup) -> None:
-    # The entry of a deleted group can only skip the check of a new group with the same id and size.
+    # A new group that gets the id of a deleted group of its size skips the check; nothing worse happens.
     key = (id(group), dist.get_world_size(group))
     if shapes_are_static() or (columns.is_cuda and key in _EQUAL_SHARDS):
         return
