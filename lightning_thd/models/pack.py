@@ -211,7 +211,7 @@ class Caller:
 
 
 # The top of the stack in each thread, because backward recomputes checkpoints in its own threads. A subclass
-# of local with defaults would fail: torch.compile (2.13) loses values that a traced hook stores in it.
+# with defaults would fail: torch.compile (2.13) loses values that a traced hook stores in one.
 STATE = threading.local()
 STATE.scope = None
 STATE.caller = None
