@@ -136,8 +136,9 @@ class Routers:
         if self.balance == "sequence":
             if isinstance(batch, THDShard) and batch.layout.group is not None:
                 dist.all_reduce(chosen := chosen.contiguous(), group=batch.layout.group)
-            rows = chosen.sum(1) / top_k
-            total = total + self.coefficient * (balance_of(likely, chosen, top_k) @ rows) * (scale / layers)
+            rows = chosen.sum(1) / top_k  # no @ below: autocast would round its operands
+            each = balance_of(likely, chosen, top_k) * rows
+            total = total + self.coefficient * each.sum() * (scale / layers)
         if self.balance == "step":
             choices = chosen.sum(0)
             if dist.is_initialized():
@@ -145,7 +146,7 @@ class Routers:
                 dist.all_reduce(choices, group=None if relay is None else relay.group)
             self.seen = choices if self.before is None else choices + self.before
             share = self.seen / (self.seen.sum() / top_k).clamp_min(1.0)
-            total = total + self.coefficient * count * (share @ likely.sum(0)) * (scale / layers)
+            total = total + self.coefficient * count * (share * likely.sum(0)).sum() * (scale / layers)
         return total
 
 

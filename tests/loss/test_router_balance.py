@@ -248,3 +248,22 @@ def test_recomputed_layers_are_balanced_once() -> None:
     checkpoint_activations(model, use_reentrant=False)
     causal_lm_loss(model, batch, router_balance="sequence").backward()
     assert largest_error(grads(model), wanted) < 1e-9
+
+
+@pytest.mark.parametrize("router_balance", ["sequence", "step"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_rounds_no_sum_of_the_balance(router_balance: Any, dtype: torch.dtype) -> None:
+    """The sums are those of a long sequence in 40 layers, of which fp16 has no number."""
+    model, batch = expert_model("mixtral"), THDBatch.collate(SAMPLES)
+    routers = router_balance_of(model, batch, router_balance)
+    sums = torch.rand(len(SAMPLES) + 1, 2 * routers.experts.number + 1) * 1e5
+    with torch.autocast("cpu", dtype):
+        found = routers._of_sums(sums, torch.tensor(TOKENS))
+    wanted = router_balance_of(model, batch, router_balance)._of_sums(sums.double(), torch.tensor(TOKENS))
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=0.0)
+
+
+def router_balance_of(model: Any, batch: THDBatch, balance: Any) -> router_balance.Routers:
+    found = router_balance.routers_for(HeadCall.of(model), batch, balance)
+    assert found is not None
+    return found
