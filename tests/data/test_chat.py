@@ -373,6 +373,30 @@ def test_null_keys_that_columns_of_structs_add_are_not_learned(tmp_path: Path, k
     assert sorted(ids.tolist() for ids in found) == sorted(wanted)
 
 
+@pytest.mark.parametrize("kind", ["rows", "parquet", "iterable", "stream of parquet", "csv"])
+def test_nulls_and_mixed_values_under_a_type_of_json_are_learned(tmp_path: Path, kind: str) -> None:
+    """In this type `datasets` reads JSON lines whose arguments differ, and writes it to files as JSON."""
+    datasets = pytest.importorskip("datasets")
+    said = [{"of": None, "n": [1, {"x": None}]}, {"of": "sky", "n": 3}]
+    records = [{"messages": [USER, calling(call(x))], "tools": [{"name": "colour"}]} for x in said]
+    file = write(tmp_path, *records)
+    made = datasets.load_dataset("json", data_files=str(file), split="train", cache_dir=str(tmp_path))
+    form = "csv" if kind == "csv" else "parquet"
+    name = str(tmp_path / f"b.{form}")
+    if kind == "csv":
+        made = datasets.Dataset.from_list([{key: json.dumps(x) for key, x in r.items()} for r in records])
+    getattr(made, f"to_{form}")(name)
+    source = {"rows": made, "iterable": made.to_iterable_dataset(), "stream of parquet": Stream(name)}
+    tokenizer = make_tokenizer("{% if tools %}{{ tools | tojson }}{% endif %}" + CALLING)
+    data = THDDataModule(
+        source.get(kind, name), tokenizer=tokenizer, capacity=512, global_batch=Packs(1), cache_dir=tmp_path
+    )
+    data.setup("fit")
+    found = [ids.tolist() for b in data.train_dataloader() for ids in b.unpack(b.input_ids)]
+    wanted = [encode_chat(tokenizer, r["messages"], tools=r["tools"])[0] for r in records]
+    assert sorted(found) == sorted(wanted)
+
+
 def talk(*messages: Any, **more: Any) -> dict[str, Any]:
     return {"messages": list(messages), **more}
 
@@ -427,7 +451,11 @@ REFUSED: list[tuple[str | None, Any, str]] = [
     (MARKED, talk(USER, TWO_CALLS, RESULT, ANSWER), "leaves out the call of 'colour' in message 1"),
     (ONE_CALL, talk(USER, TWO_CALLS, RESULT, ANSWER), "leaves out the call of 'depth' in message 1"),
     (PLAIN, talk(USER, ANSWER, chat_template_kwargs={"enable_thinkin": 1}), "'enable_thinkin', which the"),
-    (PLAIN, talk(USER, ANSWER, chat_template_kwargs={"tokenize": True}), "multiple values for keyword"),
+    (
+        PLAIN,
+        talk(USER, ANSWER, chat_template_kwargs={"tokenize": True}),
+        "'tokenize', which the chat template does not",
+    ),
     # what is learned
     (PLAIN, talk(USER), r"no learned message of the role 'assistant' among \['user'\]"),
     (PLAIN, talk(USER, {**ANSWER, "weight": 0.5}), "has weight=0.5; wanted 0 or 1"),

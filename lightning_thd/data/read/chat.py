@@ -100,12 +100,17 @@ def encode_chat(
         raise ValueError(
             "the template marks {% generation %}, which only a fast tokenizer can follow. Use the fast one."
         )
+    unread = [x for x in renderer.options if not re.search(rf"\b{re.escape(x)}\b", template)]
+    if unread:
+        raise ValueError(
+            f"chat_template_kwargs holds {unread[0]!r}, which the chat template does not read. "
+            "Correct its name, or drop it."
+        )
     messages = list(messages)
     text = renderer.render(messages)
     read = [calls_read(message, text) for message in messages]
     if read != messages:  # the template would quote arguments that stay JSON text a second time
         messages, text = read, renderer.render(read)
-    _refuse_unread(template, renderer.options)
     _refuse_lost_thoughts(renderer, messages, text)
     _refuse_unwritten(renderer, messages, text)
     if marked:
@@ -159,15 +164,6 @@ def _words(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for entry in value:
             yield from _words(entry)
-
-
-def _refuse_unread(template: str, options: Mapping[str, Any]) -> None:
-    """Raise if the template does not use a variable of ``options``."""
-    if unread := [name for name in options if not re.search(rf"\b{re.escape(name)}\b", template)]:
-        raise ValueError(
-            f"chat_template_kwargs holds {unread[0]!r}, which the chat template does not read. "
-            "Correct its name, or drop it."
-        )
 
 
 def _refuse_lost_thoughts(renderer: _Renderer, messages: list[Message], text: str) -> None:
@@ -259,7 +255,8 @@ def _refuse_unwritten(renderer: _Renderer, messages: list[Message], text: str) -
         signed = renderer.render([*map(_longer, messages, signs)])
     for i, message in enumerate(messages):
         content, parts = message.get("content"), _parts(message)
-        values = [] if isinstance(content, str) else [*map(str, [*parts, content]), *map(_json, parts)]
+        as_json = [json.dumps(part, ensure_ascii=False, default=str) for part in parts]
+        values = [] if isinstance(content, str) else [*map(str, [*parts, content]), *as_json]
         if any(content and value in text for value in values):
             raise ValueError(
                 f"the chat template writes the content of message {i} as code, because it takes only "
@@ -280,10 +277,6 @@ def _refuse_unwritten(renderer: _Renderer, messages: list[Message], text: str) -
                 f"the chat template leaves out message {i} of the role {message['role']!r}, which says "
                 f"{next(filter(None, texts), None)!r:.40}. See docs/reference/messages.md#chat-templates."
             )
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _longer(message: Message, more: str) -> Message:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
-from lightning_thd.data.read.records import Bad, parse_json
+from lightning_thd.data.read.records import parse_json
 
 Kind = Literal["text", "ids", "prompt", "messages", "sharegpt", "alpaca"]
 Records = Literal["auto", "text", "ids", "prompt", "messages", "sharegpt", "alpaca"]
@@ -56,11 +56,9 @@ class Conversation(NamedTuple):
 
 def messages_of(record: dict[str, Any], kind: Kind) -> Conversation:
     """Read a record as a conversation."""
-    given = record.get("tools")
-    tools = parse_json(given) if isinstance(given, str) and given.strip() else given
-    if isinstance(tools, Bad) or not isinstance(tools, list | None):
+    tools = _listed(record.get("tools")) or None
+    if not isinstance(tools, list | None):
         raise ValueError("tools must be a list, or a list as JSON. Fix or remove the record.")
-    tools = tools or None
     options = record.get("chat_template_kwargs") or {}
     if kind == "alpaca":
         prompt, answer = alpaca_prompt(record), record["output"]
@@ -68,7 +66,7 @@ def messages_of(record: dict[str, Any], kind: Kind) -> Conversation:
         return Conversation(_system(record) + turns, tools, 0, options)
     if kind == "sharegpt":
         key = "conversations" if "conversations" in record else "conversation"
-        talk = record.get(key)
+        talk = _listed(record.get(key))
         if not isinstance(talk, list) or not talk or not all(isinstance(turn, dict) for turn in talk):
             raise ValueError(f"{key} must be a list of {{'from': ..., 'value': ...}}. Fix it.")
         return Conversation(_system(record) + [_turn(turn) for turn in talk], tools, 0, options)
@@ -80,9 +78,18 @@ def messages_of(record: dict[str, Any], kind: Kind) -> Conversation:
     return Conversation(_turns(record["messages"]), tools, 0, options)
 
 
+def _listed(value: Any) -> Any:
+    """Return a list, parsed if it or its entries are JSON, as the package datasets stores mixed values."""
+    value = parse_json(value) if isinstance(value, str) and value.strip() else value
+    if not isinstance(value, list | tuple):
+        return value
+    return [parse_json(entry) if isinstance(entry, str) else entry for entry in value]
+
+
 def _turns(messages: Any) -> Any:
     """Return messages with ``from`` and ``value`` replaced by ``role`` and ``content``."""
-    if not isinstance(messages, list | tuple):
+    messages = _listed(messages)
+    if not isinstance(messages, list):
         return messages
     return [_turn(m) if isinstance(m, dict) and "from" in m and "role" not in m else m for m in messages]
 
@@ -106,11 +113,9 @@ def other_calls(message: Message) -> Iterator[tuple[str, Message]]:
 
 def _calls(message: Message) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the tool calls of a message: the index in its list, and the dict of name and arguments."""
-    calls = message.get("tool_calls")
-    for place, call in enumerate(calls if isinstance(calls, list | tuple) else ()):
-        if isinstance(call, dict):
-            inner = call.get("function")
-            yield place, inner if isinstance(inner, dict) else call
+    for place, call in enumerate(message.get("tool_calls") or ()):
+        inner = call.get("function")
+        yield place, inner if isinstance(inner, dict) else call
 
 
 def _with_call(message: Message, place: int, call: dict[str, Any]) -> Message:

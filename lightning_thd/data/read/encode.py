@@ -209,9 +209,9 @@ class Encoder:
         ids, eos = as_ids(self.tokenizer(text)), self._eos
         if eos is None or not len(ids) or ids[-1] != eos:
             return ids
-        # The prompt itself may end with EOS, so compare with the prompt without special tokens.
+        # The prompt itself may end with EOS, so look for the prompt without special tokens before it.
         bare = self._without_special_tokens(text) if is_hugging_face(self.tokenizer) else ids[:-1]
-        return ids[:-1] if _trailing(ids, eos) > _trailing(bare, eos) else ids
+        return ids[:-1] if np.array_equal(ids[len(ids) - 1 - len(bare) : -1], bare) else ids
 
     def _encode_after(self, prompt: str, completion: str) -> Ids:
         """Encode a completion as it continues a prompt; some tokenizers put a blank before any text."""
@@ -237,12 +237,6 @@ class Encoder:
     @property
     def _eos(self) -> int | None:
         return getattr(self.tokenizer, "eos_token_id", None)
-
-
-def _trailing(ids: Ids, eos: int) -> int:
-    """Return the number of EOS tokens at the end of a row."""
-    others = np.flatnonzero(ids != eos)
-    return len(ids) - (int(others[-1]) + 1 if others.size else 0)
 
 
 def ids_of_record(record: dict[str, Any]) -> tuple[Ids, Ids | None]:

@@ -133,21 +133,30 @@ def _dataset_rows(dataset: MapDataset, start: int, stop: int) -> Iterator[Placed
         except Exception as err:  # any error of the user's dataset
             yield f"row {i}", Bad(f"the dataset raised {type(err).__name__}: {err}")
             continue
-        yield f"row {i}", without_nulls(row) if isinstance(row, dict) else row
+        features = getattr(dataset, "features", None)
+        yield f"row {i}", without_nulls(row, features) if isinstance(row, dict) else row
 
 
-def as_written(record: Any) -> Any:
+def as_written(record: Any, features: Any = None) -> Any:
     """Return a record without null values inside its values; see ``without_nulls``. Ids stay as they are."""
     if not isinstance(record, dict) or "input_ids" in record:
         return record
-    return {name: without_nulls(value) for name, value in record.items()}
+    of = features or {}
+    return {name: without_nulls(value, of.get(name)) for name, value in record.items()}
 
 
-def without_nulls(value: Any) -> Any:
-    """Drop keys whose value is None: in a column of structs, every row has the keys of all rows."""
+def without_nulls(value: Any, feature: Any = None) -> Any:
+    """Drop keys whose value is None: in a column of structs, every row has the keys of all rows.
+
+    The package datasets adds no keys under a feature of its type ``Json``, so nulls there stay.
+    """
+    if type(feature).__name__ == "Json":
+        return value
     if isinstance(value, dict):
-        return {name: without_nulls(entry) for name, entry in value.items() if entry is not None}
-    return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
+        of = feature if isinstance(feature, dict) else {}
+        return {name: without_nulls(x, of.get(name)) for name, x in value.items() if x is not None}
+    inner = getattr(feature, "feature", None)
+    return [without_nulls(entry, inner) for entry in value] if isinstance(value, list) else value
 
 
 def read_part(file: SourceFile, part: int) -> Iterator[Any]:

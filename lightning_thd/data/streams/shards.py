@@ -177,7 +177,7 @@ class IterableShard:
             self._refuse_begun(records)
             pairs = ((record, None) for record in records)
         for row, (record, following) in islice(enumerate(pairs, first), start - first, None):
-            yield row, as_written(record), following
+            yield row, as_written(record, getattr(records, "features", None)), following
 
     def _refuse_begun(self, records: Any) -> None:
         """Refuse a generator that was read before, and an iterator that ``begin`` would return again."""
