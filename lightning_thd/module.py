@@ -137,6 +137,7 @@ class CausalLMModule(L.LightningModule):
         self._compile = compile
         self.router_balance: RouterBalance = router_balance
         self._losses: list[tuple[Tensor, float]] = []
+        self._accumulated: Tensor | float = 0.0  # the mean loss of a step's batches so far
         self.model: nn.Module | None = model if isinstance(model, nn.Module) else None
         self.lr, self.weight_decay, self.betas = lr, weight_decay, betas
         self.warmup_fraction, self.final_lr_fraction = warmup_fraction, final_lr_fraction
@@ -160,11 +161,18 @@ class CausalLMModule(L.LightningModule):
     def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
         """Log and return the microbatch's loss, whose mean over microbatches and ranks is the step's loss."""
         loss = causal_lm_loss(self._built, batch, router_balance=self.router_balance)
-        self.log("train/loss", loss.detach(), on_step=True, sync_dist=True)
+        if self.trainer.accumulate_grad_batches == 1:
+            self.log("train/loss", loss.detach(), on_step=True, sync_dist=True)
         return loss
 
-    def on_train_batch_end(self, *args: Any) -> None:
-        """Show the loss in the progress bar when it is logged; ``prog_bar=True`` would read it every step."""
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log the loss of accumulated batches, and show the loss in the progress bar when it is logged."""
+        # Lightning logs once a step, after the last batch, and divides each loss by their number. With
+        # prog_bar=True it would read the loss from the device in every step.
+        if (batches := self.trainer.accumulate_grad_batches) > 1 and "loss" in outputs:
+            before = self._accumulated if batch_idx % batches else 0.0
+            self._accumulated = before + outputs["loss"].detach()
+            self.log("train/loss", self._accumulated, on_step=True, on_epoch=False, sync_dist=True)
         connector = self.trainer._logger_connector
         if connector.should_update_logs and "train/loss" in (found := connector.callback_metrics):
             connector._progress_bar_metrics["train/loss"] = float(found["train/loss"])

@@ -40,17 +40,19 @@ def test_compiled_layers_share_one_graph_over_all_packs() -> None:
     assert run_ranks(count_graphs, 1) == [1]
 
 
-def log_one_step() -> tuple[float, float]:
+def log_one_step(*lengths: int) -> tuple[float, float]:
     module = CausalLMModule(tiny_llama().double())
-    samples = [{"input_ids": list(range(1, 1 + n))} for n in (30, 9)]  # a pack on each rank
+    samples = [{"input_ids": list(range(1, 1 + n))} for n in lengths]  # each is a pack
     wanted = float(causal_lm_loss(tiny_llama().double(), THDBatch.collate(samples)))
-    trainer = quiet_trainer(max_steps=1, devices=2, strategy="thd_ddp", precision="64-true")
+    options: dict[str, Any] = {"accumulate_grad_batches": len(lengths) // 2, "precision": "64-true"}
+    trainer = quiet_trainer(max_steps=1, devices=2, strategy="thd_ddp", **options)
     trainer.fit(module, THDDataModule(samples, capacity=32))
     return float(trainer.callback_metrics["train/loss"]), wanted
 
 
-def test_the_logged_loss_is_that_of_the_step_on_every_rank() -> None:
-    for logged, wanted in run_ranks(log_one_step, 2):
+@pytest.mark.parametrize("lengths", [(30, 9), (30, 9, 24, 28)])
+def test_the_logged_loss_is_that_of_the_step_on_every_rank(lengths: tuple[int, ...]) -> None:
+    for logged, wanted in run_ranks(log_one_step, 2, *lengths):
         assert logged == pytest.approx(wanted, rel=1e-6)
 
 

@@ -422,7 +422,7 @@ def resolve_peak(peak: str | float, device: torch.device, dtype: torch.dtype | s
     if looked_up is None:
         rank_zero_warn(
             f"No peak FLOP/s is known for {name!r} in {dtype}, so device/mfu and device/hfu are not logged. "
-            "Set THDThroughputMonitor(peak='measure') to time matmuls once, or peak=<dense FLOP/s>. "
+            "Set peak='measure' to time matmuls once, or peak=<dense FLOP/s>. "
             "See docs/reference/messages.md#peaks."
         )
     return looked_up

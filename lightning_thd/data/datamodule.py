@@ -345,10 +345,9 @@ class THDDataModule(LogsSources):
         self, name: str, *, kind: Kind, fixed_order: bool, progress: link.Progress | None = None
     ) -> THDLoader:
         if name not in self._sets:
-            raise MisconfigurationException(
-                f"THDDataModule has no data for {name!r}. Pass THDDataModule(..., {name}=...)"
-                + (", and call setup() first." if name in self._sources else ".")
-            )
+            missing = f"has no data for {name!r}. Pass THDDataModule(..., {name}=...)."
+            unready = f"was not set up for {name!r}. Pass the data module itself, or call setup() first."
+            raise MisconfigurationException(f"THDDataModule {unready if name in self._sources else missing}")
         planner, data, job, settings = self._planner(name), self._sets[name], self._job, self._settings
         index, vocab_size = data.index, self.vocab_size or link.vocab_size(job.model)
         index.check_vocabulary(vocab_size, name)

@@ -17,7 +17,7 @@ from lightning.fabric.wrappers import _FabricModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_thd._checks import choice, whole_number
+from lightning_thd._checks import choice, instance, whole_number
 from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.callbacks.experts import expert_load
@@ -399,6 +399,7 @@ def mean_loss(
     losses, counts = list[Tensor](), list[tuple[float, int]]()
     with evaluating(model):
         for batch in batches:
+            instance(batch, "A batch of evaluate()", THDBatch, advice="Pass THDDataModule(..., val=...).")
             moved = batch.to(device)
             seen(moved)
             weights = batch.weights

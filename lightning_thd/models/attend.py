@@ -330,6 +330,6 @@ def _refuse(module: nn.Module, attention_mask: Tensor | None, dropout: float, ot
     for given, value in others.items():
         if not (value is None or value is False or given in _INERT):
             raise ValueError(
-                f"{name} passes {given} to its attention, which 'thd' does not apply. Leave it out, or use "
-                "attn_implementation='eager'."
+                f"{name} passes {given} to its attention, which 'thd' does not apply. Leave it out of the "
+                "call and of the samples, or use attn_implementation='eager'."
             )

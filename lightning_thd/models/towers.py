@@ -55,6 +55,8 @@ def _with_longest(forward: Any) -> Any:
 
     @functools.wraps(forward)
     def forward_of_tower(self: Any, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Any:
+        if grid_thw is None:
+            raise ValueError(f"{type(self).__name__} got pixels but no grid: add image_grid_thw.")
         if self.config._attn_implementation == "thd":  # without max_seqlen, each layer would read the device
             areas = [(height, width) for _, height, width in grid_thw.tolist()]
             kwargs.setdefault("max_seqlen", max(height * width for height, width in areas))

@@ -22,6 +22,8 @@ import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from pandas import DataFrame
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from lightning_thd import FlopsModel, Packs, Sequences, THDBatch, THDDataModule
@@ -185,10 +187,17 @@ def test_what_would_train_on_less_than_was_meant_is_refused() -> None:
         (THDDataModule(val=sequences(9), capacity=8), "no data for 'train'"),
         (THDDataModule(sequences(60), capacity=8), r"tokens but at most 8 fit a pack.*oversize="),
         (THDDataModule([{"input_ids": [1, VOCAB]}], capacity=8), "Sequence 0 of the train data has"),
+        (THDDataModule([{"text": "a"}], capacity=8, tokenizer=Tokenizer(WordLevel())), "is a Tokenizer"),
         (THDDataModule([{"input_ids": [1]}, {"input_ids": []}], capacity=8), "Sequence 1 has no tokens"),
     ):
         with pytest.raises((ValueError, TypeError, MisconfigurationException), match=message):
             make_trainer().fit(TinyModule(), data)
+    for options, message in (
+        ({"global_batch": 8}, r"8 sequences a step are Sequences\(8\)"),
+        ({"mixing": {"shares": "tokens"}}, "mixing is a dict.* wanted Mixing"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            THDDataModule(sequences(9), capacity=CAPACITY, **options)
     averaging = StochasticWeightAveraging(1e-3)  # its copy of this module has no weights yet
     data = THDDataModule(sequences(9), capacity=CAPACITY)
     with pytest.raises(MisconfigurationException, match="StochasticWeightAveraging .* average nothing"):

@@ -242,6 +242,8 @@ def _evaluate(engine: str) -> Any:
     loop.backward(next(batches))
     with pytest.raises(ValueError, match=r"runs one set, but val= names several. Pass them one by one"):
         loop.evaluate(THDDataModule(val={"a": samples, "b": samples}, capacity=CAPACITY))
+    with pytest.raises(TypeError, match=r"evaluate\(\) is a dict.* Pass THDDataModule"):
+        loop.evaluate(samples)
     return first, loop.evaluate(data), logged, loop.model.training
 
 

@@ -200,3 +200,5 @@ def test_images_with_plain_positions_are_refused() -> None:
     kwargs = {**batch.hf_kwargs(), "position_ids": batch.position_ids[:1]}
     with pytest.raises(ValueError, match=r"images .* needs position_ids \[3, 1, T\].*get_rope_index"):
         model(**kwargs)
+    with pytest.raises(ValueError, match="got pixels but no grid: add image_grid_thw"):
+        model(**{**batch.hf_kwargs(), "image_grid_thw": None})

@@ -108,6 +108,14 @@ def test_a_waterfall_ends_where_its_parts_add_up_to() -> None:
     assert ends[-1] == pytest.approx(2000)
 
 
+def test_headlines_are_inside_the_picture() -> None:
+    names = ("train/loss", "train/device/real_items_per_sec", "train/device/mfu", "train/packing/fill")
+    series = {name: [(0, 0.004217), (9, 0.9967)] for name in names}
+    figure = draw_page({**series, names[1]: [(0, 117_589.0)]}, "light")
+    figure.draw_without_rendering()
+    assert figure._suptitle.get_window_extent().x1 < figure.bbox.x1
+
+
 def test_curves_are_inside_their_axes() -> None:
     series = {"train/loss": [(0, 1.0), (1, -3.0)], "train/packing/fill": [(0, 0.99)]}
     figure = draw_page(series, "light")

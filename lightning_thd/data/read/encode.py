@@ -54,6 +54,11 @@ def load_tokenizer(tokenizer: Tokenizer | str | None) -> Tokenizer:
         refuse_missing(tokenizer, "Pass a folder that save_pretrained() wrote, or a tokenizer's name.")
         transformers = require("transformers", feature=f"tokenizer={tokenizer!r}")
         return cast("Tokenizer", transformers.AutoTokenizer.from_pretrained(tokenizer))
+    if not callable(tokenizer):  # such as tokenizers.Tokenizer
+        raise TypeError(
+            f"tokenizer is a {type(tokenizer).__name__}; wanted a function from text to ids, or a path. Pass "
+            "lambda text: tokenizer.encode(text).ids for one of the package tokenizers."
+        )
     return tokenizer
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_thd._imports import require
 from lightning_thd.data.read.files import KINDS, PACKED, expand, suffix_of, unpacked
@@ -198,7 +198,12 @@ def iterable_shards(source: Any, parts: int, *, prefix: str) -> list[IterableSha
     """Return the shards of a source that is not a path."""
     kind = f"{prefix}{type(source).__name__}"
     if isinstance(source, Mapping):  # iteration over a sample would give its keys as texts
-        raise ValueError(f"{kind} is not a stream. Give samples by a function that returns an iterator.")
+        raise ValueError(
+            f"{kind} is not a stream: a list of samples is a dataset, which THDDataModule takes without "
+            "Stream(). Or give samples by a function that returns an iterator."
+        )
+    if isinstance(source, DataLoader) and source.batch_sampler is not None:
+        raise ValueError(f"{kind} gives batches, and packs are made of samples. Pass its dataset instead.")
     if is_hf(source):
         if getattr(source, "_distributed", None) is not None:
             raise ValueError(f"{kind} was split by rank (split_dataset_by_node). Pass the whole dataset.")

@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 from datasets.distributed import split_dataset_by_node
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader
 
 from lightning_thd import THDDataModule
 from tests.data.streams.jobs import counted, describe, module, run, write_shards
@@ -143,6 +144,8 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (split_by_rank(), {}, "IterableDataset was split by rank"),
     ([], {}, "The stream has no shards"),
     (5, {}, "int is not a stream"),
+    ([{"input_ids": [1]}], {}, "dict is not a stream: a list of samples is a dataset"),
+    (DataLoader([{"input_ids": [1]}]), {}, "DataLoader gives batches, .* Pass its dataset"),
     ("/nowhere/*.jsonl", {}, "no file matches it"),
     (__file__, {}, "py cannot be streamed. Pass .jsonl"),
 ]
