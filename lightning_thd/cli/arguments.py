@@ -17,7 +17,7 @@ PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line; for an unknown option, the line names a similar one if any is."""
+    """A parser whose errors are one line; for an unknown option, the line names a similar option, if any."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Refuse unknown options, then parse the arguments."""

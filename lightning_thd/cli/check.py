@@ -31,10 +31,8 @@ def check(arguments: Sequence[str]) -> None:
     given = parser.parse_args(list(arguments))
     model = load_model(given.model, given.attention, given.layers)
     report = check_packing(model, raise_on_leak=False)
-    if given.json:
-        sys.stdout.write(json.dumps({**asdict(report), "ok": report.ok}, default=str) + "\n")
-    else:
-        sys.stdout.write(f"{report}\n")
+    text = json.dumps({**asdict(report), "ok": report.ok}, default=str) if given.json else str(report)
+    sys.stdout.write(f"{text}\n")
     if not report.ok:
         sys.exit(1)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -83,7 +83,7 @@ def choose(buckets: Sequence[Bucket], batch: THDBatch) -> tuple[Bucket | None, R
     if batch.extras:
         return None, "extras"
     layout = Layout.of_batch(batch)
-    order: tuple[Reason, ...] = ("tokens", "max_seqlen", "num_sequences")
+    order: tuple[Reason, ...] = ("tokens", "max_seqlen", "num_sequences")  # a later check is nearer to a fit
     nearest: Reason = "tokens"
     for bucket in buckets:
         reason = bucket.misfit(layout)
@@ -222,8 +222,7 @@ class StaticInputs:
 
     def dummy(self, layout: Layout | None = None) -> THDBatch:
         """Return a dummy batch of a layout; by default it fills the bucket."""
-        bucket = self.bucket
-        layout = layout or Layout(bucket.slots, bucket.sequences, bucket.max_seqlen)
+        layout = layout or Layout(self.bucket.slots, self.bucket.sequences, self.bucket.max_seqlen)
         return dummy_batch(layout, self._device, axes=self.axes)
 
     def fill(self, batch: THDBatch) -> None:
@@ -241,8 +240,7 @@ class StaticInputs:
         if tail:  # all dummies are as long as the first, but the last may be shorter
             positions = torch.remainder(self._arange[:tail], int(lengths[layout.sequences]))
             static.position_ids[..., used:].copy_(positions, non_blocking=True)
-        static_scale: Any = static.loss_scale
-        static_scale.fill_(batch.loss_scale)
+        cast("Tensor", static.loss_scale).fill_(batch.loss_scale)
 
     def matches(self, batch: THDBatch) -> bool:
         """Return whether a batch has as many position axes as the captured step."""

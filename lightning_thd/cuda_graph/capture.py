@@ -193,7 +193,7 @@ class GradientBuffers:
 
 @contextlib.contextmanager
 def copied_into(buffers: GradientBuffers, leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Copy each gradient into its buffer once the backward has it, so that the gradient's memory is freed."""
+    """Copy each gradient into its buffer as soon as it is complete, which frees the gradient's memory."""
     handles: list[Any] = [
         leaf.register_hook(functools.partial(buffers.keep, i, leaf))  # type: ignore[no-untyped-call]
         for i, leaf in enumerate(leaves)

@@ -87,8 +87,8 @@ class THDDataModule(LogsSources):
         extras_cost: a function from a row to the number of its image patches, or to the frames, rows and
             columns of patches of each image, ``[N, 3]``. Rows need it if their grids or ``pixel_values`` do
             not give the patches.
-        max_patches: most image patches of a pack. A sequence with more is dropped or gets its own pack if
-            ``oversize`` says so. Otherwise it raises; it is never cut.
+        max_patches: most image patches of a pack. A sequence with more is dropped with ``oversize="drop"``,
+            and gets its own pack with ``"own_pack"``. Other values raise an error: it is never cut.
         pad_to: fill every pack to this many slots; by default packs differ in size.
         mixing: how the sources of a mixture make an epoch, see ``packing.mixtures.Mixing``.
         share_prefixes: compute the common prefix of sequences in a pack once. Such sequences are planned into

@@ -540,8 +540,8 @@ class Batches(TorchDataset[Batch]):
         plan = self._plans.step(epoch, step)
         if self._kind == "eval":
             return self._maker.batch(plan.microbatches(self._rank)[micro])
-        # If an epoch ends inside a step, scales count only loss tokens of microbatches that run. They still
-        # multiply by all microbatches, because Lightning divides by accumulate_grad_batches.
+        # If an epoch ends inside a step, scales count only loss tokens of microbatches that run. Their factor
+        # is still the number of all microbatches, because Lightning divides by accumulate_grad_batches.
         run = None if self._kind == "step" else counted
         known = plan.scales(run)
         assert known is not None, "a planner of training data knows its loss tokens"

@@ -112,7 +112,7 @@ def other_calls(message: Message) -> Iterator[tuple[str, Message]]:
 
 
 def _calls(message: Message) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the tool calls of a message: the index in its list, and the dict of name and arguments."""
+    """Yield for each tool call of a message its index, and the dict with its name and arguments."""
     for place, call in enumerate(message.get("tool_calls") or ()):
         inner = call.get("function")
         yield place, inner if isinstance(inner, dict) else call

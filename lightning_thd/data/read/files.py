@@ -244,7 +244,7 @@ def _cached_file(
 
 def unpacked(file: BinaryIO, name: str, *, suffix: str) -> Iterator[bytes]:
     """Unpack a compressed file with all its members, and yield blocks of bytes."""
-    member, begun = PACKED[suffix](), False
+    member, begun = PACKED[suffix](), False  # begun: the member has had bytes, but has not ended
     damaged = f"{name} is damaged and cannot be unpacked"
     while left := file.read(_BLOCK_BYTES):
         while left := left if begun else left.lstrip(b"\0"):  # zeros may pad the space between members

@@ -84,7 +84,6 @@ def open_packed(
 
 
 def _find(rows: MapDataset) -> dict[str, IntArray]:
-    """Find the row, first slot, length and loss tokens of every sequence."""
     parts = [np.empty((4, 0), np.int64)]
     for i in range(len(rows)):
         row = rows[i]
