@@ -36,7 +36,7 @@ Ids = NDArray[np.integer]
 Number = int | float
 
 _KIND_RECORDS = 1000  # records searched for a known kind with on_error="skip"; else only one is
-# Keys beside text that are refused if they hold several numbers, and keys refused also with one number.
+# Keys beside text that are refused if they hold several numbers; ``_ALSO_NUMBERS`` also with a single one.
 _PER_TOKEN_KEYS = names("weight", "other_weight", "mask", "token", "type", "other_boundary")
 _WEIGHTS = names("weight", "other_weight")
 _ALSO_NUMBERS = (*_WEIGHTS, "prompt_length", "prompt_len", "prompt_lengths", "answer_start_idx")
