@@ -250,7 +250,7 @@ class GraphedStep:
             raise CaptureError(error.message, error.where)  # without the traceback, which keeps the batch
         rank_zero_warn(
             f"CUDA graphs are off, training goes on eagerly. {error} "
-            "lightning_thd.callbacks.cuda_graph.lint_capture(module, batch) lists everything of this kind."
+            "lightning_thd.callbacks.cuda_graph.lint_capture(module, batch) lists what cannot be captured."
         )
 
     def _through_ddp(self, batch: Any, *rest: Any) -> Any:

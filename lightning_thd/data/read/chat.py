@@ -189,7 +189,7 @@ def _check(tokenizer: Any, messages: object, skip: int, *, images: bool = False)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             "conversations need a tokenizer with a chat template, but this tokenizer has none. "
-            "Pass tokenizer=, that of an instruction-tuned model, or set its chat_template."
+            "Pass tokenizer= of an instruction-tuned model, or set the tokenizer's chat_template."
         )
     if not isinstance(messages, list | tuple) or not all(
         isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages

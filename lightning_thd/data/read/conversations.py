@@ -79,7 +79,7 @@ def messages_of(record: dict[str, Any], kind: Kind) -> Conversation:
 
 
 def _listed(value: Any) -> Any:
-    """Return a list, parsed if it or its entries are JSON, as the package datasets stores mixed values."""
+    """Parse a list, or its entries, that the package datasets stores as JSON text; keep other values."""
     value = parse_json(value) if isinstance(value, str) and value.strip() else value
     if not isinstance(value, list | tuple):
         return value

@@ -95,7 +95,7 @@ def _jsonl(file: SourceFile, start: int, stop: int) -> Iterator[Placed]:
     """Read the lines of a JSONL file that begin at bytes ``start`` to ``stop``, except blank lines."""
     with file.path.open("rb") as opened:
         at = start
-        if at:  # a line that begins before this chunk belongs to the previous chunk
+        if at:  # a line that begins before this chunk belongs to an earlier chunk
             opened.seek(at - 1)
             at += len(opened.readline()) - 1
         while at < stop and (line := opened.readline()):
@@ -138,7 +138,7 @@ def _dataset_rows(dataset: MapDataset, start: int, stop: int) -> Iterator[Placed
 
 
 def as_written(record: Any, features: Any = None) -> Any:
-    """Return a record without null values inside its values; see ``without_nulls``. Ids stay as they are."""
+    """Apply ``without_nulls`` to the values of a record, whose own nulls stay; leave records of ids as is."""
     if not isinstance(record, dict) or "input_ids" in record:
         return record
     of = features or {}
