@@ -108,13 +108,14 @@ def test_one_sequence_moves_no_other(options: dict) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_autocast_casts_all_three_but_not_fp64(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"backend": "portable"}])
+def test_autocast_casts_all_three_but_not_fp64(dtype: torch.dtype, options: dict) -> None:
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     q, k, v = inputs(wide)
     with torch.autocast("cpu", torch.bfloat16):
-        out = varlen_attention(q, k, v.to(dtype), cu(LENGTHS), cu(LENGTHS), 200, 200)
+        out = varlen_attention(q, k, v.to(dtype), cu(LENGTHS), cu(LENGTHS), 200, 200, **options)
     same = [x if dtype == torch.float64 else x.bfloat16() for x in (q, k, v)]
-    assert torch.equal(out, varlen_attention(*same, cu(LENGTHS), cu(LENGTHS), 200, 200))
+    assert torch.equal(out, varlen_attention(*same, cu(LENGTHS), cu(LENGTHS), 200, 200, **options))
     out.float().sum().backward()
     assert q.grad is not None
     assert q.grad.dtype == wide

@@ -142,14 +142,15 @@ def product_forward(
     The products run in fp32 or fp64. The additive mask is ``[R, K]`` or ``[B, 1, 1, R, K]``; softcap 0 means
     no softcap.
     """
-    weights = _scores(q_BRHD, k_BKGD, scale / (softcap or 1.0))
-    if softcap:
-        weights = weights.tanh_().mul_(softcap)
-    if mask is not None:
-        weights += mask
-    top = weights.amax(-1, keepdim=True)
-    total = weights.sub_(top).exp_().sum(-1, keepdim=True)
-    out = (weights @ _kv_heads(v_BKGE, weights.dtype)) / total
+    with torch.autocast(q_BRHD.device.type, enabled=False):  # backward runs without it
+        weights = _scores(q_BRHD, k_BKGD, scale / (softcap or 1.0))
+        if softcap:
+            weights = weights.tanh_().mul_(softcap)
+        if mask is not None:
+            weights += mask
+        top = weights.amax(-1, keepdim=True)
+        total = weights.sub_(top).exp_().sum(-1, keepdim=True)
+        out = (weights @ _kv_heads(v_BKGE, weights.dtype)) / total
     return _rows(out).to(q_BRHD.dtype), _rows(total.log() + top)[..., 0]
 
 
@@ -167,19 +168,20 @@ def product_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of ``product_forward``; those for k and v keep the dtype of lse."""
     groups, wide = q_BRHD.shape[2] // k_BKGD.shape[2], lse_BRH.dtype
-    scores = _scores(q_BRHD, k_BKGD, scale / (softcap or 1.0))
-    tanh = scores.tanh_() if softcap else None
-    weights = scores if tanh is None else tanh * softcap
-    if mask is not None:
-        weights += mask
-    weights = weights.sub_(_q_heads(lse_BRH.unsqueeze(-1), wide, groups)).exp_()
-    dout = _q_heads(grad, wide, groups)
-    delta = torch.linalg.vecdot(dout, _q_heads(out, wide, groups)).unsqueeze(-1)
-    dv = (weights.transpose(-1, -2) @ dout).sum(2)
-    dscores = (dout @ _kv_heads(v_BKGE, wide).transpose(-1, -2)).sub_(delta).mul_(weights)
-    dscores *= scale if tanh is None else tanh.square_().neg_().add_(1.0).mul_(scale)
-    dq = dscores @ _kv_heads(k_BKGD, wide)
-    dk = (dscores.transpose(-1, -2) @ _q_heads(q_BRHD, wide, groups)).sum(2)
+    with torch.autocast(grad.device.type, enabled=False):
+        scores = _scores(q_BRHD, k_BKGD, scale / (softcap or 1.0))
+        tanh = scores.tanh_() if softcap else None
+        weights = scores if tanh is None else tanh * softcap
+        if mask is not None:
+            weights += mask
+        weights = weights.sub_(_q_heads(lse_BRH.unsqueeze(-1), wide, groups)).exp_()
+        dout = _q_heads(grad, wide, groups)
+        delta = torch.linalg.vecdot(dout, _q_heads(out, wide, groups)).unsqueeze(-1)
+        dv = (weights.transpose(-1, -2) @ dout).sum(2)
+        dscores = (dout @ _kv_heads(v_BKGE, wide).transpose(-1, -2)).sub_(delta).mul_(weights)
+        dscores *= scale if tanh is None else tanh.square_().neg_().add_(1.0).mul_(scale)
+        dq = dscores @ _kv_heads(k_BKGD, wide)
+        dk = (dscores.transpose(-1, -2) @ _q_heads(q_BRHD, wide, groups)).sum(2)
     return _rows(dq).to(q_BRHD.dtype), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
