@@ -339,7 +339,7 @@ TURNS = [{"from": "human", "value": "What colour?"}, {"from": "gpt", "value": "I
 )
 def test_variables_of_the_template_beside_a_conversation(tmp_path: Path, record: dict[str, Any]) -> None:
     tokenizer = make_tokenizer(THINKS)
-    options = [{"enable_thinking": True}, {"enable_thinking": False}, None]
+    options = ['{"enable_thinking": true}', {"enable_thinking": False}, None]  # the first as a CSV has it
     file = write(tmp_path, *({**record, "chat_template_kwargs": one} for one in options))
     rows: Any = open_source(file, tokenizer=tokenizer)
     said = [tokenizer.decode(row["labels"][row["labels"] >= 0]) for row in rows]
@@ -481,6 +481,8 @@ REFUSED: list[tuple[str | None, Any, str]] = [
     (PLAIN, talk(USER, ANSWER, tools="no"), "tools must be a list, or a list as JSON"),
     (PLAIN, {"messages": "hello"}, "messages must be a list of"),
     (PLAIN, {"prompt": "a", "completion": [USER]}, "prompt and completion must be two strings"),
+    (PLAIN, {"conversations": [TURNS[0], {**TURNS[1], "reasoning": "Hm."}]}, "thoughts under 'reasoning'"),
+    (PLAIN, talk(USER, ANSWER, chat_template_kwargs="no"), "chat_template_kwargs must be a dict"),
     (PLAIN, {"conversations": []}, "conversations must be a list of"),
     (PLAIN, {"conversation": []}, "conversation must be a list of"),
     (PLAIN, {"conversations": [{"from": "alien", "value": "a"}]}, "a turn is from 'alien'"),

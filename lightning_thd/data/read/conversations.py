@@ -59,7 +59,9 @@ def messages_of(record: dict[str, Any], kind: Kind) -> Conversation:
     tools = _listed(record.get("tools")) or None
     if not isinstance(tools, list | None):
         raise ValueError("tools must be a list, or a list as JSON. Fix or remove the record.")
-    options = record.get("chat_template_kwargs") or {}
+    options = _listed(record.get("chat_template_kwargs")) or {}
+    if not isinstance(options, dict):
+        raise ValueError("chat_template_kwargs must be a dict, or a dict as JSON. Fix or remove the record.")
     if kind == "alpaca":
         prompt, answer = alpaca_prompt(record), record["output"]
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
@@ -148,5 +150,5 @@ def _turn(turn: dict[str, Any]) -> Message:
     if not isinstance(who, str) or who not in _ROLES or not isinstance(value, str):
         given = f"a turn is from {who!r} with a value of type {type(value).__name__}"
         raise ValueError(f"{given}; the value must be a string, 'from' one of {', '.join(_ROLES)}.")
-    learned = {key: turn[key] for key in LEARNED if key in turn}
-    return {**learned, "role": _ROLES[who], "content": value}
+    others = {key: x for key, x in turn.items() if key not in ("from", "value")}
+    return {**others, "role": _ROLES[who], "content": value}
