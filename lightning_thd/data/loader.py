@@ -195,7 +195,7 @@ class THDLoader:
                 self._position = at
             for batch in self._timed(step.batches):
                 if self._progress is not None:
-                    self._progress.refuse_other_accumulation()
+                    self._progress.check_counts()
                 self._handed_out += 1
                 if self._predicts and isinstance(batch, THDBatch):
                     self._indices.append(list(batch.sequence_ids))

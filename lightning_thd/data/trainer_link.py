@@ -242,15 +242,14 @@ def settle_epoch(trainer: L.Trainer) -> list[Any]:
     ended = 0 < epochs.total.ready == epochs.total.started == epochs.total.processed
     if not (ended and states):
         return []
-    if batches.is_last_batch or over:
+    if batches.current.processed and (batches.is_last_batch or over):
         _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]  # the loop's own setter checks max_steps
         loop._combined_loader_states_to_load = []
         return states  # Lightning does not restore the states of loaders after a complete epoch
-    if batches.current.processed:
-        for count in (epochs.total, epochs.current):
-            count.processed -= 1
-            count.completed = count.processed
-        loop.restarting = True
+    for count in (epochs.total, epochs.current):
+        count.processed -= 1
+        count.completed = count.processed
+    loop.restarting = True
     return []
 
 
@@ -260,14 +259,20 @@ class Progress:
     def __init__(self, trainer: L.Trainer) -> None:
         self._trainer = trainer
         self._accumulate = trainer.accumulate_grad_batches
+        self._loop: Any = trainer.fit_loop.epoch_loop
+        module = trainer.lightning_module
+        self._automatic = module is not None and module.automatic_optimization
 
     def begins_epoch(self) -> bool:
         """Return whether the Trainer is in ``on_train_epoch_start``, or resumes from a save inside it."""
         epochs: Any = self._trainer.fit_loop.epoch_progress.total
         return bool(epochs.started < epochs.ready)
 
-    def refuse_other_accumulation(self) -> None:
-        """Refuse a change of accumulation while the Trainer runs, because all steps are planned."""
+    def check_counts(self) -> None:
+        """Refuse a change of accumulation, as all steps are planned; correct the step that loggers show."""
+        if self._automatic:  # Lightning miscounts after some resumes, such as from inside a step
+            steps = self._loop.automatic_optimization.optim_progress.optimizer.step.total.completed
+            self._loop._batches_that_stepped = steps
         now = self._trainer.accumulate_grad_batches
         if now != self._accumulate:
             raise MisconfigurationException(
@@ -316,4 +321,4 @@ class Progress:
 
     @property
     def _batches(self) -> Any:
-        return self._trainer.fit_loop.epoch_loop.batch_progress
+        return self._loop.batch_progress

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
 )
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -187,6 +188,21 @@ def test_the_checkpoint_at_a_fits_end_goes_on(
     assert len(whole.seen) > 7
 
 
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_a_stop_before_an_epochs_first_batch_loses_no_epoch(epoch: int, tmp_path: Path) -> None:
+    class Stops(L.Callback):
+        def on_train_epoch_start(self, trainer: L.Trainer, *args: Any) -> None:
+            trainer.should_stop = trainer.current_epoch == epoch - 1
+
+    module, whole = TinyModule(), TinyModule()
+    trainer = make_trainer(max_epochs=3, callbacks=[Stops()])
+    trainer.fit(module, THDDataModule(SAMPLES, capacity=CAPACITY))
+    trainer.save_checkpoint(tmp_path / "stopped.ckpt")
+    for fitted, path in ((module, tmp_path / "stopped.ckpt"), (whole, None)):
+        make_trainer(max_epochs=3).fit(fitted, THDDataModule(SAMPLES, capacity=CAPACITY), ckpt_path=path)
+    assert module.seen == whole.seen
+
+
 def test_a_stream_goes_on_where_its_loader_is_asked_for_again() -> None:
     def seen(**settings: Any) -> list[tuple[int, ...]]:
         module = TinyModule()
@@ -255,6 +271,17 @@ LENGTH, ROWS, EPOCHS = 4, 7, 2
 LIMITS = ("none", "below", "above", "not a multiple")
 
 
+class Steps(DummyLogger):
+    """Keeps the steps at which the weight was logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[int] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.steps += [step] if "weight" in metrics else []
+
+
 class Records(L.LightningModule):
     """Records each batch with its epoch, and where the optimizer steps; saves after each batch and epoch."""
 
@@ -262,10 +289,12 @@ class Records(L.LightningModule):
         super().__init__()
         self.weight, self.folder = nn.Parameter(torch.ones(())), folder
         self.events: list[Any] = []
+        self.logger_of_steps = Steps()
         self.saved: dict[Path, int] = {}  # checkpoint -> events before the first that a resumed fit repeats
 
     def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
         self.events.append((self.current_epoch, batch.input_ids.tolist()))
+        self.log("weight", self.weight.detach())
         return self.weight * batch.input_ids.sum() * batch.loss_scale
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -320,6 +349,8 @@ def fit(module: Records, kind: str, accumulate: int, limit: str, *, epochs: int,
         accumulate_grad_batches=accumulate,
         limit_train_batches=batches,
         num_sanity_val_steps=0,
+        log_every_n_steps=1,
+        logger=module.logger_of_steps,
     )
     data = THDDataModule(source(kind), capacity=LENGTH, val=[{"input_ids": [1]}])
     trainer.fit(module, data, ckpt_path=path)
@@ -342,6 +373,8 @@ def check(kind: str, accumulate: int, limit: str, folder: Path, *, only: tuple[s
             resumed = Records()
             fit(resumed, kind, accumulate, limit, epochs=epochs, path=path)
             assert resumed.events == wanted[begun:], f"{path.stem}, {epochs} epochs"
+            steps = range(wanted[:begun].count("step"), wanted.count("step"))
+            assert resumed.logger_of_steps.steps == [*steps], f"{path.stem}, {epochs} epochs"
             tried += 1
     return tried
 
