@@ -139,12 +139,15 @@ REPLACED = (
 
 def refuse_trainer(trainer_class: type, known: tuple[type, ...]) -> None:
     """Refuse a class that defines a method which packed_trainer replaces; ``known`` classes may."""
-    for name in REPLACED:
+    for name in (*REPLACED, "training_step"):
         owner = next((base for base in trainer_class.__mro__ if name in base.__dict__), None)
         if owner is None or any(owner is base for known_class in known for base in known_class.__mro__):
             continue
+        of_trl = owner.__module__.startswith("trl.")
         remedy = "Define it in a subclass of packed_trainer(...) instead."
-        if owner.__module__.partition(".")[0] == "trl":
+        if name == "training_step" and not of_trl:  # it is given packs, and may call super()
+            continue
+        if of_trl:
             remedy = (
                 "Its batches are pairs or groups of sequences: write the loop with prepare_thd and a loss of "
                 "causal_lm_logprobs, as examples/rl_logprobs.py does."

@@ -86,9 +86,18 @@ class OwnLoss(Trainer):
         raise AssertionError("not reached")
 
 
+class OwnStep(Trainer):
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("not reached")
+
+
+OfTRL = type("OfTRL", (OwnStep,), {**vars(OwnStep), "__module__": "trl.x"})  # as OnlineDPOTrainer
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
+        (OfTRL, r"OfTRL has a training_step\(\) of its own.*write the loop with prepare_thd"),
         (OwnLoss, r"OwnLoss has a compute_loss\(\) of its own.*Define it in a subclass of packed_trainer"),
         (Seq2SeqTrainer, r"Seq2SeqTrainer has a prediction_step\(\) of its own"),
         (trl.KTOTrainer, r"packed_trainer\(KTOTrainer\).*pairs or groups of sequences: write the loop"),
@@ -99,6 +108,7 @@ class OwnLoss(Trainer):
 def test_trainers_with_a_loss_of_their_own_are_refused(kind: type, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         packed_trainer(kind)
+    assert issubclass(packed_trainer(OwnStep), OwnStep)
 
 
 class Images(Trainer):
