@@ -33,17 +33,11 @@ _SAMPLE = 512
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphCosts:
-    """Times of an eager and a replayed step, all in one unit; the defaults assume a launch-bound step.
+    """Times of an eager and a replayed step, all in one unit; the defaults assume a launch-bound step."""
 
-    Attributes:
-        eager: the time of a step without a graph.
-        graph: the time of a replay without sequences.
-        per_sequence: the time that each sequence of the bucket adds to a replay.
-    """
-
-    eager: float = 1.0
-    graph: float = 2 / 3
-    per_sequence: float = 4e-4
+    eager: float = 1.0  # the time of a step without a graph
+    graph: float = 2 / 3  # the time of a replay without sequences
+    per_sequence: float = 4e-4  # the time that each sequence of the bucket adds to a replay
 
     def __post_init__(self) -> None:
         for field in fields(self):

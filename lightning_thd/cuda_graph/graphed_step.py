@@ -49,19 +49,12 @@ _MARGIN = 0.02
 
 @dataclass(slots=True)
 class GraphStats:
-    """Numbers of batches that a graphed step replayed, and of batches that ran eagerly.
+    """Numbers of batches that a graphed step replayed or ran eagerly, not counting calls without gradients."""
 
-    Attributes:
-        replays: number of batches that ran from a graph.
-        fallbacks: number of batches that ran eagerly, by reason; calls without gradients do not count.
-        captures: number of captured graphs.
-        capture_s: seconds spent on captures, warm-up included.
-    """
-
-    replays: int = 0
-    fallbacks: Counter[str] = field(default_factory=Counter)
-    captures: int = 0
-    capture_s: float = 0.0
+    replays: int = 0  # batches that ran from a graph
+    fallbacks: Counter[str] = field(default_factory=Counter)  # batches that ran eagerly, by reason
+    captures: int = 0  # captured graphs
+    capture_s: float = 0.0  # seconds spent on captures, warm-up included
 
     @property
     def hit_rate(self) -> float:
