@@ -169,11 +169,12 @@ class CausalLMModule(L.LightningModule):
         """Log the loss of accumulated batches, and show the loss in the progress bar when it is logged."""
         # Lightning logs once a step, after the last batch, and divides each loss by their number. With
         # prog_bar=True it would read the loss from the device in every step.
-        if (batches := self.trainer.accumulate_grad_batches) > 1 and "loss" in outputs:
+        trainer = self.trainer
+        if (batches := trainer.accumulate_grad_batches) > 1 and "loss" in outputs:
             before = self._accumulated if batch_idx % batches else 0.0
             self._accumulated = before + outputs["loss"].detach()
             self.log("train/loss", self._accumulated, on_step=True, on_epoch=False, sync_dist=True)
-        connector = self.trainer._logger_connector
+        connector = trainer._logger_connector
         if connector.should_update_logs and "train/loss" in (found := connector.callback_metrics):
             connector._progress_bar_metrics["train/loss"] = float(found["train/loss"])
 

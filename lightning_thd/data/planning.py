@@ -69,9 +69,8 @@ class DataSettings:
         capacity = whole_number(self.capacity, "capacity", least=1, advice=advice)
         object.__setattr__(self, "capacity", capacity)
         if self.global_batch is not None:
-            advice = f"{self.global_batch} sequences a step are Sequences({self.global_batch})."
-            whole = isinstance(self.global_batch, int)
-            instance(self.global_batch, "global_batch", Packs, Sequences, advice=advice if whole else "")
+            advice = "Pass Sequences(8), for example."
+            instance(self.global_batch, "global_batch", Packs, Sequences, advice=advice)
         if self.mixing is not None:
             instance(self.mixing, "mixing", Mixing, advice="Pass Mixing(shares=...), for example.")
         choice(self.oversize, "oversize", *get_args(Oversize))

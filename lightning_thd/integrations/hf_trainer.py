@@ -215,6 +215,8 @@ class _PackedTrainerMixin(EvaluationMixin, PositionMixin):
             self.state.epoch = self.state.global_step / planner.num_steps(0)
         if "loss" in logs and self._metered:
             ours = for_loggers(self._meter.close())  # reporters put "train/" before every key themselves
+            if "train/total_flops" in ours:  # the Trainer's own sum also counts the steps before a resume
+                ours["train/total_flops"] = float(self.state.total_flos)
             logs = {**logs, **{key.removeprefix("train/"): value for key, value in ours.items()}}
             if self._logs_entropy:  # TRL's compute_loss, which fills these metrics, does not run
                 tokens = self._sum_over_ranks(self._trained_tokens)

@@ -203,7 +203,7 @@ def draw_page(series: Series, theme: Theme) -> Any:
         else:
             draw_waterfall(axes, series, theme=theme)
     headlines = "      ".join(_headlines(series))
-    size = min(12.0, 1100 / max(1, len(headlines)))  # long numbers would leave the picture
+    size = min(12.0, 1100 / max(1, len(headlines)))
     figure.suptitle(headlines, color=look.ink, fontsize=size, x=0.02, ha="left")
     figure.supxlabel(_versions(), color=look.ink, alpha=0.75, fontsize=8)
     return figure

@@ -193,7 +193,7 @@ def test_what_would_train_on_less_than_was_meant_is_refused() -> None:
         with pytest.raises((ValueError, TypeError, MisconfigurationException), match=message):
             make_trainer().fit(TinyModule(), data)
     for options, message in (
-        ({"global_batch": 8}, r"8 sequences a step are Sequences\(8\)"),
+        ({"global_batch": 8}, r"8; wanted Packs or Sequences. Pass Sequences\(8\)"),
         ({"mixing": {"shares": "tokens"}}, "mixing is a dict.* wanted Mixing"),
     ):
         with pytest.raises(TypeError, match=message):

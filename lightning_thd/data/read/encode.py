@@ -55,10 +55,8 @@ def load_tokenizer(tokenizer: Tokenizer | str | None) -> Tokenizer:
         transformers = require("transformers", feature=f"tokenizer={tokenizer!r}")
         return cast("Tokenizer", transformers.AutoTokenizer.from_pretrained(tokenizer))
     if not callable(tokenizer):  # such as tokenizers.Tokenizer
-        raise TypeError(
-            f"tokenizer is a {type(tokenizer).__name__}; wanted a function from text to ids, or a path. Pass "
-            "lambda text: tokenizer.encode(text).ids for one of the package tokenizers."
-        )
+        advice = "Pass a function of text, such as lambda text: tokenizer.encode(text).ids."
+        raise TypeError(f"tokenizer is a {type(tokenizer).__name__}, which cannot be called. {advice}")
     return tokenizer
 
 

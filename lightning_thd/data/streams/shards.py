@@ -198,10 +198,7 @@ def iterable_shards(source: Any, parts: int, *, prefix: str) -> list[IterableSha
     """Return the shards of a source that is not a path."""
     kind = f"{prefix}{type(source).__name__}"
     if isinstance(source, Mapping):  # iteration over a sample would give its keys as texts
-        raise ValueError(
-            f"{kind} is not a stream: a list of samples is a dataset, which THDDataModule takes without "
-            "Stream(). Or give samples by a function that returns an iterator."
-        )
+        raise ValueError(f"{kind} is not a stream. Pass a list of samples without Stream(), or a function.")
     if isinstance(source, DataLoader) and source.batch_sampler is not None:
         raise ValueError(f"{kind} gives batches, and packs are made of samples. Pass its dataset instead.")
     if is_hf(source):

@@ -144,7 +144,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (split_by_rank(), {}, "IterableDataset was split by rank"),
     ([], {}, "The stream has no shards"),
     (5, {}, "int is not a stream"),
-    ([{"input_ids": [1]}], {}, "dict is not a stream: a list of samples is a dataset"),
+    ([{"input_ids": [1]}], {}, "dict is not a stream. Pass a list of samples"),
     (DataLoader([{"input_ids": [1]}]), {}, "DataLoader gives batches, .* Pass its dataset"),
     ("/nowhere/*.jsonl", {}, "no file matches it"),
     (__file__, {}, "py cannot be streamed. Pass .jsonl"),
