@@ -241,15 +241,9 @@ class CausalLMModule(L.LightningModule):
                 "CausalLMModule decays its learning rate over all steps, but the Trainer does not know their "
                 "number (a stream has no length). Set max_steps=, or override configure_optimizers."
             )
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer,
-            partial(
-                warmup_and_cosine,
-                steps=max(2, int(steps)),
-                warmup_fraction=self.warmup_fraction,
-                final=self.final_lr_fraction,
-            ),
-        )
+        shape: Any = {"warmup_fraction": self.warmup_fraction, "final": self.final_lr_fraction}
+        rate = partial(warmup_and_cosine, steps=max(2, int(steps)), **shape)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     @property

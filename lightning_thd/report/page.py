@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from lightning_thd._imports import installed
 from lightning_thd.report.look import CYCLE, Theme, dress, legend, look_of, new_figure
-from lightning_thd.report.terminal import Table, show_table
+from lightning_thd.report.terminal import Table
 
 # metric -> (step, value), sorted by step
 Series: TypeAlias = dict[str, list[tuple[int, float]]]
@@ -139,9 +139,7 @@ def show(folder: str | Path, *, theme: PageTheme = "auto") -> None:
             f"The logs below {folder} have none of {', '.join(ROWS)}. Log train/loss, or give the Trainer "
             "THDThroughputMonitor(). See docs/reference/messages.md#report."
         )
-    print()  # noqa: T201
-    show_table(found)
-    print()  # noqa: T201
+    print(f"\n{found}\n")  # noqa: T201
     if installed("matplotlib"):
         png = picture(series, Path(folder) / "report.png", theme="light" if theme == "auto" else theme)
         page(series, Path(folder) / "report.html", theme=theme)
@@ -216,8 +214,7 @@ def step_times(series: Series) -> dict[str, float]:
     """
     found = {}
     for part, title in PARTS.items():
-        values = [value for _, value in series.get(f"train/step_time/{part}", []) if math.isfinite(value)]
-        if values:
+        if values := [s for _, s in series.get(f"train/step_time/{part}", []) if math.isfinite(s)]:
             found[title] = 1e3 * sum(values) / len(values)
     return found
 
@@ -275,8 +272,7 @@ def _headlines(series: Series) -> list[str]:
     """Return the headline numbers of a page with their titles: the last loss, and the medians of rates."""
     found = []
     for name in _TOP:  # the metrics of the headline
-        values = [value for _, value in _finite(series, name)]
-        if values:
+        if values := [value for _, value in _finite(series, name)]:
             kind, value = ("last", series[name][-1][1]) if "loss" in name else ("median", _median(values))
             found.append(f"{number(value)}{ROWS[name].unit}  {ROWS[name].title}, {kind}")
     return found

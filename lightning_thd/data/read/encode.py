@@ -54,7 +54,7 @@ def load_tokenizer(tokenizer: Tokenizer | str | None) -> Tokenizer:
         refuse_missing(tokenizer, "Pass a folder that save_pretrained() wrote, or a tokenizer's name.")
         transformers = require("transformers", feature=f"tokenizer={tokenizer!r}")
         return cast("Tokenizer", transformers.AutoTokenizer.from_pretrained(tokenizer))
-    if not callable(tokenizer):  # such as tokenizers.Tokenizer
+    if not callable(cast("object", tokenizer)):  # such as tokenizers.Tokenizer
         advice = "Pass a function of text, such as lambda text: tokenizer.encode(text).ids."
         raise TypeError(f"tokenizer is a {type(tokenizer).__name__}, which cannot be called. {advice}")
     return tokenizer
