@@ -49,7 +49,7 @@ _MARGIN = 0.02
 
 @dataclass(slots=True)
 class GraphStats:
-    """Numbers of batches that a graphed step replayed or ran eagerly, not counting calls without gradients."""
+    """Numbers of replayed and of eager batches of a graphed step; calls without gradients do not count."""
 
     replays: int = 0  # batches that ran from a graph
     fallbacks: Counter[str] = field(default_factory=Counter)  # batches that ran eagerly, by reason
